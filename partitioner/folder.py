@@ -1,0 +1,110 @@
+"""Texts and weights -> a generated folder, written aside and moved in whole.
+
+A folder that this tool did not write, or whose stages were edited by hand, is never overwritten
+without being told to.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from ..runtime.errors import PlanError
+from ..runtime.plan import Plan, file_hash, read_plan
+
+FOLDERS = frozenset({"weights", "hf", "__pycache__"})
+"""Folders that a generated folder may hold beside its files."""
+
+
+def check_target(folder: Path, new: Mapping[str, object], *, force: bool) -> None:
+    """Whether `folder` may be replaced: absent, empty, or generated from the same model.
+
+    `new` says of the model about to be written its `model`, `model_args` and hash of the `graph`.
+    Raises PlanError for foreign files (always), for a plan of
+    another model and for stages edited by hand (both unless `force`).
+    """
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    if not (folder / "plan.json").is_file():
+        raise foreign_files(folder, sorted(path.name for path in folder.iterdir()))
+    plan = read_plan(folder)
+    written = {"plan.json", "README.md", "report.html", "__init__.py"}
+    written |= {stage.file for stage in plan.stages}
+    foreign = sorted(path.name for path in folder.iterdir() if path.name not in written | FOLDERS)
+    if foreign:
+        raise foreign_files(folder, foreign)
+    if force:
+        return
+    changes = _changes(plan, new)
+    if changes:
+        raise PlanError(
+            f"{folder} was made from another model: {changes}.", f"{plan.command} --force"
+        )
+    for stage in plan.stages:
+        path = folder / stage.file
+        if path.is_file() and file_hash(path) != stage.sha256:
+            raise PlanError(
+                f"{path} was edited by hand. Nothing was changed.",
+                "Choose another --output, or give --force to write over it.",
+            )
+
+
+def foreign_files(folder: Path, names: list[str]) -> PlanError:
+    """E7: the folder holds files of somebody else."""
+    listed = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    return PlanError(
+        f"{folder} has files that this tool did not write ({listed}). Nothing was changed.",
+        "Choose another --output, or remove them.",
+    )
+
+
+def write_folder(
+    folder: Path,
+    files: Mapping[str, str],
+    write_weights: Callable[[Path], None] | None,
+    check: Callable[[Path], None],
+) -> None:
+    """Writes `files` and weights into a temporary folder, has it checked, and moves it in whole.
+
+    When `check` or anything else raises, nothing is left behind and `folder` is as it was.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        for name, text in files.items():
+            path = aside / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        check(aside)
+        if write_weights is not None:
+            write_weights(aside / "weights")
+        shutil.rmtree(aside / "__pycache__", ignore_errors=True)
+        aside.chmod(0o755)
+        if folder.exists():
+            old = aside.with_name(aside.name + "-old")
+            folder.rename(old)
+            aside.rename(folder)
+            shutil.rmtree(old)
+        else:
+            aside.rename(folder)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _changes(plan: Plan, new: Mapping[str, object]) -> str:
+    """What distinguishes the model of `plan` from the new one, in words; "" if nothing."""
+    if plan.model != new["model"]:
+        return f"--model was {plan.model}, is now {new['model']}"
+    before, after = dict(plan.model_args), json.loads(json.dumps(new["model_args"]))
+    for key in sorted(before.keys() | after.keys()):
+        if before.get(key) != after.get(key):
+            return (
+                f"{key} was {before.get(key, 'the default')}, is now "
+                f"{after.get(key, 'the default')}"
+            )
+    if plan.hashes.get("graph") != new["graph"]:
+        return f"{plan.model} or its sizes changed since"
+    return ""

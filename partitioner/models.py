@@ -1,0 +1,291 @@
+"""`--model SPEC` -> a model as its author wrote it, and inputs that its forward takes."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib
+import importlib.util
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..runtime.errors import ModelError
+from .builtin import BUILTIN
+from .presets import PRESETS
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model found by its SPEC, with example inputs of one micro-batch.
+
+    `weights` says where its values come from; `files` are the small files (configuration,
+    tokenizer) that transformers needs to load an export, by name.
+    """
+
+    name: str
+    spec: str
+    model: nn.Module
+    example_inputs: Mapping[str, Any]
+    weights: str
+    files: Mapping[str, str] = field(default_factory=dict)
+
+
+def load_model(
+    spec: str,
+    *,
+    model_args: Mapping[str, Any] | None = None,
+    micro_batch_size: int = 4,
+    seq: int = 128,
+    seed: int = 0,
+    meta: bool = False,
+    inputs: Mapping[str, str] | None = None,
+) -> Source:
+    """Finds and builds the model that `spec` names.
+
+    A spec is a built-in name, a published configuration, a local folder of transformers, a name
+    on the hub (with a network), `package.module:factory` or `path/file.py:factory`.
+    `inputs` maps names to texts such as `"f32[4, 64]"` for a factory that returns a model alone.
+    With `meta` no parameter is allocated. Raises ModelError when nothing of that name is found.
+    """
+    arguments = dict(model_args or {})
+    device = torch.device("meta") if meta else contextlib.nullcontext()
+    torch.manual_seed(seed)
+    random = f"random, seed {seed}" if not meta else "none, made with --meta"
+    if ":" in spec:
+        factory = _find_factory(spec)
+        with device, _clear_errors(spec):
+            model, examples = _split_made(factory(**_checked(factory, arguments)))
+        if inputs:
+            examples = {name: parse_input(name, text) for name, text in inputs.items()}
+        if examples is None:
+            raise ModelError(
+                f"{spec} returns a model alone: the inputs of its forward are unknown.",
+                "Return (model, {name: tensor}), or name them: --input x=f32[4,64]",
+            )
+        return Source(_name_of(spec), spec, model, _by_name(model, examples), random)
+    if spec in BUILTIN:
+        with device, _clear_errors(spec):
+            model = BUILTIN[spec](**arguments)
+        return Source(spec, spec, model, _builtin_inputs(spec, model, micro_batch_size), random)
+    model, weights, files = _load_transformers(spec, arguments, device, meta)
+    name = re.sub(r"\W+", "_", Path(spec).name)
+    examples = transformers_inputs(model, micro_batch_size, seq)
+    return Source(name, spec, model, examples, weights or random, files)
+
+
+def parse_input(name: str, text: str) -> Tensor:
+    """`"f32[4, 64]"` or `"i64[4, 16]"` -> a tensor of zeros of that dtype and shape."""
+    dtypes = {"f32": torch.float32, "f64": torch.float64, "bf16": torch.bfloat16}
+    dtypes |= {"i64": torch.int64, "i32": torch.int32, "bool": torch.bool}
+    match = re.fullmatch(r"(\w+)\[([\d,\s]*)\]", text.strip())
+    if not match or match[1] not in dtypes:
+        raise ModelError(
+            f"--input {name}={text} is not a dtype and a shape.",
+            f"Write --input {name}=f32[4,64]; dtypes are {', '.join(dtypes)}.",
+        )
+    shape = [int(size) for size in match[2].split(",") if size.strip()]
+    return torch.zeros(shape, dtype=dtypes[match[1]])
+
+
+def known_names() -> list[str]:
+    """The names that `--model` knows without a network."""
+    return [*PRESETS, *BUILTIN]
+
+
+def transformers_inputs(model: nn.Module, batch: int, seq: int) -> dict[str, Tensor]:
+    """Inputs, with labels, for a model of transformers; random but always the same."""
+    config = model.config
+    generator = torch.Generator().manual_seed(0)
+
+    def tokens(*shape: int) -> Tensor:
+        return torch.randint(config.vocab_size, shape, generator=generator)
+
+    parameters = inspect.signature(model.forward).parameters
+    kind = type(model).__name__
+    if "pixel_values" in parameters:
+        side = getattr(config, "image_size", 224)
+        channels = getattr(config, "num_channels", 3)
+        pixels = torch.randn(batch, channels, side, side, generator=generator)
+        labels = torch.randint(config.num_labels, (batch,), generator=generator)
+        return {"pixel_values": pixels, "labels": labels}
+    if "labels" not in parameters:
+        return {"input_ids": tokens(batch, seq)}
+    if "SequenceClassification" in kind:
+        labels = torch.randint(config.num_labels, (batch,), generator=generator)
+        return {"input_ids": tokens(batch, seq), "labels": labels}
+    return {"input_ids": tokens(batch, seq), "labels": tokens(batch, seq)}
+
+
+def _builtin_inputs(spec: str, model: nn.Module, batch: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    first = next(model.parameters())
+    if spec == "mlp":
+        return {"x": torch.randn(batch, first.shape[1], generator=generator)}
+    side = 32 if "28" in spec else 224
+    pixels = torch.randn(batch, first.shape[1], side, side, generator=generator)
+    classes = list(model.parameters())[-1].shape[0]
+    labels = torch.randint(classes, (batch,), generator=generator)
+    return {"pixel_values": pixels, "labels": labels}
+
+
+def _load_transformers(
+    spec: str, arguments: dict[str, Any], device: Any, meta: bool
+) -> tuple[nn.Module, str, dict[str, str]]:
+    """The model, where its weights come from ("" if random), and the files of its export."""
+    folder = Path(spec)
+    local = folder.is_dir()
+    if spec not in PRESETS and not local and "/" not in spec:
+        raise unknown_model(spec)
+    try:
+        import transformers
+    except ImportError as error:
+        raise ModelError(
+            f"--model {spec} needs transformers, which is not installed.",
+            'pip install "asyncpipe[hf]"',
+        ) from error
+    transformers.utils.logging.set_verbosity_error()
+    if spec in PRESETS:
+        preset = PRESETS[spec]
+        config = getattr(transformers, preset.config_class)(**preset.fields)
+        model_class = getattr(transformers, preset.model_class)
+    else:
+        try:
+            config = transformers.AutoConfig.from_pretrained(spec, local_files_only=local)
+        except (OSError, ValueError) as error:
+            raise unknown_model(spec) from error
+        model_class = getattr(transformers, (config.architectures or ["AutoModelForCausalLM"])[0])
+    for key, value in arguments.items():
+        if not hasattr(config, key):
+            close = difflib.get_close_matches(key, vars(config), 1)
+            hint = f" Did you mean {close[0]}?" if close else ""
+            raise ModelError(f"{type(config).__name__} has no field {key!r}.{hint}")
+        setattr(config, key, value)
+    config.architectures = [model_class.__name__]
+    files = {"config.json": config.to_json_string()}
+    stored = local and any(folder.glob("*.safetensors"))
+    with device:
+        if stored and not meta:
+            model = model_class.from_pretrained(folder, config=config, dtype=torch.float32)
+            return model, f"read from {folder.name}", files | _tokenizer_files(folder)
+        return model_class(config), "", files
+
+
+def _tokenizer_files(folder: Path) -> dict[str, str]:
+    names = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
+    return {name: (folder / name).read_text() for name in names if (folder / name).is_file()}
+
+
+def unknown_model(spec: str) -> ModelError:
+    """E1: nothing of that name, with the nearest known name."""
+    close = difflib.get_close_matches(spec, known_names(), 1)
+    suggestion = f" Did you mean {close[0]}?" if close else ""
+    return ModelError(
+        f'no model "{spec}": not a folder, not importable, not on the hub.{suggestion}',
+        "Your own model: --model my_pkg.file:build",
+    )
+
+
+def _find_factory(spec: str) -> Callable[..., Any]:
+    """`package.module:factory` or `path/file.py:factory` -> the callable."""
+    place, _, attribute = spec.rpartition(":")
+    path = Path(place)
+    if path.suffix == ".py":
+        if not path.is_file():
+            raise ModelError(f"{place} does not exist.", "Give --model path/file.py:factory")
+        module = _import_path(path)
+    else:
+        try:
+            module = importlib.import_module(place)
+        except ModuleNotFoundError as error:
+            raise ModelError(
+                f"no module {place!r} to import: {error}.",
+                "Your own file: --model path/file.py:factory",
+            ) from error
+    factory = getattr(module, attribute, None)
+    if not callable(factory):
+        names = [name for name, value in vars(module).items() if callable(value)]
+        close = difflib.get_close_matches(attribute, names, 1)
+        raise ModelError(
+            f"{place} has no function {attribute!r}."
+            + (f" Did you mean {close[0]}?" if close else "")
+        )
+    return factory
+
+
+def _import_path(path: Path) -> Any:
+    """Imports a file under its own name, so that its siblings can be imported too."""
+    folder = str(path.parent.resolve())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    with _clear_errors(str(path)):
+        spec.loader.exec_module(module)
+    return module
+
+
+@contextlib.contextmanager
+def _clear_errors(spec: str) -> Iterator[None]:
+    """An exception in the user's code becomes one sentence with the line it came from."""
+    try:
+        yield
+    except ModelError:
+        raise
+    except Exception as error:
+        frame = error.__traceback__
+        while frame is not None and frame.tb_next is not None:
+            frame = frame.tb_next
+        place = f"{frame.tb_frame.f_code.co_filename}:{frame.tb_lineno}" if frame else spec
+        raise ModelError(f"{spec} failed at {place}: {type(error).__name__}: {error}") from error
+
+
+def _checked(factory: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    parameters = inspect.signature(factory).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return arguments
+    for name in arguments:
+        if name not in parameters:
+            raise ModelError(
+                f"{factory.__name__} takes no argument {name!r}; "
+                f"it takes {', '.join(parameters) or 'none'}."
+            )
+    return arguments
+
+
+def _split_made(made: Any) -> tuple[nn.Module, Any]:
+    if isinstance(made, nn.Module):
+        return made, None
+    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
+        return made[0], made[1]
+    raise ModelError(
+        f"the factory returned {type(made).__name__}, not a model.",
+        "Return an nn.Module, or (nn.Module, {name: tensor}).",
+    )
+
+
+def _by_name(model: nn.Module, examples: Any) -> dict[str, Any]:
+    if isinstance(examples, Mapping):
+        return dict(examples)
+    return name_inputs(model, examples if isinstance(examples, tuple | list) else (examples,))
+
+
+def name_inputs(model: nn.Module, values: tuple[Any, ...] | list[Any]) -> dict[str, Any]:
+    """Positional example inputs -> keyword arguments of the model's forward."""
+    return dict(inspect.signature(model.forward).bind(*values).arguments)
+
+
+def _name_of(spec: str) -> str:
+    """`examples/residual_mlp.py:build` -> `residual_mlp`."""
+    place, _, factory = spec.rpartition(":")
+    stem = Path(place).stem if place.endswith(".py") else place.rpartition(".")[2]
+    return re.sub(r"\W+", "_", stem if factory in {"build", "make", "model"} else factory.lower())

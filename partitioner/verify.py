@@ -1,0 +1,281 @@
+"""Generated stages == the original model: names, loss, outputs and every gradient.
+
+The stages are imported from the files that were written, share the original's parameters, and
+are chained as in a pipeline: each boundary tensor is detached, and gradients are passed back by
+hand. Both run under equal seeds, so dropout draws the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ..runtime.errors import PlanError
+from ..runtime.loading import load_stage_class
+from ..runtime.pipe import output_structure, run_stage
+from ..runtime.plan import Plan, TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """What was compared; `gradients` is 0 when only shapes could be (a model on meta)."""
+
+    sizes: Mapping[str, int]
+    outputs: int
+    gradients: int
+    largest_difference: float
+
+
+def verify(
+    model: nn.Module,
+    plan: Plan,
+    folder: Path,
+    example_inputs: Mapping[str, Any],
+    *,
+    tolerance: float = 1e-4,
+) -> Verified:
+    """Compares the stages in `folder` with `model` at sizes other than those of the capture.
+
+    Train mode with equal seeds: outputs and gradients; eval mode: outputs. The original's
+    gradients, buffers and mode are as before afterwards. Raises PlanError naming the first value
+    that differs by more than `tolerance` (relative to the largest magnitude in it).
+    """
+    on_meta = any(parameter.is_meta for parameter in model.parameters())
+    with torch.device("meta" if on_meta else "cpu"):
+        stages = [load_stage_class(folder, spec)() for spec in plan.stages]
+    verify_names(model, plan, stages)
+    if on_meta:
+        return _verify_shapes(model, plan, stages, example_inputs)
+    for stage in stages:
+        _adopt(stage, model)
+    sizes = other_sizes(plan)
+    inputs = {spec.name: resize(example_inputs[spec.name], spec, sizes) for spec in plan.inputs}
+    extra = {name: value for name, value in example_inputs.items() if not isinstance(value, Tensor)}
+    largest = 0.0
+    with _state_kept(model):
+        for training in (False, True):
+            for module in (model, *stages):
+                module.train(training)
+            expected, expected_grads = _run_model(model, inputs | extra, training)
+            actual, actual_grads = _run_stages(plan, stages, inputs, model, training)
+            largest = max(largest, _compare(expected, actual, tolerance, "output"))
+            largest = max(largest, _compare(expected_grads, actual_grads, tolerance, "gradient of"))
+        largest = max(largest, _compare(*_buffers(model, stages), tolerance, "buffer"))
+    return Verified(sizes, len(expected), len(expected_grads), largest)
+
+
+def verify_names(model: nn.Module, plan: Plan, stages: list[nn.Module]) -> None:
+    """The stages' state_dicts are a split of the model's: its keys and shapes, tied names apart."""
+    wanted = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    got = {name: tensor.shape for stage in stages for name, tensor in stage.state_dict().items()}
+    tied = {name for shared in plan.shared for name in shared.names}
+    unused = wanted.keys() - got.keys() - tied - set(plan.unused)
+    if unused or not got.keys() <= wanted.keys():
+        wrong = sorted(unused | (got.keys() - wanted.keys()))
+        raise PlanError(f"the generated stages and {plan.name} differ in {', '.join(wrong[:5])}.")
+    for name, shape in got.items():
+        if shape != wanted[name]:
+            raise PlanError(
+                f"{name} is {tuple(shape)} in the generated stage, {tuple(wanted[name])} in "
+                f"{plan.name}."
+            )
+
+
+def other_sizes(plan: Plan) -> dict[str, int]:
+    """Small sizes that differ from the captured ones and from each other."""
+    sizes: dict[str, int] = {}
+    for number, (name, size) in enumerate(plan.sizes.items()):
+        candidate = min(size, 3 + 14 * number)
+        sizes[name] = candidate - 1 if candidate == size and size > 2 else max(candidate, 2)
+    return sizes
+
+
+def resize(example: Tensor, spec: TensorSpec, sizes: Mapping[str, int]) -> Tensor:
+    """The example repeated or cut to the sizes that `spec` has for `sizes`."""
+    for dim, size in enumerate(spec.resolve(sizes)):
+        if example.shape[dim] != size:
+            index = torch.arange(size, device=example.device) % example.shape[dim]
+            example = example.index_select(dim, index)
+    return example
+
+
+def _run_model(
+    model: nn.Module, inputs: Mapping[str, Any], training: bool
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    torch.manual_seed(1)
+    with torch.set_grad_enabled(training):
+        outputs = _leaves(model(**inputs))
+    if training:
+        _total(outputs).backward()
+    return _detached(outputs), _take_gradients(model)
+
+
+def _run_stages(
+    plan: Plan,
+    stages: list[nn.Module],
+    inputs: Mapping[str, Tensor],
+    model: nn.Module,
+    training: bool,
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    torch.manual_seed(1)
+    values: dict[str, Tensor] = dict(inputs)
+    copies: dict[str, list[Tensor]] = {}  # of each value, one leaf a reader
+
+    def read(name: str) -> Tensor:
+        copy = values[name].detach().requires_grad_(values[name].requires_grad)
+        copies.setdefault(name, []).append(copy)
+        return copy
+
+    with torch.set_grad_enabled(training):
+        for spec, stage in zip(plan.stages, stages, strict=True):
+            values |= run_stage(spec, stage, {name: read(name) for name in spec.inputs})
+        outputs = _leaves(output_structure(plan.outputs, {name: read(name) for name in values}))
+    if training:
+        _total(outputs).backward()
+        for spec in reversed(plan.stages):
+            pairs = [(values[name], _sum_of_gradients(copies[name])) for name in spec.outputs]
+            ready = [(value, gradient) for value, gradient in pairs if gradient is not None]
+            torch.autograd.backward(*map(list, zip(*ready, strict=True)))
+    return _detached(outputs), _take_gradients(model)
+
+
+def _sum_of_gradients(copies: list[Tensor]) -> Tensor | None:
+    gradients = [copy.grad for copy in copies if copy.grad is not None]
+    return torch.stack(gradients).sum(0) if gradients else None
+
+
+def _leaves(outputs: Any) -> dict[str, Tensor]:
+    """Every tensor in an output structure by its path; None entries are left out."""
+    if hasattr(outputs, "to_tuple"):
+        outputs = dict(outputs)
+    paths, _ = pytree.tree_flatten_with_path(outputs)
+    return {
+        pytree.keystr(path) or "output": leaf for path, leaf in paths if isinstance(leaf, Tensor)
+    }
+
+
+def _total(outputs: Mapping[str, Tensor]) -> Tensor:
+    """The loss, or a weighted sum of all outputs when there is none."""
+    for path, value in outputs.items():
+        if "loss" in path and value.dim() == 0 and value.requires_grad:
+            return value
+    return torch.stack(
+        [
+            (value.double() * torch.linspace(0.5, 1.5, value.numel()).view_as(value)).mean()
+            for value in outputs.values()
+            if value.requires_grad
+        ]
+    ).sum()
+
+
+def _detached(outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {path: value.detach() for path, value in outputs.items()}
+
+
+def _take_gradients(model: nn.Module) -> dict[str, Tensor]:
+    taken = {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+    for parameter in model.parameters():
+        parameter.grad = None
+    return taken
+
+
+def _compare(
+    expected: Mapping[str, Tensor], actual: Mapping[str, Tensor], tolerance: float, what: str
+) -> float:
+    """The largest relative difference; raises PlanError naming the first value beyond tolerance."""
+    if expected.keys() != actual.keys():
+        name = sorted(expected.keys() ^ actual.keys())[0]
+        where = "the original" if name in expected else "the stages"
+        raise PlanError(f"only {where} has the {what} {name}.")
+    largest = 0.0
+    for name, wanted in expected.items():
+        got = actual[name]
+        if wanted.shape != got.shape or wanted.dtype != got.dtype:
+            raise PlanError(
+                f"the {what} {name} is {wanted.dtype} {tuple(wanted.shape)} in the original, "
+                f"{got.dtype} {tuple(got.shape)} in the stages."
+            )
+        if wanted.numel() == 0:
+            continue
+        scale = max(float(wanted.double().abs().max()), 1e-6)
+        difference = float((wanted.double() - got.double()).abs().max()) / scale
+        if not difference <= tolerance:
+            raise PlanError(
+                f"the {what} {name} of the generated stages differs from the original's by "
+                f"{difference:.1e} of its largest magnitude; {tolerance:.0e} is allowed."
+            )
+        largest = max(largest, difference)
+    return largest
+
+
+def _verify_shapes(
+    model: nn.Module, plan: Plan, stages: list[nn.Module], example_inputs: Mapping[str, Any]
+) -> Verified:
+    """On meta only shapes and dtypes of the outputs can be compared."""
+    sizes = other_sizes(plan)
+    values: dict[str, Any] = {
+        spec.name: resize(example_inputs[spec.name], spec, sizes).to("meta") for spec in plan.inputs
+    }
+    with torch.no_grad():
+        expected = _leaves(model(**values))
+        for spec, stage in zip(plan.stages, stages, strict=True):
+            values |= run_stage(spec, stage.train(model.training), values)
+    actual = _leaves(output_structure(plan.outputs, values))
+    for name, wanted in expected.items():
+        if actual[name].shape != wanted.shape or actual[name].dtype != wanted.dtype:
+            raise PlanError(
+                f"the output {name} is {tuple(wanted.shape)} in the original, "
+                f"{tuple(actual[name].shape)} in the stages."
+            )
+    return Verified(sizes, len(expected), 0, 0.0)
+
+
+def _adopt(stage: nn.Module, model: nn.Module) -> None:
+    """Gives the stage the model's own parameters and copies of its buffers."""
+    for name, _ in list(stage.named_parameters(remove_duplicate=False)):
+        path, _, leaf = name.rpartition(".")
+        setattr(stage.get_submodule(path), leaf, model.get_parameter(name))
+    with torch.no_grad():
+        for name, buffer in stage.named_buffers():
+            buffer.copy_(model.get_buffer(name))
+
+
+def _buffers(
+    model: nn.Module, stages: list[nn.Module]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The stages' buffers beside the model's of the same names, after both ran."""
+    actual = {name: buffer for stage in stages for name, buffer in stage.named_buffers()}
+    return {name: model.get_buffer(name) for name in actual}, actual
+
+
+@contextmanager
+def _state_kept(model: nn.Module) -> Iterator[None]:
+    """Puts buffers, mode, random state and gradients back as they were."""
+    modes = {module: module.training for module in model.modules()}
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    gradients = {parameter: parameter.grad for parameter in model.parameters()}
+    random = torch.get_rng_state()
+    for parameter in gradients:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+        with torch.no_grad():
+            for name, buffer in buffers.items():
+                model.get_buffer(name).copy_(buffer)
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient
+        torch.set_rng_state(random)

@@ -1,0 +1,5 @@
+"""Runs generated stages: plans, schedules, weight versions, transports and the training loop.
+
+Generated code and this package are enough to train; the compiler (`asyncpipe.partitioner`)
+is never imported from here.
+"""

@@ -1,0 +1,39 @@
+"""The errors a user can cause, each with what is wrong and, where it is known, the cure."""
+
+from __future__ import annotations
+
+
+class AsyncPipeError(Exception):
+    """One sentence of what does not fit, with both values, and a cure as a command.
+
+    The command line prints `error: <what>` and the cure below it, and exits with 1.
+    """
+
+    def __init__(self, what: str, cure: str = "") -> None:
+        super().__init__(f"{what}\n{cure}" if cure else what)
+        self.what = what
+        self.cure = cure
+
+
+class ModelError(AsyncPipeError):
+    """A model that cannot be found, built or fed."""
+
+
+class CaptureError(AsyncPipeError):
+    """A model whose forward cannot be written down as a graph."""
+
+
+class PlanError(AsyncPipeError):
+    """A plan that cannot be made, read or followed."""
+
+
+class ScheduleError(AsyncPipeError):
+    """A schedule that is not legal or would never end."""
+
+
+class TransportError(AsyncPipeError):
+    """A tensor that did not arrive, or arrived in another shape."""
+
+
+class DataError(AsyncPipeError):
+    """Data that does not fit the model or the plan."""

@@ -1,0 +1,135 @@
+"""A generated folder -> the modules of its stages, with their weights."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from .errors import DataError, PlanError
+from .plan import Plan, StageSpec, file_hash
+from .tensors import read_tensors
+
+CONSTANTS = "_constants."
+"""Prefix, in a generated folder's weights, of values that no state_dict holds."""
+
+
+def load_stage(
+    folder: str | Path,
+    plan: Plan,
+    index: int,
+    *,
+    weights: str | Path | None = None,
+    device: str | torch.device = "cpu",
+) -> nn.Module:
+    """Builds stage `index` of a generated folder and fills in its tensors.
+
+    `weights` is a safetensors file or folder of the original model; without it the folder's own
+    weights are read. Each stage reads only its own tensors. Raises PlanError when the folder
+    lacks the stage or has no weights, DataError when the weights are of another model.
+    """
+    folder = Path(folder)
+    spec = plan.stages[index]
+    own = folder / "weights"
+    if weights is None and not own.is_dir():
+        raise PlanError(
+            f"{folder} holds no weights: its plan was made with --meta.",
+            "Give some with --weights, or partition again without --meta.",
+        )
+    with _SkipRandomInit():
+        module = load_stage_class(folder, spec)()
+    aliases = shared_names(plan)
+    _fill(module, weights or own, aliases, plan)
+    if own.is_dir():
+        _fill_constants(module, own)
+    return module.to(device)
+
+
+def load_stage_class(folder: str | Path, spec: StageSpec) -> type[nn.Module]:
+    """The class of a generated stage, imported from its file."""
+    stage_class: type[nn.Module] = getattr(_import_file(Path(folder) / spec.file), spec.class_name)
+    return stage_class
+
+
+def is_edited(folder: str | Path, spec: StageSpec) -> bool:
+    """Whether the stage's file is not the one that was generated."""
+    return file_hash(Path(folder) / spec.file) != spec.sha256
+
+
+def shared_names(plan: Plan) -> dict[str, tuple[str, ...]]:
+    """Each name of a shared parameter -> all names of that parameter."""
+    return {name: shared.names for shared in plan.shared for name in shared.names}
+
+
+def _import_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise PlanError(f"{path} is missing.", "Partition the model again with --force.")
+    name = "asyncpipe_generated_" + hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise PlanError(
+            f"{path} cannot be imported: {type(error).__name__}: {error}.",
+            "Undo the edit, or partition the model again with --force.",
+        ) from error
+    return module
+
+
+class _SkipRandomInit(TorchFunctionMode):
+    """Leaves fresh parameters uninitialised: every one of them is about to be read from a file."""
+
+    _SKIPPED = frozenset({"uniform_", "normal_", "trunc_normal_"})
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if getattr(func, "__name__", "") in self._SKIPPED:
+            return args[0] if args else (kwargs or {})["tensor"]
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def _fill(
+    module: nn.Module, path: str | Path, aliases: Mapping[str, tuple[str, ...]], plan: Plan
+) -> None:
+    own = module.state_dict(keep_vars=True)
+    buffers = frozenset(name for name, _ in module.named_buffers())
+    read = read_tensors(path, own, aliases, optional=buffers)
+    wrong = [name for name, tensor in read.items() if tensor.shape != own[name].shape]
+    if wrong:
+        name = wrong[0]
+        raise DataError(
+            f"{path} is not of {plan.name} as planned: {len(wrong)} of {len(read)} tensors differ "
+            f"in shape, the first is {name}: {tuple(read[name].shape)} in the file, "
+            f"{tuple(own[name].shape)} in the plan.",
+            "Give weights of the planned model, or partition the model that these belong to.",
+        )
+    for name, tensor in read.items():
+        own[name].copy_(tensor)
+
+
+@torch.no_grad()
+def _fill_constants(module: nn.Module, path: Path) -> None:
+    """Buffers outside the state_dict whose values their constructor cannot make."""
+    outside = dict(module.named_buffers()).keys() - module.state_dict().keys()
+    names = [CONSTANTS + name for name in sorted(outside)]
+    if names:
+        for name, tensor in read_tensors(path, names, optional=frozenset(names)).items():
+            module.get_buffer(name.removeprefix(CONSTANTS)).copy_(tensor)

@@ -1,0 +1,126 @@
+"""A generated folder -> all its stages in one process: the original model again, in pieces.
+
+For checking, evaluation and export. It runs the very files that the pipeline trains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .errors import DataError
+from .loading import load_stage
+from .plan import Plan, StageSpec, read_plan
+
+
+class Pipe:
+    """The stages of a plan, chained; tied weights are one parameter again.
+
+    Called with the model's inputs it returns the original's output structure: a dict of its
+    named outputs, a tensor or a tuple.
+    """
+
+    def __init__(self, plan: Plan, stages: list[nn.Module]) -> None:
+        self.plan = plan
+        self.stages = stages
+        _tie(plan, stages)
+
+    def __call__(self, *args: Any, **inputs: Any) -> Any:
+        names = [spec.name for spec in self.plan.inputs]
+        values: dict[str, Any] = dict(zip(names, args, strict=False)) | inputs
+        absent = [name for name in names if name not in values]
+        if absent or len(args) > len(names) or not values.keys() <= set(names):
+            raise DataError(
+                f"{self.plan.name} takes {', '.join(names)}; got {', '.join(values) or 'nothing'}."
+            )
+        for spec, stage in zip(self.plan.stages, self.stages, strict=True):
+            values.update(run_stage(spec, stage, values))
+        return output_structure(self.plan.outputs, values)
+
+    def train(self, mode: bool = True) -> Pipe:
+        for stage in self.stages:
+            stage.train(mode)
+        return self
+
+    def eval(self) -> Pipe:
+        return self.train(False)
+
+    def to(self, *args: Any, **kwargs: Any) -> Pipe:
+        for stage in self.stages:
+            stage.to(*args, **kwargs)
+        _tie(self.plan, self.stages)
+        return self
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Every parameter once, under its original name."""
+        seen: set[int] = set()
+        for stage in self.stages:
+            for name, parameter in stage.named_parameters():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield name, parameter
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return (parameter for _, parameter in self.named_parameters())
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Exactly the keys and values of the original model's state_dict, tied names included."""
+        state = {key: value for stage in self.stages for key, value in stage.state_dict().items()}
+        for shared in self.plan.shared:
+            for name in shared.names:
+                state.setdefault(name, state[shared.holders[0][1]])
+        return {key: state[key] for key in self.plan.state_keys if key in state} | state
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Reads the original model's state_dict."""
+        for stage in self.stages:
+            stage.load_state_dict({key: state[key] for key in stage.state_dict()})
+
+
+def load(
+    folder: str | Path,
+    *,
+    weights: str | Path | None = None,
+    device: str | torch.device = "cpu",
+) -> Pipe:
+    """Loads a generated folder with all its stages in this process.
+
+    Raises PlanError when the folder is not a generated model, DataError when `weights` are of
+    another model.
+    """
+    plan = read_plan(folder)
+    stages = [
+        load_stage(folder, plan, spec.index, weights=weights, device=device) for spec in plan.stages
+    ]
+    return Pipe(plan, stages)
+
+
+def run_stage(spec: StageSpec, stage: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]:
+    """One stage's forward: named values in, named values out."""
+    result = stage(*(values[name] for name in spec.inputs))
+    results = result if len(spec.outputs) > 1 else (result,)
+    return dict(zip(spec.outputs, results, strict=True))
+
+
+def output_structure(outputs: Any, values: Mapping[str, Any]) -> Any:
+    """The original's output, rebuilt from named values by the plan's `outputs`."""
+    if isinstance(outputs, str):
+        return values[outputs]
+    if isinstance(outputs, Mapping):
+        return {key: output_structure(inner, values) for key, inner in outputs.items()}
+    if isinstance(outputs, list | tuple):
+        return tuple(output_structure(inner, values) for inner in outputs)
+    return outputs
+
+
+def _tie(plan: Plan, stages: list[nn.Module]) -> None:
+    for shared in plan.shared:
+        owner_stage, owner_name = shared.holders[0]
+        owner = stages[owner_stage].get_parameter(owner_name)
+        for stage, name in shared.holders[1:]:
+            path, _, leaf = name.rpartition(".")
+            setattr(stages[stage].get_submodule(path), leaf, owner)

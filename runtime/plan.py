@@ -1,0 +1,245 @@
+"""The contract between compiler and runtime: what each stage is, receives, sends and costs.
+
+A plan is plain data. It is written to `plan.json` in the generated folder and is all that the
+runtime needs to know about a model; nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .errors import PlanError
+from .sizes import evaluate_size
+
+SCHEMA = 1
+
+_SHORT_DTYPES = {
+    "float64": "f64", "float32": "f32", "float16": "f16", "bfloat16": "bf16",
+    "int64": "i64", "int32": "i32", "int16": "i16", "int8": "i8", "uint8": "u8", "bool": "bool",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Name, dtype and shape of one tensor; a size is a number or an expression of the plan's
+    symbols, such as `"batch"` or `"batch*sequence"`."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...]
+    requires_grad: bool = False
+
+    def resolve(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """The shape with numbers put in for the symbols.
+
+        >>> TensorSpec("h", "float32", ("batch", "2*sequence", 8)).resolve(
+        ...     {"batch": 4, "sequence": 16})
+        (4, 32, 8)
+        """
+        return tuple(
+            size if isinstance(size, int) else evaluate_size(size, sizes) for size in self.shape
+        )
+
+    def __str__(self) -> str:
+        sizes = ", ".join(str(size) for size in self.shape)
+        return f"{_SHORT_DTYPES.get(self.dtype, self.dtype)}[{sizes}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """A tensor made by stage `source` and read by the later stages `targets`."""
+
+    tensor: TensorSpec
+    source: int
+    targets: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StageSpec:
+    """One generated stage: its file, its forward's arguments and results in order, its costs.
+
+    `inputs` are positional arguments of the stage's forward, each the name of a model input or
+    of a boundary tensor. `outputs` are the values that forward returns (one: the value itself,
+    several: a tuple), each the name of a boundary tensor or of a model output.
+    Costs are for one micro-batch of the sizes in `Plan.sizes`; times in milliseconds.
+    """
+
+    index: int
+    file: str
+    class_name: str
+    modules: tuple[str, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...]
+    draws_random: bool
+    forward_ms: float
+    backward_ms: float
+    param_bytes: int
+    activation_bytes: int
+    peak_bytes: int
+    sends: tuple[Boundary, ...]
+    receives: tuple[Boundary, ...]
+    sha256: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedParameter:
+    """One parameter of the original that several names or stages hold.
+
+    `names` are all names of it, the owner's first; `holders` gives for each stage that holds it
+    the name it has there.
+    """
+
+    names: tuple[str, ...]
+    holders: tuple[tuple[int, str], ...]
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        return tuple(stage for stage, _ in self.holders)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What was decided about a model, and what the runtime needs to run it.
+
+    `outputs` is the structure of the original's output as JSON: a value name, a list, or an
+    object of names (an object keeps the original's keys); `None` stands for None.
+    `state_keys` are the keys of the original's state_dict, in its order.
+    `unused` are those keys that no stage needs: the forward never reads them.
+    `loss` names the output value that is the loss, or is None when a criterion outside the
+    model makes it (`criterion`).
+    """
+
+    name: str
+    model: str
+    model_args: Mapping[str, Any]
+    command: str
+    sizes: Mapping[str, int]
+    inputs: tuple[TensorSpec, ...]
+    values: tuple[TensorSpec, ...]
+    outputs: Any
+    loss: str | None
+    criterion: str | None
+    stages: tuple[StageSpec, ...]
+    shared: tuple[SharedParameter, ...]
+    method: str
+    bottleneck_ms: float
+    lower_bound_ms: float
+    even_split_ms: float
+    optimal: bool
+    profile: Mapping[str, Any]
+    hashes: Mapping[str, str]
+    weights: str
+    state_keys: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    schema: int = field(default=SCHEMA)
+
+    @property
+    def gap(self) -> float:
+        """How far the bottleneck is above the proved lower bound, as a share (0.02 is 2 %)."""
+        return self.bottleneck_ms / self.lower_bound_ms - 1 if self.lower_bound_ms else 0.0
+
+    @property
+    def device_of_stage(self) -> tuple[int, ...]:
+        """The rank of each stage; here one stage a rank."""
+        return tuple(range(len(self.stages)))
+
+    @property
+    def boundaries(self) -> tuple[Boundary, ...]:
+        return tuple(boundary for stage in self.stages for boundary in stage.sends)
+
+    def input_stages(self, name: str) -> tuple[int, ...]:
+        """The stages whose forward reads the model input `name`."""
+        return tuple(stage.index for stage in self.stages if name in stage.inputs)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n"
+
+
+def read_plan(folder: str | Path) -> Plan:
+    """Reads `plan.json` of a generated folder.
+
+    Raises PlanError when the folder, the file or the schema is not what this version writes.
+    """
+    path = Path(folder) / "plan.json"
+    if not path.is_file():
+        what = "has no plan.json" if path.parent.is_dir() else "does not exist"
+        raise PlanError(
+            f"{folder} {what}: not a generated model.",
+            "asyncpipe-partition --model gpt2 --stages 4 makes one.",
+        )
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        schema = raw["schema"]
+        if schema != SCHEMA:
+            raise PlanError(
+                f"{path} has schema {schema}, this version of asyncpipe reads {SCHEMA}.",
+                f"{raw.get('command', 'asyncpipe-partition ...')} --force",
+            )
+        return _plan_from(raw)
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, ValueError) as error:
+        raise PlanError(
+            f"{path} is damaged: {type(error).__name__}: {error}.", "Partition the model again."
+        ) from error
+
+
+_ITEM_BYTES = {
+    "float64": 8, "int64": 8, "complex64": 8, "float32": 4, "int32": 4, "float16": 2,
+    "bfloat16": 2, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
+}  # fmt: skip
+
+
+def spec_bytes(spec: TensorSpec, sizes: Mapping[str, int]) -> int:
+    """Bytes of one tensor of that spec at the given sizes."""
+    return math.prod(spec.resolve(sizes)) * _ITEM_BYTES[spec.dtype]
+
+
+def file_hash(path: Path) -> str:
+    """The SHA-256 of a file, as `StageSpec.sha256` holds it."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _plan_from(raw: dict[str, Any]) -> Plan:
+    return Plan(
+        **{
+            **raw,
+            "inputs": tuple(map(_tensor_from, raw["inputs"])),
+            "values": tuple(map(_tensor_from, raw["values"])),
+            "stages": tuple(map(_stage_from, raw["stages"])),
+            "shared": tuple(
+                SharedParameter(
+                    tuple(shared["names"]),
+                    tuple((int(stage), name) for stage, name in shared["holders"]),
+                )
+                for shared in raw["shared"]
+            ),
+            "state_keys": tuple(raw["state_keys"]),
+            "unused": tuple(raw["unused"]),
+            "notes": tuple(raw["notes"]),
+        }
+    )
+
+
+def _stage_from(raw: dict[str, Any]) -> StageSpec:
+    boundaries = {key: tuple(map(_boundary_from, raw[key])) for key in ("sends", "receives")}
+    names = {key: tuple(raw[key]) for key in _STAGE_NAMES}
+    return StageSpec(**{**raw, **boundaries, **names})
+
+
+_STAGE_NAMES = ("modules", "inputs", "outputs", "parameters", "buffers")
+
+
+def _boundary_from(raw: dict[str, Any]) -> Boundary:
+    return Boundary(_tensor_from(raw["tensor"]), int(raw["source"]), tuple(raw["targets"]))
+
+
+def _tensor_from(raw: dict[str, Any]) -> TensorSpec:
+    return TensorSpec(raw["name"], raw["dtype"], tuple(raw["shape"]), bool(raw["requires_grad"]))

@@ -1,0 +1,80 @@
+"""Imports point down: cli -> partitioner -> runtime; the lowest floor is pure data."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PURE = {
+    *("plan", "sizes", "errors", "schedule", "schedules"),
+    *("dependencies", "lowering", "simulate", "drawing"),
+}
+# The check runs the files as the runtime will, and weights have one file format.
+SHARED = {"pipe", "loading", "tensors"}
+FILES = sorted(
+    path
+    for folder in ("partitioner", "runtime", "templates")
+    for path in (ROOT / folder).rglob("*.py")
+)
+
+
+def imports(path: Path, source: str) -> Iterator[str]:
+    """Absolute dotted names of everything that `source` imports."""
+    package = ("asyncpipe", *path.relative_to(ROOT).parent.parts)
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            stem = ".".join((*base, *(node.module or "").split("."))).strip(".")
+            yield from (f"{stem}.{alias.name}" for alias in node.names)
+
+
+def violations(path: Path, source: str) -> list[str]:
+    parts = path.relative_to(ROOT).parts
+    wrong = []
+    for name in imports(path, source):
+        match name.split("."):
+            case ["asyncpipe", "partitioner", *_] if parts[0] == "runtime":
+                wrong.append(f"runtime imports {name}")
+            case ["asyncpipe", "cli", *_]:
+                wrong.append(f"{parts[0]} imports {name}")
+            case ["asyncpipe", "runtime", module, *_] if parts[0] == "partitioner":
+                if module not in PURE | SHARED:
+                    wrong.append(f"partitioner imports {name}")
+            case ["asyncpipe", "runtime", module, *_] if parts[0] == "runtime":
+                if len(parts) == 2 and path.stem in PURE and module not in PURE:
+                    wrong.append(f"runtime/{path.name} imports {name}")
+            case ["torch", *_] if parts[0] == "runtime" and len(parts) == 2 and path.stem in PURE:
+                wrong.append(f"runtime/{path.name} imports torch")
+            case ["partitioner" | "runtime" | "cli", *_]:
+                wrong.append(f"bare import of {name}")
+    return wrong
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_point_down(path: Path) -> None:
+    assert violations(path, path.read_text()) == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_only_the_command_line_prints(path: Path) -> None:
+    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    assert not [call.lineno for call in calls if getattr(call.func, "id", "") == "print"]
+
+
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("runtime/pipe.py", "from ..partitioner.graph import build_graph"),
+        ("runtime/plan.py", "import torch"),
+        ("runtime/schedule.py", "from .pipe import Pipe"),
+        ("partitioner/solve.py", "from ..runtime.pipeline import Pipeline"),
+        ("partitioner/solve.py", "import runtime"),
+        ("runtime/pipe.py", "from .. import cli"),
+    ],
+)
+def test_an_import_that_points_up_is_found(file: str, line: str) -> None:
+    assert len(violations(ROOT / file, line)) == 1
