@@ -1,0 +1,179 @@
+"""An action -> the actions that it waits for: the one rule that all who read schedules share.
+
+    F(j, i)  waits for F(s, i) of every stage s that sends tensors to j
+    B(j, i)  waits for F(j, i), and for B(t, i) of every stage t that returns gradients to j
+    S(j, v)  waits for B of every micro-batch of window v at j, and of window v - D at the other
+             stages that hold a parameter of j (window v: the step_every micro-batches of step v)
+
+Between two ranks "waits for F(s, i)" becomes: its message is sent by s and received by j. What
+comes earlier on the same rank is over anyway. `Player` carries out a schedule by this rule alone,
+without a clock; `simulate.py` does it with one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+from .errors import ScheduleError
+from .schedule import Action, Schedule, shared_delay
+
+Edge = tuple[int, int]
+Direction = Literal["F", "B"]
+
+
+class Rule:
+    """The dependencies of one schedule for one model.
+
+    `edges` are the (source, target) stages of boundary tensors, neighbours or not, by default
+    each stage and the next; `grad_edges` those whose tensors get a gradient, by default all;
+    `shared_stages` the groups of stages that hold one (tied) parameter.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        edges: Iterable[Edge] | None = None,
+        *,
+        grad_edges: Iterable[Edge] | None = None,
+        shared_stages: Iterable[Sequence[int]] = (),
+    ) -> None:
+        stages = range(schedule.stages)
+        forward = sorted(set(zip(stages, stages[1:], strict=False) if edges is None else edges))
+        backward = forward if grad_edges is None else sorted(set(grad_edges))
+        for source, target in forward:
+            if not 0 <= source < target < schedule.stages:
+                raise ScheduleError(
+                    f"({source}, {target}) is no edge of {schedule.stages} stages: "
+                    "tensors go from a stage to a later one."
+                )
+        for edge in backward:
+            if edge not in forward:
+                raise ScheduleError(f"Gradients return over {edge}, but no tensors go there.")
+        self.schedule, self.edges, self.grad_edges = schedule, forward, backward
+        self._ways: dict[Direction, list[Edge]] = {
+            "F": forward,
+            "B": [(target, source) for source, target in reversed(backward)],
+        }
+        self._shared = [(tuple(group), shared_delay(schedule, group)) for group in shared_stages]
+        self._by_message = schedule.is_lowered
+
+    def sources(self, direction: Direction, stage: int) -> list[int]:
+        """The stages whose tensors (F) or gradients (B) this stage needs."""
+        return [source for source, target in self._ways[direction] if target == stage]
+
+    def targets(self, direction: Direction, stage: int) -> list[int]:
+        """The stages that need this stage's tensors (F) or gradients (B)."""
+        return [target for source, target in self._ways[direction] if source == stage]
+
+    def receives(self, action: Action) -> list[Action]:
+        """The messages from other ranks that an F or B needs; none for any other action."""
+        if action.kind not in ("F", "B"):
+            return []
+        direction, stage, index = action.kind, action.stage, action.index
+        return [
+            message(direction, source, stage, index)[1]
+            for source in self.sources(direction, stage)
+            if self.is_remote(source, stage)
+        ]
+
+    def sends(self, action: Action) -> list[Action]:
+        """The messages to other ranks that an F or B makes, the nearest stage's first."""
+        if action.kind not in ("F", "B"):
+            return []
+        direction, stage, index = action.kind, action.stage, action.index
+        return [
+            message(direction, stage, target, index)[0]
+            for target in self.targets(direction, stage)
+            if self.is_remote(stage, target)
+        ]
+
+    def dependencies(self, action: Action, *, rendezvous: bool = False) -> list[Action]:
+        """What must be over before `action` can begin; versions are left out.
+
+        With `rendezvous` a send waits until its receive is posted, else sends are buffered.
+        """
+        stage, index, peer = action.stage, action.index, action.peer
+        match action.kind:
+            case "F":
+                return self._arrivals("F", stage, index)
+            case "B":
+                return [Action(stage, "F", index), *self._arrivals("B", stage, index)]
+            case "S":
+                return [Action(*needed) for needed in self._gradients(stage, index)]
+            case "SEND_F" | "SEND_B" if peer is not None:
+                direction: Direction = "F" if action.kind == "SEND_F" else "B"
+                _, receive = message(direction, stage, peer, index)
+                return [Action(stage, direction, index), *([receive] if rendezvous else [])]
+        return []
+
+    def is_remote(self, source: int, target: int) -> bool:
+        """Whether the two stages are on different ranks."""
+        ranks = self.schedule.rank_of_stage
+        return ranks[source] != ranks[target]
+
+    def _arrivals(self, direction: Direction, stage: int, index: int) -> list[Action]:
+        needed: list[Action] = []
+        for source in self.sources(direction, stage):
+            if self._by_message and self.is_remote(source, stage):
+                needed += message(direction, source, stage, index)
+            else:
+                needed.append(Action(source, direction, index))
+        return needed
+
+    def _gradients(self, stage: int, step: int) -> list[tuple[int, Direction, int]]:
+        windows = {(stage, step)}
+        for group, delay in self._shared:
+            if stage in group:
+                windows |= {(holder, step - delay) for holder in group if holder != stage}
+        every = self.schedule.step_every
+        return [
+            (holder, "B", index)
+            for holder, window in sorted(windows)
+            if window >= 1
+            for index in range((window - 1) * every, window * every)
+        ]
+
+
+def message(direction: Direction, source: int, target: int, index: int) -> tuple[Action, Action]:
+    """The send and the receive that carry micro-batch `index` from one stage to another.
+
+    >>> print(*message("B", 3, 2, 7))
+    3SEND_B7>2 2RECV_B7<3
+    """
+    if direction == "F":
+        return Action(source, "SEND_F", index, target), Action(target, "RECV_F", index, source)
+    return Action(source, "SEND_B", index, target), Action(target, "RECV_B", index, source)
+
+
+class Player:
+    """Carries out the actions of all ranks, each as soon as the rule allows, without a clock."""
+
+    def __init__(self, rule: Rule, *, rendezvous: bool = False) -> None:
+        self.rule = rule
+        self.rendezvous = rendezvous
+        self.rows = [list(row) for row in rule.schedule.ranks]
+        self.position = [0] * len(self.rows)
+        self.done: set[Action] = set()
+
+    def run(self) -> bool:
+        """Plays until every rank is at its end (True) or none can go on (False)."""
+        moved = True
+        while moved:
+            moved = False
+            for rank in range(len(self.rows)):
+                while (action := self.next_action(rank)) and not self.missing(action):
+                    self.done.add(action.unversioned)
+                    self.position[rank] += 1
+                    moved = True
+        return all(self.next_action(rank) is None for rank in range(len(self.rows)))
+
+    def next_action(self, rank: int) -> Action | None:
+        """The action that `rank` is at, None at the end of its list."""
+        row, position = self.rows[rank], self.position[rank]
+        return row[position] if position < len(row) else None
+
+    def missing(self, action: Action) -> list[Action]:
+        """The actions that `action` still waits for."""
+        needed = self.rule.dependencies(action, rendezvous=self.rendezvous)
+        return [other for other in needed if other not in self.done]

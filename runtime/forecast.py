@@ -1,0 +1,71 @@
+"""A plan and a schedule's name -> the step time and idle share that the simulator foresees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from .plan import Plan
+from .schedules import ASYNCHRONOUS, make_schedule
+from .simulate import Costs, Timeline, simulate
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What one optimizer step takes, and the share of it that a rank waits, on average."""
+
+    step_ms: float
+    idle_share: float
+    timeline: Timeline
+
+
+def forecast_step(
+    plan: Plan,
+    schedule: str,
+    micro_batches: int,
+    *,
+    processors: int | None = None,
+    steps: int = 1,
+    step_ms: Iterable[float] | None = None,
+) -> Forecast:
+    """Simulates `steps` steps (one, unless asynchronous) at the plan's costs.
+
+    `processors` is the number of cores that the ranks share, None for one each; `step_ms` the
+    optimizer's milliseconds of every stage. For an asynchronous schedule the idle share is that
+    of the steady state, fill and drain left out.
+    """
+    stages = len(plan.stages)
+    count = steps if schedule in ASYNCHRONOUS else 1
+    made = make_schedule(
+        schedule, stages=stages, micro_batches=micro_batches * count, step_every=micro_batches
+    )
+    costs = Costs(
+        forward_ms=tuple(stage.forward_ms for stage in plan.stages),
+        backward_ms=tuple(stage.backward_ms for stage in plan.stages),
+        step_ms=tuple(step_ms) if step_ms is not None else (0.0,) * stages,
+    )
+    edges = {(edge.source, target) for edge in plan.boundaries for target in edge.targets}
+    gradients = {
+        (edge.source, target)
+        for edge in plan.boundaries
+        for target in edge.targets
+        if edge.tensor.requires_grad
+    }
+    timeline = simulate(made, costs, edges, grad_edges=gradients, processors=processors)
+    idle = timeline.steady_idle_share if count > 1 else timeline.idle_share
+    return Forecast(timeline.makespan_ms / count, idle, timeline)
+
+
+def describe_forecast(plan: Plan, micro_batches: tuple[int, ...] = (8, 32)) -> str:
+    """One sentence: what a 1f1b step takes at a few numbers of micro-batches, and asynchronous."""
+    parts = []
+    for number in micro_batches:
+        step = forecast_step(plan, "1f1b", number)
+        parts.append(f"{number} micro-batches {step.step_ms:.0f} ms, {step.idle_share:.0%} idle")
+    ahead = len(plan.stages) - 1
+    steady = forecast_step(plan, "async-1f1b", micro_batches[0], steps=8)
+    parts.append(
+        f"async {steady.idle_share:.0%} idle, weights at most "
+        f"{-(-ahead // micro_batches[0])} step old"
+    )
+    return "one 1f1b step on a device a stage: " + " · ".join(parts)

@@ -1,0 +1,154 @@
+"""What every rank does, in order, as data.
+
+A schedule is a tuple of actions a rank. An action is printed as its stage, kind and index:
+
+    2F3@v1      stage 2, forward of micro-batch 3, with weight version 1
+    2B3@v1      backward of micro-batch 3, when the stage's newest weights are version 1
+    2S4         the optimizer step that makes version 4
+    2SEND_F3>3  sends micro-batch 3's boundary tensors on to stage 3
+    3RECV_F3<2  posts the receive of them; it is 3F3 that waits until they are there
+    3SEND_B3>2  sends their gradients back
+    2RECV_B3<3  posts the receive of those; 2B3 waits
+
+Micro-batches and versions count from 0 at the start of the segment that a schedule describes:
+one mini-batch of a synchronous schedule, some steps and a drain of an asynchronous one.
+`schedules.py` writes F, B and S; `lowering.py` adds the messages between ranks. What an action
+waits for is said once, in `dependencies.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal, cast
+
+from .errors import ScheduleError
+
+Kind = Literal["F", "B", "S", "SEND_F", "RECV_F", "SEND_B", "RECV_B"]
+
+_COMPUTE = re.compile(r"(\d+)([FB])(\d+)()(?:@v(\d+))?")
+_STEP = re.compile(r"(\d+)(S)(\d+)()()")
+_MESSAGE = re.compile(r"(\d+)(SEND_[FB](?=\d+>)|RECV_[FB](?=\d+<))(\d+)[<>](\d+)()")
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One thing that a rank does for one of its stages.
+
+    >>> print(Action(2, "F", 3, version=1), Action(2, "SEND_F", 3, peer=3), Action(2, "S", 4))
+    2F3@v1 2SEND_F3>3 2S4
+    """
+
+    stage: int
+    kind: Kind
+    index: int
+    peer: int | None = None
+    version: int | None = None
+
+    @property
+    def unversioned(self) -> Action:
+        """The action as `Rule.dependencies` names it."""
+        return self if self.version is None else replace(self, version=None)
+
+    def __str__(self) -> str:
+        peer = "" if self.peer is None else f"{'>' if 'SEND' in self.kind else '<'}{self.peer}"
+        version = "" if self.version is None else f"@v{self.version}"
+        return f"{self.stage}{self.kind}{self.index}{peer}{version}"
+
+
+def parse_action(text: str) -> Action:
+    """The action that prints as `text`. Raises ScheduleError when there is none.
+
+    >>> parse_action("2RECV_B3<4")
+    Action(stage=2, kind='RECV_B', index=3, peer=4, version=None)
+    """
+    for pattern in (_COMPUTE, _STEP, _MESSAGE):
+        if found := pattern.fullmatch(text):
+            stage, kind, index, peer, version = found.groups()
+            return Action(
+                int(stage),
+                cast(Kind, kind),
+                int(index),
+                int(peer) if peer else None,
+                int(version) if version else None,
+            )
+    raise ScheduleError(
+        f"{text!r} is not an action.",
+        "Actions look like 2F3 or 2F3@v1, 2B3, 2S4, 2SEND_F3>3, 3RECV_F3<2.",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The actions of every rank over one segment.
+
+    `step_every` is how many micro-batches one optimizer step sees, `in_flight` the most
+    micro-batches of each stage that are forwarded and not yet backwarded; a synchronous
+    schedule has one step, at the end of the segment.
+    """
+
+    name: str
+    stages: int
+    micro_batches: int
+    step_every: int
+    synchronous: bool
+    ranks: tuple[tuple[Action, ...], ...]
+    rank_of_stage: tuple[int, ...]
+    in_flight: tuple[int, ...]
+
+    @property
+    def steps(self) -> int:
+        return self.micro_batches // self.step_every
+
+    @property
+    def is_lowered(self) -> bool:
+        return any(action.peer is not None for row in self.ranks for action in row)
+
+    @property
+    def compute(self) -> Schedule:
+        """The schedule without its messages: what `lower` was given."""
+        rows = (tuple(action for action in row if action.peer is None) for row in self.ranks)
+        return replace(self, ranks=tuple(rows))
+
+    def __str__(self) -> str:
+        return "\n".join(
+            f"rank {rank}: {' '.join(map(str, row))}" for rank, row in enumerate(self.ranks)
+        )
+
+
+def count_versions(actions: Iterable[Action]) -> Iterator[Action]:
+    """The actions of one rank with each F and B at the version that the steps before it made.
+
+    >>> print(*count_versions(map(parse_action, "0F0 0F1 0B0 0S1 0F2 0B1".split())))
+    0F0@v0 0F1@v0 0B0@v0 0S1 0F2@v1 0B1@v1
+    """
+    versions: dict[int, int] = {}
+    for action in actions:
+        if action.kind == "S":
+            versions[action.stage] = versions.get(action.stage, 0) + 1
+        if action.kind in ("F", "B"):
+            action = replace(action, version=versions.get(action.stage, 0))
+        yield action
+
+
+def count_in_flight(ranks: Iterable[Iterable[Action]], stages: int) -> tuple[int, ...]:
+    """The most micro-batches that each stage holds between forward and backward."""
+    held, most = [0] * stages, [0] * stages
+    for action in (action for row in ranks for action in row):
+        held[action.stage] += {"F": 1, "B": -1}.get(action.kind, 0)
+        most[action.stage] = max(most[action.stage], held[action.stage])
+    return tuple(most)
+
+
+def shared_delay(schedule: Schedule, stages: Iterable[int]) -> int:
+    """Steps by which the gradient of a parameter that `stages` share is late.
+
+    The holder that runs furthest ahead has W = in_flight - 1 more forwards behind it than
+    backwards, so only the gradients of `ceil(W / step_every)` steps ago are complete everywhere
+    without a stall. 0 for a synchronous schedule.
+    """
+    if schedule.synchronous:
+        return 0
+    ahead = max(schedule.in_flight[stage] for stage in stages) - 1
+    return -(-ahead // schedule.step_every)

@@ -1,0 +1,177 @@
+"""The schedules: each a function from a few numbers to the actions of every rank.
+
+To add one, write such a function and enter it in one of the two tables. `docs/schedules.md` shows
+how, with the idle share, memory and staleness of those that are here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+
+from .errors import ScheduleError
+from .schedule import Action, Schedule, count_versions
+
+
+def gpipe(stages: int, micro_batches: int) -> Schedule:
+    """All forwards, then all backwards (Huang et al., NeurIPS 2019).
+
+    >>> print(gpipe(2, 2))
+    rank 0: 0F0@v0 0F1@v0 0B0@v0 0B1@v0 0S1
+    rank 1: 1F0@v0 1F1@v0 1B0@v0 1B1@v0 1S1
+    """
+    return alternating("gpipe", micro_batches, ahead=[micro_batches - 1] * stages)
+
+
+def one_f_one_b(stages: int, micro_batches: int) -> Schedule:
+    """Stage j runs p-1-j forwards ahead, then a forward and a backward in turn, then drains
+    (PipeDream-Flush; Narayanan et al., ICML 2021).
+
+    >>> print(one_f_one_b(2, 3))
+    rank 0: 0F0@v0 0F1@v0 0B0@v0 0F2@v0 0B1@v0 0B2@v0 0S1
+    rank 1: 1F0@v0 1B0@v0 1F1@v0 1B1@v0 1F2@v0 1B2@v0 1S1
+    """
+    ahead = [min(micro_batches, stages - stage) - 1 for stage in range(stages)]
+    return alternating("1f1b", micro_batches, ahead=ahead)
+
+
+def seq(stages: int, micro_batches: int) -> Schedule:
+    """One micro-batch at a time goes through all ranks and back: a pipeline without overlap.
+
+    >>> print(seq(2, 2))
+    rank 0: 0F0@v0 0B0@v0 0F1@v0 0B1@v0 0S1
+    rank 1: 1F0@v0 1B0@v0 1F1@v0 1B1@v0 1S1
+    """
+    return alternating("seq", micro_batches, ahead=[0] * stages)
+
+
+def single(stages: int, micro_batches: int) -> Schedule:
+    """All stages on rank 0, one micro-batch at a time: the plain model's loop.
+
+    >>> print(single(2, 1))
+    rank 0: 0F0@v0 1F0@v0 1B0@v0 0B0@v0 0S1 1S1
+    """
+    row: list[Action] = []
+    for index in range(micro_batches):
+        row += [Action(stage, "F", index) for stage in range(stages)]
+        row += [Action(stage, "B", index) for stage in reversed(range(stages))]
+    row += [Action(stage, "S", 1) for stage in range(stages)]
+    return Schedule(
+        name="single",
+        stages=stages,
+        micro_batches=micro_batches,
+        step_every=micro_batches,
+        synchronous=True,
+        ranks=(tuple(count_versions(row)),),
+        rank_of_stage=(0,) * stages,
+        in_flight=(1,) * stages,
+    )
+
+
+def async_1f1b(
+    stages: int, micro_batches: int, step_every: int, warmup: Sequence[int] | None = None
+) -> Schedule:
+    """1f1b without a flush: every stage steps after each `step_every`-th backward and goes on.
+
+    `micro_batches` are those of the whole segment, which is drained at its end. `warmup` gives
+    the forwards that each stage runs ahead, by default p-1-j; deeper hides slow links and makes
+    the weights staler, shallower the reverse. PipeDream (SOSP 2019) is `step_every` 1 with
+    stashed weights.
+
+    >>> print(async_1f1b(2, 4, step_every=2))
+    rank 0: 0F0@v0 0F1@v0 0B0@v0 0F2@v0 0B1@v0 0S1 0F3@v1 0B2@v1 0B3@v1 0S2
+    rank 1: 1F0@v0 1B0@v0 1F1@v0 1B1@v0 1S1 1F2@v1 1B2@v1 1F3@v1 1B3@v1 1S2
+    """
+    ahead = [stages - 1 - stage for stage in range(stages)] if warmup is None else list(warmup)
+    if len(ahead) != stages or sorted(ahead, reverse=True) != ahead or min(ahead) < 0:
+        raise ScheduleError(
+            f"warmup {ahead} does not fit {stages} stages: it needs one number for each, "
+            "and no stage can run further ahead than the one before it."
+        )
+    if micro_batches % step_every:
+        raise ScheduleError(
+            f"a segment of {micro_batches} micro-batches cannot have a step every {step_every}: "
+            f"the last {micro_batches % step_every} would be lost.",
+            f"Use {micro_batches - micro_batches % step_every + step_every} micro-batches.",
+        )
+    return alternating("async-1f1b", micro_batches, ahead=ahead, step_every=step_every)
+
+
+def alternating(
+    name: str, micro_batches: int, *, ahead: Sequence[int], step_every: int | None = None
+) -> Schedule:
+    """Stage j, on rank j, runs `ahead[j]` forwards, then a forward and a backward in turn, then
+    the backwards that are left. It steps after each `step_every`-th backward, and then the
+    schedule is asynchronous; or once, at the end, and then it is synchronous.
+    """
+    rows = (
+        _alternate(stage, micro_batches, forwards, step_every or micro_batches)
+        for stage, forwards in enumerate(ahead)
+    )
+    return Schedule(
+        name=name,
+        stages=len(ahead),
+        micro_batches=micro_batches,
+        step_every=step_every or micro_batches,
+        synchronous=step_every is None,
+        ranks=tuple(tuple(count_versions(row)) for row in rows),
+        rank_of_stage=tuple(range(len(ahead))),
+        in_flight=tuple(forwards + 1 for forwards in ahead),
+    )
+
+
+def _alternate(stage: int, micro_batches: int, ahead: int, step_every: int) -> Iterator[Action]:
+    for index in range(min(ahead, micro_batches)):
+        yield Action(stage, "F", index)
+    for index in range(micro_batches):
+        if index + ahead < micro_batches:
+            yield Action(stage, "F", index + ahead)
+        yield Action(stage, "B", index)
+        if (index + 1) % step_every == 0:
+            yield Action(stage, "S", (index + 1) // step_every)
+
+
+SYNCHRONOUS: Mapping[str, Callable[[int, int], Schedule]] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "seq": seq,
+    "single": single,
+}
+ASYNCHRONOUS: Mapping[str, Callable[[int, int, int], Schedule]] = {"async-1f1b": async_1f1b}
+SCHEDULES: tuple[str, ...] = (*SYNCHRONOUS, *ASYNCHRONOUS)
+
+
+def make_schedule(
+    name: str, *, stages: int, micro_batches: int, step_every: int | None = None
+) -> Schedule:
+    """The schedule of that name over one segment of `micro_batches`.
+
+    A synchronous schedule steps once, at the end, so `step_every` is `micro_batches` or left
+    out; an asynchronous one needs it. Raises ScheduleError for an unknown name or numbers that
+    do not fit.
+
+    >>> make_schedule("1f1b", stages=4, micro_batches=8).in_flight
+    (4, 3, 2, 1)
+    """
+    if name not in SCHEDULES:
+        near = get_close_matches(name, SCHEDULES, n=1)
+        raise ScheduleError(
+            f"unknown schedule {name!r}: there are {', '.join(SCHEDULES)}.",
+            f"Did you mean --schedule {near[0]}?" if near else "",
+        )
+    for value, words in ((stages, "stages"), (micro_batches, "micro-batches")):
+        if value < 1:
+            raise ScheduleError(f"{value} {words} make no schedule: use 1 or more.")
+    if name in ASYNCHRONOUS:
+        if step_every is None or step_every < 1:
+            raise ScheduleError(
+                f"{name} needs the number of micro-batches of one optimizer step, got {step_every}."
+            )
+        return ASYNCHRONOUS[name](stages, micro_batches, step_every)
+    if step_every not in (None, micro_batches):
+        raise ScheduleError(
+            f"{name} makes one optimizer step over all {micro_batches} micro-batches, "
+            f"not one every {step_every}.",
+            "Use --schedule async-1f1b for steps in between.",
+        )
+    return SYNCHRONOUS[name](stages, micro_batches)
