@@ -1,0 +1,149 @@
+"""A model as its author wrote it -> one `torch.fx.Graph` of named modules and torch functions.
+
+The real forward runs on fake tensors with symbolic sizes, once in training and once in evaluation
+mode; what it does is written down and run again on real numbers against the model itself.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._dispatch.python import enable_python_dispatcher
+
+from ...runtime.errors import CaptureError
+from .aliases import colocated
+from .check import check_capture
+from .explain import explained
+from .fakes import Dynamic, FakeWorld, PinnedSizeError
+from .graph import Capture, tensor_spec
+from .inputs import dynamic_sizes, enlarged, sizes_in, without_cache, without_symbol
+from .interpret import in_mode, run
+from .leaves import LeafRule, leaf_rule
+from .merge import merge, renamed
+from .patches import patched
+from .prune import prune
+from .structure import plain_structure
+from .tracer import LenNeeded, Tracer
+from .values import CallRecord, IfTraining, LocalDevice, ModuleCall, Region, Size, size_text
+
+__all__ = [
+    "CallRecord", "Capture", "IfTraining", "LocalDevice", "ModuleCall", "Region", "Size",
+    "capture", "colocated", "run", "size_text", "tensor_spec",
+]  # fmt: skip
+
+
+def capture(
+    model: nn.Module,
+    example_inputs: Mapping[str, Any],
+    *,
+    dynamic: Dynamic | None = None,
+    leaves: Collection[str] = (),
+    check: bool = True,
+) -> Capture:
+    """Writes down what the model's forward does for inputs like these.
+
+    `example_inputs` are keyword arguments of forward: tensors (on any device, or on meta), None
+    and numbers. `dynamic` names the sizes that stay free, by input and dimension; by default
+    dimension 0 of every tensor is `batch`, and dimension 1 of two-dimensional tensors of integers
+    is `sequence`. `leaves` are modules to keep as one node although they are not of torch.nn, by
+    class name or path. Parameters may be on meta. With `check`, the graph is run beside the model
+    at other sizes in both modes; a model on meta is not checked.
+
+    The model is left as it was: its mode, its buffers, its configuration.
+
+    Raises CaptureError for a forward that is no fixed graph, naming its line.
+    """
+    model_inputs = {name: value for name, value in example_inputs.items() if value is not None}
+    dims = dynamic_sizes(model_inputs) if dynamic is None else dynamic
+    is_leaf = leaf_rule(model, leaves)
+    notes: list[str] = []
+    while True:
+        try:
+            captured = _capture(model, model_inputs, dims, is_leaf)
+            break
+        except PinnedSizeError as pinned:
+            # The batch has to be free. Another size that nobody asked to be free may be fixed.
+            if dynamic is not None or pinned.symbol == "batch":
+                raise
+            notes.append(f"the {pinned.symbol} size is fixed: {pinned.what}")
+            dims = without_symbol(dims, pinned.symbol)
+    captured = replace(captured, notes=(*notes, *captured.notes))
+    if check:
+        check_capture(captured, model_inputs)
+    return captured
+
+
+def _capture(
+    model: nn.Module, inputs: Mapping[str, Any], dims: Dynamic, is_leaf: LeafRule
+) -> Capture:
+    world = FakeWorld(model)
+    sizes = sizes_in(inputs, dims)
+    large = enlarged(inputs, dims)
+    train = _trace(model, world, large, dims, is_leaf, training=True)
+    # The sizes of the other mode are compared as numbers, which is five times as fast to trace.
+    evaluation = _trace(model, world, large, {}, is_leaf, training=False)
+    merge(train.graph, evaluation.graph, sizes_in(large, dims))
+    graph, calls = renamed(train.graph, train.calls)
+    graph.lint()
+    return Capture(
+        graph=graph,
+        model=model,
+        inputs=tuple(tensor_spec(node) for node in graph.find_nodes(op="placeholder")),
+        sizes=sizes,
+        calls=calls,
+        constants={**train.constants, **evaluation.constants},
+        notes=tuple(dict.fromkeys((*train.notes, *evaluation.notes))),
+    )
+
+
+def _trace(
+    model: nn.Module,
+    world: FakeWorld,
+    inputs: Mapping[str, Any],
+    dims: Dynamic,
+    is_leaf: LeafRule,
+    *,
+    training: bool,
+) -> Tracer:
+    """One run of forward in one mode, again for every module that turns out to call `len` on a
+    symbolic size."""
+    scopes: list[dict[str, Any]] = []
+    while True:
+        tracer = Tracer(model, world, is_leaf)
+        try:
+            with (
+                in_mode(model, training),
+                without_cache(model),
+                torch.enable_grad(),
+                world.inside(sys._getframe()),
+                patched(tracer, scopes),
+                enable_python_dispatcher(),
+                world.mode,
+                tracer.random,
+            ):
+                fakes = {
+                    name: world.input(value, dims.get(name, {}))
+                    if isinstance(value, Tensor)
+                    else value
+                    for name, value in inputs.items()
+                }
+                for name, value in fakes.items():
+                    if isinstance(value, Tensor):
+                        tracer.placeholder(name, value)
+                with tracer:
+                    result = model(**fakes)
+                tracer.output(plain_structure(result))
+        except LenNeeded as needed:
+            scopes.append(needed.scope)
+            continue
+        except CaptureError:
+            raise
+        except Exception as error:
+            raise explained(error, model) from error
+        prune(tracer.graph)
+        return tracer

@@ -1,0 +1,181 @@
+"""A capture beside its model at other sizes, in both modes: equal outputs, buffers and gradients.
+
+The two run the same operations in the same order, so that they agree to the last bits; what is
+allowed for is only that threads add in another order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...runtime.errors import CaptureError
+from .graph import Capture
+from .inputs import resized, without_cache
+from .interpret import in_mode, run, sizes_of
+from .structure import plain_structure, tensors_in
+
+# Below this, gradients are compared too: above, the check would take longer than the capture.
+MAX_PARAMETERS_WITH_GRADIENTS = 5_000_000
+# Lengths that cost little and are within what any model allows.
+_SHORT = 7
+
+
+def check_capture(capture: Capture, inputs: Mapping[str, Any]) -> None:
+    """Runs graph and model on inputs of other sizes, once in each mode, from equal seeds.
+
+    Raises CaptureError where an output, a buffer or (below five million parameters) a gradient
+    differs. Does nothing for a model whose parameters are on meta.
+    """
+    model = capture.model
+    tensors = [*model.parameters(), *model.buffers()]
+    if any(tensor.device.type == "meta" for tensor in tensors):
+        return
+    device = tensors[0].device if tensors else torch.device("cpu")
+    sample = _sample(capture, inputs, device)
+    small = sum(p.numel() for p in model.parameters()) < MAX_PARAMETERS_WITH_GRADIENTS
+    for training in (True, False):
+        with_gradients = training and small
+        expected = _observe(model, sample, training, with_gradients, lambda given: model(**given))
+        found = _observe(
+            model, sample, training, with_gradients,
+            lambda given, training=training: run(capture, given, training=training),
+        )  # fmt: skip
+        mode = "training" if training else "evaluation"
+        for name, value in expected.items():
+            if not _equal(value, found.get(name)):
+                raise CaptureError(
+                    f"the captured graph is not the model: {name} differs in {mode} mode at "
+                    f"{_sizes_text(capture, sample)} ({_difference(value, found.get(name))}).",
+                    "Keep the module that makes it as one node (--leaf Class), and please report "
+                    "the model.",
+                )
+
+
+def _sample(capture: Capture, inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Real inputs of other sizes than the example's that the model itself accepts."""
+    dims = {
+        spec.name: {dim: size for dim, size in enumerate(spec.shape) if isinstance(size, str)}
+        for spec in capture.inputs
+    }
+    real = {name: _real(value, device) for name, value in inputs.items()}
+    batch = {"batch": 2 if capture.sizes.get("batch") == 3 else 3}
+    others = [symbol for symbol in capture.sizes if symbol != "batch"]
+    short = {symbol: _SHORT + (capture.sizes[symbol] == _SHORT) for symbol in others}
+    shorter = {symbol: max(capture.sizes[symbol] - 1, 2) for symbol in others}
+    for change in (batch | short, batch | shorter):
+        sample = resized(real, dims, {**capture.sizes, **change})
+        try:
+            _observe(capture.model, sample, False, False, lambda given: capture.model(**given))
+        except Exception:  # The model has a rule about its lengths: try others.
+            continue
+        return sample
+    return resized(real, dims, {**capture.sizes, **batch})
+
+
+def _real(value: Any, device: torch.device) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if value.device.type != "meta":
+        return value.to(device)
+    if value.is_floating_point():
+        return torch.rand(value.shape, dtype=value.dtype, device=device)
+    return torch.ones(value.shape, dtype=value.dtype, device=device)
+
+
+def _observe(
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    training: bool,
+    with_gradients: bool,
+    forward: Callable[[dict[str, Any]], Any],
+) -> dict[str, Tensor]:
+    """Everything a forward does, by name: outputs, buffers after it, gradients."""
+    given = {k: v.clone() if isinstance(v, Tensor) else v for k, v in inputs.items()}
+    seen: dict[str, Tensor] = {}
+    with (
+        _unchanged(model),
+        in_mode(model, training),
+        without_cache(model),
+        torch.set_grad_enabled(with_gradients),
+    ):
+        torch.manual_seed(0)
+        output = plain_structure(forward(given))
+        outputs = list(tensors_in(output))
+        names = list(output) if isinstance(output, dict) else range(len(outputs))
+        labels = names if len(names) == len(outputs) else range(len(outputs))
+        for label, tensor in zip(labels, outputs, strict=True):
+            seen[f"output {label}"] = tensor.detach().clone()
+        seen |= {f"input {k}": v.clone() for k, v in given.items() if isinstance(v, Tensor)}
+        seen |= {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}
+        if with_gradients:
+            seen |= _gradients(model, outputs)
+    return seen
+
+
+def _gradients(model: nn.Module, outputs: list[Tensor]) -> dict[str, Tensor]:
+    """Gradients of a weighted sum of the outputs; a plain sum of a softmax would have none."""
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    total = torch.zeros(())
+    for output in outputs:
+        if output.requires_grad:
+            weights = torch.arange(output.numel(), device=output.device).cos()
+            total = total + (output.flatten().float() * weights).sum().to(total.device)
+    if not parameters or not total.requires_grad:
+        return {}
+    gradients = torch.autograd.grad(total, list(parameters.values()), allow_unused=True)
+    return {
+        f"gradient of {name}": gradient
+        for name, gradient in zip(parameters, gradients, strict=True)
+        if gradient is not None
+    }
+
+
+@contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """Within, forward may change buffers and draw random numbers; after, none of it happened."""
+    owners = [
+        (module, name, buffer, buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    devices = {buffer.device.index for _, _, buffer, _ in owners if buffer.is_cuda}
+    with torch.random.fork_rng(devices=[d for d in devices if d is not None]), torch.no_grad():
+        try:
+            with torch.enable_grad():
+                yield
+        finally:
+            for module, name, buffer, before in owners:
+                module._buffers[name] = buffer
+                if not torch.equal(buffer, before):
+                    buffer.copy_(before)
+
+
+def _equal(expected: Tensor, found: Tensor | None) -> bool:
+    if found is None or found.shape != expected.shape or found.dtype != expected.dtype:
+        return False
+    if not expected.is_floating_point():
+        return torch.equal(expected, found)
+    tolerance = 1e-5 if torch.finfo(expected.dtype).bits >= 32 else 1e-2
+    scale = float(expected.nan_to_num(0, 0, 0).abs().max()) if expected.numel() else 0.0
+    return torch.allclose(expected, found, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
+
+
+def _difference(expected: Tensor, found: Tensor | None) -> str:
+    if found is None:
+        return "the graph has none"
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return (
+            f"{expected.dtype} {tuple(expected.shape)} of the model, "
+            f"{found.dtype} {tuple(found.shape)} of the graph"
+        )
+    return f"by up to {float((expected.double() - found.double()).abs().max()):.3g}"
+
+
+def _sizes_text(capture: Capture, sample: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {size}" for name, size in sizes_of(capture, sample).items())

@@ -1,0 +1,185 @@
+"""A model and example inputs -> fake tensors without data whose sizes are named symbols.
+
+Sizes start as torch's own symbols in a `ShapeEnv`; arguments of the graph have them replaced by
+sympy symbols with the user's names (`batch`, `sequence`). A symbol that forward pins to a number,
+or to another symbol, is an error at the line that does it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, nn
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+from ...runtime.errors import CaptureError
+from .frames import short_path, source_text, user_frames
+from .values import Size
+
+Dynamic = Mapping[str, Mapping[int, str]]
+
+
+class PinnedSizeError(CaptureError):
+    """A size that should be free, but that forward holds at one value."""
+
+    def __init__(self, symbol: str, what: str, cure: str) -> None:
+        super().__init__(what, cure)
+        self.symbol = symbol
+
+
+class _NamedSizes(ShapeEnv):
+    """A ShapeEnv that refuses to give up a named symbol."""
+
+    def __init__(self) -> None:
+        super().__init__(specialize_zero_one=True, duck_shape=False, allow_scalar_outputs=False)
+        self.named: dict[sympy.Symbol, sympy.Symbol] = {}
+        self.is_open = True
+        self.top: FrameType | None = None
+
+    def _set_replacement(self, a: sympy.Symbol, tgt: sympy.Expr, msg: str) -> None:
+        if self.is_open and a in self.named:
+            raise self._pinned(a, tgt)
+        super()._set_replacement(a, tgt, msg)
+
+    def _pinned(self, symbol: sympy.Symbol, target: sympy.Expr) -> PinnedSizeError:
+        name = self.named[symbol].name
+        value = target.xreplace(self.named)
+        frames = user_frames(self.top, sys._getframe(1))
+        where = "forward"
+        if frames:
+            code, line = frames[0].f_code, frames[0].f_lineno
+            text = source_text(code.co_filename, line)
+            where = f"{code.co_qualname} at {short_path(code.co_filename)}:{line}, {text!r},"
+        return PinnedSizeError(
+            name,
+            f"{where} works for one {name} size only: {name} would always be {value}.",
+            f"Use sizes of tensors (x.shape[0]) without int(), range() or iteration over them, "
+            f"or leave {name} out of dynamic=... to fix it at {value}.",
+        )
+
+
+class FakeWorld:
+    """The fake twins of a model's parameters and buffers and of its inputs.
+
+    `names` gives the first dotted name of each fake parameter and buffer by its `id`; `symbols`
+    the size symbols by the user's name, `hints` their sizes in the example.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.env = _NamedSizes()
+        self.mode = FakeTensorMode(
+            shape_env=self.env, allow_non_fake_inputs=True, static_shapes=True
+        )
+        self.symbols: dict[str, Any] = {}
+        self.hints: dict[str, int] = {}
+        self.names: dict[int, str] = {}
+        self.model = model
+        self._fakes: dict[int, tuple[Tensor, Tensor]] = {}
+        self._swaps: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
+        for path, module in model.named_modules():
+            for tensors in (module._parameters, module._buffers):
+                for name, tensor in tensors.items():
+                    if tensor is None:
+                        continue
+                    fake = self._fake(tensor)
+                    self._swaps.append((tensors, name, tensor, fake))
+                    self.names.setdefault(id(fake), f"{path}.{name}" if path else name)
+
+    def _fake(self, tensor: Tensor) -> Tensor:
+        if id(tensor) not in self._fakes:
+            self._fakes[id(tensor)] = (tensor, self._made_fake(tensor))
+        return self._fakes[id(tensor)][1]
+
+    def _made_fake(self, tensor: Tensor) -> Tensor:
+        if tensor.device.type == "meta":
+            with self.mode:
+                fake = torch.empty_strided(
+                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
+                )
+        else:
+            fake = self.mode.from_tensor(tensor, static_shapes=True)
+        if isinstance(tensor, nn.Parameter) and not isinstance(fake, nn.Parameter):
+            return nn.Parameter(fake, tensor.requires_grad)
+        return fake
+
+    def input(self, tensor: Tensor, dims: Mapping[int, str]) -> Tensor:
+        """A fake input of the tensor's kind; sizes at `dims` are symbols, the others numbers."""
+        shape = [
+            self._symbol(dims[dim], size) if dim in dims else size
+            for dim, size in enumerate(tensor.shape)
+        ]
+        device = "cpu" if tensor.device.type == "meta" else tensor.device
+        with self.mode:
+            return torch.empty(
+                shape, dtype=tensor.dtype, device=device, requires_grad=tensor.requires_grad
+            )
+
+    def _symbol(self, name: str, size: int) -> Any:
+        if name not in self.symbols:
+            self.hints[name] = size
+            source = ConstantSource(name)
+            symbol = self.env.create_symbol(
+                size, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None
+            )
+            self.env.named[symbol] = sympy.Symbol(name, integer=True, positive=True)
+            self.symbols[name] = self.env.create_symintnode(symbol, hint=size, source=source)
+        return self.symbols[name]
+
+    def size(self, value: Any) -> Size | int | float | bool:
+        """A SymInt or SymFloat of torch in the user's symbols; a number where it is one."""
+        expr = self.env.replace(value.node.expr)
+        if isinstance(value, torch.SymBool):
+            return bool(value)
+        if expr.is_number:
+            return int(expr) if expr.is_integer else float(expr)
+        return Size(expr.xreplace(self.env.named))
+
+    def shape(self, tensor: Tensor) -> tuple[int | Size, ...]:
+        return tuple(
+            self.size(size) if isinstance(size, torch.SymInt) else size for size in tensor.shape
+        )
+
+    def is_data_dependent(self, shape: tuple[Any, ...]) -> bool:
+        """Whether a size among them is known only when the values of tensors are."""
+        return any(isinstance(size, Size) and not size.symbols <= set(self.symbols) for size in shape)
+
+    @contextmanager
+    def inside(self, top: FrameType) -> Iterator[None]:
+        """Within, the model's parameters and buffers are the fake ones.
+
+        `top` is the frame above all frames of the model's forward.
+        """
+        before = [
+            (attributes, dict(attributes))
+            for module in self.model.modules()
+            for attributes in (module.__dict__, module._buffers, module._parameters)
+        ]
+        self.env.top, self.env.is_open = top, True
+        try:
+            for tensors, name, _, fake in self._swaps:
+                tensors[name] = fake
+            yield
+        finally:
+            self.env.top, self.env.is_open = None, False
+            for tensors, name, real, _ in self._swaps:
+                tensors[name] = real
+            for attributes, old in before:
+                _drop_fakes(attributes, old)
+
+
+def _drop_fakes(attributes: dict[str, Any], before: Mapping[str, Any]) -> None:
+    """Takes away what forward left on the model: fake tensors are of no use to it."""
+    for name, value in list(attributes.items()):
+        if isinstance(value, FakeTensor):
+            if name in before:
+                attributes[name] = before[name]
+            else:
+                del attributes[name]

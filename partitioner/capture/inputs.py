@@ -1,0 +1,88 @@
+"""Example inputs -> which of their sizes are free, and inputs of other sizes like them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .fakes import Dynamic
+
+
+def dynamic_sizes(inputs: Mapping[str, Any]) -> dict[str, dict[int, str]]:
+    """The free sizes by default: `batch` is dimension 0 of every tensor, `sequence` dimension 1
+    of two-dimensional tensors of integers. A tensor of another length has a symbol of its own.
+
+    >>> dynamic_sizes({"input_ids": torch.ones(4, 11, dtype=torch.long), "scale": 2.0,
+    ...                "labels": torch.ones(4, 7, dtype=torch.long)})
+    {'input_ids': {0: 'batch', 1: 'sequence'}, 'labels': {0: 'batch', 1: 'labels_sequence'}}
+    """
+    found: dict[str, dict[int, str]] = {}
+    lengths: dict[int, str] = {}
+    for name, value in inputs.items():
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            continue
+        found[name] = {0: "batch"}
+        if value.dim() == 2 and not value.is_floating_point() and not value.is_complex():
+            symbol = f"{name}_sequence" if lengths else "sequence"
+            found[name][1] = lengths.setdefault(value.shape[1], symbol)
+    return found
+
+
+def without_symbol(dims: Dynamic, symbol: str) -> dict[str, dict[int, str]]:
+    return {
+        name: {dim: other for dim, other in named.items() if other != symbol}
+        for name, named in dims.items()
+    }
+
+
+def sizes_in(inputs: Mapping[str, Any], dims: Dynamic) -> dict[str, int]:
+    """The numbers that the symbols stand for in these inputs."""
+    return {
+        symbol: inputs[name].shape[dim]
+        for name, named in dims.items()
+        if isinstance(inputs.get(name), Tensor)
+        for dim, symbol in named.items()
+    }
+
+
+def enlarged(inputs: Mapping[str, Any], dims: Dynamic) -> dict[str, Any]:
+    """The inputs with free sizes of 1 made 2: a size of 1 broadcasts, and cannot stand for any."""
+    sizes = {symbol: max(size, 2) for symbol, size in sizes_in(inputs, dims).items()}
+    return resized(inputs, dims, sizes)
+
+
+def resized(inputs: Mapping[str, Any], dims: Dynamic, sizes: Mapping[str, int]) -> dict[str, Any]:
+    """Inputs of other sizes whose values are those of the given ones, over and over."""
+    result = dict(inputs)
+    for name, named in dims.items():
+        tensor = inputs.get(name)
+        if not isinstance(tensor, Tensor):
+            continue
+        for dim, symbol in named.items():
+            length = tensor.shape[dim]
+            if length != sizes[symbol]:
+                index = torch.arange(sizes[symbol], device=tensor.device) % length
+                tensor = tensor.index_select(dim, index)
+        result[name] = tensor
+    return result
+
+
+@contextmanager
+def without_cache(model: nn.Module) -> Iterator[None]:
+    """Within, models of transformers make no key-value cache, which training has no use for."""
+    configs = {
+        id(config): config
+        for module in model.modules()
+        if getattr(config := getattr(module, "config", None), "use_cache", None)
+    }
+    for config in configs.values():
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config in configs.values():
+            config.use_cache = True

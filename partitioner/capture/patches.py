@@ -1,0 +1,134 @@
+"""What a torch function mode cannot see -> calls of the tracer, for as long as a block lasts.
+
+Module calls, autograd functions, autocast and grad regions, and buffers that are assigned anew are
+plain Python to torch; each is patched on its class, and put back on any exception.
+"""
+
+from __future__ import annotations
+
+import builtins
+import sys
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.amp.autocast_mode import autocast
+from torch.autograd import Function
+
+from .values import Region
+
+_apply = Function.__dict__["apply"].__func__
+_call: Callable[..., Any] = nn.Module.__call__
+
+
+class Recorder(Protocol):
+    """What the patches report to."""
+
+    def call_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Stands in for `module(*args, **kwargs)`."""
+
+    def call_function_class(
+        self, function: type[Function], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Stands in for `function.apply(*args, **kwargs)`."""
+
+    def assign_buffer(self, module: nn.Module, name: str, value: Tensor) -> None:
+        """Is told of `module.name = value` before it is done."""
+
+    def is_known(self, tensor: Any) -> bool:
+        """Whether the values of a tensor follow from sizes alone."""
+
+    regions: list[Region]
+
+
+def original_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _call(module, *args, **kwargs)
+
+
+def original_apply(function: type[Function], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _apply(function, *args, **kwargs)
+
+
+@contextmanager
+def patched(
+    recorder: Recorder, len_scopes: Iterable[MutableMapping[str, Any]] = ()
+) -> Iterator[None]:
+    """Within, what torch functions do not show goes through the recorder.
+
+    `len_scopes` are the globals of modules in which `len(tensor)` gives a symbolic size.
+    """
+    scopes = [scope for scope in len_scopes if "len" not in scope]
+    enter_autocast, exit_autocast = autocast.__enter__, autocast.__exit__
+    enter_grad, exit_grad = torch.enable_grad.__enter__, torch.enable_grad.__exit__
+    set_attribute = nn.Module.__setattr__
+    # transformers asks whether a tensor is fake before it branches on the tensor's values.
+    asks = vars(sys.modules.get("transformers.utils.import_utils", builtins))
+    is_fake = asks.get("is_fake_tensor")
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return recorder.call_module(module, args, kwargs)
+
+    def apply(function: type[Function], *args: Any, **kwargs: Any) -> Any:
+        return recorder.call_function_class(function, args, kwargs)
+
+    def enter(region: autocast) -> Any:
+        result = enter_autocast(region)
+        recorder.regions.append(
+            Region(
+                "autocast",
+                region.device,
+                region.fast_dtype,
+                region._enabled,
+                region._cache_enabled,
+            )
+        )
+        return result
+
+    def leave(region: autocast, *exception: Any) -> Any:
+        recorder.regions.pop()
+        return exit_autocast(region, *exception)
+
+    def enter_enable_grad(region: torch.enable_grad) -> None:
+        enter_grad(region)
+        recorder.regions.append(Region("enable_grad"))
+
+    def leave_enable_grad(region: torch.enable_grad, *exception: Any) -> None:
+        recorder.regions.pop()
+        exit_grad(region, *exception)
+
+    def assign(module: nn.Module, name: str, value: Any) -> None:
+        buffers = module.__dict__.get("_buffers", {})
+        if isinstance(value, Tensor) and buffers.get(name) is not None:
+            recorder.assign_buffer(module, name, value)
+        set_attribute(module, name, value)
+
+    try:
+        for scope in scopes:
+            scope["len"] = _symbolic_len
+        if is_fake is not None:
+            asks["is_fake_tensor"] = lambda value: is_fake(value) and not recorder.is_known(value)
+        nn.Module.__call__ = call  # type: ignore[method-assign]
+        nn.Module.__setattr__ = assign  # type: ignore[method-assign,assignment]
+        Function.apply = classmethod(apply)  # type: ignore[assignment]
+        autocast.__enter__, autocast.__exit__ = enter, leave  # type: ignore[method-assign]
+        torch.enable_grad.__enter__ = enter_enable_grad  # type: ignore[method-assign]
+        torch.enable_grad.__exit__ = leave_enable_grad  # type: ignore[method-assign]
+        yield
+    finally:
+        torch.enable_grad.__enter__ = enter_grad  # type: ignore[method-assign]
+        torch.enable_grad.__exit__ = exit_grad  # type: ignore[method-assign]
+        autocast.__enter__ = enter_autocast  # type: ignore[method-assign]
+        autocast.__exit__ = exit_autocast  # type: ignore[method-assign]
+        Function.apply = classmethod(_apply)  # type: ignore[assignment]
+        nn.Module.__setattr__ = set_attribute  # type: ignore[method-assign]
+        nn.Module.__call__ = _call  # type: ignore[method-assign]
+        if is_fake is not None:
+            asks["is_fake_tensor"] = is_fake
+        for scope in scopes:
+            del scope["len"]
+
+
+def _symbolic_len(value: Any) -> Any:
+    return value.shape[0] if isinstance(value, Tensor) and value.dim() else builtins.len(value)

@@ -1,0 +1,111 @@
+"""A torch function as the mode sees it -> the fx call that a person would have written."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from types import FrameType, FunctionType, MethodDescriptorType, WrapperDescriptorType
+from typing import Any
+
+from torch import Tensor
+
+from .frames import is_augmented_assignment
+
+_BINARY = {
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv,
+    "matmul": operator.matmul, "pow": operator.pow, "eq": operator.eq, "ne": operator.ne,
+    "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge,
+    "bitwise_and": operator.and_, "bitwise_or": operator.or_, "bitwise_xor": operator.xor,
+    "remainder": operator.mod,
+    "__add__": operator.add, "__sub__": operator.sub, "__mul__": operator.mul,
+    "__truediv__": operator.truediv, "__div__": operator.truediv, "__matmul__": operator.matmul,
+    "__pow__": operator.pow, "__eq__": operator.eq, "__ne__": operator.ne, "__lt__": operator.lt,
+    "__le__": operator.le, "__gt__": operator.gt, "__ge__": operator.ge,
+    "__and__": operator.and_, "__or__": operator.or_, "__xor__": operator.xor,
+    "__mod__": operator.mod, "__floordiv__": operator.floordiv,
+    "__lshift__": operator.lshift, "__rshift__": operator.rshift,
+    "__getitem__": operator.getitem,
+}  # fmt: skip
+_REVERSED = {
+    "__radd__": operator.add, "__rsub__": operator.sub, "__rmul__": operator.mul,
+    "__rdiv__": operator.truediv, "__rtruediv__": operator.truediv, "__rpow__": operator.pow,
+    "__rmatmul__": operator.matmul, "__rfloordiv__": operator.floordiv, "__rmod__": operator.mod,
+    "__rand__": operator.and_, "__ror__": operator.or_, "__rxor__": operator.xor,
+}  # fmt: skip
+_IN_PLACE = {
+    "add_": operator.iadd, "sub_": operator.isub, "mul_": operator.imul,
+    "div_": operator.itruediv, "true_divide_": operator.itruediv, "pow_": operator.ipow,
+    "bitwise_and_": operator.iand, "bitwise_or_": operator.ior, "bitwise_xor_": operator.ixor,
+    "__iadd__": operator.iadd, "__isub__": operator.isub, "__imul__": operator.imul,
+    "__itruediv__": operator.itruediv, "__idiv__": operator.itruediv, "__ipow__": operator.ipow,
+    "__iand__": operator.iand, "__ior__": operator.ior, "__ixor__": operator.ixor,
+    "__ifloordiv__": operator.ifloordiv, "floor_divide_": operator.ifloordiv,
+    "__imod__": operator.imod, "remainder_": operator.imod,
+}  # fmt: skip
+_UNARY = {
+    "neg": operator.neg, "__neg__": operator.neg, "__invert__": operator.invert,
+    "bitwise_not": operator.invert,
+}  # fmt: skip
+_METHODS = (FunctionType, MethodDescriptorType, WrapperDescriptorType)
+
+Call = tuple[str, Any, tuple[Any, ...], dict[str, Any]]
+
+
+def as_node(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType | None
+) -> Call:
+    """Op, target, arguments and keyword arguments of the fx node for a call of `func`.
+
+    `frame` is the user's: it tells `y += 1` from `y.add_(1)`, which torch does not.
+    """
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        return "call_function", getattr, (args[0], func.__self__.__name__), {}
+    if name == "__set__":
+        # `x.requires_grad = True`; the other properties that can be set are refused before.
+        return "call_method", "requires_grad_", (args[0], args[1]), {}
+    method = getattr(Tensor, name, None)
+    if method is not func or not isinstance(method, _METHODS):
+        return "call_function", func, args, kwargs
+    if name == "__setitem__":
+        return "call_function", operator.setitem, args, {}
+    if not kwargs:
+        if len(args) == 2 and name in _IN_PLACE:
+            written = name.startswith("__") or (frame and is_augmented_assignment(frame))
+            if written:
+                return "call_function", _IN_PLACE[name], args, {}
+        if len(args) == 2 and name in _BINARY:
+            return "call_function", _BINARY[name], args, {}
+        if len(args) == 2 and name in _REVERSED:
+            return "call_function", _REVERSED[name], args[::-1], {}
+        if len(args) == 1 and name in _UNARY:
+            return "call_function", _UNARY[name], args, {}
+    return "call_method", name, args, kwargs
+
+
+def _hook(where: str) -> tuple[str, str]:
+    return (
+        f"{where} registers a hook on a tensor, which a graph cannot hold.",
+        "Write it as a torch.autograd.Function, or keep the module as one node: --leaf Class.",
+    )
+
+
+def _backward(where: str) -> tuple[str, str]:
+    return (
+        f"{where} calls backward inside forward.",
+        "Keep the module as one node: --leaf Class.",
+    )
+
+
+def assigned_state(where: str, name: str) -> tuple[str, str]:
+    return (
+        f"{where} assigns the {name} of a tensor, which a graph cannot hold.",
+        "Compute a new tensor instead, or copy into this one: x.copy_(y).",
+    )
+
+
+FORBIDDEN: dict[str, Callable[[str], tuple[str, str]]] = {
+    "register_hook": _hook,
+    "register_post_accumulate_grad_hook": _hook,
+    "backward": _backward,
+}

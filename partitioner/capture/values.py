@@ -1,0 +1,179 @@
+"""The values that a captured graph holds beside tensors: sizes, arguments that follow the mode, regions.
+
+A captured graph is a plain `torch.fx.Graph`. What fx has no word for is an object inside the
+arguments or in `node.meta`, so that the graph has no size nodes, no device and no enter and exit
+nodes, and any run of it can be cut out and written as Python.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from types import CodeType
+from typing import Any
+
+import sympy
+import torch
+
+
+@dataclass(frozen=True)
+class Size:
+    """A size of a tensor, or arithmetic on sizes, in the symbols of the capture.
+
+    >>> batch = sympy.Symbol("batch", integer=True, positive=True)
+    >>> Size(2 * batch - 1)
+    2*batch - 1
+    >>> Size(2 * batch - 1).evaluate({"batch": 4})
+    7
+    """
+
+    expr: sympy.Expr
+
+    def evaluate(self, sizes: Mapping[str, int]) -> int | float:
+        """The number, given the symbols' numbers."""
+        names = {"math": math, "max": max, "min": min, "int": int, "float": float, "abs": abs}
+        number: int | float = eval(_compiled(str(self)), names, dict(sizes))
+        return number
+
+    @property
+    def symbols(self) -> frozenset[str]:
+        return frozenset(symbol.name for symbol in self.expr.free_symbols)
+
+    def __str__(self) -> str:
+        return size_text(self.expr)
+
+    __repr__ = __str__
+
+
+@lru_cache(maxsize=4096)
+def _compiled(text: str) -> CodeType:
+    return compile(text, "<size>", "eval")
+
+
+# Precedence of Python's operators, loosest first.
+_ADD, _DIVIDE, _MUL, _POWER, _ATOM = 1, 2, 3, 4, 5
+_OPERATORS = {
+    "FloorDiv": ("//", _DIVIDE),
+    "CleanDiv": ("//", _DIVIDE),
+    "Mod": ("%", _DIVIDE),
+    "PythonMod": ("%", _DIVIDE),
+    "IntTrueDiv": ("/", _DIVIDE),
+    "FloatTrueDiv": ("/", _DIVIDE),
+    "Pow": ("**", _POWER),
+    "PowByNatural": ("**", _POWER),
+    "FloatPow": ("**", _POWER),
+}
+_FUNCTIONS = {
+    "Max": "max",
+    "Min": "min",
+    "Abs": "abs",
+    "ToFloat": "float",
+    "TruncToInt": "int",
+    "FloorToInt": "math.floor",
+    "CeilToInt": "math.ceil",
+    "RoundToInt": "round",
+}
+_OPAQUE = "OpaqueUnaryFn_"
+
+
+@lru_cache(maxsize=4096)
+def size_text(expr: sympy.Expr) -> str:
+    """A size expression as Python, such as `batch*(sequence + 1)//2`.
+
+    Raises ValueError for an operation that has no Python text here.
+    """
+    return _text(expr)[0]
+
+
+def _text(expr: sympy.Expr) -> tuple[str, int]:
+    """The text and how tightly its outermost operator binds."""
+    kind = type(expr).__name__
+    if isinstance(expr, sympy.Symbol):
+        return expr.name, _ATOM
+    if isinstance(expr, sympy.Integer):
+        return str(int(expr)), _ATOM if expr >= 0 else _ADD
+    if isinstance(expr, sympy.Float):
+        return repr(float(expr)), _ATOM if expr >= 0 else _ADD
+    if isinstance(expr, sympy.Rational):
+        return f"{expr.p}/{expr.q}", _DIVIDE
+    if isinstance(expr, sympy.Add):
+        return _sum_text(expr), _ADD
+    if isinstance(expr, sympy.Mul):
+        return "*".join(_wrapped(factor, _POWER) for factor in expr.as_ordered_factors()), _MUL
+    if kind in _OPERATORS:
+        operator, level = _OPERATORS[kind]
+        # A quotient binds looser than a product here: a//b*c is right but reads wrongly.
+        left, right = expr.args
+        return f"{_wrapped(left, level + 1)}{operator}{_wrapped(right, _ATOM)}", level
+    if kind in _FUNCTIONS or kind.startswith(_OPAQUE):
+        function = _FUNCTIONS.get(kind) or f"math.{kind.removeprefix(_OPAQUE)}"
+        return f"{function}({', '.join(_text(arg)[0] for arg in expr.args)})", _ATOM
+    raise ValueError(f"{expr} ({kind}) is not a size that can be written as Python")
+
+
+def _sum_text(expr: sympy.Add) -> str:
+    text = ""
+    for term in expr.as_ordered_terms():
+        sign = "-" if term.could_extract_minus_sign() else "+"
+        part = _wrapped(-term if sign == "-" else term, _DIVIDE)
+        text += f" {sign} {part}" if text else f"-{part}" if sign == "-" else part
+    return text
+
+
+def _wrapped(expr: sympy.Expr, level: int) -> str:
+    text, binds = _text(expr)
+    return text if binds >= level else f"({text})"
+
+
+@dataclass(frozen=True)
+class IfTraining:
+    """An argument that is `train` in training mode and `eval` in evaluation mode."""
+
+    train: Any
+    eval: Any
+
+    def __repr__(self) -> str:
+        return f"({self.train!r} if self.training else {self.eval!r})"
+
+
+@dataclass(frozen=True)
+class LocalDevice:
+    """The device that the model is on, wherever that is."""
+
+    def __repr__(self) -> str:
+        return "<local device>"
+
+
+@dataclass(frozen=True)
+class Region:
+    """A `with` block around a node: `no_grad`, `enable_grad` or `autocast`."""
+
+    kind: str
+    device_type: str | LocalDevice | None = None
+    dtype: torch.dtype | None = None
+    enabled: bool = True
+    cache_enabled: bool = True
+
+
+@dataclass(frozen=True)
+class ModuleCall:
+    """The `index`-th call (from 0) of the module named `path` in one forward."""
+
+    path: str
+    index: int
+
+
+@dataclass(frozen=True)
+class CallRecord:
+    """What a module that is no leaf was called with, and what it gave back.
+
+    `arguments` has forward's own parameter names in their order; values are nodes, sizes,
+    constants and tuples, lists and dicts of them. None stands for what the graph does not need.
+    """
+
+    type_name: str
+    module_path: str
+    arguments: Mapping[str, Any]
+    result: Any
