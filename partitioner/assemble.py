@@ -1,0 +1,260 @@
+"""Capture, stage graphs, profile and solution -> the plan that the runtime reads."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import networkx as nx
+from torch import fx
+
+from ..runtime.errors import PlanError
+from ..runtime.plan import Boundary, Plan, SharedParameter, StageSpec, TensorSpec
+from .capture import Capture, ModuleCall
+from .cost import stage_memory
+from .profiler import Profile
+from .solve import Solution
+from .split import StageGraph, StageTensors, stage_tensors, unused_tensors
+
+
+def assemble(
+    capture: Capture,
+    stage_graphs: Sequence[StageGraph],
+    profile: Profile,
+    graph: nx.DiGraph,
+    solution: Solution,
+    *,
+    name: str,
+    model: str,
+    model_args: Mapping[str, Any] | None = None,
+    command: str = "",
+    criterion: str | None = None,
+    weights: str = "random",
+) -> Plan:
+    """The plan of a captured model that was split as `solution` says; hashes are left empty.
+
+    `model`, `model_args`, `command`, `criterion` and `weights` are written into it as given.
+    Peak bytes count Adam's state and, on stage j of p, p - j micro-batches in flight.
+    """
+    tensors = [stage_tensors(capture, stage) for stage in stage_graphs]
+    boundaries = _boundaries(capture, stage_graphs)
+    outputs = _output_structure(capture.graph)
+    crossing = [boundary.tensor for boundary in boundaries]
+    returned = [spec for spec in _returned(capture, stage_graphs) if spec not in crossing]
+    return Plan(
+        name=name,
+        model=model,
+        model_args=dict(model_args or {}),
+        command=command,
+        sizes=dict(profile.sizes),
+        inputs=capture.inputs,
+        values=(*crossing, *returned),
+        outputs=outputs,
+        loss=_loss(outputs, (*crossing, *returned)),
+        criterion=criterion,
+        stages=tuple(
+            _stage(stage, held, profile, graph, solution, boundaries, modules)
+            for stage, held, modules in zip(
+                stage_graphs, tensors, _module_labels(capture, stage_graphs), strict=True
+            )
+        ),
+        shared=_shared_parameters(capture, tensors),
+        method=solution.method,
+        bottleneck_ms=solution.bottleneck_ms,
+        lower_bound_ms=solution.lower_bound_ms,
+        even_split_ms=solution.even_split_ms,
+        optimal=solution.optimal,
+        profile=profile.facts,
+        hashes={},
+        weights=weights,
+        state_keys=tuple(capture.model.state_dict()),
+        unused=unused_tensors(capture, stage_graphs),
+        notes=(*capture.notes, *solution.explanation),
+    )
+
+
+def _stage(
+    stage: StageGraph,
+    held: StageTensors,
+    profile: Profile,
+    graph: nx.DiGraph,
+    solution: Solution,
+    boundaries: Sequence[Boundary],
+    modules: tuple[str, ...],
+) -> StageSpec:
+    costs = [profile.nodes[node.name] for node in stage.nodes]
+    groups = [data for group, data in graph.nodes(data=True) if _is_on(solution, group, stage)]
+    param_bytes, activation_bytes, peak_bytes = stage_memory(
+        groups, in_flight=len(solution.loads) - stage.index
+    )
+    return StageSpec(
+        index=stage.index,
+        file=f"stage_{stage.index}.py",
+        class_name=f"Stage{stage.index}",
+        modules=modules,
+        inputs=tuple(node.name for node in stage.inputs),
+        outputs=tuple(node.name for node in stage.outputs),
+        parameters=held.parameters,
+        buffers=held.buffers,
+        draws_random=any(node.meta.get("random", False) for node in stage.nodes),
+        forward_ms=sum(cost.forward_ms for cost in costs),
+        backward_ms=sum(cost.backward_ms for cost in costs),
+        param_bytes=param_bytes,
+        activation_bytes=activation_bytes,
+        peak_bytes=peak_bytes,
+        sends=tuple(boundary for boundary in boundaries if boundary.source == stage.index),
+        receives=tuple(boundary for boundary in boundaries if stage.index in boundary.targets),
+    )
+
+
+def _is_on(solution: Solution, group: str, stage: StageGraph) -> bool:
+    return solution.stage_of[group] == stage.index
+
+
+def _boundaries(capture: Capture, stages: Sequence[StageGraph]) -> list[Boundary]:
+    """Every value that crosses, in the order of the stages that make them."""
+    found = []
+    for stage in stages:
+        for node in stage.outputs:
+            targets = tuple(
+                other.index
+                for other in stages
+                if other.index > stage.index and node in other.inputs
+            )
+            if targets and node.op != "placeholder":
+                found.append(Boundary(capture.tensor_spec(node), stage.index, targets))
+    return found
+
+
+# --- outputs and the loss -------------------------------------------------------------------
+
+
+def _output_structure(graph: fx.Graph) -> Any:
+    """The original's output with names for tensors."""
+    (output,) = graph.find_nodes(op="output")
+
+    def named(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return value.name
+        if isinstance(value, Mapping):
+            return {str(key): named(inner) for key, inner in value.items()}
+        if isinstance(value, tuple | list):
+            return [named(inner) for inner in value]
+        if value is None or isinstance(value, bool | int | float):
+            return value
+        raise PlanError(
+            f"forward returns {value!r}, which is neither a tensor nor a number.",
+            "Return tensors only.",
+        )
+
+    return named(output.args[0])
+
+
+def _returned(capture: Capture, stages: Sequence[StageGraph]) -> Iterable[TensorSpec]:
+    """The model outputs, once each."""
+    names = set(_names(_output_structure(capture.graph)))
+    nodes = dict.fromkeys(node for stage in stages for node in stage.outputs)
+    return [capture.tensor_spec(node) for node in nodes if node.name in names]
+
+
+def _names(structure: Any) -> Iterable[str]:
+    if isinstance(structure, str):
+        yield structure
+    elif isinstance(structure, Mapping):
+        for inner in structure.values():
+            yield from _names(inner)
+    elif isinstance(structure, list):
+        for inner in structure:
+            yield from _names(inner)
+
+
+def _loss(outputs: Any, values: Iterable[TensorSpec]) -> str | None:
+    """The value under "loss" if it is one number."""
+    name = outputs.get("loss") if isinstance(outputs, Mapping) else None
+    scalars = {value.name for value in values if not value.shape}
+    return name if name in scalars else None
+
+
+# --- parameters of several names or stages --------------------------------------------------
+
+
+def _shared_parameters(
+    capture: Capture, tensors: Sequence[StageTensors]
+) -> tuple[SharedParameter, ...]:
+    """Parameters that have several names or that several stages hold; the first stage owns."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in capture.model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    found = []
+    for aliases in names.values():
+        holders = tuple(
+            (index, next(name for name in aliases if name in held.parameters))
+            for index, held in enumerate(tensors)
+            if not set(aliases).isdisjoint(held.parameters)
+        )
+        if holders and (len(aliases) > 1 or len(holders) > 1):
+            owner = holders[0][1]
+            others = tuple(name for name in aliases if name != owner)
+            found.append(SharedParameter((owner, *others), holders))
+    return tuple(found)
+
+
+# --- what a stage is called by --------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """Which module calls lie in one stage entirely, and in which."""
+
+    stage_of_call: Mapping[ModuleCall, int]
+
+    def label(self, node: fx.Node, stage: int) -> str | None:
+        """The outermost whole module around a node, or the node's own leaf module."""
+        for call in node.meta.get("calls", ()):
+            if self.stage_of_call.get(call) == stage:
+                return str(call.path)
+        return str(node.target) if node.op == "call_module" else None
+
+
+def _module_labels(capture: Capture, stages: Sequence[StageGraph]) -> list[tuple[str, ...]]:
+    """For every stage the modules it consists of, numbered ones in a row as `h.0-3`."""
+    stages_of: dict[fx.Node, list[int]] = {}
+    for stage in stages:
+        for node in stage.nodes:
+            stages_of.setdefault(node, []).append(stage.index)
+    homes: dict[ModuleCall, set[int]] = {}
+    for node, indices in stages_of.items():
+        # What several stages compute for themselves tears no module.
+        if len(indices) == 1:
+            for call in node.meta.get("calls", ()):
+                homes.setdefault(call, set()).update(indices)
+    whole = _Whole({call: min(found) for call, found in homes.items() if len(found) == 1})
+    labels = []
+    for stage in stages:
+        found = [
+            whole.label(node, stage.index) for node in stage.nodes if len(stages_of[node]) == 1
+        ]
+        labels.append(_in_rows(dict.fromkeys(label for label in found if label)))
+    return labels
+
+
+def _in_rows(labels: Iterable[str]) -> tuple[str, ...]:
+    """`a.0, a.1, a.2, b` as `a.0-2, b`."""
+    rows: list[tuple[str, int, int] | str] = []
+    for label in labels:
+        match = re.fullmatch(r"(.*\.)?(\d+)", label)
+        if not match:
+            rows.append(label)
+            continue
+        prefix, number = match[1] or "", int(match[2])
+        if rows and isinstance(rows[-1], tuple) and rows[-1][0] == prefix:
+            if rows[-1][2] == number - 1:
+                rows[-1] = prefix, rows[-1][1], number
+                continue
+        rows.append((prefix, number, number))
+    return tuple(
+        row if isinstance(row, str) else f"{row[0]}{row[1]}" + f"-{row[2]}" * (row[2] > row[1])
+        for row in rows
+    )

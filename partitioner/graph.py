@@ -1,0 +1,272 @@
+"""Capture + Profile -> a cost graph of groups, and its stages -> the stages of the nodes.
+
+A group is what no cut may or need separate. Reductions, in this order:
+
+- parameters, buffers and inputs are no groups: they stand inside what reads them
+- what every stage computes for itself (see `recomputable`) is no group and costs nothing
+- nodes that share a storage that is changed in place, and several results of one call, are one
+- a view joins what it is a view of; a view of a parameter or input joins its first reader
+- a value that is no tensor joins its readers
+- groups on a cycle that these made are one
+
+The order of the groups is topological and otherwise the program's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import networkx as nx
+from torch import Tensor, fx, nn
+
+from .capture import Capture, ModuleCall, Size, colocated
+from .profiler import Profile
+from .split import _recomputable as recomputable
+
+_EXTERNAL = ("placeholder", "get_attr")
+
+
+def build_graph(capture: Capture, profile: Profile, name: str = "the model") -> nx.DiGraph:
+    """The cost graph of a captured model, with the node and edge attributes of `costs_of`.
+
+    Further node attributes: `label` (for people), `names` (fx nodes), `saved` {storage: bytes}, `saved_bytes`,
+    `param_bytes`, `buffer_bytes`, `flops`, `depth`.
+    """
+    order = [node for node in capture.graph.nodes if node.op not in (*_EXTERNAL, "output")]
+    groups = _ordered_groups(_joined(capture, order))
+    blocks = _blocks(capture)
+    owners = _TensorNames(capture.model)
+    graph = nx.DiGraph(name=name)
+    group_of = {}
+    for members in groups:
+        group = members[0].name
+        graph.add_node(
+            group,
+            label=_called(members, profile),
+            **_costs(members, profile, owners),
+            **_place(members, blocks),
+        )
+        group_of |= dict.fromkeys(members, group)
+    for node in group_of:
+        for reader in node.users:
+            if reader in group_of and group_of[reader] != group_of[node]:
+                _carry(graph, group_of[node], group_of[reader], node, profile.sizes)
+    for group, data in graph.nodes(data=True):
+        sent = {
+            tensor: size
+            for _, _, edge in graph.out_edges(group, data=True)
+            for tensor, size in edge["tensors"].items()
+        }
+        data["output_bytes"] = sum(sent.values())
+    return graph
+
+
+def stage_of_nodes(
+    capture: Capture, graph: nx.DiGraph, stage_of: Mapping[str, int]
+) -> dict[fx.Node, int]:
+    """The stage of every computed node; a recomputed one is given its first reader's."""
+    stages = {
+        member: stage_of[group]
+        for group, members in graph.nodes(data="names")
+        for member in members
+    }
+    last = max(stage_of.values())
+    placed: dict[fx.Node, int] = {}
+    for node in reversed(capture.graph.nodes):
+        if node.op in (*_EXTERNAL, "output"):
+            continue
+        readers = [placed[reader] for reader in node.users if reader in placed]
+        placed[node] = stages.get(node.name, min(readers, default=last))
+    return dict(reversed(placed.items()))
+
+
+def num_bytes(node: fx.Node, sizes: Mapping[str, int]) -> int:
+    """Bytes of a node's tensor at the given sizes; 0 for what is no tensor."""
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor):
+        return 0
+    shape = (
+        size.evaluate(sizes) if isinstance(size, Size) else size for size in node.meta["shape"]
+    )
+    return int(math.prod(shape)) * value.element_size()
+
+
+def _joined(capture: Capture, order: list[fx.Node]) -> nx.DiGraph:
+    """A graph of the groups before they are ordered: acyclic, with `members` and `first`."""
+    position = {node: index for index, node in enumerate(order)}
+    together = nx.utils.UnionFind(order)
+    for group in colocated(capture):
+        together.union(*(node for node in group if node in position))
+    free = {node for node in recomputable(capture) if node in position}
+    for group in list(together.to_sets()):
+        if not group <= free:
+            free -= group
+    by_name = {node.name: node for node in order if node not in free}
+    kept = list(by_name.values())
+    for node in kept:
+        readers = [reader for reader in node.users if reader.name in by_name]
+        viewed = _viewed(node)
+        if viewed is not None and viewed.name in by_name:
+            together.union(node, viewed)
+        elif viewed is not None:
+            together.union(node, *readers[:1])
+        elif not isinstance(node.meta.get("val"), Tensor):
+            together.union(node, *readers)
+    quotient = nx.DiGraph()
+    quotient.add_nodes_from(together[node] for node in kept)
+    quotient.add_edges_from(
+        (together[source], together[node])
+        for node in kept
+        for source in node.all_input_nodes
+        if source in position and source not in free and together[source] != together[node]
+    )
+    fused = nx.condensation(quotient)
+    members: dict[int, list[fx.Node]] = {}
+    for node in kept:
+        members.setdefault(fused.graph["mapping"][together[node]], []).append(node)
+    for group, nodes in members.items():
+        fused.nodes[group].update(members=nodes, first=position[nodes[0]])
+    return fused
+
+
+def _viewed(node: fx.Node) -> fx.Node | None:
+    """The argument whose memory a node's value is in, if it has no memory of its own."""
+    own = node.meta.get("storages", frozenset())
+    if not own:
+        return None
+    return next(
+        (source for source in node.all_input_nodes if own <= source.meta.get("storages", set())),
+        None,
+    )
+
+
+def _ordered_groups(fused: nx.DiGraph) -> list[list[fx.Node]]:
+    order = nx.lexicographical_topological_sort(
+        fused, key=lambda group: fused.nodes[group]["first"]
+    )
+    return [fused.nodes[group]["members"] for group in order]
+
+
+def _costs(members: list[fx.Node], profile: Profile, owners: _TensorNames) -> dict[str, Any]:
+    costs = [profile.nodes[node.name] for node in members]
+    saved: dict[str, int] = {}
+    for cost in costs:
+        saved |= cost.saved
+    parameters = dict(owners.parameters_of(members))
+    buffers = dict(owners.buffers_of(members))
+    return {
+        "forward_ms": sum(cost.forward_ms for cost in costs),
+        "backward_ms": sum(cost.backward_ms for cost in costs),
+        "flops": sum(cost.flops for cost in costs),
+        "names": [node.name for node in members],
+        "saved": saved,
+        "saved_bytes": sum(saved.values()),
+        "parameters": parameters,
+        "param_bytes": sum(parameters.values()),
+        "buffer_bytes": sum(buffers.values()),
+    }
+
+
+class _TensorNames:
+    """Finds parameters and buffers of nodes, under one name each however many they have."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        tensors = [
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        ]
+        self.by_name = dict(tensors)
+        self.first_name: dict[int, str] = {}
+        for name, tensor in tensors:
+            self.first_name.setdefault(id(tensor), name)
+
+    def parameters_of(self, nodes: Iterable[fx.Node]) -> Iterator[tuple[str, int]]:
+        return self._found(nodes, parameters=True)
+
+    def buffers_of(self, nodes: Iterable[fx.Node]) -> Iterator[tuple[str, int]]:
+        return self._found(nodes, parameters=False)
+
+    def _found(self, nodes: Iterable[fx.Node], *, parameters: bool) -> Iterator[tuple[str, int]]:
+        for node in nodes:
+            for tensor in self._read(node):
+                if isinstance(tensor, nn.Parameter) == parameters:
+                    yield self.first_name[id(tensor)], tensor.numel() * tensor.element_size()
+
+    def _read(self, node: fx.Node) -> Iterator[Tensor]:
+        if node.op == "call_module":
+            leaf = self.model.get_submodule(str(node.target))
+            yield from leaf.parameters()
+            yield from leaf.buffers()
+        for source in node.all_input_nodes:
+            if source.op == "get_attr" and source.target in self.by_name:
+                yield self.by_name[str(source.target)]
+
+
+def _carry(
+    graph: nx.DiGraph, source: str, target: str, node: fx.Node, sizes: Mapping[str, int]
+) -> None:
+    if not graph.has_edge(source, target):
+        graph.add_edge(source, target, tensors={}, grads={})
+    edge = graph.edges[source, target]
+    edge["tensors"][node.name] = num_bytes(node, sizes)
+    if isinstance(node.meta.get("val"), Tensor) and node.meta["val"].requires_grad:
+        edge["grads"][node.name] = edge["tensors"][node.name]
+
+
+def _called(members: list[fx.Node], profile: Profile) -> str:
+    """What a person would call the group: its largest leaf module, or the operation's place."""
+
+    def work_ms(node: fx.Node) -> float:
+        return profile.nodes[node.name].forward_ms + profile.nodes[node.name].backward_ms
+
+    modules = [node for node in members if node.op == "call_module"]
+    largest = max(modules or members, key=work_ms)
+    if modules:
+        return str(largest.target)
+    calls = largest.meta.get("calls", ())
+    operation = getattr(largest.target, "__name__", str(largest.target))
+    return f"{operation} in {calls[-1].path}" if calls else operation
+
+
+# --- where in the model's structure a group lies --------------------------------------------
+
+
+def _place(members: list[fx.Node], blocks: set[ModuleCall]) -> dict[str, Any]:
+    """The module calls around all members, from the block inwards."""
+    paths = [node.meta.get("calls", ()) for node in members]
+    levels = zip(*paths, strict=False)
+    common = [calls[0] for calls in itertools.takewhile(lambda calls: len({*calls}) == 1, levels)]
+    for level, call in enumerate(common):
+        if call in blocks:
+            inside = [_label(inner) for inner in common[level:]]
+            return {"modules": inside, "block": inside[0], "depth": len(inside)}
+    return {"modules": [], "block": "", "depth": 0}
+
+
+def _label(call: ModuleCall) -> str:
+    return f"{call.path}#{call.index}" if call.index else call.path
+
+
+def _blocks(capture: Capture) -> set[ModuleCall]:
+    """Calls of the items of lists of like modules.
+
+    A container of torch is like another one only if their parameters have the same shapes: a
+    model written as one `nn.Sequential` of different parts has no blocks.
+    """
+    kinds = {call: _kind(capture, call) for call in capture.calls}
+    number = Counter(kind for kind in kinds.values() if kind)
+    return {call for call, kind in kinds.items() if kind and number[kind] > 1}
+
+
+def _kind(capture: Capture, call: ModuleCall) -> Any:
+    if not call.path.rpartition(".")[2].isdigit():
+        return None
+    module = capture.model.get_submodule(call.path)
+    if type(module).__module__.startswith("torch."):
+        return tuple(tuple(parameter.shape) for parameter in module.parameters())
+    return type(module)

@@ -1,0 +1,137 @@
+"""A cost graph and a number of stages -> a plan of it, no model needed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import networkx as nx
+
+from .cost import Link, Value, costs_of, stage_memory
+from .solve import Solution, solve
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """A value that leaves stage `source` for the stages `targets`; its gradient comes back.
+
+    A gradient that the graph has as a value of its own goes from a later stage to earlier ones.
+    """
+
+    name: str
+    source: int
+    targets: tuple[int, ...]
+    forward_bytes: int
+    backward_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class GraphStage:
+    """What one stage of a planned graph costs for one micro-batch."""
+
+    index: int
+    groups: tuple[str, ...]
+    load_ms: float
+    forward_ms: float
+    backward_ms: float
+    param_bytes: int
+    activation_bytes: int
+    peak_bytes: int
+    sends: tuple[Crossing, ...]
+    receives: tuple[Crossing, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GraphPlan:
+    """The stages of a planned cost graph; the same reading as of a model's plan."""
+
+    name: str
+    stages: tuple[GraphStage, ...]
+    stage_of: Mapping[str, int]
+    bottleneck_ms: float
+    lower_bound_ms: float
+    gap: float
+    optimal: bool
+    method: str
+    seconds: float
+    explanation: tuple[str, ...]
+
+    @property
+    def device_of_stage(self) -> tuple[int, ...]:
+        """The rank of each stage: one stage a rank."""
+        return tuple(range(len(self.stages)))
+
+
+def plan_graph(
+    graph: nx.DiGraph,
+    stages: int,
+    *,
+    method: str = "auto",
+    link: Link | None = None,
+    prefer_modules: float = 0.0,
+    granularity: str = "op",
+) -> GraphPlan:
+    """Plans a cost graph: see `costs_of` for what its nodes and edges may say.
+
+    Without `link` transfers are free, unless the graph's edges give times. Raises PlanError as
+    `solve` does.
+    """
+    solution = solve(
+        graph,
+        stages=stages,
+        method=method,
+        link=link,
+        prefer_modules=prefer_modules,
+        granularity=granularity,
+    )
+    costs = costs_of(graph, link)
+    where = [solution.stage_of[group] for group in costs.groups]
+    crossings = [
+        Crossing(
+            value.name,
+            where[value.owner],
+            targets,
+            int(value.forward_bytes),
+            int(value.backward_bytes),
+        )
+        for value in costs.values
+        if (targets := _targets(value, where))
+    ]
+    return GraphPlan(
+        name=costs.name,
+        stages=tuple(_stage(graph, solution, index, crossings) for index in range(stages)),
+        stage_of=solution.stage_of,
+        bottleneck_ms=solution.bottleneck_ms,
+        lower_bound_ms=solution.lower_bound_ms,
+        gap=solution.gap,
+        optimal=solution.optimal,
+        method=solution.method,
+        seconds=solution.seconds,
+        explanation=solution.explanation,
+    )
+
+
+def _targets(value: Value, where: list[int]) -> tuple[int, ...]:
+    return tuple(sorted({where[reader] for reader in value.readers} - {where[value.owner]}))
+
+
+def _stage(
+    graph: nx.DiGraph, solution: Solution, index: int, crossings: list[Crossing]
+) -> GraphStage:
+    groups = [group for group in graph if solution.stage_of[str(group)] == index]
+    param_bytes, activation_bytes, peak_bytes = stage_memory(
+        [graph.nodes[group] for group in groups], in_flight=len(solution.loads) - index
+    )
+    load = solution.loads[index]
+    return GraphStage(
+        index=index,
+        groups=tuple(map(str, groups)),
+        load_ms=load.load_ms,
+        forward_ms=load.forward_ms,
+        backward_ms=load.backward_ms,
+        param_bytes=param_bytes,
+        activation_bytes=activation_bytes,
+        peak_bytes=peak_bytes,
+        sends=tuple(crossing for crossing in crossings if crossing.source == index),
+        receives=tuple(crossing for crossing in crossings if index in crossing.targets),
+    )

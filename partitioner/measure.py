@@ -1,0 +1,228 @@
+"""One operation and the shapes of its arguments -> its times, FLOPs and what it keeps for backward.
+
+The arguments are made up: random floats, zeros for integers (valid as indices and as classes),
+True for booleans, with the shapes, strides and dtypes of the captured ones. Parameters are made up
+too when the model has none in memory. Nothing of the model is changed.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from .capture.structure import tensors_in
+from .clock import clock_ms
+
+
+@dataclass(frozen=True, slots=True)
+class OperationCost:
+    """Costs of one call; what it saves for backward is named by where it comes from.
+
+    `saved_arguments` are positions among the call's tensors; `internal_bytes` are storages that
+    are neither an argument, a parameter nor the result. `view_of` is the position of the argument
+    whose storage the result has, be it a view or changed in place.
+    """
+
+    forward_ms: float = 0.0
+    backward_ms: float = 0.0
+    forward_flops: int = 0
+    backward_flops: int = 0
+    moved_bytes: int = 0
+    internal_bytes: int = 0
+    saved_arguments: tuple[int, ...] = ()
+    saves_result: bool = False
+    view_of: int | None = None
+    has_backward: bool = False
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A call to measure: a function or a leaf module, and its arguments as a flat list.
+
+    `tensors` are examples (fake, meta or real) of the tensor arguments; `is_parameter` says of
+    each whether it is one of the model's own, whose gradient is added up over micro-batches.
+    `call(module, tensors)` makes the call.
+    """
+
+    call: Callable[[nn.Module | None, Sequence[Tensor]], Any]
+    module: nn.Module | None
+    tensors: tuple[Tensor, ...]
+    is_parameter: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Repeats:
+    """How often to measure: until `enough_ms` have been spent, at most `most` times."""
+
+    enough_ms: float = 60.0
+    most: int = 7
+
+    def __iter__(self) -> Iterator[int]:
+        started = time.perf_counter()
+        for number in range(self.most):
+            yield number
+            if 1e3 * (time.perf_counter() - started) > self.enough_ms:
+                return
+
+
+def measure(operation: Operation, device: torch.device, repeats: Repeats) -> OperationCost:
+    """Runs the operation forward and backward on `device`, once to look at it, then timed."""
+    bench = _Bench(operation, device)
+    facts = bench.look()
+    if facts.view_of is not None and not bench.mutates:
+        return facts
+    forward_ms, backward_ms = zip(*(bench.time() for _ in repeats), strict=True)
+    return replace(
+        facts,
+        forward_ms=statistics.median(forward_ms),
+        backward_ms=statistics.median(backward_ms),
+    )
+
+
+def estimate(operation: Operation) -> OperationCost:
+    """The same without times and without running anything: the operation on meta tensors."""
+    return _Bench(operation, torch.device("meta")).look()
+
+
+class _Bench:
+    """The operation with arguments made for it."""
+
+    def __init__(self, operation: Operation, device: torch.device) -> None:
+        self.operation = operation
+        self.now_ms = clock_ms(device)
+        self.module = None if operation.module is None else _own_copy(operation.module, device)
+        self.tensors = [_made_up(tensor, device) for tensor in operation.tensors]
+        self.wanted = [tensor for tensor in self.tensors if tensor.requires_grad]
+        of_module = [] if self.module is None else list(self.module.parameters())
+        self.parameters = [parameter for parameter in of_module if parameter.requires_grad] + [
+            tensor
+            for tensor, is_parameter in zip(self.tensors, operation.is_parameter, strict=True)
+            if is_parameter and tensor.requires_grad
+        ]
+        self.wanted += [parameter for parameter in of_module if parameter.requires_grad]
+        self.gradients: dict[int, Tensor] = {}
+        self.mutates = False
+
+    def look(self) -> OperationCost:
+        """What does not need a clock: FLOPs, aliases, saved storages."""
+        given = [tensor.clone() if tensor.requires_grad else tensor for tensor in self.tensors]
+        versions = [tensor._version for tensor in given]
+        saved: dict[int, Tensor] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            saved[_storage(tensor)] = tensor
+            return tensor
+
+        with FlopCounterMode(display=False) as flops:
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                result = self.operation.call(self.module, given)
+            forward_flops = flops.get_total_flops()
+            outputs = list(tensors_in(result))
+            self._backward(_seeds(outputs))
+            backward_flops = flops.get_total_flops() - forward_flops
+        self.mutates = any(
+            tensor._version != version for tensor, version in zip(given, versions, strict=True)
+        )
+        where = {_storage(tensor): index for index, tensor in enumerate(given)}
+        made = {_storage(tensor) for tensor in outputs} - where.keys()
+        own = [] if self.module is None else [*self.module.parameters(), *self.module.buffers()]
+        known = where.keys() | made | {_storage(tensor) for tensor in own}
+        aliased = [where[_storage(tensor)] for tensor in outputs if _storage(tensor) in where]
+        return OperationCost(
+            forward_flops=forward_flops,
+            backward_flops=backward_flops,
+            moved_bytes=sum(map(num_bytes, [*given, *outputs, *own])),
+            internal_bytes=sum(
+                tensor.untyped_storage().nbytes()
+                for key, tensor in saved.items()
+                if key not in known
+            ),
+            saved_arguments=tuple(sorted(where[key] for key in saved.keys() & where.keys())),
+            saves_result=bool(saved.keys() & made),
+            view_of=aliased[0] if aliased and not made else None,
+            has_backward=bool(self.wanted) and any(output.requires_grad for output in outputs),
+        )
+
+    def time(self) -> tuple[float, float]:
+        """Milliseconds of one forward and one backward, gradients of parameters added up."""
+        given = list(self.tensors)
+        if self.mutates:
+            given = [tensor.clone() for tensor in given]
+        started = self.now_ms()
+        outputs = list(tensors_in(self.operation.call(self.module, given)))
+        middle = self.now_ms()
+        seeds = _seeds(outputs)
+        between = self.now_ms()
+        self._backward(seeds)
+        return middle - started, self.now_ms() - between
+
+    def _backward(self, seeds: list[tuple[Tensor, Tensor]]) -> None:
+        if not seeds or not self.wanted:
+            return
+        outputs, ones = zip(*seeds, strict=True)
+        grads = torch.autograd.grad(outputs, self.wanted, ones, allow_unused=True)
+        by_tensor = dict(zip(map(id, self.wanted), grads, strict=True))
+        for parameter in self.parameters:
+            gradient = by_tensor[id(parameter)]
+            if gradient is None:
+                continue
+            if id(parameter) in self.gradients:
+                self.gradients[id(parameter)].add_(gradient)
+            else:
+                self.gradients[id(parameter)] = gradient
+
+
+def _seeds(outputs: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """The outputs that have a gradient, and one to start backward from."""
+    return [(output, torch.ones_like(output)) for output in outputs if output.requires_grad]
+
+
+def _made_up(example: Tensor, device: torch.device) -> Tensor:
+    """A tensor like the example, with every element of its storage set."""
+    reach = 1 + sum(
+        (size - 1) * stride for size, stride in zip(example.shape, example.stride(), strict=True)
+    )
+    storage = _filled(reach if example.numel() else 0, example.dtype, device)
+    made = storage.as_strided(example.shape, example.stride())
+    return made.requires_grad_(example.requires_grad)
+
+
+def _filled(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    if dtype == torch.bool:
+        return torch.ones(numel, dtype=dtype, device=device)
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.randn(numel, dtype=dtype, device=device)
+    return torch.zeros(numel, dtype=dtype, device=device)
+
+
+def _own_copy(module: nn.Module, device: torch.device) -> nn.Module:
+    """The module with parameters and buffers of its own on `device`."""
+    shapes = dict(module.named_parameters()) | dict(module.named_buffers())
+    memo = {
+        id(tensor): nn.Parameter(_filled_like(tensor, device), tensor.requires_grad)
+        if isinstance(tensor, nn.Parameter)
+        else _filled_like(tensor, device)
+        for tensor in shapes.values()
+    }
+    return copy.deepcopy(module, memo)
+
+
+def _filled_like(tensor: Tensor, device: torch.device) -> Tensor:
+    filled = _filled(tensor.numel(), tensor.dtype, device).view(tensor.shape)
+    return filled.mul_(0.02) if tensor.is_floating_point() else filled
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,168 @@
+"""A cost graph and a number of stages -> the stage of every group, with a proved bound."""
+
+from __future__ import annotations
+
+import difflib
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import networkx as nx
+import numpy as np
+from numpy.typing import NDArray
+
+from ..runtime.errors import PlanError
+from .cost import Costs, Link, StageLoad, costs_of, stage_loads
+from .solvers import METHODS, Rules
+from .solvers.bounds import lower_bound_ms
+
+GRANULARITIES = ("op", "module")
+
+
+@dataclass(frozen=True)
+class Solution:
+    """Where every group goes, what each stage costs, and how good that is proved to be.
+
+    `lower_bound_ms` holds for every legal placement under the cost model, whatever the method;
+    `optimal` says that the bottleneck meets it. `even_split_ms` is the bottleneck of the split
+    that counts blocks. `explanation` is a few clauses of why.
+    """
+
+    stage_of: Mapping[str, int]
+    loads: tuple[StageLoad, ...]
+    lower_bound_ms: float
+    even_split_ms: float
+    method: str
+    seconds: float
+    explanation: tuple[str, ...]
+
+    @property
+    def loads_ms(self) -> tuple[float, ...]:
+        return tuple(load.load_ms for load in self.loads)
+
+    @property
+    def bottleneck_ms(self) -> float:
+        return max(self.loads_ms)
+
+    @property
+    def optimal(self) -> bool:
+        return self.bottleneck_ms <= self.lower_bound_ms * (1 + 1e-9)
+
+    @property
+    def gap(self) -> float:
+        """How far the bottleneck is above the bound, as a share of the bound."""
+        return self.bottleneck_ms / self.lower_bound_ms - 1 if self.lower_bound_ms else 0.0
+
+
+def solve(
+    graph: nx.DiGraph,
+    *,
+    stages: int,
+    method: str = "auto",
+    link: Link | None = None,
+    prefer_modules: float = 0.02,
+    granularity: str = "op",
+) -> Solution:
+    """Places the groups of a cost graph on `stages` stages so that the largest load is small.
+
+    `prefer_modules` is the share of the bottleneck that may be given up to cut between blocks;
+    with `granularity="module"` a block is never cut.
+
+    Raises PlanError for a graph without legal costs, an unknown method or granularity, and more
+    stages than pieces.
+    """
+    started = time.perf_counter()
+    _check_choice("method", method, METHODS)
+    _check_choice("granularity", granularity, GRANULARITIES)
+    costs = costs_of(graph, link)
+    may_cut = _allowed_cuts(costs, granularity)
+    _check_stages(costs, stages, may_cut, granularity)
+    rules = Rules(may_cut, prefer_modules)
+    placement = METHODS[method](costs, stages, rules)
+    even = METHODS["uniform"](costs, stages, rules)
+    loads = stage_loads(costs, placement.stage_of, stages)
+    bound_ms = lower_bound_ms(costs, stages, placement, all_cuts=bool(may_cut.all()))
+    return Solution(
+        stage_of=dict(zip(costs.groups, placement.stage_of, strict=True)),
+        loads=loads,
+        lower_bound_ms=bound_ms,
+        even_split_ms=max(load.load_ms for load in stage_loads(costs, even.stage_of, stages)),
+        method=_method_name(method),
+        seconds=time.perf_counter() - started,
+        explanation=tuple(
+            _explain(costs, placement.stage_of, loads, bound_ms, placement.order_optimum_ms)
+        ),
+    )
+
+
+def _method_name(method: str) -> str:
+    """The name of the method that `auto` stands for."""
+    place = METHODS[method]
+    return next(name for name, other in METHODS.items() if other is place and name != "auto")
+
+
+def _allowed_cuts(costs: Costs, granularity: str) -> NDArray[np.bool_]:
+    """Where a cut may lie; at module granularity before blocks and modules with parameters."""
+    if granularity == "op":
+        return np.ones(len(costs.groups) + 1, dtype=bool)
+    blocks = np.array(costs.blocks)
+    starts = np.ones(len(costs.groups) + 1, dtype=bool)
+    starts[1:-1] = costs.has_params[1:] | (blocks[1:] != blocks[:-1])
+    allowed: NDArray[np.bool_] = starts & (costs.cut_depth == 0)
+    return allowed
+
+
+def _check_choice(what: str, name: str, names: Mapping[str, object] | tuple[str, ...]) -> None:
+    if name in names:
+        return
+    near = difflib.get_close_matches(name, names, n=1)
+    hint = f" Did you mean {near[0]}?" if near else ""
+    raise PlanError(f'no {what} "{name}".{hint}', f"One of: {', '.join(names)}.")
+
+
+def _check_stages(costs: Costs, stages: int, may_cut: NDArray[np.bool_], granularity: str) -> None:
+    if stages < 1:
+        raise PlanError(f"{stages} stages asked, a pipeline has at least 1.", "--stages 2")
+    places = int(may_cut[1:-1].sum())
+    if stages <= places + 1:
+        return
+    most = f"At most {places + 1} {'stage' if places == 0 else 'stages'}"
+    has = f"{costs.name} has {places} {'place' if places == 1 else 'places'} to cut"
+    if granularity == "module" and len(costs.groups) > places + 1:
+        raise PlanError(
+            f"{stages} stages asked, but {has} at module level.",
+            f"{most}, or --granularity op ({len(costs.groups)} operators).",
+        )
+    raise PlanError(f"{stages} stages asked, but {has}.", f"{most}: --stages {places + 1}")
+
+
+def _explain(
+    costs: Costs,
+    stage_of: tuple[int, ...],
+    loads: tuple[StageLoad, ...],
+    bound_ms: float,
+    order_optimum_ms: float | None,
+) -> list[str]:
+    times_ms = [load.load_ms for load in loads]
+    slowest = int(np.argmax(times_ms))
+    members = np.flatnonzero(np.asarray(stage_of) == slowest)
+    heaviest = int(members[costs.work_ms[members].argmax()])
+    share = costs.work_ms[heaviest] / times_ms[slowest] if times_ms[slowest] else 0.0
+    sentences = [
+        f"stage {slowest} is the slowest with {times_ms[slowest]:.2f} ms a micro-batch; its "
+        f"largest part is {costs.labels[heaviest]} with {costs.work_ms[heaviest]:.2f} ms "
+        f"({share:.0%})",
+    ]
+    if times_ms[slowest] <= bound_ms * (1 + 1e-9):
+        sentences.append("no plan of this many stages has a smaller bottleneck (proved)")
+    elif bound_ms:
+        sentences.append(
+            f"no plan can be below {bound_ms:.2f} ms (proved), this one is "
+            f"{times_ms[slowest] / bound_ms - 1:.1%} above"
+        )
+    if order_optimum_ms and times_ms[slowest] > order_optimum_ms * 1.0005:
+        sentences.append(
+            f"{times_ms[slowest] / order_optimum_ms - 1:.1%} are given up so that the cuts tear "
+            f"fewer modules or carry fewer bytes (best cut anywhere: {order_optimum_ms:.2f} ms)"
+        )
+    return sentences

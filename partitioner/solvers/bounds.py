@@ -1,0 +1,83 @@
+"""Costs -> a number that the bottleneck of no plan can be below, for any cut of the graph.
+
+Not only cuts of one topological order count, so the chain optimum is no bound in itself. Three
+things are: an equal share of the work; the largest group; and the relaxation below. A group that
+is an ancestor or descendant of every other one stands at the same place in every order. What
+lies between two such fixed groups may come in any order, so it is taken as divisible at will, and
+transfers as free: filling one stage after the other is then optimal (`_stages_needed`).
+If every group is fixed, the order is the only one and the chain optimum is the bound.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..cost import Costs
+from .method import Placement
+
+
+def lower_bound_ms(costs: Costs, stages: int, placement: Placement, *, all_cuts: bool) -> float:
+    """The best bound known; `all_cuts` says that the method could cut between any two groups."""
+    if not costs.work_ms.sum():
+        return 0.0
+    pieces = _fixed_and_divisible(costs)
+    proved = placement.order_optimum_ms
+    if all_cuts and proved is not None and all(fixed for fixed, _ in pieces):
+        return proved
+    low = max(costs.work_ms.sum() / stages, costs.work_ms.max())
+    high = float(costs.work_ms.sum())
+    if _stages_needed(pieces, low) <= stages:
+        return float(low)
+    while high - low > 1e-9 * high:
+        middle = (low + high) / 2
+        if _stages_needed(pieces, middle) <= stages:
+            high = middle
+        else:
+            low = middle
+    return float(low)
+
+
+def _fixed_and_divisible(costs: Costs) -> list[tuple[bool, float]]:
+    """The groups in order as (is fixed, ms), neighbours that are not fixed taken together."""
+    pieces: list[tuple[bool, float]] = []
+    for fixed, work_ms in zip(_is_fixed(costs), costs.work_ms.tolist(), strict=True):
+        if not fixed and pieces and not pieces[-1][0]:
+            pieces[-1] = False, pieces[-1][1] + work_ms
+        else:
+            pieces.append((bool(fixed), work_ms))
+    return pieces
+
+
+def _is_fixed(costs: Costs) -> list[bool]:
+    """Whether every earlier group is an ancestor and every later one a descendant."""
+    num_groups = len(costs.groups)
+    before: list[set[int]] = [set() for _ in range(num_groups)]
+    for value in costs.values:
+        for reader in value.readers:
+            before[max(reader, value.owner)].add(min(reader, value.owner))
+    ancestors = [0] * num_groups
+    descendants = [0] * num_groups
+    for group in range(num_groups):
+        for source in before[group]:
+            ancestors[group] |= ancestors[source] | 1 << source
+    for group in reversed(range(num_groups)):
+        for source in before[group]:
+            descendants[source] |= descendants[group] | 1 << group
+    return [
+        (above | below).bit_count() == num_groups - 1
+        for above, below in zip(ancestors, descendants, strict=True)
+    ]
+
+
+def _stages_needed(pieces: list[tuple[bool, float]], limit_ms: float) -> float:
+    """How many stages of at most `limit_ms` hold the pieces, each filled before the next."""
+    stages, room_ms = 1.0, limit_ms
+    for fixed, work_ms in pieces:
+        if work_ms <= room_ms:
+            room_ms -= work_ms
+        elif fixed:
+            stages, room_ms = stages + 1, limit_ms - work_ms
+        else:
+            more = np.ceil((work_ms - room_ms) / limit_ms)
+            stages, room_ms = stages + more, room_ms + more * limit_ms - work_ms
+    return stages

@@ -1,0 +1,91 @@
+"""A captured model and its inputs -> how long one forward and one backward of all of it take."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from .capture import Capture, run
+from .clock import clock_ms
+
+
+@dataclass(frozen=True, slots=True)
+class WholeTimes:
+    """Milliseconds of one micro-batch through the whole model in training mode."""
+
+    forward_ms: float
+    backward_ms: float
+
+
+def time_whole(
+    capture: Capture,
+    inputs: Mapping[str, Tensor],
+    device: torch.device,
+    *,
+    enough_ms: float = 600.0,
+) -> WholeTimes:
+    """Runs the graph forward to warm up, then forward and backward until `enough_ms` are spent.
+
+    Takes the median of at most five runs. Backward needs no warm-up: what makes its first run
+    slow is the memory for the gradients, which is touched before. Gradients are added up, as over
+    the micro-batches of a step. Buffers and gradients are the caller's to keep.
+    """
+    now_ms = clock_ms(device)
+    times: list[tuple[float, float]] = []
+    for parameter in capture.model.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    run(capture, inputs, training=True)
+    while sum(map(sum, times)) < enough_ms and len(times) < 5:
+        times.append(_run(capture, inputs, now_ms))
+    forward_ms, backward_ms = zip(*times, strict=True)
+    return WholeTimes(statistics.median(forward_ms), statistics.median(backward_ms))
+
+
+def _run(
+    capture: Capture, inputs: Mapping[str, Tensor], now_ms: Callable[[], float]
+) -> tuple[float, float]:
+    started = now_ms()
+    outputs = _started_from(run(capture, inputs, training=True))
+    middle = now_ms()
+    seeds = [torch.ones_like(output) for output in outputs]
+    between = now_ms()
+    if outputs:
+        torch.autograd.backward(outputs, seeds)
+    return middle - started, now_ms() - between
+
+
+def _started_from(result: Any) -> list[Tensor]:
+    """What backward starts from: the loss if there is one, else every output with a gradient."""
+    if isinstance(result, Mapping) and isinstance(result.get("loss"), Tensor):
+        result = result["loss"]
+    if isinstance(result, Mapping):
+        result = list(result.values())
+    return [
+        leaf
+        for leaf in pytree.tree_leaves(result)
+        if isinstance(leaf, Tensor) and leaf.requires_grad
+    ]
+
+
+@contextmanager
+def state_kept(model: nn.Module) -> Iterator[None]:
+    """After the block, gradients and buffers are as before."""
+    gradients = {parameter: parameter.grad for parameter in model.parameters()}
+    buffers = {buffer: buffer.clone() for buffer in model.buffers()}
+    for parameter in gradients:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient
+        with torch.no_grad():
+            for buffer, before in buffers.items():
+                buffer.copy_(before)
