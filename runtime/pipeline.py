@@ -1,0 +1,316 @@
+"""One rank's stages + a schedule -> a training run: the executor.
+
+One loop carries out a rank's actions in order, whatever the schedule. What is asynchronous about
+a schedule is where its steps lie; what is done about it is up to the staleness method, whose
+hooks are called around every action.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TypedDict, Unpack
+
+import torch
+from torch import Tensor, nn
+
+from .channels import GENERATOR_STATE, forward_edges, gradient_edges, plan_channels, shared_stages
+from .errors import PlanError, ScheduleError, TransportError
+from .feed import Criterion, Feed, FeedOnce, loss_of_stage, needed_inputs, output_names
+from .mailbox import Mailbox
+from .plan import Plan
+from .program import Program, forward_only, passages, window_ends
+from .random_state import GeneratorState, micro_batch_seed
+from .report import Observer, Recorder, RunReport, StepOptimizers
+from .schedule import Action, Schedule, shared_delay
+from .shared import SharedGradients
+from .stage import Stage
+from .staleness import Passage, make_staleness
+from .transports.protocol import Handle, Transport
+from .versions import LedgerEntry, WeightVersions
+
+__all__ = [
+    "LedgerEntry",
+    "Observer",
+    "Pipeline",
+    "RunReport",
+    "StepOptimizers",
+    "forward_edges",
+    "gradient_edges",
+    "micro_batch_seed",
+    "needed_inputs",
+    "shared_stages",
+]
+
+
+class RunOptions(TypedDict, total=False):
+    """What may be said about one run.
+
+    `first_micro_batch` is the number of the schedule's first micro-batch (0). Without `training`
+    only the forwards are carried out, in eval mode and without gradients; weights, versions and
+    random numbers are left alone. `sizes` are the micro-batches' sizes if not the plan's.
+    `record` keeps the time of each action.
+    """
+
+    first_micro_batch: int
+    observer: Observer | None
+    training: bool
+    sizes: Mapping[str, int] | None
+    record: bool
+
+
+@dataclass
+class _Run:
+    """What belongs to one call of `run`."""
+
+    schedule: Schedule
+    program: Program
+    training: bool
+    feed: FeedOnce
+    mailbox: Mailbox
+    recorder: Recorder
+    passages: dict[tuple[int, int], Passage]
+    first_micro_batch: int
+
+
+class Pipeline:
+    """One rank of a pipeline: its stages, their weight versions, and its end of the transport.
+
+    `stages` are this rank's modules by stage. `rank_of_stage` is by default one stage a rank.
+    `staleness` is a name in `staleness.METHODS`. `criterion` makes the loss where the model does
+    not, at the last stage that makes a model output. `dtype` is what the plan's float32 tensors
+    are, if the modules were converted. Raises PlanError when stages and plan do not fit.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        stages: Mapping[int, nn.Module],
+        transport: Transport,
+        *,
+        rank_of_stage: Sequence[int] | None = None,
+        staleness: str = "none",
+        criterion: Criterion | None = None,
+        device: str | torch.device = "cpu",
+        dtype: torch.dtype | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.plan = plan
+        self.transport = transport
+        self.rank_of_stage = tuple(rank_of_stage or plan.device_of_stage)
+        self.criterion = criterion
+        self.device = torch.device(device)
+        self.dtype = dtype
+        self.seed = seed
+        expected = [j for j, rank in enumerate(self.rank_of_stage) if rank == transport.rank]
+        if sorted(stages) != expected:
+            raise PlanError(
+                f"Rank {transport.rank} was given stages {sorted(stages)}, and has {expected}."
+            )
+        self.stages = {
+            j: Stage(stages[j], plan.stages[j], loss_of=loss_of_stage(plan, j, criterion))
+            for j in expected
+        }
+        self.weights = {j: WeightVersions(j, stages[j]) for j in expected}
+        self.staleness = {j: make_staleness(staleness) for j in expected}
+        self._shared = SharedGradients(plan, stages, transport)
+        self._shared_is_verified = False
+        self._model_outputs = output_names(plan)
+        self._needed = needed_inputs(plan, expected, criterion=criterion is not None)
+
+    @property
+    def versions(self) -> dict[int, int]:
+        """Optimizer steps taken so far, by stage."""
+        return {stage: weights.version for stage, weights in self.weights.items()}
+
+    def set_version(self, stage: int, version: int) -> None:
+        """Says how many steps a stage's weights have seen, when a run is resumed."""
+        self.weights[stage].version = version
+
+    def lr_scale(self, stage: int, version: int) -> float:
+        """The staleness method's factor on the learning rate of the step that makes `version`."""
+        return self.staleness[stage].lr_scale(version)
+
+    def run(self, schedule: Schedule, feed: Feed, **options: Unpack[RunOptions]) -> RunReport:
+        """Carries out this rank's actions of a lowered schedule.
+
+        `feed` is called once for each micro-batch that a stage of this rank needs inputs of, with
+        its number from `first_micro_batch` on.
+
+        Raises StageError for an exception in a stage's code, TransportError when a tensor does
+        not come, PlanError when shared parameters differ at the start, DataError when the feed
+        lacks an input, ScheduleError when the schedule is of other stages or ranks.
+        """
+        steps = self.steps(schedule, feed, **options)
+        try:
+            handle = next(steps)
+        except StopIteration as end:
+            report: RunReport = end.value
+            return report
+        steps.close()
+        raise TransportError(
+            f"{handle.channel.waiting(handle.index)}, which lives in the same process.",
+            "Run the ranks' steps() with run_together.",
+        )
+
+    def steps(
+        self, schedule: Schedule, feed: Feed, **options: Unpack[RunOptions]
+    ) -> Generator[Handle, None, RunReport]:
+        """`run` as a generator that stops where a tensor is not there yet, for `run_together`."""
+        run = self._prepare(schedule, feed, options)
+        if not self._shared_is_verified:
+            yield from self._shared.verify_equal()
+            self._shared_is_verified = True
+        ends = window_ends(run.program)
+        with self._modes(run.training):
+            for position, action in enumerate(run.program):
+                match action.kind:
+                    case "F":
+                        yield from self._forward(run, action)
+                    case "B":
+                        yield from self._backward(run, action)
+                    case "S":
+                        yield from self._step(run, action)
+                    case "SEND_F" | "SEND_B":
+                        run.mailbox.send(action)
+                    case _:
+                        run.mailbox.post(action)
+                for stage in ends.get(position, ()):
+                    self._shared.publish(stage, self.weights[stage].version + 1)
+        yield from self._shared.drain()
+        run.mailbox.assert_empty()
+        return run.recorder.report()
+
+    def close(self) -> None:
+        """Waits until everything sent has arrived."""
+        self.transport.close()
+
+    def _prepare(self, schedule: Schedule, feed: Feed, options: RunOptions) -> _Run:
+        training = options.get("training", True)
+        self._check(schedule, training)
+        program = schedule.ranks[self.transport.rank]
+        if not training:
+            program = forward_only(program)
+        channels = plan_channels(
+            self.plan,
+            self.rank_of_stage,
+            sizes=options.get("sizes") or self.plan.sizes,
+            shared_specs=self._shared.specs,
+            state_bytes=len(GeneratorState.seeded(self.device, 0).state),
+            dtype=self.dtype,
+        )
+        self._shared.open(channels)
+        if not training:
+            channels = tuple(c for c in channels if c.name != GENERATOR_STATE)
+        first_micro_batch = options.get("first_micro_batch", 0)
+        return _Run(
+            schedule,
+            program,
+            training,
+            FeedOnce(feed, self._needed, len(self.stages), self.device, self.transport.rank),
+            Mailbox(channels, self.transport, program),
+            Recorder(
+                options.get("observer") or Observer(), keep_events=options.get("record", False)
+            ),
+            passages(program, self.versions, first_micro_batch),
+            first_micro_batch,
+        )
+
+    def _forward(self, run: _Run, action: Action) -> Generator[Handle, None, None]:
+        stage, weights = self.stages[action.stage], self.weights[action.stage]
+        micro_batch = run.first_micro_batch + action.index
+        fed = run.feed(micro_batch)
+        inputs = {name: fed[name] for name in stage.spec.inputs if name in fed}
+        for channel in run.mailbox.incoming("activation", action.stage):
+            inputs[channel.name] = yield from run.mailbox.take(channel, action.index)
+        state = inputs.pop(GENERATOR_STATE, None)
+        generator = self._generator(stage, micro_batch, state) if run.training else None
+        with run.recorder.timing(action):
+            bound = None
+            if run.training:
+                passage = run.passages[action.stage, action.index]
+                bound = self.staleness[action.stage].before_forward(weights, passage)
+                weights.went_forward(micro_batch)
+            outputs, loss = stage.forward(
+                micro_batch,
+                inputs,
+                fed,
+                weights=bound,
+                generator=generator,
+                training=run.training,
+            )
+        for channel in run.mailbox.outgoing("activation", action.stage):
+            if generator and channel.name == GENERATOR_STATE:
+                run.mailbox.put(channel, action.index, generator.state)
+            else:
+                run.mailbox.put(channel, action.index, outputs[channel.name])
+        if made := {name: outputs[name] for name in outputs if name in self._model_outputs}:
+            run.recorder.observer.on_outputs(micro_batch, made)
+        if loss is not None:
+            run.recorder.loss(micro_batch, loss)
+
+    def _backward(self, run: _Run, action: Action) -> Generator[Handle, None, None]:
+        stage, weights = self.stages[action.stage], self.weights[action.stage]
+        arrived: dict[str, list[Tensor]] = {}
+        for channel in run.mailbox.incoming("gradient", action.stage):
+            gradient = yield from run.mailbox.take(channel, action.index)
+            arrived.setdefault(channel.name, []).append(gradient)
+        micro_batch = run.first_micro_batch + action.index
+        with run.recorder.timing(action):
+            passage = run.passages[action.stage, action.index]
+            self.staleness[action.stage].before_backward(weights, passage)
+            gradients = stage.backward(micro_batch, arrived, loss_divisor=run.schedule.step_every)
+            run.recorder.ledger.append(weights.went_backward(micro_batch))
+        for channel in run.mailbox.outgoing("gradient", action.stage):
+            run.mailbox.put(channel, action.index, gradients[channel.name])
+
+    def _step(self, run: _Run, action: Action) -> Generator[Handle, None, None]:
+        weights, staleness = self.weights[action.stage], self.staleness[action.stage]
+        version = weights.version + 1
+        delay_of = partial(shared_delay, run.schedule)
+        yield from self._shared.collect(action.stage, version, delay_of)
+        with run.recorder.timing(action):
+            staleness.transform_gradient(weights)
+            with staleness.stepping(weights):
+                run.recorder.observer.on_step(action.stage, version)
+            weights.stepped()
+            staleness.after_step(weights)
+
+    def _generator(
+        self, stage: Stage, micro_batch: int, state: Tensor | None
+    ) -> GeneratorState | None:
+        if not stage.spec.draws_random:
+            return None
+        if state is None:
+            return GeneratorState.seeded(self.device, micro_batch_seed(self.seed, micro_batch))
+        return GeneratorState(self.device, state)
+
+    def _check(self, schedule: Schedule, training: bool) -> None:
+        if schedule.rank_of_stage != self.rank_of_stage:
+            raise ScheduleError(
+                f"The schedule puts stages on ranks {schedule.rank_of_stage}, "
+                f"the pipeline on {self.rank_of_stage}."
+            )
+        if len(schedule.ranks) > 1 and not schedule.is_lowered:
+            raise ScheduleError(
+                f"The {schedule.name} schedule has no messages.",
+                "Lower it first: lower(schedule, forward_edges(plan), ...).",
+            )
+        if training and self.plan.loss is None and self.criterion is None:
+            raise PlanError(
+                f"{self.plan.name} makes no loss of its own, and no criterion was given.",
+                "Name one with --criterion, such as cross_entropy.",
+            )
+
+    @contextmanager
+    def _modes(self, training: bool) -> Iterator[None]:
+        """Eval mode inside, for a run without training; training runs leave the modes alone."""
+        with ExitStack() as restored:
+            if not training:
+                for stage in self.stages.values():
+                    for module in stage.module.modules():
+                        restored.callback(setattr, module, "training", module.training)
+                    stage.module.eval()
+            yield

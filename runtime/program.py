@@ -1,0 +1,46 @@
+"""One rank's actions -> what the executor knows of them before it begins."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from .schedule import Action
+from .staleness import Passage
+
+Program = tuple[Action, ...]
+
+
+def forward_only(program: Program) -> Program:
+    """The forwards and their messages: what an evaluation carries out."""
+    return tuple(action for action in program if action.kind in ("F", "SEND_F", "RECV_F"))
+
+
+def passages(
+    program: Program, versions: Mapping[int, int], first_micro_batch: int
+) -> dict[tuple[int, int], Passage]:
+    """The passage of each micro-batch through each stage, by stage and the schedule's index.
+
+    `versions` are those that the stages have when the program begins.
+    """
+    met: dict[tuple[int, int], list[int]] = {}
+    for action in program:
+        if action.kind in ("F", "B"):
+            assert action.version is not None
+            version = versions[action.stage] + action.version
+            met.setdefault((action.stage, action.index), []).append(version)
+    return {
+        (stage, index): Passage(first_micro_batch + index, seen[0], seen[-1])
+        for (stage, index), seen in met.items()
+    }
+
+
+def window_ends(program: Sequence[Action]) -> dict[int, list[int]]:
+    """Position of the last backward before each step -> the stages that it belongs to."""
+    last_backward: dict[int, int] = {}
+    ends: dict[int, list[int]] = {}
+    for position, action in enumerate(program):
+        if action.kind == "B":
+            last_backward[action.stage] = position
+        elif action.kind == "S":
+            ends.setdefault(last_backward[action.stage], []).append(action.stage)
+    return ends

@@ -1,0 +1,99 @@
+"""What a run tells: while it goes on, through an observer; at its end, in a report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .schedule import Action
+from .versions import LedgerEntry
+
+Event = tuple[Action, float, float]
+"""An action with its start and end in seconds of `time.perf_counter`."""
+
+
+class Observer:
+    """Told what happens on this rank; the training loop steps its optimizers in `on_step`."""
+
+    def on_action(self, action: Action, start_s: float, end_s: float) -> None:
+        """An F, B or S was carried out; what it waited for lies before `start_s`."""
+
+    def on_loss(self, micro_batch: int, loss: Tensor) -> None:
+        """The loss of a micro-batch, not divided, detached; on the rank that makes it."""
+
+    def on_outputs(self, micro_batch: int, outputs: Mapping[str, Tensor]) -> None:
+        """The model outputs that a stage of this rank made, detached."""
+
+    def on_step(self, stage: int, version: int) -> None:
+        """The stage's `.grad` are complete: step its optimizer to `version` (from 1 on)."""
+
+
+class StepOptimizers(Observer):
+    """Steps a stage's optimizer, and that is all."""
+
+    def __init__(self, optimizers: Mapping[int, Optimizer]) -> None:
+        self.optimizers = optimizers
+
+    def on_step(self, stage: int, version: int) -> None:
+        self.optimizers[stage].step()
+
+
+@dataclass(frozen=True, slots=True)
+class RunReport:
+    """One rank's run: its losses by micro-batch, its ledger, and where its time went.
+
+    `busy_s` is wall time inside F, B and S, `cpu_s` the thread's CPU time in the same; `events`
+    are kept if asked for.
+    """
+
+    losses: Mapping[int, Tensor]
+    ledger: tuple[LedgerEntry, ...]
+    wall_s: float
+    busy_s: float
+    cpu_s: float
+    events: tuple[Event, ...]
+
+    @property
+    def idle_share(self) -> float:
+        """The share of wall time in which the rank waited or moved tensors."""
+        return 1 - self.busy_s / self.wall_s if self.wall_s else 0.0
+
+
+class Recorder:
+    """Gathers a RunReport and passes everything on to the observer."""
+
+    def __init__(self, observer: Observer, *, keep_events: bool) -> None:
+        self.observer = observer
+        self.losses: dict[int, Tensor] = {}
+        self.ledger: list[LedgerEntry] = []
+        self._keep_events = keep_events
+        self._events: list[Event] = []
+        self._busy_s = 0.0
+        self._cpu_s = 0.0
+        self._began_s = time.perf_counter()
+
+    @contextmanager
+    def timing(self, action: Action) -> Iterator[None]:
+        cpu_s, start_s = time.thread_time(), time.perf_counter()
+        yield
+        end_s = time.perf_counter()
+        self._busy_s += end_s - start_s
+        self._cpu_s += time.thread_time() - cpu_s
+        if self._keep_events:
+            self._events.append((action, start_s, end_s))
+        self.observer.on_action(action, start_s, end_s)
+
+    def loss(self, micro_batch: int, loss: Tensor) -> None:
+        self.losses[micro_batch] = loss
+        self.observer.on_loss(micro_batch, loss)
+
+    def report(self) -> RunReport:
+        wall_s = time.perf_counter() - self._began_s
+        return RunReport(
+            self.losses, tuple(self.ledger), wall_s, self._busy_s, self._cpu_s, tuple(self._events)
+        )

@@ -1,0 +1,175 @@
+"""Stages that hold one (tied) parameter -> the same gradient at each, hence the same values.
+
+When a stage has done its last backward of a window (the micro-batches of one step), it gives the
+parameter's gradient to the other holders. At the step that makes version v every holder takes
+the gradients of window v - D of all holders, its own too, and adds them in stage order: the sums,
+and the values after the step, are equal to the last bit. D is 0 in a synchronous schedule; in an
+asynchronous one it is the delay after which the window is complete everywhere without a stall, so
+the first D steps have no gradient (None: optimizers leave the parameter alone). Windows that a
+segment leaves over are kept for the next one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from itertools import combinations
+
+import torch
+from torch import Tensor, nn
+
+from .channels import CHECKSUM_BYTES
+from .errors import PlanError
+from .mailbox import Waiting, take
+from .plan import Plan, SharedParameter
+from .transports.protocol import Channel, ChannelKind, Handle, Transport
+
+_Key = tuple[str, int, int, int]
+"""A gradient under way: first name of the parameter, source and target stage, window."""
+
+
+class SharedGradients:
+    """The shared parameters of one rank's stages, and the gradients of them under way."""
+
+    def __init__(self, plan: Plan, modules: Mapping[int, nn.Module], transport: Transport) -> None:
+        self.transport = transport
+        self._held: dict[int, list[tuple[SharedParameter, nn.Parameter]]] = {
+            stage: [
+                (shared, module.get_parameter(name))
+                for shared in plan.shared
+                for holder, name in shared.holders
+                if holder == stage and len(shared.stages) > 1
+            ]
+            for stage, module in modules.items()
+        }
+        self._windows: dict[tuple[str, int], list[int]] = defaultdict(list)
+        self._arrived: dict[_Key, Tensor] = {}
+        self._posted: dict[_Key, Handle] = {}
+        self._channels: dict[tuple[ChannelKind, str, int, int], Channel] = {}
+        _check_separate(self._held)
+
+    @property
+    def specs(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Dtype and shape of each shared parameter held here, by its first name."""
+        return {
+            shared.names[0]: (parameter.dtype, tuple(parameter.shape))
+            for shared, parameter in self._parameters()
+        }
+
+    def open(self, channels: Iterable[Channel]) -> None:
+        """Gives the channels to exchange gradients and checksums over."""
+        self._channels = {
+            (channel.kind, channel.name, channel.source, channel.target): channel
+            for channel in channels
+            if channel.kind in ("shared gradient", "checksum")
+        }
+
+    def verify_equal(self) -> Generator[Handle, None, None]:
+        """Compares checksums with the other holders. Raises PlanError naming two that differ."""
+        checksums = {
+            (shared.names[0], stage): _checksum(parameter)
+            for stage, held in self._held.items()
+            for shared, parameter in held
+        }
+        for (name, stage), checksum in checksums.items():
+            for channel in self._remote("checksum", name, source=stage):
+                self.transport.send(channel, checksum, 0)
+        for stage, held in self._held.items():
+            for shared, _ in held:
+                name = shared.names[0]
+                for holder, holder_name in shared.holders:
+                    other = checksums.get((name, holder))
+                    if other is None:
+                        channel = self._channels["checksum", name, holder, stage]
+                        other = yield from take(self.transport, self.transport.recv(channel, 0))
+                    if not torch.equal(other.cpu(), checksums[name, stage]):
+                        own_name = dict(shared.holders)[stage]
+                        raise PlanError(
+                            f"{own_name} of stage {stage} and {holder_name} of stage {holder} are "
+                            "one shared parameter, but differ in value at the start.",
+                            "Load all stages from the same weights.",
+                        )
+
+    def publish(self, stage: int, window: int) -> None:
+        """Gives the gradients of a finished window to the other holders; `.grad` becomes None."""
+        for shared, parameter in self._held[stage]:
+            name = shared.names[0]
+            gradient = parameter.grad
+            if gradient is None:
+                gradient = torch.zeros_like(parameter)
+            parameter.grad = None
+            self._windows[name, stage].append(window)
+            for holder in shared.stages:
+                if holder in self._held:
+                    self._arrived[name, stage, holder, window] = gradient
+            for channel in self._remote("shared gradient", name, source=stage):
+                self.transport.send(channel, gradient, window)
+            for channel in self._remote("shared gradient", name, target=stage):
+                key = name, channel.source, stage, window
+                self._posted[key] = self.transport.recv(channel, window)
+
+    def collect(
+        self, stage: int, window: int, delay_of: Callable[[tuple[int, ...]], int]
+    ) -> Generator[Handle, None, None]:
+        """Sets `.grad` to the sum over all holders of what is due at the step of `window`.
+
+        `delay_of` gives D for the stages that hold a parameter.
+        """
+        for shared, parameter in self._held[stage]:
+            delay = delay_of(shared.stages)
+            windows = self._windows[shared.names[0], stage]
+            total: Tensor | None = None
+            # More than one window is due where a run has a shorter delay than the one before.
+            while windows and windows[0] <= window - delay:
+                summed = yield from self._sum(shared, stage, windows.pop(0))
+                total = summed if total is None else total + summed
+            parameter.grad = total
+
+    def drain(self) -> Generator[Handle, None, None]:
+        """Takes everything that others have sent, to be kept for the next segment."""
+        for key in list(self._posted):
+            self._arrived[key] = yield from take(self.transport, self._posted.pop(key))
+
+    def _sum(self, shared: SharedParameter, stage: int, window: int) -> Waiting:
+        total: Tensor | None = None
+        for holder in sorted(shared.stages):
+            key = shared.names[0], holder, stage, window
+            if key in self._posted:
+                gradient = yield from take(self.transport, self._posted.pop(key))
+            else:
+                gradient = self._arrived.pop(key)
+            total = gradient if total is None else total + gradient
+        assert total is not None
+        return total
+
+    def _parameters(self) -> Iterator[tuple[SharedParameter, nn.Parameter]]:
+        return (pair for held in self._held.values() for pair in held)
+
+    def _remote(
+        self, kind: ChannelKind, name: str, *, source: int | None = None, target: int | None = None
+    ) -> list[Channel]:
+        return [
+            channel
+            for (of_kind, of_name, from_stage, to_stage), channel in self._channels.items()
+            if (of_kind, of_name) == (kind, name) and not channel.is_local
+            if source in (None, from_stage) and target in (None, to_stage)
+        ]
+
+
+def _check_separate(held: Mapping[int, list[tuple[SharedParameter, nn.Parameter]]]) -> None:
+    for (stage, mine), (other, theirs) in combinations(held.items(), 2):
+        for shared, parameter in mine:
+            if any(parameter is another for _, another in theirs):
+                raise PlanError(
+                    f"Stages {stage} and {other} hold {shared.names[0]} as one tensor; in a "
+                    "pipeline each has its own, kept equal.",
+                    "Load each stage by itself with load_stage.",
+                )
+
+
+def _checksum(parameter: nn.Parameter) -> Tensor:
+    values = parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    digest = hashlib.sha256(values.data).digest()
+    assert len(digest) == CHECKSUM_BYTES
+    return torch.frombuffer(bytearray(digest), dtype=torch.uint8)

@@ -1,0 +1,145 @@
+"""A stage's module + its spec -> forward and backward of single micro-batches.
+
+What a stage receives is cut off from the sender's graph: boundary tensors that need a gradient
+become leaves, and their `.grad` is what goes back. Forward keeps these leaves and the outputs
+that a gradient will come for; backward frees them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from .errors import AsyncPipeError
+from .feed import LossOf, Values
+from .plan import StageSpec
+from .random_state import GeneratorState
+from .versions import Weights
+
+
+class StageError(AsyncPipeError):
+    """An exception in a stage's own code, with the stage and the micro-batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    """What backward needs: leaves by input name, roots by output name, and the loss."""
+
+    leaves: dict[str, Tensor]
+    roots: dict[str, Tensor]
+    loss: Tensor | None
+
+
+class Stage:
+    """One stage of a pipeline on its rank.
+
+    `loss_of` makes the loss from the stage's outputs and what the feed gave; only one stage has it.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        spec: StageSpec,
+        *,
+        loss_of: LossOf | None = None,
+    ) -> None:
+        self.module = module
+        self.spec = spec
+        self.loss_of = loss_of
+        self.grad_inputs = tuple(b.tensor.name for b in spec.receives if b.tensor.requires_grad)
+        self._grad_outputs = tuple(b.tensor.name for b in spec.sends if b.tensor.requires_grad)
+        self._in_flight: dict[int, _InFlight] = {}
+
+    @property
+    def in_flight(self) -> int:
+        """Micro-batches that went forward and not yet backward."""
+        return len(self._in_flight)
+
+    def forward(
+        self,
+        micro_batch: int,
+        inputs: Values,
+        fed: Values,
+        *,
+        weights: Weights | None = None,
+        generator: GeneratorState | None = None,
+        training: bool = True,
+    ) -> tuple[dict[str, Tensor], Tensor | None]:
+        """Runs the module; its outputs by name and the loss if it is made here, both detached.
+
+        `inputs` are model inputs and boundary tensors by name, `fed` what the feed gave,
+        `weights` what to read instead of the module's parameters, `generator` where its random
+        numbers come from. Without `training` nothing is kept for a backward. Raises StageError.
+        """
+        leaves = {
+            name: inputs[name].detach().requires_grad_() for name in self.grad_inputs if training
+        }
+        values = {**inputs, **leaves}
+        arguments = tuple(values[name] for name in self.spec.inputs)
+        drawing = generator.drawing() if generator else nullcontext()
+        try:
+            with torch.set_grad_enabled(training), drawing:
+                outputs = self._named(self._call(weights, arguments))
+                loss = self.loss_of(outputs, fed) if self.loss_of else None
+        except Exception as error:
+            raise self._error("forward", micro_batch, error) from error
+        if training:
+            roots = {
+                name: outputs[name] for name in self._grad_outputs if outputs[name].requires_grad
+            }
+            self._in_flight[micro_batch] = _InFlight(leaves, roots, loss)
+        detached = {name: output.detach() for name, output in outputs.items()}
+        return detached, None if loss is None else loss.detach()
+
+    def backward(
+        self, micro_batch: int, gradients: Mapping[str, Sequence[Tensor]], *, loss_divisor: int
+    ) -> dict[str, Tensor]:
+        """Adds to the weights' `.grad`; returns the gradients of the boundary inputs that need one.
+
+        `gradients` has, for each output that a gradient comes for, one tensor of each stage that
+        read it; they are added from the last stage to the first, as autograd would. The loss is
+        divided by `loss_divisor`. An input that does not reach the loss gets zeros. Raises
+        StageError.
+        """
+        flight = self._in_flight.pop(micro_batch)
+        roots = [(root, _sum(gradients[name])) for name, root in flight.roots.items()]
+        if flight.loss is not None and flight.loss.requires_grad:
+            roots.append((flight.loss, torch.ones_like(flight.loss) / loss_divisor))
+        try:
+            if roots:
+                tensors, tensor_gradients = zip(*roots, strict=True)
+                torch.autograd.backward(tensors, tensor_gradients)
+        except Exception as error:
+            raise self._error("backward", micro_batch, error) from error
+        return {
+            name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            for name, leaf in flight.leaves.items()
+        }
+
+    def _call(self, weights: Weights | None, arguments: tuple[Tensor, ...]) -> Any:
+        if weights is None:
+            return self.module(*arguments)
+        return functional_call(self.module, dict(weights), arguments)
+
+    def _named(self, result: Any) -> dict[str, Tensor]:
+        results = result if len(self.spec.outputs) > 1 else (result,)
+        return dict(zip(self.spec.outputs, results, strict=True))
+
+    def _error(self, action: str, micro_batch: int, error: Exception) -> StageError:
+        return StageError(
+            f"Stage {self.spec.index} failed in the {action} of micro-batch {micro_batch}: "
+            f"{type(error).__name__}: {error}"
+        )
+
+
+def _sum(gradients: Sequence[Tensor]) -> Tensor:
+    total = gradients[-1]
+    for gradient in reversed(gradients[:-1]):
+        total = total + gradient
+    return total

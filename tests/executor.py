@@ -1,0 +1,179 @@
+"""Runs hand models through the executor: in one thread, or on one rank of a process group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from asyncpipe.runtime.lowering import lower
+from asyncpipe.runtime.pipeline import (
+    Observer,
+    Pipeline,
+    RunReport,
+    forward_edges,
+    gradient_edges,
+)
+from asyncpipe.runtime.schedule import Schedule
+from asyncpipe.runtime.schedules import make_schedule
+from asyncpipe.runtime.transports import LocalHub, Transport, run_together
+from asyncpipe.runtime.versions import LedgerEntry
+
+from .hand_plans import HandModel
+from .oracle import Gradients, Optimize
+
+
+def lowered(
+    model: HandModel, name: str, micro_batches: int, step_every: int | None = None
+) -> Schedule:
+    schedule = make_schedule(
+        name, stages=len(model.stages), micro_batches=micro_batches, step_every=step_every
+    )
+    return lower(schedule, forward_edges(model.plan), grad_edges=gradient_edges(model.plan))
+
+
+@dataclass
+class Seen(Observer):
+    """Notes losses, outputs, steps and the gradients at each step; steps optimizers if given."""
+
+    modules: dict[int, nn.Module] = field(default_factory=dict)
+    optimizers: dict[int, torch.optim.Optimizer] = field(default_factory=dict)
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    outputs: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    steps: list[tuple[int, int]] = field(default_factory=list)
+    gradients: dict[int, Gradients] = field(default_factory=dict)
+    actions: list[str] = field(default_factory=list)
+
+    def on_action(self, action: Any, start_s: float, end_s: float) -> None:
+        assert start_s <= end_s
+        self.actions.append(str(action.unversioned))
+
+    def on_loss(self, micro_batch: int, loss: Tensor) -> None:
+        self.losses[micro_batch] = loss
+
+    def on_outputs(self, micro_batch: int, outputs: Any) -> None:
+        self.outputs.setdefault(micro_batch, {}).update(outputs)
+
+    def on_step(self, stage: int, version: int) -> None:
+        self.steps.append((stage, version))
+        gradients = self.gradients.setdefault(version, {})
+        for name, parameter in self.modules[stage].named_parameters():
+            if parameter.grad is not None:
+                gradients[stage, name] = parameter.grad.clone()
+        if stage in self.optimizers:
+            self.optimizers[stage].step()
+
+
+@dataclass
+class Trained:
+    """What came out of runs of all ranks."""
+
+    modules: list[nn.Module]
+    pipelines: list[Pipeline]
+    seen: Seen
+    reports: list[RunReport] = field(default_factory=list)
+
+    @property
+    def ledger(self) -> set[tuple[int, int, int, int]]:
+        return {_row(entry) for report in self.reports for entry in report.ledger}
+
+
+def train_together(
+    model: HandModel,
+    schedule: Schedule,
+    *,
+    segments: int = 1,
+    optimize: Optimize | None = None,
+    criterion: Callable[[Any, Tensor], Tensor] | None = None,
+    staleness: str = "none",
+    seed: int = 0,
+    modules: list[nn.Module] | None = None,
+) -> Trained:
+    """All ranks of a schedule in this thread, for some segments one after the other."""
+    modules = modules or model.build()
+    hub = LocalHub(len(schedule.ranks))
+    pipelines = [
+        make_pipeline(
+            model, schedule, modules, hub.transport(rank), staleness, seed, criterion=criterion
+        )
+        for rank in range(len(schedule.ranks))
+    ]
+    trained = Trained(modules, pipelines, _seen(modules, optimize))
+    for segment in range(segments):
+        first = segment * schedule.micro_batches
+        trained.reports += run_together(
+            [
+                pipeline.steps(
+                    schedule, model.make_inputs, first_micro_batch=first, observer=trained.seen
+                )
+                for pipeline in pipelines
+            ]
+        )
+        for pipeline in pipelines:
+            pipeline.close()
+    return trained
+
+
+def train_rank(
+    model: HandModel,
+    schedule: Schedule,
+    transport: Transport,
+    *,
+    segments: int = 1,
+    optimize: Optimize | None = None,
+    staleness: str = "none",
+    seed: int = 0,
+) -> dict[str, Any]:
+    """One rank's part of the same, as plain data that a process can send back."""
+    modules = model.build()
+    pipeline = make_pipeline(model, schedule, modules, transport, staleness, seed)
+    seen = _seen(modules, optimize)
+    ledger = []
+    for segment in range(segments):
+        report = pipeline.run(
+            schedule,
+            model.make_inputs,
+            first_micro_batch=segment * schedule.micro_batches,
+            observer=seen,
+        )
+        ledger += [_row(entry) for entry in report.ledger]
+    pipeline.close()
+    return {
+        "losses": seen.losses,
+        "gradients": seen.gradients,
+        "ledger": ledger,
+        "states": {j: modules[j].state_dict() for j in pipeline.stages},
+    }
+
+
+def make_pipeline(
+    model: HandModel,
+    schedule: Schedule,
+    modules: Sequence[nn.Module],
+    transport: Transport,
+    staleness: str = "none",
+    seed: int = 0,
+    **options: Any,
+) -> Pipeline:
+    own = [j for j, rank in enumerate(schedule.rank_of_stage) if rank == transport.rank]
+    return Pipeline(
+        model.plan,
+        {j: modules[j] for j in own},
+        transport,
+        rank_of_stage=schedule.rank_of_stage,
+        staleness=staleness,
+        seed=seed,
+        **options,
+    )
+
+
+def _seen(modules: list[nn.Module], optimize: Optimize | None) -> Seen:
+    optimizers = {j: optimize(m.parameters()) for j, m in enumerate(modules)} if optimize else {}
+    return Seen(dict(enumerate(modules)), optimizers)
+
+
+def _row(entry: LedgerEntry) -> tuple[int, int, int, int]:
+    return entry.stage, entry.micro_batch, entry.forward_version, entry.backward_version
