@@ -44,6 +44,7 @@ def _t5(layers: int, width: int, heads: int, hidden: int, key: int = 64) -> Pres
         "num_heads": heads,
         "d_ff": hidden,
         "d_kv": key,
+        "decoder_start_token_id": 0,
     }
     return Preset("T5ForConditionalGeneration", "T5Config", fields)
 

@@ -32,6 +32,16 @@ class Verified:
     gradients: int
     largest_difference: float
 
+    @property
+    def summary(self) -> str:
+        sizes = " × ".join(f"{size} {name}" for name, size in self.sizes.items())
+        if not self.gradients:
+            return f"shapes of all outputs equal the original's at {sizes} (no weights to run with)"
+        return (
+            f"loss, outputs and all {self.gradients} gradients equal the original's at {sizes} "
+            f"(largest difference {self.largest_difference:.0e})"
+        )
+
 
 def verify(
     model: nn.Module,
@@ -47,28 +57,14 @@ def verify(
     gradients, buffers and mode are as before afterwards. Raises PlanError naming the first value
     that differs by more than `tolerance` (relative to the largest magnitude in it).
     """
-    on_meta = any(parameter.is_meta for parameter in model.parameters())
-    with torch.device("meta" if on_meta else "cpu"):
-        stages = [load_stage_class(folder, spec)() for spec in plan.stages]
-    verify_names(model, plan, stages)
-    if on_meta:
-        return _verify_shapes(model, plan, stages, example_inputs)
-    for stage in stages:
-        _adopt(stage, model)
-    sizes = other_sizes(plan)
-    inputs = {spec.name: resize(example_inputs[spec.name], spec, sizes) for spec in plan.inputs}
-    extra = {name: value for name, value in example_inputs.items() if not isinstance(value, Tensor)}
-    largest = 0.0
     with _state_kept(model):
-        for training in (False, True):
-            for module in (model, *stages):
-                module.train(training)
-            expected, expected_grads = _run_model(model, inputs | extra, training)
-            actual, actual_grads = _run_stages(plan, stages, inputs, model, training)
-            largest = max(largest, _compare(expected, actual, tolerance, "output"))
-            largest = max(largest, _compare(expected_grads, actual_grads, tolerance, "gradient of"))
-        largest = max(largest, _compare(*_buffers(model, stages), tolerance, "buffer"))
-    return Verified(sizes, len(expected), len(expected_grads), largest)
+        on_meta = any(parameter.is_meta for parameter in model.parameters())
+        with torch.device("meta" if on_meta else "cpu"):
+            stages = [load_stage_class(folder, spec)() for spec in plan.stages]
+        verify_names(model, plan, stages)
+        if on_meta:
+            return _verify_shapes(model, plan, stages, example_inputs)
+        return _verify_numbers(model, plan, stages, example_inputs, tolerance)
 
 
 def verify_names(model: nn.Module, plan: Plan, stages: list[nn.Module]) -> None:
@@ -92,8 +88,7 @@ def other_sizes(plan: Plan) -> dict[str, int]:
     """Small sizes that differ from the captured ones and from each other."""
     sizes: dict[str, int] = {}
     for number, (name, size) in enumerate(plan.sizes.items()):
-        candidate = min(size, 3 + 14 * number)
-        sizes[name] = candidate - 1 if candidate == size and size > 2 else max(candidate, 2)
+        sizes[name] = min(size - 1, 3 + 14 * number) if size > 2 else 3
     return sizes
 
 
@@ -104,6 +99,33 @@ def resize(example: Tensor, spec: TensorSpec, sizes: Mapping[str, int]) -> Tenso
             index = torch.arange(size, device=example.device) % example.shape[dim]
             example = example.index_select(dim, index)
     return example
+
+
+def _verify_numbers(
+    model: nn.Module,
+    plan: Plan,
+    stages: list[nn.Module],
+    example_inputs: Mapping[str, Any],
+    tolerance: float,
+) -> Verified:
+    for stage in stages:
+        _adopt(stage, model)
+    sizes = other_sizes(plan)
+    inputs = {spec.name: resize(example_inputs[spec.name], spec, sizes) for spec in plan.inputs}
+    others = {key: value for key, value in example_inputs.items() if not isinstance(value, Tensor)}
+    largest = 0.0
+    for training in (False, True):
+        for module in (model, *stages):
+            module.train(training)
+        expected, expected_gradients = _run_model(model, inputs | others, training)
+        actual, actual_gradients = _run_stages(plan, stages, inputs, model, training)
+        for pair, what in (
+            ((expected, actual), "output"),
+            ((expected_gradients, actual_gradients), "gradient of"),
+            (_buffers(model, stages), "buffer"),
+        ):
+            largest = max(largest, _compare(*pair, tolerance, what))
+    return Verified(sizes, len(expected), len(expected_gradients), largest)
 
 
 def _run_model(

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from .errors import DataError, PlanError
@@ -51,6 +51,16 @@ def load_stage(
     if own.is_dir():
         _fill_constants(module, own)
     return module.to(device)
+
+
+def load_unused(
+    folder: str | Path, plan: Plan, *, weights: str | Path | None = None
+) -> dict[str, Tensor]:
+    """The tensors of the original's state_dict that no stage needs, as far as they are stored."""
+    path = Path(weights) if weights is not None else Path(folder) / "weights"
+    if not plan.unused:
+        return {}
+    return read_tensors(path, plan.unused, shared_names(plan), optional=frozenset(plan.unused))
 
 
 def load_stage_class(folder: str | Path, spec: StageSpec) -> type[nn.Module]:

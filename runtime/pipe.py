@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import DataError
-from .loading import load_stage
+from .loading import load_stage, load_unused
 from .plan import Plan, StageSpec, read_plan
 
 
@@ -24,9 +24,12 @@ class Pipe:
     named outputs, a tensor or a tuple.
     """
 
-    def __init__(self, plan: Plan, stages: list[nn.Module]) -> None:
+    def __init__(
+        self, plan: Plan, stages: list[nn.Module], unused: Mapping[str, Tensor] | None = None
+    ) -> None:
         self.plan = plan
         self.stages = stages
+        self.unused = dict(unused or {})
         _tie(plan, stages)
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
@@ -69,16 +72,25 @@ class Pipe:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Exactly the keys and values of the original model's state_dict, tied names included."""
-        state = {key: value for stage in self.stages for key, value in stage.state_dict().items()}
+        state = dict(self.unused)
+        for stage in self.stages:
+            state |= stage.state_dict()
         for shared in self.plan.shared:
             for name in shared.names:
                 state.setdefault(name, state[shared.holders[0][1]])
-        return {key: state[key] for key in self.plan.state_keys if key in state} | state
+        return {key: state[key] for key in self.plan.state_keys}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Reads the original model's state_dict."""
+        """Reads the original model's state_dict; raises DataError when it lacks a key."""
+        absent = [key for key in self.plan.state_keys if key not in state]
+        if absent:
+            raise DataError(
+                f"the state_dict lacks {len(absent)} of {len(self.plan.state_keys)} tensors of "
+                f"{self.plan.name}, the first is {absent[0]}."
+            )
         for stage in self.stages:
             stage.load_state_dict({key: state[key] for key in stage.state_dict()})
+        self.unused = {key: state[key] for key in self.unused}
 
 
 def load(
@@ -96,7 +108,7 @@ def load(
     stages = [
         load_stage(folder, plan, spec.index, weights=weights, device=device) for spec in plan.stages
     ]
-    return Pipe(plan, stages)
+    return Pipe(plan, stages, load_unused(folder, plan, weights=weights))
 
 
 def run_stage(spec: StageSpec, stage: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -37,7 +37,8 @@ def read_tensors(
     found: dict[str, str] = {}
     missing = []
     for name in names:
-        for candidate in (name, *(aliases or {}).get(name, ()), name.partition(".")[2]):
+        full = (name, *(aliases or {}).get(name, ()))
+        for candidate in (*full, *(other.partition(".")[2] for other in full)):
             if candidate in files:
                 found[name] = candidate
                 break

@@ -8,8 +8,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PURE = {
-    *("plan", "sizes", "errors", "schedule", "schedules"),
-    *("dependencies", "lowering", "simulate", "drawing"),
+    *("plan", "sizes", "errors", "schedule", "schedules", "schedule_text", "validation"),
+    *("dependencies", "lowering", "simulate", "timeline", "drawing", "forecast"),
 }
 # The check runs the files as the runtime will, and weights have one file format.
 SHARED = {"pipe", "loading", "tensors"}

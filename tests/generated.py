@@ -1,0 +1,116 @@
+"""Models cut by the compiler, for tests that run them: each with a maker of micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import asyncpipe
+from asyncpipe.partitioner.builtin import ResNet
+from asyncpipe.partitioner.models import load_model
+
+Inputs = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model to cut. `build` makes it anew, always with the same weights; `micro_batch(i)` gives
+    its inputs (and the `target`, where the loss is outside the model)."""
+
+    build: Callable[[], nn.Module]
+    micro_batch: Callable[[int], Inputs]
+    criterion: str | None = None
+
+    @property
+    def example_inputs(self) -> Inputs:
+        return {name: value for name, value in self.micro_batch(0).items() if name != "target"}
+
+
+def _published(name: str, **fields: Any) -> Callable[[], nn.Module]:
+    return lambda: load_model(name, model_args=fields, seed=0).model
+
+
+def _tokens(i: int, *, samples: int = 2, length: int = 9, vocabulary: int = 61) -> Inputs:
+    generator = torch.Generator().manual_seed(100 + i)
+    ids = torch.randint(vocabulary, (samples, length), generator=generator)
+    return {"input_ids": ids, "labels": ids}
+
+
+def _pairs(i: int) -> Inputs:
+    source, target = _tokens(2 * i), _tokens(2 * i + 1, length=7)
+    return {"input_ids": source["input_ids"], "labels": target["labels"]}
+
+
+def _pictures(i: int) -> Inputs:
+    generator = torch.Generator().manual_seed(100 + i)
+    return {
+        "pixel_values": torch.randn(4, 3, 16, 16, generator=generator),
+        "labels": torch.randint(5, (4,), generator=generator),
+    }
+
+
+def _vectors(i: int) -> Inputs:
+    generator = torch.Generator().manual_seed(100 + i)
+    return {
+        "x": torch.randn(4, 16, generator=generator),
+        "target": torch.randint(4, (4,), generator=generator),
+    }
+
+
+def _residual_mlp() -> nn.Module:
+    example = Path(__file__).parents[1] / "examples" / "residual_mlp.py"
+    return load_model(f"{example}:build", model_args={"width": 12, "depth": 3}, seed=0).model
+
+
+def _resnet() -> nn.Module:
+    torch.manual_seed(0)
+    small = {"blocks": (1, 1), "planes": (8, 12), "block": "basic", "stem": "small"}
+    return ResNet(**small, num_classes=5)
+
+
+CASES: Mapping[str, Case] = {
+    "gpt2": Case(_published("gpt2", n_layer=3, n_embd=16, n_head=2, vocab_size=61), _tokens),
+    "t5": Case(
+        _published(
+            "t5-small",
+            num_layers=2,
+            num_decoder_layers=2,
+            d_model=16,
+            num_heads=2,
+            d_kv=8,
+            d_ff=24,
+            vocab_size=61,
+        ),
+        _pairs,
+    ),
+    "resnet": Case(_resnet, _pictures),
+    "mlp": Case(_residual_mlp, _vectors, "cross_entropy"),
+}
+
+
+def cut(case: Case, stages: int, folder: Path) -> Path:
+    """Partitions the case into `folder`."""
+    asyncpipe.partition(
+        case.build(),
+        case.example_inputs,
+        stages=stages,
+        output=folder,
+        name="case",
+        loss=case.criterion,
+        profile="analytic",
+    )
+    return folder
+
+
+def loss_of(case: Case, model: Callable[..., Any], inputs: Inputs) -> Tensor:
+    """The loss of one micro-batch, by the model itself or by its criterion."""
+    arguments = {name: value for name, value in inputs.items() if name != "target"}
+    output = model(**arguments)
+    loss: Tensor = F.cross_entropy(output, inputs["target"]) if case.criterion else output["loss"]
+    return loss

@@ -1,0 +1,90 @@
+"""The check at the end of a partition: it passes on what is right, and sees what is not."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from asyncpipe.partitioner.folder import write_folder
+from asyncpipe.partitioner.verify import other_sizes, resize, verify
+from asyncpipe.runtime.errors import PlanError
+from asyncpipe.runtime.plan import TensorSpec, read_plan
+
+from ..generated import CASES, cut
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_was_generated_equals_the_original(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    folder = cut(case, 2, tmp_path / "2p")
+    verified = verify(case.build(), read_plan(folder), folder, case.example_inputs)
+    assert verified.gradients == sum(1 for _ in case.build().parameters())
+    assert verified.largest_difference < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ("return self.head(", "return 1.001 * self.head(", "the output output"),
+        ('self.blocks["2"](hidden)', 'self.blocks["2"](hidden.detach())', "gradient of"),
+        ("nn.Linear(12, 4)", "nn.Linear(12, 4, bias=False)", "differ in head.bias"),
+        ("nn.Linear(12, 4)", "nn.Linear(12, 5)", "head.weight is"),
+    ],
+)
+def test_an_edit_that_changes_a_number_or_a_name_is_seen(
+    before: str, after: str, message: str, tmp_path: Path
+) -> None:
+    case = CASES["mlp"]
+    folder = cut(case, 2, tmp_path / "2p")
+    stage = folder / "stage_1.py"
+    assert before in stage.read_text()
+    stage.write_text(stage.read_text().replace(before, after))
+    with pytest.raises(PlanError, match=message):
+        verify(case.build(), read_plan(folder), folder, case.example_inputs)
+
+
+def test_the_model_is_left_as_it_was(tmp_path: Path) -> None:
+    case = CASES["resnet"]
+    model = case.build().eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    random = torch.get_rng_state()
+    folder = cut(case, 2, tmp_path / "2p")
+    torch.set_rng_state(random)
+    verify(model, read_plan(folder), folder, case.example_inputs)
+    assert not model.training
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+def test_the_check_runs_at_other_sizes_than_the_capture(tmp_path: Path) -> None:
+    plan = read_plan(cut(CASES["gpt2"], 2, tmp_path / "2p"))
+    sizes = other_sizes(plan)
+    assert sizes.keys() == plan.sizes.keys()
+    assert all(size != plan.sizes[name] and size > 1 for name, size in sizes.items())
+
+
+def test_an_example_is_repeated_or_cut_to_a_size() -> None:
+    spec = TensorSpec("x", "int64", ("batch", 3))
+    example = torch.arange(6).view(2, 3)
+    assert resize(example, spec, {"batch": 3}).tolist() == [[0, 1, 2], [3, 4, 5], [0, 1, 2]]
+    assert resize(example, spec, {"batch": 1}).tolist() == [[0, 1, 2]]
+
+
+@pytest.mark.parametrize("existed", [False, True])
+def test_a_failed_check_leaves_nothing_behind(existed: bool, tmp_path: Path) -> None:
+    folder = tmp_path / "made"
+    if existed:
+        folder.mkdir()
+        (folder / "plan.json").write_text("old")
+
+    def failing(_: Path) -> None:
+        raise PlanError("no")
+
+    with pytest.raises(PlanError):
+        write_folder(folder, {"plan.json": "new"}, None, failing)
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == ({"made"} if existed else set())
+    if existed:
+        assert (folder / "plan.json").read_text() == "old"
