@@ -17,17 +17,19 @@ class MLP(nn.Module):
     ) -> None:
         super().__init__()
         dims = [dim_in, *[dim_hidden] * (num_layers - 1), num_classes]
-        self.layers = nn.ModuleList(
+        layers = [
             nn.Linear(before, after, bias=False)
             for before, after in zip(dims, dims[1:], strict=False)
-        )
-        for layer in self.layers:
+        ]
+        for layer in layers:
             nn.init.kaiming_uniform_(layer.weight)
+        self.layers = nn.ModuleList(layers)
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers[:-1]:
             x = torch.tanh(layer(x))
-        return self.layers[-1](x)
+        logits: Tensor = self.layers[-1](x)
+        return logits
 
 
 class Bottleneck(nn.Module):
@@ -54,7 +56,8 @@ class Bottleneck(nn.Module):
         out = self.relu(self.bn2(self.conv2(out)))
         out = self.bn3(self.conv3(out))
         out += identity
-        return self.relu(out)
+        activated: Tensor = self.relu(out)
+        return activated
 
 
 class BasicBlock(nn.Module):
@@ -77,7 +80,8 @@ class BasicBlock(nn.Module):
         out = self.relu(self.bn1(self.conv1(x)))
         out = self.bn2(self.conv2(out))
         out += identity
-        return self.relu(out)
+        activated: Tensor = self.relu(out)
+        return activated
 
 
 class ResNet(nn.Module):
@@ -98,7 +102,7 @@ class ResNet(nn.Module):
         in_channels: int = 3,
     ) -> None:
         super().__init__()
-        kind = {"bottleneck": Bottleneck, "basic": BasicBlock}[block]
+        kind: type[Bottleneck] | type[BasicBlock] = BasicBlock if block == "basic" else Bottleneck
         first = planes[0] if stem == "image" else 16
         self.conv1 = (
             nn.Conv2d(in_channels, first, 7, stride=2, padding=3, bias=False)

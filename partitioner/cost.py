@@ -153,9 +153,9 @@ def costs_of(graph: nx.DiGraph, link: Link | None = None) -> Costs:
     """The arrays of a cost graph; what a node or edge does not say is zero.
 
     Nodes: `forward_ms`, `backward_ms`, `output_bytes`, `parameters` {name: bytes}, `modules`
-    (enclosing modules from the block inwards), `block`, `label`. Edges: `tensors` {name: bytes} that go
-    along it, `grads` {name: bytes} that come back, `transfer_ms` {name: ms} where times are
-    known instead of bytes. An edge without `tensors` carries its source's `output_bytes`, and
+    (enclosing modules from the block inwards), `block`, `label`. Edges: `tensors` {name: bytes}
+    that go along it, `grads` {name: bytes} that come back, `transfer_ms` {name: ms} where times
+    are known instead of bytes. An edge without `tensors` carries its source's `output_bytes`, and
     without `grads` as much comes back if the graph has backward times.
 
     Raises PlanError when the graph is empty, has a cycle or a cost that is no number >= 0.
@@ -215,8 +215,10 @@ def stage_loads(costs: Costs, stage_of: Sequence[int], stages: int) -> tuple[Sta
             send[where[value.owner]] += value.transfer_ms
             receive[list(elsewhere)] += value.transfer_ms
     return tuple(
-        StageLoad(*map(float, times), overlap=costs.link.overlap)
-        for times in zip(forward, backward, send, receive, strict=True)
+        StageLoad(*times, overlap=costs.link.overlap)
+        for times in zip(
+            forward.tolist(), backward.tolist(), send.tolist(), receive.tolist(), strict=True
+        )
     )
 
 

@@ -33,15 +33,15 @@ _EXTERNAL = ("placeholder", "get_attr")
 def build_graph(capture: Capture, profile: Profile, name: str = "the model") -> nx.DiGraph:
     """The cost graph of a captured model, with the node and edge attributes of `costs_of`.
 
-    Further node attributes: `label` (for people), `names` (fx nodes), `saved` {storage: bytes}, `saved_bytes`,
-    `param_bytes`, `buffer_bytes`, `flops`, `depth`.
+    Further node attributes: `label` (for people), `names` (fx nodes), `saved` {storage: bytes},
+    `saved_bytes`, `param_bytes`, `buffer_bytes`, `flops`, `depth`.
     """
     order = [node for node in capture.graph.nodes if node.op not in (*_EXTERNAL, "output")]
     groups = _ordered_groups(_joined(capture, order))
     blocks = _blocks(capture)
     owners = _TensorNames(capture.model)
     graph = nx.DiGraph(name=name)
-    group_of = {}
+    group_of: dict[fx.Node, str] = {}
     for members in groups:
         group = members[0].name
         graph.add_node(
@@ -128,8 +128,8 @@ def _joined(capture: Capture, order: list[fx.Node]) -> nx.DiGraph:
     members: dict[int, list[fx.Node]] = {}
     for node in kept:
         members.setdefault(fused.graph["mapping"][together[node]], []).append(node)
-    for group, nodes in members.items():
-        fused.nodes[group].update(members=nodes, first=position[nodes[0]])
+    for label, nodes in members.items():
+        fused.nodes[label].update(members=nodes, first=position[nodes[0]])
     return fused
 
 

@@ -27,8 +27,8 @@ class OperationCost:
     """Costs of one call; what it saves for backward is named by where it comes from.
 
     `saved_arguments` are positions among the call's tensors; `internal_bytes` are storages that
-    are neither an argument, a parameter nor the result. `view_of` is the position of the argument
-    whose storage the result has, be it a view or changed in place.
+    are neither an argument, a parameter nor the result. `is_view` says that the result is in the
+    memory of an argument, which is as before: such a call counts as free.
     """
 
     forward_ms: float = 0.0
@@ -39,7 +39,7 @@ class OperationCost:
     internal_bytes: int = 0
     saved_arguments: tuple[int, ...] = ()
     saves_result: bool = False
-    view_of: int | None = None
+    is_view: bool = False
     has_backward: bool = False
 
 
@@ -77,7 +77,7 @@ def measure(operation: Operation, device: torch.device, repeats: Repeats) -> Ope
     """Runs the operation forward and backward on `device`, once to look at it, then timed."""
     bench = _Bench(operation, device)
     facts = bench.look()
-    if facts.view_of is not None and not bench.mutates:
+    if facts.is_view:
         return facts
     forward_ms, backward_ms = zip(*(bench.time() for _ in repeats), strict=True)
     return replace(
@@ -135,7 +135,7 @@ class _Bench:
         made = {_storage(tensor) for tensor in outputs} - where.keys()
         own = [] if self.module is None else [*self.module.parameters(), *self.module.buffers()]
         known = where.keys() | made | {_storage(tensor) for tensor in own}
-        aliased = [where[_storage(tensor)] for tensor in outputs if _storage(tensor) in where]
+        is_view = bool(outputs) and not made and not self.mutates
         return OperationCost(
             forward_flops=forward_flops,
             backward_flops=backward_flops,
@@ -147,7 +147,7 @@ class _Bench:
             ),
             saved_arguments=tuple(sorted(where[key] for key in saved.keys() & where.keys())),
             saves_result=bool(saved.keys() & made),
-            view_of=aliased[0] if aliased and not made else None,
+            is_view=is_view,
             has_backward=bool(self.wanted) and any(output.requires_grad for output in outputs),
         )
 
@@ -221,7 +221,7 @@ def _filled_like(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def num_bytes(tensor: Tensor) -> int:

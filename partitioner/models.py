@@ -102,7 +102,7 @@ def known_names() -> list[str]:
 
 def transformers_inputs(model: nn.Module, batch: int, seq: int) -> dict[str, Tensor]:
     """Inputs, with labels, for a model of transformers; random but always the same."""
-    config = model.config
+    config: Any = model.config
     generator = torch.Generator().manual_seed(0)
 
     def tokens(*shape: int) -> Tensor:
@@ -217,7 +217,8 @@ def _find_factory(spec: str) -> Callable[..., Any]:
             f"{place} has no function {attribute!r}."
             + (f" Did you mean {close[0]}?" if close else "")
         )
-    return factory
+    found: Callable[..., Any] = factory
+    return found
 
 
 def _import_path(path: Path) -> Any:

@@ -135,7 +135,7 @@ def _run_model(
     with torch.set_grad_enabled(training):
         outputs = _leaves(model(**inputs))
     if training:
-        _total(outputs).backward()
+        torch.autograd.backward(_total(outputs))
     return _detached(outputs), _take_gradients(model)
 
 
@@ -160,11 +160,13 @@ def _run_stages(
             values |= run_stage(spec, stage, {name: read(name) for name in spec.inputs})
         outputs = _leaves(output_structure(plan.outputs, {name: read(name) for name in values}))
     if training:
-        _total(outputs).backward()
+        torch.autograd.backward(_total(outputs))
         for spec in reversed(plan.stages):
             pairs = [(values[name], _sum_of_gradients(copies[name])) for name in spec.outputs]
             ready = [(value, gradient) for value, gradient in pairs if gradient is not None]
-            torch.autograd.backward(*map(list, zip(*ready, strict=True)))
+            torch.autograd.backward(
+                [value for value, _ in ready], [gradient for _, gradient in ready]
+            )
     return _detached(outputs), _take_gradients(model)
 
 

@@ -26,7 +26,7 @@ class WholeTimes:
 
 def time_whole(
     capture: Capture,
-    inputs: Mapping[str, Tensor],
+    inputs: Mapping[str, Any],
     device: torch.device,
     *,
     enough_ms: float = 600.0,
@@ -49,7 +49,7 @@ def time_whole(
 
 
 def _run(
-    capture: Capture, inputs: Mapping[str, Tensor], now_ms: Callable[[], float]
+    capture: Capture, inputs: Mapping[str, Any], now_ms: Callable[[], float]
 ) -> tuple[float, float]:
     started = now_ms()
     outputs = _started_from(run(capture, inputs, training=True))

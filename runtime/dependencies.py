@@ -12,6 +12,7 @@ without a clock; `simulate.py` does it with one.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
@@ -51,20 +52,24 @@ class Rule:
             if edge not in forward:
                 raise ScheduleError(f"Gradients return over {edge}, but no tensors go there.")
         self.schedule, self.edges, self.grad_edges = schedule, forward, backward
-        self._ways: dict[Direction, list[Edge]] = {
-            "F": forward,
-            "B": [(target, source) for source, target in reversed(backward)],
-        }
+        self._sources: dict[tuple[Direction, int], list[int]] = defaultdict(list)
+        self._targets: dict[tuple[Direction, int], list[int]] = defaultdict(list)
+        for source, target in forward:
+            self._sources["F", target].append(source)
+            self._targets["F", source].append(target)
+        for source, target in reversed(backward):  # the nearest stage first
+            self._sources["B", source].append(target)
+            self._targets["B", target].append(source)
         self._shared = [(tuple(group), shared_delay(schedule, group)) for group in shared_stages]
         self._by_message = schedule.is_lowered
 
     def sources(self, direction: Direction, stage: int) -> list[int]:
         """The stages whose tensors (F) or gradients (B) this stage needs."""
-        return [source for source, target in self._ways[direction] if target == stage]
+        return self._sources[direction, stage]
 
     def targets(self, direction: Direction, stage: int) -> list[int]:
         """The stages that need this stage's tensors (F) or gradients (B)."""
-        return [target for source, target in self._ways[direction] if source == stage]
+        return self._targets[direction, stage]
 
     def receives(self, action: Action) -> list[Action]:
         """The messages from other ranks that an F or B needs; none for any other action."""

@@ -67,7 +67,7 @@ def _post_earlier(player: Player) -> bool:
         action = player.next_action(rank)
         for receive in player.missing(action) if action and "SEND" in action.kind else ():
             receiver = player.rule.schedule.rank_of_stage[receive.stage]
-            player.rows[receiver].remove(receive)
-            player.rows[receiver].insert(player.position[receiver], receive)
+            row, position = player.rows[receiver], player.position[receiver]
+            row.insert(position, row.pop(row.index(receive, position)))
             return True
     return False

@@ -202,6 +202,16 @@ def spec_bytes(spec: TensorSpec, sizes: Mapping[str, int]) -> int:
     return math.prod(spec.resolve(sizes)) * _ITEM_BYTES[spec.dtype]
 
 
+def portable(text: str) -> str:
+    """A path or `file.py:function` without the folders of this machine, for what is written down.
+
+    >>> portable("/home/me/nets.py:build"), portable("nets/mine.py:build"), portable("gpt2")
+    ('nets.py:build', 'nets/mine.py:build', 'gpt2')
+    """
+    path, colon, function = text.partition(":")
+    return Path(path).name + colon + function if Path(path).is_absolute() else text
+
+
 def file_hash(path: Path) -> str:
     """The SHA-256 of a file, as `StageSpec.sha256` holds it."""
     return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -49,7 +49,7 @@ def plain_losses_and_gradients(
         with _generator_of(seed, i):
             values = model.forward(modules, inputs)
         if criterion is None:
-            loss = values["loss"]
+            loss = values[model.plan.loss]
         else:
             loss = criterion(values[model.plan.outputs], inputs["target"])
         (loss / len(micro_batches)).backward()
@@ -102,8 +102,8 @@ def async_run(
                 outputs = dict(zip(stage.outputs, results, strict=True))
                 values.update(outputs)
                 kept.append((at, leaves, inputs, outputs))
-        oracle.losses[number] = values["loss"].detach()
-        arriving: dict[str, list[Tensor]] = {"loss": [torch.ones_like(values["loss"]) / k]}
+        oracle.losses[number] = values[plan.loss].detach()
+        arriving: dict[str, list[Tensor]] = {plan.loss: [torch.ones_like(values[plan.loss]) / k]}
         for j in reversed(range(p)):
             at, leaves, inputs, outputs = kept[j]
             now = t // k

@@ -1,0 +1,604 @@
+"""The three commands: parse, call, print. The only module that prints.
+
+    asyncpipe-partition --model gpt2 --stages 4
+    asyncpipe-train generated_models/gpt2_4p
+    asyncpipe-inspect generated_models/gpt2_4p
+
+Nothing heavy is imported before the options are known, so that --help answers at once.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import field, fields, make_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
+
+from cyclopts import App, Parameter
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.syntax import Syntax
+from rich.table import Table
+
+from .runtime.errors import AsyncPipeError, PlanError
+from .runtime.plan import Plan, file_hash, portable, read_plan, spec_bytes
+from .runtime.training.settings import CHOICES, Settings, read_config
+
+if TYPE_CHECKING:
+    from .runtime.training.metrics import EvalRecord, Reporter, StepRecord, Summary
+
+VERSION = "0.1.0"
+
+partition_app = App(
+    name="asyncpipe-partition",
+    version=VERSION,
+    help="Cut a model into balanced pipeline stages and write them as readable Python.",
+)
+train_app = App(
+    name="asyncpipe-train", version=VERSION, help="Train a generated model as a pipeline."
+)
+inspect_app = App(
+    name="asyncpipe-inspect", version=VERSION, help="Show the stages, costs and code of a model."
+)
+
+
+def partition() -> None:
+    """Entry point of asyncpipe-partition."""
+    sys.exit(_run(partition_app))
+
+
+def train() -> None:
+    """Entry point of asyncpipe-train."""
+    sys.exit(_run(train_app))
+
+
+def inspect() -> None:
+    """Entry point of asyncpipe-inspect."""
+    sys.exit(_run(inspect_app))
+
+
+# ---------------------------------------------------------------------- asyncpipe-partition
+
+
+@partition_app.default
+def partition_command(
+    *,
+    model: str,
+    stages: int,
+    output: Path | None = None,
+    model_arg: Annotated[list[str] | None, Parameter(negative=())] = None,
+    input: Annotated[list[str] | None, Parameter(negative=())] = None,
+    micro_batch_size: int = 4,
+    seq: int = 128,
+    loss: str | None = None,
+    method: str = "auto",
+    granularity: Literal["op", "module"] = "op",
+    profile: Literal["measured", "analytic"] | None = None,
+    threads: int | None = None,
+    leaf: Annotated[list[str] | None, Parameter(negative=())] = None,
+    seed: int = 0,
+    meta: Annotated[bool, Parameter(negative=())] = False,
+    no_weights: Annotated[bool, Parameter(negative=())] = False,
+    force: Annotated[bool, Parameter(negative=())] = False,
+    json: Annotated[bool, Parameter(negative=())] = False,
+    quiet: Annotated[bool, Parameter(name=("--quiet", "-q"), negative=())] = False,
+    verbose: Annotated[bool, Parameter(name=("--verbose", "-v"), negative=())] = False,
+) -> int:
+    """Cut a model into balanced pipeline stages and write them as readable Python.
+
+    Parameters
+    ----------
+    model
+        A published configuration (gpt2 .. gpt2-xl, bert-base-uncased, t5-small .., vit-base,
+        llama-7b ..), a built-in (mlp, resnet50, ..), a folder or hub name of transformers, or
+        your own: package.module:factory or path/file.py:factory.
+    stages
+        How many stages to cut it into.
+    output
+        The folder to write; by default generated_models/<name>_<stages>p.
+    model_arg
+        key=value: overrides a field of the configuration, or an argument of your factory.
+    input
+        name=f32[4,64]: an input of forward, when your factory returns a model alone.
+    micro_batch_size
+        Samples of a micro-batch, for costs and for training.
+    seq
+        Tokens of a sequence, for models of text.
+    loss
+        The loss, when the model does not return one: cross_entropy, mse or path/file.py:function.
+    method
+        How to place the cuts: auto, chain, uniform.
+    granularity
+        Where a cut may be: between any two operations, or only between whole blocks.
+    profile
+        Costs measured on this machine, or predicted from FLOPs and bytes (the default on meta).
+    threads
+        Threads while measuring; by default what each rank will have.
+    leaf
+        The name of a module class that is kept as one operation.
+    seed
+        Seed of the random weights.
+    meta
+        Allocate no weights: plan a model that does not fit here.
+    no_weights
+        Do not store the weights in the folder.
+    force
+        Write over stages edited by hand, or made from another model.
+    json
+        Print the plan as JSON.
+    quiet
+        Print only the folder.
+    verbose
+        Show the traceback of an error.
+    """
+    from .partitioner.compile import partition_spec
+
+    console = _console()
+    ticks = _Ticks(console, silent=json or quiet)
+    with ticks:
+        plan = partition_spec(
+            model,
+            stages=stages,
+            output=output,
+            model_args=dict(_key_value("--model-arg", text) for text in model_arg or ()),
+            inputs=dict(_key_text("--input", text) for text in input or ()) or None,
+            micro_batch_size=micro_batch_size,
+            seq=seq,
+            loss=loss,
+            method=method,
+            granularity=granularity,
+            profile=profile,
+            threads=threads,
+            leaves=leaf or (),
+            seed=seed,
+            meta=meta,
+            save_weights=not no_weights,
+            force=force,
+            command=_command_line("asyncpipe-partition"),
+            on_tick=ticks.tick,
+        )
+    folder = output or Path("generated_models") / f"{plan.name}_{stages}p"
+    if json:
+        print(plan.to_json(), end="")
+    elif quiet:
+        print(folder)
+    else:
+        _print_plan(console, plan)
+        _print_next(console, plan, folder)
+    return 0
+
+
+class _Ticks:
+    """One line a step of the work, written when the step is done; a spinner while it runs."""
+
+    def __init__(self, console: Console, *, silent: bool) -> None:
+        self._console = console
+        self._silent = silent
+        self._status = console.status("load") if console.is_terminal and not silent else None
+
+    def __enter__(self) -> _Ticks:
+        if self._status:
+            self._status.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._status:
+            self._status.stop()
+
+    def tick(self, name: str, detail: str, seconds: float, following: str) -> None:
+        if self._silent:
+            return
+        self._console.print(
+            f"[green]✓[/] {name:9}{escape(detail)} [dim]{seconds:.1f} s[/]", soft_wrap=True
+        )
+        if self._status:
+            self._status.update(following)
+
+
+def _print_plan(console: Console, plan: Plan) -> None:
+    """The stage table, with each stage's share of the slowest one."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for heading in ("stage", "modules"):
+        table.add_column(heading)
+    for heading in ("params", "forward", "backward"):
+        table.add_column(heading, justify="right")
+    table.add_column("load")
+    for heading in ("peak memory", "sends"):
+        table.add_column(heading, justify="right")
+    slowest = max(stage.forward_ms + stage.backward_ms for stage in plan.stages) or 1.0
+    for stage in plan.stages:
+        share = (stage.forward_ms + stage.backward_ms) / slowest
+        table.add_row(
+            str(stage.index),
+            escape(" ".join(stage.modules)),
+            _count(stage.param_bytes // 4),
+            f"{stage.forward_ms:.1f} ms",
+            f"{stage.backward_ms:.1f} ms",
+            f"{'█' * round(20 * share):░<20} {share:4.0%}",
+            _bytes(stage.peak_bytes),
+            _bytes(sum(_boundary_bytes(plan, boundary) for boundary in stage.sends)) or "-",
+        )
+    console.print()
+    console.print(table)
+    console.print()
+
+
+def _print_next(console: Console, plan: Plan, folder: Path) -> None:
+    from .runtime.forecast import describe_forecast
+
+    ratio = plan.even_split_ms / plan.bottleneck_ms if plan.bottleneck_ms else 1.0
+    console.print(
+        f"slowest stage {plan.bottleneck_ms:.1f} ms, no cut can be below "
+        f"{plan.lower_bound_ms:.1f} ms; an even split of the blocks has "
+        f"{plan.even_split_ms:.1f} ms: {ratio:.2f}× as slow"
+    )
+    console.print(describe_forecast(plan))
+    for note in plan.notes:
+        console.print(f"note    {escape(note)}")
+    console.print(f"weights {plan.weights}")
+    console.print()
+    console.print(f"next    [bold]asyncpipe-train {folder}[/]")
+    console.print(f"read    {folder}/stage_0.py .. stage_{len(plan.stages) - 1}.py")
+    console.print(f"report  {folder}/report.html")
+
+
+# -------------------------------------------------------------------------- asyncpipe-train
+
+
+_HELP = {
+    "schedule": "Synchronous: gpipe, 1f1b, seq, single (one process); asynchronous: async-1f1b.",
+    "staleness": "Of an asynchronous schedule: backward with live weights, or with a stash.",
+    "micro_batches": "Micro-batches of one optimizer step.",
+    "micro_batch_size": "Samples of a micro-batch; by default the plan's.",
+    "global_batch_size": "Samples of one step, instead of one of the two above.",
+    "seq": "Tokens of a sequence; by default the plan's.",
+    "data": "shakespeare, python-docs, digits, clusters, a file or folder, or file.py:function.",
+    "tokenizer": "Of text: bytes, bpe:4096 (trained on it) or a tokenizer.json.",
+    "steps": "Optimizer steps.",
+    "optimizer": "The optimizer of every stage.",
+    "lr": "Learning rate.",
+    "momentum": "Of sgd.",
+    "betas": "Of adam and adamw.",
+    "weight_decay": "Not applied to biases and norms.",
+    "warmup": "Steps of linear warm-up.",
+    "decay": "How the learning rate falls after the warm-up.",
+    "final_lr_ratio": "The last learning rate as a share of the first.",
+    "clip": "Bound of the gradient norm over all stages (asynchronous: of each); 0 is off.",
+    "criterion": "The loss, when the plan has none: cross_entropy, mse or file.py:function.",
+    "seed": "Of the data order and of dropout.",
+    "weights": "A safetensors file or folder to start from.",
+    "export_hf": "Write the trained model to this folder, for from_pretrained.",
+    "output": "The run's folder; by default a new one in runs/<name>.",
+    "eval_every": "Steps between evaluations; 0: only at the end.",
+    "eval_batches": "Micro-batches of an evaluation; 0: none.",
+    "log_every": "Steps between lines of the log.",
+    "device": "Where the stages compute.",
+    "threads": "Threads of each rank; by default the cores shared out.",
+    "timeout_s": "Seconds after which a rank that waits gives up, saying for whom.",
+    "dtype": "Of the weights.",
+    "transport": "How boundary tensors travel.",
+    "dry_run": "Check everything, say what would run, and stop.",
+    "json": "Print every event as a JSON line.",
+    "quiet": "Print nothing but errors.",
+}
+
+
+def _train_options() -> type[Any]:
+    """The options of Settings as cyclopts reads them; None means not given."""
+    hints = get_type_hints(Settings)
+    options = []
+    for option in fields(Settings):
+        if option.name == "folder":
+            continue
+        kind: Any = hints[option.name]
+        if option.name in CHOICES:
+            kind = Literal[CHOICES[option.name]]
+        default = "" if option.default in (None, False) else f" [default: {option.default}]"
+        parameter = Parameter(help=_HELP[option.name] + default, negative=(), show_default=False)
+        options.append((option.name, Annotated[kind | None, parameter], field(default=None)))
+    made = make_dataclass("TrainOptions", options, frozen=True, kw_only=True)
+    made.__module__ = __name__  # cyclopts resolves the annotations there
+    return made
+
+
+if TYPE_CHECKING:
+    TrainOptions = Any
+else:
+    TrainOptions = _train_options()
+_NOTHING_GIVEN = TrainOptions()
+
+
+@train_app.default
+def train_command(
+    folder: Path,
+    /,
+    *,
+    options: Annotated[TrainOptions, Parameter(name="*")] = _NOTHING_GIVEN,
+    config: Path | None = None,
+    verbose: Annotated[bool, Parameter(name=("--verbose", "-v"), negative=())] = False,
+) -> int:
+    """Train a generated model as a pipeline, synchronously or asynchronously.
+
+    Parameters
+    ----------
+    folder
+        A generated folder, such as generated_models/gpt2_4p.
+    config
+        A TOML file of the options; flags win over it.
+    verbose
+        Show the traceback of an error.
+    """
+    given = {
+        option.name: value
+        for option in fields(options)
+        if (value := getattr(options, option.name)) is not None
+    }
+    settings = Settings(
+        **{**(read_config(config) if config else {}), **given, "folder": str(folder)}
+    )
+    from .runtime.training.launch import run
+
+    return run(settings, "asyncpipe.cli:make_reporter")
+
+
+def make_reporter(settings: Settings) -> Reporter:
+    """What prints a run: JSON lines, nothing, a progress bar or one line an interval."""
+    if settings.json:
+        return _JsonReporter()
+    console = _console(quiet=settings.quiet)
+    return _BarReporter(console) if console.is_terminal else _LineReporter(console)
+
+
+class _JsonReporter:
+    """Every event as one JSON line."""
+
+    def on_start(self, facts: Sequence[tuple[str, str]]) -> None:
+        print(json.dumps({"event": "start", **dict(facts)}), flush=True)
+
+    def on_warning(self, text: str) -> None:
+        print(json.dumps({"event": "warning", "text": text}), flush=True)
+
+    def on_step(self, record: StepRecord) -> None:
+        print(record.to_json(), flush=True)
+
+    def on_eval(self, record: EvalRecord) -> None:
+        print(record.to_json(), flush=True)
+
+    def on_end(self, summary: Summary) -> None:
+        print(summary.to_json(), flush=True)
+
+
+class _LineReporter:
+    """Facts first, then one line an interval: what a log file wants."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, soft_wrap=True)
+
+    def on_start(self, facts: Sequence[tuple[str, str]]) -> None:
+        for label, text in facts:
+            self._print(f"[dim]{label:11}[/] {escape(text)}")
+
+    def on_warning(self, text: str) -> None:
+        self._print(f"[yellow]warning:[/] {escape(text)}")
+
+    def on_step(self, record: StepRecord) -> None:
+        if record.logged:
+            width = len(str(record.steps))
+            self._print(f"step {record.step:{width}}/{record.steps}  {_measures(record)}")
+
+    def on_eval(self, record: EvalRecord) -> None:
+        accuracy = f"  accuracy {record.accuracy:.1%}" if record.accuracy is not None else ""
+        self._print(f"eval at step {record.step}  loss {record.loss:.4f}{accuracy}")
+
+    def on_end(self, summary: Summary) -> None:
+        for line in _ending(summary):
+            self._print(line)
+
+
+class _BarReporter(_LineReporter):
+    """A progress bar that carries the last measures."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(console)
+        columns = (
+            TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+            BarColumn(bar_width=32),
+            TextColumn("{task.description}"),
+            TimeElapsedColumn(),
+        )
+        self._progress = Progress(*columns, console=console, transient=True)
+        self._task = self._progress.add_task("", total=1)
+
+    def on_step(self, record: StepRecord) -> None:
+        self._progress.start()
+        self._progress.update(
+            self._task,
+            completed=record.step,
+            total=record.steps,
+            description=_measures(record),
+        )
+
+    def on_end(self, summary: Summary) -> None:
+        self._progress.stop()
+        super().on_end(summary)
+
+
+def _measures(record: StepRecord) -> str:
+    parts = [f"loss {record.loss:.4f}"]
+    if record.grad_norm is not None:
+        parts.append(f"grad {record.grad_norm:.2f}")
+    rate = f"{record.rate:,.0f} {record.unit}/s".replace(",", " ")
+    parts += [f"lr {record.lr:.1e}", rate, f"{record.step_ms:.0f} ms"]
+    return "  ".join([*parts, f"idle {record.idle_share:.0%}"])
+
+
+def _ending(summary: Summary) -> list[str]:
+    evaluation = f" · eval {summary.eval_loss:.3f}" if summary.eval_loss is not None else ""
+    accuracy = f" ({summary.accuracy:.1%} right)" if summary.accuracy is not None else ""
+    lines = [
+        f"[green]✓[/] {summary.steps} steps in {_duration(summary.seconds)} · loss "
+        f"{summary.first_loss:.3f} → {summary.last_loss:.3f}{evaluation}{accuracy}",
+        f"  idle       {summary.idle:.0%} measured, {summary.simulated_idle:.0%} simulated · "
+        f"step {summary.step_ms:.0f} ms measured, {summary.simulated_step_ms:.0f} ms simulated",
+        f"  output     {summary.output}",
+    ]
+    if summary.weights:
+        lines.append(f"  weights    {summary.weights}")
+    if summary.exported:
+        lines.append(f"  exported   {summary.exported}")
+    return lines
+
+
+# ------------------------------------------------------------------------ asyncpipe-inspect
+
+
+@inspect_app.default
+def inspect_command(
+    folder: Path,
+    /,
+    *,
+    stage: int | None = None,
+    json: Annotated[bool, Parameter(negative=())] = False,
+    verbose: Annotated[bool, Parameter(name=("--verbose", "-v"), negative=())] = False,
+) -> int:
+    """Show the stages, boundaries, costs and code of a generated model.
+
+    Parameters
+    ----------
+    folder
+        A generated folder, such as generated_models/gpt2_4p.
+    stage
+        Print the code of this stage.
+    json
+        Print the plan as JSON.
+    verbose
+        Show the traceback of an error.
+    """
+    plan = read_plan(folder)
+    console = _console()
+    if json:
+        print(plan.to_json(), end="")
+        return 0
+    if stage is not None:
+        if not 0 <= stage < len(plan.stages):
+            raise PlanError(
+                f"{folder} has no stage {stage}: its stages are 0 to {len(plan.stages) - 1}."
+            )
+        code = (folder / plan.stages[stage].file).read_text(encoding="utf-8")
+        console.print(Syntax(code, "python", theme="ansi_dark", background_color="default"))
+        return 0
+    sizes = ", ".join(f"{name} {size}" for name, size in plan.sizes.items())
+    console.print(f"{plan.name}: {plan.model} in {len(plan.stages)} stages ({sizes})")
+    console.print(f"made by {plan.command}", soft_wrap=True)
+    _print_plan(console, plan)
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for heading in ("boundary", "from", "to", "shape", "gradient"):
+        table.add_column(heading)
+    for boundary in plan.boundaries:
+        table.add_row(
+            boundary.tensor.name,
+            f"stage {boundary.source}",
+            "stage " + ", ".join(map(str, boundary.targets)),
+            escape(str(boundary.tensor)),
+            "yes" if boundary.tensor.requires_grad else "no",
+        )
+    console.print(table)
+    for shared in plan.shared:
+        holders = ", ".join(f"{name} in stage {stage}" for stage, name in shared.holders)
+        console.print(f"tied    {holders}")
+    for spec in plan.stages:
+        if (folder / spec.file).is_file() and file_hash(folder / spec.file) != spec.sha256:
+            console.print(f"edited  {spec.file} is not as generated; it is used as it is")
+    console.print(f"\ncode    asyncpipe-inspect {folder} --stage 0")
+    return 0
+
+
+# ---------------------------------------------------------------------------------- shared
+
+
+def _run(app: App) -> int:
+    """Runs a command: 0, 1 with one `error:` sentence and a cure, 2 for usage, 130 for Ctrl-C."""
+    from cyclopts import CycloptsError
+
+    errors = Console(stderr=True, highlight=False)
+    try:
+        return int(app(exit_on_error=False, print_error=False, result_action="return_value") or 0)
+    except CycloptsError as error:
+        errors.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
+        errors.print(f"[dim]{app.name[0]} --help[/]")
+        return 2
+    except AsyncPipeError as error:
+        if {"-v", "--verbose"} & set(sys.argv):
+            traceback.print_exc()
+        errors.print(f"[bold red]error:[/] {escape(error.what)}", soft_wrap=True)
+        if error.cure:
+            errors.print(escape(error.cure), soft_wrap=True)
+        return 1
+    except KeyboardInterrupt as interrupt:
+        errors.print(str(interrupt) or "interrupted")
+        return 130
+    finally:
+        errors.show_cursor(True)
+
+
+def _console(*, quiet: bool = False) -> Console:
+    """A terminal has its width; a log gets lines long enough for the tables."""
+    console = Console(highlight=False, quiet=quiet, soft_wrap=True)
+    return console if console.is_terminal else Console(highlight=False, quiet=quiet, width=140)
+
+
+def _command_line(name: str) -> str:
+    """The command that made a plan, without what does not change it."""
+    dropped = {"--force", "--json", "--quiet", "-q", "--verbose", "-v"}
+    tokens = [portable(token) for token in sys.argv[1:] if token not in dropped]
+    return shlex.join([name, *tokens])
+
+
+def _key_text(flag: str, text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise AsyncPipeError(f"{flag} {text} has no value.", f"Write {flag} {text}=VALUE")
+    return key.replace("-", "_"), value
+
+
+def _key_value(flag: str, text: str) -> tuple[str, Any]:
+    """`n_layer=4` -> ("n_layer", 4); what is not JSON is text."""
+    key, value = _key_text(flag, text)
+    try:
+        return key, json.loads(value)
+    except json.JSONDecodeError:
+        return key, value
+
+
+def _boundary_bytes(plan: Plan, boundary: Any) -> int:
+    return spec_bytes(boundary.tensor, plan.sizes) * len(boundary.targets)
+
+
+def _bytes(count: float) -> str:
+    if not count:
+        return ""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"
+
+
+def _count(number: float) -> str:
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.1f} {unit}"
+    return f"{number:.0f}"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} m {rest:02} s" if minutes else f"{seconds:.1f} s"

@@ -1,0 +1,294 @@
+"""A model -> a folder of checked stages: load, capture, profile, plan, generate, verify."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from .. import __version__
+from ..runtime.loading import CONSTANTS
+from ..runtime.plan import Plan, portable
+from ..runtime.tensors import tensor_bytes, write_index, write_shard
+from .assemble import assemble
+from .capture import Capture, capture
+from .cost import LOCALHOST
+from .folder import check_target, write_folder
+from .generate import (
+    Header,
+    StageCard,
+    extra_tensors,
+    generate,
+    render_readme,
+    render_report,
+)
+from .graph import build_graph, stage_of_nodes
+from .models import Source, load_model, name_inputs
+from .profiler import Profile, profile_analytic
+from .profiler import profile as profile_measured
+from .solve import solve
+from .split import StageGraph, split
+from .verify import verify
+
+
+class OnTick(Protocol):
+    """Told at the end of each step of the work, and what follows."""
+
+    def __call__(self, name: str, detail: str, seconds: float, following: str, /) -> None: ...
+
+
+def partition(
+    model: nn.Module,
+    example_inputs: Mapping[str, Any] | tuple[Any, ...],
+    *,
+    stages: int,
+    output: str | Path | None = None,
+    name: str | None = None,
+    **options: Any,
+) -> Plan:
+    """Cuts `model` into stages and writes them to `output`; the model itself is left as it is.
+
+    `example_inputs` are keyword arguments of the model's forward (or a tuple of positional ones),
+    batch first, at the size of one micro-batch. `options` are those of `partition_source`.
+    Raises CaptureError when the model cannot be written down as a graph, PlanError when it
+    cannot be cut so.
+    """
+    inputs = (
+        dict(example_inputs)
+        if isinstance(example_inputs, Mapping)
+        else name_inputs(model, example_inputs)
+    )
+    kind = type(model)
+    source = Source(
+        name or kind.__name__.lower(), f"{kind.__module__}:{kind.__name__}", model, inputs, "given"
+    )
+    return partition_source(source, stages=stages, output=output, **options)
+
+
+def partition_spec(
+    spec: str,
+    *,
+    stages: int,
+    output: str | Path | None = None,
+    model_args: Mapping[str, Any] | None = None,
+    inputs: Mapping[str, str] | None = None,
+    micro_batch_size: int = 4,
+    seq: int = 128,
+    seed: int = 0,
+    meta: bool = False,
+    on_tick: OnTick | None = None,
+    **options: Any,
+) -> Plan:
+    """`asyncpipe-partition`: finds the model that `spec` names, then `partition_source`."""
+    start = time.perf_counter()
+    source = load_model(
+        spec,
+        model_args=model_args,
+        micro_batch_size=micro_batch_size,
+        seq=seq,
+        seed=seed,
+        meta=meta,
+        inputs=inputs,
+    )
+    if on_tick:
+        number = sum(parameter.numel() for parameter in source.model.parameters())
+        detail = f"{spec} · {number / 1e6:.1f} M parameters · weights {source.weights}"
+        on_tick("load", detail, time.perf_counter() - start, "capture")
+    return partition_source(
+        source,
+        stages=stages,
+        output=output,
+        model_args=model_args,
+        on_tick=on_tick,
+        **options,
+    )
+
+
+def partition_source(
+    source: Source,
+    *,
+    stages: int,
+    output: str | Path | None = None,
+    model_args: Mapping[str, Any] | None = None,
+    loss: str | None = None,
+    method: str = "auto",
+    granularity: str = "op",
+    profile: str | None = None,
+    threads: int | None = None,
+    leaves: Collection[str] = (),
+    save_weights: bool = True,
+    force: bool = False,
+    command: str = "",
+    on_tick: OnTick | None = None,
+) -> Plan:
+    """Captures, profiles, plans, generates and verifies; writes `output` whole or not at all.
+
+    `output` defaults to `generated_models/<name>_<stages>p`. Returns the plan as written.
+    Raises CaptureError, PlanError or ModelError, each with a cure.
+    """
+    tick = _Clock(on_tick)
+    folder = Path(output or Path("generated_models") / f"{source.name}_{stages}p")
+    on_meta = any(parameter.is_meta for parameter in source.model.parameters())
+
+    captured = capture(
+        source.model, source.example_inputs, leaves=leaves, check=False
+    )  # verify below compares more
+    digest = graph_hash(captured)
+    check_target(
+        folder,
+        {"model": portable(source.spec), "model_args": dict(model_args or {}), "graph": digest},
+        force=force,
+    )
+    tick("capture", _captured(captured), "profile")
+
+    measured = _profile(
+        captured, source, profile or ("analytic" if on_meta else "measured"), threads, stages
+    )
+    tick("profile", measured.summary, "plan")
+
+    graph = build_graph(captured, measured, source.name)
+    solution = solve(graph, stages=stages, method=method, link=LOCALHOST, granularity=granularity)
+    stage_graphs = split(captured, stage_of_nodes(captured, graph, solution.stage_of))
+    plan = assemble(
+        captured,
+        stage_graphs,
+        measured,
+        graph,
+        solution,
+        name=source.name,
+        model=portable(source.spec),
+        model_args=dict(model_args or {}),
+        command=command or f"asyncpipe-partition --model {portable(source.spec)} --stages {stages}",
+        criterion=loss,
+        weights=source.weights if save_weights else "not stored",
+    )
+    tick("plan", solution.explanation[0], "generate")
+
+    plan, files = _texts(captured, stage_graphs, plan, digest, source)
+    tick("generate", f"{len(plan.stages)} stages, {_lines(files)} lines of Python", "verify")
+
+    def check(aside: Path) -> None:
+        verified = verify(source.model, plan, aside, source.example_inputs)
+        tick("verify", verified.summary, "write")
+
+    def write_weights(aside: Path) -> None:
+        _write_weights(aside, source.model, plan, extra_tensors(captured, stage_graphs))
+
+    write_folder(folder, files, write_weights if save_weights and not on_meta else None, check)
+    tick("write", str(folder), "")
+    return plan
+
+
+class _Clock:
+    """Tells each finished step with the seconds since the one before."""
+
+    def __init__(self, on_tick: OnTick | None) -> None:
+        self._on_tick = on_tick
+        self._last = time.perf_counter()
+
+    def __call__(self, name: str, detail: str, following: str) -> None:
+        now = time.perf_counter()
+        if self._on_tick:
+            self._on_tick(name, detail, now - self._last, following)
+        self._last = now
+
+
+def graph_hash(captured: Capture) -> str:
+    """SHA-256 of the graph's text and of the names and shapes of its tensors."""
+    state = captured.model.state_dict()
+    shapes = "".join(f"{name}{tuple(tensor.shape)}" for name, tensor in state.items())
+    return hashlib.sha256(f"{captured.graph}{shapes}".encode()).hexdigest()
+
+
+def _profile(
+    captured: Capture, source: Source, kind: str, threads: int | None, stages: int
+) -> Profile:
+    if kind == "analytic":
+        return profile_analytic(captured, source.example_inputs)
+    cores = os.cpu_count() or 1
+    return profile_measured(
+        captured, source.example_inputs, threads=threads or max(1, cores // stages)
+    )
+
+
+def _texts(
+    captured: Capture,
+    stage_graphs: Sequence[StageGraph],
+    plan: Plan,
+    digest: str,
+    source: Source,
+) -> tuple[Plan, dict[str, str]]:
+    """The texts of the folder, and the plan completed with their hashes."""
+    slowest = plan.bottleneck_ms or 1.0
+    header = Header(
+        model=plan.model,
+        command=plan.command,
+        version=__version__,
+        graph_sha256=digest,
+        profiled_on=str(plan.profile["device"]),
+        stages=tuple(
+            StageCard(
+                forward_ms=stage.forward_ms,
+                backward_ms=stage.backward_ms,
+                share=(stage.forward_ms + stage.backward_ms) / slowest,
+                param_bytes=stage.param_bytes,
+                activation_bytes=stage.activation_bytes,
+                peak_bytes=stage.peak_bytes,
+            )
+            for stage in plan.stages
+        ),
+    )
+    files = generate(captured, stage_graphs, header)
+    plan = replace(
+        plan,
+        hashes={"graph": digest},
+        stages=tuple(
+            replace(stage, sha256=hashlib.sha256(files[stage.file].encode()).hexdigest())
+            for stage in plan.stages
+        ),
+    )
+    files |= {"README.md": render_readme(plan), "report.html": render_report(plan)}
+    files |= {f"hf/{name}": text for name, text in source.files.items()}
+    return plan, files | {"plan.json": plan.to_json()}
+
+
+def _write_weights(
+    folder: Path, model: nn.Module, plan: Plan, constants: Mapping[str, Tensor]
+) -> None:
+    """One shard a stage, each tensor once, under its original name."""
+    state = model.state_dict()
+    shards: list[dict[str, Tensor]] = []
+    written: set[str] = set()
+    for stage in plan.stages:
+        tied = {
+            name
+            for shared in plan.shared
+            for name in shared.names
+            if shared.holders[0][0] != stage.index or name != shared.names[0]
+        }
+        names = [name for name in (*stage.parameters, *stage.buffers) if name in state]
+        shard = {name: state[name] for name in names if name not in tied | written}
+        written |= shard.keys()
+        shards.append(shard)
+    shards[0] |= {name: state[name] for name in plan.unused}
+    shards[0] |= {CONSTANTS + name: tensor for name, tensor in constants.items()}
+    for index, shard in enumerate(shards):
+        write_shard(folder, shard, index, len(shards))
+    total = sum(tensor_bytes(shard.values()) for shard in shards)
+    write_index(folder, shards, total)
+
+
+def _captured(captured: Capture) -> str:
+    sizes = " × ".join(f"{size} {name}" for name, size in captured.sizes.items())
+    nodes = sum(1 for node in captured.graph.nodes if node.op.startswith("call"))
+    return f"{nodes} operations at {sizes}, sizes stay symbolic"
+
+
+def _lines(files: Mapping[str, str]) -> int:
+    return sum(text.count("\n") for name, text in files.items() if name.endswith(".py"))

@@ -1,0 +1,335 @@
+"""Capture + the stage of every node -> stage graphs: what each computes, receives and returns.
+
+A value that a later stage reads crosses the boundary once, from the stage that makes it, unless
+it is cheap to make again: a parameter-free function of integer inputs and of sizes alone (masks,
+positions, casts, rotary tables) is recomputed by every stage that reads it. Only tensors cross:
+the items of a tuple are taken out of it where it is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from ..runtime.errors import PlanError
+from .capture import Capture, LocalDevice, Size
+from .local_names import LocalNames
+
+
+@dataclass(frozen=True, slots=True)
+class StageGraph:
+    """The part of a captured graph that one stage computes.
+
+    `nodes` are in program order, without placeholders and attributes; a recomputed node is in
+    several stages. `inputs` are the positional arguments of the stage's forward: model inputs,
+    then values of earlier stages. `outputs` are what forward returns: values that later stages
+    read, then outputs of the model in the model's order.
+    """
+
+    index: int
+    nodes: tuple[fx.Node, ...]
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StageTensors:
+    """What a stage holds, by the original's names: leaf modules, parameters, buffers."""
+
+    modules: tuple[str, ...]
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...]
+
+
+def split(capture: Capture, stage_of: Mapping[fx.Node, int]) -> tuple[StageGraph, ...]:
+    """Cuts the graph into stages.
+
+    `stage_of` gives the stage of every node but placeholders, attributes and the output. Raises
+    PlanError when a stage would be empty, when a value would flow to an earlier stage and when a
+    value that is no tensor would have to cross.
+    """
+    homes = _homes(capture.graph, stage_of)
+    count = max(homes.values(), default=0) + 1
+    cheap = _recomputable(capture)
+    for stage in range(count):
+        own = {node for node, home in homes.items() if home == stage}
+        if not own:
+            raise PlanError(
+                f"stage {stage} of {count} would compute nothing.", f"Use --stages {count - 1}."
+            )
+        if own <= cheap:
+            cheap -= own
+    order = {node: position for position, node in enumerate(capture.graph.nodes)}
+    outputs = tuple(dict.fromkeys(model_outputs(capture.graph)))
+
+    members: list[set[fx.Node]] = [set() for _ in range(count)]
+    received: list[set[fx.Node]] = [set() for _ in range(count)]
+    for stage in range(count):
+        wanted = [
+            node
+            for node, home in homes.items()
+            if home == stage and (node not in cheap or node in outputs)
+        ]
+        if stage == count - 1:
+            wanted += [node for node in outputs if node.op in ("placeholder", "get_attr")]
+        while wanted:
+            node = wanted.pop()
+            if node in members[stage] or node in received[stage] or node.op == "get_attr":
+                continue
+            if node.op == "placeholder" or (homes[node] != stage and node not in cheap):
+                received[stage].add(node)
+                continue
+            members[stage].add(node)
+            wanted += node.all_input_nodes
+        if (missing := _input_for_sizes(capture, members[stage], received[stage])) is not None:
+            received[stage].add(missing)
+
+    crossing = {node for values in received for node in values if node.op != "placeholder"}
+    _verify_boundaries(crossing, homes, received)
+    stages = []
+    for stage in range(count):
+        sent = sorted((node for node in crossing if homes[node] == stage), key=order.__getitem__)
+        returned = [
+            node for node in outputs if homes.get(node, count - 1) == stage and node not in sent
+        ]
+        placeholders = [node for node in received[stage] if node.op == "placeholder"]
+        values = [node for node in received[stage] if node.op != "placeholder"]
+        stages.append(
+            StageGraph(
+                index=stage,
+                nodes=tuple(sorted(members[stage], key=order.__getitem__)),
+                inputs=(
+                    *sorted(placeholders, key=order.__getitem__),
+                    *sorted(values, key=order.__getitem__),
+                ),
+                outputs=(*sent, *returned),
+            )
+        )
+    return tuple(stages)
+
+
+def model_outputs(graph: fx.Graph) -> Iterator[fx.Node]:
+    """The nodes in the structure that the model returns, in its order."""
+    (output,) = (node for node in graph.nodes if node.op == "output")
+
+    def walk(value: Any) -> Iterator[fx.Node]:
+        if isinstance(value, fx.Node):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            for item in value:
+                yield from walk(item)
+        elif isinstance(value, dict):
+            for item in value.values():
+                yield from walk(item)
+
+    yield from walk(output.args[0])
+
+
+def names_of_outputs(capture: Capture) -> dict[fx.Node, str]:
+    """What the model calls its outputs, where it returns them by name."""
+    (output,) = (node for node in capture.graph.nodes if node.op == "output")
+    structure = output.args[0]
+    if not isinstance(structure, dict):
+        return {}
+    return {node: name for name, node in structure.items() if isinstance(node, fx.Node)}
+
+
+def _homes(graph: fx.Graph, stage_of: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
+    """The stage of every computed node; an item of a tuple is where the tuple is."""
+    homes: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr", "output"):
+            continue
+        source = node.args[0] if node.args else None
+        if isinstance(source, fx.Node) and source in homes and not _is_tensor(source):
+            homes[node] = homes[source]
+        elif node in stage_of:
+            homes[node] = stage_of[node]
+        else:
+            raise PlanError(f"the plan gives no stage for {node.name}.")
+    return homes
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), Tensor)
+
+
+# Functions that are not worth a word beside sending their result.
+_HEAVY = ("matmul", "mm", "bmm", "addmm", "baddbmm", "conv", "linear", "attention", "einsum")
+_LONGEST_RECOMPUTATION = 64
+
+
+def _recomputable(capture: Capture) -> set[fx.Node]:
+    """Nodes that depend on integer inputs, sizes and tensors outside the state_dict alone."""
+    free = _free_tensors(capture)
+    mutated = {
+        argument
+        for node in capture.graph.nodes
+        if is_mutating(node)
+        for argument in node.all_input_nodes
+    }
+    ancestors: dict[fx.Node, frozenset[fx.Node]] = {}
+    for node in capture.graph.nodes:
+        if node.op == "placeholder":
+            value = node.meta["val"]
+            if not value.is_floating_point() and not value.is_complex() and node not in mutated:
+                ancestors[node] = frozenset()
+        elif node.op == "get_attr":
+            if node.target in free and node not in mutated:
+                ancestors[node] = frozenset()
+        elif (
+            node.op in ("call_function", "call_method")
+            and not node.meta.get("random")
+            and not is_mutating(node)
+            and node not in mutated
+            and not any(word in str(node.target) for word in _HEAVY)
+            and all(source in ancestors for source in node.all_input_nodes)
+        ):
+            made = frozenset({node}).union(*(ancestors[item] for item in node.all_input_nodes))
+            if len(made) <= _LONGEST_RECOMPUTATION:
+                ancestors[node] = made
+    return {node for node in ancestors if node.op not in ("placeholder", "get_attr")}
+
+
+def _free_tensors(capture: Capture) -> set[str]:
+    """Constants and non-persistent buffers: outside the state_dict, so any stage may have them."""
+    saved = set(capture.model.state_dict(keep_vars=True))
+    buffers = {name for name, _ in capture.model.named_buffers(remove_duplicate=False)}
+    return (buffers - saved) | set(capture.constants)
+
+
+def is_mutating(node: fx.Node) -> bool:
+    """Whether a node changes one of its arguments or a buffer in place."""
+    if node.meta.get("mutates"):
+        return True
+    target = node.target
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    if node.op == "call_method":
+        return name.endswith("_") and not name.endswith("__")
+    if node.op == "call_function":
+        in_place = name.endswith("_") and not name.endswith("__")
+        augmented = getattr(target, "__module__", "") == "_operator" and name.startswith("i")
+        statement = name in ("setitem", "setattr") or (augmented and name not in _NOT_AUGMENTED)
+        return in_place or statement or "out" in node.kwargs or bool(node.kwargs.get("inplace"))
+    return False
+
+
+_NOT_AUGMENTED = ("invert", "inv", "index", "is_", "is_not", "indexOf", "itemgetter")
+
+
+def _input_for_sizes(
+    capture: Capture, members: Iterable[fx.Node], received: Iterable[fx.Node]
+) -> fx.Node | None:
+    """A model input that gives a stage the sizes it uses and cannot read off its inputs."""
+    used = {symbol for node in members for symbol in sizes_in((node.args, node.kwargs))}
+    known = {symbol for node in received for symbol in sizes_of(node)}
+    uses_device = any(_uses_device((node.args, node.kwargs)) for node in members)
+    if used <= known and (received or not uses_device):
+        return None
+    wanted = used - known
+    for node in capture.graph.find_nodes(op="placeholder"):
+        if wanted <= sizes_of(node):
+            return node
+    raise PlanError(f"no model input has the sizes {', '.join(sorted(wanted))}.")
+
+
+def sizes_in(argument: Any) -> Iterator[str]:
+    """The symbols of all sizes inside a node's arguments."""
+    if isinstance(argument, Size):
+        yield from sorted(symbol.name for symbol in argument.expr.free_symbols)
+    elif isinstance(argument, (tuple, list)):
+        for item in argument:
+            yield from sizes_in(item)
+    elif isinstance(argument, dict):
+        for item in argument.values():
+            yield from sizes_in(item)
+    elif isinstance(argument, slice):
+        yield from sizes_in((argument.start, argument.stop, argument.step))
+
+
+def sizes_of(node: fx.Node) -> set[str]:
+    """The symbols that are by themselves a dimension of a node's value."""
+    shape = node.meta.get("shape") or ()
+    return {size.expr.name for size in shape if isinstance(size, Size) and size.expr.is_Symbol}
+
+
+def _uses_device(argument: Any) -> bool:
+    if isinstance(argument, (tuple, list)):
+        return any(map(_uses_device, argument))
+    if isinstance(argument, dict):
+        return any(map(_uses_device, argument.values()))
+    return isinstance(argument, LocalDevice)
+
+
+def _verify_boundaries(
+    crossing: Iterable[fx.Node], homes: Mapping[fx.Node, int], received: list[set[fx.Node]]
+) -> None:
+    for node in crossing:
+        if not _is_tensor(node):
+            raise PlanError(
+                f"{node.name} is {type(node.meta.get('val')).__name__}, not a tensor, and cannot "
+                f"cross from stage {homes[node]}.",
+                "Keep what makes and what reads it in one stage.",
+            )
+        for stage, values in enumerate(received):
+            if node in values and stage < homes[node]:
+                raise PlanError(
+                    f"{node.name} is made in stage {homes[node]} and read in stage {stage}."
+                )
+
+
+# --- what a stage holds ---------------------------------------------------------------------
+
+
+def stage_tensors(capture: Capture, stage: StageGraph) -> StageTensors:
+    """The modules, parameters and buffers of one stage, by the names used there, in the model's
+    order. Buffers are those of the state_dict."""
+    modules, attributes = used_names(capture, stage)
+    model = capture.model
+    held = set(attributes)
+    for path in modules:
+        leaf = model.get_submodule(path)
+        held |= {f"{path}.{name}" for name in leaf.state_dict(keep_vars=True)}
+        held |= {f"{path}.{name}" for name, _ in leaf.named_parameters()}
+    saved = model.state_dict(keep_vars=True)
+    return StageTensors(
+        modules=tuple(modules),
+        parameters=tuple(
+            name
+            for name, value in saved.items()
+            if name in held and isinstance(value, nn.Parameter)
+        ),
+        buffers=tuple(
+            name
+            for name, value in saved.items()
+            if name in held and not isinstance(value, nn.Parameter)
+        ),
+    )
+
+
+def used_names(capture: Capture, stage: StageGraph) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Paths of the leaf modules that a stage calls and names of the tensors that it reads, as
+    its code names them."""
+    names = LocalNames(capture)
+    modules = dict.fromkeys(names.module(node) for node in stage.nodes if node.op == "call_module")
+    attributes = dict.fromkeys(
+        names.tensor(node, source)
+        for node in stage.nodes
+        for source in node.all_input_nodes
+        if source.op == "get_attr"
+    )
+    attributes |= dict.fromkeys(str(node.target) for node in stage.outputs if node.op == "get_attr")
+    return tuple(modules), tuple(attributes)
+
+
+def unused_tensors(capture: Capture, stages: Iterable[StageGraph]) -> tuple[str, ...]:
+    """Names in the model's state_dict whose tensor no stage holds under any name."""
+    saved = capture.model.state_dict(keep_vars=True)
+    held: set[int] = set()
+    for stage in stages:
+        tensors = stage_tensors(capture, stage)
+        held |= {id(saved[name]) for name in (*tensors.parameters, *tensors.buffers)}
+    return tuple(name for name, value in saved.items() if id(value) not in held)

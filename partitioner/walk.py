@@ -1,0 +1,241 @@
+"""A captured graph, walked on tensors without data -> the cost of every node.
+
+Every distinct call on the way is handed to be measured or estimated once; calls of equal signature
+(the same function or an equal leaf module, arguments of equal shape, stride and dtype) cost the
+same.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.utils import _pytree as pytree
+
+from .capture import Capture, IfTraining, LocalDevice, Size, run
+from .capture.interpret import sizes_of
+from .capture.structure import map_leaves, tensors_in
+from .measure import Operation, OperationCost, num_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class NodeCost:
+    """Costs of one node for one micro-batch.
+
+    `saved` are the storages kept for backward, parameters left out, by the name of the node that
+    made them; storages of the same name are the same one.
+    """
+
+    forward_ms: float = 0.0
+    backward_ms: float = 0.0
+    flops: int = 0
+    backward_flops: int = 0
+    moved_bytes: int = 0
+    saved: Mapping[str, int] = field(default_factory=dict)
+
+
+def is_on_meta(model: nn.Module) -> bool:
+    """Whether some of a model is without data."""
+    return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
+class Walk:
+    """Goes through the graph once and asks for the cost of every call that it has not seen yet.
+
+    Afterwards `costs` has every computed node by name, `known` every distinct call, `unmeasured`
+    the nodes whose call does not accept arguments that are made up.
+    """
+
+    def __init__(
+        self,
+        capture: Capture,
+        cost_of: Callable[[Operation], OperationCost],
+        device: torch.device,
+    ) -> None:
+        self.capture = capture
+        self.cost_of = cost_of
+        self.device = device
+        self.known: dict[Hashable, OperationCost] = {}
+        self.costs: dict[str, NodeCost] = {}
+        self.unmeasured: list[str] = []
+        self._makers = _makers(capture.graph)
+        self._values: dict[fx.Node, Any] = {}
+        self._sizes: dict[str, int] = {}
+
+    def visit_all(self, inputs: Mapping[str, Any]) -> None:
+        """Runs the graph in training mode on tensors without data, at the sizes of `inputs`."""
+        self._sizes = sizes_of(self.capture, inputs)
+        tensors = {spec.name: inputs[spec.name] for spec in self.capture.inputs}
+        if is_on_meta(self.capture.model):
+            self._run({name: tensor.to("meta") for name, tensor in tensors.items()})
+        else:
+            with FakeTensorMode(allow_non_fake_inputs=True) as fakes:
+                self._run({name: fakes.from_tensor(tensor) for name, tensor in tensors.items()})
+
+    def _run(self, inputs: Mapping[str, Tensor]) -> None:
+        run(self.capture, inputs, training=True, env=self._values, around=self._visit)
+
+    def _visit(self, node: fx.Node, thunk: Callable[[], Any]) -> Any:
+        """Makes the call on tensors without data and notes what it costs on real ones."""
+        call = _Call.of(node, self.capture.model, self._resolved((node.args, node.kwargs)))
+        result = thunk()
+        if node.target is operator.getitem and not isinstance(call.leaves[0], Tensor):
+            self.costs[node.name] = NodeCost()
+            return result
+        signature = call.signature()
+        if signature not in self.known:
+            with unset_fake_temporarily():
+                self.known[signature] = self._cost(call)
+        cost = self.known[signature]
+        self.costs[node.name] = NodeCost(
+            forward_ms=cost.forward_ms,
+            backward_ms=cost.backward_ms,
+            flops=cost.forward_flops,
+            backward_flops=cost.backward_flops,
+            moved_bytes=cost.moved_bytes,
+            saved=self._saved(call, cost, result),
+        )
+        return result
+
+    def _cost(self, call: _Call) -> OperationCost:
+        """The cost of a call; none for one that does not accept made-up arguments."""
+        try:
+            return self.cost_of(call.operation())
+        except (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError):
+            self.unmeasured.append(call.node.name)
+            return OperationCost()
+
+    def _saved(self, call: _Call, cost: OperationCost, result: Any) -> dict[str, int]:
+        """The storages that a call keeps for backward, named by what made them."""
+        name = call.node.name
+        saved: dict[str, int] = {}
+        for index in cost.saved_arguments:
+            source = call.sources[index]
+            maker = f"{name}:{index}" if source is None else self._makers[source]
+            if maker is not None:
+                saved[maker] = call.tensors[index].untyped_storage().nbytes()
+        if cost.saves_result:
+            saved[self._makers[call.node] or name] = sum(map(num_bytes, tensors_in(result)))
+        if cost.internal_bytes:
+            saved[f"{name}:internal"] = cost.internal_bytes
+        return saved
+
+    def _resolved(self, argument: Any) -> Any:
+        """An argument with values for nodes and numbers for sizes, as in training mode."""
+
+        def resolve(leaf: Any) -> Any:
+            if isinstance(leaf, fx.Node):
+                return self._values[leaf]
+            if isinstance(leaf, Size):
+                return leaf.evaluate(self._sizes)
+            if isinstance(leaf, IfTraining):
+                return self._resolved(leaf.train)
+            if isinstance(leaf, LocalDevice):
+                return self.device
+            return leaf
+
+        return map_leaves(resolve, argument)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A node's call, its arguments and keyword arguments as a flat list.
+
+    `sources` are the nodes that give the tensors among the arguments, in order: unknown where a
+    node gives a tuple of them.
+    """
+
+    node: fx.Node
+    module: nn.Module | None
+    leaves: list[Any]
+    structure: pytree.TreeSpec
+    places: tuple[int, ...]
+    sources: tuple[fx.Node | None, ...]
+
+    @classmethod
+    def of(cls, node: fx.Node, model: nn.Module, arguments: Any) -> _Call:
+        leaves, structure = pytree.tree_flatten(arguments)
+        places = tuple(index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
+        given = pytree.tree_leaves((node.args, node.kwargs))
+        sources = tuple(leaf for leaf in given if isinstance(leaf, fx.Node))
+        return cls(
+            node=node,
+            module=model.get_submodule(str(node.target)) if node.op == "call_module" else None,
+            leaves=leaves,
+            structure=structure,
+            places=places,
+            sources=sources if len(sources) == len(places) else (None,) * len(places),
+        )
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return tuple(self.leaves[place] for place in self.places)
+
+    @property
+    def is_parameter(self) -> tuple[bool, ...]:
+        return tuple(source is not None and source.op == "get_attr" for source in self.sources)
+
+    def signature(self) -> Hashable:
+        """What decides the call's cost."""
+        arguments = tuple(
+            (tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad)
+            if isinstance(leaf, Tensor)
+            else repr(leaf)
+            for leaf in self.leaves
+        )
+        return (
+            str(self.node.target) if self.module is None else _configuration(self.module),
+            arguments,
+            str(self.structure),
+            self.is_parameter,
+            self.node.meta.get("regions", ()),
+        )
+
+    def operation(self) -> Operation:
+        def again(module: nn.Module | None, tensors: Sequence[Tensor]) -> Any:
+            leaves = list(self.leaves)
+            for place, tensor in zip(self.places, tensors, strict=True):
+                leaves[place] = tensor
+            args, kwargs = pytree.tree_unflatten(leaves, self.structure)
+            return self._function(module)(*args, **kwargs)
+
+        return Operation(again, self.module, self.tensors, self.is_parameter)
+
+    def _function(self, module: nn.Module | None) -> Callable[..., Any]:
+        if module is not None:
+            return module
+        if self.node.op == "call_method":
+            name = str(self.node.target)
+            return lambda tensor, *args, **kwargs: getattr(tensor, name)(*args, **kwargs)
+        assert callable(self.node.target)
+        return self.node.target
+
+
+def _makers(graph: fx.Graph) -> dict[fx.Node, str | None]:
+    """Which node made the memory of each node's tensor; None for a parameter or buffer."""
+    first: dict[int, fx.Node] = {}
+    makers: dict[fx.Node, str | None] = {}
+    for node in graph.nodes:
+        # Numbers below zero are memory of evaluation mode.
+        storages = [number for number in node.meta.get("storages", ()) if number >= 0]
+        found = {first.setdefault(storage, node) for storage in storages}
+        maker = found.pop() if len(found) == 1 else node
+        makers[node] = None if maker.op == "get_attr" else maker.name
+    return makers
+
+
+def _configuration(module: nn.Module) -> Hashable:
+    plain = (bool, int, float, str, type(None))
+    settings = {key: value for key, value in vars(module).items() if isinstance(value, plain)}
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    return (
+        type(module),
+        repr(module),
+        repr(sorted(settings.items())),
+        tuple((name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in tensors),
+    )

@@ -1,0 +1,167 @@
+"""The three commands as a user types them: exit codes, messages, and what is left on disk."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SCRIPTS = Path(sys.executable).parent
+MLP = ["--model", f"{ROOT / 'examples' / 'residual_mlp.py'}:build", "--loss", "cross_entropy"]
+DATA = ["--data", f"{ROOT / 'examples' / 'residual_mlp.py'}:data"]
+
+
+def run(
+    folder: Path, command: str, *arguments: str, timeout: float = 120, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [SCRIPTS / f"asyncpipe-{command}", *arguments],
+        cwd=folder,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+def error(result: subprocess.CompletedProcess[str], code: int = 1) -> str:
+    """The message of a failed command: one `error:` sentence, no traceback."""
+    assert result.returncode == code, result.stdout + result.stderr
+    assert result.stderr.startswith("error: ")
+    assert "Traceback" not in result.stderr
+    return result.stderr
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which the example model has been cut in two."""
+    folder = tmp_path_factory.mktemp("made")
+    result = run(folder, "partition", *MLP, "--stages", "2")
+    assert result.returncode == 0, result.stderr
+    return folder
+
+
+def test_partition_ticks_each_step_and_says_what_to_do_next(tmp_path: Path) -> None:
+    result = run(tmp_path, "partition", *MLP, "--stages", "2")
+    ticks = re.findall(r"^✓ (\w+)", result.stdout, re.MULTILINE)
+    assert ticks == ["load", "capture", "profile", "plan", "generate", "verify", "write"]
+    assert "random, seed 0" in result.stdout
+    assert "an even split of the blocks has" in result.stdout
+    assert "asyncpipe-train generated_models/residual_mlp_2p" in result.stdout
+    files = {path.name for path in (tmp_path / "generated_models/residual_mlp_2p").iterdir()}
+    code = {"stage_0.py", "stage_1.py", "__init__.py"}
+    assert files == code | {"README.md", "report.html", "plan.json", "weights"}
+
+
+def test_partition_prints_json_or_only_the_folder(tmp_path: Path) -> None:
+    plan = json.loads(run(tmp_path, "partition", *MLP, "--stages", "2", "--json").stdout)
+    assert len(plan["stages"]) == 2
+    quiet = run(tmp_path, "partition", *MLP, "--stages", "2", "-q", "--output", "there")
+    assert quiet.stdout == "there\n"
+
+
+def test_help_answers_at_once_and_imports_neither_torch_nor_transformers() -> None:
+    check = (
+        "import sys, asyncpipe.cli as cli; sys.argv = ['x', '--help']; cli._run(cli.{0}); "
+        "assert not {{'torch', 'transformers', 'networkx'}} & set(sys.modules)"
+    )
+    for app in ("partition_app", "train_app", "inspect_app"):
+        start = time.perf_counter()
+        result = subprocess.run(
+            [sys.executable, "-c", check.format(app)], capture_output=True, text=True
+        )
+        assert result.returncode == 0, result.stderr
+        assert "Usage:" in result.stdout
+        assert time.perf_counter() - start < 5
+
+
+def test_a_misspelled_option_names_the_right_one(tmp_path: Path) -> None:
+    assert "Did you mean --stages?" in error(run(tmp_path, "partition", "--stagse", "2"), 2)
+    assert "Did you mean --schedule?" in error(run(tmp_path, "train", "x", "--shedule", "1f1b"), 2)
+
+
+def test_e1_an_unknown_model_suggests_the_nearest(tmp_path: Path) -> None:
+    text = error(run(tmp_path, "partition", "--model", "gtp2", "--stages", "2"))
+    assert 'no model "gtp2"' in text and "Did you mean gpt2?" in text
+    assert not (tmp_path / "generated_models").exists()
+
+
+def test_e4_more_stages_than_places_to_cut(tmp_path: Path) -> None:
+    text = error(run(tmp_path, "partition", *MLP, "--stages", "99"))
+    assert "99 stages asked" in text
+    assert not list(tmp_path.rglob("stage_*.py"))
+
+
+def test_e6_a_plan_of_another_model_is_not_overwritten_without_force(tmp_path: Path) -> None:
+    assert run(tmp_path, "partition", *MLP, "--stages", "2").returncode == 0
+    deeper = [*MLP, "--model-arg", "depth=6", "--stages", "2"]
+    text = error(run(tmp_path, "partition", *deeper))
+    assert "was made from another model: depth was the default, is now 6" in text
+    assert "--force" in text
+    assert run(tmp_path, "partition", *deeper, "--force").returncode == 0
+
+
+def test_e7_a_folder_with_foreign_files_is_left_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "generated_models" / "residual_mlp_2p"
+    folder.mkdir(parents=True)
+    (folder / "notes.txt").write_text("mine")
+    text = error(run(tmp_path, "partition", *MLP, "--stages", "2", "--force"))
+    assert "files that this tool did not write (notes.txt). Nothing was changed." in text
+    assert [path.name for path in folder.iterdir()] == ["notes.txt"]
+
+
+def test_a_stage_edited_by_hand_is_used_and_not_overwritten(tmp_path: Path) -> None:
+    assert run(tmp_path, "partition", *MLP, "--stages", "2").returncode == 0
+    stage = tmp_path / "generated_models/residual_mlp_2p/stage_1.py"
+    stage.write_text(stage.read_text().replace("return ", "return 2.0 * ", 1))
+    text = error(run(tmp_path, "partition", *MLP, "--stages", "2"))
+    assert "stage_1.py was edited by hand" in text and "--force" in text
+    assert "edited  stage_1.py" in run(tmp_path, "inspect", str(stage.parent)).stdout
+    assert "return 2.0 * " in stage.read_text()
+    assert run(tmp_path, "partition", *MLP, "--stages", "2", "--force").returncode == 0
+    assert "return 2.0 * " not in stage.read_text()
+
+
+def test_inspect_shows_the_table_the_boundaries_and_the_code(made: Path) -> None:
+    folder = "generated_models/residual_mlp_2p"
+    table = run(made, "inspect", folder).stdout
+    assert "boundary" in table and "f32[batch, 64]" in table
+    assert "class Stage1(nn.Module):" in run(made, "inspect", folder, "--stage", "1").stdout
+    assert "has no stage 7" in error(run(made, "inspect", folder, "--stage", "7"))
+    assert "nowhere does not exist" in error(run(made, "inspect", "nowhere"))
+
+
+def test_train_runs_its_own_ranks_and_the_loss_falls(made: Path) -> None:
+    folder = "generated_models/residual_mlp_2p"
+    result = run(
+        made, "train", folder, *DATA, "--steps", "30", "--micro-batches", "4", "--lr", "0.01"
+    )
+    assert result.returncode == 0, result.stderr
+    assert "32 samples per step = 4 micro-batches × 8 samples × 1 replica" in result.stdout
+    (metrics,) = made.glob("runs/residual_mlp/*/metrics.jsonl")
+    losses = [
+        record["loss"]
+        for record in map(json.loads, metrics.read_text().splitlines())
+        if "loss" in record and "step" in record
+    ]
+    assert losses[-1] < losses[0]
+    assert "simulated" in result.stdout
+
+
+def test_a_config_file_is_read_and_flags_win(made: Path, tmp_path: Path) -> None:
+    folder = str(made / "generated_models/residual_mlp_2p")
+    config = tmp_path / "run.toml"
+    config.write_text('steps = 3\nmicro_batches = 2\nschedule = "gpipe"\n')
+    result = run(
+        tmp_path, "train", folder, *DATA, "--config", str(config), "--steps", "2", "--json"
+    )
+    assert result.returncode == 0, result.stderr
+    events = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [event["steps"] for event in events if "steps" in event][-1] == 2
+    config.write_text("stepz = 3\n")
+    assert "steps" in error(run(tmp_path, "train", folder, "--config", str(config)))

@@ -1,0 +1,125 @@
+"""Every command and every Python block shown in the documents runs.
+
+Commands are the lines of `sh` blocks. They run in order, in one folder a document, with the
+examples beside them; only the number of steps is made small.
+"""
+
+import contextlib
+import doctest
+import importlib
+import io
+import os
+import pkgutil
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import asyncpipe
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
+SETUP = {"make", "git", "cd", "pip", "less"}
+
+
+def blocks(document: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", document.read_text(), re.DOTALL)
+
+
+def commands(document: Path) -> list[list[str]]:
+    text = "\n".join(blocks(document, "sh")).replace("\\\n", " ")
+    lines = [shlex.split(line, comments=True) for line in text.splitlines()]
+    return [line for line in lines if line]
+
+
+def shortened(command: list[str]) -> list[str]:
+    """The command with two steps of training and no copies of the weights it would export."""
+    text = re.sub(r"--steps \d+", "--steps 2", shlex.join(command))
+    if "asyncpipe-train" in command and "--steps" not in text:
+        text += " --steps 2"
+    return shlex.split(text)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_command_shown_runs(document: Path, tmp_path: Path) -> None:
+    for folder in ("examples", "benchmarks"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
+    scripts = Path(sys.executable).parent
+    environment = os.environ | {"PATH": f"{scripts}:{os.environ['PATH']}"}
+    for command in commands(document):
+        if command[0] in SETUP:
+            continue
+        assert (scripts / command[0]).exists(), f"{command[0]} is not a command"
+        name, *arguments = shortened(command)
+        result = subprocess.run(
+            [scripts / name, *arguments],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert result.returncode == 0, f"{shlex.join(command)}\n{result.stdout}\n{result.stderr}"
+
+
+def test_every_make_target_shown_exists() -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    shown = {
+        command[1]
+        for document in DOCUMENTS
+        for command in commands(document)
+        if command[0] == "make"
+    }
+    assert {"quickstart", "test"} <= shown <= targets
+
+
+EXAMPLE = re.compile(r"```python\n(.*?)```(?:\n\n```text\n(.*?)```)?", re.DOTALL)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_python_block_shown_runs_and_prints_what_is_shown(
+    document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
+    names = {"torch": torch, "model": model, "x": torch.randn(6, 8)}
+
+    def run(match: re.Match[str]) -> str:
+        code, shown = match.groups()
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(code, document.name, "exec"), names)
+        if shown is None:
+            return match[0]
+        return f"```python\n{code}```\n\n```text\n{printed.getvalue().rstrip()}\n```"
+
+    text = document.read_text()
+    made = EXAMPLE.sub(run, text)
+    if os.environ.get("ASYNCPIPE_UPDATE_GOLDEN"):
+        document.write_text(made)
+    assert made == text
+
+
+def test_every_link_to_a_file_leads_somewhere() -> None:
+    for document in DOCUMENTS:
+        for link in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
+            assert (document.parent / link).exists(), f"{document.name} links to {link}"
+
+
+MODULES = [
+    module.name
+    for module in pkgutil.walk_packages(asyncpipe.__path__, "asyncpipe.")
+    if module.name.split(".")[1] in {"partitioner", "runtime"}
+]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_docstring_example_is_true(name: str) -> None:
+    assert doctest.testmod(importlib.import_module(name)).failed == 0
