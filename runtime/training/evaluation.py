@@ -1,0 +1,80 @@
+"""Forward passes over evaluation data -> mean loss, and accuracy of a classifier."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from ..channels import forward_edges
+from ..lowering import lower
+from ..pipeline import Observer, Pipeline
+from ..plan import Plan
+from ..schedule import Schedule
+from ..schedules import make_schedule
+from .data import MicroBatches
+from .metrics import EvalRecord
+from .task import Task
+from .world import World
+
+
+class Evaluation:
+    """Evaluates the live weights between two segments; all ranks take part.
+
+    Micro-batches are of one size, so the mean over micro-batches is the mean over samples. A
+    classifier's accuracy is counted where one rank makes the logits and reads the labels.
+    """
+
+    def __init__(
+        self, plan: Plan, task: Task, feed: MicroBatches, world: World, *, batches: int
+    ) -> None:
+        self._task = task
+        self._feed = feed
+        self._world = world
+        self.batches = batches
+        outputs = plan.outputs
+        self._logits = outputs.get("logits") if isinstance(outputs, Mapping) else outputs
+        self._schedule = _forward_schedule(plan, batches, world) if batches else None
+
+    def __call__(self, pipeline: Pipeline, step: int) -> EvalRecord:
+        """Runs every evaluation micro-batch forward; the same record on every rank."""
+        assert self._schedule is not None
+        counts = _Counts(self._logits if self._task.classes else None)
+
+        def feed(micro_batch: int) -> Mapping[str, Tensor]:
+            fields = self._feed(micro_batch)
+            counts.labels = fields.get(self._task.label or "")
+            return fields
+
+        pipeline.run(self._schedule, feed, observer=counts, training=False)
+        loss, losses, right, answers = self._world.sums(
+            [counts.loss, counts.losses, counts.right, counts.answers]
+        )
+        accuracy = right / answers if answers else None
+        return EvalRecord(step, loss / losses, accuracy, self.batches)
+
+
+def _forward_schedule(plan: Plan, batches: int, world: World) -> Schedule:
+    name = "single" if world.control is None else "gpipe"
+    schedule = make_schedule(name, stages=len(plan.stages), micro_batches=batches)
+    return lower(schedule, forward_edges(plan), grad_edges=())
+
+
+class _Counts(Observer):
+    """Adds up losses and right answers; `labels` are those of the micro-batch just fed."""
+
+    def __init__(self, logits: str | None) -> None:
+        self.labels: Tensor | None = None
+        self.loss = self.losses = self.right = self.answers = 0.0
+        self._logits = logits
+
+    def on_loss(self, micro_batch: int, loss: Tensor) -> None:
+        self.loss += float(loss)
+        self.losses += 1
+
+    def on_outputs(self, micro_batch: int, outputs: Mapping[str, Tensor]) -> None:
+        if self.labels is None or self._logits not in outputs:
+            return
+        answers = outputs[str(self._logits)].argmax(-1).cpu()
+        self.right += float((answers == self.labels).sum())
+        self.answers += answers.numel()

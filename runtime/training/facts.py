@@ -1,0 +1,176 @@
+"""A run before it starts -> the lines that say what will be done."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from math import ceil
+from pathlib import Path
+
+from ..forecast import Forecast, forecast_step
+from ..pipeline import needed_inputs
+from ..plan import Plan
+from ..schedule import Schedule
+from ..simulate import few_micro_batches_warning
+from .data import Data
+from .resolve import batch_identity
+from .segments import longest_segment
+from .settings import Settings
+from .task import TARGET, Task
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Cores that this process may use, and threads that each rank computes with."""
+
+    cores: int
+    threads: int
+
+
+def find_machine(settings: Settings, local_ranks: int) -> Machine:
+    """Cores are shared out evenly, at least one thread a rank, unless `threads` says otherwise."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = cores or 1
+    shared = max(1, cores // local_ranks)
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    return Machine(cores, settings.threads or (int(given) if given.isdigit() else shared))
+
+
+def forecast_run(plan: Plan, planned: Plan, settings: Settings, cores: int) -> Forecast | None:
+    """The simulated step, at the plan's costs scaled to the run's sizes; None without costs.
+
+    Ranks share the cores when the plan was measured on this kind of machine's CPU.
+    """
+    if not all(stage.forward_ms > 0 for stage in plan.stages):
+        return None
+    scale = 1.0
+    for name, size in plan.sizes.items():
+        scale *= size / planned.sizes[name] if planned.sizes.get(name) else 1.0
+    stages = tuple(
+        replace(
+            stage,
+            forward_ms=stage.forward_ms * scale,
+            backward_ms=stage.backward_ms * scale,
+        )
+        for stage in plan.stages
+    )
+    return forecast_step(
+        replace(plan, stages=stages),
+        settings.schedule,
+        settings.micro_batches or 1,
+        processors=cores if settings.device == "cpu" else None,
+        steps=min(settings.steps, 8),
+    )
+
+
+def find_warnings(settings: Settings, plan: Plan) -> list[str]:
+    """What is legal but probably not meant."""
+    few = few_micro_batches_warning(
+        settings.schedule,
+        stages=len(plan.stages),
+        micro_batches=settings.micro_batches or 1,
+    )
+    return [few] if few else []
+
+
+def describe_run(
+    plan: Plan,
+    settings: Settings,
+    task: Task,
+    schedule: Schedule,
+    machine: Machine,
+    *,
+    data: str,
+    output: Path,
+    forecast: Forecast | None,
+) -> list[tuple[str, str]]:
+    """Labels and texts, in the order in which they are shown."""
+    facts = [
+        ("plan", f"{plan.name} · {len(plan.stages)} stages · {plan.method}"),
+        ("ranks", _ranks(schedule, settings, machine)),
+        ("algorithm", describe_algorithm(schedule, settings)),
+        ("batch", batch_identity(settings, task)),
+        ("data", data),
+        ("optimizer", describe_optimizer(settings)),
+    ]
+    if forecast is not None:
+        text = f"{forecast.step_ms:.0f} ms a step, ranks idle {forecast.idle_share:.0%}"
+        facts.append(("simulated", text))
+    if needed := sum(stage.peak_bytes for stage in plan.stages):
+        facts.append(("memory", f"{_bytes(needed)} over all stages, as planned"))
+    facts.append(("output", str(output)))
+    return facts
+
+
+def describe_data(data: Data, plan: Plan, schedule: Schedule, settings: Settings) -> str:
+    """The data, and which ranks read inputs and labels of it."""
+    labels = "labels" if plan.loss is not None else "targets"
+    ranks = range(len(schedule.ranks))
+    inputs, answers = [], []
+    for rank in ranks:
+        own = [stage for stage, at in enumerate(schedule.rank_of_stage) if at == rank]
+        read = set(needed_inputs(plan, own, criterion=settings.criterion is not None))
+        if read - {"labels", TARGET}:
+            inputs.append(str(rank))
+        if read & {"labels", TARGET}:
+            answers.append(str(rank))
+    if len(ranks) == 1 or not answers:
+        return data.description
+    return f"{data.description} · {_readers(inputs)} inputs, {_readers(answers)} {labels}"
+
+
+def describe_algorithm(schedule: Schedule, settings: Settings) -> str:
+    """What the schedule does to the weights, in a sentence."""
+    if schedule.synchronous:
+        return f"{schedule.name}, synchronous: the gradients of the plain model"
+    k = settings.micro_batches or 1
+    delays = [ceil((in_flight - 1) / k) for in_flight in schedule.in_flight]
+    worst = max(delays)
+    steps = "step" if worst == 1 else "steps"
+    if settings.staleness == "stash":
+        way = (
+            f"weight stashing: stage {delays.index(worst)} computes on weights at most {worst} "
+            f"{steps} old, forward and backward alike"
+        )
+    else:
+        way = f"live weights: a backward meets weights up to {worst} {steps} newer than its forward"
+    longest = longest_segment(settings)
+    often = f" and every {longest} steps" if settings.steps > longest else ""
+    return f"{schedule.name}, {way}; drained at evaluations{often}"
+
+
+def describe_optimizer(settings: Settings) -> str:
+    """The optimizer, its learning rate over time and the clipping."""
+    parts = [f"{settings.optimizer}, lr {settings.lr:g}"]
+    if settings.optimizer == "sgd" and settings.momentum:
+        parts.append(f"momentum {settings.momentum:g}")
+    if settings.weight_decay:
+        parts.append(f"weight decay {settings.weight_decay:g} on matrices")
+    if settings.warmup:
+        parts.append(f"{settings.warmup} step{'s' if settings.warmup > 1 else ''} of warm-up")
+    if settings.decay not in (None, "none"):
+        parts.append(f"{settings.decay} decay to {settings.final_lr_ratio or 0:.0%}")
+    if settings.clip:
+        scope = "of each stage" if settings.is_async else "over all stages"
+        parts.append(f"gradient norm {scope} at most {settings.clip:g}")
+    return ", ".join(parts)
+
+
+def _ranks(schedule: Schedule, settings: Settings, machine: Machine) -> str:
+    ranks = len(schedule.ranks)
+    threads = f"{machine.threads} thread{'s' if machine.threads > 1 else ''}"
+    if ranks == 1:
+        return f"1 process, all stages in it · {threads} of {machine.cores} cores"
+    return (
+        f"{ranks} processes · {settings.transport} · {threads} each, {machine.cores} cores "
+        "on this machine"
+    )
+
+
+def _readers(ranks: list[str]) -> str:
+    return f"rank {ranks[0]} reads" if len(ranks) == 1 else f"ranks {', '.join(ranks)} read"
+
+
+def _bytes(number: int) -> str:
+    gib, mib = number / (1 << 30), number / (1 << 20)
+    return f"{gib:.1f} GiB" if gib >= 1 else f"{mib:.0f} MiB"

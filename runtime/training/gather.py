@@ -1,0 +1,100 @@
+"""Figures of every rank, step by step -> records on rank 0, without a barrier.
+
+At its step each rank sends a handful of numbers to rank 0 and goes on; on rank 0 a thread takes
+them in, in the order of steps. An asynchronous pipeline is not held up by being watched.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+from collections import deque
+from dataclasses import astuple, dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import TransportError
+from .world import World
+
+_UNDER_WAY = 64
+
+
+@dataclass(frozen=True, slots=True)
+class RankFigures:
+    """What one rank says about one step; NaN where it does not know.
+
+    `squared_norm` is of the gradients of the rank's stages, tied parameters with their owner.
+    `busy_s` of `wall_s` seconds since its last step it was computing.
+    """
+
+    step: float
+    loss: float = math.nan
+    squared_norm: float = math.nan
+    busy_s: float = 0.0
+    wall_s: float = 0.0
+    mem_bytes: float = 0.0
+
+
+class Gather:
+    """`send` on every rank; on rank 0 `take` gives the figures of all ranks for each step."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._under_way: deque[tuple[dist.Work, Tensor]] = deque()
+        self._receiver: threading.Thread | None = None
+        self._own: queue.SimpleQueue[RankFigures] = queue.SimpleQueue()
+        self._complete: queue.SimpleQueue[list[RankFigures]] = queue.SimpleQueue()
+
+    def start(self, steps: int) -> None:
+        """Begins to take in the figures of `steps` steps."""
+        if self._world.rank == 0:
+            self._receiver = threading.Thread(target=self._receive, args=(steps,), daemon=True)
+            self._receiver.start()
+
+    def send(self, figures: RankFigures) -> None:
+        """Passes this rank's figures on and returns at once."""
+        if self._world.rank == 0:
+            self._own.put(figures)
+            return
+        content = torch.tensor(astuple(figures), dtype=torch.float64)
+        work = dist.isend(content, dst=0, group=self._world.metrics)
+        assert work is not None
+        self._under_way.append((work, content))
+        if len(self._under_way) > _UNDER_WAY:
+            self._under_way.popleft()[0].wait()
+
+    def take(self, *, wait_s: float = 0.0) -> list[RankFigures] | None:
+        """The figures of the next step, one entry a rank, or None if some are still missing.
+
+        With `wait_s` they must come within that time, or TransportError is raised.
+        """
+        try:
+            return self._complete.get(timeout=wait_s) if wait_s else self._complete.get_nowait()
+        except queue.Empty:
+            if wait_s:
+                raise TransportError(
+                    f"rank 0 waits for the figures of the other ranks ({wait_s:g} s)."
+                ) from None
+            return None
+
+    def finish(self) -> None:
+        """Returns when all that this rank sent has arrived, and all that it was sent."""
+        if self._receiver is not None:
+            self._receiver.join()
+        while self._under_way:
+            self._under_way.popleft()[0].wait()
+
+    def _receive(self, steps: int) -> None:
+        content = torch.zeros(len(RankFigures.__slots__), dtype=torch.float64)
+        for _ in range(steps):
+            figures = [self._own.get()]
+            for rank in range(1, self._world.ranks):
+                try:
+                    dist.recv(content, src=rank, group=self._world.metrics)
+                except RuntimeError:
+                    return  # The rank is gone; the pipeline says so.
+                figures.append(RankFigures(*content.tolist()))
+            self._complete.put(figures)

@@ -1,0 +1,268 @@
+"""Resolved settings on one rank -> trained stages: load, train in segments, evaluate, save."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ..forecast import Forecast
+from ..loading import load_stage, load_unused
+from ..pipeline import Pipeline, needed_inputs
+from ..plan import Plan
+from ..schedule import Schedule
+from ..tensors import dtype_of
+from ..transports.gloo import GlooTransport
+from ..transports.local import LocalHub
+from ..transports.protocol import Transport
+from .agreement import Agreement
+from .criterion import find_criterion
+from .data import Data, Feed, feed_nothing, open_data, prepare_data
+from .evaluation import Evaluation
+from .export import check_exportable, copy_configuration, write_weights
+from .facts import describe_data, describe_run, find_machine, find_warnings, forecast_run
+from .gather import Gather, RankFigures
+from .metrics import EvalRecord, MetricsFile, Reporter, Summary
+from .observer import Trainer
+from .order import Order
+from .resolve import sized_plan
+from .segments import make_segment, segments
+from .settings import Settings
+from .task import Task
+from .vocabulary import check_vocabulary
+from .watch import Watch
+from .world import World
+
+
+@dataclass(frozen=True)
+class Job:
+    """All that a rank needs to begin: resolved settings, the plan as it was made, and the run's
+    folder."""
+
+    settings: Settings
+    task: Task
+    planned: Plan
+    folder: Path
+
+    @property
+    def plan(self) -> Plan:
+        """The plan at the sizes of this run."""
+        return sized_plan(self.planned, self.settings)
+
+
+def train(
+    job: Job,
+    world: World,
+    make_reporter: Callable[[Settings], Reporter],
+    on_step: Callable[[int], None] = lambda step: None,
+) -> None:
+    """Trains this rank's stages; every rank calls it.
+
+    The reporter is made on rank 0 only. `on_step` is told every step that this rank has made.
+    Raises the AsyncPipeError that ends this rank.
+    """
+    settings, plan = job.settings, job.plan
+    machine = find_machine(settings, world.place.local_ranks)
+    torch.set_num_threads(machine.threads)
+    if settings.export_hf:
+        check_exportable(Path(settings.folder), settings.export_hf)
+    schedule = make_segment(plan, settings, steps=1)
+    forecast = forecast_run(plan, job.planned, settings, machine.cores)
+    reporter = None
+    if world.rank == 0:
+        reporter = MetricsFile(job.folder / "metrics.jsonl", make_reporter(settings))
+        prepare_data(settings, job.task, job.folder)
+    world.meet()
+    own = [stage for stage, rank in enumerate(schedule.rank_of_stage) if rank == world.rank]
+    fields = needed_inputs(plan, own, criterion=settings.criterion is not None)
+    data = open_data(settings, job.task, plan, job.folder) if fields or reporter else None
+    if reporter is not None and data is not None:
+        readers = describe_data(data, plan, schedule, settings)
+        reporter.on_start(
+            describe_run(
+                plan,
+                settings,
+                job.task,
+                schedule,
+                machine,
+                data=readers,
+                output=job.folder,
+                forecast=forecast,
+            )
+        )
+        for warning in find_warnings(settings, plan):
+            reporter.on_warning(warning)
+    run = _Run(job, world, schedule, data if fields else None, fields, reporter, on_step)
+    run.train()
+    run.save(forecast)
+
+
+class _Run:
+    """One rank's run: its stages, what it reads, and whom it tells."""
+
+    def __init__(
+        self,
+        job: Job,
+        world: World,
+        schedule: Schedule,
+        data: Data | None,
+        fields: tuple[str, ...],
+        reporter: MetricsFile | None,
+        on_step: Callable[[int], None],
+    ) -> None:
+        settings, plan = job.settings, job.plan
+        self._job, self._settings, self._plan, self._world = job, settings, plan, world
+        self._reporter, self._on_step = reporter, on_step
+        self._modules = _load(job, schedule, world)
+        self._pipeline = Pipeline(
+            plan,
+            self._modules,
+            _transport(world, settings),
+            rank_of_stage=schedule.rank_of_stage,
+            staleness=settings.staleness or "none",
+            criterion=find_criterion(settings.criterion) if settings.criterion else None,
+            device=_device(settings, world),
+            dtype=None if settings.dtype == "float32" else dtype_of(settings.dtype),
+            seed=settings.seed,
+        )
+        self._schedules = {1: schedule}
+        self._gather = Gather(world)
+        self._watch = Watch(settings, job.task, self._gather, reporter) if reporter else None
+        self._trainer = Trainer(
+            plan, self._modules, settings, world, self._told, lr_scale=self._pipeline.lr_scale
+        )
+        size = settings.micro_batch_size or 1
+        order = Order(len(data.train), settings.seed) if data else None
+        self._feed = Feed(data.train, order, size, fields) if data else feed_nothing
+        held_out = data.evaluation if data else None
+        self._agreement = Agreement(world, data, order, size=size, batches=settings.eval_batches)
+        self._evaluation = Evaluation(
+            plan,
+            job.task,
+            Feed(held_out, None, size, fields) if held_out else feed_nothing,
+            world,
+            batches=self._agreement.evaluation_batches,
+        )
+        self._evaluated: EvalRecord | None = None
+        self._check_tokens(data)
+
+    def train(self) -> None:
+        """All segments, the evaluations between them, and one at the end."""
+        settings = self._settings
+        every, size = settings.micro_batches or 1, settings.micro_batch_size or 1
+        self._gather.start(settings.steps)
+        for segment in segments(settings):
+            first = segment.start * every
+            self._agreement.check(first * size, len(segment) * every * size)
+            self._trainer.start_segment()
+            self._pipeline.run(
+                self._schedule(len(segment)),
+                self._feed,
+                first_micro_batch=first,
+                observer=self._trainer,
+            )
+            if settings.eval_every and segment.stop % settings.eval_every == 0:
+                self._evaluate(segment.stop)
+        if self._evaluated is None or self._evaluated.step != settings.steps:
+            self._evaluate(settings.steps)
+        self._gather.finish()
+        self._pipeline.close()
+
+    def save(self, forecast: Forecast | None) -> None:
+        """Writes the weights, exports them if asked to, and reports the end of the run."""
+        settings, folder = self._settings, self._job.folder
+        unused: dict[str, Tensor] = {}
+        if self._world.rank == 0:
+            unused = load_unused(settings.folder, self._plan, weights=settings.weights)
+        targets = [folder / "weights", *([Path(settings.export_hf)] if settings.export_hf else [])]
+        for target in targets:
+            write_weights(target, self._plan, self._modules, unused, self._world)
+        if settings.export_hf and self._world.rank == 0:
+            copy_configuration(Path(settings.export_hf), Path(settings.folder))
+        self._world.meet()
+        if self._watch is None or self._reporter is None:
+            return
+        first, last = self._watch.records[0], self._watch.records[-1]
+        evaluated = self._evaluated
+        self._reporter.on_end(
+            Summary(
+                steps=settings.steps,
+                seconds=last.elapsed_s,
+                first_loss=first.loss,
+                last_loss=last.loss,
+                eval_loss=evaluated.loss if evaluated else None,
+                accuracy=evaluated.accuracy if evaluated else None,
+                idle=self._watch.idle_share,
+                simulated_idle=forecast.idle_share if forecast else None,
+                step_ms=self._watch.step_ms,
+                simulated_step_ms=forecast.step_ms if forecast else None,
+                output=str(folder),
+                weights=str(folder / "weights"),
+                exported=settings.export_hf,
+            )
+        )
+
+    def _told(self, figures: RankFigures) -> None:
+        """A step is over on this rank."""
+        self._gather.send(figures)
+        self._on_step(int(figures.step))
+        if self._watch is not None:
+            self._watch.poll()
+
+    def _evaluate(self, step: int) -> None:
+        if self._watch is not None:
+            self._watch.drain(step)
+        if not self._evaluation.batches:
+            return
+        self._evaluated = self._evaluation(self._pipeline, step)
+        if self._reporter is not None:
+            self._reporter.on_eval(self._evaluated)
+
+    def _schedule(self, steps: int) -> Schedule:
+        if steps not in self._schedules:
+            self._schedules = {steps: make_segment(self._plan, self._settings, steps=steps)}
+        return self._schedules[steps]
+
+    def _check_tokens(self, data: Data | None) -> None:
+        if data is None or data.largest_token is None:
+            return
+        sample = self._job.task.sample
+        for index, module in self._modules.items():
+            if sample in self._plan.stages[index].inputs:
+                check_vocabulary(
+                    module,
+                    self._plan.stages[index],
+                    sample,
+                    data.largest_token(),
+                    source=data.source,
+                    tokenizer=data.tokenizer,
+                )
+
+
+def _load(job: Job, schedule: Schedule, world: World) -> dict[int, nn.Module]:
+    settings = job.settings
+    modules = {}
+    for stage, rank in enumerate(schedule.rank_of_stage):
+        if rank == world.rank:
+            module = load_stage(
+                settings.folder,
+                job.planned,
+                stage,
+                weights=settings.weights,
+                device=_device(settings, world),
+            )
+            modules[stage] = module.to(dtype_of(settings.dtype)).train()
+    return modules
+
+
+def _transport(world: World, settings: Settings) -> Transport:
+    if world.control is None:
+        return LocalHub(1).transport(0)
+    return GlooTransport(timeout_s=settings.timeout_s, device=_device(settings, world))
+
+
+def _device(settings: Settings, world: World) -> str:
+    return "cpu" if settings.device == "cpu" else f"cuda:{world.place.local_rank}"

@@ -1,0 +1,130 @@
+"""What happens during a run -> records: for the person who watches, and as JSON lines.
+
+Whoever shows a run implements `Reporter`; it is called in the process of rank 0 only.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One optimizer step. Rate, idle shares and step time are over the steps since the last
+    logged one; `idle` has an entry a rank, `grad_norm` is None where nobody took it.
+
+    `rate` is in `unit` ("tok" or "samples") per second, `mem_bytes` the most of any rank.
+    """
+
+    step: int
+    steps: int
+    loss: float
+    lr: float
+    grad_norm: float | None
+    rate: float
+    unit: str
+    idle: tuple[float, ...]
+    mem_bytes: int
+    step_ms: float
+    elapsed_s: float
+    logged: bool
+
+    @property
+    def idle_share(self) -> float:
+        """The mean over ranks."""
+        return sum(self.idle) / len(self.idle)
+
+    def to_json(self) -> str:
+        record = asdict(self) | {"idle_share": round(self.idle_share, 4)}
+        del record["logged"], record["steps"], record["unit"], record["rate"]
+        return _line("step", record | {f"{self.unit}_per_s": round(self.rate, 1)})
+
+
+@dataclass(frozen=True, slots=True)
+class EvalRecord:
+    """The mean loss over `batches` micro-batches of evaluation data after `step` steps, and the
+    share of right answers of a classifier."""
+
+    step: int
+    loss: float
+    accuracy: float | None
+    batches: int
+
+    def to_json(self) -> str:
+        return _line("eval", asdict(self))
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """A run in one line. The simulated figures are None when the plan has no measured costs."""
+
+    steps: int
+    seconds: float
+    first_loss: float
+    last_loss: float
+    eval_loss: float | None
+    accuracy: float | None
+    idle: float
+    simulated_idle: float | None
+    step_ms: float
+    simulated_step_ms: float | None
+    output: str
+    weights: str
+    exported: str | None
+
+    def to_json(self) -> str:
+        return _line("end", asdict(self))
+
+
+class Reporter(Protocol):
+    """Shows a run. `on_step` is called for every step; `record.logged` says that a line is due."""
+
+    def on_start(self, facts: Sequence[tuple[str, str]]) -> None: ...
+
+    def on_warning(self, text: str) -> None: ...
+
+    def on_step(self, record: StepRecord) -> None: ...
+
+    def on_eval(self, record: EvalRecord) -> None: ...
+
+    def on_end(self, summary: Summary) -> None: ...
+
+
+class MetricsFile:
+    """A reporter that appends every logged record to `metrics.jsonl` and passes all on."""
+
+    def __init__(self, path: Path, shown: Reporter) -> None:
+        self._file = path.open("a", encoding="utf-8")
+        self._shown = shown
+
+    def on_start(self, facts: Sequence[tuple[str, str]]) -> None:
+        self._shown.on_start(facts)
+
+    def on_warning(self, text: str) -> None:
+        self._shown.on_warning(text)
+
+    def on_step(self, record: StepRecord) -> None:
+        if record.logged:
+            self._write(record.to_json())
+        self._shown.on_step(record)
+
+    def on_eval(self, record: EvalRecord) -> None:
+        self._write(record.to_json())
+        self._shown.on_eval(record)
+
+    def on_end(self, summary: Summary) -> None:
+        self._write(summary.to_json())
+        self._file.close()
+        self._shown.on_end(summary)
+
+    def _write(self, line: str) -> None:
+        self._file.write(line + "\n")
+        self._file.flush()
+
+
+def _line(event: str, values: dict[str, object]) -> str:
+    return json.dumps({"event": event} | values)

@@ -1,0 +1,140 @@
+"""`module:function` or `path.py:function` -> that object, and a user's data -> a dataset."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import DataError
+from .task import Task
+
+
+def names_object(spec: str) -> bool:
+    """Whether a text has the form `module:function` or `path.py:function`."""
+    place, colon, name = spec.rpartition(":")
+    return bool(colon and place and name.isidentifier())
+
+
+def import_object(spec: str, option: str) -> Any:
+    """Imports what `module:function` or `path.py:function` names; `option` is who asked for it.
+
+    Raises DataError when the file, the module or the name does not exist.
+    """
+    place, _, name = spec.rpartition(":")
+    module = _import_path(Path(place), option) if place.endswith(".py") else _import(place, option)
+    if not hasattr(module, name):
+        raise DataError(f"{option} {spec}: {place} has no {name}.")
+    return getattr(module, name)
+
+
+class OwnDataset:
+    """A sequence of dicts, or of tuples in the order of the model's inputs with the target last."""
+
+    def __init__(
+        self, samples: Sequence[Any], task: Task, source: str, *, dtype: torch.dtype
+    ) -> None:
+        self._samples = samples
+        self._dtype = dtype
+        self._source = source
+        self._names = task.fields
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        return self._names
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def get(self, indices: Sequence[int], fields: Collection[str]) -> dict[str, Tensor]:
+        samples = [self._named(self._samples[index]) for index in indices]
+        lacking = [name for name in fields if name not in samples[0]]
+        if lacking:
+            raise DataError(
+                f"a sample of {self._source} has {', '.join(map(str, samples[0]))}, "
+                f"but the model reads {lacking[0]}."
+            )
+        return {
+            name: torch.stack([self._tensor(sample[name]) for sample in samples]) for name in fields
+        }
+
+    def _tensor(self, value: Any) -> Tensor:
+        tensor = torch.as_tensor(value)
+        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+
+    def _named(self, sample: Any) -> Mapping[str, Any]:
+        if isinstance(sample, Mapping):
+            return sample
+        values = sample if isinstance(sample, tuple | list) else (sample,)
+        if len(values) != len(self._names):
+            raise DataError(
+                f"a sample of {self._source} has {len(values)} values, but the model reads "
+                f"{len(self._names)}: {', '.join(self._names)}."
+            )
+        return dict(zip(self._names, values, strict=True))
+
+
+def own_parts(source: str) -> tuple[Any, Any]:
+    """Calls the user's function; its training and its evaluation samples (None: no such).
+
+    Raises DataError when it returns neither a sequence of samples nor a pair of these.
+    """
+    made = import_object(source, "--data")
+    if callable(made):
+        made = made()
+    if isinstance(made, tuple) and len(made) == 2 and all(map(_is_dataset, made)):
+        return made
+    if not _is_dataset(made):
+        raise DataError(
+            f"--data {source} gives a {type(made).__name__}, not a sequence of samples.",
+            "Return a list of dicts, a torch Dataset with a length, or a (train, eval) pair.",
+        )
+    return made, None
+
+
+def _is_dataset(value: Any) -> bool:
+    has_items = hasattr(value, "__len__") and (
+        hasattr(value, "__getitem__") or hasattr(value, "get")
+    )
+    return has_items and not isinstance(value, Tensor | str | Mapping)
+
+
+def _import(name: str, option: str) -> Any:
+    folder = os.getcwd()
+    if folder not in sys.path:
+        sys.path.insert(0, folder)  # as `python -m` does; an installed command does not
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise DataError(
+            f"{option} {name}: there is no module {error.name}.",
+            "Run from the folder that holds it, or name the file: path/to/file.py:function",
+        ) from error
+
+
+def _import_path(path: Path, option: str) -> Any:
+    if not path.is_file():
+        raise DataError(f"{option} {path}: no such file.")
+    name = "asyncpipe_own_" + hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise DataError(
+            f"{option} {path} cannot be imported: {type(error).__name__}: {error}."
+        ) from error
+    return module

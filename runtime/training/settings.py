@@ -1,0 +1,195 @@
+"""Options of a training run -> one frozen value, and the TOML file that repeats the run.
+
+A field is spelled alike as flag (`--micro-batches 8`), as field and in TOML (`micro_batches = 8`).
+None means: chosen for the plan at hand (`resolve.py`). Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from math import inf
+from pathlib import Path
+from types import NoneType
+from typing import Any, get_args, get_type_hints
+
+from ..errors import AsyncPipeError
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "schedule": ("gpipe", "1f1b", "seq", "single", "async-1f1b"),
+    "staleness": ("none", "stash"),
+    "optimizer": ("sgd", "adam", "adamw"),
+    "decay": ("none", "linear", "cosine"),
+    "device": ("cpu", "cuda"),
+    "dtype": ("float32", "float64"),
+    "transport": ("gloo",),
+}
+"""The legal values of the options that have a few."""
+
+_AT_LEAST: dict[str, float] = {
+    "micro_batches": 1,
+    "micro_batch_size": 1,
+    "global_batch_size": 1,
+    "seq": 1,
+    "steps": 1,
+    "lr": 0,
+    "momentum": 0,
+    "weight_decay": 0,
+    "warmup": 0,
+    "final_lr_ratio": 0,
+    "clip": 0,
+    "seed": 0,
+    "eval_every": 0,
+    "eval_batches": 0,
+    "log_every": 1,
+    "threads": 1,
+    "timeout_s": 1,
+}
+_OF_THIS_CALL = frozenset({"dry_run", "json", "quiet", "output"})
+
+
+class SettingsError(AsyncPipeError):
+    """An option whose value cannot be used."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """All options of `asyncpipe-train`. Times in seconds, sizes in samples or tokens.
+
+    `micro_batches` is the number of micro-batches of one optimizer step, under every schedule
+    (8, or what `global_batch_size` and `micro_batch_size` make it).
+    `clip` bounds the gradient norm over all stages (of each stage, when asynchronous); 0 is off.
+    """
+
+    folder: str
+
+    schedule: str = "1f1b"
+    staleness: str | None = None
+    micro_batches: int | None = None
+    micro_batch_size: int | None = None
+    global_batch_size: int | None = None
+    seq: int | None = None
+
+    data: str | None = None
+    tokenizer: str | None = None
+
+    steps: int = 100
+    optimizer: str | None = None
+    lr: float | None = None
+    momentum: float | None = None
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float | None = None
+    warmup: int | None = None
+    decay: str | None = None
+    final_lr_ratio: float | None = None
+    clip: float | None = None
+    criterion: str | None = None
+    seed: int = 1
+
+    weights: str | None = None
+    export_hf: str | None = None
+    output: str | None = None
+
+    eval_every: int = 0
+    eval_batches: int = 8
+    log_every: int = 10
+
+    device: str = "cpu"
+    threads: int | None = None
+    timeout_s: float = 300.0
+    dtype: str = "float32"
+    transport: str = "gloo"
+
+    dry_run: bool = False
+    json: bool = False
+    quiet: bool = False
+
+    def __post_init__(self) -> None:
+        for name, legal in CHOICES.items():
+            value = getattr(self, name)
+            if value is not None and value not in legal:
+                raise SettingsError(
+                    f"{_flag(name)} {value} is not known.", _suggestion(value, legal, "Choose ")
+                )
+        for name, least in _AT_LEAST.items():
+            value = getattr(self, name)
+            if value is not None and not least <= value < inf:
+                raise SettingsError(f"{_flag(name)} {value} is not a number from {least:g} up.")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            first, second = self.betas
+            raise SettingsError(f"--betas {first} {second}: both must be from 0 to below 1.")
+
+    @property
+    def is_async(self) -> bool:
+        """Whether stages step without waiting for the others."""
+        return self.schedule.startswith("async")
+
+    def to_toml(self) -> str:
+        """The TOML text of these options, but for those that concern one call only."""
+        lines = ["# asyncpipe-train --config with this file repeats the run."]
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if value is not None and option.name not in _OF_THIS_CALL:
+                # JSON's strings, numbers, booleans and lists are TOML's.
+                lines.append(f"{option.name} = {json.dumps(value, ensure_ascii=False)}")
+        return "\n".join(lines) + "\n"
+
+
+def read_config(path: str | Path) -> dict[str, Any]:
+    """Reads options from a TOML file; each is checked for its name and type.
+
+    Raises SettingsError for a missing or damaged file, an unknown option or a wrong type.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise SettingsError(f"--config {path}: there is no such file.")
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path} is not TOML: {error}.") from error
+    return {name: _checked(name, value, path) for name, value in raw.items()}
+
+
+def settings_from(options: Mapping[str, Any]) -> Settings:
+    """Settings from named options; `folder` must be among them."""
+    if "folder" not in options:
+        raise SettingsError(
+            "no generated folder was named.", "asyncpipe-train generated_models/gpt2_4p"
+        )
+    return Settings(**options)
+
+
+def _checked(name: str, value: Any, path: Path) -> Any:
+    kinds = get_type_hints(Settings)
+    if name not in kinds:
+        raise SettingsError(
+            f"{path}: {name} is not an option of asyncpipe-train.",
+            _suggestion(name, tuple(kinds), "Options: "),
+        )
+    if name == "betas":
+        if isinstance(value, list) and len(value) == 2 and all(map(_is_number, value)):
+            return (float(value[0]), float(value[1]))
+        raise SettingsError(f"{path}: betas = {value!r} is not two numbers.")
+    legal = [kind for kind in get_args(kinds[name]) or (kinds[name],) if kind is not NoneType]
+    if float in legal and _is_number(value):
+        return float(value)
+    if type(value) not in legal:
+        words = " or ".join(kind.__name__ for kind in legal)
+        raise SettingsError(f"{path}: {name} = {value!r} is not of type {words}.")
+    return value
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _suggestion(word: str, legal: tuple[str, ...], otherwise: str) -> str:
+    near = get_close_matches(word, legal, n=1)
+    return f"Did you mean {near[0]}?" if near else f"{otherwise}{', '.join(legal)}."
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

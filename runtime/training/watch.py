@@ -1,0 +1,103 @@
+"""Figures of all ranks -> step records for the reporter, on rank 0."""
+
+from __future__ import annotations
+
+import math
+from time import perf_counter
+
+from .gather import Gather, RankFigures
+from .metrics import Reporter, StepRecord
+from .observer import is_logged
+from .optimizers import lr_factor
+from .settings import Settings
+from .task import Task
+
+
+class Watch:
+    """Turns what every rank said about a step into a record, and passes it on.
+
+    Rates, idle shares and step times are over the steps since the last logged one.
+    """
+
+    def __init__(self, settings: Settings, task: Task, gather: Gather, reporter: Reporter) -> None:
+        self._settings = settings
+        self._gather = gather
+        self._reporter = reporter
+        size = (settings.micro_batches or 1) * (settings.micro_batch_size or 1)
+        self._unit = "tok" if task.kind == "text" else "samples"
+        self._per_step = size * (settings.seq or 1) if task.kind == "text" else size
+        self._started_s = perf_counter()
+        self._interval: list[list[RankFigures]] = []
+        self._busy_s = 0.0
+        self._wall_s = 0.0
+        self.records: list[StepRecord] = []
+        self.step = 0
+
+    def poll(self) -> None:
+        """Reports every step that all ranks have told about."""
+        while (figures := self._gather.take()) is not None:
+            self._take(figures)
+
+    def drain(self, step: int) -> None:
+        """Reports until `step`, waiting for the ranks that have not told yet."""
+        while self.step < step:
+            figures = self._gather.take(wait_s=self._settings.timeout_s)
+            assert figures is not None
+            self._take(figures)
+
+    @property
+    def idle_share(self) -> float:
+        """The share of time that a rank waited, over all steps and ranks but the first step."""
+        return 1 - self._busy_s / self._wall_s if self._wall_s else 0.0
+
+    @property
+    def step_ms(self) -> float:
+        """The mean step, the first left out."""
+        ranks = max(1, len(self.records[-1].idle)) if self.records else 1
+        return self._wall_s * 1000 / ranks / max(1, self.step - 1)
+
+    def _take(self, figures: list[RankFigures]) -> None:
+        self._interval.append(figures)
+        self.step = step = int(figures[0].step)
+        if step > 1 or self._settings.steps == 1:
+            self._busy_s += sum(rank.busy_s for rank in figures)
+            self._wall_s += sum(rank.wall_s for rank in figures)
+        record = self._record(step, figures)
+        if record.logged:
+            self._interval.clear()
+        if record.logged or not self.records:
+            self.records = [*self.records[:1], record]
+        self._reporter.on_step(record)
+
+    def _record(self, step: int, figures: list[RankFigures]) -> StepRecord:
+        settings = self._settings
+        losses = [rank.loss for rank in figures if not math.isnan(rank.loss)]
+        squares = [rank.squared_norm for rank in figures]
+        walls = [max(rank.wall_s for rank in ranks) for ranks in self._interval]
+        wall_s = max(sum(walls), 1e-9)
+        factor = lr_factor(
+            step - 1,
+            steps=settings.steps,
+            warmup=settings.warmup or 0,
+            decay=settings.decay or "none",
+            final_ratio=settings.final_lr_ratio or 0.0,
+        )
+        return StepRecord(
+            step=step,
+            steps=settings.steps,
+            loss=losses[0] if losses else math.nan,
+            lr=(settings.lr or 0.0) * factor,
+            grad_norm=None if any(map(math.isnan, squares)) else math.sqrt(sum(squares)),
+            rate=self._per_step * len(walls) / wall_s,
+            unit=self._unit,
+            idle=tuple(self._idle_of(rank) for rank in range(len(figures))),
+            mem_bytes=int(max(rank.mem_bytes for rank in figures)),
+            step_ms=wall_s * 1000 / len(walls),
+            elapsed_s=perf_counter() - self._started_s,
+            logged=is_logged(step, settings),
+        )
+
+    def _idle_of(self, rank: int) -> float:
+        busy_s = sum(figures[rank].busy_s for figures in self._interval)
+        wall_s = sum(figures[rank].wall_s for figures in self._interval)
+        return min(1.0, max(0.0, 1 - busy_s / wall_s)) if wall_s else 0.0

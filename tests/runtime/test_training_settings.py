@@ -1,0 +1,205 @@
+"""Options: one spelling, near misses named, and what does not fit a plan said with both numbers."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from asyncpipe.runtime.errors import AsyncPipeError
+from asyncpipe.runtime.plan import Plan, TensorSpec
+from asyncpipe.runtime.training.resolve import (
+    batch_identity,
+    check_devices,
+    check_ranks,
+    resolve,
+    sized_plan,
+)
+from asyncpipe.runtime.training.settings import Settings, SettingsError, read_config
+
+from .handmade import write_mlp, write_text
+
+
+@pytest.fixture(scope="module")
+def mlp(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    return write_mlp(tmp_path_factory.mktemp("plans") / "mlp")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    return write_text(tmp_path_factory.mktemp("plans") / "text")
+
+
+def resolved(plan: Plan, **options: object) -> Settings:
+    return resolve(Settings(folder="x", **options), plan)[0]  # type: ignore[arg-type]
+
+
+def message(error: pytest.ExceptionInfo[AsyncPipeError]) -> str:
+    return str(error.value)
+
+
+def test_a_written_config_gives_the_same_settings(text: Plan, tmp_path: Path) -> None:
+    settings = resolved(text, schedule="async-1f1b", lr=1e-5, data='a "quoted" name')
+    (tmp_path / "config.toml").write_text(settings.to_toml())
+    again = Settings(**read_config(tmp_path / "config.toml"))
+    assert again == settings
+    assert resolve(again, text)[0] == settings
+
+
+def test_the_config_leaves_out_what_concerns_one_call() -> None:
+    settings = Settings(folder="x", output="runs/x/1", dry_run=True, json=True)
+    assert tomllib.loads(settings.to_toml()).keys().isdisjoint({"output", "dry_run", "json"})
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("micro_batch = 8", "Did you mean micro_batches"),
+        ("steps = 'many'", "steps = 'many' is not of type int"),
+        ("steps = true", "not of type int"),
+        ("betas = [0.9]", "is not two numbers"),
+        ("steps = ", "is not TOML"),
+    ],
+)
+def test_a_wrong_config_is_named(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "bad.toml").write_text(text)
+    with pytest.raises(SettingsError, match=words):
+        read_config(tmp_path / "bad.toml")
+
+
+def test_a_config_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="there is no such file"):
+        read_config(tmp_path / "absent.toml")
+
+
+def test_a_near_miss_of_a_choice_is_named() -> None:
+    with pytest.raises(SettingsError, match="Did you mean gpipe"):
+        Settings(folder="x", schedule="gpip")
+
+
+def test_a_number_out_of_range_is_named() -> None:
+    with pytest.raises(SettingsError, match="--steps 0 is not a number from 1 up"):
+        Settings(folder="x", steps=0)
+    with pytest.raises(SettingsError, match="--lr nan"):
+        Settings(folder="x", lr=float("nan"))
+
+
+def test_defaults_come_from_the_plan(text: Plan, mlp: Plan) -> None:
+    language, vectors = resolved(text), resolved(mlp)
+    assert (language.optimizer, language.clip, language.seq) == ("adamw", 1.0, 32)
+    assert (vectors.clip, vectors.seq, vectors.criterion) == (0.0, None, "cross_entropy")
+
+
+def test_the_teaching_example_has_its_published_optimizer(mlp: Plan) -> None:
+    settings = resolved(replace(mlp, name="mlp"))
+    assert (settings.optimizer, settings.lr, settings.momentum) == ("sgd", 0.1, 0.0)
+    assert (settings.decay, settings.final_lr_ratio, settings.warmup) == ("linear", 0.3, 0)
+
+
+def test_given_options_win_over_defaults(text: Plan) -> None:
+    settings = resolved(text, optimizer="sgd", lr=0.5, clip=0.0)
+    assert (settings.optimizer, settings.lr, settings.clip, settings.momentum) == (
+        "sgd",
+        0.5,
+        0.0,
+        0.9,
+    )
+
+
+def test_the_batch_identity_is_a_product(text: Plan) -> None:
+    settings, task = resolve(Settings(folder="x", micro_batch_size=8), text)
+    expected = "64 sequences per step = 8 micro-batches × 8 sequences × 1 replica"
+    assert batch_identity(settings, task) == expected
+
+
+def test_a_global_batch_is_divided_among_micro_batches(text: Plan) -> None:
+    settings = resolved(text, global_batch_size=64, micro_batches=4)
+    assert (settings.micro_batches, settings.micro_batch_size) == (4, 16)
+    settings = resolved(text, global_batch_size=64, micro_batch_size=2)
+    assert (settings.micro_batches, settings.micro_batch_size) == (32, 2)
+
+
+def test_an_indivisible_global_batch_names_its_neighbours(text: Plan) -> None:
+    with pytest.raises(SettingsError) as error:
+        resolved(text, global_batch_size=100, micro_batches=8)
+    assert "global batch 100 = micro-batches × size × replicas has no answer" in message(error)
+    assert "100 / 8 = 12.5" in message(error)
+    assert "--global-batch-size 96 or 104, or --micro-batches 4, 5, 10, 20, 25" in message(error)
+
+
+def test_a_global_batch_smaller_than_its_micro_batches_names_the_next(text: Plan) -> None:
+    with pytest.raises(SettingsError) as error:
+        resolved(text, global_batch_size=3, micro_batches=8)
+    assert "--global-batch-size 8, or --micro-batches 1, 3" in message(error)
+
+
+def test_a_sequence_longer_than_the_plan_is_refused(text: Plan) -> None:
+    with pytest.raises(SettingsError) as error:
+        resolved(text, seq=64)
+    assert "--seq 64, but the plan was made for 32 tokens." in message(error)
+    assert "asyncpipe-partition --model tiny_text --stages 2 --seq 64" in message(error)
+
+
+def test_a_shorter_sequence_resizes_the_plan(text: Plan) -> None:
+    settings = resolved(text, seq=16, micro_batch_size=3)
+    assert sized_plan(text, settings).sizes == {"batch": 3, "sequence": 16}
+
+
+def test_a_sequence_for_a_model_without_one_is_refused(mlp: Plan) -> None:
+    with pytest.raises(SettingsError, match="has no sequence length"):
+        resolved(mlp, seq=64)
+
+
+def test_another_micro_batch_needs_a_plan_with_a_free_batch(mlp: Plan) -> None:
+    fixed = replace(mlp, inputs=(TensorSpec("x", "float32", (4, 16)),))
+    assert resolved(fixed).micro_batch_size == 4
+    with pytest.raises(SettingsError, match="made for 4 and no other size"):
+        resolved(fixed, micro_batch_size=8)
+
+
+def test_staleness_belongs_to_asynchronous_schedules(text: Plan) -> None:
+    assert resolved(text).staleness is None
+    assert resolved(text, schedule="async-1f1b").staleness == "stash"
+    with pytest.raises(SettingsError, match="under 1f1b no weights are stale"):
+        resolved(text, staleness="stash")
+
+
+def test_a_warmup_longer_than_the_run_is_refused(text: Plan) -> None:
+    with pytest.raises(SettingsError, match="--warmup 20 is longer than --steps 10"):
+        resolved(text, steps=10, warmup=20)
+
+
+def test_a_plan_without_a_loss_asks_for_a_criterion(mlp: Plan, text: Plan) -> None:
+    with pytest.raises(AsyncPipeError, match="--criterion cross_entropy"):
+        resolved(replace(mlp, criterion=None))
+    with pytest.raises(SettingsError, match="makes its own loss"):
+        resolved(text, criterion="mse")
+
+
+def test_a_wrong_number_of_ranks_is_refused(text: Plan) -> None:
+    check_ranks(text, "1f1b", 2)
+    check_ranks(text, "single", 1)
+    with pytest.raises(AsyncPipeError) as error:
+        check_ranks(text, "1f1b", 6)
+    assert "the plan has 2 stages, 6 ranks were started." in message(error)
+    assert "Use 2 ranks, or partition again: asyncpipe-partition" in message(error)
+    assert "--stages 6" in message(error)
+    with pytest.raises(AsyncPipeError, match="1 rank was started"):
+        check_ranks(text, "1f1b", 1)
+    with pytest.raises(AsyncPipeError, match="in 1 process, 2 ranks were started"):
+        check_ranks(text, "single", 2)
+
+
+def test_more_ranks_than_gpus_are_refused() -> None:
+    check_devices("cpu", 4, 0)
+    check_devices("cuda", 2, 2)
+    with pytest.raises(SettingsError) as error:
+        check_devices("cuda", 4, 2, "0,1")
+    assert "4 ranks on this machine, but 2 GPUs visible (CUDA_VISIBLE_DEVICES=0,1)." in message(
+        error
+    )
+    assert "--device cpu, or partition again with --stages 2." in message(error)
+    with pytest.raises(SettingsError, match="but no GPUs visible"):
+        check_devices("cuda", 4, 0)
