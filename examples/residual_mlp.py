@@ -40,12 +40,12 @@ def build(width: int = 64, depth: int = 4, classes: int = 4) -> tuple[nn.Module,
 
 
 def data() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Training and evaluation data: four noisy clusters, with the labels for the loss."""
+    """Training and evaluation data: four noisy clusters; the loss compares with `target`."""
     generator = torch.Generator().manual_seed(0)
     centres = torch.randn(4, 16, generator=generator)
     labels = torch.randint(4, (1200,), generator=generator)
     x = centres[labels] + 0.8 * torch.randn(1200, 16, generator=generator)
     return (
-        {"x": x[:1000], "labels": labels[:1000]},
-        {"x": x[1000:], "labels": labels[1000:]},
+        {"x": x[:1000], "target": labels[:1000]},
+        {"x": x[1000:], "target": labels[1000:]},
     )

@@ -78,7 +78,7 @@ def partition_spec(
     output: str | Path | None = None,
     model_args: Mapping[str, Any] | None = None,
     inputs: Mapping[str, str] | None = None,
-    micro_batch_size: int = 4,
+    micro_batch_size: int | None = None,
     seq: int = 128,
     seed: int = 0,
     meta: bool = False,
@@ -165,7 +165,7 @@ def partition_source(
         model=portable(source.spec),
         model_args=dict(model_args or {}),
         command=command or f"asyncpipe-partition --model {portable(source.spec)} --stages {stages}",
-        criterion=loss,
+        criterion=loss or source.criterion,
         weights=source.weights if save_weights else "not stored",
     )
     tick("plan", solution.explanation[0], "generate")

@@ -27,7 +27,8 @@ class Source:
     """A model found by its SPEC, with example inputs of one micro-batch.
 
     `weights` says where its values come from; `files` are the small files (configuration,
-    tokenizer) that transformers needs to load an export, by name.
+    tokenizer) that transformers needs to load an export, by name. `criterion` is the loss of a
+    model that does not compute its own.
     """
 
     name: str
@@ -36,13 +37,14 @@ class Source:
     example_inputs: Mapping[str, Any]
     weights: str
     files: Mapping[str, str] = field(default_factory=dict)
+    criterion: str | None = None
 
 
 def load_model(
     spec: str,
     *,
     model_args: Mapping[str, Any] | None = None,
-    micro_batch_size: int = 4,
+    micro_batch_size: int | None = None,
     seq: int = 128,
     seed: int = 0,
     meta: bool = False,
@@ -74,11 +76,18 @@ def load_model(
     if spec in BUILTIN:
         with device, _clear_errors(spec):
             model = BUILTIN[spec](**arguments)
-        return Source(spec, spec, model, _builtin_inputs(spec, model, micro_batch_size), random)
+        inputs_made = _builtin_inputs(spec, model, micro_batch_size or default_size(model))
+        criterion = "cross_entropy" if spec == "mlp" else None
+        return Source(spec, spec, model, inputs_made, random, criterion=criterion)
     model, weights, files = _load_transformers(spec, arguments, device, meta)
     name = re.sub(r"\W+", "_", Path(spec).name)
-    examples = transformers_inputs(model, micro_batch_size, seq)
+    examples = transformers_inputs(model, micro_batch_size or default_size(model), seq)
     return Source(name, spec, model, examples, weights or random, files)
+
+
+def default_size(model: nn.Module) -> int:
+    """Samples of a micro-batch when nobody says: 1 for a model of over 50 M parameters, else 8."""
+    return 1 if sum(parameter.numel() for parameter in model.parameters()) > 50e6 else 8
 
 
 def parse_input(name: str, text: str) -> Tensor:

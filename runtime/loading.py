@@ -44,7 +44,7 @@ def load_stage(
             f"{folder} holds no weights: its plan was made with --meta.",
             "Give some with --weights, or partition again without --meta.",
         )
-    with _SkipRandomInit():
+    with SkipRandomInit():
         module = load_stage_class(folder, spec)()
     aliases = shared_names(plan)
     _fill(module, weights or own, aliases, plan)
@@ -98,7 +98,7 @@ def _import_file(path: Path) -> ModuleType:
     return module
 
 
-class _SkipRandomInit(TorchFunctionMode):
+class SkipRandomInit(TorchFunctionMode):
     """Leaves fresh parameters uninitialised: every one of them is about to be read from a file."""
 
     _SKIPPED = frozenset({"uniform_", "normal_", "trunc_normal_"})

@@ -1,1 +1,1 @@
-""""""
+"""The training loop around the pipeline: settings, launch, optimizers, metrics, export."""

@@ -10,9 +10,9 @@ from __future__ import annotations
 import hashlib
 import struct
 
+from ..data.order import Order
 from ..errors import DataError
-from .data import Data
-from .order import Order
+from .sources import Data
 from .world import World
 
 _NOTHING = bytes(32)

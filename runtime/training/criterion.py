@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
-from .own import import_object, names_object
+from ..data.own import import_object, names_object
 from .settings import SettingsError
 
 Criterion = Callable[[Any, Tensor], Tensor]

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from ..channels import forward_edges
+from ..data.task import Task
 from ..lowering import lower
 from ..pipeline import Observer, Pipeline
 from ..plan import Plan
 from ..schedule import Schedule
 from ..schedules import make_schedule
-from .data import MicroBatches
 from .metrics import EvalRecord
-from .task import Task
+from .sources import MicroBatches
 from .world import World
 
 

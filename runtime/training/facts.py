@@ -7,16 +7,16 @@ from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
 
+from ..data.task import TARGET, Task
 from ..forecast import Forecast, forecast_step
 from ..pipeline import needed_inputs
 from ..plan import Plan
 from ..schedule import Schedule
 from ..simulate import few_micro_batches_warning
-from .data import Data
 from .resolve import batch_identity
 from .segments import longest_segment
 from .settings import Settings
-from .task import TARGET, Task
+from .sources import Data
 
 
 @dataclass(frozen=True, slots=True)

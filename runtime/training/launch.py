@@ -24,19 +24,19 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from ..data.own import import_object
+from ..data.task import architecture_of
 from ..errors import AsyncPipeError
 from ..plan import read_plan
 from ..schedule import Schedule
-from .data import default_data
 from .facts import describe_run, find_machine, find_warnings, forecast_run
 from .failure import GRACE_S, RankError, RankFolder, failure_of, is_consequence, root_of
 from .loop import Job, train
 from .metrics import Reporter
-from .own import import_object
 from .resolve import check_devices, check_ranks, resolve, sized_plan
 from .segments import make_segment
 from .settings import Settings, SettingsError
-from .task import architecture_of
+from .sources import default_data
 from .world import ALONE, Place, World, find_place, join, leave
 
 WORKER = "asyncpipe.runtime.training.worker"

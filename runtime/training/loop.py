@@ -9,6 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from ..data.order import Order
+from ..data.task import Task
+from ..data.vocabulary import check_vocabulary
 from ..forecast import Forecast
 from ..loading import load_stage, load_unused
 from ..pipeline import Pipeline, needed_inputs
@@ -20,19 +23,16 @@ from ..transports.local import LocalHub
 from ..transports.protocol import Transport
 from .agreement import Agreement
 from .criterion import find_criterion
-from .data import Data, Feed, feed_nothing, open_data, prepare_data
 from .evaluation import Evaluation
 from .export import check_exportable, copy_configuration, write_weights
 from .facts import describe_data, describe_run, find_machine, find_warnings, forecast_run
 from .gather import Gather, RankFigures
 from .metrics import EvalRecord, MetricsFile, Reporter, Summary
 from .observer import Trainer
-from .order import Order
 from .resolve import sized_plan
 from .segments import make_segment, segments
 from .settings import Settings
-from .task import Task
-from .vocabulary import check_vocabulary
+from .sources import Data, Feed, feed_nothing, open_data, prepare_data
 from .watch import Watch
 from .world import World
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 from math import log
 from typing import Any
 
+from ..data.task import Task, find_task
 from ..errors import PlanError
 from ..plan import Plan
 from .settings import Settings, SettingsError
-from .task import Task, find_task
 
 _TEACHING: Mapping[str, Any] = {
     "optimizer": "sgd",

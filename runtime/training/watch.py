@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from time import perf_counter
 
+from ..data.task import Task
 from .gather import Gather, RankFigures
 from .metrics import Reporter, StepRecord
 from .observer import is_logged
 from .optimizers import lr_factor
 from .settings import Settings
-from .task import Task
 
 
 class Watch:

@@ -11,20 +11,20 @@ import numpy as np
 import pytest
 import torch
 
+from asyncpipe.runtime.data import corpora
+from asyncpipe.runtime.data.clusters import Clusters
+from asyncpipe.runtime.data.corpora import default_corpus, read_corpus
+from asyncpipe.runtime.data.images import Digits
+from asyncpipe.runtime.data.order import Order
+from asyncpipe.runtime.data.task import Task, find_task
+from asyncpipe.runtime.data.texts import IGNORED, Windows
+from asyncpipe.runtime.data.tokens import encode_bytes, read_bin, write_bin
 from asyncpipe.runtime.errors import DataError
 from asyncpipe.runtime.plan import Plan, TensorSpec
-from asyncpipe.runtime.training import corpora
 from asyncpipe.runtime.training.agreement import Agreement
-from asyncpipe.runtime.training.clusters import Clusters
-from asyncpipe.runtime.training.corpora import default_corpus, read_corpus
-from asyncpipe.runtime.training.data import Data, Feed, default_data, open_data, prepare_data
-from asyncpipe.runtime.training.images import Digits
-from asyncpipe.runtime.training.order import Order
 from asyncpipe.runtime.training.resolve import resolve
 from asyncpipe.runtime.training.settings import Settings
-from asyncpipe.runtime.training.task import Task, find_task
-from asyncpipe.runtime.training.texts import IGNORED, Windows
-from asyncpipe.runtime.training.tokens import encode_bytes, read_bin, write_bin
+from asyncpipe.runtime.training.sources import Data, Feed, default_data, open_data, prepare_data
 from asyncpipe.runtime.training.world import Place, World, find_place, first_host
 
 from .handmade import CLASSES, WIDTH, write_mlp, write_text

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from asyncpipe.runtime.data.order import Order
+from asyncpipe.runtime.data.tokens import write_bin
 from asyncpipe.runtime.errors import AsyncPipeError, DataError
 from asyncpipe.runtime.pipe import load
 from asyncpipe.runtime.tensors import read_tensors
-from asyncpipe.runtime.training.data import Feed, open_data
 from asyncpipe.runtime.training.launch import make_job, run
 from asyncpipe.runtime.training.optimizers import lr_factor, make_optimizer
-from asyncpipe.runtime.training.order import Order
 from asyncpipe.runtime.training.segments import segments
 from asyncpipe.runtime.training.settings import Settings, SettingsError, read_config
-from asyncpipe.runtime.training.tokens import write_bin
+from asyncpipe.runtime.training.sources import Feed, open_data
 
 from .handmade import PlainMlp, PlainText, write_mlp, write_text
 from .silent_reporter import FACTORY, events_of

@@ -16,18 +16,18 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..data.clusters import Clusters
+from ..data.corpora import default_corpus, read_corpus
+from ..data.images import Digits
+from ..data.order import Order
+from ..data.own import OwnDataset, names_object, own_parts
+from ..data.task import Task
+from ..data.texts import Windows
+from ..data.tokens import BYTES, Tokens, encode_bytes, is_tokenised, make_tokens, read_bin
 from ..errors import DataError
 from ..plan import Plan
 from ..tensors import dtype_of
-from .clusters import Clusters
-from .corpora import default_corpus, read_corpus
-from .images import Digits
-from .order import Order
-from .own import OwnDataset, names_object, own_parts
 from .settings import Settings
-from .task import Task
-from .texts import Windows
-from .tokens import BYTES, Tokens, encode_bytes, is_tokenised, make_tokens, read_bin
 
 
 class Dataset(Protocol):

@@ -82,6 +82,24 @@ class OwnDataset:
         return dict(zip(self._names, values, strict=True))
 
 
+class Columns:
+    """A dict of tensors (or lists) of equal length as a sequence of samples."""
+
+    def __init__(self, columns: Mapping[str, Any], source: str) -> None:
+        lengths = {name: len(column) for name, column in columns.items()}
+        if len(set(lengths.values())) != 1:
+            told = ", ".join(f"{name} {length}" for name, length in lengths.items())
+            raise DataError(f"--data {source}: the columns differ in length ({told}).")
+        self._columns = columns
+        self._length = next(iter(lengths.values()))
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {name: column[index] for name, column in self._columns.items()}
+
+
 def own_parts(source: str) -> tuple[Any, Any]:
     """Calls the user's function; its training and its evaluation samples (None: no such).
 
@@ -90,14 +108,22 @@ def own_parts(source: str) -> tuple[Any, Any]:
     made = import_object(source, "--data")
     if callable(made):
         made = made()
-    if isinstance(made, tuple) and len(made) == 2 and all(map(_is_dataset, made)):
-        return made
+    if isinstance(made, tuple) and len(made) == 2:
+        made = tuple(_with_rows(part, source) for part in made)
+        if all(map(_is_dataset, made)):
+            return made
+    made = _with_rows(made, source)
     if not _is_dataset(made):
         raise DataError(
             f"--data {source} gives a {type(made).__name__}, not a sequence of samples.",
-            "Return a list of dicts, a torch Dataset with a length, or a (train, eval) pair.",
+            "Return a dict of tensors, a list of dicts, a torch Dataset with a length, or a "
+            "(train, eval) pair of these.",
         )
     return made, None
+
+
+def _with_rows(made: Any, source: str) -> Any:
+    return Columns(made, source) if isinstance(made, Mapping) and made else made
 
 
 def _is_dataset(value: Any) -> bool:

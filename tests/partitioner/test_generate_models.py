@@ -1,0 +1,170 @@
+"""Generated stages compute what the model computes, wherever the cuts are, and read well."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from asyncpipe.partitioner.capture import Capture, capture
+from asyncpipe.partitioner.generate import generate
+from asyncpipe.partitioner.split import split, stage_tensors, unused_tensors
+
+from .chain import HEADER, Chain, larger, stages_at, tensors_in
+from .hard_models import HARD
+from .zoo import ZOO
+
+CUTS = [(), (0.5,), (0.33, 0.6), (0.12, 0.45, 0.81)]
+MODELS = {**ZOO, **HARD}
+
+
+@cache
+def captured(name: str) -> tuple[Capture, dict[str, Tensor]]:
+    model, inputs = MODELS[name]()
+    if hasattr(model, "config"):
+        model.config.use_cache = False
+    return capture(model.train(), inputs, check=False), inputs
+
+
+@pytest.fixture(scope="module")
+def every_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All the files that the tests of this module generate."""
+    return tmp_path_factory.mktemp("generated")
+
+
+@pytest.mark.parametrize("cuts", CUTS, ids=lambda cuts: f"{len(cuts) + 1} stages")
+@pytest.mark.parametrize("name", MODELS)
+def test_stages_equal_the_model(
+    name: str, cuts: tuple[float, ...], every_file: Path, tmp_path: Path
+) -> None:
+    capture, inputs = captured(name)
+    chain = Chain.build(capture, cuts, tmp_path / "stages")
+    shutil.copytree(tmp_path / "stages", every_file / f"{name}_{len(cuts) + 1}")
+    model = capture.model
+    for is_training in (True, False):
+        for given in (inputs, larger(inputs)):
+            model.train(is_training)
+            chain.fill()
+            original = copy.deepcopy(model)
+            torch.manual_seed(3)
+            expected = tensors_in(original(**given))
+            torch.manual_seed(3)
+            outputs = chain.run(given)
+            for one, other in zip(expected, outputs, strict=True):
+                torch.testing.assert_close(other, one, atol=1e-5, rtol=1e-4)
+            wanted = [tensor for tensor in expected if tensor.requires_grad]
+            torch.autograd.backward(wanted, [torch.full_like(tensor, 0.7) for tensor in wanted])
+            chain.backward(0.7)
+            assert_same_gradients(original, chain)
+            assert_same_buffers(original, chain)
+    model.train()
+
+
+def assert_same_gradients(original: torch.nn.Module, chain: Chain) -> None:
+    """A parameter's gradient is the sum over the stages that hold it under any of its names."""
+    named = list(original.named_parameters(remove_duplicate=False))
+    for parameter in original.parameters():
+        names = {name for name, other in named if other is parameter}
+        copies = {
+            id(copy): copy
+            for stage in chain.stages
+            for name, copy in stage.named_parameters(remove_duplicate=False)
+            if name in names
+        }
+        gradients = [copy.grad for copy in copies.values() if copy.grad is not None]
+        if parameter.grad is None:
+            assert not any(gradient.any() for gradient in gradients), names
+        else:
+            total = torch.stack(gradients).sum(0)
+            torch.testing.assert_close(total, parameter.grad, atol=1e-5, rtol=1e-3, msg=str(names))
+
+
+def assert_same_buffers(original: torch.nn.Module, chain: Chain) -> None:
+    buffers = dict(original.named_buffers(remove_duplicate=False))
+    for stage in chain.stages:
+        for name, buffer in stage.named_buffers():
+            if name in buffers:
+                torch.testing.assert_close(buffer, buffers[name], msg=name)
+
+
+@pytest.mark.parametrize("cuts", CUTS, ids=lambda cuts: f"{len(cuts) + 1} stages")
+@pytest.mark.parametrize("name", MODELS)
+def test_stages_split_the_state_dict(name: str, cuts: tuple[float, ...], tmp_path: Path) -> None:
+    capture, _ = captured(name)
+    chain = Chain.build(capture, cuts, tmp_path / "stages")
+    saved = capture.model.state_dict(keep_vars=True)
+    seen: dict[int, str] = {}
+    for stage, graph in zip(chain.stages, chain.graphs, strict=True):
+        held = stage_tensors(capture, graph)
+        assert set(held.parameters) | set(held.buffers) <= stage.state_dict().keys()
+        for key, tensor in stage.state_dict().items():
+            assert tensor.shape == saved[key].shape
+            assert tensor.dtype == saved[key].dtype
+        frozen = {key for key, parameter in stage.named_parameters() if not parameter.requires_grad}
+        assert frozen == {key for key in frozen if not saved[key].requires_grad}
+        seen |= {id(saved[key]): key for key in stage.state_dict()}
+    unused = unused_tensors(capture, chain.graphs)
+    assert {id(tensor) for tensor in saved.values()} == seen.keys() | {
+        id(saved[key]) for key in unused
+    }
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_same_input_gives_the_same_bytes(name: str) -> None:
+    capture, _ = captured(name)
+    graphs = split(capture, stages_at(capture, (0.4,)))
+    assert generate(capture, graphs, HEADER) == generate(capture, graphs, HEADER)
+
+
+def test_no_path_of_this_machine_is_in_a_file() -> None:
+    for name in MODELS:
+        capture, _ = captured(name)
+        for text in generate(capture, split(capture, stages_at(capture, (0.4,))), HEADER).values():
+            assert str(Path.home()) not in text
+            assert str(Path(__file__).parents[2]) not in text
+            assert sys.prefix not in text
+
+
+# The next three look at the files of the tests above: run them together.
+
+
+@pytest.mark.parametrize("width", [88, 100, 120])
+def test_a_formatter_changes_nothing(width: int, every_file: Path) -> None:
+    ruff("format", "--diff", f"--line-length={width}", str(every_file))
+
+
+def test_a_linter_finds_nothing(every_file: Path) -> None:
+    ruff("check", "--select=E,F,I,UP,B", str(every_file))
+
+
+def ruff(*arguments: str) -> None:
+    found = subprocess.run(
+        [sys.executable, "-m", "ruff", arguments[0], "--isolated", "--no-cache", *arguments[1:]],
+        capture_output=True,
+        text=True,
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
+
+
+@pytest.mark.slow
+def test_a_type_checker_finds_nothing(every_file: Path) -> None:
+    # One file a folder: all are called stage_0 and so on.
+    files = sorted(every_file.glob("*_2/stage_1.py")) or pytest.skip("nothing was generated")
+    merged = every_file / "types"
+    merged.mkdir()
+    for file in files:
+        shutil.copy(file, merged / f"{file.parent.name}.py")
+    found = subprocess.run(
+        [sys.executable, "-m", "mypy", "--ignore-missing-imports", "--no-incremental", "."],
+        capture_output=True,
+        text=True,
+        cwd=merged,
+    )
+    assert found.returncode == 0, found.stdout
