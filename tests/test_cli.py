@@ -81,7 +81,9 @@ def test_help_answers_at_once_and_imports_neither_torch_nor_transformers() -> No
 
 
 def test_a_misspelled_option_names_the_right_one(tmp_path: Path) -> None:
-    assert "Did you mean --stages?" in error(run(tmp_path, "partition", "--stagse", "2"), 2)
+    assert "Did you mean --seed?" in error(
+        run(tmp_path, "partition", "--model", "mlp", "--stages", "2", "--sedd", "2"), 2
+    )
     assert "Did you mean --schedule?" in error(run(tmp_path, "train", "x", "--shedule", "1f1b"), 2)
 
 

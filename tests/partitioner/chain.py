@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,8 @@ class Chain:
     capture: Capture
     graphs: tuple[StageGraph, ...]
     files: Mapping[str, str]
-    stages: list[nn.Module]
+    classes: list[type[nn.Module]]
+    stages: list[nn.Module] = field(default_factory=list)
 
     @classmethod
     def build(cls, capture: Capture, cuts: Sequence[float], folder: Path) -> Chain:
@@ -53,19 +54,19 @@ class Chain:
         folder.mkdir(parents=True)
         for name, text in files.items():
             (folder / name).write_text(text)
-        stages = [_load(folder / f"stage_{graph.index}.py") for graph in graphs]
-        chain = cls(capture, graphs, files, stages)
+        classes = [_load(folder / f"stage_{graph.index}.py") for graph in graphs]
+        chain = cls(capture, graphs, files, classes)
         chain.fill()
         return chain
 
     @torch.no_grad()
     def fill(self) -> None:
-        """Gives the stages the model's values, as the runtime reads them from files."""
+        """Makes the stages anew with the model's values, as the runtime reads them from files."""
+        self.stages = [stage_class() for stage_class in self.classes]
         saved = self.capture.model.state_dict()
         extra = extra_tensors(self.capture, self.graphs)
         for stage in self.stages:
             stage.train(self.capture.model.training)
-            stage.zero_grad()
             named = (*stage.named_parameters(), *stage.named_buffers())
             for name, tensor in named:
                 if name in saved or name in extra:
@@ -113,13 +114,13 @@ class Chain:
                     gradients[node] = gradients.get(node, 0) + received.grad
 
 
-def _load(path: Path) -> nn.Module:
+def _load(path: Path) -> type[nn.Module]:
     spec = importlib.util.spec_from_file_location(f"generated_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    stage: nn.Module = getattr(module, path.stem.title().replace("_", ""))()
-    return stage
+    stage_class: type[nn.Module] = getattr(module, path.stem.title().replace("_", ""))
+    return stage_class
 
 
 def tensors_in(value: Any) -> list[Tensor]:

@@ -27,9 +27,11 @@ MODELS = {**ZOO, **HARD}
 
 @cache
 def captured(name: str) -> tuple[Capture, dict[str, Tensor]]:
+    torch.set_num_threads(1)
     model, inputs = MODELS[name]()
-    if hasattr(model, "config"):
-        model.config.use_cache = False
+    for module in model.modules():
+        if hasattr(module, "config"):
+            module.config.use_cache = False
     return capture(model.train(), inputs, check=False), inputs
 
 
