@@ -73,7 +73,7 @@ def partition_command(
     output: Path | None = None,
     model_arg: Annotated[list[str] | None, Parameter(negative=())] = None,
     input: Annotated[list[str] | None, Parameter(negative=())] = None,
-    micro_batch_size: int = 4,
+    micro_batch_size: int | None = None,
     seq: int = 128,
     loss: str | None = None,
     method: str = "auto",
@@ -106,7 +106,8 @@ def partition_command(
     input
         name=f32[4,64]: an input of forward, when your factory returns a model alone.
     micro_batch_size
-        Samples of a micro-batch, for costs and for training.
+        Samples of a micro-batch, for costs and for training; by default 8, or 1 for a model of
+        over 50 M parameters.
     seq
         Tokens of a sequence, for models of text.
     loss

@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from ..runtime.errors import PlanError
 from .capture import Capture, LocalDevice, Size
 from .local_names import LocalNames
+from .recompute import recomputable
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ def split(capture: Capture, stage_of: Mapping[fx.Node, int]) -> tuple[StageGraph
     """
     homes = _homes(capture.graph, stage_of)
     count = max(homes.values(), default=0) + 1
-    cheap = _recomputable(capture)
+    cheap = recomputable(capture)
     for stage in range(count):
         own = {node for node, home in homes.items() if home == stage}
         if not own:
@@ -157,69 +158,6 @@ def _is_tensor(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), Tensor)
 
 
-# Functions that are not worth a word beside sending their result.
-_HEAVY = ("matmul", "mm", "bmm", "addmm", "baddbmm", "conv", "linear", "attention", "einsum")
-_LONGEST_RECOMPUTATION = 64
-
-
-def _recomputable(capture: Capture) -> set[fx.Node]:
-    """Nodes that depend on integer inputs, sizes and tensors outside the state_dict alone."""
-    free = _free_tensors(capture)
-    mutated = {
-        argument
-        for node in capture.graph.nodes
-        if is_mutating(node)
-        for argument in node.all_input_nodes
-    }
-    ancestors: dict[fx.Node, frozenset[fx.Node]] = {}
-    for node in capture.graph.nodes:
-        if node.op == "placeholder":
-            value = node.meta["val"]
-            if not value.is_floating_point() and not value.is_complex() and node not in mutated:
-                ancestors[node] = frozenset()
-        elif node.op == "get_attr":
-            if node.target in free and node not in mutated:
-                ancestors[node] = frozenset()
-        elif (
-            node.op in ("call_function", "call_method")
-            and not node.meta.get("random")
-            and not is_mutating(node)
-            and node not in mutated
-            and not any(word in str(node.target) for word in _HEAVY)
-            and all(source in ancestors for source in node.all_input_nodes)
-        ):
-            made = frozenset({node}).union(*(ancestors[item] for item in node.all_input_nodes))
-            if len(made) <= _LONGEST_RECOMPUTATION:
-                ancestors[node] = made
-    return {node for node in ancestors if node.op not in ("placeholder", "get_attr")}
-
-
-def _free_tensors(capture: Capture) -> set[str]:
-    """Constants and non-persistent buffers: outside the state_dict, so any stage may have them."""
-    saved = set(capture.model.state_dict(keep_vars=True))
-    buffers = {name for name, _ in capture.model.named_buffers(remove_duplicate=False)}
-    return (buffers - saved) | set(capture.constants)
-
-
-def is_mutating(node: fx.Node) -> bool:
-    """Whether a node changes one of its arguments or a buffer in place."""
-    if node.meta.get("mutates"):
-        return True
-    target = node.target
-    name = target if isinstance(target, str) else getattr(target, "__name__", "")
-    if node.op == "call_method":
-        return name.endswith("_") and not name.endswith("__")
-    if node.op == "call_function":
-        in_place = name.endswith("_") and not name.endswith("__")
-        augmented = getattr(target, "__module__", "") == "_operator" and name.startswith("i")
-        statement = name in ("setitem", "setattr") or (augmented and name not in _NOT_AUGMENTED)
-        return in_place or statement or "out" in node.kwargs or bool(node.kwargs.get("inplace"))
-    return False
-
-
-_NOT_AUGMENTED = ("invert", "inv", "index", "is_", "is_not", "indexOf", "itemgetter")
-
-
 def _input_for_sizes(
     capture: Capture, members: Iterable[fx.Node], received: Iterable[fx.Node]
 ) -> fx.Node | None:
@@ -230,7 +168,8 @@ def _input_for_sizes(
     if used <= known and (received or not uses_device):
         return None
     wanted = used - known
-    for node in capture.graph.find_nodes(op="placeholder"):
+    nodes: Iterable[fx.Node] = capture.graph.find_nodes(op="placeholder")
+    for node in nodes:
         if wanted <= sizes_of(node):
             return node
     raise PlanError(f"no model input has the sizes {', '.join(sorted(wanted))}.")

@@ -167,3 +167,56 @@ def test_a_config_file_is_read_and_flags_win(made: Path, tmp_path: Path) -> None
     assert [event["steps"] for event in events if "steps" in event][-1] == 2
     config.write_text("stepz = 3\n")
     assert "steps" in error(run(tmp_path, "train", folder, "--config", str(config)))
+
+
+def losses_of(folder: Path, number: int) -> list[float]:
+    lines = (folder / f"runs/mlp_2p/{number}/metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    return [record["loss"] for record in records if "grad_norm" in record]
+
+
+def test_the_teaching_example_in_two_stages_has_the_losses_of_one_process(tmp_path: Path) -> None:
+    assert run(tmp_path, "partition", "--model", "mlp", "--stages", "2").returncode == 0
+    options = ["generated_models/mlp_2p", "--steps", "20", "--eval-every", "10", "--log-every", "1"]
+    for schedule in ("single", "1f1b", "gpipe"):
+        result = run(tmp_path, "train", *options, "--schedule", schedule)
+        assert result.returncode == 0, result.stderr
+        assert "64 samples per step = 8 micro-batches × 8 samples × 1 replica" in result.stdout
+        assert "sgd, lr 0.1, linear decay to 30%" in result.stdout
+        assert "eval at step 10" in result.stdout
+    single, piped, filled = (losses_of(tmp_path, number) for number in (1, 2, 3))
+    assert len(single) == 20
+    assert piped == pytest.approx(single, rel=1e-6)
+    assert filled == pytest.approx(single, rel=1e-6)
+
+
+def test_training_from_exported_weights_goes_on_where_it_ended(made: Path) -> None:
+    folder = "generated_models/residual_mlp_2p"
+    first = run(made, "train", folder, *DATA, "--steps", "40", "--lr", "0.01", "--output", "one")
+    assert first.returncode == 0, first.stderr
+    second = run(
+        made, "train", folder, *DATA, "--steps", "1", "--weights", "one/weights", "--output", "two"
+    )
+    assert second.returncode == 0, second.stderr
+    ended, began = (
+        json.loads((made / name / "metrics.jsonl").read_text().splitlines()[line])["loss"]
+        for name, line in (("one", 39), ("two", 0))
+    )
+    assert began < 2 * ended + 0.1
+
+
+def test_torchrun_joins_and_a_wrong_number_of_ranks_is_told(made: Path) -> None:
+    command = [SCRIPTS / "torchrun", "--standalone", "--no-python", "--nproc-per-node"]
+    train = [SCRIPTS / "asyncpipe-train", "generated_models/residual_mlp_2p", *DATA, "--steps", "3"]
+
+    def start(ranks: int) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*command, str(ranks), *train], cwd=made, capture_output=True, text=True, timeout=120
+        )
+
+    joined = start(2)
+    assert joined.returncode == 0, joined.stderr
+    assert "✓ 3 steps" in joined.stdout
+    refused = start(3)
+    assert refused.returncode != 0
+    assert "the plan has 2 stages, 3 ranks were started" in refused.stderr

@@ -12,21 +12,24 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._dispatch.python import enable_python_dispatcher
 
 from ...runtime.errors import CaptureError
 from .aliases import colocated
-from .check import check_capture
+from .branch import Calls, branched
+from .check import check_capture, is_on_meta
 from .explain import explained
 from .fakes import Dynamic, FakeWorld, PinnedSizeError
 from .graph import Capture, tensor_spec
-from .inputs import dynamic_sizes, enlarged, sizes_in, without_cache, without_symbol
-from .interpret import in_mode, run
+from .inputs import dynamic_sizes, enlarged, sizes_in, verify_inputs, without_symbol
+from .interpret import run
 from .leaves import LeafRule, leaf_rule
-from .merge import merge, renamed
+from .merge import Different, merge
 from .patches import patched
 from .prune import prune
+from .rename import renamed
+from .restore import in_mode, without_cache
 from .structure import plain_structure
 from .tracer import LenNeeded, Tracer
 from .values import CallRecord, IfTraining, LocalDevice, ModuleCall, Region, Size, size_text
@@ -59,6 +62,7 @@ def capture(
     Raises CaptureError for a forward that is no fixed graph, naming its line.
     """
     model_inputs = {name: value for name, value in example_inputs.items() if value is not None}
+    verify_inputs(model_inputs)
     dims = dynamic_sizes(model_inputs) if dynamic is None else dynamic
     is_leaf = leaf_rule(model, leaves)
     notes: list[str] = []
@@ -73,7 +77,7 @@ def capture(
             notes.append(f"the {pinned.symbol} size is fixed: {pinned.what}")
             dims = without_symbol(dims, pinned.symbol)
     captured = replace(captured, notes=(*notes, *captured.notes))
-    if check:
+    if check and not is_on_meta(model):
         check_capture(captured, model_inputs)
     return captured
 
@@ -82,23 +86,52 @@ def _capture(
     model: nn.Module, inputs: Mapping[str, Any], dims: Dynamic, is_leaf: LeafRule
 ) -> Capture:
     world = FakeWorld(model)
-    sizes = sizes_in(inputs, dims)
     large = enlarged(inputs, dims)
+
+    def finished(graph: fx.Graph, calls: Calls, *traces: Tracer) -> Capture:
+        prune(graph)
+        graph, calls = renamed(graph, calls)
+        graph.lint()
+        return Capture(
+            graph=graph,
+            model=model,
+            inputs=tuple(tensor_spec(node) for node in graph.find_nodes(op="placeholder")),
+            sizes=sizes_in(inputs, dims),
+            calls=calls,
+            constants={name: t for trace in traces for name, t in trace.constants.items()},
+            notes=tuple(dict.fromkeys(note for trace in traces for note in trace.notes)),
+        )
+
     train = _trace(model, world, large, dims, is_leaf, training=True)
     # The sizes of the other mode are compared as numbers, which is five times as fast to trace.
     evaluation = _trace(model, world, large, {}, is_leaf, training=False)
-    merge(train.graph, evaluation.graph, sizes_in(large, dims))
-    graph, calls = renamed(train.graph, train.calls)
-    graph.lint()
-    return Capture(
-        graph=graph,
-        model=model,
-        inputs=tuple(tensor_spec(node) for node in graph.find_nodes(op="placeholder")),
-        sizes=sizes,
-        calls=calls,
-        constants={**train.constants, **evaluation.constants},
-        notes=tuple(dict.fromkeys((*train.notes, *evaluation.notes))),
-    )
+    difference = merge(train.graph, evaluation.graph, sizes_in(large, dims))
+    captured = finished(train.graph, train.calls, train, evaluation)
+    if difference is None or _is_model(captured, inputs):
+        return captured
+    train = _trace(model, world, large, dims, is_leaf, training=True)
+    evaluation = _trace(model, world, large, dims, is_leaf, training=False)
+    prune(train.graph)
+    prune(evaluation.graph)
+    try:
+        both = branched(train.graph, train.calls, evaluation.graph, evaluation.calls)
+    except Different:
+        raise difference from None
+    captured = finished(*both, train, evaluation)
+    if is_on_meta(model) or _is_model(captured, inputs):
+        return captured
+    raise difference
+
+
+def _is_model(captured: Capture, inputs: Mapping[str, Any]) -> bool:
+    """Whether the graph is known to give the model's numbers in both modes."""
+    if is_on_meta(captured.model):
+        return False
+    try:
+        check_capture(captured, inputs)
+    except CaptureError:
+        return False
+    return True
 
 
 def _trace(
@@ -145,5 +178,4 @@ def _trace(
             raise
         except Exception as error:
             raise explained(error, model) from error
-        prune(tracer.graph)
         return tracer

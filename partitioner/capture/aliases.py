@@ -34,9 +34,7 @@ def colocated(capture: Capture) -> list[frozenset[fx.Node]]:
             last = len(touching) if is_state else changes[-1] + 1
             groups.join(touching[:last])
     order = {node: position for position, node in enumerate(nodes)}
-    found = [
-        frozenset(node for node in group if not is_external(node)) for group in groups.all()
-    ]
+    found = [frozenset(node for node in group if not is_external(node)) for group in groups.all()]
     return sorted(
         (group for group in found if len(group) > 1),
         key=lambda group: min(order[node] for node in group),

@@ -6,8 +6,7 @@ allowed for is only that threads add in another order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,45 +14,58 @@ from torch import Tensor, nn
 
 from ...runtime.errors import CaptureError
 from .graph import Capture
-from .inputs import resized, without_cache
-from .interpret import in_mode, run, sizes_of
+from .inputs import resized
+from .interpret import run, sizes_of
+from .restore import in_mode, unchanged, without_cache
 from .structure import plain_structure, tensors_in
 
 # Below this, gradients are compared too: above, the check would take longer than the capture.
 MAX_PARAMETERS_WITH_GRADIENTS = 5_000_000
 # Lengths that cost little and are within what any model allows.
 _SHORT = 7
+_KEEP = "Keep the module that makes it as one node (--leaf Class), and please report the model."
 
 
 def check_capture(capture: Capture, inputs: Mapping[str, Any]) -> None:
     """Runs graph and model on inputs of other sizes, once in each mode, from equal seeds.
 
     Raises CaptureError where an output, a buffer or (below five million parameters) a gradient
-    differs. Does nothing for a model whose parameters are on meta.
+    differs.
     """
     model = capture.model
     tensors = [*model.parameters(), *model.buffers()]
-    if any(tensor.device.type == "meta" for tensor in tensors):
-        return
     device = tensors[0].device if tensors else torch.device("cpu")
     sample = _sample(capture, inputs, device)
     small = sum(p.numel() for p in model.parameters()) < MAX_PARAMETERS_WITH_GRADIENTS
     for training in (True, False):
         with_gradients = training and small
+
+        def graph(given: dict[str, Any], training: bool = training) -> Any:
+            return run(capture, given, training=training)
+
         expected = _observe(model, sample, training, with_gradients, lambda given: model(**given))
-        found = _observe(
-            model, sample, training, with_gradients,
-            lambda given, training=training: run(capture, given, training=training),
-        )  # fmt: skip
         mode = "training" if training else "evaluation"
-        for name, value in expected.items():
-            if not _equal(value, found.get(name)):
+        try:
+            found = _observe(model, sample, training, with_gradients, graph)
+        except Exception as error:
+            raise CaptureError(
+                f"the captured graph does not run in {mode} mode at "
+                f"{_sizes_text(capture, sample)}: {type(error).__name__}: {error}",
+                _KEEP,
+            ) from error
+        for name in expected | found:
+            value = expected.get(name)
+            if value is None or not _equal(value, found.get(name)):
                 raise CaptureError(
                     f"the captured graph is not the model: {name} differs in {mode} mode at "
                     f"{_sizes_text(capture, sample)} ({_difference(value, found.get(name))}).",
-                    "Keep the module that makes it as one node (--leaf Class), and please report "
-                    "the model.",
+                    _KEEP,
                 )
+
+
+def is_on_meta(model: nn.Module) -> bool:
+    """Whether the model has no numbers to compute with."""
+    return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
 def _sample(capture: Capture, inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
@@ -98,7 +110,7 @@ def _observe(
     given = {k: v.clone() if isinstance(v, Tensor) else v for k, v in inputs.items()}
     seen: dict[str, Tensor] = {}
     with (
-        _unchanged(model),
+        unchanged(model),
         in_mode(model, training),
         without_cache(model),
         torch.set_grad_enabled(with_gradients),
@@ -119,41 +131,25 @@ def _observe(
 
 def _gradients(model: nn.Module, outputs: list[Tensor]) -> dict[str, Tensor]:
     """Gradients of a weighted sum of the outputs; a plain sum of a softmax would have none."""
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     total = torch.zeros(())
     for output in outputs:
         if output.requires_grad:
             weights = torch.arange(output.numel(), device=output.device).cos()
             total = total + (output.flatten().float() * weights).sum().to(total.device)
-    if not parameters or not total.requires_grad:
-        return {}
-    gradients = torch.autograd.grad(total, list(parameters.values()), allow_unused=True)
-    return {
-        f"gradient of {name}": gradient
-        for name, gradient in zip(parameters, gradients, strict=True)
-        if gradient is not None
-    }
-
-
-@contextmanager
-def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Within, forward may change buffers and draw random numbers; after, none of it happened."""
-    owners = [
-        (module, name, buffer, buffer.detach().clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
-    devices = {buffer.device.index for _, _, buffer, _ in owners if buffer.is_cuda}
-    with torch.random.fork_rng(devices=[d for d in devices if d is not None]), torch.no_grad():
-        try:
-            with torch.enable_grad():
-                yield
-        finally:
-            for module, name, buffer, before in owners:
-                module._buffers[name] = buffer
-                if not torch.equal(buffer, before):
-                    buffer.copy_(before)
+    before = [(parameter, parameter.grad) for parameter in model.parameters()]
+    try:
+        for parameter, _ in before:
+            parameter.grad = None
+        if total.requires_grad:
+            total.backward()  # type: ignore[no-untyped-call]
+        return {
+            f"gradient of {name}": parameter.grad
+            for name, parameter in model.named_parameters()
+            if parameter.grad is not None
+        }
+    finally:
+        for parameter, gradient in before:
+            parameter.grad = gradient
 
 
 def _equal(expected: Tensor, found: Tensor | None) -> bool:
@@ -166,9 +162,9 @@ def _equal(expected: Tensor, found: Tensor | None) -> bool:
     return torch.allclose(expected, found, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
 
 
-def _difference(expected: Tensor, found: Tensor | None) -> str:
-    if found is None:
-        return "the graph has none"
+def _difference(expected: Tensor | None, found: Tensor | None) -> str:
+    if found is None or expected is None:
+        return f"the {'graph' if found is None else 'model'} has none"
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return (
             f"{expected.dtype} {tuple(expected.shape)} of the model, "

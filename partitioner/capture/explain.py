@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from ...runtime.errors import CaptureError
-from .frames import short_path, source_text, user_frame_of
+from .frames import place, source_text, user_frame_of
 
 _DATA_DEPENDENT = (
     DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode,
@@ -24,10 +24,10 @@ def explained(error: Exception, model: nn.Module) -> CaptureError:
         return CaptureError(
             f"cannot trace {type(model).__name__}: {type(error).__name__}: {_first_line(error)}"
         )
-    code, line = found
-    where = f"{code.co_qualname} at {short_path(code.co_filename)}:{line}"
-    text = source_text(code.co_filename, line)
-    owner = code.co_qualname.split(".")[0]
+    frame, line = found
+    where, text = place(frame, line), source_text(frame, line)
+    # The class of a method, also of one that is defined in a function.
+    owner = frame.f_code.co_qualname.split("<locals>.")[-1].split(".")[0]
     if isinstance(error, _DATA_DEPENDENT):
         inside = any(type(module).__name__ == owner for module in list(model.modules())[1:])
         leaf = (

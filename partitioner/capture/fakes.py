@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from ...runtime.errors import CaptureError
-from .frames import short_path, source_text, user_frames
+from .frames import place, source_text, user_frames
 from .values import Size
 
 Dynamic = Mapping[str, Mapping[int, str]]
@@ -55,9 +55,8 @@ class _NamedSizes(ShapeEnv):
         frames = user_frames(self.top, sys._getframe(1))
         where = "forward"
         if frames:
-            code, line = frames[0].f_code, frames[0].f_lineno
-            text = source_text(code.co_filename, line)
-            where = f"{code.co_qualname} at {short_path(code.co_filename)}:{line}, {text!r},"
+            line = frames[0].f_lineno
+            where = f"{place(frames[0], line)}, {source_text(frames[0], line)!r},"
         return PinnedSizeError(
             name,
             f"{where} works for one {name} size only: {name} would always be {value}.",
@@ -142,6 +141,10 @@ class FakeWorld:
             return int(expr) if expr.is_integer else float(expr)
         return Size(expr.xreplace(self.env.named))
 
+    def is_number(self, value: torch.SymInt) -> bool:
+        """Whether a SymInt has come to be one number."""
+        return bool(self.env.replace(value.node.expr).is_number)
+
     def shape(self, tensor: Tensor) -> tuple[int | Size, ...]:
         return tuple(
             self.size(size) if isinstance(size, torch.SymInt) else size for size in tensor.shape
@@ -149,7 +152,8 @@ class FakeWorld:
 
     def is_data_dependent(self, shape: tuple[Any, ...]) -> bool:
         """Whether a size among them is known only when the values of tensors are."""
-        return any(isinstance(size, Size) and not size.symbols <= set(self.symbols) for size in shape)
+        known = self.symbols.keys()
+        return any(isinstance(size, Size) and not size.symbols <= known for size in shape)
 
     @contextmanager
     def inside(self, top: FrameType) -> Iterator[None]:
@@ -173,6 +177,23 @@ class FakeWorld:
                 tensors[name] = real
             for attributes, old in before:
                 _drop_fakes(attributes, old)
+
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """Within a block of `inside`, the model has its real parameters and buffers again."""
+        now = [(tensors, name, tensors[name]) for tensors, name, _, _ in self._swaps]
+        for tensors, name, real, _ in self._swaps:
+            tensors[name] = real
+        try:
+            yield
+        finally:
+            for tensors, name, current in now:
+                tensors[name] = current
+
+    @property
+    def is_on_meta(self) -> bool:
+        """Whether the model has no numbers to compute with."""
+        return any(real.is_meta for _, _, real, _ in self._swaps)
 
 
 def _drop_fakes(attributes: dict[str, Any], before: Mapping[str, Any]) -> None:

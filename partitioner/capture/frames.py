@@ -44,30 +44,41 @@ def user_frames(top: FrameType | None, start: FrameType | None = None) -> list[F
     return frames
 
 
-def user_frame_of(traceback: TracebackType | None) -> tuple[CodeType, int] | None:
-    """Code and line of the innermost frame of the user in a traceback."""
+def user_frame_of(traceback: TracebackType | None) -> tuple[FrameType, int] | None:
+    """The innermost frame of the user in a traceback, and its line."""
     found = None
     while traceback is not None:
         if is_user_file(traceback.tb_frame.f_code.co_filename):
-            found = traceback.tb_frame.f_code, traceback.tb_lineno
+            found = traceback.tb_frame, traceback.tb_lineno
         traceback = traceback.tb_next
     return found
 
 
-def source_text(file: str, line: int) -> str:
-    return linecache.getline(file, line).strip()
+def source_text(frame: FrameType, line: int) -> str:
+    return linecache.getline(frame.f_code.co_filename, line).strip()
 
 
-@lru_cache(maxsize=4096)
-def short_path(file: str) -> str:
-    """A file's path as an import would find it: below the longest entry of `sys.path`, else its
-    name alone."""
-    path = Path(file)
-    roots = [Path(root or os.curdir).absolute() for root in sys.path]
-    inside = [root for root in roots if root.is_dir() and path.is_relative_to(root)]
-    if not inside:
-        return path.name
-    return path.relative_to(max(inside, key=lambda root: len(root.parts))).as_posix()
+def short_path(frame: FrameType) -> str:
+    """The file of a frame as an import would find it, the same on every machine.
+
+    `transformers/models/gpt2/modeling_gpt2.py` for a module of that name, else the file's name.
+    """
+    path = Path(frame.f_code.co_filename)
+    module = str(frame.f_globals.get("__name__", "")).split(".")
+    if path.stem == "__init__":
+        module.append("__init__")
+    found = path.with_suffix("").parts[-len(module) :]
+    return "/".join(found) + path.suffix if list(found) == module else path.name
+
+
+def where(top: FrameType) -> str:
+    """The user's function, file and line that run now."""
+    frames = user_frames(top, sys._getframe(1))
+    return place(frames[0], frames[0].f_lineno) if frames else "forward"
+
+
+def place(frame: FrameType, line: int) -> str:
+    return f"{frame.f_code.co_qualname} at {short_path(frame)}:{line}"
 
 
 def assigned_names(frame: FrameType) -> tuple[str, ...]:

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from ...runtime.errors import CaptureError
 from .fakes import Dynamic
+from .structure import tensors_in
+
+
+def verify_inputs(inputs: Mapping[str, Any]) -> None:
+    """Raises CaptureError for an input that is a structure of tensors: a stage receives tensors."""
+    for name, value in inputs.items():
+        if not isinstance(value, Tensor) and next(tensors_in(value), None) is not None:
+            raise CaptureError(
+                f"the input {name} is a {type(value).__name__} of tensors, and an input has to be "
+                "a tensor, a number or None.",
+                "Give forward one argument for each tensor.",
+            )
 
 
 def dynamic_sizes(inputs: Mapping[str, Any]) -> dict[str, dict[int, str]]:
@@ -69,20 +81,3 @@ def resized(inputs: Mapping[str, Any], dims: Dynamic, sizes: Mapping[str, int]) 
                 tensor = tensor.index_select(dim, index)
         result[name] = tensor
     return result
-
-
-@contextmanager
-def without_cache(model: nn.Module) -> Iterator[None]:
-    """Within, models of transformers make no key-value cache, which training has no use for."""
-    configs = {
-        id(config): config
-        for module in model.modules()
-        if getattr(config := getattr(module, "config", None), "use_cache", None)
-    }
-    for config in configs.values():
-        config.use_cache = False
-    try:
-        yield
-    finally:
-        for config in configs.values():
-            config.use_cache = True

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Mapping, MutableMapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from .graph import Capture, attribute
+from .restore import in_mode
 from .structure import map_leaves
 from .values import IfTraining, LocalDevice, Region, Size
 
@@ -48,7 +49,8 @@ def run(
             regions.enter(_resolved(node.meta["regions"], reader.device))
 
             def thunk(node: fx.Node = node) -> Any:
-                return _call(capture.model, node, reader.value(node.args), reader.value(node.kwargs))
+                args, kwargs = reader.value((node.args, node.kwargs))
+                return _call(capture.model, node, args, kwargs)
 
             values[node] = around(node, thunk) if around else thunk()
             for done in last_use.get(node, ()):
@@ -180,16 +182,3 @@ def _context(region: Region) -> Any:
         enabled=region.enabled,
         cache_enabled=region.cache_enabled,
     )
-
-
-@contextmanager
-def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
-    """Within, the model is in training or evaluation mode; after, each module as before."""
-    before = [(module, module.training) for module in model.modules()]
-    model.train(training)
-    try:
-        yield
-    finally:
-        for module, was_training in before:
-            module.training = was_training
-

@@ -25,6 +25,7 @@ def follows_from_sizes(node: fx.Node) -> bool:
     return (
         node.op in ("call_function", "call_method")
         and not node.meta["random"]
+        and not node.meta["touches"]
         and not node.meta["mutates"]
         and all(used.meta["from_sizes"] for used in node.all_input_nodes)
     )
@@ -36,7 +37,7 @@ def known_answer(
     """What `read` says of a node that follows from sizes; None if it depends on the sizes."""
     nodes = _ancestors(node)
     memory = {storage for used in nodes for storage in used.meta["storages"]}
-    if any(memory & other.meta.get("mutates", frozenset()) for other in node.graph.nodes):
+    if any(memory & other.meta["mutates"] for other in node.graph.nodes):
         return None
     with _disable_current_modes(), torch.no_grad():
         first, *others = [read(_evaluate(nodes, sizes)) for sizes in samples]

@@ -34,7 +34,8 @@ def leaf_rule(model: nn.Module, names: Collection[str]) -> LeafRule:
         )
 
     def is_leaf(module: nn.Module, path: str) -> bool:
-        return is_torch_leaf(module) or path in wanted or not wanted.isdisjoint(_class_names(module))
+        named = path in wanted or not wanted.isdisjoint(_class_names(module))
+        return named or is_torch_leaf(module)
 
     return is_leaf
 

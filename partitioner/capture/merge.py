@@ -1,152 +1,184 @@
-"""The graph in training mode and the graph in evaluation mode -> one graph with readable names.
+"""The graph of training mode and the graph of evaluation mode -> one graph.
 
-The two must be alike node by node; arguments that differ (a dropout probability, a `training`
-flag) become `IfTraining`. Memory that is shared in one mode only (dropout in evaluation mode is
-its own argument) counts as shared.
+The two are alike node by node, as a rule; arguments that differ (a dropout probability, a
+`training` flag) become `IfTraining`. Memory that is shared in one mode only (dropout in evaluation
+mode is its own argument) counts as shared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from difflib import SequenceMatcher
 from typing import Any
 
 from torch import fx
 
 from ...runtime.errors import CaptureError
-from .values import CallRecord, IfTraining, ModuleCall, Size
+from .graph import is_external
+from .prune import prune
+from .values import IfTraining, Size
 
-_STORAGES = ("storages", "mutates", "touches")
+Pair = tuple[fx.Node, fx.Node]
+STORAGES = ("storages", "mutates", "touches")
 
 
-def merge(train: fx.Graph, evaluation: fx.Graph, sizes: Mapping[str, int]) -> None:
+class Different(Exception):
+    """Two nodes, one of each mode, that cannot be one."""
+
+
+def merge(train: fx.Graph, evaluation: fx.Graph, sizes: Mapping[str, int]) -> CaptureError | None:
     """Writes into `train` what differs in `evaluation`, which was traced at those sizes.
 
-    Raises CaptureError where the two modes do different things.
+    Where the two modes do different things the result is the error that says so: what is merged
+    then is the graph of training with what the modes have in common, and whether it does for
+    evaluation too has to be tried.
     """
+    difference = _merge_in_step(train, evaluation, sizes)
+    if difference is not None:
+        # Perhaps only what nobody needs is different.
+        prune(train)
+        prune(evaluation)
+        difference = _merge_in_step(train, evaluation, sizes)
+    if difference is None:
+        return None
+    _apply(_mergeable(aligned(train, evaluation), sizes)[0])
+    return modes_differ(difference)
+
+
+def _merge_in_step(train: fx.Graph, evaluation: fx.Graph, sizes: Mapping[str, int]) -> Pair | None:
+    """Merges graphs that are alike node by node; else changes nothing and says where they part."""
+    nodes, others = list(train.nodes), list(evaluation.nodes)
+    pairs = list(zip(nodes, others, strict=False))
+    merged, difference = _mergeable(pairs, sizes)
+    if difference is None and len(nodes) != len(others):
+        difference = pairs[-1]
+    if difference is None:
+        _apply(merged)
+    return difference
+
+
+_Merged = tuple[fx.Node, fx.Node, Any, Any]
+
+
+def _mergeable(
+    pairs: Iterable[Pair], sizes: Mapping[str, int]
+) -> tuple[list[_Merged], Pair | None]:
+    """The pairs that can be one node, with its arguments, and the first pair that cannot."""
     partner: dict[fx.Node, fx.Node] = {}
-    train_nodes, evaluation_nodes = list(train.nodes), list(evaluation.nodes)
-    for node, other in zip(train_nodes, evaluation_nodes, strict=False):
-        if node.op != other.op or node.target != other.target:
-            raise _differ(node, other)
-        merged = _Arguments(partner, sizes)
-        args = merged.merge(node.args, other.args)
-        kwargs = merged.merge(node.kwargs, other.kwargs)
-        if merged.is_different:
-            raise _differ(node, other)
-        if merged.is_changed:
-            node.args, node.kwargs = args, kwargs
+    merged: list[_Merged] = []
+    first = None
+
+    def same(train: fx.Node, other: fx.Node) -> fx.Node:
+        if partner.get(other) is not train:
+            raise Different
+        return train
+
+    for node, other in pairs:
+        try:
+            if (node.op, node.target) != (other.op, other.target):
+                raise Different
+            args = merged_arguments(node.args, other.args, same, sizes)
+            kwargs = merged_arguments(node.kwargs, other.kwargs, same, sizes)
+        except Different:
+            first = first or (node, other)
+            continue
         partner[other] = node
-        node.meta["random"] = node.meta["random"] or other.meta["random"]
-        for key in _STORAGES:
-            # Numbers of evaluation mode's memory are below zero to keep the two apart.
-            shared = frozenset(-1 - storage for storage in other.meta.get(key, frozenset()))
-            node.meta[key] = node.meta.get(key, frozenset()) | shared
-    if len(train_nodes) != len(evaluation_nodes):
-        shorter = min(len(train_nodes), len(evaluation_nodes))
-        raise _differ(train_nodes[shorter - 1], evaluation_nodes[shorter - 1])
+        merged.append((node, other, args, kwargs))
+    return merged, first
 
 
-class _Arguments:
-    """Merges arguments and remembers whether they can be, and whether anything differed."""
+def _apply(merged: Iterable[_Merged]) -> None:
+    for node, other, args, kwargs in merged:
+        if args != node.args or kwargs != node.kwargs:
+            node.args, node.kwargs = args, kwargs
+        add_meta(node, other)
 
-    def __init__(self, partner: Mapping[fx.Node, fx.Node], sizes: Mapping[str, int]) -> None:
-        self.partner, self.sizes = partner, sizes
-        self.is_changed = self.is_different = False
 
-    def merge(self, train: Any, other: Any) -> Any:
-        if isinstance(train, fx.Node) or isinstance(other, fx.Node):
-            both = isinstance(train, fx.Node) and isinstance(other, fx.Node)
-            self.is_different |= not both or self.partner.get(other) is not train
-            return train
-        if isinstance(train, (tuple, list)) and isinstance(other, (tuple, list)):
-            if len(train) == len(other):
-                items = [self.merge(a, b) for a, b in zip(train, other, strict=True)]
-                return tuple(items) if isinstance(train, tuple) else items
-        if isinstance(train, Mapping) and isinstance(other, Mapping):
-            if list(train) == list(other):
-                return {key: self.merge(train[key], other[key]) for key in train}
-        if isinstance(train, slice) and isinstance(other, slice):
-            return slice(
-                self.merge(train.start, other.start),
-                self.merge(train.stop, other.stop),
-                self.merge(train.step, other.step),
-            )
-        if self._equal(train, other):
-            return train
-        if _has_node(train) or _has_node(other):
-            self.is_different = True
-            return train
-        self.is_changed = True
-        return IfTraining(train, other)
+def add_meta(node: fx.Node, other: fx.Node) -> None:
+    """Adds what is known of a node in evaluation mode to what is known of it in training mode."""
+    node.meta["random"] = node.meta["random"] or other.meta["random"]
+    for key in STORAGES:
+        # Numbers of evaluation mode's memory are below zero to keep the two apart.
+        node.meta[key] |= frozenset(-1 - storage for storage in other.meta[key])
 
-    def _equal(self, train: Any, other: Any) -> bool:
-        if isinstance(train, Size) and isinstance(other, (int, float)):
-            return train.evaluate(self.sizes) == other
-        return type(train) is type(other) and bool(train == other)
+
+def aligned(train: fx.Graph, evaluation: fx.Graph) -> list[Pair]:
+    """The nodes that the two graphs have in common: inputs, parameters and buffers by name, then
+    calls in order."""
+
+    def calls(graph: fx.Graph) -> list[fx.Node]:
+        return [node for node in graph.nodes if not is_external(node)]
+
+    def key(node: fx.Node) -> tuple[Any, ...]:
+        return node.op, node.target, node.meta["source"], node.meta["calls"]
+
+    named = {(node.op, node.target): node for node in train.nodes if is_external(node)}
+    pairs = [
+        (named[node.op, node.target], node)
+        for node in evaluation.nodes
+        if (node.op, node.target) in named
+    ]
+    nodes, others = calls(train), calls(evaluation)
+    matcher = SequenceMatcher(None, [*map(key, nodes)], [*map(key, others)], autojunk=False)
+    for block in matcher.get_matching_blocks():
+        pairs += zip(nodes[block.a :][: block.size], others[block.b :][: block.size], strict=True)
+    return pairs
+
+
+def merged_arguments(
+    train: Any,
+    other: Any,
+    same: Callable[[fx.Node, fx.Node], fx.Node | None],
+    sizes: Mapping[str, int],
+) -> Any:
+    """Arguments that do for both modes, `same` saying which node stands for two.
+
+    Raises Different when there are none.
+    """
+
+    def merge(a: Any, b: Any) -> Any:
+        return merged_arguments(a, b, same, sizes)
+
+    if isinstance(train, fx.Node) and isinstance(other, fx.Node):
+        return same(train, other)
+    if isinstance(train, (tuple, list)) and isinstance(other, (tuple, list)):
+        if len(train) == len(other):
+            items = [merge(a, b) for a, b in zip(train, other, strict=True)]
+            return tuple(items) if isinstance(train, tuple) else items
+    if isinstance(train, Mapping) and isinstance(other, Mapping) and list(train) == list(other):
+        return {key: merge(train[key], other[key]) for key in train}
+    if isinstance(train, slice) and isinstance(other, slice):
+        return slice(
+            merge(train.start, other.start),
+            merge(train.stop, other.stop),
+            merge(train.step, other.step),
+        )
+    if _has_node(train) or _has_node(other):
+        raise Different
+    if isinstance(train, Size) and isinstance(other, (int, float)):
+        equal = train.evaluate(sizes) == other
+    else:
+        equal = type(train) is type(other) and bool(train == other)
+    return train if equal else IfTraining(train, other)
 
 
 def _has_node(value: Any) -> bool:
-    found = []
-    fx.node.map_arg(value, lambda node: found.append(node))
+    found: list[fx.Node] = []
+    fx.node.map_arg(value, found.append)
     return bool(found)
 
 
-def _differ(train: fx.Node, evaluation: fx.Node) -> CaptureError:
-    def place(node: fx.Node) -> str:
-        source = node.meta.get("source")
-        return f"{source[0]}:{source[1]}" if source else node.name
+def modes_differ(difference: Pair) -> CaptureError:
+    """The error that says where the two modes part."""
 
+    def where(node: fx.Node) -> str:
+        source = node.meta["source"]
+        place = f"{source[0]}:{source[1]}" if source else node.name
+        return f"{place} ({getattr(node.target, '__name__', node.target)})"
+
+    train, evaluation = map(where, difference)
     return CaptureError(
-        f"forward does other work in training than in evaluation, from {place(train)} "
-        f"({_verb(train)}) in training and {place(evaluation)} ({_verb(evaluation)}) in "
-        "evaluation on.",
+        "forward does other work in training than in evaluation, from "
+        f"{train} in training and {evaluation} in evaluation on.",
         "Keep the module with `if self.training:` as one node: --leaf Class.",
     )
-
-
-def _verb(node: fx.Node) -> str:
-    return str(getattr(node.target, "__name__", node.target))
-
-
-def renamed(
-    graph: fx.Graph, calls: Mapping[ModuleCall, CallRecord]
-) -> tuple[fx.Graph, dict[ModuleCall, CallRecord]]:
-    """A copy of the graph whose nodes are named after variables, modules and functions."""
-    result = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        copy = result.create_node(
-            node.op,
-            node.target,
-            fx.node.map_arg(node.args, copies.__getitem__),
-            fx.node.map_arg(node.kwargs, copies.__getitem__),
-            name=_name(node),
-        )
-        if node.op == "placeholder":
-            # fx would rename an input called `input`.
-            copy.name = node.target
-        copy.meta = node.meta
-        copies[node] = copy
-    return result, {call: _moved(record, copies) for call, record in calls.items()}
-
-
-def _moved(record: CallRecord, copies: Mapping[fx.Node, fx.Node]) -> CallRecord:
-    def move(value: Any) -> Any:
-        return fx.node.map_arg(value, copies.get)
-
-    arguments = {name: move(value) for name, value in record.arguments.items()}
-    return CallRecord(record.type_name, record.module_path, arguments, move(record.result))
-
-
-def _name(node: fx.Node) -> str:
-    hint = node.meta.get("hint")
-    if hint:
-        return str(hint)
-    if node.op == "call_module":
-        *parents, last = str(node.target).split(".")
-        return f"{parents[-1]}_{last}" if last.isdigit() and parents else last
-    if node.op == "get_attr":
-        return str(node.target).replace(".", "_")
-    if node.op == "output":
-        return "output"
-    return _verb(node)

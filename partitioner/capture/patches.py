@@ -19,7 +19,7 @@ from torch.autograd import Function
 
 from .values import Region
 
-_apply = Function.__dict__["apply"].__func__
+_function_apply = Function.__dict__["apply"]
 _call: Callable[..., Any] = nn.Module.__call__
 
 
@@ -47,8 +47,8 @@ def original_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     return _call(module, *args, **kwargs)
 
 
-def original_apply(function: type[Function], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return _apply(function, *args, **kwargs)
+original_apply: Callable[..., Any] = _function_apply.__func__
+"""`Function.apply` as torch has it: called with the class first."""
 
 
 @contextmanager
@@ -74,7 +74,7 @@ def patched(
         return recorder.call_function_class(function, args, kwargs)
 
     def enter(region: autocast) -> Any:
-        result = enter_autocast(region)
+        result = enter_autocast(region)  # type: ignore[no-untyped-call]
         recorder.regions.append(
             Region(
                 "autocast",
@@ -121,7 +121,7 @@ def patched(
         torch.enable_grad.__exit__ = exit_grad  # type: ignore[method-assign]
         autocast.__enter__ = enter_autocast  # type: ignore[method-assign]
         autocast.__exit__ = exit_autocast  # type: ignore[method-assign]
-        Function.apply = classmethod(_apply)  # type: ignore[assignment]
+        Function.apply = _function_apply  # type: ignore[method-assign]
         nn.Module.__setattr__ = set_attribute  # type: ignore[method-assign]
         nn.Module.__call__ = _call  # type: ignore[method-assign]
         if is_fake is not None:

@@ -23,7 +23,7 @@ def prune(graph: fx.Graph) -> None:
     for node in nodes:
         if is_external(node):
             read |= node.meta["storages"]
-        read |= node.meta.get("touches", frozenset())
+        read |= node.meta["touches"]
     needed: set[fx.Node] = set()
     for node in reversed(nodes):
         if (

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from types import FrameType, FunctionType, MethodDescriptorType, WrapperDescriptorType
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from .frames import is_augmented_assignment
 
@@ -83,6 +85,46 @@ def as_node(
     return "call_method", name, args, kwargs
 
 
+def stand_in(func: Any) -> Callable[..., Any] | None:
+    """A function to run on fake tensors in place of one whose fake version differs from the
+    real one."""
+    return _STAND_INS.get(func)
+
+
+def _like_grouped_mm(left: Tensor, right: Tensor, **kwargs: Any) -> Tensor:
+    return left @ (right[0] if right.dim() == 3 else right)
+
+
+def _like_dropout(
+    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    return F.dropout(input, p, training, inplace) if training and p else input
+
+
+_STAND_INS: dict[Any, Callable[..., Any]] = {
+    # On fake tensors torch makes a copy where on real ones it gives back its argument.
+    F.dropout: _like_dropout,
+    # On fake tensors torch 2.13 accepts bfloat16 only, on real ones others too.
+    getattr(F, "grouped_mm", None): _like_grouped_mm,
+    getattr(torch, "_grouped_mm", None): _like_grouped_mm,
+}
+
+
+def refusal(func: Any) -> Callable[[str], tuple[str, str]] | None:
+    """What to say of a function that no graph can hold, given where it is called."""
+    name = getattr(func, "__name__", "")
+    if name == "__set__" and func.__self__.__name__ in ("data", "grad"):
+        return _assigned_state
+    return _REFUSED.get(name)
+
+
+def _assigned_state(where: str) -> tuple[str, str]:
+    return (
+        f"{where} assigns the data or the gradient of a tensor, which a graph cannot hold.",
+        "Compute a new tensor instead, or copy into this one: x.copy_(y).",
+    )
+
+
 def _hook(where: str) -> tuple[str, str]:
     return (
         f"{where} registers a hook on a tensor, which a graph cannot hold.",
@@ -97,14 +139,7 @@ def _backward(where: str) -> tuple[str, str]:
     )
 
 
-def assigned_state(where: str, name: str) -> tuple[str, str]:
-    return (
-        f"{where} assigns the {name} of a tensor, which a graph cannot hold.",
-        "Compute a new tensor instead, or copy into this one: x.copy_(y).",
-    )
-
-
-FORBIDDEN: dict[str, Callable[[str], tuple[str, str]]] = {
+_REFUSED = {
     "register_hook": _hook,
     "register_post_accumulate_grad_hook": _hook,
     "backward": _backward,

@@ -1,4 +1,4 @@
-"""The values that a captured graph holds beside tensors: sizes, arguments that follow the mode, regions.
+"""What a captured graph holds beside tensors: sizes, arguments that follow the mode, regions.
 
 A captured graph is a plain `torch.fx.Graph`. What fx has no word for is an object inside the
 arguments or in `node.meta`, so that the graph has no size nodes, no device and no enter and exit

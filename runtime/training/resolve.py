@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from math import log
@@ -159,6 +160,11 @@ def _indivisible(total: int, count: int, size: int | None) -> SettingsError:
     )
 
 
+def _with_seq(command: str, tokens: int) -> str:
+    """The command that made a plan, for another sequence length."""
+    return f"{re.sub(r' --seq[ =][0-9]+', '', command)} --seq {tokens}"
+
+
 def _sequence(settings: Settings, plan: Plan) -> int | None:
     planned = plan.sizes.get("sequence")
     asked = settings.seq
@@ -166,13 +172,11 @@ def _sequence(settings: Settings, plan: Plan) -> int | None:
         return planned
     if planned is None or not _uses_symbol(plan, "sequence"):
         fixed = "has no sequence length" if planned is None else f"was made for {planned} only"
-        raise SettingsError(
-            f"--seq {asked}, but the plan {fixed}.", f"{plan.command} --seq {asked}"
-        )
+        raise SettingsError(f"--seq {asked}, but the plan {fixed}.", _with_seq(plan.command, asked))
     if asked > planned:
         raise SettingsError(
             f"--seq {asked}, but the plan was made for {planned} tokens.",
-            f"{plan.command} --seq {asked}",
+            _with_seq(plan.command, asked),
         )
     return asked
 

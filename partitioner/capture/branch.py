@@ -1,0 +1,245 @@
+"""Two graphs that differ under `if self.training:` -> one graph that chooses between values.
+
+What one mode does alone is done in both, and the value that the mode wants is picked:
+`operator.getitem((train_value, evaluation_value), IfTraining(0, 1))`. State that one mode alone
+changes (`self.count += 1`) is changed in a copy, and the copy written back when the mode is that
+mode's. Only training may draw random numbers alone.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, fx
+
+from .graph import is_external
+from .merge import Different, add_meta, aligned, merged_arguments
+from .values import CallRecord, IfTraining, ModuleCall, Region
+
+Calls = Mapping[ModuleCall, CallRecord]
+# What evaluation alone does is done in training too, for nothing: more than a few nodes, or than a
+# tenth of all, is refused.
+_FEW, _SHARE = 8, 0.1
+
+
+def branched(
+    train: fx.Graph, train_calls: Calls, evaluation: fx.Graph, evaluation_calls: Calls
+) -> tuple[fx.Graph, dict[ModuleCall, CallRecord]]:
+    """One graph for two pruned graphs of symbolic sizes, and the module calls in terms of it.
+
+    Raises Different where choosing between values is not enough: evaluation alone draws random
+    numbers or does much work, or one mode alone changes a part of a tensor.
+    """
+    both = _Both(train, evaluation)
+    both.write()
+    calls = {
+        call: both.record(record, evaluation_calls.get(call))
+        for call, record in train_calls.items()
+    }
+    for call, record in evaluation_calls.items():
+        if call not in calls:
+            calls[call] = both.record(record, None, of=1)
+    return both.graph, calls
+
+
+class _Both:
+    """The graph being written. `side` 0 is training, 1 is evaluation."""
+
+    def __init__(self, train: fx.Graph, evaluation: fx.Graph) -> None:
+        self.graph = fx.Graph()
+        self.sides = (list(train.nodes), list(evaluation.nodes))
+        self.pairs = [pair for pair in aligned(train, evaluation) if not is_external(pair[0])]
+        calls = [node for node in evaluation.nodes if not is_external(node)]
+        if len(calls) - len(self.pairs) > max(_FEW, _SHARE * len(calls)):
+            raise Different
+        # The node that stands for a node of a side: when it was made, and now.
+        self.made: tuple[dict[fx.Node, fx.Node], ...] = ({}, {})
+        self.now: tuple[dict[fx.Node, fx.Node], ...] = ({}, {})
+        self.externals: dict[tuple[str, Any], fx.Node] = {}
+        self.chosen: dict[tuple[fx.Node, fx.Node], fx.Node] = {}
+        self.copies: dict[int, tuple[fx.Node, fx.Node]] = {}
+
+    def write(self) -> None:
+        positions = [0, 0]
+        for pair in [*self.pairs, None]:
+            for side in (0, 1):
+                end = len(self.sides[side]) if pair is None else None
+                while positions[side] != end:
+                    node = self.sides[side][positions[side]]
+                    if pair is not None and node is pair[side]:
+                        break
+                    self._write_alone(side, node)
+                    positions[side] += 1
+                self._write_back(side)
+            if pair is not None:
+                self._write_pair(*pair)
+                positions = [position + 1 for position in positions]
+
+    def _write_pair(self, train: fx.Node, other: fx.Node) -> None:
+        try:
+            args = merged_arguments(train.args, other.args, self._choose, {})
+            kwargs = merged_arguments(train.kwargs, other.kwargs, self._choose, {})
+        except Different:
+            if train.op == "output":
+                raise
+            self._write_alone(0, train)
+            self._write_back(0)
+            self._write_alone(1, other)
+            self._write_back(1)
+            return
+        node = self._copy(train, args, kwargs)
+        add_meta(node, other)
+        self._stands_for(0, train, node)
+        self._stands_for(1, other, node)
+
+    def _write_alone(self, side: int, node: fx.Node) -> None:
+        if is_external(node):
+            self._external(side, node)
+            return
+        if node.op == "output" or (side == 1 and node.meta["random"]):
+            raise Different
+        if node.meta["mutates"] & node.meta["touches"]:
+            raise Different
+        for storage in node.meta["mutates"]:
+            self._copy_before_change(side, node, storage)
+        args = fx.node.map_arg(node.args, self.now[side].__getitem__)
+        kwargs = fx.node.map_arg(node.kwargs, self.now[side].__getitem__)
+        copy = self._copy(node, args, kwargs)
+        if side == 1:
+            _to_evaluation(copy)
+        self._stands_for(side, node, copy)
+
+    def _copy_before_change(self, side: int, node: fx.Node, storage: int) -> None:
+        """Makes a change of state, or of what both modes read, a change of a copy of it."""
+        before = self.sides[side][: self.sides[side].index(node)]
+        family = [other for other in before if storage in other.meta["storages"]]
+        shared = [other for other in family if self.now[side][other] in self._of_both()]
+        if not shared or storage in self.copies:
+            return
+        tensor = family[0].meta["val"]
+        if any(other.meta["val"] is not tensor for other in family):
+            raise Different
+        current = self.now[side][family[-1]]
+        copy = self._add("call_method", "clone", (current,), like=current, at=node)
+        self.copies[storage] = (family[0], copy)
+        for other in family:
+            self.now[side][other] = copy
+
+    def _write_back(self, side: int) -> None:
+        """Ends a stretch of one mode: changed copies of state go back into the state."""
+        for storage, (root, _) in self.copies.items():
+            family = [n for n in self.now[side] if storage in n.meta["storages"]]
+            latest = self.now[side][family[-1]]
+            if not is_external(root):
+                continue
+            state = self.made[side][root]
+            pair = (latest, state) if side == 0 else (state, latest)
+            chosen = self._choose_between(*pair)
+            back = self._add("call_method", "copy_", (state, chosen), like=state, at=latest)
+            back.meta["mutates"] = state.meta["storages"]
+            if Region("no_grad") not in latest.meta["regions"]:
+                back.meta["regions"] = (*latest.meta["regions"], Region("no_grad"))
+            for other in family:
+                self.now[side][other] = state
+        self.copies.clear()
+
+    def _of_both(self) -> set[fx.Node]:
+        return {*self.externals.values(), *(set(self.now[0].values()) & set(self.now[1].values()))}
+
+    def _external(self, side: int, node: fx.Node) -> None:
+        key = (node.op, node.target)
+        known = self.externals.get(key)
+        if known is None:
+            known = self._copy(node, node.args, node.kwargs)
+            if side == 1:
+                _to_evaluation(known)
+            self.externals[key] = known
+        elif side == 1:
+            add_meta(known, node)
+        else:
+            known.meta["storages"] |= node.meta["storages"]
+        self._stands_for(side, node, known)
+
+    def _stands_for(self, side: int, node: fx.Node, copy: fx.Node) -> None:
+        self.made[side][node] = self.now[side][node] = copy
+
+    # Choosing
+
+    def _choose(self, train: fx.Node, other: fx.Node) -> fx.Node:
+        return self._choose_between(self.now[0][train], self.now[1][other])
+
+    def _choose_between(self, train: fx.Node, other: fx.Node) -> fx.Node:
+        if train is other:
+            return train
+        if (train, other) not in self.chosen:
+            values = train.meta["val"], other.meta["val"]
+            if not all(isinstance(value, Tensor) for value in values):
+                raise Different
+            if values[0].dtype != values[1].dtype or train.meta["shape"] != other.meta["shape"]:
+                raise Different
+            later = max(train, other)
+            with self.graph.inserting_after(later):
+                node = self._add(
+                    "call_function",
+                    operator.getitem,
+                    ((train, other), IfTraining(0, 1)),
+                    like=train if values[0].requires_grad else other,
+                    at=later,
+                )
+            node.meta["storages"] = train.meta["storages"] | other.meta["storages"]
+            if "hint" in later.meta:
+                node.meta["hint"] = later.meta["hint"]
+            self.chosen[train, other] = node
+        return self.chosen[train, other]
+
+    # Nodes
+
+    def _copy(self, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
+        copy = self.graph.create_node(node.op, node.target, args, kwargs)
+        copy.meta = dict(node.meta)
+        return copy
+
+    def _add(self, op: str, target: Any, args: Any, *, like: fx.Node, at: fx.Node) -> fx.Node:
+        """A node that the model does not have, of a value like that of one node, beside another."""
+        node = self.graph.create_node(op, target, args)
+        node.meta.update(
+            like.meta, calls=at.meta["calls"], source=at.meta["source"],
+            regions=at.meta["regions"], random=False, mutates=frozenset(), touches=frozenset(),
+            from_sizes=False,
+        )  # fmt: skip
+        node.meta.pop("hint", None)
+        if target == "clone":
+            node.meta["storages"] = frozenset()
+        return node
+
+    # Module calls
+
+    def record(self, record: CallRecord, other: CallRecord | None, of: int = 0) -> CallRecord:
+        """A module call in terms of this graph, with the result that both modes' readers see."""
+
+        def made(value: Any) -> Any:
+            return fx.node.map_arg(value, self.made[of].get)
+
+        result = fx.node.map_arg(record.result, self.now[of].get)
+        if other is not None:
+            try:
+                result = merged_arguments(record.result, other.result, self._already_chosen, {})
+            except Different:
+                pass
+        arguments = {name: made(value) for name, value in record.arguments.items()}
+        return CallRecord(record.type_name, record.module_path, arguments, result)
+
+    def _already_chosen(self, train: fx.Node, other: fx.Node) -> fx.Node | None:
+        """The choice between two results, if a reader has made it; None for a pruned one."""
+        mine, others = self.now[0].get(train), self.now[1].get(other)
+        if mine is None or others is None:
+            return mine
+        return self.chosen.get((mine, others), mine)
+
+
+def _to_evaluation(node: fx.Node) -> None:
+    """Marks the memory of a node that evaluation alone has as that mode's."""
+    for key in ("storages", "mutates", "touches"):
+        node.meta[key] = frozenset(-1 - storage for storage in node.meta[key])

@@ -1,0 +1,57 @@
+"""Blocks within which a model is changed, and after which it is as it was before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@contextmanager
+def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
+    """Within, the model is in training or evaluation mode; after, each module as before."""
+    before = [(module, module.training) for module in model.modules()]
+    model.train(training)
+    try:
+        yield
+    finally:
+        for module, was_training in before:
+            module.training = was_training
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Within, forward may change buffers and draw random numbers; after, none of it happened."""
+    owners = [
+        (module, name, buffer, buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    devices = {buffer.device.index for _, _, buffer, _ in owners if buffer.is_cuda}
+    with torch.random.fork_rng(devices=[index for index in devices if index is not None]):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for module, name, buffer, before in owners:
+                    module._buffers[name] = buffer
+                    if not torch.equal(buffer, before):
+                        buffer.copy_(before)
+
+
+@contextmanager
+def without_cache(model: nn.Module) -> Iterator[None]:
+    """Within, models of transformers make no key-value cache, which training has no use for."""
+    found: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+    configs = {id(config): config for config in found if getattr(config, "use_cache", None)}
+    for config in configs.values():
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config in configs.values():
+            config.use_cache = True

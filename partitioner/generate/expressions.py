@@ -1,0 +1,517 @@
+"""Arguments of graph nodes -> Python expressions.
+
+`write` turns one argument into text; `write_operation` a whole node: operators as operators,
+`torch.nn.functional` as `F`, methods as methods. What depends on the function being written
+(the name of a value, of a size, of a device) is asked of a `Names`.
+"""
+
+from __future__ import annotations
+
+import builtins
+import inspect
+import keyword
+import math
+import operator
+import types
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from typing import Any, Protocol
+
+import sympy
+import torch
+import torch.nn.functional
+from torch import fx
+from torch.overrides import resolve_name
+
+from ...runtime.errors import PlanError
+from ..capture import IfTraining, LocalDevice, Size
+from ..effects import AUGMENTED
+from . import layout
+from .layout import Code, bracket, call, prefixed
+
+
+class Names(Protocol):
+    """What the function being written calls things."""
+
+    def value(self, node: fx.Node) -> Code: ...
+    def size(self, symbol: str) -> Code: ...
+    def device(self) -> Code: ...
+    def module(self, path: str) -> str: ...
+    def literal(self, node: fx.Node, position: int, value: Any) -> Code | None: ...
+    def require(self, module: str, name: str) -> None: ...
+
+
+_INFIX: Mapping[Callable[..., Any], tuple[str, int]] = {
+    operator.or_: ("|", layout.BIT_OR),
+    operator.xor: ("^", layout.BIT_XOR),
+    operator.and_: ("&", layout.BIT_AND),
+    operator.lshift: ("<<", layout.SHIFT),
+    operator.rshift: (">>", layout.SHIFT),
+    operator.add: ("+", layout.ADD),
+    operator.sub: ("-", layout.ADD),
+    operator.mul: ("*", layout.MULTIPLY),
+    operator.truediv: ("/", layout.MULTIPLY),
+    operator.floordiv: ("//", layout.MULTIPLY),
+    operator.mod: ("%", layout.MULTIPLY),
+    operator.matmul: ("@", layout.MULTIPLY),
+    operator.pow: ("**", layout.POWER),
+    operator.eq: ("==", layout.COMPARE),
+    operator.ne: ("!=", layout.COMPARE),
+    operator.lt: ("<", layout.COMPARE),
+    operator.le: ("<=", layout.COMPARE),
+    operator.gt: (">", layout.COMPARE),
+    operator.ge: (">=", layout.COMPARE),
+}
+# `x.__pow__(2)` is what a graph may have for `x**2`, `x.__rsub__(1)` for `1 - x`.
+_SPECIAL_METHODS = {
+    f"__{prefix}{function.__name__.strip('_')}__": (written, prefix == "r")
+    for function, written in _INFIX.items()
+    for prefix in ("", "r")
+}
+_PREFIX = {operator.neg: "-", operator.invert: "~", operator.pos: "+"}
+# Methods that take sizes either as one tuple or one by one.
+_SPREAD = frozenset({"view", "reshape", "expand", "permute", "repeat", "tile"})
+
+_CONSTANTS: Mapping[float, Code] = {
+    math.pi: Code("math.pi"),
+    math.sqrt(2.0 / math.pi): Code("math.sqrt(2.0 / math.pi)"),
+    math.sqrt(2.0): Code("math.sqrt(2.0)"),
+    torch.finfo(torch.float32).min: Code("torch.finfo(torch.float32).min"),
+    torch.finfo(torch.float32).max: Code("torch.finfo(torch.float32).max"),
+    torch.finfo(torch.bfloat16).min: Code("torch.finfo(torch.bfloat16).min"),
+    torch.finfo(torch.float16).min: Code("torch.finfo(torch.float16).min"),
+    torch.finfo(torch.float64).min: Code("torch.finfo(torch.float64).min"),
+}
+
+
+def literals(node: fx.Node) -> Iterator[Any]:
+    """The numbers among a node's arguments, in the order in which they are written."""
+
+    def walk(argument: Any) -> Iterator[Any]:
+        match argument:
+            case bool():
+                pass
+            case int() | float():
+                yield argument
+            case tuple() | list():
+                for item in argument:
+                    yield from walk(item)
+            case dict():
+                for item in argument.values():
+                    yield from walk(item)
+            case slice():
+                yield from walk((argument.start, argument.stop, argument.step))
+
+    yield from walk((node.args, node.kwargs))
+
+
+class ArgumentWriter:
+    """Writes the arguments of one node; numbers are counted as `literals` counts them."""
+
+    def __init__(self, names: Names, node: fx.Node) -> None:
+        self._names = names
+        self._node = node
+        self._position = 0
+
+    def write(self, argument: Any) -> Code:
+        match argument:
+            case bool() | None:
+                return Code(repr(argument))
+            case int() | float():
+                position, self._position = self._position, self._position + 1
+                own = self._names.literal(self._node, position, argument)
+                return own or write_constant(argument)
+            case fx.Node():
+                return self._names.value(argument)
+            case Size():
+                return write_size(argument.expr, self._names.size)
+            case IfTraining():
+                return _write_if_training(argument)
+            case LocalDevice():
+                return self._names.device()
+            case slice():
+                return self._slice(argument)
+            case list():
+                return bracket("[", tuple(map(self.write, argument)), "]")
+            case tuple():
+                items = tuple(map(self.write, argument))
+                return bracket("(", items, ")", lone_comma=True)
+            case dict():
+                pairs = [
+                    prefixed(f"{write_constant(key)}: ", self.write(value))
+                    for key, value in argument.items()
+                ]
+                return bracket("{", tuple(pairs), "}")
+        return write_constant(argument)
+
+    def index(self, argument: Any) -> str:
+        """The text between the brackets of `x[...]`."""
+        if isinstance(argument, tuple) and argument:
+            items = ", ".join(self.write(item).flat for item in argument)
+            return items + ("," if len(argument) == 1 else "")
+        return self.write(argument).flat
+
+    def _slice(self, argument: slice) -> Code:
+        ends = [
+            None if end is None else self.write(end)
+            for end in (argument.start, argument.stop, argument.step)
+        ]
+        simple = all(end is None or _is_simple_bound(end) for end in ends)
+        start, stop, step = ends
+        space = "" if simple else " "
+        text = (start.flat + space if start else "") + ":"
+        text += space + stop.flat if stop else ""
+        if step is not None:
+            text += f"{space if stop else ''}:{space}{step.flat}"
+        return Code(text)
+
+
+def _is_simple_bound(code: Code) -> bool:
+    """Whether formatters write no spaces around the colon next to it."""
+    return code.flat.removeprefix("-").replace("_", "").isalnum()
+
+
+def _is_simple_operand(code: Code) -> bool:
+    """Whether formatters write no spaces around `**` next to it."""
+    return code.flat.removeprefix("-").replace(".", "").replace("_", "").isalnum()
+
+
+def _write_if_training(argument: IfTraining) -> Code:
+    match argument.train, argument.eval:
+        case True, False:
+            return Code("self.training")
+        case False, True:
+            return Code("not self.training", layout.NOT)
+    train, evaluation = write_constant(argument.train), write_constant(argument.eval)
+    return Code(f"{train} if self.training else {evaluation}", layout.CONDITIONAL)
+
+
+def write_constant(value: Any) -> Code:
+    """A value that is no tensor, as the expression that makes it; PlanError if there is none."""
+    match value:
+        case None | bool() | int():
+            return Code(repr(value), layout.UNARY if _is_negative(value) else layout.ATOM)
+        case float():
+            if value in _CONSTANTS:
+                return _CONSTANTS[value]
+            if not math.isfinite(value):
+                return Code(f'float("{value}")')
+            return Code(repr(value), layout.UNARY if value < 0 else layout.ATOM)
+        case str():
+            return Code(_quoted(value))
+        case types.EllipsisType():
+            return Code("...")
+        case torch.dtype() | torch.memory_format() | torch.layout():
+            return Code(str(value))
+        case torch.device():
+            text = f'torch.device("{value}")'
+            return Code(text)
+        case slice():
+            ends = (value.start, value.stop, value.step)
+            return call("slice", tuple(map(write_constant, ends)))
+        case list():
+            return bracket("[", tuple(map(write_constant, value)), "]")
+        case tuple():
+            return bracket("(", tuple(map(write_constant, value)), ")", lone_comma=True)
+        case dict():
+            pairs = [
+                prefixed(f"{write_constant(key)}: ", write_constant(item))
+                for key, item in value.items()
+            ]
+            return bracket("{", tuple(pairs), "}")
+        case complex():
+            return Code(repr(value))
+    raise PlanError(
+        f"cannot write {value!r} ({type(value).__name__}) as an argument in generated code.",
+        "Keep the module that uses it as one node: --leaf CLASS",
+    )
+
+
+def _is_negative(value: Any) -> bool:
+    return isinstance(value, int) and value < 0
+
+
+def _quoted(text: str) -> str:
+    quoted = repr(text)
+    if quoted.startswith("'") and '"' not in text:
+        return f'"{quoted[1:-1]}"'.replace("\\'", "'")
+    return quoted
+
+
+# --- sizes ----------------------------------------------------------------------------------
+
+
+def write_size(expression: sympy.Expr | int, symbol: Callable[[str], Code]) -> Code:
+    """A size such as `batch * (sequence + 1)`; `symbol` says what each symbol is called.
+
+    Raises PlanError for an operation that has no Python text here.
+    """
+
+    def write(part: Any) -> Code:
+        kind = type(part).__name__
+        if isinstance(part, int) or part.is_Integer:
+            return write_constant(int(part))
+        if part.is_Symbol:
+            return symbol(part.name)
+        if part.is_Add:
+            return _sum(part, write)
+        if kind == "floor":
+            over, under = part.args[0].as_numer_denom()
+            return _infix("//", layout.MULTIPLY, write(over), write(under))
+        if part.is_Mul:
+            factors = sorted(part.args, key=lambda factor: (not factor.is_number, str(factor)))
+            code = write(factors[0])
+            for factor in factors[1:]:
+                code = _infix("*", layout.MULTIPLY, code, write(factor))
+            return code
+        if kind in _SIZE_OPERATORS:
+            sign, binds = _SIZE_OPERATORS[kind]
+            left, right = map(write, part.args)
+            return _infix(sign, binds, left, right)
+        if kind in _SIZE_FUNCTIONS or kind.startswith(_OPAQUE):
+            name = _SIZE_FUNCTIONS.get(kind) or f"math.{kind.removeprefix(_OPAQUE)}"
+            inside = sorted(
+                map(write, part.args), key=lambda code: (code.flat.isdigit(), code.flat)
+            )
+            return call(name, tuple(inside))
+        if part.is_Float or part.is_Rational:
+            return write_constant(float(part))
+        raise PlanError(f"cannot write the size {expression} ({kind}) in generated code.")
+
+    return write(expression)
+
+
+_OPAQUE = "OpaqueUnaryFn_"
+_SIZE_OPERATORS = {
+    "FloorDiv": ("//", layout.MULTIPLY),
+    "CleanDiv": ("//", layout.MULTIPLY),
+    "IntTrueDiv": ("/", layout.MULTIPLY),
+    "FloatTrueDiv": ("/", layout.MULTIPLY),
+    "Mod": ("%", layout.MULTIPLY),
+    "PythonMod": ("%", layout.MULTIPLY),
+    "Pow": ("**", layout.POWER),
+    "PowByNatural": ("**", layout.POWER),
+    "FloatPow": ("**", layout.POWER),
+}
+_SIZE_FUNCTIONS = {
+    "Max": "max",
+    "Min": "min",
+    "Abs": "abs",
+    "ToFloat": "float",
+    "TruncToInt": "int",
+    "FloorToInt": "math.floor",
+    "CeilToInt": "math.ceil",
+    "RoundToInt": "round",
+}
+
+
+def _sum(expression: Any, write: Callable[[Any], Code]) -> Code:
+    terms = sorted(
+        expression.args,
+        key=lambda term: (term.is_number, term.could_extract_minus_sign(), str(term)),
+    )
+    code = write(terms[0])
+    for term in terms[1:]:
+        if term.could_extract_minus_sign():
+            code = _infix("-", layout.ADD, code, write(-term))
+        else:
+            code = _infix("+", layout.ADD, code, write(term))
+    return code
+
+
+# --- operations -----------------------------------------------------------------------------
+
+
+def write_operation(node: fx.Node, names: Names) -> Code:
+    """The expression that computes a node; a mutating statement is `write_mutation`'s."""
+    writer = ArgumentWriter(names, node)
+    if node.op == "call_module":
+        return call(names.module(str(node.target)), _arguments(writer, node.args, node.kwargs))
+    if node.op == "call_method":
+        return _method(writer, str(node.target), node.args, node.kwargs)
+    assert callable(node.target), node
+    return _function(writer, names, node.target, node.args, node.kwargs)
+
+
+def write_mutation(node: fx.Node, names: Names) -> tuple[str, Code] | None:
+    """`(target and operator, value)` of a node that Python writes as a statement, such as
+    `x += y` or `x[i] = y`; None for all others."""
+    writer = ArgumentWriter(names, node)
+    if node.op != "call_function" or not callable(node.target):
+        return None
+    if node.target in AUGMENTED:
+        changed, value = node.args
+        target = writer.write(changed).within(layout.ATOM)
+        return f"{target} {AUGMENTED[node.target]} ", writer.write(value)
+    if node.target in (operator.setitem, setattr):
+        changed, place, value = node.args
+        target = writer.write(changed).within(layout.ATOM)
+        where = f".{place}" if node.target is setattr else f"[{writer.index(place)}]"
+        return f"{target}{where} = ", writer.write(value)
+    return None
+
+
+def _arguments(writer: ArgumentWriter, args: Any, kwargs: Mapping[str, Any]) -> tuple[Code, ...]:
+    positional = [writer.write(argument) for argument in args]
+    named = [prefixed(f"{name}=", writer.write(value)) for name, value in kwargs.items()]
+    return (*positional, *named)
+
+
+def _method(writer: ArgumentWriter, name: str, args: Any, kwargs: Mapping[str, Any]) -> Code:
+    receiver, *rest = args
+    if name in _SPECIAL_METHODS and len(rest) == 1 and not kwargs:
+        (symbol, binds), is_reversed = _SPECIAL_METHODS[name]
+        left, right = writer.write(receiver), writer.write(rest[0])
+        return _infix(symbol, binds, *((right, left) if is_reversed else (left, right)))
+    target = writer.write(receiver).within(layout.ATOM)
+    if name in _SPREAD and len(rest) == 1 and isinstance(rest[0], (tuple, list)) and rest[0]:
+        rest = list(rest[0])
+    return call(f"{target}.{name}", _arguments(writer, rest, kwargs))
+
+
+def _function(
+    writer: ArgumentWriter,
+    names: Names,
+    target: Callable[..., Any],
+    args: Any,
+    kwargs: Mapping[str, Any],
+) -> Code:
+    if target in _INFIX and len(args) == 2 and not kwargs:
+        symbol, binds = _INFIX[target]
+        left, right = map(writer.write, args)
+        return _infix(symbol, binds, left, right)
+    if target in _PREFIX and len(args) == 1 and not kwargs:
+        operand = writer.write(args[0])
+        return Code(f"{_PREFIX[target]}{operand.within(layout.UNARY)}", layout.UNARY)
+    if target is operator.getitem:
+        receiver = writer.write(args[0]).within(layout.ATOM)
+        return Code(f"{receiver}[{writer.index(args[1])}]")
+    if target is getattr:
+        return Code(f"{writer.write(args[0]).within(layout.ATOM)}.{args[1]}")
+    name = name_callable(target, names)
+    if name.startswith("Tensor.") and args:
+        return _method(writer, name.removeprefix("Tensor."), args, kwargs)
+    positional = tuple(map(writer.write, args))
+    return call(name, (*positional, *_options(writer, target, kwargs)))
+
+
+# Defaults of functions that have no signature to ask.
+_BUILTIN_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "scaled_dot_product_attention": {
+        "dropout_p": 0.0, "is_causal": False, "enable_gqa": False,
+    },
+    "gelu": {"approximate": "none"},
+}  # fmt: skip
+
+
+def _options(
+    writer: ArgumentWriter, target: Callable[..., Any], kwargs: Mapping[str, Any]
+) -> Iterator[Code]:
+    """Keyword arguments without those that have their default."""
+    defaults = _defaults(target)
+    for name, value in kwargs.items():
+        if name == "p" and _drops_in_training(kwargs):
+            value = value.train
+        code = writer.write(value)
+        if name not in defaults or not _is_written(code, defaults[name]):
+            yield prefixed(f"{name}=", code)
+
+
+def _drops_in_training(kwargs: Mapping[str, Any]) -> bool:
+    """Whether `training=self.training` makes a second choice of `p` needless."""
+    switch = kwargs.get("training")
+    return switch == IfTraining(True, False) and isinstance(kwargs["p"], IfTraining)
+
+
+def _is_written(code: Code, default: Any) -> bool:
+    plain = default is None or isinstance(default, (bool, int, float, str))
+    return plain and write_constant(default).flat == code.flat
+
+
+@cache
+def _defaults(target: Callable[..., Any]) -> Mapping[str, Any]:
+    try:
+        parameters = inspect.signature(target).parameters.values()
+    except (TypeError, ValueError):
+        own = _BUILTIN_DEFAULTS.get(getattr(target, "__name__", ""), {})
+        return _NoneByDefault(own)
+    return {item.name: item.default for item in parameters if item.default is not item.empty}
+
+
+class _NoneByDefault(dict[str, Any]):
+    """Every optional argument of torch's built-in functions is None unless it is known here."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+    def __missing__(self, name: str) -> None:
+        return None
+
+
+def _infix(symbol: str, binds: int, left: Code, right: Code) -> Code:
+    if binds == layout.POWER:
+        simple = _is_simple_operand(left) and _is_simple_operand(right)
+        simple = simple and left.binds == layout.ATOM
+        space = "" if simple else " "
+        text = f"{left.within(layout.ATOM)}{space}**{space}{right.within(layout.UNARY)}"
+        return Code(text, binds)
+    # Python chains comparisons, so that a comparison inside one always needs parentheses.
+    first = left.within(binds + (binds == layout.COMPARE))
+    return Code(f"{first} {symbol} {right.within(binds + 1)}", binds)
+
+
+_HOMES = (
+    ("F", torch.nn.functional),
+    ("torch", torch),
+    ("torch.special", torch.special),
+    ("torch.fft", torch.fft),
+    ("torch.linalg", torch.linalg),
+    ("math", math),
+    ("operator", operator),
+)
+
+
+def name_callable(target: Callable[..., Any], names: Names) -> str:
+    """What a function is called where `torch`, `F`, `math` and `operator` are imported; asks
+    `names` to import a function of another module."""
+    short = getattr(target, "__name__", "")
+    if getattr(builtins, short, None) is target:
+        return short
+    homes = _HOMES if "functional" in (getattr(target, "__module__", "") or "") else _SORTED_HOMES
+    for prefix, home in homes:
+        if short and getattr(home, short, None) is target:
+            return f"{prefix}.{short}"
+    owner = getattr(target, "__self__", None)
+    if short == "apply" and isinstance(owner, type):
+        _import(owner, owner.__qualname__, names)
+        return f"{owner.__qualname__}.apply"
+    resolved = resolve_name(target) or ""
+    if resolved.startswith("torch.Tensor."):
+        return resolved.removeprefix("torch.")
+    if resolved.startswith("torch.nn.functional."):
+        return f"F.{resolved.removeprefix('torch.nn.functional.')}"
+    if resolved.startswith("torch."):
+        return resolved
+    qualified = str(getattr(target, "__qualname__", short))
+    _import(target, qualified, names)
+    return qualified
+
+
+def _import(thing: Any, qualified: str, names: Names) -> None:
+    module = getattr(thing, "__module__", None)
+    if not isinstance(module, str) or module == "__main__" or "<" in qualified or not qualified:
+        raise PlanError(
+            f"cannot write a call of {qualified or thing!r} of {module}: generated code could not "
+            f"import it.",
+            "Move it to the top level of a module that can be imported.",
+        )
+    names.require(module, qualified)
+
+
+# A function that torch and F both have is written as torch's: torch.relu, not F.relu.
+_SORTED_HOMES = (_HOMES[1], _HOMES[0], *_HOMES[2:])
+
+
+def is_name(text: str) -> bool:
+    """Whether `text` can be the name of a variable."""
+    return text.isidentifier() and not keyword.iskeyword(text)

@@ -1,0 +1,37 @@
+"""The text of a file -> the imports that it needs, as import sorters order them."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterable
+
+_STANDARD = ("collections", "math", "operator", "typing")
+
+
+def write_imports(source: str, extra: Iterable[tuple[str, str]]) -> list[str]:
+    """Lines that import `torch`, `nn`, `F` and the like where `source` uses them, and the pairs
+    `(module, name)` in `extra`."""
+    used = {node.id for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name)}
+    plain = ("math", "operator", "torch")
+    modules: dict[str, str] = {name: f"import {name}" for name in plain if name in used}
+    if "F" in used:
+        modules["torch.nn.functional"] = "import torch.nn.functional as F"
+    names_of: dict[str, set[str]] = defaultdict(set)
+    names_of["torch"] |= {"Tensor", "nn"} & used
+    for module, name in extra:
+        names_of[module].add(name)
+    sections = []
+    for is_standard in (True, False):
+        lines = [text for name, text in modules.items() if (name in _STANDARD) == is_standard]
+        lines += [
+            f"from {module} import {', '.join(sorted(names, key=_classes_first))}"
+            for module, names in sorted(names_of.items())
+            if (module in _STANDARD) == is_standard
+        ]
+        sections += [lines] if lines else []
+    return "\n\n".join("\n".join(lines) for lines in sections).split("\n")
+
+
+def _classes_first(name: str) -> tuple[bool, str]:
+    return (not name[0].isupper(), name)

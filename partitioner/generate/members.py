@@ -1,0 +1,386 @@
+"""What a class uses of its module -> the lines of `__init__`, and how forward reaches each part.
+
+Names are those of the original, so that parameters keep theirs. A list of which a stage holds
+only some items becomes an nn.ModuleDict with the items' numbers as keys; any other container of
+which only parts are used becomes a small class without a forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from torch import nn
+
+from ..capture import Capture
+from . import buffers
+from .canonical import Canonical, Held, Place
+from .classes import Classes, ModuleClass
+from .constructors import Constructor
+from .expressions import is_name, write_constant
+from .layout import Code, bracket, call, lay_out, prefixed
+from .structure import Conflict
+
+
+@dataclass(slots=True)
+class Member:
+    """One name below `self`: a leaf, an instance of a class, a tensor, or a container."""
+
+    path: str
+    leaf: Constructor | None = None
+    instance: ModuleClass | None = None
+    held: Held | None = None
+    children: dict[str, Member] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A class without a forward: a container of which the stage holds only some members."""
+
+    name: str
+    path: str
+    annotations: tuple[str, ...]
+    lines: tuple[str, ...]
+
+
+class Parts:
+    """The classes without a forward of one file; equal ones are one class."""
+
+    def __init__(self, taken: set[str]) -> None:
+        self._taken = taken
+        self._found: dict[tuple[object, ...], Part] = {}
+
+    def add(self, type_name: str, path: str, annotations: Sequence[str], lines: list[str]) -> str:
+        key = (type_name, *annotations, *lines)
+        if key not in self._found:
+            stem = name = f"{type_name}Part"
+            count = 1
+            while name in self._taken:
+                count += 1
+                name = f"{stem}{count}"
+            self._taken.add(name)
+            self._found[key] = Part(name, path, tuple(annotations), tuple(lines))
+        return self._found[key].name
+
+    @property
+    def ordered(self) -> tuple[Part, ...]:
+        return tuple(self._found.values())
+
+
+class Scope:
+    """`self` of one class: its members, in the order of the original."""
+
+    def __init__(
+        self,
+        capture: Capture,
+        canonical: Canonical,
+        classes: Classes,
+        parts: Parts,
+        scopes: Mapping[ModuleClass, Scope],
+        argument_of: Mapping[Place, str] | None = None,
+    ) -> None:
+        self._capture = capture
+        self._base = canonical.body.path
+        self._parts = parts
+        self._scopes = scopes
+        self._argument_of = argument_of or {}
+        self._imports: set[tuple[str, str]] = set()
+        self._root = Member(self._base)
+        for child in canonical.children:
+            self._place(child.call.path).instance = classes.of_path[child.call.path]
+        for leaf in canonical.leaves:
+            self._place(leaf.path).leaf = leaf.constructor
+        for held in canonical.tensors:
+            self._place(held.path).held = held
+        self._verify(self._root)
+        self._part_of: dict[str, str] = {}
+        self.lines = (
+            *self._assignments(self._root),
+            *(
+                f"        {self.access(leaf.path)}.{name}.requires_grad_(False)"
+                for leaf in canonical.leaves
+                for name in leaf.constructor.frozen_names
+            ),
+        )
+
+    def _relative(self, path: str) -> list[str]:
+        start = len(self._base) + 1 if self._base else 0
+        return path[start:].split(".")
+
+    def _place(self, path: str) -> Member:
+        member = self._root
+        for name in self._relative(path):
+            inside = f"{member.path}.{name}" if member.path else name
+            if member.instance is not None:
+                return Member(inside)  # the class of the instance holds it, or `_verify` objects
+            member = member.children.setdefault(name, Member(inside))
+        return member
+
+    def _verify(self, member: Member) -> None:
+        if member.instance is not None and member.children:
+            raise Conflict([member.path])
+        for child in member.children.values():
+            self._verify(child)
+
+    # --- reaching a member ------------------------------------------------------------------
+
+    def access(self, path: str, handles: Mapping[str, str] | None = None) -> str:
+        """The expression for the module or tensor that the original calls `path`; `handles` are
+        variables that hold modules, by path."""
+        text, member = "self", self._root
+        names = self._relative(path)
+        for position, name in enumerate(names):
+            text = (handles or {}).get(member.path, text)
+            if member.instance is not None:
+                scope = self._scopes[member.instance]
+                rest = ".".join(names[position:])
+                inner = f"{scope._base}.{rest}" if scope._base else rest
+                return text + scope.access(inner).removeprefix("self")
+            if member.leaf is not None:
+                return text + "".join(f".{item}" for item in names[position:])
+            if name not in member.children:
+                raise Conflict([member.path])
+            text += self._step(member, name)
+            member = member.children[name]
+        return (handles or {}).get(member.path, text)
+
+    def cut_items(self, path: str) -> Iterator[tuple[str, str]]:
+        """Modules on the way to `path` of which only parts are here and that stand in a list,
+        outermost first, each with the class that it has here."""
+        member = self._root
+        for name in self._relative(path):
+            is_item = self._kind(member) in ("list", "dict")
+            if name not in member.children:
+                return
+            member = member.children[name]
+            if is_item and member.path in self._part_of:
+                yield member.path, self._part_of[member.path]
+
+    def type_name(self, path: str) -> str:
+        return type(self._capture.model.get_submodule(path)).__name__
+
+    def _step(self, member: Member, name: str) -> str:
+        match self._kind(member):
+            case "list":
+                return f"[{name}]"
+            case "dict":
+                return f'["{name}"]'
+        return f".{name}" if is_name(name) else f'.get_submodule("{name}")'
+
+    def iterate(self, paths: Sequence[str], text: str) -> tuple[str, str]:
+        """`(iterable, item)` for a loop over siblings in the list `text`: the item is empty if
+        the iterable gives the modules themselves, else it is their expression by `index`."""
+        parent = paths[0].rpartition(".")[0]
+        member = self._root
+        for name in self._relative(parent):
+            member = member.children[name]
+        first, last = (int(path.rpartition(".")[2]) for path in (paths[0], paths[-1]))
+        if self._kind(member) == "list":
+            if len(paths) == len(member.children):
+                return text, ""
+            start = str(first) if first else ""
+            stop = str(last + 1) if last + 1 < len(member.children) else ""
+            return f"{text}[{start}:{stop}]", ""
+        if list(member.children) == [path.rpartition(".")[2] for path in paths]:
+            return f"{text}.values()", ""
+        return f"range({first}, {last + 1})", f"{text}[str(index)]"
+
+    # --- writing __init__ -------------------------------------------------------------------
+
+    @property
+    def imports(self) -> frozenset[tuple[str, str]]:
+        return frozenset(self._imports)
+
+    @property
+    def annotations(self) -> tuple[str, ...]:
+        return self._annotations(self._root)
+
+    def _annotations(self, member: Member) -> tuple[str, ...]:
+        """Buffers, which a type checker cannot see."""
+        return tuple(
+            name
+            for name, child in self._ordered(member)
+            if child.held is not None and not child.held.is_parameter
+        )
+
+    @property
+    def member_names(self) -> frozenset[str]:
+        return frozenset(self._root.children)
+
+    def _assignments(self, member: Member) -> list[str]:
+        return [self._assignment(name, child) for name, child in self._ordered(member)]
+
+    def _ordered(self, member: Member) -> list[tuple[str, Member]]:
+        module = self._capture.model.get_submodule(member.path)
+        order = [*module._parameters, *module._buffers, *module._modules]
+        rank = {name: place for place, name in enumerate(order)}
+        return sorted(
+            member.children.items(), key=lambda item: (rank.get(item[0], len(rank)), item[0])
+        )
+
+    def _assignment(self, name: str, member: Member) -> str:
+        held = member.held
+        if not is_name(name):
+            items = (Code(f'"{name}"'), self._expression(member))
+            return lay_out("", call("self.add_module", items), indent=8)
+        if held is None or held.is_parameter:
+            return lay_out(f"self.{name} = ", self._expression(member), indent=8)
+        arguments = [Code(f'"{name}"'), self._buffer(held)]
+        arguments += [] if held.is_persistent else [Code("persistent=False")]
+        return lay_out("", call("self.register_buffer", tuple(arguments)), indent=8)
+
+    def _expression(self, member: Member) -> Code:
+        if member.leaf is not None:
+            return self._constructor(member.path, member.leaf)
+        if member.instance is not None:
+            made = member.instance
+            named = zip(made.arguments, made.values(member.path), strict=True)
+            values = [
+                (argument.name, self._number(Place(argument.name, member=member.path), value))
+                for argument, value in named
+            ]
+            # More than two bare numbers would be a riddle.
+            bare = len(values) <= 2
+            items = tuple(code if bare else prefixed(f"{name}=", code) for name, code in values)
+            return call(made.name, items)
+        if member.held is not None:
+            return self._parameter(member.held)
+        return self._container(member)
+
+    def _number(self, place: Place, value: object) -> Code:
+        name = self._argument_of.get(place)
+        return Code(name) if name else write_constant(value)
+
+    def _constructor(self, path: str, constructor: Constructor) -> Code:
+        if not constructor.name.startswith("nn."):
+            self._imports.add((constructor.type.__module__, constructor.type.__qualname__))
+        items: list[Code] = []
+        for argument in constructor.arguments:
+            place = Place(argument.name, member=path)
+            if argument.is_default and place not in self._argument_of:
+                continue
+            value = self._number(place, argument.value)
+            is_positional = argument.is_positional and len(items) < 2
+            items.append(value if is_positional else prefixed(f"{argument.name}=", value))
+        tail = ").requires_grad_(False)" if constructor.frozen else ")"
+        return bracket(f"{constructor.name}(", tuple(items), tail)
+
+    def _parameter(self, held: Held) -> Code:
+        inside: tuple[Code, ...] = (self._empty(held),)
+        if not held.tensor.requires_grad:
+            inside += (Code("requires_grad=False"),)
+        return call("nn.Parameter", inside)
+
+    def _buffer(self, held: Held) -> Code:
+        made = None if held.is_persistent else buffers.rebuild(held.tensor)
+        return made or self._empty(held)
+
+    def _empty(self, held: Held) -> Code:
+        shape = tuple(
+            self._number(Place(dimension, member=held.path), length)
+            for dimension, length in enumerate(held.tensor.shape)
+        )
+        return buffers.empty(shape, held.tensor.dtype)
+
+    # --- containers -------------------------------------------------------------------------
+
+    def _kind(self, member: Member) -> str:
+        """`list`, `dict`, `ordered` or `class`: what a container becomes."""
+        module = self._capture.model.get_submodule(member.path)
+        if member.path == self._base:
+            return "class"
+        if isinstance(module, (nn.ModuleList, nn.Sequential, nn.ParameterList)):
+            names = [name for name, _ in self._ordered(member)]
+            if names == [str(index) for index in range(len(names))]:
+                return "list"
+            if all(name.isdigit() for name in names):
+                return "dict"
+            is_whole = names == list(module._modules) and all(map(is_name, names))
+            return "ordered" if is_whole else "class"
+        return "dict" if isinstance(module, (nn.ModuleDict, nn.ParameterDict)) else "class"
+
+    def _container(self, member: Member) -> Code:
+        module = self._capture.model.get_submodule(member.path)
+        children = [(name, self._expression(child)) for name, child in self._ordered(member)]
+        holds_tensors = all(child.held is not None for child in member.children.values())
+        match self._kind(member):
+            case "list" if isinstance(module, nn.Sequential):
+                return call("nn.Sequential", tuple(code for _, code in children))
+            case "ordered":
+                self._imports.add(("collections", "OrderedDict"))
+                pairs = tuple(prefixed(f"{name}=", code) for name, code in children)
+                return call("nn.Sequential", (call("OrderedDict", pairs),))
+            case "list":
+                head = "nn.ParameterList([" if holds_tensors else "nn.ModuleList(["
+                return _listing(head, [code for _, code in children])
+            case "dict":
+                head = "nn.ParameterDict({" if holds_tensors else "nn.ModuleDict({"
+                return _mapping(head, children)
+        lines = self._assignments(member)
+        return call(self._part(member, lines), ())
+
+    def _part(self, member: Member, lines: list[str]) -> str:
+        # Its constructor takes no arguments, so it cannot be written from those of a class.
+        if any(place.member.startswith(f"{member.path}.") for place in self._argument_of):
+            raise Conflict([self._base])
+        module = self._capture.model.get_submodule(member.path)
+        name = self._parts.add(type(module).__name__, member.path, self._annotations(member), lines)
+        self._part_of[member.path] = name
+        return name
+
+
+_MANY = 3
+_SHORT = 30  # so that a comprehension fits on a line
+
+
+def _runs(children: Sequence[tuple[str, Code]]) -> list[list[tuple[str, Code]]]:
+    """Neighbours with equal expressions, if they are many; else one by one."""
+    runs: list[list[tuple[str, Code]]] = []
+    for text, group in groupby(children, key=lambda child: child[1].flat):
+        run = list(group)
+        is_many = len(run) >= _MANY or len(run) == len(children) > 1
+        if is_many and len(text) < _SHORT and all(name.isdigit() for name, _ in run):
+            runs.append(run)
+        else:
+            runs += [[child] for child in run]
+    return runs
+
+
+def _listing(head: str, items: list[Code]) -> Code:
+    runs = _runs([(str(index), code) for index, code in enumerate(items)])
+    entries = []
+    for run in runs:
+        code = run[0][1]
+        repeated = f"{code.flat} for _ in range({len(run)})"
+        if len(runs) == 1 and len(run) > 1:
+            return Code(f"{head}{repeated}])")
+        entries.append(Code(f"*({repeated})") if len(run) > 1 else code)
+    return _nested(head, tuple(entries), "])")
+
+
+def _mapping(head: str, children: list[tuple[str, Code]]) -> Code:
+    runs = _runs(children)
+    entries = []
+    for run in runs:
+        first, last = int(run[0][0]) if len(run) > 1 else 0, run[-1][0]
+        repeated = f"{{str(index): {run[0][1].flat} for index in range({first}, "
+        repeated += f"{int(last) + 1})}}" if len(run) > 1 else ""
+        if len(runs) == 1 and len(run) > 1:
+            inside = repeated.removeprefix("{").removesuffix("}")
+            return bracket(head.removesuffix("{"), (_braced(inside),), ")")
+        if len(run) > 1:
+            entries.append(Code(f"**{repeated}"))
+        else:
+            entries.append(prefixed(f'"{run[0][0]}": ', run[0][1]))
+    return _nested(head, tuple(entries), "})")
+
+
+def _braced(inside: str) -> Code:
+    return Code(f"{{{inside}}}")
+
+
+def _nested(head: str, items: tuple[Code, ...], tail: str) -> Code:
+    """A literal as the only argument of a call: formatters explode the call first."""
+    outer, inner = head[:-1], head[-1]
+    return bracket(outer, (bracket(inner, items, tail[0]),), tail[1])

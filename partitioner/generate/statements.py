@@ -1,0 +1,104 @@
+"""Statements of a function -> its lines: blocks opened, paragraphs under headings."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from .layout import WIDTH, Code, lay_out
+
+
+@dataclass(frozen=True, slots=True)
+class Opener:
+    """A line that opens a block; neighbours in blocks of equal `key` share one."""
+
+    key: object
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where the original computes a statement: the module, and the file and line if known."""
+
+    path: str
+    file: str = ""
+    line: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    prefix: str
+    code: Code
+    comment: str = ""
+    blocks: tuple[Opener, ...] = ()
+    origin: Origin | None = None
+
+
+def write_lines(statements: Sequence[Statement], *, headings: bool) -> list[str]:
+    """The lines of a method's body, indented. With `headings`, statements of one module and
+    file of the original are a paragraph under a comment that says which."""
+    if not headings:
+        return list(_block_lines(statements, ()))
+    lines: list[str] = []
+    open_blocks: tuple[Opener, ...] = ()
+    for paragraph in _paragraphs(statements):
+        heading = _heading(paragraph, is_first=not lines)
+        if heading:
+            lines += [""] if lines else []
+            lines.append(f"        # {heading}")
+            open_blocks = ()
+        lines += _block_lines(paragraph, open_blocks)
+        open_blocks = paragraph[-1].blocks
+    return lines
+
+
+def _block_lines(statements: Sequence[Statement], open_blocks: tuple[Opener, ...]) -> Iterator[str]:
+    for statement in statements:
+        shared = 0
+        for one, other in zip_longest(open_blocks, statement.blocks):
+            if one is None or other is None or one.key != other.key:
+                break
+            shared += 1
+        open_blocks = statement.blocks
+        for depth in range(shared, len(statement.blocks)):
+            yield " " * (8 + 4 * depth) + statement.blocks[depth].text
+        indent = 8 + 4 * len(statement.blocks)
+        yield lay_out(statement.prefix, statement.code, indent=indent, comment=statement.comment)
+
+
+def _paragraphs(statements: Sequence[Statement]) -> Iterator[list[Statement]]:
+    """Runs of statements of one module and file; one without an origin belongs to what it
+    precedes."""
+    run: list[Statement] = []
+    waiting: list[Statement] = []
+    path, file = "", ""
+    for statement in statements:
+        waiting.append(statement)
+        origin = statement.origin
+        if origin is None:
+            continue
+        if run and (origin.path != path or (origin.file and file and origin.file != file)):
+            yield run
+            run, file = [], ""
+        run += waiting
+        waiting = []
+        path, file = origin.path, origin.file or file
+    if run or waiting:
+        yield run + waiting
+
+
+def _heading(paragraph: Sequence[Statement], *, is_first: bool) -> str:
+    origins = [statement.origin for statement in paragraph if statement.origin is not None]
+    if not origins:
+        return ""
+    lines = [origin.line for origin in origins if origin.line]
+    file = next((os.path.basename(origin.file) for origin in origins if origin.file), "")
+    where = ""
+    if lines:
+        last = f"-{max(lines)}" if max(lines) > min(lines) else ""
+        where = f"{file}:{min(lines)}{last}"
+    path = origins[0].path if where or not is_first else ""
+    text = f"{path}, {where}" if path and where else path or where
+    return text if len(text) + 10 <= WIDTH else where
