@@ -25,7 +25,7 @@ from torch import Tensor, fx, nn
 
 from .capture import Capture, ModuleCall, Size, colocated
 from .profiler import Profile
-from .split import recomputable
+from .recompute import recomputable
 
 _EXTERNAL = ("placeholder", "get_attr")
 

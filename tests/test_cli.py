@@ -192,10 +192,11 @@ def test_the_teaching_example_in_two_stages_has_the_losses_of_one_process(tmp_pa
 
 def test_training_from_exported_weights_goes_on_where_it_ended(made: Path) -> None:
     folder = "generated_models/residual_mlp_2p"
-    first = run(made, "train", folder, *DATA, "--steps", "40", "--lr", "0.01", "--output", "one")
+    options = [folder, *DATA, "--log-every", "1"]
+    first = run(made, "train", *options, "--steps", "40", "--lr", "0.01", "--output", "one")
     assert first.returncode == 0, first.stderr
     second = run(
-        made, "train", folder, *DATA, "--steps", "1", "--weights", "one/weights", "--output", "two"
+        made, "train", *options, "--steps", "1", "--weights", "one/weights", "--output", "two"
     )
     assert second.returncode == 0, second.stderr
     ended, began = (
