@@ -233,14 +233,15 @@ def _print_next(console: Console, plan: Plan, folder: Path) -> None:
     from .runtime.forecast import describe_forecast
 
     ratio = plan.even_split_ms / plan.bottleneck_ms if plan.bottleneck_ms else 1.0
-    console.print(
+    lines = (
         f"slowest stage {plan.bottleneck_ms:.1f} ms, no cut can be below "
         f"{plan.lower_bound_ms:.1f} ms; an even split of the blocks has "
-        f"{plan.even_split_ms:.1f} ms: {ratio:.2f}× as slow"
+        f"{plan.even_split_ms:.1f} ms: {ratio:.2f}× as slow",
+        describe_forecast(plan),
+        *(f"note    {note}" for note in plan.notes),
     )
-    console.print(describe_forecast(plan))
-    for note in plan.notes:
-        console.print(f"note    {escape(note)}")
+    for line in lines:
+        console.print(escape(line), soft_wrap=True)
     console.print(f"weights {plan.weights}")
     console.print()
     console.print(f"next    [bold]asyncpipe-train {folder}[/]")

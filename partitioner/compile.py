@@ -168,7 +168,7 @@ def partition_source(
         criterion=loss or source.criterion,
         weights=source.weights if save_weights else "not stored",
     )
-    tick("plan", solution.explanation[0], "generate")
+    tick("plan", solution.summary, "generate")
 
     plan, files = _texts(captured, stage_graphs, plan, digest, source)
     tick("generate", f"{len(plan.stages)} stages, {_lines(files)} lines of Python", "verify")
@@ -225,7 +225,7 @@ def _texts(
     source: Source,
 ) -> tuple[Plan, dict[str, str]]:
     """The texts of the folder, and the plan completed with their hashes."""
-    slowest = plan.bottleneck_ms or 1.0
+    total_ms = sum(stage.forward_ms + stage.backward_ms for stage in plan.stages) or 1.0
     header = Header(
         model=plan.model,
         command=plan.command,
@@ -236,7 +236,7 @@ def _texts(
             StageCard(
                 forward_ms=stage.forward_ms,
                 backward_ms=stage.backward_ms,
-                share=(stage.forward_ms + stage.backward_ms) / slowest,
+                share=(stage.forward_ms + stage.backward_ms) / total_ms,
                 param_bytes=stage.param_bytes,
                 activation_bytes=stage.activation_bytes,
                 peak_bytes=stage.peak_bytes,

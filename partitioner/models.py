@@ -72,7 +72,10 @@ def load_model(
                 f"{spec} returns a model alone: the inputs of its forward are unknown.",
                 "Return (model, {name: tensor}), or name them: --input x=f32[4,64]",
             )
-        return Source(_name_of(spec), spec, model, _by_name(model, examples), random)
+        examples = _by_name(model, examples)
+        if micro_batch_size:
+            examples = _of_batch(examples, micro_batch_size)
+        return Source(_name_of(spec), spec, model, examples, random)
     if spec in BUILTIN:
         with device, _clear_errors(spec):
             model = BUILTIN[spec](**arguments)
@@ -102,6 +105,23 @@ def parse_input(name: str, text: str) -> Tensor:
         )
     shape = [int(size) for size in match[2].split(",") if size.strip()]
     return torch.zeros(shape, dtype=dtypes[match[1]])
+
+
+def _of_batch(examples: Mapping[str, Any], size: int) -> dict[str, Any]:
+    """Example inputs of another micro-batch size: samples repeated, or the first ones."""
+    batched = [value for value in examples.values() if isinstance(value, Tensor) and value.dim()]
+    if not batched:
+        raise ModelError(
+            f"--micro-batch-size {size} was asked, but no example input has a batch dimension.",
+            "Return example inputs whose first dimension is the batch.",
+        )
+    batch = batched[0].shape[0]
+    return {
+        name: value[torch.arange(size, device=value.device) % batch]
+        if isinstance(value, Tensor) and value.dim() and value.shape[0] == batch
+        else value
+        for name, value in examples.items()
+    }
 
 
 def known_names() -> list[str]:

@@ -21,9 +21,8 @@ from asyncpipe.runtime.schedule import Schedule
 from asyncpipe.runtime.schedules import make_schedule
 from asyncpipe.runtime.transports import LocalHub, Transport, run_together
 from asyncpipe.runtime.versions import LedgerEntry
-
-from .hand_plans import HandModel
-from .oracle import Gradients, Optimize
+from asyncpipe.tests.hand_plans import HandModel
+from asyncpipe.tests.oracle import Gradients, Optimize
 
 
 def lowered(

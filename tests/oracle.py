@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from asyncpipe.runtime.random_state import micro_batch_seed
-
-from .hand_plans import HandModel
+from asyncpipe.tests.hand_plans import HandModel
 
 Optimize = Callable[[Any], torch.optim.Optimizer]
 Gradients = dict[tuple[int, str], Tensor]

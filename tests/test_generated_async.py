@@ -9,11 +9,10 @@ import torch
 
 from asyncpipe.runtime.loading import load_stage
 from asyncpipe.runtime.plan import read_plan
-
-from .executor import lowered, train_together
-from .generated import CASES, Inputs, cut
-from .hand_plans import HandModel, HandStage
-from .oracle import async_run
+from asyncpipe.tests.executor import lowered, train_together
+from asyncpipe.tests.generated import CASES, Inputs, cut
+from asyncpipe.tests.hand_plans import HandModel, HandStage
+from asyncpipe.tests.oracle import async_run
 
 STEPS = 5
 

@@ -30,9 +30,8 @@ from asyncpipe.runtime.plan import Plan, read_plan
 from asyncpipe.runtime.schedules import make_schedule
 from asyncpipe.runtime.transports.gloo import GlooTransport
 from asyncpipe.runtime.transports.local import LocalHub, run_together
-
-from .generated import CASES, Case, cut, loss_of
-from .processes import run_processes
+from asyncpipe.tests.generated import CASES, Case, cut, loss_of
+from asyncpipe.tests.processes import run_processes
 
 STEPS, MICRO_BATCHES, SEED = 20, 4, 7
 SCHEDULES = ("gpipe", "1f1b", "seq")

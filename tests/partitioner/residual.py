@@ -1,4 +1,4 @@
-"""The model of the golden files: a residual MLP whose skip crosses the cut."""
+"""A residual MLP whose skip crosses the cut."""
 
 from __future__ import annotations
 

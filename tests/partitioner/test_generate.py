@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,55 +11,21 @@ import torch
 from torch import Tensor, nn
 
 from asyncpipe.partitioner.capture import capture
-from asyncpipe.partitioner.generate import Header, StageCard, extra_tensors, generate
+from asyncpipe.partitioner.generate import extra_tensors, generate
 from asyncpipe.partitioner.generate.buffers import rebuild
 from asyncpipe.partitioner.generate.constructors import construct
-from asyncpipe.partitioner.generate.layout import Code, call, lay_out
 from asyncpipe.partitioner.generate.expressions import write_size
+from asyncpipe.partitioner.generate.layout import Code, call, lay_out
 from asyncpipe.partitioner.split import split
 from asyncpipe.runtime.errors import PlanError
-
-from . import zoo
-from .chain import HEADER, stages_at
-from .hard_models import HARD
-from .residual import ResidualMLP
-
-GOLDEN = Path(__file__).parents[1] / "golden"
+from asyncpipe.tests.partitioner import zoo
+from asyncpipe.tests.partitioner.chain import HEADER, stages_at
+from asyncpipe.tests.partitioner.hard_models import HARD
 
 
 def files_of(model: nn.Module, inputs: dict[str, Any], *cuts: float) -> dict[str, str]:
     captured = capture(model, inputs, check=False)
     return generate(captured, split(captured, stages_at(captured, cuts)), HEADER)
-
-
-def test_golden_files() -> None:
-    torch.manual_seed(0)
-    captured = capture(ResidualMLP(), {"x": torch.randn(8, 32)}, check=False)
-    cards = tuple(
-        StageCard(
-            forward_ms=0.2 * (stage + 1),
-            backward_ms=0.4 * (stage + 1),
-            share=(stage + 1) / 3,
-            param_bytes=20_000 * (stage + 1),
-            activation_bytes=8192,
-        )
-        for stage in range(2)
-    )
-    header = Header(
-        model="ResidualMLP",
-        command="asyncpipe-partition --model tests/partitioner/residual.py:ResidualMLP "
-        "--stages 2 --micro-batch-size 8",
-        version="0.1.0",
-        graph_sha256="5b1f0c9a4e77d2",
-        profiled_on="cpu",
-        stages=cards,
-    )
-    files = generate(captured, split(captured, stages_at(captured, (0.35,))), header)
-    if os.environ.get("ASYNCPIPE_UPDATE_GOLDEN"):
-        for name, text in files.items():
-            (GOLDEN / "residual_mlp_2p" / name).write_text(text)
-    for name, text in files.items():
-        assert text == (GOLDEN / "residual_mlp_2p" / name).read_text()
 
 
 # --- structure ------------------------------------------------------------------------------

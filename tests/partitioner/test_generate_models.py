@@ -16,10 +16,9 @@ from torch import Tensor
 from asyncpipe.partitioner.capture import Capture, capture
 from asyncpipe.partitioner.generate import generate
 from asyncpipe.partitioner.split import split, stage_tensors, unused_tensors
-
-from .chain import HEADER, Chain, larger, stages_at, tensors_in
-from .hard_models import HARD
-from .zoo import ZOO
+from asyncpipe.tests.partitioner.chain import HEADER, Chain, larger, stages_at, tensors_in
+from asyncpipe.tests.partitioner.hard_models import HARD
+from asyncpipe.tests.partitioner.zoo import ZOO
 
 CUTS = [(), (0.5,), (0.33, 0.6), (0.12, 0.45, 0.81)]
 MODELS = {**ZOO, **HARD}

@@ -17,8 +17,7 @@ from asyncpipe.partitioner.profiler import Profile, profile_analytic
 from asyncpipe.partitioner.solve import solve
 from asyncpipe.partitioner.split import split
 from asyncpipe.runtime.plan import Plan, read_plan
-
-from .zoo import ZOO
+from asyncpipe.tests.partitioner.zoo import ZOO
 
 
 @cache

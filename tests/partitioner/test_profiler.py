@@ -14,8 +14,7 @@ from asyncpipe.partitioner.capture import Capture, capture
 from asyncpipe.partitioner.measure import Operation, Repeats, estimate, measure
 from asyncpipe.partitioner.profiler import Device, Profile, profile, profile_analytic
 from asyncpipe.partitioner.whole import WholeTimes
-
-from .zoo import ZOO
+from asyncpipe.tests.partitioner.zoo import ZOO
 
 CPU = torch.device("cpu")
 QUICK = Repeats(enough_ms=0.1, most=2)

@@ -17,10 +17,9 @@ from asyncpipe.partitioner.split import (
     unused_tensors,
 )
 from asyncpipe.runtime.errors import PlanError
-
-from . import zoo
-from .chain import stages_at
-from .residual import ResidualMLP
+from asyncpipe.tests.partitioner import zoo
+from asyncpipe.tests.partitioner.chain import stages_at
+from asyncpipe.tests.partitioner.residual import ResidualMLP
 
 
 def stages_of(

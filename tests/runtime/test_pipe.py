@@ -15,8 +15,7 @@ from asyncpipe.runtime.errors import DataError, PlanError
 from asyncpipe.runtime.loading import load_stage
 from asyncpipe.runtime.plan import read_plan
 from asyncpipe.runtime.tensors import read_tensors, write_index, write_shard
-
-from ..generated import CASES, cut
+from asyncpipe.tests.generated import CASES, cut
 
 
 @pytest.fixture(scope="module")

@@ -26,8 +26,7 @@ from asyncpipe.runtime.training.resolve import resolve
 from asyncpipe.runtime.training.settings import Settings
 from asyncpipe.runtime.training.sources import Data, Feed, default_data, open_data, prepare_data
 from asyncpipe.runtime.training.world import Place, World, find_place, first_host
-
-from .handmade import CLASSES, WIDTH, write_mlp, write_text
+from asyncpipe.tests.runtime.handmade import CLASSES, WIDTH, write_mlp, write_text
 
 LETTERS = "".join(chr(97 + i % 26) for i in range(4000))
 

@@ -17,9 +17,8 @@ from asyncpipe.runtime.errors import AsyncPipeError, TransportError
 from asyncpipe.runtime.training.failure import Failure, RankFolder, failure_of
 from asyncpipe.runtime.training.launch import run
 from asyncpipe.runtime.training.settings import Settings
-
-from .handmade import write_mlp, write_text
-from .silent_reporter import FACTORY, events_of
+from asyncpipe.tests.runtime.handmade import write_mlp, write_text
+from asyncpipe.tests.runtime.silent_reporter import FACTORY, events_of
 
 PROGRAM = """
 import json, sys

@@ -24,9 +24,8 @@ from asyncpipe.runtime.training.optimizers import lr_factor, make_optimizer
 from asyncpipe.runtime.training.segments import segments
 from asyncpipe.runtime.training.settings import Settings, SettingsError, read_config
 from asyncpipe.runtime.training.sources import Feed, open_data
-
-from .handmade import PlainMlp, PlainText, write_mlp, write_text
-from .silent_reporter import FACTORY, events_of
+from asyncpipe.tests.runtime.handmade import PlainMlp, PlainText, write_mlp, write_text
+from asyncpipe.tests.runtime.silent_reporter import FACTORY, events_of
 
 
 @pytest.fixture(scope="module")

@@ -23,8 +23,7 @@ from asyncpipe.runtime.training.observer import LossError, Trainer
 from asyncpipe.runtime.training.optimizers import StageOptimizer, lr_factor, make_optimizer
 from asyncpipe.runtime.training.settings import Settings
 from asyncpipe.runtime.training.world import World
-
-from .handmade import PlainText, write_text
+from asyncpipe.tests.runtime.handmade import PlainText, write_text
 
 
 def settings(**options: object) -> Settings:

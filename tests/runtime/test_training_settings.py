@@ -18,8 +18,7 @@ from asyncpipe.runtime.training.resolve import (
     sized_plan,
 )
 from asyncpipe.runtime.training.settings import Settings, SettingsError, read_config
-
-from .handmade import write_mlp, write_text
+from asyncpipe.tests.runtime.handmade import write_mlp, write_text
 
 
 @pytest.fixture(scope="module")
