@@ -1,4 +1,4 @@
-"""The three commands: parse, call, print. The only module that prints.
+"""The three commands: parse, call, print. How it looks is in terminal.py; no other module prints.
 
     asyncpipe-partition --model gpt2 --stages 4
     asyncpipe-train generated_models/gpt2_4p
@@ -13,7 +13,6 @@ import json
 import shlex
 import sys
 import traceback
-from collections.abc import Sequence
 from dataclasses import field, fields, make_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
@@ -21,16 +20,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 from cyclopts import App, Parameter
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.syntax import Syntax
-from rich.table import Table
 
 from .runtime.errors import AsyncPipeError, PlanError
-from .runtime.plan import Plan, file_hash, portable, read_plan, spec_bytes
+from .runtime.plan import portable, read_plan
 from .runtime.training.settings import CHOICES, Settings, read_config
-
-if TYPE_CHECKING:
-    from .runtime.training.metrics import EvalRecord, Reporter, StepRecord, Summary
+from .terminal import Ticks, make_console, print_folder, print_next, print_plan
 
 VERSION = "0.1.0"
 
@@ -139,8 +134,8 @@ def partition_command(
     """
     from .partitioner.compile import partition_spec
 
-    console = _console()
-    ticks = _Ticks(console, silent=json or quiet)
+    console = make_console()
+    ticks = Ticks(console, silent=json or quiet)
     with ticks:
         plan = partition_spec(
             model,
@@ -169,84 +164,9 @@ def partition_command(
     elif quiet:
         print(folder)
     else:
-        _print_plan(console, plan)
-        _print_next(console, plan, folder)
+        print_plan(console, plan)
+        print_next(console, plan, folder)
     return 0
-
-
-class _Ticks:
-    """One line a step of the work, written when the step is done; a spinner while it runs."""
-
-    def __init__(self, console: Console, *, silent: bool) -> None:
-        self._console = console
-        self._silent = silent
-        self._status = console.status("load") if console.is_terminal and not silent else None
-
-    def __enter__(self) -> _Ticks:
-        if self._status:
-            self._status.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._status:
-            self._status.stop()
-
-    def tick(self, name: str, detail: str, seconds: float, following: str) -> None:
-        if self._silent:
-            return
-        self._console.print(
-            f"[green]✓[/] {name:9}{escape(detail)} [dim]{seconds:.1f} s[/]", soft_wrap=True
-        )
-        if self._status:
-            self._status.update(following)
-
-
-def _print_plan(console: Console, plan: Plan) -> None:
-    """The stage table, with each stage's share of the slowest one."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for heading in ("stage", "modules"):
-        table.add_column(heading)
-    for heading in ("params", "forward", "backward"):
-        table.add_column(heading, justify="right")
-    table.add_column("load")
-    for heading in ("peak memory", "sends"):
-        table.add_column(heading, justify="right")
-    slowest = max(stage.forward_ms + stage.backward_ms for stage in plan.stages) or 1.0
-    for stage in plan.stages:
-        share = (stage.forward_ms + stage.backward_ms) / slowest
-        table.add_row(
-            str(stage.index),
-            escape(" ".join(stage.modules)),
-            _count(stage.param_bytes // 4),
-            f"{stage.forward_ms:.1f} ms",
-            f"{stage.backward_ms:.1f} ms",
-            f"{'█' * round(20 * share):░<20} {share:4.0%}",
-            _bytes(stage.peak_bytes),
-            _bytes(sum(_boundary_bytes(plan, boundary) for boundary in stage.sends)) or "-",
-        )
-    console.print()
-    console.print(table)
-    console.print()
-
-
-def _print_next(console: Console, plan: Plan, folder: Path) -> None:
-    from .runtime.forecast import describe_forecast
-
-    ratio = plan.even_split_ms / plan.bottleneck_ms if plan.bottleneck_ms else 1.0
-    lines = (
-        f"slowest stage {plan.bottleneck_ms:.1f} ms, no cut can be below "
-        f"{plan.lower_bound_ms:.1f} ms; an even split of the blocks has "
-        f"{plan.even_split_ms:.1f} ms: {ratio:.2f}× as slow",
-        describe_forecast(plan),
-        *(f"note    {note}" for note in plan.notes),
-    )
-    for line in lines:
-        console.print(escape(line), soft_wrap=True)
-    console.print(f"weights {plan.weights}")
-    console.print()
-    console.print(f"next    [bold]asyncpipe-train {folder}[/]")
-    console.print(f"read    {folder}/stage_0.py .. stage_{len(plan.stages) - 1}.py")
-    console.print(f"report  {folder}/report.html")
 
 
 # -------------------------------------------------------------------------- asyncpipe-train
@@ -345,118 +265,7 @@ def train_command(
     )
     from .runtime.training.launch import run
 
-    return run(settings, "asyncpipe.cli:make_reporter")
-
-
-def make_reporter(settings: Settings) -> Reporter:
-    """What prints a run: JSON lines, nothing, a progress bar or one line an interval."""
-    if settings.json:
-        return _JsonReporter()
-    console = _console(quiet=settings.quiet)
-    return _BarReporter(console) if console.is_terminal else _LineReporter(console)
-
-
-class _JsonReporter:
-    """Every event as one JSON line."""
-
-    def on_start(self, facts: Sequence[tuple[str, str]]) -> None:
-        print(json.dumps({"event": "start", **dict(facts)}), flush=True)
-
-    def on_warning(self, text: str) -> None:
-        print(json.dumps({"event": "warning", "text": text}), flush=True)
-
-    def on_step(self, record: StepRecord) -> None:
-        print(record.to_json(), flush=True)
-
-    def on_eval(self, record: EvalRecord) -> None:
-        print(record.to_json(), flush=True)
-
-    def on_end(self, summary: Summary) -> None:
-        print(summary.to_json(), flush=True)
-
-
-class _LineReporter:
-    """Facts first, then one line an interval: what a log file wants."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-
-    def _print(self, text: str) -> None:
-        self._console.print(text, soft_wrap=True)
-
-    def on_start(self, facts: Sequence[tuple[str, str]]) -> None:
-        for label, text in facts:
-            self._print(f"[dim]{label:11}[/] {escape(text)}")
-
-    def on_warning(self, text: str) -> None:
-        self._print(f"[yellow]warning:[/] {escape(text)}")
-
-    def on_step(self, record: StepRecord) -> None:
-        if record.logged:
-            width = len(str(record.steps))
-            self._print(f"step {record.step:{width}}/{record.steps}  {_measures(record)}")
-
-    def on_eval(self, record: EvalRecord) -> None:
-        accuracy = f"  accuracy {record.accuracy:.1%}" if record.accuracy is not None else ""
-        self._print(f"eval at step {record.step}  loss {record.loss:.4f}{accuracy}")
-
-    def on_end(self, summary: Summary) -> None:
-        for line in _ending(summary):
-            self._print(line)
-
-
-class _BarReporter(_LineReporter):
-    """A progress bar that carries the last measures."""
-
-    def __init__(self, console: Console) -> None:
-        super().__init__(console)
-        columns = (
-            TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
-            BarColumn(bar_width=32),
-            TextColumn("{task.description}"),
-            TimeElapsedColumn(),
-        )
-        self._progress = Progress(*columns, console=console, transient=True)
-        self._task = self._progress.add_task("", total=1)
-
-    def on_step(self, record: StepRecord) -> None:
-        self._progress.start()
-        self._progress.update(
-            self._task,
-            completed=record.step,
-            total=record.steps,
-            description=_measures(record),
-        )
-
-    def on_end(self, summary: Summary) -> None:
-        self._progress.stop()
-        super().on_end(summary)
-
-
-def _measures(record: StepRecord) -> str:
-    parts = [f"loss {record.loss:.4f}"]
-    if record.grad_norm is not None:
-        parts.append(f"grad {record.grad_norm:.2f}")
-    rate = f"{record.rate:,.0f} {record.unit}/s".replace(",", " ")
-    parts += [f"lr {record.lr:.1e}", rate, f"{record.step_ms:.0f} ms"]
-    return "  ".join([*parts, f"idle {record.idle_share:.0%}"])
-
-
-def _ending(summary: Summary) -> list[str]:
-    evaluation = f" · eval {summary.eval_loss:.3f}" if summary.eval_loss is not None else ""
-    accuracy = f" ({summary.accuracy:.1%} right)" if summary.accuracy is not None else ""
-    lines = [
-        f"[green]✓[/] {summary.steps} steps in {_duration(summary.seconds)} · loss "
-        f"{summary.first_loss:.3f} → {summary.last_loss:.3f}{evaluation}{accuracy}",
-        f"  idle       {summary.idle:.0%} measured, {summary.simulated_idle:.0%} simulated · "
-        f"step {summary.step_ms:.0f} ms measured, {summary.simulated_step_ms:.0f} ms simulated",
-        f"  output     {summary.output}",
-    ]
-    if summary.weights:
-        lines.append(f"  weights    {summary.weights}")
-    if summary.exported:
-        lines.append(f"  exported   {summary.exported}")
-    return lines
+    return run(settings, "asyncpipe.terminal:make_reporter")
 
 
 # ------------------------------------------------------------------------ asyncpipe-inspect
@@ -485,7 +294,7 @@ def inspect_command(
         Show the traceback of an error.
     """
     plan = read_plan(folder)
-    console = _console()
+    console = make_console()
     if json:
         print(plan.to_json(), end="")
         return 0
@@ -497,29 +306,7 @@ def inspect_command(
         code = (folder / plan.stages[stage].file).read_text(encoding="utf-8")
         console.print(Syntax(code, "python", theme="ansi_dark", background_color="default"))
         return 0
-    sizes = ", ".join(f"{name} {size}" for name, size in plan.sizes.items())
-    console.print(f"{plan.name}: {plan.model} in {len(plan.stages)} stages ({sizes})")
-    console.print(f"made by {plan.command}", soft_wrap=True)
-    _print_plan(console, plan)
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for heading in ("boundary", "from", "to", "shape", "gradient"):
-        table.add_column(heading)
-    for boundary in plan.boundaries:
-        table.add_row(
-            boundary.tensor.name,
-            f"stage {boundary.source}",
-            "stage " + ", ".join(map(str, boundary.targets)),
-            escape(str(boundary.tensor)),
-            "yes" if boundary.tensor.requires_grad else "no",
-        )
-    console.print(table)
-    for shared in plan.shared:
-        holders = ", ".join(f"{name} in stage {stage}" for stage, name in shared.holders)
-        console.print(f"tied    {holders}")
-    for spec in plan.stages:
-        if (folder / spec.file).is_file() and file_hash(folder / spec.file) != spec.sha256:
-            console.print(f"edited  {spec.file} is not as generated; it is used as it is")
-    console.print(f"\ncode    asyncpipe-inspect {folder} --stage 0")
+    print_folder(console, plan, folder)
     return 0
 
 
@@ -551,12 +338,6 @@ def _run(app: App) -> int:
         errors.show_cursor(True)
 
 
-def _console(*, quiet: bool = False) -> Console:
-    """A terminal has its width; a log gets lines long enough for the tables."""
-    console = Console(highlight=False, quiet=quiet, soft_wrap=True)
-    return console if console.is_terminal else Console(highlight=False, quiet=quiet, width=140)
-
-
 def _command_line(name: str) -> str:
     """The command that made a plan, without what does not change it."""
     dropped = {"--force", "--json", "--quiet", "-q", "--verbose", "-v"}
@@ -578,29 +359,3 @@ def _key_value(flag: str, text: str) -> tuple[str, Any]:
         return key, json.loads(value)
     except json.JSONDecodeError:
         return key, value
-
-
-def _boundary_bytes(plan: Plan, boundary: Any) -> int:
-    return spec_bytes(boundary.tensor, plan.sizes) * len(boundary.targets)
-
-
-def _bytes(count: float) -> str:
-    if not count:
-        return ""
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} GiB"
-
-
-def _count(number: float) -> str:
-    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= size:
-            return f"{number / size:.1f} {unit}"
-    return f"{number:.0f}"
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} m {rest:02} s" if minutes else f"{seconds:.1f} s"

@@ -83,7 +83,7 @@ def pipeline(
         micro_batches=MICRO_BATCHES * steps,
         step_every=MICRO_BATCHES,
     )
-    schedule = lower(made, forward_edges(plan), gradient_edges(plan))
+    schedule = lower(made, forward_edges(plan), grad_edges=gradient_edges(plan))
     pipe = Pipeline(plan, {rank: stage}, GlooTransport(), staleness=staleness)
     observer = StepOptimizers({rank: optimizer(stage.parameters())})
 

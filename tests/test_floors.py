@@ -39,7 +39,7 @@ def violations(path: Path, source: str) -> list[str]:
         match name.split("."):
             case ["asyncpipe", "partitioner", *_] if parts[0] == "runtime":
                 wrong.append(f"runtime imports {name}")
-            case ["asyncpipe", "cli", *_]:
+            case ["asyncpipe", "cli" | "terminal", *_]:
                 wrong.append(f"{parts[0]} imports {name}")
             case ["asyncpipe", "runtime", module, *_] if parts[0] == "partitioner":
                 if module not in PURE | SHARED:
@@ -49,7 +49,7 @@ def violations(path: Path, source: str) -> list[str]:
                     wrong.append(f"runtime/{path.name} imports {name}")
             case ["torch", *_] if parts[0] == "runtime" and len(parts) == 2 and path.stem in PURE:
                 wrong.append(f"runtime/{path.name} imports torch")
-            case ["partitioner" | "runtime" | "cli", *_]:
+            case ["partitioner" | "runtime" | "cli" | "terminal", *_]:
                 wrong.append(f"bare import of {name}")
     return wrong
 
@@ -74,6 +74,7 @@ def test_only_the_command_line_prints(path: Path) -> None:
         ("partitioner/solve.py", "from ..runtime.pipeline import Pipeline"),
         ("partitioner/solve.py", "import runtime"),
         ("runtime/pipe.py", "from .. import cli"),
+        ("partitioner/compile.py", "from ..terminal import Ticks"),
     ],
 )
 def test_an_import_that_points_up_is_found(file: str, line: str) -> None:

@@ -27,8 +27,8 @@ def test_the_package_list_equals_the_disk() -> None:
     assert set(PROJECT["tool"]["setuptools"]["packages"]) == packages_on_disk()
 
 
-def test_only_init_and_cli_lie_at_the_root() -> None:
-    assert {path.name for path in ROOT.glob("*.py")} == {"__init__.py", "cli.py"}
+def test_only_init_and_the_command_line_lie_at_the_root() -> None:
+    assert {path.name for path in ROOT.glob("*.py")} == {"__init__.py", "cli.py", "terminal.py"}
 
 
 def test_the_version_is_told_once() -> None:

@@ -19,7 +19,7 @@ from ..capture import Capture, IfTraining, LocalDevice, Size
 from .buffers import rebuild
 from .constructors import Constructor, construct, is_torch_leaf
 from .expressions import literals
-from .structure import Body, Call, Conflict, Item, Loop, Op, own_name
+from .items import Body, Call, Conflict, Item, Loop, Op, own_name
 
 
 @dataclass(frozen=True, slots=True)

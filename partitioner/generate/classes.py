@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..capture import Capture
+from .callables import is_name
 from .canonical import Canonical, Canonicalizer, Number, Place, calls_in
-from .expressions import is_name
-from .structure import Body, Conflict
+from .items import Body, Conflict
 
 
 @dataclass(frozen=True, slots=True)

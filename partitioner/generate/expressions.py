@@ -7,27 +7,22 @@
 
 from __future__ import annotations
 
-import builtins
 import inspect
-import keyword
-import math
 import operator
-import types
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any, Protocol
 
-import sympy
-import torch
-import torch.nn.functional
 from torch import fx
-from torch.overrides import resolve_name
 
-from ...runtime.errors import PlanError
 from ..capture import IfTraining, LocalDevice, Size
 from ..effects import AUGMENTED
 from . import layout
+from .callables import name_callable
+from .constants import write_constant
+from .infix import infix
 from .layout import Code, bracket, call, prefixed
+from .size_expressions import write_size
 
 
 class Names(Protocol):
@@ -71,17 +66,6 @@ _SPECIAL_METHODS = {
 _PREFIX = {operator.neg: "-", operator.invert: "~", operator.pos: "+"}
 # Methods that take sizes either as one tuple or one by one.
 _SPREAD = frozenset({"view", "reshape", "expand", "permute", "repeat", "tile"})
-
-_CONSTANTS: Mapping[float, Code] = {
-    math.pi: Code("math.pi"),
-    math.sqrt(2.0 / math.pi): Code("math.sqrt(2.0 / math.pi)"),
-    math.sqrt(2.0): Code("math.sqrt(2.0)"),
-    torch.finfo(torch.float32).min: Code("torch.finfo(torch.float32).min"),
-    torch.finfo(torch.float32).max: Code("torch.finfo(torch.float32).max"),
-    torch.finfo(torch.bfloat16).min: Code("torch.finfo(torch.bfloat16).min"),
-    torch.finfo(torch.float16).min: Code("torch.finfo(torch.float16).min"),
-    torch.finfo(torch.float64).min: Code("torch.finfo(torch.float64).min"),
-}
 
 
 def literals(node: fx.Node) -> Iterator[Any]:
@@ -171,11 +155,6 @@ def _is_simple_bound(code: Code) -> bool:
     return code.flat.removeprefix("-").replace("_", "").isalnum()
 
 
-def _is_simple_operand(code: Code) -> bool:
-    """Whether formatters write no spaces around `**` next to it."""
-    return code.flat.removeprefix("-").replace(".", "").replace("_", "").isalnum()
-
-
 def _write_if_training(argument: IfTraining) -> Code:
     match argument.train, argument.eval:
         case True, False:
@@ -184,139 +163,6 @@ def _write_if_training(argument: IfTraining) -> Code:
             return Code("not self.training", layout.NOT)
     train, evaluation = write_constant(argument.train), write_constant(argument.eval)
     return Code(f"{train} if self.training else {evaluation}", layout.CONDITIONAL)
-
-
-def write_constant(value: Any) -> Code:
-    """A value that is no tensor, as the expression that makes it; PlanError if there is none."""
-    match value:
-        case None | bool() | int():
-            return Code(repr(value), layout.UNARY if _is_negative(value) else layout.ATOM)
-        case float():
-            if value in _CONSTANTS:
-                return _CONSTANTS[value]
-            if not math.isfinite(value):
-                return Code(f'float("{value}")')
-            return Code(repr(value), layout.UNARY if value < 0 else layout.ATOM)
-        case str():
-            return Code(_quoted(value))
-        case types.EllipsisType():
-            return Code("...")
-        case torch.dtype() | torch.memory_format() | torch.layout():
-            return Code(str(value))
-        case torch.device():
-            text = f'torch.device("{value}")'
-            return Code(text)
-        case slice():
-            ends = (value.start, value.stop, value.step)
-            return call("slice", tuple(map(write_constant, ends)))
-        case list():
-            return bracket("[", tuple(map(write_constant, value)), "]")
-        case tuple():
-            return bracket("(", tuple(map(write_constant, value)), ")", lone_comma=True)
-        case dict():
-            pairs = [
-                prefixed(f"{write_constant(key)}: ", write_constant(item))
-                for key, item in value.items()
-            ]
-            return bracket("{", tuple(pairs), "}")
-        case complex():
-            return Code(repr(value))
-    raise PlanError(
-        f"cannot write {value!r} ({type(value).__name__}) as an argument in generated code.",
-        "Keep the module that uses it as one node: --leaf CLASS",
-    )
-
-
-def _is_negative(value: Any) -> bool:
-    return isinstance(value, int) and value < 0
-
-
-def _quoted(text: str) -> str:
-    quoted = repr(text)
-    if quoted.startswith("'") and '"' not in text:
-        return f'"{quoted[1:-1]}"'.replace("\\'", "'")
-    return quoted
-
-
-# --- sizes ----------------------------------------------------------------------------------
-
-
-def write_size(expression: sympy.Expr | int, symbol: Callable[[str], Code]) -> Code:
-    """A size such as `batch * (sequence + 1)`; `symbol` says what each symbol is called.
-
-    Raises PlanError for an operation that has no Python text here.
-    """
-
-    def write(part: Any) -> Code:
-        kind = type(part).__name__
-        if isinstance(part, int) or part.is_Integer:
-            return write_constant(int(part))
-        if part.is_Symbol:
-            return symbol(part.name)
-        if part.is_Add:
-            return _sum(part, write)
-        if kind == "floor":
-            over, under = part.args[0].as_numer_denom()
-            return _infix("//", layout.MULTIPLY, write(over), write(under))
-        if part.is_Mul:
-            factors = sorted(part.args, key=lambda factor: (not factor.is_number, str(factor)))
-            code = write(factors[0])
-            for factor in factors[1:]:
-                code = _infix("*", layout.MULTIPLY, code, write(factor))
-            return code
-        if kind in _SIZE_OPERATORS:
-            sign, binds = _SIZE_OPERATORS[kind]
-            left, right = map(write, part.args)
-            return _infix(sign, binds, left, right)
-        if kind in _SIZE_FUNCTIONS or kind.startswith(_OPAQUE):
-            name = _SIZE_FUNCTIONS.get(kind) or f"math.{kind.removeprefix(_OPAQUE)}"
-            inside = sorted(
-                map(write, part.args), key=lambda code: (code.flat.isdigit(), code.flat)
-            )
-            return call(name, tuple(inside))
-        if part.is_Float or part.is_Rational:
-            return write_constant(float(part))
-        raise PlanError(f"cannot write the size {expression} ({kind}) in generated code.")
-
-    return write(expression)
-
-
-_OPAQUE = "OpaqueUnaryFn_"
-_SIZE_OPERATORS = {
-    "FloorDiv": ("//", layout.MULTIPLY),
-    "CleanDiv": ("//", layout.MULTIPLY),
-    "IntTrueDiv": ("/", layout.MULTIPLY),
-    "FloatTrueDiv": ("/", layout.MULTIPLY),
-    "Mod": ("%", layout.MULTIPLY),
-    "PythonMod": ("%", layout.MULTIPLY),
-    "Pow": ("**", layout.POWER),
-    "PowByNatural": ("**", layout.POWER),
-    "FloatPow": ("**", layout.POWER),
-}
-_SIZE_FUNCTIONS = {
-    "Max": "max",
-    "Min": "min",
-    "Abs": "abs",
-    "ToFloat": "float",
-    "TruncToInt": "int",
-    "FloorToInt": "math.floor",
-    "CeilToInt": "math.ceil",
-    "RoundToInt": "round",
-}
-
-
-def _sum(expression: Any, write: Callable[[Any], Code]) -> Code:
-    terms = sorted(
-        expression.args,
-        key=lambda term: (term.is_number, term.could_extract_minus_sign(), str(term)),
-    )
-    code = write(terms[0])
-    for term in terms[1:]:
-        if term.could_extract_minus_sign():
-            code = _infix("-", layout.ADD, code, write(-term))
-        else:
-            code = _infix("+", layout.ADD, code, write(term))
-    return code
 
 
 # --- operations -----------------------------------------------------------------------------
@@ -362,7 +208,7 @@ def _method(writer: ArgumentWriter, name: str, args: Any, kwargs: Mapping[str, A
     if name in _SPECIAL_METHODS and len(rest) == 1 and not kwargs:
         (symbol, binds), is_reversed = _SPECIAL_METHODS[name]
         left, right = writer.write(receiver), writer.write(rest[0])
-        return _infix(symbol, binds, *((right, left) if is_reversed else (left, right)))
+        return infix(symbol, binds, *((right, left) if is_reversed else (left, right)))
     target = writer.write(receiver).within(layout.ATOM)
     if name in _SPREAD and len(rest) == 1 and isinstance(rest[0], (tuple, list)) and rest[0]:
         rest = list(rest[0])
@@ -379,7 +225,7 @@ def _function(
     if target in _INFIX and len(args) == 2 and not kwargs:
         symbol, binds = _INFIX[target]
         left, right = map(writer.write, args)
-        return _infix(symbol, binds, left, right)
+        return infix(symbol, binds, left, right)
     if target in _PREFIX and len(args) == 1 and not kwargs:
         operand = writer.write(args[0])
         return Code(f"{_PREFIX[target]}{operand.within(layout.UNARY)}", layout.UNARY)
@@ -388,7 +234,7 @@ def _function(
         return Code(f"{receiver}[{writer.index(args[1])}]")
     if target is getattr:
         return Code(f"{writer.write(args[0]).within(layout.ATOM)}.{args[1]}")
-    name = name_callable(target, names)
+    name = name_callable(target, names.require)
     if name.startswith("Tensor.") and args:
         return _method(writer, name.removeprefix("Tensor."), args, kwargs)
     positional = tuple(map(writer.write, args))
@@ -446,72 +292,3 @@ class _NoneByDefault(dict[str, Any]):
 
     def __missing__(self, name: str) -> None:
         return None
-
-
-def _infix(symbol: str, binds: int, left: Code, right: Code) -> Code:
-    if binds == layout.POWER:
-        simple = _is_simple_operand(left) and _is_simple_operand(right)
-        simple = simple and left.binds == layout.ATOM
-        space = "" if simple else " "
-        text = f"{left.within(layout.ATOM)}{space}**{space}{right.within(layout.UNARY)}"
-        return Code(text, binds)
-    # Python chains comparisons, so that a comparison inside one always needs parentheses.
-    first = left.within(binds + (binds == layout.COMPARE))
-    return Code(f"{first} {symbol} {right.within(binds + 1)}", binds)
-
-
-_HOMES = (
-    ("F", torch.nn.functional),
-    ("torch", torch),
-    ("torch.special", torch.special),
-    ("torch.fft", torch.fft),
-    ("torch.linalg", torch.linalg),
-    ("math", math),
-    ("operator", operator),
-)
-
-
-def name_callable(target: Callable[..., Any], names: Names) -> str:
-    """What a function is called where `torch`, `F`, `math` and `operator` are imported; asks
-    `names` to import a function of another module."""
-    short = getattr(target, "__name__", "")
-    if getattr(builtins, short, None) is target:
-        return short
-    homes = _HOMES if "functional" in (getattr(target, "__module__", "") or "") else _SORTED_HOMES
-    for prefix, home in homes:
-        if short and getattr(home, short, None) is target:
-            return f"{prefix}.{short}"
-    owner = getattr(target, "__self__", None)
-    if short == "apply" and isinstance(owner, type):
-        _import(owner, owner.__qualname__, names)
-        return f"{owner.__qualname__}.apply"
-    resolved = resolve_name(target) or ""
-    if resolved.startswith("torch.Tensor."):
-        return resolved.removeprefix("torch.")
-    if resolved.startswith("torch.nn.functional."):
-        return f"F.{resolved.removeprefix('torch.nn.functional.')}"
-    if resolved.startswith("torch."):
-        return resolved
-    qualified = str(getattr(target, "__qualname__", short))
-    _import(target, qualified, names)
-    return qualified
-
-
-def _import(thing: Any, qualified: str, names: Names) -> None:
-    module = getattr(thing, "__module__", None)
-    if not isinstance(module, str) or module == "__main__" or "<" in qualified or not qualified:
-        raise PlanError(
-            f"cannot write a call of {qualified or thing!r} of {module}: generated code could not "
-            f"import it.",
-            "Move it to the top level of a module that can be imported.",
-        )
-    names.require(module, qualified)
-
-
-# A function that torch and F both have is written as torch's: torch.relu, not F.relu.
-_SORTED_HOMES = (_HOMES[1], _HOMES[0], *_HOMES[2:])
-
-
-def is_name(text: str) -> bool:
-    """Whether `text` can be the name of a variable."""
-    return text.isidentifier() and not keyword.iskeyword(text)

@@ -19,22 +19,25 @@ from ..capture import Capture, LocalDevice, Region
 from ..effects import AUGMENTED, is_mutating
 from . import layout
 from .canonical import Place
-from .expressions import write_mutation, write_operation, write_size
-from .layout import Code, call, lay_out
-from .members import Scope
-from .sizes import LENGTH, Source, find_sources
-from .statements import Opener, Origin, Statement, write_lines
-from .structure import (
+from .expressions import write_mutation, write_operation
+from .items import (
     Body,
     Call,
     Conflict,
     Item,
     Loop,
     Op,
+    inputs_of,
     is_effectful,
     own_name,
+    regions_of,
     symbols_of,
 )
+from .layout import Code, call, lay_out
+from .members import Scope
+from .size_expressions import write_size
+from .sizes import LENGTH, Source, find_sources
+from .statements import Opener, Origin, Statement, write_lines
 from .variables import Variables, candidates, is_good, item_name
 
 
@@ -102,7 +105,7 @@ class _Writer:
 
         self._reads: dict[fx.Node, list[int]] = defaultdict(list)
         for position, item in enumerate(body.items):
-            for node in _inputs_of(item):
+            for node in inputs_of(item):
                 self._reads[node].append(position)
         for node in body.results:
             self._reads[node].append(len(body.items))
@@ -190,7 +193,7 @@ class _Writer:
 
     def _item(self, item: Item) -> None:
         self._enter_blocks(item)
-        inputs = set(_inputs_of(item))
+        inputs = set(inputs_of(item))
         for node in [node for node, folded in self._folded.items() if folded.is_effectful]:
             if node not in inputs:
                 self._unfold(node)
@@ -203,7 +206,7 @@ class _Writer:
         self._read_sizes(item.results)
 
     def _enter_blocks(self, item: Item) -> None:
-        regions = _regions_of(item)[len(self._body.regions) :]
+        regions = regions_of(item)[len(self._body.regions) :]
         if tuple(block.key for block in self._blocks) == regions:
             return
         self._unfold_all()
@@ -254,7 +257,7 @@ class _Writer:
             code = self._expression(item)
         consumed = tuple(self._consumed)
         names = frozenset().union(*(self._folded[node].names for node in consumed))
-        names |= {self._variables.name_of.get(node, "") for node in _inputs_of(item)} - {""}
+        names |= {self._variables.name_of.get(node, "") for node in inputs_of(item)} - {""}
         effectful = is_effectful(item)
         if effectful:
             self._unfold_all(but=set(consumed))
@@ -358,7 +361,7 @@ class _Writer:
         reader = self._reader(result)
         if reader is None or isinstance(reader, Loop) or len(code.flat) > layout.WIDTH - 24:
             return False
-        if _regions_of(reader) != _regions_of(item):
+        if regions_of(reader) != regions_of(item):
             return False
         hint = result.meta.get("hint")
         is_next = self._reads[result] == [self._here + 1]
@@ -488,29 +491,6 @@ def _is_statement(node: fx.Node) -> bool:
     return node.op == "call_function" and (
         node.target in AUGMENTED or node.target in (operator.setitem, setattr)
     )
-
-
-def _inputs_of(item: Item) -> tuple[fx.Node, ...]:
-    """The values that an item reads, each as often as it reads it."""
-    match item:
-        case Op(node):
-            found: list[fx.Node] = []
-            fx.map_arg((node.args, node.kwargs), found.append)
-            return tuple(found)
-        case Call(_, body):
-            return body.inputs
-        case Loop(calls):
-            return calls[0].body.inputs
-
-
-def _regions_of(item: Item) -> tuple[Region, ...]:
-    match item:
-        case Op(node):
-            return tuple(node.meta.get("regions", ()))
-        case Call(_, body):
-            return body.regions
-        case Loop(calls):
-            return calls[0].body.regions
 
 
 def _origin(item: Item) -> Origin:

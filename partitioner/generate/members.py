@@ -15,12 +15,13 @@ from torch import nn
 
 from ..capture import Capture
 from . import buffers
+from .callables import is_name
 from .canonical import Canonical, Held, Place
 from .classes import Classes, ModuleClass
+from .constants import write_constant
 from .constructors import Constructor
-from .expressions import is_name, write_constant
+from .items import Conflict
 from .layout import Code, bracket, call, lay_out, prefixed
-from .structure import Conflict
 
 
 @dataclass(slots=True)

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import sympy
 from torch import fx
 
 from ..capture import Size
-
-if TYPE_CHECKING:
-    from .structure import Item
+from .items import Item, symbols_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +37,6 @@ def find_sources(
 ) -> Sources:
     """A source for each symbol in `needed`: an argument of the function if one has it, else the
     first result that has it and is made before the symbol is needed."""
-    from .structure import symbols_of
-
     found: dict[str, Source] = {}
     wanted = tuple(dict.fromkeys(needed))
     first_use = {

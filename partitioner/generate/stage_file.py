@@ -15,9 +15,10 @@ from .classes import Classes, ModuleClass, classify
 from .forward import Forward, write_forward
 from .header import Header, index_card
 from .imports import write_imports
+from .items import Body, Conflict
 from .layout import WIDTH, Code, call, lay_out
 from .members import Part, Parts, Scope
-from .structure import Body, Conflict, build
+from .structure import build
 from .templating import TEMPLATES
 from .tying import ties
 

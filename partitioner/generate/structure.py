@@ -9,97 +9,17 @@ body is read off the data flow; the call's record gives only names and order.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
 from torch import fx, nn
 
 from ..capture import Capture, ModuleCall, Region
-from ..effects import is_mutating
-from ..split import StageGraph, sizes_in
+from ..split import StageGraph
+from .items import Body, Call, Item, Loop, Op, hint_of, own_name, symbols_of
 from .sizes import find_sources
-
-
-@dataclass(frozen=True, slots=True)
-class Op:
-    """One node; `items` are the nodes for the elements of its result if it is unpacked, with
-    None for an element that nobody reads."""
-
-    node: fx.Node
-    items: tuple[fx.Node | None, ...] = ()
-
-    @property
-    def results(self) -> tuple[fx.Node, ...]:
-        return tuple(item for item in self.items if item) if self.items else (self.node,)
-
-    @property
-    def nodes(self) -> tuple[fx.Node, ...]:
-        return (self.node, *(item for item in self.items if item))
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A whole call of a module that is no leaf; `chain` says that it is an nn.Sequential that
-    runs its children one after the other."""
-
-    call: ModuleCall
-    body: Body
-    chain: bool = False
-
-    @property
-    def results(self) -> tuple[fx.Node, ...]:
-        return self.body.results
-
-    @property
-    def nodes(self) -> tuple[fx.Node, ...]:
-        return tuple(node for item in self.body.items for node in item.nodes)
-
-
-@dataclass(frozen=True, slots=True)
-class Loop:
-    """Calls of siblings, each with what the one before returned.
-
-    `carried` pairs the position of an argument with that of the result it takes.
-    """
-
-    calls: tuple[Call, ...]
-    carried: tuple[tuple[int, int], ...]
-
-    @property
-    def results(self) -> tuple[fx.Node, ...]:
-        return self.calls[-1].results
-
-    @property
-    def nodes(self) -> tuple[fx.Node, ...]:
-        return tuple(node for call in self.calls for node in call.nodes)
-
-
-Item = Op | Call | Loop
-
-
-class Conflict(Exception):
-    """Modules whose calls cannot be methods; they are written out where they are called."""
-
-    def __init__(self, paths: Iterable[str]) -> None:
-        super().__init__()
-        self.paths = frozenset(paths)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Body:
-    """A function: `inputs` are its tensor arguments, `symbols` sizes that it cannot read off a
-    tensor of its own and takes as int arguments, `regions` those around the whole function."""
-
-    path: str
-    type_name: str
-    inputs: tuple[fx.Node, ...]
-    input_names: tuple[str, ...]
-    symbols: tuple[str, ...]
-    items: tuple[Item, ...]
-    results: tuple[fx.Node, ...]
-    regions: tuple[Region, ...] = ()
 
 
 def build(
@@ -217,15 +137,12 @@ class _Builder:
         for found, group in groupby(nodes, outermost):
             members = list(group)
             if found is None:
-                items += self._operations(members)
+                items += map(Op, members)
             else:
                 call, level = found
                 around = _regions_around(members, nodes)
                 items.append(self._call(call, members, level + 1, around))
         return _unpacked(items, self._readers)
-
-    def _operations(self, nodes: Sequence[fx.Node]) -> Iterator[Op]:
-        return (Op(node) for node in nodes)
 
     def _is_chain(self, path: str, body: Body) -> bool:
         module = self._capture.model.get_submodule(path)
@@ -330,23 +247,6 @@ def _regions_around(members: Sequence[fx.Node], nodes: Sequence[fx.Node]) -> int
     return min(common, around)
 
 
-# Operations whose result is still the same thing, in another form.
-FORMS = frozenset(
-    {"to", "float", "half", "double", "bfloat16", "long", "int", "bool", "type", "type_as"}
-    | {"contiguous", "clone", "detach"}
-)
-
-
-def hint_of(node: fx.Node) -> str:
-    """What the user's code calls a value: by its own variable, or by that of the value of which
-    it is only another form. Empty if by nothing."""
-    hint = node.meta.get("hint")
-    if hint is None and node.op == "call_method" and node.target in FORMS:
-        source = node.args[0]
-        return hint_of(source) if isinstance(source, fx.Node) else ""
-    return str(node.target) if node.op == "placeholder" else hint or ""
-
-
 def _own_name(node: fx.Node) -> str:
     return hint_of(node) or node.name
 
@@ -360,23 +260,6 @@ def _tensors_in(value: Any) -> Iterator[fx.Node]:
     elif isinstance(value, dict):
         for item in value.values():
             yield from _tensors_in(item)
-
-
-def own_name(node: fx.Node, path: str) -> str | None:
-    """The full name of a `get_attr` node's tensor if it is below the module `path`."""
-    target = str(node.target)
-    return target if not path or target.startswith(f"{path}.") else None
-
-
-def symbols_of(item: Item) -> tuple[str, ...]:
-    """The sizes that an item needs to be told in the function it stands in."""
-    match item:
-        case Op(node):
-            return tuple(sizes_in((node.args, node.kwargs)))
-        case Call(_, body):
-            return body.symbols
-        case Loop(calls):
-            return calls[0].body.symbols
 
 
 # --- unpacking ------------------------------------------------------------------------------
@@ -424,11 +307,6 @@ def _index_of(node: fx.Node) -> int | None:
         index = node.args[1]
         return index if isinstance(index, int) and index >= 0 else None
     return None
-
-
-def is_effectful(item: Item) -> bool:
-    """Whether the order of the item among others matters: it draws random numbers or mutates."""
-    return any(node.meta.get("random") or is_mutating(node) for node in item.nodes)
 
 
 def _finished(run: list[Call], carried: tuple[tuple[int, int], ...]) -> Iterator[Item]:

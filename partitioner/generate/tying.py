@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from ..capture import Capture
 from .canonical import Canonicalizer
-from .structure import Body
+from .items import Body
 
 
 def ties(capture: Capture, canonicalizer: Canonicalizer, stage: Body) -> list[tuple[str, str]]:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from .expressions import is_name
-from .structure import FORMS, Call, Item, hint_of
+from .callables import is_name
+from .items import FORMS, Call, Item, hint_of
 
 RESERVED = frozenset(
     {"self", "torch", "nn", "F", "Tensor", "math", "operator", "index", "cast"}
