@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def make_console(*, quiet: bool = False) -> Console:
     """A terminal has its width; a log gets lines long enough for the tables."""
     console = Console(highlight=False, quiet=quiet, soft_wrap=True)
-    return console if console.is_terminal else Console(highlight=False, quiet=quiet, width=140)
+    return console if console.is_terminal else Console(highlight=False, quiet=quiet, width=200)
 
 
 # ---------------------------------------------------------------------- a partition
@@ -233,10 +233,15 @@ def _ending(summary: Summary) -> list[str]:
     lines = [
         f"[green]✓[/] {summary.steps} steps in {_duration(summary.seconds)} · loss "
         f"{summary.first_loss:.3f} → {summary.last_loss:.3f}{evaluation}{accuracy}",
-        f"  idle       {summary.idle:.0%} measured, {summary.simulated_idle:.0%} simulated · "
-        f"step {summary.step_ms:.0f} ms measured, {summary.simulated_step_ms:.0f} ms simulated",
+        f"  measured   {summary.step_ms:.0f} ms a step, ranks idle {summary.idle:.0%}",
         f"  output     {summary.output}",
     ]
+    if summary.simulated_step_ms is not None:
+        lines.insert(
+            2,
+            f"  simulated  {summary.simulated_step_ms:.0f} ms a step with the optimizer as "
+            f"measured, ranks idle {summary.simulated_idle:.0%}",
+        )
     if summary.weights:
         lines.append(f"  weights    {summary.weights}")
     if summary.exported:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
@@ -36,10 +37,18 @@ def find_machine(settings: Settings, local_ranks: int) -> Machine:
     return Machine(cores, settings.threads or (int(given) if given.isdigit() else shared))
 
 
-def forecast_run(plan: Plan, planned: Plan, settings: Settings, cores: int) -> Forecast | None:
+def forecast_run(
+    plan: Plan,
+    planned: Plan,
+    settings: Settings,
+    cores: int,
+    *,
+    optimizer_ms: Sequence[float] | None = None,
+) -> Forecast | None:
     """The simulated step, at the plan's costs scaled to the run's sizes; None without costs.
 
-    Ranks share the cores when the plan was measured on this kind of machine's CPU.
+    Ranks share the cores when they compute on CPUs. `optimizer_ms` are milliseconds of each
+    stage's optimizer, which a plan does not know; without them its steps are free.
     """
     if not all(stage.forward_ms > 0 for stage in plan.stages):
         return None
@@ -60,6 +69,7 @@ def forecast_run(plan: Plan, planned: Plan, settings: Settings, cores: int) -> F
         settings.micro_batches or 1,
         processors=cores if settings.device == "cpu" else None,
         steps=min(settings.steps, 8),
+        step_ms=optimizer_ms,
     )
 
 
@@ -94,7 +104,10 @@ def describe_run(
         ("optimizer", describe_optimizer(settings)),
     ]
     if forecast is not None:
-        text = f"{forecast.step_ms:.0f} ms a step, ranks idle {forecast.idle_share:.0%}"
+        text = (
+            f"{forecast.step_ms:.0f} ms a step without the optimizer, "
+            f"ranks idle {forecast.idle_share:.0%}"
+        )
         facts.append(("simulated", text))
     if needed := sum(stage.peak_bytes for stage in plan.stages):
         facts.append(("memory", f"{_bytes(needed)} over all stages, as planned"))

@@ -27,7 +27,8 @@ class RankFigures:
     """What one rank says about one step; NaN where it does not know.
 
     `squared_norm` is of the gradients of the rank's stages, tied parameters with their owner.
-    `busy_s` of `wall_s` seconds since its last step it was computing.
+    `busy_s` of `wall_s` seconds since its last step it was computing, `optimizer_s` of them in
+    optimizers; time that other processes had its core for is not in the latter.
     """
 
     step: float
@@ -35,6 +36,7 @@ class RankFigures:
     squared_norm: float = math.nan
     busy_s: float = 0.0
     wall_s: float = 0.0
+    optimizer_s: float = 0.0
     mem_bytes: float = 0.0
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,7 +97,7 @@ def train(
             reporter.on_warning(warning)
     run = _Run(job, world, schedule, data if fields else None, fields, reporter, on_step)
     run.train()
-    run.save(forecast)
+    run.save(machine.cores)
 
 
 class _Run:
@@ -171,7 +171,7 @@ class _Run:
         self._gather.finish()
         self._pipeline.close()
 
-    def save(self, forecast: Forecast | None) -> None:
+    def save(self, cores: int) -> None:
         """Writes the weights, exports them if asked to, and reports the end of the run."""
         settings, folder = self._settings, self._job.folder
         unused: dict[str, Tensor] = {}
@@ -187,6 +187,7 @@ class _Run:
             return
         first, last = self._watch.records[0], self._watch.records[-1]
         evaluated = self._evaluated
+        forecast = self._forecast(self._watch.optimizer_ms, cores)
         self._reporter.on_end(
             Summary(
                 steps=settings.steps,
@@ -220,6 +221,14 @@ class _Run:
         self._evaluated = self._evaluation(self._pipeline, step)
         if self._reporter is not None:
             self._reporter.on_eval(self._evaluated)
+
+    def _forecast(self, optimizer_ms: Sequence[float], cores: int) -> Forecast | None:
+        """The simulated step with the optimizers' measured times, given by rank."""
+        rank_of_stage = self._schedule(1).rank_of_stage
+        by_stage = [optimizer_ms[r] / rank_of_stage.count(r) for r in rank_of_stage]
+        return forecast_run(
+            self._plan, self._job.planned, self._settings, cores, optimizer_ms=by_stage
+        )
 
     def _schedule(self, steps: int) -> Schedule:
         if steps not in self._schedules:

@@ -7,7 +7,7 @@ import resource
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from time import perf_counter
+from time import perf_counter, process_time
 
 import torch
 from torch import Tensor, nn
@@ -69,6 +69,7 @@ class Trainer(Observer):
         self._squares: dict[int, float] = {}
         self._stepped = 0
         self._busy_s = 0.0
+        self._optimizer_s = 0.0
         self._since_s = perf_counter()
 
     def start_segment(self) -> None:
@@ -122,8 +123,10 @@ class Trainer(Observer):
         return clip_factor(math.sqrt(square), self._settings.clip)
 
     def _step(self, stage: int, version: int, factor: float) -> None:
+        start_s, start_cpu_s = perf_counter(), process_time()
         scale_gradients(self._parameters[stage], factor)
         self._optimizers[stage].step(self._lr_scale(stage, version))
+        self._optimizer_s += min(perf_counter() - start_s, process_time() - start_cpu_s)
         self._stepped += 1
 
     def _norm_is_wanted(self, version: int) -> bool:
@@ -138,10 +141,11 @@ class Trainer(Observer):
                 squared_norm=sum(self._squares.values()) if self._squares else math.nan,
                 busy_s=max(0.0, self._busy_s),
                 wall_s=now - self._since_s,
+                optimizer_s=self._optimizer_s,
                 mem_bytes=_peak_memory_bytes(),
             )
         )
-        self._stepped, self._squares = 0, {}
+        self._stepped, self._squares, self._optimizer_s = 0, {}, 0.0
         # What reporting took is inside the step action that calls this.
         self._busy_s = now - perf_counter()
         self._since_s = now

@@ -85,9 +85,11 @@ def make_optimizer(parameters: Iterable[Tensor], settings: Settings) -> Optimize
     ]
     groups = [group for group in groups if group["params"]]
     lr = float(settings.lr or 0.0)
-    fused = all(_can_fuse(parameter) for parameter in given)
     if settings.optimizer == "sgd":
-        return SGD(groups, lr=lr, momentum=settings.momentum or 0.0, fused=fused)
+        # Fused SGD fails when a parameter has its first gradient later than others, as a tied
+        # one has in an asynchronous run.
+        return SGD(groups, lr=lr, momentum=settings.momentum or 0.0)
+    fused = all(_can_fuse(parameter) for parameter in given)
     kind = AdamW if settings.optimizer == "adamw" else Adam
     return kind(groups, lr=lr, betas=settings.betas, fused=fused)
 

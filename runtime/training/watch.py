@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections import deque
+from statistics import median
 from time import perf_counter
 
 from ..data.task import Task
@@ -12,11 +14,14 @@ from .observer import is_logged
 from .optimizers import lr_factor
 from .settings import Settings
 
+_STEADY = 1000
+
 
 class Watch:
     """Turns what every rank said about a step into a record, and passes it on.
 
-    Rates, idle shares and step times are over the steps since the last logged one.
+    Rates, idle shares and step times of a record are over the steps since the last logged one;
+    those of the run over its last 1000 steps, the first step left out.
     """
 
     def __init__(self, settings: Settings, task: Task, gather: Gather, reporter: Reporter) -> None:
@@ -28,8 +33,7 @@ class Watch:
         self._per_step = size * (settings.seq or 1) if task.kind == "text" else size
         self._started_s = perf_counter()
         self._interval: list[list[RankFigures]] = []
-        self._busy_s = 0.0
-        self._wall_s = 0.0
+        self._steady: deque[list[RankFigures]] = deque(maxlen=_STEADY)
         self.records: list[StepRecord] = []
         self.step = 0
 
@@ -47,21 +51,30 @@ class Watch:
 
     @property
     def idle_share(self) -> float:
-        """The share of time that a rank waited, over all steps and ranks but the first step."""
-        return 1 - self._busy_s / self._wall_s if self._wall_s else 0.0
+        """The share of time that ranks waited: the median of the steps."""
+        shares = [
+            1 - sum(rank.busy_s for rank in ranks) / max(sum(rank.wall_s for rank in ranks), 1e-9)
+            for ranks in self._steady
+        ]
+        return median(shares) if shares else 0.0
 
     @property
     def step_ms(self) -> float:
-        """The mean step, the first left out."""
-        ranks = max(1, len(self.records[-1].idle)) if self.records else 1
-        return self._wall_s * 1000 / ranks / max(1, self.step - 1)
+        """Milliseconds of a step: the median of the steps of the slowest rank."""
+        walls = [max(rank.wall_s for rank in ranks) for ranks in self._steady]
+        return 1000 * median(walls) if walls else 0.0
+
+    @property
+    def optimizer_ms(self) -> tuple[float, ...]:
+        """Each rank's milliseconds in optimizers: the median of the steps."""
+        by_rank = zip(*self._steady, strict=True)
+        return tuple(1000 * median(step.optimizer_s for step in steps) for steps in by_rank)
 
     def _take(self, figures: list[RankFigures]) -> None:
         self._interval.append(figures)
         self.step = step = int(figures[0].step)
         if step > 1 or self._settings.steps == 1:
-            self._busy_s += sum(rank.busy_s for rank in figures)
-            self._wall_s += sum(rank.wall_s for rank in figures)
+            self._steady.append(figures)
         record = self._record(step, figures)
         if record.logged:
             self._interval.clear()

@@ -89,6 +89,18 @@ def test_a_step_is_that_of_the_plain_optimizer(name: str, dtype: torch.dtype) ->
     torch.testing.assert_close(ours.weight, plain.weight)
 
 
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
+def test_a_parameter_may_have_its_first_gradient_a_step_later(name: str) -> None:
+    early, late = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2, 2))
+    optimizer = make_optimizer([early, late], settings(optimizer=name, momentum=0.9))
+    early.grad = torch.ones(2, 2)
+    optimizer.step()
+    assert torch.equal(late, torch.ones(2, 2))
+    late.grad = torch.ones(2, 2)
+    optimizer.step()
+    assert (late < 1).all()
+
+
 def test_a_scaled_step_leaves_the_schedule_alone() -> None:
     module = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(module.weight)
