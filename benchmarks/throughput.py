@@ -57,6 +57,18 @@ def optimizer(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
 
 
+class TimedOptimizers(StepOptimizers):
+    """Steps a stage's optimizer, and adds up the core seconds that it takes."""
+
+    seconds, steps = 0.0, 0
+
+    def on_step(self, stage: int, version: int) -> None:
+        start = time.process_time()
+        super().on_step(stage, version)
+        TimedOptimizers.seconds += time.process_time() - start
+        TimedOptimizers.steps += 1
+
+
 def plain(micro_batches: list[dict[str, torch.Tensor]]) -> Callable[[], None]:
     torch.manual_seed(0)
     model, _ = gpt.build()
@@ -85,7 +97,7 @@ def pipeline(
     )
     schedule = lower(made, forward_edges(plan), grad_edges=gradient_edges(plan))
     pipe = Pipeline(plan, {rank: stage}, GlooTransport(), staleness=staleness)
-    observer = StepOptimizers({rank: optimizer(stage.parameters())})
+    observer = TimedOptimizers({rank: optimizer(stage.parameters())})
 
     def step() -> None:
         pipe.run(schedule, lambda i: micro_batches[i % MICRO_BATCHES], observer=observer)
@@ -140,8 +152,10 @@ def worker(rank: int, folder: Path, rendezvous: str, rounds: int, results: Any) 
                         "others_share": round(others, 4),
                     }
                 )
+    optimizer_ms: list[Any] = [None, None]
+    dist.all_gather_object(optimizer_ms, 1e3 * TimedOptimizers.seconds / TimedOptimizers.steps)
     if rank == 0:
-        results.put(rows)
+        results.put((rows, optimizer_ms))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -166,13 +180,13 @@ def main() -> None:
         ]
         for process in processes:
             process.start()
-        rows = results.get()
+        rows, optimizer_ms = results.get()
         for process in processes:
             process.join()
-    report(plan, rows)
+    report(plan, rows, optimizer_ms)
 
 
-def report(plan: asyncpipe.Plan, rows: list[dict[str, Any]]) -> None:
+def report(plan: asyncpipe.Plan, rows: list[dict[str, Any]], optimizer_ms: list[float]) -> None:
     table = []
     for name in dict.fromkeys(row["configuration"] for row in rows):
         mine = [row for row in rows if row["configuration"] == name]
@@ -189,7 +203,7 @@ def report(plan: asyncpipe.Plan, rows: list[dict[str, Any]]) -> None:
         if name in PIPELINES:
             schedule, _, steps = PIPELINES[name]
             simulated = forecast_step(
-                plan, schedule, MICRO_BATCHES, processors=2, steps=steps
+                plan, schedule, MICRO_BATCHES, processors=2, steps=steps, step_ms=optimizer_ms
             ).step_ms
             measured = SIZE * MICRO_BATCHES / statistics.median(rates) * 1e3
             entry |= {"step_ms": round(measured, 1), "simulated_step_ms": round(simulated, 1)}
@@ -215,6 +229,7 @@ def report(plan: asyncpipe.Plan, rows: list[dict[str, Any]]) -> None:
             "micro_batch_size": SIZE,
             "async_steps_a_segment": ASYNC_STEPS,
             "stages_ms": [[stage.forward_ms, stage.backward_ms] for stage in plan.stages],
+            "optimizer_ms": [round(ms, 2) for ms in optimizer_ms],
             "table": table,
             "rows": rows,
         },

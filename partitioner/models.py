@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import importlib
-import importlib.util
 import inspect
 import re
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..runtime.errors import ModelError
+from ..runtime.user_code import import_object, told_as
 from .builtin import BUILTIN
 from .presets import PRESETS
 
@@ -63,7 +61,7 @@ def load_model(
     random = f"random, seed {seed}" if not meta else "none, made with --meta"
     if ":" in spec:
         factory = _find_factory(spec)
-        with device, _clear_errors(spec):
+        with device, told_as(ModelError, f"--model {spec}"):
             model, examples = _split_made(factory(**_checked(factory, arguments)))
         if inputs:
             examples = {name: parse_input(name, text) for name, text in inputs.items()}
@@ -77,7 +75,7 @@ def load_model(
             examples = _of_batch(examples, micro_batch_size)
         return Source(_name_of(spec), spec, model, examples, random)
     if spec in BUILTIN:
-        with device, _clear_errors(spec):
+        with device, told_as(ModelError, f"--model {spec}"):
             model = BUILTIN[spec](**arguments)
         inputs_made = _builtin_inputs(spec, model, micro_batch_size or default_size(model))
         criterion = "cross_entropy" if spec == "mlp" else None
@@ -224,59 +222,13 @@ def unknown_model(spec: str) -> ModelError:
 
 def _find_factory(spec: str) -> Callable[..., Any]:
     """`package.module:factory` or `path/file.py:factory` -> the callable."""
-    place, _, attribute = spec.rpartition(":")
-    path = Path(place)
-    if path.suffix == ".py":
-        if not path.is_file():
-            raise ModelError(f"{place} does not exist.", "Give --model path/file.py:factory")
-        module = _import_path(path)
-    else:
-        try:
-            module = importlib.import_module(place)
-        except ModuleNotFoundError as error:
-            raise ModelError(
-                f"no module {place!r} to import: {error}.",
-                "Your own file: --model path/file.py:factory",
-            ) from error
-    factory = getattr(module, attribute, None)
+    factory: Callable[..., Any] = import_object(spec, "--model", ModelError)
     if not callable(factory):
-        names = [name for name, value in vars(module).items() if callable(value)]
-        close = difflib.get_close_matches(attribute, names, 1)
         raise ModelError(
-            f"{place} has no function {attribute!r}."
-            + (f" Did you mean {close[0]}?" if close else "")
+            f"--model {spec} is a {type(factory).__name__}, not a function.",
+            "Name a function that returns the model: --model path/file.py:build",
         )
-    found: Callable[..., Any] = factory
-    return found
-
-
-def _import_path(path: Path) -> Any:
-    """Imports a file under its own name, so that its siblings can be imported too."""
-    folder = str(path.parent.resolve())
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    with _clear_errors(str(path)):
-        spec.loader.exec_module(module)
-    return module
-
-
-@contextlib.contextmanager
-def _clear_errors(spec: str) -> Iterator[None]:
-    """An exception in the user's code becomes one sentence with the line it came from."""
-    try:
-        yield
-    except ModelError:
-        raise
-    except Exception as error:
-        frame = error.__traceback__
-        while frame is not None and frame.tb_next is not None:
-            frame = frame.tb_next
-        place = f"{frame.tb_frame.f_code.co_filename}:{frame.tb_lineno}" if frame else spec
-        raise ModelError(f"{spec} failed at {place}: {type(error).__name__}: {error}") from error
+    return factory
 
 
 def _checked(factory: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from .errors import DataError, PlanError
 from .plan import Plan, StageSpec, file_hash
 from .tensors import read_tensors
+from .user_code import hashed_name, import_file
 
 CONSTANTS = "_constants."
 """Prefix, in a generated folder's weights, of values that no state_dict holds."""
@@ -65,7 +63,7 @@ def load_unused(
 
 def load_stage_class(folder: str | Path, spec: StageSpec) -> type[nn.Module]:
     """The class of a generated stage, imported from its file."""
-    stage_class: type[nn.Module] = getattr(_import_file(Path(folder) / spec.file), spec.class_name)
+    stage_class: type[nn.Module] = getattr(_import_stage(Path(folder) / spec.file), spec.class_name)
     return stage_class
 
 
@@ -79,23 +77,16 @@ def shared_names(plan: Plan) -> dict[str, tuple[str, ...]]:
     return {name: shared.names for shared in plan.shared for name in shared.names}
 
 
-def _import_file(path: Path) -> ModuleType:
+def _import_stage(path: Path) -> ModuleType:
     if not path.is_file():
         raise PlanError(f"{path} is missing.", "Partition the model again with --force.")
-    name = "asyncpipe_generated_" + hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
+        return import_file(path, hashed_name("asyncpipe_generated", path))
     except Exception as error:
-        del sys.modules[name]
         raise PlanError(
             f"{path} cannot be imported: {type(error).__name__}: {error}.",
             "Undo the edit, or partition the model again with --force.",
         ) from error
-    return module
 
 
 class SkipRandomInit(TorchFunctionMode):

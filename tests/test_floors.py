@@ -8,6 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PURE = {
+    "user_code",
     *("plan", "sizes", "errors", "schedule", "schedules", "schedule_text", "validation"),
     *("dependencies", "lowering", "simulate", "timeline", "drawing", "forecast"),
 }

@@ -107,9 +107,13 @@ def _text(expr: sympy.Expr) -> tuple[str, int]:
         # A quotient binds looser than a product here: a//b*c is right but reads wrongly.
         left, right = expr.args
         return f"{_wrapped(left, level + 1)}{operator}{_wrapped(right, _ATOM)}", level
+    if isinstance(expr, sympy.floor):
+        over, under = expr.args[0].as_numer_denom()
+        return f"{_wrapped(over, _MUL)}//{_wrapped(under, _ATOM)}", _DIVIDE
     if kind in _FUNCTIONS or kind.startswith(_OPAQUE):
         function = _FUNCTIONS.get(kind) or f"math.{kind.removeprefix(_OPAQUE)}"
-        return f"{function}({', '.join(_text(arg)[0] for arg in expr.args)})", _ATOM
+        inside = sorted(expr.args, key=lambda part: (part.is_number, str(part)))
+        return f"{function}({', '.join(_text(part)[0] for part in inside)})", _ATOM
     raise ValueError(f"{expr} ({kind}) is not a size that can be written as Python")
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import sympy
 from torch import fx
+from torch.utils._sympy.functions import FloorDiv
 
 from ..capture import Size
 from .items import Item, symbols_of
@@ -76,6 +77,6 @@ def _source(symbol: str, node: fx.Node, known: dict[str, Source], *, exact: bool
                 factor = size.expr.coeff(own, 1)
                 rest = sympy.expand(size.expr - factor * own)
                 difference = LENGTH - rest
-                whole = difference if factor == 1 else sympy.floor(difference / factor)
+                whole = difference if factor == 1 else FloorDiv(difference, factor)
                 return Source(symbol, node, dimension, whole)
     return None

@@ -1,39 +1,16 @@
-"""`module:function` or `path.py:function` -> that object, and a user's data -> a dataset."""
+"""A user's own data -> a dataset."""
 
 from __future__ import annotations
 
-import hashlib
-import importlib
-import importlib.util
-import os
-import sys
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import DataError
+from ..user_code import import_object
 from .task import Task
-
-
-def names_object(spec: str) -> bool:
-    """Whether a text has the form `module:function` or `path.py:function`."""
-    place, colon, name = spec.rpartition(":")
-    return bool(colon and place and name.isidentifier())
-
-
-def import_object(spec: str, option: str) -> Any:
-    """Imports what `module:function` or `path.py:function` names; `option` is who asked for it.
-
-    Raises DataError when the file, the module or the name does not exist.
-    """
-    place, _, name = spec.rpartition(":")
-    module = _import_path(Path(place), option) if place.endswith(".py") else _import(place, option)
-    if not hasattr(module, name):
-        raise DataError(f"{option} {spec}: {place} has no {name}.")
-    return getattr(module, name)
 
 
 class OwnDataset:
@@ -105,7 +82,7 @@ def own_parts(source: str) -> tuple[Any, Any]:
 
     Raises DataError when it returns neither a sequence of samples nor a pair of these.
     """
-    made = import_object(source, "--data")
+    made = import_object(source, "--data", DataError)
     if callable(made):
         made = made()
     if isinstance(made, tuple) and len(made) == 2:
@@ -131,36 +108,3 @@ def _is_dataset(value: Any) -> bool:
         hasattr(value, "__getitem__") or hasattr(value, "get")
     )
     return has_items and not isinstance(value, Tensor | str | Mapping)
-
-
-def _import(name: str, option: str) -> Any:
-    folder = os.getcwd()
-    if folder not in sys.path:
-        sys.path.insert(0, folder)  # as `python -m` does; an installed command does not
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        raise DataError(
-            f"{option} {name}: there is no module {error.name}.",
-            "Run from the folder that holds it, or name the file: path/to/file.py:function",
-        ) from error
-
-
-def _import_path(path: Path, option: str) -> Any:
-    if not path.is_file():
-        raise DataError(f"{option} {path}: no such file.")
-    name = "asyncpipe_own_" + hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[name]
-        raise DataError(
-            f"{option} {path} cannot be imported: {type(error).__name__}: {error}."
-        ) from error
-    return module

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..data.own import import_object, names_object
+from ..user_code import import_object, names_object
 from .settings import SettingsError
 
 Criterion = Callable[[Any, Tensor], Tensor]
@@ -50,5 +50,5 @@ def find_criterion(name: str) -> Criterion:
         raise SettingsError(
             f"--criterion {name} is not known.", f"{', '.join(CRITERIA)}, or my_file.py:function"
         )
-    found: Criterion = import_object(name, "--criterion")
+    found: Criterion = import_object(name, "--criterion", SettingsError)
     return found

@@ -14,6 +14,7 @@ from ..pipeline import needed_inputs
 from ..plan import Plan
 from ..schedule import Schedule
 from ..simulate import few_micro_batches_warning
+from .metrics import Reporter
 from .resolve import batch_identity
 from .segments import longest_segment
 from .settings import Settings
@@ -73,17 +74,8 @@ def forecast_run(
     )
 
 
-def find_warnings(settings: Settings, plan: Plan) -> list[str]:
-    """What is legal but probably not meant."""
-    few = few_micro_batches_warning(
-        settings.schedule,
-        stages=len(plan.stages),
-        micro_batches=settings.micro_batches or 1,
-    )
-    return [few] if few else []
-
-
-def describe_run(
+def announce(
+    reporter: Reporter,
     plan: Plan,
     settings: Settings,
     task: Task,
@@ -93,8 +85,8 @@ def describe_run(
     data: str,
     output: Path,
     forecast: Forecast | None,
-) -> list[tuple[str, str]]:
-    """Labels and texts, in the order in which they are shown."""
+) -> None:
+    """Tells the reporter what will be done, and what is legal but probably not meant."""
     facts = [
         ("plan", f"{plan.name} · {len(plan.stages)} stages · {plan.method}"),
         ("ranks", _ranks(schedule, settings, machine)),
@@ -112,7 +104,14 @@ def describe_run(
     if needed := sum(stage.peak_bytes for stage in plan.stages):
         facts.append(("memory", f"{_bytes(needed)} over all stages, as planned"))
     facts.append(("output", str(output)))
-    return facts
+    reporter.on_start(facts)
+    few = few_micro_batches_warning(
+        settings.schedule,
+        stages=len(plan.stages),
+        micro_batches=settings.micro_batches or 1,
+    )
+    if few:
+        reporter.on_warning(few)
 
 
 def describe_data(data: Data, plan: Plan, schedule: Schedule, settings: Settings) -> str:

@@ -24,12 +24,12 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from ..data.own import import_object
 from ..data.task import architecture_of
 from ..errors import AsyncPipeError
 from ..plan import read_plan
 from ..schedule import Schedule
-from .facts import describe_run, find_machine, find_warnings, forecast_run
+from ..user_code import import_object
+from .facts import announce, find_machine, forecast_run
 from .failure import GRACE_S, RankError, RankFolder, failure_of, is_consequence, root_of
 from .loop import Job, train
 from .metrics import Reporter
@@ -129,20 +129,17 @@ def _show(job: Job, reporter: Reporter) -> None:
     machine = find_machine(settings, len(schedule.ranks))
     forecast = forecast_run(plan, job.planned, settings, machine.cores)
     data = f"{settings.data} ({settings.tokenizer})" if settings.tokenizer else str(settings.data)
-    reporter.on_start(
-        describe_run(
-            plan,
-            settings,
-            job.task,
-            schedule,
-            machine,
-            data=data,
-            output=job.folder,
-            forecast=forecast,
-        )
+    announce(
+        reporter,
+        plan,
+        settings,
+        job.task,
+        schedule,
+        machine,
+        data=data,
+        output=job.folder,
+        forecast=forecast,
     )
-    for warning in find_warnings(settings, plan):
-        reporter.on_warning(warning)
 
 
 def _run_alone(job: Job, reporter: str) -> None:
@@ -224,7 +221,7 @@ def _interruption(left: RankFolder) -> str:
 
 
 def _reporter_factory(spec: str) -> Callable[[Settings], Reporter]:
-    made: Callable[[Settings], Reporter] = import_object(spec, "reporter")
+    made: Callable[[Settings], Reporter] = import_object(spec, "reporter", AsyncPipeError)
     return made
 
 

@@ -25,7 +25,7 @@ from .agreement import Agreement
 from .criterion import find_criterion
 from .evaluation import Evaluation
 from .export import check_exportable, copy_configuration, write_weights
-from .facts import describe_data, describe_run, find_machine, find_warnings, forecast_run
+from .facts import announce, describe_data, find_machine, forecast_run
 from .gather import Gather, RankFigures
 from .metrics import EvalRecord, MetricsFile, Reporter, Summary
 from .observer import Trainer
@@ -81,20 +81,17 @@ def train(
     data = open_data(settings, job.task, plan, job.folder) if fields or reporter else None
     if reporter is not None and data is not None:
         readers = describe_data(data, plan, schedule, settings)
-        reporter.on_start(
-            describe_run(
-                plan,
-                settings,
-                job.task,
-                schedule,
-                machine,
-                data=readers,
-                output=job.folder,
-                forecast=forecast,
-            )
+        announce(
+            reporter,
+            plan,
+            settings,
+            job.task,
+            schedule,
+            machine,
+            data=readers,
+            output=job.folder,
+            forecast=forecast,
         )
-        for warning in find_warnings(settings, plan):
-            reporter.on_warning(warning)
     run = _Run(job, world, schedule, data if fields else None, fields, reporter, on_step)
     run.train()
     run.save(machine.cores)

@@ -20,13 +20,14 @@ from ..data.clusters import Clusters
 from ..data.corpora import default_corpus, read_corpus
 from ..data.images import Digits
 from ..data.order import Order
-from ..data.own import OwnDataset, names_object, own_parts
+from ..data.own import OwnDataset, own_parts
 from ..data.task import Task
 from ..data.texts import Windows
 from ..data.tokens import BYTES, Tokens, encode_bytes, is_tokenised, make_tokens, read_bin
 from ..errors import DataError
 from ..plan import Plan
 from ..tensors import dtype_of
+from ..user_code import names_object
 from .settings import Settings
 
 

@@ -76,7 +76,7 @@ def test_a_factory_in_a_file_gives_the_model_and_its_inputs() -> None:
     assert source.example_inputs["x"].shape == (8, 16)
     with pytest.raises(ModelError, match="takes no argument 'deep'"):
         load_model(f"{example}:build", model_args={"deep": 2})
-    with pytest.raises(ModelError, match="has no function 'biuld'. Did you mean build?"):
+    with pytest.raises(ModelError, match="has no biuld. Did you mean build?"):
         load_model(f"{example}:biuld")
 
 

@@ -1,0 +1,109 @@
+"""`package.module:name` or `path/file.py:name` -> what the user's own code calls so."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from .errors import AsyncPipeError
+
+
+def names_object(spec: str) -> bool:
+    """Whether a text has the form `module:function` or `path.py:function`."""
+    place, colon, name = spec.rpartition(":")
+    return bool(colon and place and name.isidentifier())
+
+
+def import_object(spec: str, option: str, error: type[AsyncPipeError]) -> Any:
+    """Imports what `spec` names for the command-line `option`.
+
+    Modules are found from the folder of the command, as `python -m` does, and a file may import
+    its neighbours. Raises `error` when the file, the module or the name does not exist, or when
+    the code fails.
+    """
+    place, _, name = spec.rpartition(":")
+    if place.endswith(".py"):
+        module = _import_own_file(Path(place), option, error)
+    else:
+        module = _import_module(place, option, error)
+    if not hasattr(module, name):
+        close = difflib.get_close_matches(name, vars(module), 1)
+        hint = f" Did you mean {close[0]}?" if close else ""
+        raise error(f"{option} {spec}: {place} has no {name}.{hint}")
+    return getattr(module, name)
+
+
+def import_file(path: Path, name: str) -> ModuleType:
+    """Imports a file anew as the module `name`; raises what its code raises."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def hashed_name(prefix: str, path: Path) -> str:
+    """A module name for a file that no other file has."""
+    return f"{prefix}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]}"
+
+
+@contextmanager
+def told_as(error: type[AsyncPipeError], what: str) -> Iterator[None]:
+    """An exception in the user's code becomes one sentence with the line it came from."""
+    try:
+        yield
+    except AsyncPipeError:
+        raise
+    except Exception as cause:
+        frame = cause.__traceback__
+        while frame is not None and frame.tb_next is not None:
+            frame = frame.tb_next
+        assert frame is not None
+        place = f"{frame.tb_frame.f_code.co_filename}:{frame.tb_lineno}"
+        raise error(f"{what} failed at {place}: {type(cause).__name__}: {cause}") from cause
+
+
+def _import_own_file(path: Path, option: str, error: type[AsyncPipeError]) -> ModuleType:
+    """Under its own name, unless that is taken, so that its classes are called what they are."""
+    if not path.is_file():
+        raise error(f"{option} {path}: no such file.", f"{option} path/to/file.py:function")
+    _add_to_path(str(path.parent.resolve()))
+    for name in (path.stem, hashed_name(path.stem, path)):
+        known = sys.modules.get(name)
+        if known is None:
+            with told_as(error, f"{option} {path}"):
+                return import_file(path, name)
+        if Path(getattr(known, "__file__", None) or "").resolve() == path.resolve():
+            return known
+    raise AssertionError(f"{path} has no name")
+
+
+def _import_module(name: str, option: str, error: type[AsyncPipeError]) -> ModuleType:
+    _add_to_path(os.getcwd())
+    with told_as(error, f"{option} {name}"):
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as cause:
+            raise error(
+                f"{option} {name}: there is no module {cause.name}.",
+                "Run from the folder that holds it, or name the file: path/to/file.py:function",
+            ) from cause
+
+
+def _add_to_path(folder: str) -> None:
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
