@@ -231,7 +231,7 @@ def _texts(
         command=plan.command,
         version=__version__,
         graph_sha256=digest,
-        profiled_on=str(plan.profile["device"]),
+        costs_are=f"{plan.profile['kind']} on {plan.profile['device']}",
         stages=tuple(
             StageCard(
                 forward_ms=stage.forward_ms,

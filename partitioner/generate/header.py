@@ -29,13 +29,16 @@ class StageCard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """What the files of one folder have in common, and a card for each stage, if there are."""
+    """What the files of one folder have in common, and a card for each stage, if there are.
+
+    `costs_are` says how the costs were found, as in "measured on cpu".
+    """
 
     model: str
     command: str
     version: str
     graph_sha256: str = ""
-    profiled_on: str = ""
+    costs_are: str = ""
     stages: tuple[StageCard, ...] = ()
 
 
@@ -110,9 +113,9 @@ def _costs(header: Header, index: int) -> list[tuple[str, str]]:
     rows = []
     if card.forward_ms is not None and card.backward_ms is not None:
         share = f" ({card.share:.0%} of the pipeline)" if card.share is not None else ""
-        on = f", profiled on {header.profiled_on}" if header.profiled_on else ""
+        found = f", {header.costs_are}" if header.costs_are else ""
         cost = f"forward {card.forward_ms:.2f} ms, backward {card.backward_ms:.2f} ms"
-        rows.append(("cost", cost + share + on))
+        rows.append(("cost", cost + share + found))
     sizes = [
         (card.param_bytes, "parameters"),
         (card.activation_bytes, "activations per micro-batch"),
