@@ -221,7 +221,12 @@ def _train_options() -> type[Any]:
         if option.name in CHOICES:
             kind = Literal[CHOICES[option.name]]
         default = "" if option.default in (None, False) else f" [default: {option.default}]"
-        parameter = Parameter(help=_HELP[option.name] + default, negative=(), show_default=False)
+        parameter = Parameter(
+            name=("--quiet", "-q") if option.name == "quiet" else None,
+            help=_HELP[option.name] + default,
+            negative=(),
+            show_default=False,
+        )
         options.append((option.name, Annotated[kind | None, parameter], field(default=None)))
     made = make_dataclass("TrainOptions", options, frozen=True, kw_only=True)
     made.__module__ = __name__  # cyclopts resolves the annotations there

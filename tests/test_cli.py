@@ -138,6 +138,13 @@ def test_inspect_shows_the_table_the_boundaries_and_the_code(made: Path) -> None
     assert "nowhere does not exist" in error(run(made, "inspect", "nowhere"))
 
 
+@pytest.mark.parametrize("flag", ["-q", "--quiet"])
+def test_a_quiet_run_prints_nothing(made: Path, flag: str) -> None:
+    folder = "generated_models/residual_mlp_2p"
+    result = run(made, "train", folder, *DATA, "--steps", "2", "--schedule", "single", flag)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
 def test_train_runs_its_own_ranks_and_the_loss_falls(made: Path) -> None:
     folder = "generated_models/residual_mlp_2p"
     result = run(
