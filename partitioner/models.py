@@ -179,6 +179,7 @@ def _load_transformers(
             'pip install "asyncpipe[hf]"',
         ) from error
     transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
     if spec in PRESETS:
         preset = PRESETS[spec]
         config = getattr(transformers, preset.config_class)(**preset.fields)

@@ -229,6 +229,11 @@ def _function(
     if target in _PREFIX and len(args) == 1 and not kwargs:
         operand = writer.write(args[0])
         return Code(f"{_PREFIX[target]}{operand.within(layout.UNARY)}", layout.UNARY)
+    if target is operator.getitem and args[1] == IfTraining(0, 1):
+        train, evaluation = map(writer.write, args[0])
+        inside = train.within(layout.CONDITIONAL + 1)
+        text = f"{inside} if self.training else {evaluation.within(layout.CONDITIONAL)}"
+        return Code(text, layout.CONDITIONAL)
     if target is operator.getitem:
         receiver = writer.write(args[0]).within(layout.ATOM)
         return Code(f"{receiver}[{writer.index(args[1])}]")

@@ -216,6 +216,22 @@ class Widths(nn.Module):
         return F.cross_entropy(out, labels, label_smoothing=0.1), out
 
 
+class Modes(nn.Module):
+    """Structure that follows the mode: noise in training, a mixture in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        if self.training:
+            hidden = hidden + 0.1 * torch.randn_like(hidden)
+        else:
+            hidden = (hidden + x) / 2
+        return self.second(torch.tanh(hidden))
+
+
 def _seeded(build: Callable[[], nn.Module], inputs: Callable[[], dict[str, Any]]) -> Any:
     def example() -> Example:
         torch.manual_seed(0)
@@ -237,6 +253,7 @@ HARD: Mapping[str, Callable[[], Example]] = {
         },
     ),
     "patterns": _seeded(Patterns, lambda: {"ids": torch.randint(0, 20, (BATCH, SEQUENCE))}),
+    "modes": _seeded(Modes, lambda: {"x": torch.randn(BATCH, 8)}),
     "widths": _seeded(
         Widths,
         lambda: {"x": torch.randn(BATCH, 3, 16, 16), "labels": torch.randint(0, 5, (BATCH,))},

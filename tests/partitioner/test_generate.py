@@ -125,6 +125,8 @@ def test_what_depends_on_the_mode_follows_it() -> None:
     assert "dropout_p=0.1 if self.training else 0.0," in files_of(model, inputs)["stage_0.py"]
     model, inputs = zoo.branches()
     assert "p=0.2, training=self.training)" in files_of(model, inputs)["stage_0.py"]
+    model, inputs = HARD["modes"]()
+    assert " if self.training else " in files_of(model, inputs)["stage_0.py"]
 
 
 class Names(nn.Module):
