@@ -139,9 +139,9 @@ def test_inspect_shows_the_table_the_boundaries_and_the_code(made: Path) -> None
 
 
 @pytest.mark.parametrize("flag", ["-q", "--quiet"])
-def test_a_quiet_run_prints_nothing(made: Path, flag: str) -> None:
-    folder = "generated_models/residual_mlp_2p"
-    result = run(made, "train", folder, *DATA, "--steps", "2", "--schedule", "single", flag)
+def test_a_quiet_run_prints_nothing(made: Path, tmp_path: Path, flag: str) -> None:
+    short = ["--steps", "2", "--schedule", "single", "--output", str(tmp_path / "run")]
+    result = run(made, "train", "generated_models/residual_mlp_2p", *DATA, *short, flag)
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
 
 
