@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from .capture import Capture, IfTraining, LocalDevice, Size, run
 from .capture.interpret import sizes_of
 from .capture.structure import map_leaves, tensors_in
+from .capture.targets import runnable
 from .measure import Operation, OperationCost, num_bytes
 
 
@@ -212,8 +213,9 @@ class _Call:
         if self.node.op == "call_method":
             name = str(self.node.target)
             return lambda tensor, *args, **kwargs: getattr(tensor, name)(*args, **kwargs)
-        assert callable(self.node.target)
-        return self.node.target
+        function = self.node.target
+        assert callable(function)
+        return lambda *args, **kwargs: runnable(function, args)(*args, **kwargs)
 
 
 def _makers(graph: fx.Graph) -> dict[fx.Node, str | None]:

@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from .graph import Capture, attribute
 from .restore import in_mode
 from .structure import map_leaves
+from .targets import runnable
 from .values import IfTraining, LocalDevice, Region, Size
 
 Around = Callable[[fx.Node, Callable[[], Any]], Any]
@@ -117,7 +118,7 @@ def _call(model: nn.Module, node: fx.Node, args: Any, kwargs: Any) -> Any:
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     assert callable(node.target)
-    return node.target(*args, **kwargs)
+    return runnable(node.target, args)(*args, **kwargs)
 
 
 def _in_order(graph: fx.Graph, nodes: Collection[fx.Node]) -> list[fx.Node]:

@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 from .frames import is_augmented_assignment
+from .structure import tensors_in
 
 _BINARY = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv,
@@ -89,6 +91,16 @@ def stand_in(func: Any) -> Callable[..., Any] | None:
     """A function to run on fake tensors in place of one whose fake version differs from the
     real one."""
     return _STAND_INS.get(func)
+
+
+def runnable(func: Callable[..., Any], arguments: Any) -> Callable[..., Any]:
+    """What to call for `func`: its stand-in if there is one and a tensor among the arguments has
+    no data."""
+    other = stand_in(func)
+    without_data = other is not None and any(
+        tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in tensors_in(arguments)
+    )
+    return other if other is not None and without_data else func
 
 
 def _like_grouped_mm(left: Tensor, right: Tensor, **kwargs: Any) -> Tensor:

@@ -7,6 +7,7 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from ...runtime.errors import PlanError
@@ -27,6 +28,8 @@ _CONSTANTS: Mapping[float, Code] = {
 
 def write_constant(value: Any) -> Code:
     """A value that is no tensor, as the expression that makes it; PlanError if there is none."""
+    if isinstance(value, np.generic):
+        value = value.item()
     match value:
         case None | bool() | int():
             return Code(repr(value), layout.UNARY if _is_negative(value) else layout.ATOM)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import sympy
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from asyncpipe.partitioner.capture import capture
 from asyncpipe.partitioner.generate import extra_tensors, generate
 from asyncpipe.partitioner.generate.buffers import rebuild
+from asyncpipe.partitioner.generate.constants import write_constant
 from asyncpipe.partitioner.generate.constructors import construct
 from asyncpipe.partitioner.generate.expressions import write_size
 from asyncpipe.partitioner.generate.layout import Code, call, lay_out
@@ -237,6 +239,14 @@ def test_long_calls_are_exploded_with_a_trailing_comma() -> None:
     assert lines[0] == "        x = function("
     assert lines[1] == "            argument_0,"
     assert lines[-1] == "        )  # f32[2]"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(np.float64(0.5), "0.5"), (np.int64(-3), "-3"), (np.bool_(True), "True")],
+)
+def test_numbers_of_numpy_are_written_as_python(value: np.generic, text: str) -> None:
+    assert write_constant(value).flat == text
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import MixtralConfig, MixtralForCausalLM
 
+import asyncpipe
 from asyncpipe.partitioner.folder import write_folder
 from asyncpipe.partitioner.verify import other_sizes, resize, verify
 from asyncpipe.runtime.errors import PlanError
@@ -40,6 +42,28 @@ def test_an_edit_that_changes_a_number_or_a_name_is_seen(
     stage.write_text(stage.read_text().replace(before, after))
     with pytest.raises(PlanError, match=message):
         verify(case.build(), read_plan(folder), folder, case.example_inputs)
+
+
+def test_a_mixture_of_experts_is_cut(tmp_path: Path) -> None:
+    config = MixtralConfig(
+        vocab_size=61,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_local_experts=4,
+    )
+    torch.manual_seed(0)
+    plan = asyncpipe.partition(
+        MixtralForCausalLM(config),
+        CASES["gpt2"].example_inputs,
+        stages=2,
+        output=tmp_path / "2p",
+        profile="analytic",
+    )
+    assert plan.profile["unmeasured"] == []
+    assert plan.profile["flops"] > 0
 
 
 def test_the_model_is_left_as_it_was(tmp_path: Path) -> None:
