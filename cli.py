@@ -49,7 +49,12 @@ def partition() -> None:
 
 def train() -> None:
     """Entry point of asyncpipe-train."""
-    sys.exit(_run(train_app))
+    code = _run(train_app)
+    if "torch.distributed" in sys.modules:  # else only --help, or a usage error
+        from .runtime.training.failure import end_process
+
+        end_process(code)
+    sys.exit(code)
 
 
 def inspect() -> None:

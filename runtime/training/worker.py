@@ -34,7 +34,6 @@ def main() -> None:
         world = join(place, settings.timeout_s)
         run_rank(make_job(settings, Path(folder)), world, reporter)
         leave()
-        # Threads of gloo that still let go of tensors would meet a half-ended interpreter.
         end_process(0)
     except Exception as error:
         failure = failure_of(error, rank, stages, left.step_of(rank))
