@@ -6,7 +6,8 @@ canonical     body -> its structure, and the numbers in it
 classes       equal structures -> one class with arguments
 constructors  leaf module -> the verified call that makes it
 members       what a class holds -> the lines of __init__
-forward       body -> the lines of forward (variables, expressions, sizes, statements)
+forward       body -> the lines of forward (reads, folding, function_names, variables, expressions,
+              sizes, origins, statements)
 stage_file    all of it -> the text of a file
 pages         plan -> README.md and report.html
 """

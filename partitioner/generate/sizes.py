@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import sympy
@@ -11,6 +11,8 @@ from torch.utils._sympy.functions import FloorDiv
 
 from ..capture import Size
 from .items import Item, symbols_of
+from .layout import Code
+from .size_expressions import write_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,3 +82,24 @@ def _source(symbol: str, node: fx.Node, known: dict[str, Source], *, exact: bool
                 whole = difference if factor == 1 else FloorDiv(difference, factor)
                 return Source(symbol, node, dimension, whole)
     return None
+
+
+def write_sources(
+    sources: Sequence[Source], node: fx.Node, tensor: Code
+) -> Iterator[tuple[str, Code]]:
+    """The statements that read sizes off one tensor, as names and expressions."""
+    plain = {source.dimension: source.symbol for source in sources if source.expression is None}
+    if len(plain) > 1:
+        names = [plain.get(dimension, "_") for dimension in range(len(node.meta["shape"]))]
+        yield ", ".join(names), Code(f"{tensor}.shape")
+    elif plain:
+        ((dimension, symbol),) = plain.items()
+        yield symbol, Code(f"{tensor}.size({dimension})")
+    for source in sources:
+        if source.expression is not None:
+            length = Code(f"{tensor}.size({source.dimension})")
+
+            def name_size(symbol: str, length: Code = length) -> Code:
+                return length if symbol == LENGTH.name else Code(symbol)
+
+            yield source.symbol, write_size(source.expression, name_size)
