@@ -100,7 +100,7 @@ class _Writer:
             self._item(item)
         results = self._return()
         kinds = [type_of(node) for node in self._body.results]
-        result = kinds[0] if len(kinds) == 1 else f"tuple[{', '.join(kinds)}]"
+        result = f"tuple[{', '.join(kinds)}]" if len(kinds) > 1 else (kinds or ["None"])[0]
         signature = call("def forward", (Code("self"), *arguments))
         return Forward(
             signature=lay_out("", signature, f" -> {result}:", indent=4),
@@ -265,6 +265,8 @@ class _Writer:
         self._folds.unfold_all()
         codes = [self._names.value(node) for node in results]
         names = tuple(code.flat for code in codes)
+        if not results:  # Run for its random draws, or for what it changes.
+            return names
         last = self._statements[-1] if self._statements else None
         if len(results) == 1 and last is not None and last.prefix == f"{names[0]} = ":
             if not any(block.text.startswith("for ") for block in last.blocks):

@@ -232,6 +232,29 @@ class Modes(nn.Module):
         return self.second(torch.tanh(hidden))
 
 
+class Pooler(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense, self.dropout = nn.Linear(8, 8), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(torch.tanh(self.dense(x)))
+
+
+class Unread(nn.Module):
+    """A result that nobody reads, of a module that draws random numbers all the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.pooler, self.last = Pooler(), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        self.pooler(hidden)
+        return self.last(self.second(hidden))
+
+
 def _seeded(build: Callable[[], nn.Module], inputs: Callable[[], dict[str, Any]]) -> Any:
     def example() -> Example:
         torch.manual_seed(0)
@@ -254,6 +277,7 @@ HARD: Mapping[str, Callable[[], Example]] = {
     ),
     "patterns": _seeded(Patterns, lambda: {"ids": torch.randint(0, 20, (BATCH, SEQUENCE))}),
     "modes": _seeded(Modes, lambda: {"x": torch.randn(BATCH, 8)}),
+    "unread": _seeded(Unread, lambda: {"x": torch.randn(BATCH, 8)}),
     "widths": _seeded(
         Widths,
         lambda: {"x": torch.randn(BATCH, 3, 16, 16), "labels": torch.randint(0, 5, (BATCH,))},
