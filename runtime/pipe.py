@@ -113,9 +113,7 @@ def load(
 
 def run_stage(spec: StageSpec, stage: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]:
     """One stage's forward: named values in, named values out."""
-    result = stage(*(values[name] for name in spec.inputs))
-    results = result if len(spec.outputs) > 1 else (result,)
-    return dict(zip(spec.outputs, results, strict=True))
+    return spec.named_outputs(stage(*(values[name] for name in spec.inputs)))
 
 
 def output_structure(outputs: Any, values: Mapping[str, Any]) -> Any:

@@ -66,7 +66,7 @@ class StageSpec:
 
     `inputs` are positional arguments of the stage's forward, each the name of a model input or
     of a boundary tensor. `outputs` are the values that forward returns (one: the value itself,
-    several: a tuple), each the name of a boundary tensor or of a model output.
+    several: a tuple, none: None), each the name of a boundary tensor or of a model output.
     Costs are for one micro-batch of the sizes in `Plan.sizes`; times in milliseconds.
     """
 
@@ -87,6 +87,11 @@ class StageSpec:
     sends: tuple[Boundary, ...]
     receives: tuple[Boundary, ...]
     sha256: str = ""
+
+    def named_outputs(self, result: Any) -> dict[str, Any]:
+        """What forward returned, by name."""
+        results = (result,) if len(self.outputs) == 1 else result or ()
+        return dict(zip(self.outputs, results, strict=True))
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,7 +85,7 @@ class Stage:
         drawing = generator.drawing() if generator else nullcontext()
         try:
             with torch.set_grad_enabled(training), drawing:
-                outputs = self._named(self._call(weights, arguments))
+                outputs = self.spec.named_outputs(self._call(weights, arguments))
                 loss = self.loss_of(outputs, fed) if self.loss_of else None
         except Exception as error:
             raise self._error("forward", micro_batch, error) from error
@@ -126,10 +126,6 @@ class Stage:
         if weights is None:
             return self.module(*arguments)
         return functional_call(self.module, dict(weights), arguments)
-
-    def _named(self, result: Any) -> dict[str, Tensor]:
-        results = result if len(self.spec.outputs) > 1 else (result,)
-        return dict(zip(self.spec.outputs, results, strict=True))
 
     def _error(self, action: str, micro_batch: int, error: Exception) -> StageError:
         return StageError(

@@ -79,7 +79,7 @@ class Chain:
         for stage, graph in zip(self.stages, self.graphs, strict=True):
             arguments = [self._argument(graph, node, inputs) for node in graph.inputs]
             result = stage(*arguments)
-            results = (result,) if len(graph.outputs) == 1 else result
+            results = (result,) if len(graph.outputs) == 1 else result or ()
             self._values |= zip(graph.outputs, results, strict=True)
         return [self._values[node] for node in self._outputs()]
 
