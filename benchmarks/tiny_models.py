@@ -41,6 +41,7 @@ SMALL: dict[str, Any] = {
     **dict.fromkeys(_HEADS, 4),
     **dict.fromkeys(_INNER, 64),
     **dict.fromkeys(("vocab_size", "entity_vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
+    "encoder_hash_byte_group_vocab": VOCABULARY,
     **dict.fromkeys(("head_dim", "d_kv", "attention_head_size", "global_head_dim"), 8),
     **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 8),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "embedding_rank", "d_latents"), 16),
@@ -65,27 +66,52 @@ SMALL: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": END,
     "decoder_start_token_id": 1,
+    "n_shared_experts": 1,
+    "coordinate_size": 6,
+    "shape_size": 4,
+    "width_coefficient": 1.0,
+    "depth_coefficient": 1.0,
+    "rope_theta": 1e4,
+    "input_feat_per_channel": 16,
+    "feature_projection_input_dim": 16,
+    "input_dim": 16,
+    "conv_channels": 32,
     "default_language": "en_XX",
     "axial_pos_embds": False,
     "use_cache": False,
 }
 
 # What else to try, in this order, when a model does not build or does not train with SMALL.
+_WINDOWS = {"image_size": 64, "patch_size": _KEPT}
 ATTEMPTS: tuple[dict[str, Any], ...] = (
     {},
     {"num_key_value_heads": 4},
     {"head_dim": _KEPT},
     {"head_dim": _KEPT, "num_key_value_heads": 4},
     {"num_heads": 8},
-    {"moe_intermediate_size": _KEPT},
     {"hidden_size": 48},
-    {"image_size": 64},
-    {"image_size": 64, "patch_size": _KEPT},
-    {"image_size": _KEPT, "patch_size": _KEPT, "window_size": _KEPT},
+    {"layer kinds": "twice"},
     {"layer kinds": _KEPT},
     {"layer kinds": _KEPT, "num_key_value_heads": 4},
-    {"lists": _KEPT},
+    {"with pixels": True},
+    {"time first": True},
+    {"image_size": 64},
+    _WINDOWS,
+    _WINDOWS | {"lists": "depths"},
+    _WINDOWS | {"lists": "depths", "hidden_dim": _KEPT},
+    {"image_size": _KEPT, "patch_size": _KEPT, "window_size": _KEPT, "lists": "depths"},
 )
+
+# Fields that the default configuration of a class leaves out although its model needs them.
+MISSING: dict[str, dict[str, Any]] = {
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "cohere_compass_text": {
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+            for kind in ("full_attention", "sliding_attention")
+        }
+    },
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,23 +147,31 @@ class Recipe:
     def inputs(self, seed: int = 1) -> dict[str, Tensor]:
         """What `forward` needs for a loss, at batch 2 and, for text, 10 tokens."""
         random = torch.Generator().manual_seed(seed)
+        model_class = getattr(transformers, self.class_name)
         config = self.config()
         tokens = torch.randint(3, 90, (2, 10), generator=random)
         tokens[:, 5] = END
-        classes = torch.tensor([0, 1])
-        if self.task == "image":
-            made = {"pixel_values": _pixels(config, random), "labels": classes}
-        else:
-            made = {"input_ids": tokens, "labels": tokens}
-            if self.task == "sequence":
-                made |= {"attention_mask": torch.ones_like(tokens), "labels": classes}
-            if self.task in ("seq2seq", "speech"):
-                made["decoder_input_ids"] = tokens
-            made["bbox"] = torch.randint(1, 50, (2, 10, 4), generator=random).sort(-1).values
+        made: dict[str, Tensor] = {"input_ids": tokens, "labels": tokens}
+        if self.task in ("sequence", "image"):
+            made["labels"] = torch.tensor([0, 1])
+        if self.task == "sequence":
+            made["attention_mask"] = torch.ones_like(tokens)
+        if self.task in ("seq2seq", "speech"):
+            made["decoder_input_ids"] = tokens
         if self.task == "speech":
-            made["input_features"] = torch.randn(2, 16, 32, generator=random)
-        taken = inspect.signature(getattr(transformers, self.class_name).forward).parameters
-        return {name: value for name, value in made.items() if name in taken}
+            made[model_class.main_input_name] = self._sound(model_class.main_input_name, random)
+        made["bbox"] = torch.randint(1, 50, (2, 10, 4), generator=random).sort(-1).values
+        if self.task == "image" or "with pixels" in ATTEMPTS[self.attempt]:
+            made["pixel_values"] = _pixels(config, random)
+        taken = inspect.signature(model_class.forward).parameters
+        allowed = {*taken, "labels"} if "kwargs" in taken else {*taken}
+        return {name: value for name, value in made.items() if name in allowed}
+
+    def _sound(self, name: str, random: torch.Generator) -> Tensor:
+        if name == "input_values":
+            return torch.randn(2, 3200, generator=random)
+        features = torch.randn(2, 16, 32, generator=random)
+        return features.mT.contiguous() if "time first" in ATTEMPTS[self.attempt] else features
 
 
 def find_recipe(task: str, class_name: str) -> Recipe:
@@ -162,13 +196,16 @@ def shrunk(config: PreTrainedConfig, rules: Mapping[str, Any]) -> PreTrainedConf
     fields = {field.name for field in dataclasses.fields(config)}
     values = {name: value for name, value in _small_values(config, rules).items() if name in fields}
     try:
-        return type(config)(**values)
+        made = type(config)(**values)
     except Exception:
         made = type(config)()
         for name, value in values.items():
             with contextlib.suppress(Exception):
                 setattr(made, name, value)
-        return made
+    for name in ("decoder_start_token_id", "rope_theta"):
+        if not hasattr(made, name):
+            setattr(made, name, rules[name])
+    return made
 
 
 def _small_values(config: PreTrainedConfig, rules: Mapping[str, Any]) -> dict[str, Any]:
@@ -179,8 +216,8 @@ def _small_values(config: PreTrainedConfig, rules: Mapping[str, Any]) -> dict[st
             values[name] = shrunk(value, rules)
         elif type(value) in (int, float) and any(part in name for part in _DROPOUT):
             values[name] = rules["dropout"] if rules["dropout"] is not _KEPT else value
-        elif isinstance(value, list | tuple) and rules.get("lists") is not _KEPT:
-            short = _small_list(name, value, rule)
+        elif isinstance(value, list | tuple):
+            short = _small_list(name, value, rule, only_depths="lists" in rules)
             if short is not None:
                 values[name] = short
         elif rule is not _KEPT and not isinstance(value, list | tuple | dict):
@@ -188,16 +225,18 @@ def _small_values(config: PreTrainedConfig, rules: Mapping[str, Any]) -> dict[st
         elif name.endswith(("_token_id", "_token_index")) and isinstance(value, int):
             values[name] = value if value < VOCABULARY else 90 + value % 9
     if rules.get("layer kinds") is not _KEPT:
-        values |= _one_of_each_kind(config)
-    return values
+        values |= _one_of_each_kind(config, 2 if "layer kinds" in rules else 1)
+    return values | MISSING.get(config.model_type, {})
 
 
-def _small_list(name: str, value: Any, rule: Any) -> list[int] | None:
+def _small_list(name: str, value: Any, rule: Any, only_depths: bool) -> list[int] | None:
     """Depths, widths and heads by level, kept as many and in their proportions."""
     if not value or not all(isinstance(entry, int) and entry > 0 for entry in value):
         return None
-    if "depth" in name or "blocks" in name:
-        return [min(entry, 2) for entry in value]
+    if any(part in name for part in ("depth", "blocks", "repeats")):
+        return [min(entry, 3) for entry in value]
+    if only_depths:
+        return None
     if "heads" in name:
         return [min(4, 2**level) for level in range(len(value))]
     if max(value) >= 64 and rule is _KEPT:
@@ -208,7 +247,7 @@ def _small_list(name: str, value: Any, rule: Any) -> list[int] | None:
     return [rule] * len(value) if isinstance(rule, int) else None
 
 
-def _one_of_each_kind(config: PreTrainedConfig) -> dict[str, Any]:
+def _one_of_each_kind(config: PreTrainedConfig, repeats: int) -> dict[str, Any]:
     """As many layers as it takes to have every kind that the default has, at least two."""
     layers = getattr(config, "num_hidden_layers", None)
     kinds = {
@@ -220,8 +259,9 @@ def _one_of_each_kind(config: PreTrainedConfig) -> dict[str, Any]:
         return {}
     rows = list(zip(*kinds.values(), strict=True))
     chosen = sorted({rows.index(row) for row in rows})
-    if len(chosen) == 1:
+    if len(chosen) == 1 and repeats == 1:
         chosen *= 2
+    chosen *= repeats
     made: dict[str, Any] = {name: [value[i] for i in chosen] for name, value in kinds.items()}
     return made | {"num_hidden_layers": len(chosen)}
 
