@@ -72,6 +72,7 @@ SMALL: dict[str, Any] = {
     "width_coefficient": 1.0,
     "depth_coefficient": 1.0,
     "rope_theta": 1e4,
+    "clip_qkv": 8,
     "input_feat_per_channel": 16,
     "feature_projection_input_dim": 16,
     "input_dim": 16,
@@ -82,6 +83,7 @@ SMALL: dict[str, Any] = {
 }
 
 # What else to try, in this order, when a model does not build or does not train with SMALL.
+_OF_INPUTS = ("with pixels", "time first")
 _WINDOWS = {"image_size": 64, "patch_size": _KEPT}
 ATTEMPTS: tuple[dict[str, Any], ...] = (
     {},
@@ -93,8 +95,7 @@ ATTEMPTS: tuple[dict[str, Any], ...] = (
     {"layer kinds": "twice"},
     {"layer kinds": _KEPT},
     {"layer kinds": _KEPT, "num_key_value_heads": 4},
-    {"with pixels": True},
-    {"time first": True},
+    *({name: True} for name in _OF_INPUTS),
     {"image_size": 64},
     _WINDOWS,
     _WINDOWS | {"lists": "depths"},
@@ -177,13 +178,18 @@ class Recipe:
 def find_recipe(task: str, class_name: str) -> Recipe:
     """The first attempt that builds and trains a step; else raises what the first one raised."""
     first: Exception | None = None
-    for attempt in range(len(ATTEMPTS)):
+    tried: set[str] = set()
+    for attempt, changes in enumerate(ATTEMPTS):
         recipe = Recipe(task, class_name, attempt)
         try:
+            values = f"{recipe.config()} {changes.keys() & {*_OF_INPUTS}}"
+            if values in tried:
+                continue
+            tried.add(values)
             loss = recipe.build().train()(**recipe.inputs())["loss"]
             loss.backward()
             if not loss.isfinite():
-                raise ValueError(f"its loss is {loss.item()}")
+                raise ValueError(f"the loss is {loss.item()}")
             return recipe
         except Exception as error:
             first = first or error
