@@ -177,9 +177,13 @@ def limited() -> Iterator[None]:
 
 
 def sentence(error: BaseException) -> str:
-    what = error.what if isinstance(error, AsyncPipeError) else f"{type(error).__name__}: {error}"
-    lines = what.strip().splitlines() or [type(error).__name__]
-    return lines[0][:300]
+    """What happened, without the traceback that some messages carry."""
+    if isinstance(error, AsyncPipeError):
+        return str(error.what)[:300]
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    while len(lines) > 1 and lines[0].endswith(":"):
+        lines[:2] = [f"{lines[0]} {lines[1]}"]
+    return f"{type(error).__name__}: {lines[0] if lines else 'without a word'}"[:300]
 
 
 def cases(tasks: list[str], only: str) -> list[tuple[str, str]]:
@@ -237,7 +241,7 @@ def main() -> None:
     for case, answer in each(examine, work, processes=arguments.processes, limit_s=4 * LIMIT_S):
         row = {"task": case[0], "class": case[1]}
         if isinstance(answer, Died):
-            row |= dict.fromkeys(COLUMNS, f"wrong: {answer.why}")
+            row |= dict.fromkeys(COLUMNS, f"refused: {answer.why}")
         else:
             row |= answer
         rows.append(row)

@@ -77,6 +77,7 @@ SMALL: dict[str, Any] = {
     "feature_projection_input_dim": 16,
     "input_dim": 16,
     "conv_channels": 32,
+    "apply_spec_augment": False,  # draws from numpy
     "default_language": "en_XX",
     "axial_pos_embds": False,
     "use_cache": False,
@@ -90,6 +91,7 @@ ATTEMPTS: tuple[dict[str, Any], ...] = (
     {"num_key_value_heads": 4},
     {"head_dim": _KEPT},
     {"head_dim": _KEPT, "num_key_value_heads": 4},
+    {"dropout": _KEPT},
     {"num_heads": 8},
     {"hidden_size": 48},
     {"layer kinds": "twice"},
@@ -99,7 +101,7 @@ ATTEMPTS: tuple[dict[str, Any], ...] = (
     {"image_size": 64},
     _WINDOWS,
     _WINDOWS | {"lists": "depths"},
-    _WINDOWS | {"lists": "depths", "hidden_dim": _KEPT},
+    _WINDOWS | {"lists": "depths", "hidden_dim": 1280},
     {"image_size": _KEPT, "patch_size": _KEPT, "window_size": _KEPT, "lists": "depths"},
 )
 
