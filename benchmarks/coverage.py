@@ -1,11 +1,15 @@
-"""Which models of transformers can be cut: every class of five tasks, tiny, of random weights.
+"""Which models of transformers can be cut: every class of six tasks, tiny, of random weights.
 
-Each model that builds from a shrunk configuration and trains a step by itself is partitioned; the
-generated files are imported from disk and must give the loss, the outputs, every gradient and the
-buffers of the original, in training with dropout and in evaluation, at other sizes than the
-captured ones. Beside it the same models through `torch.distributed.pipelining.pipeline`, split
-before the middle block, with the loss and every gradient compared at the captured size and dropout
-off, which is what that front end promises.
+Each model that builds from a shrunk configuration and trains a step by itself is partitioned into
+2 and into 4 stages. The generated files are imported from disk, chained with every boundary
+detached, and compared with the original: loss, outputs, every gradient and the buffers, in
+training with dropout under equal seeds and in evaluation. `partition` does so before it writes,
+and may refuse; what it wrote is then compared once more with a model and data of its own, at the
+captured sizes and at others. Where that fails the model is wrong, not refused.
+
+Beside it the same models in the same run through `torch.distributed.pipelining.pipeline`, split
+before the middle block, with the loss and every gradient compared at the captured sizes and with
+dropout off, which is what that front end promises.
 
     python benchmarks/coverage.py
     python benchmarks/coverage.py --tasks masked image --only bert
@@ -15,14 +19,14 @@ import argparse
 import contextlib
 import inspect
 import json
-import multiprocessing
+import logging
 import os
 import signal
 import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +36,16 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import torch
 import transformers
 from machine import write_result
+from tiny_models import Recipe, find_recipe
 from torch import Tensor, nn
 from torch.distributed.pipelining import SplitPoint, pipeline
-from transformers.models.auto import configuration_auto, modeling_auto
+from transformers.models.auto import modeling_auto
+from workers import Died, each
 
 import asyncpipe
+from asyncpipe.partitioner.verify import other_sizes, verify
 from asyncpipe.runtime.errors import AsyncPipeError
+from asyncpipe.runtime.plan import read_plan
 
 TASKS = {
     "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -45,141 +53,75 @@ TASKS = {
     "masked": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     "sequence": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
     "image": modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+    "speech": modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
 }
 STAGES = (2, 4)
-LARGEST = 30e6
+PEER = "pipelining"
+COLUMNS = (*(f"{stages} stages" for stages in STAGES), PEER)
+OUTCOMES = ("exact", "refused", "wrong")
 LIMIT_S = 240
-_WIDTH = ("hidden_size", "d_model", "n_embd", "dim", "moe_intermediate_size", "emb_dim")
-_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers")
-_LAYERS += ("decoder_layers", "num_decoder_layers")
-_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "num_experts")
-_HEADS += ("encoder_attention_heads", "decoder_attention_heads")
-_HEADS += ("num_local_experts", "n_routed_experts")
-_INNER = ("intermediate_size", "n_inner", "ffn_dim", "d_ff", "encoder_ffn_dim", "hidden_dim")
-_INNER += ("decoder_ffn_dim", "max_position_embeddings", "n_positions", "n_ctx")
-SMALL = {
-    **dict.fromkeys(_WIDTH, 32),
-    **dict.fromkeys(_LAYERS, 2),
-    **dict.fromkeys(_HEADS, 4),
-    **dict.fromkeys(_INNER, 64),
-    "vocab_size": 99,
-    "num_key_value_heads": 2,
-    "num_experts_per_tok": 2,
-    "moe_k": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "index_topk": 4,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 8,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "rotary_dim": 4,
-    "mamba_n_heads": 8,
-    "mamba_d_head": 8,
-    "use_cache": False,
-    "d_kv": 8,
-    "head_dim": 8,
-    "embedding_size": 32,
-    "image_size": 32,
-    "patch_size": 8,
-    "num_labels": 3,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+
+
+class Wrong(Exception):
+    """What was made ran, or should have run, and does not do what the original does."""
 
 
 class TooLong(BaseException):
-    """A model took longer than LIMIT_S; no Exception, so that nothing on the way catches it."""
+    """A check took longer than LIMIT_S; no Exception, so that nothing on the way catches it."""
 
 
-def build(kind: str, class_name: str) -> nn.Module:
-    """A tiny model of random weights; ValueError if its configuration does not shrink."""
-    config_class = configuration_auto.CONFIG_MAPPING[kind]
-    known = config_class().to_dict()
-    small = {name: value for name, value in SMALL.items() if name in known}
-    try:
-        config = config_class(**small)
-    except Exception:
-        config = config_class()
-        for name, value in small.items():
-            with contextlib.suppress(Exception):
-                setattr(config, name, value)
-    model_class = getattr(transformers, class_name)
-    with torch.device("meta"):
-        size = sum(parameter.numel() for parameter in model_class(config).parameters())
-    if size > LARGEST:
-        raise ValueError(f"{size / 1e6:.0f} M parameters after shrinking")
-    torch.manual_seed(0)
-    model: nn.Module = model_class(config)
-    return model
-
-
-def inputs_of(task: str) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(3, 90, (2, 10), generator=generator)
-    classes = torch.tensor([0, 1])
-    match task:
-        case "causal" | "masked":
-            return {"input_ids": tokens, "labels": tokens}
-        case "sequence":
-            mask = torch.ones_like(tokens)
-            return {"input_ids": tokens, "attention_mask": mask, "labels": classes}
-        case "image":
-            pixels = torch.randn(2, 3, 32, 32, generator=generator)
-            return {"pixel_values": pixels, "labels": classes}
-    return {"input_ids": tokens, "decoder_input_ids": tokens, "labels": tokens}
-
-
-def examine(case: tuple[str, str, str]) -> dict[str, Any]:
+def examine(case: tuple[str, str]) -> dict[str, Any]:
     """One model's row: `reason` if it does not train by itself, else what became of each cut."""
-    task, kind, class_name = case
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
-    row: dict[str, Any] = {"task": task, "model": kind, "class": class_name}
-    started = time.perf_counter()
-    inputs = inputs_of(task)
+    logging.getLogger("torch").setLevel(logging.CRITICAL)
+    started = time.process_time()
     try:
         with limited():
-            model = build(kind, class_name).train()
-            model(**inputs).loss.backward()
+            recipe = find_recipe(*case)
     except (Exception, TooLong) as error:
-        return row | {"reason": sentence(error)}
+        return {"reason": sentence(error)}
+    row: dict[str, Any] = {"attempt": recipe.attempt}
     for stages in STAGES:
-        row[f"{stages} stages"] = outcome(cut, kind, class_name, inputs, stages)
-    row["pipelining"] = outcome(peer, kind, class_name, inputs)
-    return row | {"seconds": round(time.perf_counter() - started, 1)}
+        row[f"{stages} stages"] = outcome(cut, recipe, stages)
+    row[PEER] = outcome(peer, recipe)
+    return row | {"cpu_s": round(time.process_time() - started, 1)}
 
 
-def outcome(check: Any, *arguments: Any) -> str:
-    """ "exact", or why not in one sentence."""
+def outcome(check: Callable[..., None], *arguments: Any) -> str:
+    """ "exact", or "refused: " or "wrong: " and why in one sentence."""
     try:
         with limited(), open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
             check(*arguments)
+    except Wrong as error:
+        return f"wrong: {error}"
     except (Exception, TooLong) as error:
-        return sentence(error)
+        return f"refused: {sentence(error)}"
     return "exact"
 
 
-def cut(kind: str, class_name: str, inputs: dict[str, Tensor], stages: int) -> None:
-    model = build(kind, class_name).train()
-    with tempfile.TemporaryDirectory() as folder:
+def cut(recipe: Recipe, stages: int) -> None:
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(parent) / "made"
         asyncpipe.partition(
-            model,
-            inputs,
+            recipe.build().train(),
+            recipe.inputs(),
             stages=stages,
-            output=Path(folder) / "made",
+            output=folder,
             profile="analytic",
             save_weights=False,
         )
+        plan = read_plan(folder)
+        for sizes in (plan.sizes, other_sizes(plan)):
+            try:
+                verify(recipe.build().train(), plan, folder, recipe.inputs(seed=2), sizes=sizes)
+            except Exception as error:
+                raise Wrong(f"at {dict(sizes)}: {sentence(error)}") from error
 
 
-def peer(kind: str, class_name: str, inputs: dict[str, Tensor]) -> None:
-    model = build(kind, class_name).train()
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
+def peer(recipe: Recipe) -> None:
+    inputs = recipe.inputs()
+    model = recipe.build(dropout=False).train()
     expected = model(**inputs)["loss"]
     expected.backward()
     expected_of: dict[Tensor, list[str]] = {}
@@ -193,18 +135,21 @@ def peer(kind: str, class_name: str, inputs: dict[str, Tensor]) -> None:
     output = type(split).forward(split, **inputs)
     loss = output["loss"] if isinstance(output, dict) else output[0]
     loss.backward()
-    torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-5)
     made = {
         name.partition(".")[2]: parameter
         for name, parameter in split.named_parameters(remove_duplicate=False)
         if parameter.grad is not None
     }
-    for gradient, names in expected_of.items():
-        copies = {made[name] for name in names if name in made}
-        if not copies:
-            raise AssertionError(f"no gradient of {names[0]}")
-        total = torch.stack([copy.grad for copy in copies]).sum(0)
-        torch.testing.assert_close(total, gradient, rtol=1e-3, atol=1e-5)
+    try:
+        torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-5)
+        for gradient, names in expected_of.items():
+            copies = {made[name] for name in names if name in made}
+            if not copies:
+                raise AssertionError(f"no gradient of {names[0]}")
+            total = torch.stack([copy.grad for copy in copies]).sum(0)
+            torch.testing.assert_close(total, gradient, rtol=1e-3, atol=1e-5)
+    except AssertionError as error:
+        raise Wrong(sentence(error)) from error
 
 
 def middle(model: nn.Module) -> str:
@@ -232,63 +177,83 @@ def limited() -> Iterator[None]:
 
 
 def sentence(error: BaseException) -> str:
-    what = error.what if isinstance(error, AsyncPipeError) else f"{type(error).__name__}: {error}"
-    lines = what.strip().splitlines() or [type(error).__name__]
-    return lines[0][:300]
+    """What happened, without the traceback that some messages carry."""
+    if isinstance(error, AsyncPipeError):
+        return str(error.what)[:300]
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    while len(lines) > 1 and lines[0].endswith(":"):
+        lines[:2] = [f"{lines[0]} {lines[1]}"]
+    return f"{type(error).__name__}: {lines[0] if lines else 'without a word'}"[:300]
 
 
-def cases(tasks: list[str], only: str) -> list[tuple[str, str, str]]:
-    found = []
+def cases(tasks: list[str], only: str) -> list[tuple[str, str]]:
+    """(task, class name), each once although several configurations may lead to a class."""
+    found: dict[tuple[str, str], None] = {}
     for task in tasks:
         for kind, names in TASKS[task].items():
             class_name = names if isinstance(names, str) else names[0]
             known = inspect.isclass(getattr(transformers, class_name, None))
-            if only in kind and known and kind in configuration_auto.CONFIG_MAPPING:
-                found.append((task, kind, class_name))
-    return found
+            if known and (only in kind or only in class_name):
+                found[task, class_name] = None
+    return [*found]
 
 
 def report(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Prints the table and every reason; returns the counts."""
     trained = [row for row in rows if "reason" not in row]
-    columns = [*(f"{stages} stages" for stages in STAGES), "pipelining"]
-    exact = {column: Counter[str]() for column in columns}
-    for row in trained:
-        for column in columns:
-            exact[column][row["task"]] += row[column] == "exact"
-    total = Counter(row["task"] for row in trained)
-    print(f"{'task':10} {'build and train':>16} " + " ".join(f"{name:>11}" for name in columns))
-    for task in total:
-        counts = " ".join(f"{exact[column][task]:11}" for column in columns)
-        print(f"{task:10} {total[task]:16} {counts}")
-    counts = " ".join(f"{exact[column].total():11}" for column in columns)
-    print(f"{'all':10} {total.total():16} {counts}")
-    return {
-        "transformers": transformers.__version__,
-        "tried": len(rows),
-        "build_and_train": total.total(),
-        "exact": {column: exact[column].total() for column in columns},
-    }
+    tasks = [*dict.fromkeys(row["task"] for row in rows), "all"]
+    titles = [f"{column}: exact refused wrong" for column in COLUMNS]
+    print(f"\n{'task':9} {'tried':>5} {'train':>5}  " + "  ".join(titles))
+    counts: dict[str, Any] = {}
+    for task in tasks:
+        tried = [row for row in rows if task in (row["task"], "all")]
+        those = [row for row in trained if task in (row["task"], "all")]
+        counts[task] = {"tried": len(tried), "build_and_train": len(those)}
+        line = f"{task:9} {len(tried):5} {len(those):5}"
+        for column, title in zip(COLUMNS, titles, strict=True):
+            count = Counter(row[column].partition(":")[0] for row in those)
+            share = round(100 * count["exact"] / max(1, len(those)), 1)
+            counts[task][column] = {name: count[name] for name in OUTCOMES} | {"exact_%": share}
+            cells = f"{count['exact']} ({share:.1f} %) {count['refused']:4} {count['wrong']:4}"
+            line += f"  {cells:>{len(title)}}"
+        print(line)
+    for column in COLUMNS[:-1]:
+        print(f"\nNot exact at {column}:")
+        for row in trained:
+            if row[column] != "exact":
+                print(f"  {row['task']} {row['class']} {row[column]}")
+    print("\nDoes not build or train by itself:")
+    for row in rows:
+        if "reason" in row:
+            print(f"  {row['task']} {row['class']}: {row['reason']}")
+    return counts
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--tasks", nargs="+", default=[*TASKS], choices=[*TASKS])
-    parser.add_argument("--only", default="", help="a part of the model's name")
+    parser.add_argument("--only", default="", help="a part of the model's or the class's name")
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     arguments = parser.parse_args()
     work = cases(arguments.tasks, arguments.only)
+    started = time.perf_counter()
     rows = []
-    with multiprocessing.get_context("spawn").Pool(
-        arguments.processes, maxtasksperchild=20
-    ) as pool:
-        for row in pool.imap_unordered(examine, work):
-            rows.append(row)
-            shown = {key: value for key, value in row.items() if value != "exact"}
-            print(json.dumps(shown), flush=True)
-    rows.sort(key=lambda row: work.index((row["task"], row["model"], row["class"])))
-    summary = report(rows)
+    for case, answer in each(examine, work, processes=arguments.processes, limit_s=4 * LIMIT_S):
+        row = {"task": case[0], "class": case[1]}
+        if isinstance(answer, Died):
+            row |= dict.fromkeys(COLUMNS, f"refused: {answer.why}")
+        else:
+            row |= answer
+        rows.append(row)
+        shown = {key: value for key, value in row.items() if value != "exact"}
+        print(f"{len(rows)}/{len(work)} {json.dumps(shown)}", flush=True)
+    rows.sort(key=lambda row: work.index((row["task"], row["class"])))
+    counts = report(rows)
+    minutes = round((time.perf_counter() - started) / 60, 1)
+    print(f"\n{minutes} minutes with {arguments.processes} processes")
     if len(work) == len(cases([*TASKS], "")):
-        write_result("coverage", {**summary, "rows": rows})
+        versions = {"transformers": transformers.__version__, "minutes": minutes}
+        write_result("coverage", {**versions, "counts": counts, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -49,9 +49,10 @@ def verify(
     folder: Path,
     example_inputs: Mapping[str, Any],
     *,
+    sizes: Mapping[str, int] | None = None,
     tolerance: float = 1e-4,
 ) -> Verified:
-    """Compares the stages in `folder` with `model` at sizes other than those of the capture.
+    """Compares the stages in `folder` with `model` at `sizes`, by default not those of the capture.
 
     Train mode with equal seeds: outputs and gradients; eval mode: outputs. The original's
     gradients, buffers and mode are as before afterwards. Raises PlanError naming the first value
@@ -62,9 +63,10 @@ def verify(
         with torch.device("meta" if on_meta else "cpu"), SkipRandomInit():
             stages = [load_stage_class(folder, spec)() for spec in plan.stages]
         verify_names(model, plan, stages)
+        sizes = other_sizes(plan) if sizes is None else sizes
         if on_meta:
-            return _verify_shapes(model, plan, stages, example_inputs)
-        return _verify_numbers(model, plan, stages, example_inputs, tolerance)
+            return _verify_shapes(model, plan, stages, example_inputs, sizes)
+        return _verify_numbers(model, plan, stages, example_inputs, sizes, tolerance)
 
 
 def verify_names(model: nn.Module, plan: Plan, stages: list[nn.Module]) -> None:
@@ -106,11 +108,11 @@ def _verify_numbers(
     plan: Plan,
     stages: list[nn.Module],
     example_inputs: Mapping[str, Any],
+    sizes: Mapping[str, int],
     tolerance: float,
 ) -> Verified:
     for stage in stages:
         _adopt(stage, model)
-    sizes = other_sizes(plan)
     inputs = {spec.name: resize(example_inputs[spec.name], spec, sizes) for spec in plan.inputs}
     others = {key: value for key, value in example_inputs.items() if not isinstance(value, Tensor)}
     largest = 0.0
@@ -246,10 +248,13 @@ def _compare(
 
 
 def _verify_shapes(
-    model: nn.Module, plan: Plan, stages: list[nn.Module], example_inputs: Mapping[str, Any]
+    model: nn.Module,
+    plan: Plan,
+    stages: list[nn.Module],
+    example_inputs: Mapping[str, Any],
+    sizes: Mapping[str, int],
 ) -> Verified:
     """On meta only shapes and dtypes of the outputs can be compared."""
-    sizes = other_sizes(plan)
     values: dict[str, Any] = {
         spec.name: resize(example_inputs[spec.name], spec, sizes).to("meta") for spec in plan.inputs
     }

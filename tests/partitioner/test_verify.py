@@ -88,6 +88,20 @@ def test_the_check_runs_at_other_sizes_than_the_capture(tmp_path: Path) -> None:
     assert all(size != plan.sizes[name] and size > 1 for name, size in sizes.items())
 
 
+def test_a_fault_at_the_captured_sizes_alone_is_seen_at_those_sizes(tmp_path: Path) -> None:
+    case = CASES["mlp"]
+    folder = cut(case, 2, tmp_path / "2p")
+    plan = read_plan(folder)
+    stage = folder / "stage_1.py"
+    head = "return self.head("
+    assert head in stage.read_text()
+    wrong_there = f"return (1.0 + (hidden.shape[0] == {plan.sizes['batch']})) * self.head("
+    stage.write_text(stage.read_text().replace(head, wrong_there))
+    verify(case.build(), plan, folder, case.example_inputs)
+    with pytest.raises(PlanError, match="the output output"):
+        verify(case.build(), plan, folder, case.example_inputs, sizes=plan.sizes)
+
+
 def test_an_example_is_repeated_or_cut_to_a_size() -> None:
     spec = TensorSpec("x", "int64", ("batch", 3))
     example = torch.arange(6).view(2, 3)
