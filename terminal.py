@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from .runtime.plan import Plan, file_hash, spec_bytes
+from .runtime.plan import Plan, file_hash, spec_bytes, traffic
 
 if TYPE_CHECKING:
     from .runtime.training.metrics import EvalRecord, Reporter, StepRecord, Summary
@@ -121,6 +121,12 @@ def print_folder(console: Console, plan: Plan, folder: Path) -> None:
             "yes" if boundary.tensor.requires_grad else "no",
         )
     console.print(table)
+    if plan.if_sent:
+        for flow in traffic(plan):
+            console.print(
+                f"sent    stage {flow.source} to {flow.target}: {_bytes(flow.sent) or 0} a "
+                f"micro-batch; {_bytes(flow.if_sent)} if nothing were computed again"
+            )
     for shared in plan.shared:
         holders = ", ".join(f"{name} in stage {stage}" for stage, name in shared.holders)
         console.print(f"tied    {holders}")

@@ -32,14 +32,17 @@ def assemble(
     command: str = "",
     criterion: str | None = None,
     weights: str = "random",
+    if_sent: Mapping[fx.Node, tuple[int, ...]] | None = None,
 ) -> Plan:
     """The plan of a captured model that was split as `solution` says; hashes are left empty.
 
     `model`, `model_args`, `command`, `criterion` and `weights` are written into it as given.
+    `if_sent` are the values that would cross if no stage made any again, with their readers.
     Peak bytes count Adam's state and, on stage j of p, p - j micro-batches in flight.
     """
     tensors = [stage_tensors(capture, stage) for stage in stage_graphs]
     boundaries = _boundaries(capture, stage_graphs)
+    all_sent = _if_sent(capture, stage_graphs, if_sent or {})
     outputs = _output_structure(capture.graph)
     crossing = [boundary.tensor for boundary in boundaries]
     returned = [spec for spec in _returned(capture, stage_graphs) if spec not in crossing]
@@ -72,6 +75,7 @@ def assemble(
         state_keys=tuple(capture.model.state_dict()),
         unused=unused_tensors(capture, stage_graphs),
         notes=(*capture.notes, *solution.explanation),
+        if_sent=all_sent if set(all_sent) != set(boundaries) else (),
     )
 
 
@@ -126,6 +130,20 @@ def _boundaries(capture: Capture, stages: Sequence[StageGraph]) -> list[Boundary
             if targets and node.op != "placeholder":
                 found.append(Boundary(capture.tensor_spec(node), stage.index, targets))
     return found
+
+
+def _if_sent(
+    capture: Capture, stages: Sequence[StageGraph], crossing: Mapping[fx.Node, tuple[int, ...]]
+) -> tuple[Boundary, ...]:
+    """The boundaries if nothing were made again; each from the first stage that makes it."""
+    maker: dict[fx.Node, int] = {}
+    for stage in reversed(stages):
+        maker |= dict.fromkeys(stage.nodes, stage.index)
+    return tuple(
+        Boundary(capture.tensor_spec(node), maker[node], readers)
+        for node, targets in crossing.items()
+        if node in maker and (readers := tuple(stage for stage in targets if stage > maker[node]))
+    )
 
 
 # --- outputs and the loss -------------------------------------------------------------------

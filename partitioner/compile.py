@@ -30,10 +30,12 @@ from .generate import (
 )
 from .graph import build_graph, stage_of_nodes
 from .models import Source, load_model, name_inputs
+from .prices import Prices
 from .profiler import Profile, profile_analytic
 from .profiler import profile as profile_measured
+from .recompute import Recomputation
 from .solve import solve
-from .split import StageGraph, split
+from .split import StageGraph, crossing_if_sent, homes_of, split
 from .verify import verify
 
 
@@ -152,9 +154,11 @@ def partition_source(
     )
     tick("profile", measured.summary, "plan")
 
-    graph = build_graph(captured, measured, source.name)
+    again = Recomputation(captured, Prices.of(measured, LOCALHOST))
+    graph = build_graph(captured, measured, source.name, again)
     solution = solve(graph, stages=stages, method=method, link=LOCALHOST, granularity=granularity)
-    stage_graphs = split(captured, stage_of_nodes(captured, graph, solution.stage_of))
+    stage_of = stage_of_nodes(captured, graph, solution.stage_of)
+    stage_graphs = split(captured, stage_of, again)
     plan = assemble(
         captured,
         stage_graphs,
@@ -167,6 +171,7 @@ def partition_source(
         command=command or f"asyncpipe-partition --model {portable(source.spec)} --stages {stages}",
         criterion=loss or source.criterion,
         weights=source.weights if save_weights else "not stored",
+        if_sent=crossing_if_sent(homes_of(captured.graph, stage_of)),
     )
     tick("plan", solution.summary, "generate")
 

@@ -3,7 +3,7 @@
 A group is what no cut may or need separate. Reductions, in this order:
 
 - parameters, buffers and inputs are no groups: they stand inside what reads them
-- what every stage computes for itself (see `recomputable`) is no group and costs nothing
+- what every stage computes for itself (`Recomputation.free`) is no group and costs nothing
 - nodes that share a storage that is changed in place, and several results of one call, are one
 - a view joins what it is a view of; a view of a parameter or input joins its first reader
 - a value that is no tensor joins its readers
@@ -15,7 +15,6 @@ The order of the groups is topological and otherwise the program's.
 from __future__ import annotations
 
 import itertools
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -23,23 +22,33 @@ from typing import Any
 import networkx as nx
 from torch import Tensor, fx, nn
 
-from .capture import Capture, ModuleCall, Size, colocated
+from .capture import Capture, ModuleCall, colocated
+from .prices import Prices, num_bytes
 from .profiler import Profile
-from .recompute import recomputable
+from .recompute import Recomputation
 
 _EXTERNAL = ("placeholder", "get_attr")
 
 
-def build_graph(capture: Capture, profile: Profile, name: str = "the model") -> nx.DiGraph:
+def build_graph(
+    capture: Capture,
+    profile: Profile,
+    name: str = "the model",
+    again: Recomputation | None = None,
+) -> nx.DiGraph:
     """The cost graph of a captured model, with the node and edge attributes of `costs_of`.
 
+    An edge carries what is really sent when a cut goes through it: not a value that its reader
+    makes `again`, but what it makes it from.
     Further node attributes: `label` (for people), `names` (fx nodes), `saved` {storage: bytes},
     `saved_bytes`, `param_bytes`, `buffer_bytes`, `flops`, `depth`.
     """
     order = [node for node in capture.graph.nodes if node.op not in (*_EXTERNAL, "output")]
-    groups = _ordered_groups(_joined(capture, order))
+    again = again or Recomputation(capture, Prices.of(profile))
+    groups = _ordered_groups(_joined(capture, order, again))
     blocks = _blocks(capture)
     owners = _TensorNames(capture.model)
+    position = {node: index for index, node in enumerate(order)}
     graph = nx.DiGraph(name=name)
     group_of: dict[fx.Node, str] = {}
     for members in groups:
@@ -54,7 +63,10 @@ def build_graph(capture: Capture, profile: Profile, name: str = "the model") -> 
     for node in group_of:
         for reader in node.users:
             if reader in group_of and group_of[reader] != group_of[node]:
-                _carry(graph, group_of[node], group_of[reader], node, profile.sizes)
+                _carry(graph, group_of[node], group_of[reader], (), profile.sizes)
+                for source in sorted(again.sources(node), key=position.__getitem__):
+                    if group_of.get(source, group_of[reader]) != group_of[reader]:
+                        _carry(graph, group_of[source], group_of[reader], [source], profile.sizes)
     for group, data in graph.nodes(data=True):
         sent = {
             tensor: size
@@ -84,28 +96,13 @@ def stage_of_nodes(
     return dict(reversed(placed.items()))
 
 
-def num_bytes(node: fx.Node, sizes: Mapping[str, int]) -> int:
-    """Bytes of a node's tensor at the given sizes; 0 for what is no tensor."""
-    value = node.meta.get("val")
-    if not isinstance(value, Tensor):
-        return 0
-    shape = (
-        size.evaluate(sizes) if isinstance(size, Size) else size for size in node.meta["shape"]
-    )
-    return int(math.prod(shape)) * value.element_size()
-
-
-def _joined(capture: Capture, order: list[fx.Node]) -> nx.DiGraph:
+def _joined(capture: Capture, order: list[fx.Node], again: Recomputation) -> nx.DiGraph:
     """A graph of the groups before they are ordered: acyclic, with `members` and `first`."""
     position = {node: index for index, node in enumerate(order)}
     together = nx.utils.UnionFind(order)
     for group in colocated(capture):
         together.union(*(node for node in group if node in position))
-    free = {node for node in recomputable(capture) if node in position}
-    for group in list(together.to_sets()):
-        if not group <= free:
-            free -= group
-    by_name = {node.name: node for node in order if node not in free}
+    by_name = {node.name: node for node in order if node not in again.free}
     kept = list(by_name.values())
     for node in kept:
         readers = [reader for reader in node.users if reader.name in by_name]
@@ -122,7 +119,7 @@ def _joined(capture: Capture, order: list[fx.Node]) -> nx.DiGraph:
         (together[source], together[node])
         for node in kept
         for source in node.all_input_nodes
-        if source in position and source not in free and together[source] != together[node]
+        if source.name in by_name and together[source] != together[node]
     )
     fused = nx.condensation(quotient)
     members: dict[int, list[fx.Node]] = {}
@@ -208,14 +205,15 @@ class _TensorNames:
 
 
 def _carry(
-    graph: nx.DiGraph, source: str, target: str, node: fx.Node, sizes: Mapping[str, int]
+    graph: nx.DiGraph, source: str, target: str, sent: Iterable[fx.Node], sizes: Mapping[str, int]
 ) -> None:
     if not graph.has_edge(source, target):
         graph.add_edge(source, target, tensors={}, grads={})
     edge = graph.edges[source, target]
-    edge["tensors"][node.name] = num_bytes(node, sizes)
-    if isinstance(node.meta.get("val"), Tensor) and node.meta["val"].requires_grad:
-        edge["grads"][node.name] = edge["tensors"][node.name]
+    for node in sent:
+        edge["tensors"][node.name] = num_bytes(node, sizes)
+        if isinstance(node.meta.get("val"), Tensor) and node.meta["val"].requires_grad:
+            edge["grads"][node.name] = edge["tensors"][node.name]
 
 
 def _called(members: list[fx.Node], profile: Profile) -> str:

@@ -1,51 +1,273 @@
-"""Capture -> the nodes that are cheaper to compute again than to send.
+"""Capture + prices -> what a stage computes again instead of receiving it.
 
-They are parameter-free functions of integer inputs, of sizes and of tensors outside the
-state_dict alone: masks, positions, casts, rotary tables.
+A value that an earlier stage makes is sent, or made again where it is read: from inputs of the
+model, constants, small parameters, and from values that are sent anyway or are smaller. Masks,
+positions, rotary tables, relative-position biases, casts and views are what this is about; what
+is cheaper decides, not the kind. Never made again are random numbers, results of changed state,
+and what reads a buffer of the state_dict or a parameter beside sent values.
 """
 
 from __future__ import annotations
 
-from torch import fx
+from collections.abc import Collection, Iterable, Mapping, Set
+from dataclasses import dataclass
 
-from .capture import Capture
-from .effects import is_mutating
+import networkx as nx
+from torch import Tensor, fx
 
-# Functions that are not worth a word beside sending their result.
-_HEAVY = ("matmul", "mm", "bmm", "addmm", "baddbmm", "conv", "linear", "attention", "einsum")
+from .capture import Capture, colocated
+from .capture.graph import is_external
+from .prices import Prices, num_bytes
+
+_LIBRARIES = ("torch", "_operator", "builtins", "math")
 _LONGEST_RECOMPUTATION = 64
+_NEVER = 10**15  # of a cut; more than any time in nanoseconds
 
 
-def recomputable(capture: Capture) -> set[fx.Node]:
-    """Nodes that depend on integer inputs, sizes and tensors outside the state_dict alone."""
-    free = _free_tensors(capture)
-    mutated = {
-        argument
-        for node in capture.graph.nodes
-        if is_mutating(node)
-        for argument in node.all_input_nodes
-    }
-    ancestors: dict[fx.Node, frozenset[fx.Node]] = {}
-    for node in capture.graph.nodes:
-        if node.op == "placeholder":
-            value = node.meta["val"]
-            if not value.is_floating_point() and not value.is_complex() and node not in mutated:
-                ancestors[node] = frozenset()
-        elif node.op == "get_attr":
-            if node.target in free and node not in mutated:
-                ancestors[node] = frozenset()
-        elif (
-            node.op in ("call_function", "call_method")
-            and not node.meta.get("random")
-            and not is_mutating(node)
-            and node not in mutated
-            and not any(word in str(node.target) for word in _HEAVY)
-            and all(source in ancestors for source in node.all_input_nodes)
-        ):
-            made = frozenset({node}).union(*(ancestors[item] for item in node.all_input_nodes))
-            if len(made) <= _LONGEST_RECOMPUTATION:
-                ancestors[node] = made
-    return {node for node in ancestors if node.op not in ("placeholder", "get_attr")}
+@dataclass(frozen=True, slots=True, eq=False)
+class _Unit:
+    """Nodes that are made together or not at all: one, or those that share what is changed."""
+
+    nodes: tuple[fx.Node, ...]
+    sources: tuple[fx.Node, ...]
+    parameters: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """A way to come by a value: what is received, what is computed, which parameters are held."""
+
+    received: frozenset[fx.Node] = frozenset()
+    units: frozenset[_Unit] = frozenset()
+    parameters: frozenset[str] = frozenset()
+
+    def __or__(self, other: _Way) -> _Way:
+        return _Way(
+            self.received | other.received,
+            self.units | other.units,
+            self.parameters | other.parameters,
+        )
+
+
+class Recomputation:
+    """What can be made again in a captured model, and whether that pays.
+
+    `free` are the nodes that every reader makes for itself from inputs, sizes and constants.
+    """
+
+    def __init__(self, capture: Capture, prices: Prices | None = None) -> None:
+        self.prices = prices or Prices.guessed(capture)
+        self._capture = capture
+        self._tensors: dict[str, Tensor] = dict(
+            capture.model.named_parameters(remove_duplicate=False)
+        )
+        self._unit_of = _units(capture)
+        self._ways: dict[fx.Node, _Way] = {}
+        self._makeable: set[_Unit] = set()
+        self._find_ways()
+        self.free = {
+            node
+            for unit in self._makeable
+            if all(map(self._is_free, unit.nodes))
+            for node in unit.nodes
+        }
+
+    def together(self, node: fx.Node) -> tuple[fx.Node, ...]:
+        """The node and those that are computed wherever it is."""
+        return self._unit_of[node].nodes
+
+    def is_makeable(self, node: fx.Node) -> bool:
+        """Whether another stage could make the node's value for itself."""
+        return self._unit_of[node] in self._makeable
+
+    def sources(self, node: fx.Node) -> frozenset[fx.Node]:
+        """What is sent to a stage that reads `node` and nothing else: often the node itself."""
+        return self._ways[node].received
+
+    def choose(
+        self, wanted: Iterable[fx.Node], at_hand: Collection[fx.Node], fixed: Collection[fx.Node]
+    ) -> tuple[set[fx.Node], set[fx.Node]]:
+        """What a stage receives, and what it computes again, to have the `wanted` values.
+
+        The stage has the values `at_hand`; those of `fixed` can only be sent. The choice is the
+        best one for all values together: a minimum cut.
+        """
+        pending = [node for node in wanted if node.op != "get_attr" and node not in at_hand]
+        received, computed = set[fx.Node](), set[fx.Node]()
+        made = self._cut(pending, at_hand, fixed)
+        while pending:
+            node = pending.pop()
+            if node in received or node in computed:
+                continue
+            if node.op == "placeholder" or node in fixed or self._unit_of[node] not in made:
+                received.add(node)
+                continue
+            computed.update(self.together(node))
+            pending += self._read_by(self._unit_of[node], at_hand)
+        return received, computed
+
+    def _cut(
+        self, wanted: Iterable[fx.Node], at_hand: Collection[fx.Node], fixed: Collection[fx.Node]
+    ) -> set[_Unit]:
+        """The units that are made again at the least cost.
+
+        A value is cut from the unit that would make it by the time of sending it, a unit and a
+        parameter from the end by the time that it takes.
+        """
+        cut = nx.DiGraph()
+        cut.add_nodes_from(("stage", "end"))
+        pending = [node for node in wanted if node.op != "placeholder"]
+        for node in pending:
+            cut.add_edge("stage", node)
+        seen: set[fx.Node | _Unit] = set()
+        while pending:
+            node = pending.pop()
+            if node in seen or node.op == "placeholder":
+                continue
+            unit = self._unit_of[node]
+            can_make = unit in self._makeable and node not in fixed
+            sending = _whole(self.prices.sending_ms(node))
+            cut.add_edge(node, unit if can_make else "end", capacity=sending)
+            if can_make and unit not in seen:
+                cut.add_edge(unit, "end", capacity=_whole(self._work_ms(unit)))
+                for name in unit.parameters:
+                    holding = _whole(self.prices.holding_ms(self._tensors[name]))
+                    cut.add_edge(unit, name)
+                    cut.add_edge(name, "end", capacity=holding)
+                for source in self._read_by(unit, at_hand):
+                    if source.op != "placeholder":
+                        cut.add_edge(unit, source)
+                        pending.append(source)
+            seen |= {node, unit}
+        _, (near, _) = nx.minimum_cut(cut, "stage", "end")
+        return {unit for unit in near if isinstance(unit, _Unit)}
+
+    def _read_by(self, unit: _Unit, at_hand: Collection[fx.Node]) -> list[fx.Node]:
+        return [
+            source for source in unit.sources if source.op != "get_attr" and source not in at_hand
+        ]
+
+    # --- which units can be made again, and what that takes ------------------------------------
+
+    def _find_ways(self) -> None:
+        pure: set[fx.Node] = set()
+        changed = _changed_state(self._capture)
+        free = _free_tensors(self._capture)
+        for node in self._capture.graph.nodes:
+            if node.op == "placeholder" and not node.meta["storages"] & changed:
+                value = node.meta["val"]
+                if not value.is_floating_point() and not value.is_complex():
+                    self._ways[node] = _Way()
+                    pure.add(node)
+            elif node.op == "get_attr" and not node.meta["storages"] & changed:
+                if node.target in free or node.target in self._tensors:
+                    self._ways[node] = _Way()
+                    pure.add(node)
+        position = {node: index for index, node in enumerate(self._capture.graph.nodes)}
+        units = sorted(
+            dict.fromkeys(self._unit_of.values()), key=lambda unit: position[unit.nodes[-1]]
+        )
+        for unit in units:
+            is_pure = all(source in pure for source in unit.sources)
+            if self._may_be_made(unit, is_pure, changed):
+                self._makeable.add(unit)
+                if is_pure:
+                    pure.update(unit.nodes)
+            for node in unit.nodes:
+                self._ways[node] = self._best_way(node, unit)
+
+    def _is_free(self, node: fx.Node) -> bool:
+        way = self._ways[node]
+        return bool(way.units) and not way.received and not way.parameters
+
+    def _best_way(self, node: fx.Node, unit: _Unit) -> _Way:
+        sent = _Way(received=frozenset({node}))
+        if unit not in self._makeable:
+            return sent
+        made = _Way(units=frozenset({unit}), parameters=frozenset(unit.parameters))
+        for source in unit.sources:
+            made |= self._ways[source]
+        if len(made.units) > _LONGEST_RECOMPUTATION or made.received & {*unit.nodes}:
+            return sent
+        return made if self._ms(made) <= self._ms(sent) else sent
+
+    def _ms(self, way: _Way) -> float:
+        return (
+            sum(self.prices.sending_ms(node) for node in way.received)
+            + sum(self._work_ms(unit) for unit in way.units)
+            + sum(self.prices.holding_ms(self._tensors[name]) for name in way.parameters)
+        )
+
+    def _work_ms(self, unit: _Unit) -> float:
+        return sum(self.prices.making_ms(node) for node in unit.nodes)
+
+    def _may_be_made(self, unit: _Unit, is_pure: bool, changed: Set[int]) -> bool:
+        if not all(source in self._ways for source in unit.sources):
+            return False
+        if not all(self._is_repeatable(node, changed) for node in unit.nodes):
+            return False
+        if not unit.parameters:
+            return True
+        # A parameter is held once more only where it is smaller than what it makes, and only for
+        # what no stage has to send: its gradient is one more thing that holders exchange.
+        held = sum(
+            self._tensors[name].numel() * self._tensors[name].element_size()
+            for name in unit.parameters
+        )
+        made = max(num_bytes(node, self.prices.sizes) for node in unit.nodes)
+        return is_pure and held <= made
+
+    def _is_repeatable(self, node: fx.Node, changed: Set[int]) -> bool:
+        meta = node.meta
+        if meta.get("random"):
+            return False
+        if not changed.isdisjoint(meta["mutates"] | meta["storages"] | meta["touches"]):
+            return False
+        if node.op == "call_module":
+            leaf = self._capture.model.get_submodule(str(node.target))
+            is_torch = type(leaf).__module__.startswith("torch.nn.")
+            return is_torch and next(leaf.buffers(), None) is None
+        if node.op == "call_function":
+            module = getattr(node.target, "__module__", None) or "torch"
+            return module.partition(".")[0] in _LIBRARIES
+        return node.op == "call_method"
+
+
+def _units(capture: Capture) -> Mapping[fx.Node, _Unit]:
+    order = [node for node in capture.graph.nodes if not is_external(node) and node.op != "output"]
+    together = nx.utils.UnionFind(order)
+    for group in colocated(capture):
+        together.union(*group)
+    members: dict[fx.Node, list[fx.Node]] = {}
+    for node in order:
+        members.setdefault(together[node], []).append(node)
+    parameters = {name for name, _ in capture.model.named_parameters(remove_duplicate=False)}
+    units: dict[fx.Node, _Unit] = {}
+    for nodes in members.values():
+        inside = set(nodes)
+        sources = dict.fromkeys(
+            source for node in nodes for source in node.all_input_nodes if source not in inside
+        )
+        held = [str(source.target) for source in sources if source.op == "get_attr"]
+        for node in nodes:
+            if node.op == "call_module":
+                leaf = capture.model.get_submodule(str(node.target))
+                held += [f"{node.target}.{name}" for name, _ in leaf.named_parameters()]
+        unit = _Unit(
+            tuple(nodes), tuple(sources), tuple(name for name in held if name in parameters)
+        )
+        units |= dict.fromkeys(nodes, unit)
+    return units
+
+
+def _changed_state(capture: Capture) -> set[int]:
+    """The memory of inputs, parameters, buffers and constants that the model changes."""
+    nodes = [node for node in capture.graph.nodes if node.op != "output"]
+    given = set().union(
+        *(node.meta["storages"] for node in nodes if is_external(node)),
+        *(node.meta["touches"] for node in nodes),
+    )
+    return given & set().union(*(node.meta["mutates"] for node in nodes))
 
 
 def _free_tensors(capture: Capture) -> set[str]:
@@ -53,3 +275,8 @@ def _free_tensors(capture: Capture) -> set[str]:
     saved = set(capture.model.state_dict(keep_vars=True))
     buffers = {name for name, _ in capture.model.named_buffers(remove_duplicate=False)}
     return (buffers - saved) | set(capture.constants)
+
+
+def _whole(time_ms: float) -> int:
+    """Nanoseconds: cuts are exact in whole numbers."""
+    return min(round(min(time_ms, 1e9) * 1e6), _NEVER)

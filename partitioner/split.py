@@ -1,14 +1,13 @@
 """Capture + the stage of every node -> stage graphs: what each computes, receives and returns.
 
 A value that a later stage reads crosses the boundary once, from the stage that makes it, unless
-it is cheap to make again: a parameter-free function of integer inputs and of sizes alone (masks,
-positions, casts, rotary tables) is recomputed by every stage that reads it. Only tensors cross:
-the items of a tuple are taken out of it where it is made.
+making it again costs less than sending it (see `recompute`). Only tensors cross: the items of a
+tuple are taken out of it where it is made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import Tensor, fx, nn
 from ..runtime.errors import PlanError
 from .capture import Capture, LocalDevice, Size
 from .local_names import LocalNames
-from .recompute import recomputable
+from .recompute import Recomputation
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,46 +44,72 @@ class StageTensors:
     buffers: tuple[str, ...]
 
 
-def split(capture: Capture, stage_of: Mapping[fx.Node, int]) -> tuple[StageGraph, ...]:
+def split(
+    capture: Capture, stage_of: Mapping[fx.Node, int], again: Recomputation | None = None
+) -> tuple[StageGraph, ...]:
     """Cuts the graph into stages.
 
-    `stage_of` gives the stage of every node but placeholders, attributes and the output. Raises
-    PlanError when a stage would be empty, when a value would flow to an earlier stage and when a
-    value that is no tensor would have to cross.
+    `stage_of` gives the stage of every node but placeholders, attributes and the output; `again`
+    says what is made again instead of being sent. Raises PlanError when a stage would be empty,
+    when a value would flow to an earlier stage and when a value that is no tensor would have to
+    cross.
     """
-    homes = _homes(capture.graph, stage_of)
+    again = again or Recomputation(capture)
+    homes = homes_of(capture.graph, stage_of)
     count = max(homes.values(), default=0) + 1
-    cheap = recomputable(capture)
     for stage in range(count):
-        own = {node for node, home in homes.items() if home == stage}
-        if not own:
+        if stage not in homes.values():
             raise PlanError(
                 f"stage {stage} of {count} would compute nothing.", f"Use --stages {count - 1}."
             )
-        if own <= cheap:
-            cheap -= own
+    fixed: set[fx.Node] = set()
+    while True:
+        stages = _stages(capture, homes, again, fixed)
+        idle = {stage.index for stage in stages if not stage.outputs}
+        own = {node for node, home in homes.items() if home in idle} - fixed
+        if not own:
+            return stages
+        fixed |= own  # what a stage is there for is not made again elsewhere
+
+
+def _stages(
+    capture: Capture,
+    homes: Mapping[fx.Node, int],
+    again: Recomputation,
+    fixed: Collection[fx.Node],
+) -> tuple[StageGraph, ...]:
+    count = max(homes.values(), default=0) + 1
     order = {node: position for position, node in enumerate(capture.graph.nodes)}
     outputs = tuple(dict.fromkeys(model_outputs(capture.graph)))
-
     members: list[set[fx.Node]] = [set() for _ in range(count)]
     received: list[set[fx.Node]] = [set() for _ in range(count)]
-    for stage in range(count):
-        wanted = [
+    for stage in reversed(range(count)):
+        sent = {node for values in received for node in values if homes.get(node) == stage}
+        needed = [
             node
             for node, home in homes.items()
-            if home == stage and (node not in cheap or node in outputs)
+            if home == stage
+            and (node in sent or node in outputs or node in fixed or not again.is_makeable(node))
         ]
         if stage == count - 1:
-            wanted += [node for node in outputs if node.op in ("placeholder", "get_attr")]
-        while wanted:
-            node = wanted.pop()
-            if node in members[stage] or node in received[stage] or node.op == "get_attr":
+            needed += [node for node in outputs if node.op in ("placeholder", "get_attr")]
+        from_outside: dict[fx.Node, None] = {}
+        while needed:
+            node = needed.pop()
+            if node in members[stage]:
                 continue
-            if node.op == "placeholder" or (homes[node] != stage and node not in cheap):
-                received[stage].add(node)
+            is_own = homes.get(node) == stage and (
+                node in sent or node in outputs or node in fixed or node not in again.free
+            )
+            if not is_own:
+                from_outside[node] = None
                 continue
-            members[stage].add(node)
-            wanted += node.all_input_nodes
+            together = again.together(node)
+            members[stage].update(together)
+            needed += [source for other in together for source in other.all_input_nodes]
+        outside = [node for node in from_outside if node not in members[stage]]
+        received[stage], computed = again.choose(outside, members[stage], fixed)
+        members[stage] |= computed
         if (missing := _input_for_sizes(capture, members[stage], received[stage])) is not None:
             received[stage].add(missing)
 
@@ -92,9 +117,13 @@ def split(capture: Capture, stage_of: Mapping[fx.Node, int]) -> tuple[StageGraph
     _verify_boundaries(crossing, homes, received)
     stages = []
     for stage in range(count):
-        sent = sorted((node for node in crossing if homes[node] == stage), key=order.__getitem__)
+        sent_here = sorted(
+            (node for node in crossing if homes[node] == stage), key=order.__getitem__
+        )
         returned = [
-            node for node in outputs if homes.get(node, count - 1) == stage and node not in sent
+            node
+            for node in outputs
+            if homes.get(node, count - 1) == stage and node not in sent_here
         ]
         placeholders = [node for node in received[stage] if node.op == "placeholder"]
         values = [node for node in received[stage] if node.op != "placeholder"]
@@ -106,10 +135,20 @@ def split(capture: Capture, stage_of: Mapping[fx.Node, int]) -> tuple[StageGraph
                     *sorted(placeholders, key=order.__getitem__),
                     *sorted(values, key=order.__getitem__),
                 ),
-                outputs=(*sent, *returned),
+                outputs=(*sent_here, *returned),
             )
         )
     return tuple(stages)
+
+
+def crossing_if_sent(homes: Mapping[fx.Node, int]) -> dict[fx.Node, tuple[int, ...]]:
+    """The tensors that would cross if no stage made anything again, and to which stages."""
+    crossing: dict[fx.Node, tuple[int, ...]] = {}
+    for node, home in homes.items():
+        targets = {homes[reader] for reader in node.users if homes.get(reader, home) > home}
+        if targets and _is_tensor(node):
+            crossing[node] = tuple(sorted(targets))
+    return crossing
 
 
 def model_outputs(graph: fx.Graph) -> Iterator[fx.Node]:
@@ -138,7 +177,7 @@ def names_of_outputs(capture: Capture) -> dict[fx.Node, str]:
     return {node: name for name, node in structure.items() if isinstance(node, fx.Node)}
 
 
-def _homes(graph: fx.Graph, stage_of: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
+def homes_of(graph: fx.Graph, stage_of: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
     """The stage of every computed node; an item of a tuple is where the tuple is."""
     homes: dict[fx.Node, int] = {}
     for node in graph.nodes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -118,6 +118,8 @@ class Plan:
     object of names (an object keeps the original's keys); `None` stands for None.
     `state_keys` are the keys of the original's state_dict, in its order.
     `unused` are those keys that no stage needs: the forward never reads them.
+    `if_sent` are the boundaries that there would be if no stage computed anything again that an
+    earlier one has made; it is empty where that would be the same.
     `loss` names the output value that is the loss, or is None when a criterion outside the
     model makes it (`criterion`).
     """
@@ -145,6 +147,7 @@ class Plan:
     state_keys: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    if_sent: tuple[Boundary, ...] = ()
     schema: int = field(default=SCHEMA)
 
     @property
@@ -207,6 +210,37 @@ def spec_bytes(spec: TensorSpec, sizes: Mapping[str, int]) -> int:
     return math.prod(spec.resolve(sizes)) * _ITEM_BYTES[spec.dtype]
 
 
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes of one micro-batch that go forward from one stage to another; what gradients take
+    comes back. `if_sent` is what would go if the target computed nothing again."""
+
+    source: int
+    target: int
+    sent: int
+    if_sent: int
+
+
+def traffic(plan: Plan) -> tuple[Traffic, ...]:
+    """What goes between every two stages, with and without computing again."""
+    sent = _bytes_between(plan, plan.boundaries)
+    if_sent = _bytes_between(plan, plan.if_sent or plan.boundaries)
+    return tuple(
+        Traffic(*pair, sent.get(pair, 0), if_sent.get(pair, 0))
+        for pair in sorted(sent.keys() | if_sent.keys())
+    )
+
+
+def _bytes_between(plan: Plan, boundaries: Iterable[Boundary]) -> dict[tuple[int, int], int]:
+    total: dict[tuple[int, int], int] = {}
+    for boundary in boundaries:
+        size = spec_bytes(boundary.tensor, plan.sizes)
+        for target in boundary.targets:
+            pair = boundary.source, target
+            total[pair] = total.get(pair, 0) + size
+    return total
+
+
 def portable(text: str) -> str:
     """A path or `file.py:function` without the folders of this machine, for what is written down.
 
@@ -239,6 +273,7 @@ def _plan_from(raw: dict[str, Any]) -> Plan:
             "state_keys": tuple(raw["state_keys"]),
             "unused": tuple(raw["unused"]),
             "notes": tuple(raw["notes"]),
+            "if_sent": tuple(map(_boundary_from, raw.get("if_sent", ()))),
         }
     )
 

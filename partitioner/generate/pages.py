@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...runtime.plan import Boundary, Plan, StageSpec, TensorSpec
+from ...runtime.plan import Boundary, Plan, StageSpec, TensorSpec, spec_bytes, traffic
 from .header import write_bytes
 from .templating import TEMPLATES
 
@@ -20,6 +20,7 @@ def render_readme(plan: Plan) -> str:
         rows=[_row(plan, stage) for stage in plan.stages],
         total=_total(plan),
         edges=_edges(plan),
+        traffic=_traffic(plan),
         shared=_shared(plan),
         notes=plan.notes,
     )
@@ -44,6 +45,7 @@ def render_report(plan: Plan) -> str:
         rows=list(zip((_row(plan, stage) for stage in plan.stages), bars, strict=True)),
         bound=plan.lower_bound_ms / slowest * 100,
         boundaries=[_boundary(plan, boundary) for boundary in plan.boundaries],
+        traffic=_traffic(plan),
         drawing=_drawing(plan),
         shared=_shared(plan),
         notes=plan.notes,
@@ -82,6 +84,16 @@ class Edge:
     source: int
     target: int
     label: str
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """What goes from one stage to another, and what would if nothing were made again."""
+
+    source: int
+    target: int
+    sent: str
+    if_sent: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,22 +199,25 @@ def _edges(plan: Plan) -> list[Edge]:
     ]
 
 
+def _traffic(plan: Plan) -> list[Flow]:
+    """Bytes between the stages, where something is made again instead of being sent."""
+    if not plan.if_sent:
+        return []
+    return [
+        Flow(flow.source, flow.target, write_bytes(flow.sent), write_bytes(flow.if_sent))
+        for flow in traffic(plan)
+    ]
+
+
 def _tensors(specs: Sequence[TensorSpec]) -> str:
     return str(specs[0]) if len(specs) == 1 else f"{len(specs)} tensors"
 
 
 def _boundary(plan: Plan, boundary: Boundary) -> tuple[str, str, str, str, str]:
-    shape = boundary.tensor.resolve(plan.sizes)
-    size = math.prod(shape) * _ITEM_BYTES.get(boundary.tensor.dtype, 4)
+    size = spec_bytes(boundary.tensor, plan.sizes)
     targets = " and ".join(map(str, boundary.targets))
     source = str(boundary.source)
     return boundary.tensor.name, str(boundary.tensor), source, targets, write_bytes(size)
-
-
-_ITEM_BYTES = {
-    "float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int16": 2,
-    "int8": 1, "uint8": 1, "bool": 1,
-}  # fmt: skip
 
 
 def _shared(plan: Plan) -> list[str]:

@@ -61,7 +61,11 @@ def copy_configuration(target: Path, source: Path) -> None:
 
 def _own_names(plan: Plan, index: int) -> list[str]:
     """The names in the original's state_dict that this stage writes."""
-    borrowed = {name for shared in plan.shared for name in shared.names[1:]}
+    borrowed = {
+        name
+        for shared in plan.shared
+        for name in (shared.names if shared.stages[0] != index else shared.names[1:])
+    }
     keys = set(plan.state_keys) - borrowed
     stage = plan.stages[index]
     unused = plan.unused if index == 0 else ()
