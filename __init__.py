@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .partitioner.compile import partition as partition
     from .partitioner.graph_files import read_graph as read_graph
     from .partitioner.graph_plan import plan_graph as plan_graph
+    from .partitioner.outline import outline as outline
     from .runtime.pipe import load as load
     from .runtime.plan import Plan as Plan
     from .runtime.schedule import Schedule as Schedule
@@ -23,12 +24,13 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "partition": ".partitioner.compile",
     "plan_graph": ".partitioner.graph_plan",
+    "outline": ".partitioner.outline",
     "read_graph": ".partitioner.graph_files",
     "load": ".runtime.pipe",
     "Plan": ".runtime.plan",
     "Schedule": ".runtime.schedule",
 }
-__all__ = ["Plan", "Schedule", "load", "partition", "plan_graph", "read_graph"]
+__all__ = ["Plan", "Schedule", "load", "outline", "partition", "plan_graph", "read_graph"]
 
 
 def __getattr__(name: str) -> Any:

@@ -25,7 +25,15 @@ from rich.syntax import Syntax
 from .runtime.errors import AsyncPipeError, PlanError
 from .runtime.plan import portable, read_plan
 from .runtime.training.settings import CHOICES, Settings, read_config
-from .terminal import Ticks, make_console, print_folder, print_next, print_plan
+from .terminal import (
+    Ticks,
+    make_console,
+    print_facts,
+    print_folder,
+    print_next,
+    print_outline,
+    print_plan,
+)
 
 VERSION = "0.1.0"
 
@@ -69,7 +77,7 @@ def inspect() -> None:
 def partition_command(
     *,
     model: str,
-    stages: int,
+    stages: int | None = None,
     output: Path | None = None,
     model_arg: Annotated[list[str] | None, Parameter(negative=())] = None,
     input: Annotated[list[str] | None, Parameter(negative=())] = None,
@@ -81,6 +89,10 @@ def partition_command(
     profile: Literal["measured", "analytic"] | None = None,
     threads: int | None = None,
     leaf: Annotated[list[str] | None, Parameter(negative=())] = None,
+    cut_at: Annotated[list[str] | None, Parameter(negative=())] = None,
+    keep_together: Annotated[list[str] | None, Parameter(negative=())] = None,
+    code: Literal["structured", "flat"] = "structured",
+    stop_after: Literal["capture", "profile", "plan"] | None = None,
     seed: int = 0,
     meta: Annotated[bool, Parameter(negative=())] = False,
     no_weights: Annotated[bool, Parameter(negative=())] = False,
@@ -98,7 +110,7 @@ def partition_command(
         llama-7b ..), a built-in (mlp, resnet50, ..), a folder or hub name of transformers, or
         your own: package.module:factory or path/file.py:factory.
     stages
-        How many stages to cut it into.
+        How many stages to cut it into; not needed with --stop-after capture or profile.
     output
         The folder to write; by default generated_models/<name>_<stages>p.
     model_arg
@@ -122,6 +134,14 @@ def partition_command(
         Threads while measuring; by default what each rank will have.
     leaf
         The name of a module class that is kept as one operation.
+    cut_at
+        A boundary: right before this module (transformer.h.6), operation or file:line.
+    keep_together
+        The path or class of modules whose operations stay in one stage.
+    code
+        Classes and loops as in the original, or flat: one statement an operation.
+    stop_after
+        Print the graph by module (capture), with costs (profile), or the plan, and write nothing.
     seed
         Seed of the random weights.
     meta
@@ -131,41 +151,62 @@ def partition_command(
     force
         Write over stages edited by hand, or made from another model.
     json
-        Print the plan as JSON.
+        Print the plan (or the graph, with --stop-after) as JSON.
     quiet
         Print only the folder.
     verbose
         Show the traceback of an error.
     """
     from .partitioner.compile import partition_spec
+    from .partitioner.outline import outline_spec
 
     console = make_console()
     ticks = Ticks(console, silent=json or quiet)
+    shared: dict[str, Any] = {
+        "model_args": dict(_key_value("--model-arg", text) for text in model_arg or ()),
+        "inputs": dict(_key_text("--input", text) for text in input or ()) or None,
+        "micro_batch_size": micro_batch_size,
+        "seq": seq,
+        "seed": seed,
+        "meta": meta,
+        "profile": profile,
+        "threads": threads,
+        "leaves": leaf or (),
+        "on_tick": ticks.tick,
+    }
+    if stop_after in ("capture", "profile"):
+        with ticks:
+            graph = outline_spec(model, with_profile=stop_after == "profile", **shared)
+        if json:
+            print(graph.to_json(), end="")
+        else:
+            print_outline(console, graph)
+        return 0
+    if stages is None:
+        raise _usage("--stages is needed: the number of stages to cut the model into.")
     with ticks:
         plan = partition_spec(
             model,
             stages=stages,
             output=output,
-            model_args=dict(_key_value("--model-arg", text) for text in model_arg or ()),
-            inputs=dict(_key_text("--input", text) for text in input or ()) or None,
-            micro_batch_size=micro_batch_size,
-            seq=seq,
             loss=loss,
             method=method,
             granularity=granularity,
-            profile=profile,
-            threads=threads,
-            leaves=leaf or (),
-            seed=seed,
-            meta=meta,
+            cut_at=cut_at or (),
+            keep_together=keep_together or (),
+            code=code,
+            stop_after=stop_after,
             save_weights=not no_weights,
             force=force,
             command=_command_line("asyncpipe-partition"),
-            on_tick=ticks.tick,
+            **shared,
         )
     folder = output or Path("generated_models") / f"{plan.name}_{stages}p"
     if json:
         print(plan.to_json(), end="")
+    elif stop_after == "plan":
+        print_plan(console, plan)
+        print_facts(console, plan)
     elif quiet:
         print(folder)
     else:
@@ -346,6 +387,13 @@ def _run(app: App) -> int:
         return 130
     finally:
         errors.show_cursor(True)
+
+
+def _usage(text: str) -> Exception:
+    """A usage error, told as those of the parser are."""
+    from cyclopts import CycloptsError
+
+    return CycloptsError(text)
 
 
 def _command_line(name: str) -> str:

@@ -15,6 +15,7 @@ from rich.table import Table
 from .runtime.plan import Plan, file_hash, spec_bytes, traffic
 
 if TYPE_CHECKING:
+    from .partitioner.outline import Outline
     from .runtime.training.metrics import EvalRecord, Reporter, StepRecord, Summary
     from .runtime.training.settings import Settings
 
@@ -83,19 +84,33 @@ def print_plan(console: Console, plan: Plan) -> None:
     console.print()
 
 
-def print_next(console: Console, plan: Plan, folder: Path) -> None:
+def print_outline(console: Console, outline: Outline) -> None:
+    """The graph by module; the headings of modules stand out."""
+    console.print()
+    for line in str(outline).splitlines():
+        style = "bold" if " · " in line else None
+        console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def print_facts(console: Console, plan: Plan) -> None:
+    """How good the plan is and what a run of it would be."""
     from .runtime.forecast import describe_forecast
 
     ratio = plan.even_split_ms / plan.bottleneck_ms if plan.bottleneck_ms else 1.0
+    slower = f": {ratio:.2f}× as slow" if ratio >= 1 else ""
     lines = (
         f"slowest stage {plan.bottleneck_ms:.1f} ms, no cut can be below "
         f"{plan.lower_bound_ms:.1f} ms; an even split of the blocks has "
-        f"{plan.even_split_ms:.1f} ms: {ratio:.2f}× as slow",
+        f"{plan.even_split_ms:.1f} ms{slower}",
         describe_forecast(plan),
         *(f"note    {note}" for note in plan.notes),
     )
     for line in lines:
         console.print(escape(line), soft_wrap=True)
+
+
+def print_next(console: Console, plan: Plan, folder: Path) -> None:
+    print_facts(console, plan)
     console.print(f"weights {plan.weights}")
     console.print()
     console.print(f"next    [bold]asyncpipe-train {folder}[/]")

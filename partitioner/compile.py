@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shlex
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -19,8 +20,10 @@ from ..runtime.tensors import tensor_bytes, write_index, write_shard
 from .assemble import assemble
 from .capture import Capture, capture
 from .cost import LOCALHOST
+from .demands import find_demands, groups_to_cut_before
 from .folder import check_target, write_folder
 from .generate import (
+    CODES,
     Header,
     StageCard,
     extra_tensors,
@@ -34,7 +37,7 @@ from .prices import Prices
 from .profiler import Profile, profile_analytic
 from .profiler import profile as profile_measured
 from .recompute import Recomputation
-from .solve import solve
+from .solve import check_choice, solve
 from .split import StageGraph, crossing_if_sent, homes_of, split
 from .verify import verify
 
@@ -61,16 +64,22 @@ def partition(
     Raises CaptureError when the model cannot be written down as a graph, PlanError when it
     cannot be cut so.
     """
+    source = given_source(model, example_inputs, name)
+    return partition_source(source, stages=stages, output=output, **options)
+
+
+def given_source(
+    model: nn.Module, example_inputs: Mapping[str, Any] | tuple[Any, ...], name: str | None = None
+) -> Source:
+    """A model that the caller holds, as `load_model` would have found it."""
     inputs = (
         dict(example_inputs)
         if isinstance(example_inputs, Mapping)
         else name_inputs(model, example_inputs)
     )
     kind = type(model)
-    source = Source(
-        name or kind.__name__.lower(), f"{kind.__module__}:{kind.__name__}", model, inputs, "given"
-    )
-    return partition_source(source, stages=stages, output=output, **options)
+    spec = f"{kind.__module__}:{kind.__name__}"
+    return Source(name or kind.__name__.lower(), spec, model, inputs, "given")
 
 
 def partition_spec(
@@ -88,9 +97,9 @@ def partition_spec(
     **options: Any,
 ) -> Plan:
     """`asyncpipe-partition`: finds the model that `spec` names, then `partition_source`."""
-    start = time.perf_counter()
-    source = load_model(
+    source = load_ticked(
         spec,
+        on_tick,
         model_args=model_args,
         micro_batch_size=micro_batch_size,
         seq=seq,
@@ -98,10 +107,6 @@ def partition_spec(
         meta=meta,
         inputs=inputs,
     )
-    if on_tick:
-        number = sum(parameter.numel() for parameter in source.model.parameters())
-        detail = f"{spec} · {number / 1e6:.1f} M parameters · weights {source.weights}"
-        on_tick("load", detail, time.perf_counter() - start, "capture")
     return partition_source(
         source,
         stages=stages,
@@ -110,6 +115,17 @@ def partition_spec(
         on_tick=on_tick,
         **options,
     )
+
+
+def load_ticked(spec: str, on_tick: OnTick | None, **options: Any) -> Source:
+    """`load_model`, told as the first step of the work."""
+    start = time.perf_counter()
+    source = load_model(spec, **options)
+    if on_tick:
+        number = sum(parameter.numel() for parameter in source.model.parameters())
+        detail = f"{spec} · {number / 1e6:.1f} M parameters · weights {source.weights}"
+        on_tick("load", detail, time.perf_counter() - start, "capture")
+    return source
 
 
 def partition_source(
@@ -124,6 +140,10 @@ def partition_source(
     profile: str | None = None,
     threads: int | None = None,
     leaves: Collection[str] = (),
+    cut_at: Sequence[str] = (),
+    keep_together: Sequence[str] = (),
+    code: str = "structured",
+    stop_after: str | None = None,
     save_weights: bool = True,
     force: bool = False,
     command: str = "",
@@ -131,10 +151,16 @@ def partition_source(
 ) -> Plan:
     """Captures, profiles, plans, generates and verifies; writes `output` whole or not at all.
 
-    `output` defaults to `generated_models/<name>_<stages>p`. Returns the plan as written.
+    `output` defaults to `generated_models/<name>_<stages>p`. A boundary is before each module or
+    operation that `cut_at` names; the operations of each module that `keep_together` names are
+    in one stage. `code` is "structured" or "flat". With `stop_after="plan"` the plan is returned
+    and nothing is written.
     Raises CaptureError, PlanError or ModelError, each with a cure.
     """
-    tick = _Clock(on_tick)
+    check_choice("code", code, CODES)
+    if stop_after is not None:
+        check_choice("stop_after", stop_after, ("plan",))
+    tick = Clock(on_tick)
     folder = Path(output or Path("generated_models") / f"{source.name}_{stages}p")
     on_meta = any(parameter.is_meta for parameter in source.model.parameters())
 
@@ -142,21 +168,26 @@ def partition_source(
         source.model, source.example_inputs, leaves=leaves, check=False
     )  # verify below compares more
     digest = graph_hash(captured)
-    check_target(
-        folder,
-        {"model": portable(source.spec), "model_args": dict(model_args or {}), "graph": digest},
-        force=force,
-    )
-    tick("capture", _captured(captured), "profile")
+    if stop_after is None:
+        model_facts = {"model": portable(source.spec), "model_args": dict(model_args or {})}
+        check_target(folder, {**model_facts, "graph": digest}, force=force)
+    demands = find_demands(captured, cut_at, keep_together, stages)
+    tick("capture", describe_capture(captured), "profile")
 
-    measured = _profile(
-        captured, source, profile or ("analytic" if on_meta else "measured"), threads, stages
-    )
+    measured = profile_source(captured, source, profile, threads, stages)
     tick("profile", measured.summary, "plan")
 
     again = Recomputation(captured, Prices.of(measured, LOCALHOST))
-    graph = build_graph(captured, measured, source.name, again)
-    solution = solve(graph, stages=stages, method=method, link=LOCALHOST, granularity=granularity)
+    together = [nodes for _, nodes in demands.together]
+    graph = build_graph(captured, measured, source.name, again=again, together=together)
+    solution = solve(
+        graph,
+        stages=stages,
+        method=method,
+        link=LOCALHOST,
+        granularity=granularity,
+        cut_before=groups_to_cut_before(demands, graph),
+    )
     stage_of = stage_of_nodes(captured, graph, solution.stage_of)
     stage_graphs = split(captured, stage_of, again)
     plan = assemble(
@@ -168,14 +199,16 @@ def partition_source(
         name=source.name,
         model=portable(source.spec),
         model_args=dict(model_args or {}),
-        command=command or f"asyncpipe-partition --model {portable(source.spec)} --stages {stages}",
+        command=command or _command(source.spec, stages, cut_at, keep_together, code),
         criterion=loss or source.criterion,
         weights=source.weights if save_weights else "not stored",
         if_sent=crossing_if_sent(homes_of(captured.graph, stage_of)),
     )
-    tick("plan", solution.summary, "generate")
+    tick("plan", solution.summary, "generate" if stop_after is None else "")
+    if stop_after == "plan":
+        return plan
 
-    plan, files = _texts(captured, stage_graphs, plan, digest, source)
+    plan, files = _texts(captured, stage_graphs, plan, digest, source, code)
     tick("generate", f"{len(plan.stages)} stages, {_lines(files)} lines of Python", "verify")
 
     def check(aside: Path) -> None:
@@ -190,7 +223,7 @@ def partition_source(
     return plan
 
 
-class _Clock:
+class Clock:
     """Tells each finished step with the seconds since the one before."""
 
     def __init__(self, on_tick: OnTick | None) -> None:
@@ -211,10 +244,12 @@ def graph_hash(captured: Capture) -> str:
     return hashlib.sha256(f"{captured.graph}{shapes}".encode()).hexdigest()
 
 
-def _profile(
-    captured: Capture, source: Source, kind: str, threads: int | None, stages: int
+def profile_source(
+    captured: Capture, source: Source, kind: str | None, threads: int | None, stages: int
 ) -> Profile:
-    if kind == "analytic":
+    """Measured or analytic costs, analytic by default on meta."""
+    on_meta = any(parameter.is_meta for parameter in source.model.parameters())
+    if (kind or ("analytic" if on_meta else "measured")) == "analytic":
         return profile_analytic(captured, source.example_inputs)
     cores = os.cpu_count() or 1
     return profile_measured(
@@ -228,6 +263,7 @@ def _texts(
     plan: Plan,
     digest: str,
     source: Source,
+    code: str,
 ) -> tuple[Plan, dict[str, str]]:
     """The texts of the folder, and the plan completed with their hashes."""
     total_ms = sum(stage.forward_ms + stage.backward_ms for stage in plan.stages) or 1.0
@@ -249,7 +285,7 @@ def _texts(
             for stage in plan.stages
         ),
     )
-    files = generate(captured, stage_graphs, header)
+    files = generate(captured, stage_graphs, header, code=code)
     plan = replace(
         plan,
         hashes={"graph": digest},
@@ -289,7 +325,17 @@ def _write_weights(
     write_index(folder, shards, total)
 
 
-def _captured(captured: Capture) -> str:
+def _command(
+    spec: str, stages: int, cut_at: Sequence[str], keep_together: Sequence[str], code: str
+) -> str:
+    """The command that would have made a plan that was made from Python."""
+    tokens = ["asyncpipe-partition", "--model", portable(spec), "--stages", str(stages)]
+    tokens += [token for name in cut_at for token in ("--cut-at", name)]
+    tokens += [token for name in keep_together for token in ("--keep-together", name)]
+    return shlex.join(tokens + (["--code", code] if code != "structured" else []))
+
+
+def describe_capture(captured: Capture) -> str:
     sizes = " × ".join(f"{size} {name}" for name, size in captured.sizes.items())
     nodes = sum(1 for node in captured.graph.nodes if node.op.startswith("call"))
     return f"{nodes} operations at {sizes}, sizes stay symbolic"

@@ -7,6 +7,7 @@ A group is what no cut may or need separate. Reductions, in this order:
 - nodes that share a storage that is changed in place, and several results of one call, are one
 - a view joins what it is a view of; a view of a parameter or input joins its first reader
 - a value that is no tensor joins its readers
+- what the user wants in one stage is one
 - groups on a cycle that these made are one
 
 The order of the groups is topological and otherwise the program's.
@@ -34,18 +35,21 @@ def build_graph(
     capture: Capture,
     profile: Profile,
     name: str = "the model",
+    *,
     again: Recomputation | None = None,
+    together: Iterable[Iterable[fx.Node]] = (),
 ) -> nx.DiGraph:
     """The cost graph of a captured model, with the node and edge attributes of `costs_of`.
 
     An edge carries what is really sent when a cut goes through it: not a value that its reader
-    makes `again`, but what it makes it from.
+    makes `again`, but what it makes it from. `together` are sets of nodes that the user wants in
+    one stage.
     Further node attributes: `label` (for people), `names` (fx nodes), `saved` {storage: bytes},
     `saved_bytes`, `param_bytes`, `buffer_bytes`, `flops`, `depth`.
     """
     order = [node for node in capture.graph.nodes if node.op not in (*_EXTERNAL, "output")]
     again = again or Recomputation(capture, Prices.of(profile))
-    groups = _ordered_groups(_joined(capture, order, again))
+    groups = _ordered_groups(_joined(capture, order, again, together))
     blocks = _blocks(capture)
     owners = _TensorNames(capture.model)
     position = {node: index for index, node in enumerate(order)}
@@ -96,7 +100,12 @@ def stage_of_nodes(
     return dict(reversed(placed.items()))
 
 
-def _joined(capture: Capture, order: list[fx.Node], again: Recomputation) -> nx.DiGraph:
+def _joined(
+    capture: Capture,
+    order: list[fx.Node],
+    again: Recomputation,
+    demanded: Iterable[Iterable[fx.Node]],
+) -> nx.DiGraph:
     """A graph of the groups before they are ordered: acyclic, with `members` and `first`."""
     position = {node: index for index, node in enumerate(order)}
     together = nx.utils.UnionFind(order)
@@ -113,6 +122,8 @@ def _joined(capture: Capture, order: list[fx.Node], again: Recomputation) -> nx.
             together.union(node, *readers[:1])
         elif not isinstance(node.meta.get("val"), Tensor):
             together.union(node, *readers)
+    for nodes in demanded:
+        together.union(*(node for node in nodes if node.name in by_name))
     quotient = nx.DiGraph()
     quotient.add_nodes_from(together[node] for node in kept)
     quotient.add_edges_from(

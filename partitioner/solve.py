@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import difflib
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 
 import networkx as nx
 import numpy as np
@@ -68,26 +68,33 @@ def solve(
     link: Link | None = None,
     prefer_modules: float = 0.02,
     granularity: str = "op",
+    cut_before: Collection[str] = (),
 ) -> Solution:
     """Places the groups of a cost graph on `stages` stages so that the largest load is small.
 
     `prefer_modules` is the share of the bottleneck that may be given up to cut between blocks;
-    with `granularity="module"` a block is never cut.
+    with `granularity="module"` a block is never cut. A cut is before every group in `cut_before`,
+    and the others are the best beside them; the bound is that of a plan which is free of them.
 
-    Raises PlanError for a graph without legal costs, an unknown method or granularity, and more
-    stages than pieces.
+    Raises PlanError for a graph without legal costs, an unknown method or granularity, more
+    stages than pieces, and demanded cuts that the method or the number of stages cannot have.
     """
     started = time.perf_counter()
-    _check_choice("method", method, METHODS)
-    _check_choice("granularity", granularity, GRANULARITIES)
+    check_choice("method", method, METHODS)
+    check_choice("granularity", granularity, GRANULARITIES)
     costs = costs_of(graph, link)
     may_cut = _allowed_cuts(costs, granularity)
+    must_cut = _demanded_cuts(costs, cut_before)
+    _check_demands(stages, must_cut, method)
+    may_cut[list(must_cut)] = True
     _check_stages(costs, stages, may_cut, granularity)
     rules = Rules(may_cut, prefer_modules)
-    placement = METHODS[method](costs, stages, rules)
+    free = placement = METHODS[method](costs, stages, rules)
+    if must_cut:
+        placement = METHODS[method](costs, stages, replace(rules, must_cut=must_cut))
     even = METHODS["uniform"](costs, stages, rules)
     loads = stage_loads(costs, placement.stage_of, stages)
-    bound_ms = lower_bound_ms(costs, stages, placement, all_cuts=bool(may_cut.all()))
+    bound_ms = lower_bound_ms(costs, stages, free, all_cuts=bool(may_cut.all()))
     return Solution(
         stage_of=dict(zip(costs.groups, placement.stage_of, strict=True)),
         loads=loads,
@@ -95,7 +102,10 @@ def solve(
         even_split_ms=max(load.load_ms for load in stage_loads(costs, even.stage_of, stages)),
         method=_method_name(method),
         seconds=time.perf_counter() - started,
-        explanation=tuple(_explain(costs, placement.stage_of, loads, placement.order_optimum_ms)),
+        explanation=(
+            *_explain(costs, placement.stage_of, loads, placement.order_optimum_ms),
+            *_price_of_demands(placement.order_optimum_ms, free.order_optimum_ms),
+        ),
     )
 
 
@@ -116,7 +126,39 @@ def _allowed_cuts(costs: Costs, granularity: str) -> NDArray[np.bool_]:
     return allowed
 
 
-def _check_choice(what: str, name: str, names: Mapping[str, object] | tuple[str, ...]) -> None:
+def _demanded_cuts(costs: Costs, cut_before: Collection[str]) -> tuple[int, ...]:
+    """The positions of the groups before which a cut has to be, rising."""
+    position = {group: index for index, group in enumerate(costs.groups)}
+    for group in cut_before:
+        if not position.get(group):
+            raise PlanError(f"no cut can be before {group} of {costs.name}.")
+    return tuple(sorted(position[group] for group in cut_before))
+
+
+def _check_demands(stages: int, must_cut: tuple[int, ...], method: str) -> None:
+    if must_cut and METHODS[method] is METHODS["uniform"]:
+        raise PlanError(
+            f"--method {method} counts blocks and heeds no --cut-at.",
+            "--method auto places the other cuts well beside the demanded ones.",
+        )
+    if len(must_cut) >= stages:
+        raise PlanError(
+            f"{len(must_cut)} cuts demanded, but with {stages} stages there are {stages - 1}.",
+            f"--stages {len(must_cut) + 1}",
+        )
+
+
+def _price_of_demands(optimum_ms: float | None, free_ms: float | None) -> list[str]:
+    """What the demanded cuts cost beside those that the planner would have taken."""
+    if not optimum_ms or not free_ms or optimum_ms <= free_ms * 1.0005:
+        return []
+    return [
+        f"the demanded cuts cost {optimum_ms / free_ms - 1:.1%}: without them the slowest stage "
+        f"could take {free_ms:.2f} ms"
+    ]
+
+
+def check_choice(what: str, name: str, names: Mapping[str, object] | tuple[str, ...]) -> None:
     if name in names:
         return
     near = difflib.get_close_matches(name, names, n=1)

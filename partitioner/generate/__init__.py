@@ -28,6 +28,7 @@ from .stage_file import StageWriter
 from .templating import TEMPLATES
 
 __all__ = [
+    "CODES",
     "Header",
     "StageCard",
     "extra_tensors",
@@ -37,8 +38,16 @@ __all__ = [
 ]
 
 
+CODES = ("structured", "flat")
+"""Forms of generated code: classes and loops as in the original, or a statement a node."""
+
+
 def generate(
-    capture: Capture, stage_graphs: Sequence[StageGraph], header: Header
+    capture: Capture,
+    stage_graphs: Sequence[StageGraph],
+    header: Header,
+    *,
+    code: str = "structured",
 ) -> dict[str, str]:
     """The files of a generated folder that hold code: `stage_0.py` and so on, `__init__.py`.
 
@@ -46,7 +55,7 @@ def generate(
     constructor that can be written, or a function none that can be imported.
     """
     simple, stages = simplify(capture, stage_graphs)
-    writer = StageWriter(simple, stages, header)
+    writer = StageWriter(simple, stages, header, is_flat=code == "flat")
     files: dict[str, str] = {}
     names: dict[fx.Node, str] = {}
     for stage in stages:

@@ -44,10 +44,14 @@ def write_forward(
     argument_of: Mapping[Place, str] | None = None,
     *,
     is_stage: bool = False,
+    is_flat: bool = False,
     output_names: Mapping[fx.Node, str] | None = None,
 ) -> Forward:
-    """The method that computes a body. A stage's lines also tell shapes and sources."""
-    return _Writer(capture, body, scope, argument_of or {}, is_stage, output_names or {}).forward()
+    """The method that computes a body. A stage's lines also tell shapes and sources; in flat code
+    every operation is a statement of its own and every value has the name of its node."""
+    return _Writer(
+        capture, body, scope, argument_of or {}, is_stage, is_flat, output_names or {}
+    ).forward()
 
 
 class _Writer:
@@ -58,12 +62,14 @@ class _Writer:
         scope: Scope,
         argument_of: Mapping[Place, str],
         is_stage: bool,
+        is_flat: bool,
         output_names: Mapping[fx.Node, str],
     ) -> None:
         self._capture = capture
         self._body = body
         self._scope = scope
         self._is_stage = is_stage
+        self._is_flat = is_flat
         self._output_names = output_names
         self._statements: list[Statement] = []
         self._here = -1
@@ -183,7 +189,7 @@ class _Writer:
             self._folds.unfold_all(but=used)
         self._folds.drop(used)
         position, blocks = self._here, self._blocks
-        if not can_fold(item, code, position, self._reads, self._is_live):
+        if self._is_flat or not can_fold(item, code, position, self._reads, self._is_live):
             self._assign(item, code, position, blocks)
             return
 
@@ -268,7 +274,8 @@ class _Writer:
         if not results:  # Run for its random draws, or for what it changes.
             return names
         last = self._statements[-1] if self._statements else None
-        if len(results) == 1 and last is not None and last.prefix == f"{names[0]} = ":
+        is_one = len(results) == 1 and not self._is_flat
+        if is_one and last is not None and last.prefix == f"{names[0]} = ":
             if not any(block.text.startswith("for ") for block in last.blocks):
                 # What was just named is returned at once.
                 self._statements[-1] = replace(last, prefix="return ")
@@ -279,6 +286,8 @@ class _Writer:
         return names
 
     def _candidates(self, node: fx.Node, item: Item) -> list[str]:
+        if self._is_flat:
+            return [node.name]
         output = self._output_names.get(node, "")
         return candidates(node, item, self._reads.reader(node), output)
 

@@ -18,7 +18,7 @@ from .imports import write_imports
 from .items import Body, Conflict
 from .layout import WIDTH, Code, call, lay_out
 from .members import Part, Parts, Scope
-from .structure import build
+from .structure import build, build_flat
 from .templating import TEMPLATES
 from .tying import ties
 
@@ -46,7 +46,15 @@ class ClassText:
 class StageWriter:
     """Writes the files of one folder."""
 
-    def __init__(self, capture: Capture, stages: Sequence[StageGraph], header: Header) -> None:
+    def __init__(
+        self,
+        capture: Capture,
+        stages: Sequence[StageGraph],
+        header: Header,
+        *,
+        is_flat: bool = False,
+    ) -> None:
+        self._is_flat = is_flat
         self._capture = capture
         self._stages = stages
         self._header = header
@@ -68,7 +76,10 @@ class StageWriter:
     def _write(
         self, stage: StageGraph, names: Mapping[fx.Node, str], flat: frozenset[str]
     ) -> StageText:
-        body = build(self._capture, stage, self._is_same, flat, names)
+        if self._is_flat:
+            body = build_flat(stage)
+        else:
+            body = build(self._capture, stage, self._is_same, flat, names)
         name = f"Stage{stage.index}"
         taken = {name, *_RESERVED, *self._canonicalizer.imported_classes}
         classes = classify(self._capture, body, self._canonicalizer, taken)
@@ -86,6 +97,7 @@ class StageWriter:
             body,
             scope,
             is_stage=True,
+            is_flat=self._is_flat,
             output_names=names_of_outputs(self._capture),
         )
         tied = [

@@ -38,6 +38,19 @@ def build(
     return _Builder(capture, stage, is_same, flat).stage_body(names or {})
 
 
+def build_flat(stage: StageGraph) -> Body:
+    """The body of a stage's forward without calls and loops: an item a node, named as it is."""
+    return Body(
+        path="",
+        type_name=f"Stage{stage.index}",
+        inputs=stage.inputs,
+        input_names=tuple(node.name for node in stage.inputs),
+        symbols=(),
+        items=tuple(map(Op, stage.nodes)),
+        results=stage.outputs,
+    )
+
+
 class _Builder:
     def __init__(
         self,

@@ -3,7 +3,8 @@
     best[s][b] = min over a < b of max(best[s - 1][a], load(a, b))
 
 where load(a, b) is the load of a stage that holds positions a to b - 1, and w is the number of
-positions that fit into one stage. It is PipeDream's recurrence (Narayanan et al., SOSP 2019,
+positions that fit into one stage; where a cut is demanded, a stage ends at the latest: a is at or
+after the last demanded cut before b. It is PipeDream's recurrence (Narayanan et al., SOSP 2019,
 section 3.1) without replication and with transfers in the load. For one b the loads of all a form
 a column; the column of b + 1 follows from it by adding the values that end or begin there.
 
@@ -70,7 +71,7 @@ def _talk_changes(costs: Costs) -> list[list[tuple[int, int, float]]]:
 
 def _optimum_ms(costs: Costs, stages: int, rules: Rules) -> float:
     num_groups = len(costs.groups)
-    first_fit = _first_fit(costs, _reachable_ms(costs, stages, rules))
+    first_fit = _first_fit(costs, _reachable_ms(costs, stages, rules), rules)
     best = np.full((stages + 1, num_groups + 1), np.inf)
     best[0, 0] = 0.0
     for end, loads in interval_loads(costs):
@@ -82,7 +83,7 @@ def _optimum_ms(costs: Costs, stages: int, rules: Rules) -> float:
 
 def _tidiest_cuts(costs: Costs, stages: int, rules: Rules, limit_ms: float) -> list[int]:
     num_groups = len(costs.groups)
-    first_fit = _first_fit(costs, limit_ms)
+    first_fit = _first_fit(costs, limit_ms, rules)
     untidy = _untidiness(costs, stages)
     never = np.iinfo(np.int64).max // 2
     price = np.full((stages + 1, num_groups + 1), never, dtype=np.int64)
@@ -116,23 +117,31 @@ def _untidiness(costs: Costs, stages: int) -> Ints:
     return price
 
 
-def _first_fit(costs: Costs, limit_ms: float) -> Ints:
-    """For each end, the first start whose work alone is within the limit: the pair window."""
+def _first_fit(costs: Costs, limit_ms: float, rules: Rules) -> Ints:
+    """For each end, the first start whose work alone is within the limit and after which no cut
+    is demanded: the pair window."""
     done = np.concatenate([[0.0], np.cumsum(costs.work_ms)])
     starts = np.searchsorted(done, done - limit_ms * (1 + _ROUNDING), side="left")
     # Costs of zero and rounding must not close the window: one group always fits.
-    return np.minimum(starts, np.maximum(np.arange(len(done)) - 1, 0))
+    starts = np.minimum(starts, np.maximum(np.arange(len(done)) - 1, 0))
+    demanded = np.array([0, *rules.must_cut])
+    before = np.searchsorted(demanded, np.arange(len(done)), side="left") - 1
+    windows: Ints = np.maximum(starts, demanded[np.maximum(before, 0)])
+    return windows
 
 
 def _reachable_ms(costs: Costs, stages: int, rules: Rules) -> float:
-    """The bottleneck of one legal cut, near equal shares of the work: an upper bound."""
-    places = np.flatnonzero(rules.may_cut[1:-1]) + 1
+    """The bottleneck of one legal cut, the demanded places and some near equal shares of the
+    work: an upper bound."""
+    places = np.setdiff1d(np.flatnonzero(rules.may_cut[1:-1]) + 1, rules.must_cut)
+    number = stages - 1 - len(rules.must_cut)
     done = np.concatenate([[0.0], np.cumsum(costs.work_ms)])
-    shares = done[-1] * np.arange(1, stages) / stages
+    shares = done[-1] * np.arange(1, number + 1) / (number + 1)
     nearest = np.searchsorted(done[places], shares)
-    # The i-th of k - 1 cuts needs i places before it and k - 2 - i after it.
-    index = np.arange(stages - 1)
-    picks = np.maximum.accumulate(np.minimum(nearest, len(places) - (stages - 1) + index) - index)
-    cuts = [0, *places[picks + index].tolist(), len(costs.groups)]
+    # The i-th of n cuts needs i places before it and n - 1 - i after it.
+    index = np.arange(number)
+    picks = np.maximum.accumulate(np.minimum(nearest, len(places) - number + index) - index)
+    chosen = sorted([*places[picks + index].tolist(), *rules.must_cut])
+    cuts = [0, *chosen, len(costs.groups)]
     starts = dict(zip(cuts[1:], cuts[:-1], strict=True))
     return max(float(loads[starts[end]]) for end, loads in interval_loads(costs) if end in starts)

@@ -14,10 +14,12 @@ from ..cost import Costs
 @dataclass(frozen=True)
 class Rules:
     """Where cuts may lie: `may_cut[c]` for a cut before position c (0..n), and the share of the
-    bottleneck that may be given up so that cuts fall between blocks."""
+    bottleneck that may be given up so that cuts fall between blocks. `must_cut` are positions at
+    which a cut has to be, rising."""
 
     may_cut: NDArray[np.bool_]
     prefer_modules: float = 0.0
+    must_cut: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

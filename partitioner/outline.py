@@ -1,0 +1,307 @@
+"""Capture -> the graph by module: a tree that a person reads, and a list that a program reads.
+
+Modules stand as in the original, under each the operations of its own forward with shapes and the
+author's line. A block that does the same as the one before is one line. The names on the left are
+those that `--cut-at` takes, the paths and classes those of `--keep-together` and `--leaf`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from .capture import Capture, ModuleCall, capture
+from .compile import (
+    Clock,
+    OnTick,
+    describe_capture,
+    given_source,
+    load_ticked,
+    profile_source,
+)
+from .models import Source
+from .walk import NodeCost
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One node of the graph: its name, what it does, its dtype and shape, and the file and line
+    of the original. `ms` are forward and backward of one micro-batch, if they are known."""
+
+    name: str
+    does: str
+    value: str
+    source: str
+    module: str
+    ms: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One call of a module that is no leaf, and what it consists of."""
+
+    path: str
+    type_name: str
+    call: int
+    items: tuple[Operation | Part, ...]
+
+    @property
+    def operations(self) -> Iterator[Operation]:
+        for item in self.items:
+            if isinstance(item, Part):
+                yield from item.operations
+            else:
+                yield item
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """A captured graph by module; `str` is the tree."""
+
+    name: str
+    root: Part
+    inputs: tuple[str, ...]
+    sizes: Mapping[str, int]
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return "\n".join([*_lines(self), *(f"note  {note}" for note in self.notes)])
+
+    def to_json(self) -> str:
+        """Every operation in the order of the program, without folding."""
+        text: str = json.dumps(
+            {
+                "name": self.name,
+                "class": self.root.type_name,
+                "inputs": list(self.inputs),
+                "sizes": dict(self.sizes),
+                "operations": [_as_dict(operation) for operation in self.root.operations],
+                "notes": list(self.notes),
+            },
+            indent=2,
+        )
+        return text + "\n"
+
+
+def outline(
+    model: nn.Module,
+    example_inputs: Mapping[str, Any] | tuple[Any, ...],
+    *,
+    profile: str | None = None,
+    **options: Any,
+) -> Outline:
+    """Captures a model and shows its graph by module; with `profile`, "measured" or "analytic",
+    the milliseconds too. `options` are those of `outline_source`."""
+    source = given_source(model, example_inputs)
+    return outline_source(source, profile=profile, with_profile=profile is not None, **options)
+
+
+def outline_spec(
+    spec: str,
+    *,
+    with_profile: bool,
+    profile: str | None = None,
+    threads: int | None = None,
+    leaves: Sequence[str] = (),
+    on_tick: OnTick | None = None,
+    **options: Any,
+) -> Outline:
+    """`asyncpipe-partition --stop-after capture`, or `profile`."""
+    return outline_source(
+        load_ticked(spec, on_tick, **options),
+        with_profile=with_profile,
+        profile=profile,
+        threads=threads,
+        leaves=leaves,
+        on_tick=on_tick,
+    )
+
+
+def outline_source(
+    source: Source,
+    *,
+    with_profile: bool,
+    profile: str | None = None,
+    threads: int | None = None,
+    leaves: Sequence[str] = (),
+    on_tick: OnTick | None = None,
+) -> Outline:
+    """Captures, profiles if asked to, and writes nothing."""
+    tick = Clock(on_tick)
+    captured = capture(source.model, source.example_inputs, leaves=leaves, check=False)
+    tick("capture", describe_capture(captured), "profile" if with_profile else "")
+    costs: Mapping[str, NodeCost] = {}
+    if with_profile:
+        measured = profile_source(captured, source, profile, threads, stages=1)
+        tick("profile", measured.summary, "")
+        costs = measured.nodes
+    return outline_of(captured, source.name, costs)
+
+
+def outline_of(
+    captured: Capture, name: str, costs: Mapping[str, NodeCost] | None = None
+) -> Outline:
+    """The outline of a capture; `costs` by the names of its nodes."""
+    nodes = [node for node in captured.graph.nodes if node.op.startswith("call")]
+    root = _part(captured, ModuleCall("", 0), nodes, 0, costs or {})
+    inputs = tuple(f"{spec.name} {spec}" for spec in captured.inputs)
+    return Outline(name, root, inputs, captured.sizes, captured.notes)
+
+
+# --- from nodes to a tree -------------------------------------------------------------------
+
+
+def _part(
+    captured: Capture,
+    call: ModuleCall,
+    nodes: Sequence[fx.Node],
+    depth: int,
+    costs: Mapping[str, NodeCost],
+) -> Part:
+    def inner(node: fx.Node) -> ModuleCall | None:
+        calls = node.meta.get("calls", ())
+        return calls[depth] if len(calls) > depth else None
+
+    items: list[Operation | Part] = []
+    for found, members in groupby(nodes, inner):
+        if found is None:
+            items += [_operation(captured, node, call.path, costs) for node in members]
+        else:
+            items.append(_part(captured, found, list(members), depth + 1, costs))
+    kind = type(captured.model.get_submodule(call.path)).__name__
+    return Part(call.path, kind, call.index, tuple(items))
+
+
+def _operation(
+    captured: Capture, node: fx.Node, module: str, costs: Mapping[str, NodeCost]
+) -> Operation:
+    file, line = node.meta.get("source") or ("", 0)
+    cost = costs.get(node.name)
+    return Operation(
+        name=node.name,
+        does=_does(captured, node, module),
+        value=_value(captured, node),
+        source=f"{file.rpartition('/')[2]}:{line}" if file else "",
+        module=module,
+        ms=(cost.forward_ms, cost.backward_ms) if cost else None,
+    )
+
+
+def _does(captured: Capture, node: fx.Node, module: str) -> str:
+    """`LayerNorm ln_1` for a leaf, `.view` for a method, `softmax` for a function."""
+    if node.op == "call_module":
+        path = str(node.target)
+        own = path.removeprefix(f"{module}.") if module else path
+        return f"{type(captured.model.get_submodule(path)).__name__} {own}"
+    if node.op == "call_method":
+        return f".{node.target}"
+    return getattr(node.target, "__name__", str(node.target))
+
+
+def _value(captured: Capture, node: fx.Node) -> str:
+    value = node.meta.get("val")
+    if isinstance(value, Tensor):
+        return str(captured.tensor_spec(node))
+    if isinstance(value, tuple | list):
+        return f"{len(value)} values"
+    return type(value).__name__
+
+
+def _as_dict(operation: Operation) -> dict[str, Any]:
+    facts: dict[str, Any] = {
+        "name": operation.name,
+        "module": operation.module,
+        "does": operation.does,
+        "value": operation.value,
+        "source": operation.source,
+    }
+    if operation.ms is not None:
+        facts["forward_ms"], facts["backward_ms"] = (round(ms, 4) for ms in operation.ms)
+    return facts
+
+
+# --- from a tree to lines -------------------------------------------------------------------
+
+_INDENT = "  "
+
+
+def _lines(outline: Outline) -> list[str]:
+    rows = list(_rows(outline.root, 0))
+    cells = [row for row in rows if len(row) > 1]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    number = sum(1 for _ in outline.root.operations)
+    first = f"{outline.name} ({outline.root.type_name}) · {number} operations"
+    lines = [first + _time(outline.root), *(f"{_INDENT}{given}" for given in outline.inputs)]
+    for row in rows:
+        padded = (cell.ljust(width) for cell, width in zip(row, widths, strict=False) if width)
+        lines.append("  ".join(padded).rstrip())
+    return lines
+
+
+def _rows(part: Part, depth: int) -> Iterator[tuple[str, ...]]:
+    """A row of five cells for an operation, of one for the heading of a part."""
+    margin = _INDENT * depth
+    for first, others in _folded(part.items):
+        if isinstance(first, Operation):
+            ms = " + ".join(f"{ms:.3f}" for ms in first.ms or ())
+            yield f"{margin}{first.name}", first.does, first.value, ms and f"{ms} ms", first.source
+            continue
+        number = sum(1 for _ in first.operations)
+        heading = f"{margin}{_called(first)} ({first.type_name}) · {number} operations"
+        yield (heading + _time(first),)
+        yield from _rows(first, depth + 1)
+        if others:
+            last = others[-1]
+            until = f" .. {_called(last)}" if len(others) > 1 else ""
+            yield (
+                f"{margin}{_called(others[0])}{until} as {_called(first)} · "
+                f"{len(others) * number} operations{_time(*others)}",
+            )
+
+
+def _called(part: Part) -> str:
+    return f"{part.path}, call {part.call + 1}" if part.call else part.path
+
+
+def _time(*parts: Part) -> str:
+    costs = [operation.ms for part in parts for operation in part.operations if operation.ms]
+    if not costs:
+        return ""
+    return f" · {sum(ms for ms, _ in costs):.2f} + {sum(ms for _, ms in costs):.2f} ms"
+
+
+def _folded(
+    items: Sequence[Operation | Part],
+) -> Iterator[tuple[Operation | Part, list[Part]]]:
+    """Items, each part with those that follow it and do the same: the next of a list, or the
+    next call of one module."""
+    waiting: tuple[Part, list[Part]] | None = None
+    for item in items:
+        if waiting and isinstance(item, Part) and _is_like(waiting[0], item):
+            waiting[1].append(item)
+            continue
+        if waiting:
+            yield waiting
+        waiting = (item, []) if isinstance(item, Part) else None
+        if isinstance(item, Operation):
+            yield item, []
+    if waiting:
+        yield waiting
+
+
+def _is_like(first: Part, other: Part) -> bool:
+    siblings = first.path.rpartition(".")[0] == other.path.rpartition(".")[0]
+    numbered = other.path.rpartition(".")[2].isdigit()
+    return (siblings and numbered or first.path == other.path) and _shape(first) == _shape(other)
+
+
+def _shape(part: Part) -> Hashable:
+    return part.type_name, tuple(
+        (item.does, item.value, item.source) if isinstance(item, Operation) else _shape(item)
+        for item in part.items
+    )
