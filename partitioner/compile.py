@@ -28,12 +28,13 @@ from .generate import (
     render_readme,
     render_report,
 )
-from .graph import build_graph, stage_of_nodes
+from .graph import build_graph, stage_of_nodes, with_copies
 from .models import Source, load_model, name_inputs
 from .profiler import Profile, profile_analytic
 from .profiler import profile as profile_measured
 from .solve import solve
 from .split import StageGraph, split
+from .ssa import separated
 from .verify import verify
 
 
@@ -154,11 +155,13 @@ def partition_source(
 
     graph = build_graph(captured, measured, source.name)
     solution = solve(graph, stages=stages, method=method, link=LOCALHOST, granularity=granularity)
-    stage_graphs = split(captured, stage_of_nodes(captured, graph, solution.stage_of))
+    placed = stage_of_nodes(captured, graph, solution.stage_of)
+    captured, placed = separated(captured, placed)
+    stage_graphs = split(captured, placed)
     plan = assemble(
         captured,
         stage_graphs,
-        measured,
+        with_copies(measured, captured),
         graph,
         solution,
         name=source.name,

@@ -4,7 +4,8 @@ A group is what no cut may or need separate. Reductions, in this order:
 
 - parameters, buffers and inputs are no groups: they stand inside what reads them
 - what every stage computes for itself (see `recomputable`) is no group and costs nothing
-- nodes that share a storage that is changed in place, and several results of one call, are one
+- nodes between which memory that is changed in place cannot be cut, and several results of one
+  call, are one
 - a view joins what it is a view of; a view of a parameter or input joins its first reader
 - a value that is no tensor joins its readers
 - groups on a cycle that these made are one
@@ -18,14 +19,16 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import networkx as nx
 from torch import Tensor, fx, nn
 
-from .capture import Capture, ModuleCall, Size, colocated
-from .profiler import Profile
+from .capture import Capture, ModuleCall, Size, colocated, in_order
+from .profiler import CPU_CORE, Profile
 from .recompute import recomputable
+from .walk import NodeCost
 
 _EXTERNAL = ("placeholder", "get_attr")
 
@@ -55,6 +58,10 @@ def build_graph(capture: Capture, profile: Profile, name: str = "the model") -> 
         for reader in node.users:
             if reader in group_of and group_of[reader] != group_of[node]:
                 _carry(graph, group_of[node], group_of[reader], node, profile.sizes)
+    for node, later in in_order(capture):
+        if node in group_of and later in group_of and group_of[node] != group_of[later]:
+            if not graph.has_edge(group_of[node], group_of[later]):
+                graph.add_edge(group_of[node], group_of[later], tensors={}, grads={})
     for group, data in graph.nodes(data=True):
         sent = {
             tensor: size
@@ -82,6 +89,19 @@ def stage_of_nodes(
         readers = [placed[reader] for reader in node.users if reader in placed]
         placed[node] = stages.get(node.name, min(readers, default=last))
     return dict(reversed(placed.items()))
+
+
+def with_copies(profile: Profile, capture: Capture) -> Profile:
+    """The profile with the nodes that `separated` has added: copies cost their bytes, views
+    nothing."""
+    nodes = dict(profile.nodes)
+    for node in capture.graph.nodes:
+        if node.op in (*_EXTERNAL, "output") or node.name in nodes:
+            continue
+        moved = 2 * num_bytes(node, profile.sizes) if node.target == "clone" else 0
+        copying_ms = 1e3 * moved / CPU_CORE.bytes_per_s
+        nodes[node.name] = NodeCost(forward_ms=copying_ms, moved_bytes=moved)
+    return replace(profile, nodes=nodes)
 
 
 def num_bytes(node: fx.Node, sizes: Mapping[str, int]) -> int:
@@ -124,6 +144,11 @@ def _joined(capture: Capture, order: list[fx.Node]) -> nx.DiGraph:
         for source in node.all_input_nodes
         if source in position and source not in free and together[source] != together[node]
     )
+    quotient.add_edges_from(
+        (together[node], together[later])
+        for node, later in in_order(capture)
+        if not {node, later} & free and together[node] != together[later]
+    )
     fused = nx.condensation(quotient)
     members: dict[int, list[fx.Node]] = {}
     for node in kept:
@@ -134,9 +159,9 @@ def _joined(capture: Capture, order: list[fx.Node]) -> nx.DiGraph:
 
 
 def _viewed(node: fx.Node) -> fx.Node | None:
-    """The argument whose memory a node's value is in, if it has no memory of its own."""
+    """The argument of which a node's value is a view, if it is one."""
     own = node.meta.get("storages", frozenset())
-    if not own:
+    if not own or node.meta.get("mutates"):
         return None
     return next(
         (source for source in node.all_input_nodes if own <= source.meta.get("storages", set())),

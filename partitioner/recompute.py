@@ -19,7 +19,9 @@ _LONGEST_RECOMPUTATION = 64
 def recomputable(capture: Capture) -> set[fx.Node]:
     """Nodes that depend on integer inputs, sizes and tensors outside the state_dict alone."""
     free = _free_tensors(capture)
-    mutated = {
+    changed = {storage for node in capture.graph.nodes for storage in node.meta["mutates"]}
+    mutated = {node for node in capture.graph.nodes if changed & node.meta["storages"]}
+    mutated |= {
         argument
         for node in capture.graph.nodes
         if is_mutating(node)
