@@ -31,7 +31,7 @@ from .generate import (
     render_readme,
     render_report,
 )
-from .graph import build_graph, stage_of_nodes
+from .graph import build_graph, stage_of_nodes, with_copies
 from .models import Source, load_model, name_inputs
 from .prices import Prices
 from .profiler import Profile, profile_analytic
@@ -39,6 +39,7 @@ from .profiler import profile as profile_measured
 from .recompute import Recomputation
 from .solve import check_choice, solve
 from .split import StageGraph, crossing_if_sent, homes_of, split
+from .ssa import separated
 from .verify import verify
 
 
@@ -177,7 +178,8 @@ def partition_source(
     measured = profile_source(captured, source, profile, threads, stages)
     tick("profile", measured.summary, "plan")
 
-    again = Recomputation(captured, Prices.of(measured, LOCALHOST))
+    prices = Prices.of(measured, LOCALHOST)
+    again = Recomputation(captured, prices)
     together = [nodes for _, nodes in demands.together]
     graph = build_graph(captured, measured, source.name, again=again, together=together)
     solution = solve(
@@ -188,12 +190,13 @@ def partition_source(
         granularity=granularity,
         cut_before=groups_to_cut_before(demands, graph),
     )
-    stage_of = stage_of_nodes(captured, graph, solution.stage_of)
-    stage_graphs = split(captured, stage_of, again)
+    placed = stage_of_nodes(captured, graph, solution.stage_of, again)
+    captured, placed = separated(captured, placed)
+    stage_graphs = split(captured, placed, Recomputation(captured, prices))
     plan = assemble(
         captured,
         stage_graphs,
-        measured,
+        with_copies(measured, captured),
         graph,
         solution,
         name=source.name,
@@ -202,7 +205,7 @@ def partition_source(
         command=command or _command(source.spec, stages, cut_at, keep_together, code),
         criterion=loss or source.criterion,
         weights=source.weights if save_weights else "not stored",
-        if_sent=crossing_if_sent(homes_of(captured.graph, stage_of)),
+        if_sent=crossing_if_sent(homes_of(captured.graph, placed)),
     )
     tick("plan", solution.summary, "generate" if stop_after is None else "")
     if stop_after == "plan":

@@ -4,7 +4,8 @@ A group is what no cut may or need separate. Reductions, in this order:
 
 - parameters, buffers and inputs are no groups: they stand inside what reads them
 - what every stage computes for itself (`Recomputation.free`) is no group and costs nothing
-- nodes that share a storage that is changed in place, and several results of one call, are one
+- nodes between which memory that is changed in place cannot be cut, and several results of one
+  call, are one
 - a view joins what it is a view of; a view of a parameter or input joins its first reader
 - a value that is no tensor joins its readers
 - what the user wants in one stage is one
@@ -18,15 +19,17 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import networkx as nx
 from torch import Tensor, fx, nn
 
-from .capture import Capture, ModuleCall, colocated
+from .capture import Capture, ModuleCall, colocated, in_order
 from .prices import Prices, num_bytes
-from .profiler import Profile
+from .profiler import CPU_CORE, Profile
 from .recompute import Recomputation
+from .walk import NodeCost
 
 _EXTERNAL = ("placeholder", "get_attr")
 
@@ -71,6 +74,9 @@ def build_graph(
                 for source in sorted(again.sources(node), key=position.__getitem__):
                     if group_of.get(source, group_of[reader]) != group_of[reader]:
                         _carry(graph, group_of[source], group_of[reader], [source], profile.sizes)
+    for node, later in in_order(capture):
+        if node in group_of and later in group_of and group_of[node] != group_of[later]:
+            _carry(graph, group_of[node], group_of[later], (), profile.sizes)
     for group, data in graph.nodes(data=True):
         sent = {
             tensor: size
@@ -82,9 +88,10 @@ def build_graph(
 
 
 def stage_of_nodes(
-    capture: Capture, graph: nx.DiGraph, stage_of: Mapping[str, int]
+    capture: Capture, graph: nx.DiGraph, stage_of: Mapping[str, int], again: Recomputation
 ) -> dict[fx.Node, int]:
-    """The stage of every computed node; a recomputed one is given its first reader's."""
+    """The stage of every computed node; a free one is given the first reader's of those that are
+    made with it."""
     stages = {
         member: stage_of[group]
         for group, members in graph.nodes(data="names")
@@ -97,7 +104,22 @@ def stage_of_nodes(
             continue
         readers = [placed[reader] for reader in node.users if reader in placed]
         placed[node] = stages.get(node.name, min(readers, default=last))
+    for node in again.free:
+        placed[node] = min(placed[other] for other in again.together(node))
     return dict(reversed(placed.items()))
+
+
+def with_copies(profile: Profile, capture: Capture) -> Profile:
+    """The profile with the nodes that `separated` has added: copies cost their bytes, views
+    nothing."""
+    nodes = dict(profile.nodes)
+    for node in capture.graph.nodes:
+        if node.op in (*_EXTERNAL, "output") or node.name in nodes:
+            continue
+        moved = 2 * num_bytes(node, profile.sizes) if node.target == "clone" else 0
+        copying_ms = 1e3 * moved / CPU_CORE.bytes_per_s
+        nodes[node.name] = NodeCost(forward_ms=copying_ms, moved_bytes=moved)
+    return replace(profile, nodes=nodes)
 
 
 def _joined(
@@ -132,6 +154,11 @@ def _joined(
         for source in node.all_input_nodes
         if source.name in by_name and together[source] != together[node]
     )
+    quotient.add_edges_from(
+        (together[node], together[later])
+        for node, later in in_order(capture)
+        if {node.name, later.name} <= by_name.keys() and together[node] != together[later]
+    )
     fused = nx.condensation(quotient)
     members: dict[int, list[fx.Node]] = {}
     for node in kept:
@@ -142,9 +169,9 @@ def _joined(
 
 
 def _viewed(node: fx.Node) -> fx.Node | None:
-    """The argument whose memory a node's value is in, if it has no memory of its own."""
+    """The argument of which a node's value is a view, if it is one."""
     own = node.meta.get("storages", frozenset())
-    if not own:
+    if not own or node.meta.get("mutates"):
         return None
     return next(
         (source for source in node.all_input_nodes if own <= source.meta.get("storages", set())),

@@ -16,6 +16,7 @@ import networkx as nx
 from torch import Tensor, fx
 
 from .capture import Capture, colocated
+from .capture.aliases import families
 from .capture.graph import is_external
 from .prices import Prices, num_bytes
 
@@ -238,6 +239,8 @@ def _units(capture: Capture) -> Mapping[fx.Node, _Unit]:
     together = nx.utils.UnionFind(order)
     for group in colocated(capture):
         together.union(*group)
+    for family in families(capture):
+        together.union(*(node for node in family.until_settled if node.op != "output"))
     members: dict[fx.Node, list[fx.Node]] = {}
     for node in order:
         members.setdefault(together[node], []).append(node)

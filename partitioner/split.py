@@ -51,11 +51,12 @@ def split(
 
     `stage_of` gives the stage of every node but placeholders, attributes and the output; `again`
     says what is made again instead of being sent. Raises PlanError when a stage would be empty,
-    when a value would flow to an earlier stage and when a value that is no tensor would have to
-    cross.
+    when a value would flow to an earlier stage, when a value that is no tensor would have to
+    cross and when memory would be changed that several stages touch (`separated` sees to that).
     """
     again = again or Recomputation(capture)
     homes = homes_of(capture.graph, stage_of)
+    _verify_changes(capture.graph, homes)
     count = max(homes.values(), default=0) + 1
     for stage in range(count):
         if stage not in homes.values():
@@ -257,6 +258,29 @@ def _verify_boundaries(
                 raise PlanError(
                     f"{node.name} is made in stage {homes[node]} and read in stage {stage}."
                 )
+
+
+def _verify_changes(graph: fx.Graph, homes: Mapping[fx.Node, int]) -> None:
+    """What touches memory is in one stage until its last change; only copies cross. State is
+    in the stage that changes it."""
+    state = {
+        storage
+        for node in graph.nodes
+        if node.op in ("placeholder", "get_attr")
+        for storage in node.meta["storages"]
+    }
+    last = {storage: node for node in homes for storage in node.meta["mutates"]}
+    done: set[int] = set()
+    for node, home in homes.items():
+        touched = node.meta["storages"] | node.meta["mutates"] | node.meta["touches"]
+        for storage in touched.union(*(used.meta["storages"] for used in node.all_input_nodes)):
+            if storage in last and homes[last[storage]] != home and storage not in done:
+                raise PlanError(
+                    f"{node.name} is in stage {home} and shares memory with {last[storage].name}, "
+                    f"which changes it in stage {homes[last[storage]]}.",
+                    "Keep them in one stage, or give the later stage a copy (`separated`).",
+                )
+        done |= {storage for storage in node.meta["mutates"] - state if last[storage] is node}
 
 
 # --- what a stage holds ---------------------------------------------------------------------

@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from torch._dispatch.python import enable_python_dispatcher
 
 from ...runtime.errors import CaptureError
-from .aliases import colocated
+from .aliases import colocated, in_order
 from .branch import Calls, branched
 from .check import check_capture, is_on_meta
 from .explain import explained
@@ -36,7 +36,7 @@ from .values import CallRecord, IfTraining, LocalDevice, ModuleCall, Region, Siz
 
 __all__ = [
     "CallRecord", "Capture", "IfTraining", "LocalDevice", "ModuleCall", "Region", "Size",
-    "capture", "colocated", "run", "size_text", "tensor_spec",
+    "capture", "colocated", "in_order", "run", "size_text", "tensor_spec",
 ]  # fmt: skip
 
 

@@ -12,19 +12,35 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from asyncpipe.partitioner.capture import Capture, colocated
+from asyncpipe.partitioner.capture import Capture, colocated, in_order
 from asyncpipe.partitioner.generate import Header, extra_tensors, generate
 from asyncpipe.partitioner.split import StageGraph, split
+from asyncpipe.partitioner.ssa import separated
 
 HEADER = Header(model="model", command="asyncpipe-partition --model model", version="0.1.0")
+
+
+def computed(capture: Capture) -> list[fx.Node]:
+    """The nodes that have a stage."""
+    return [n for n in capture.graph.nodes if n.op not in ("placeholder", "get_attr", "output")]
+
+
+def stages_cut_before(capture: Capture, places: Sequence[int]) -> dict[fx.Node, int] | None:
+    """The stage of every node for cuts before just these positions of the program; None if that
+    would part what must stay together."""
+    nodes = computed(capture)
+    stage = {node: sum(i >= place for place in places) for i, node in enumerate(nodes)}
+    if any(len({stage[node] for node in group}) > 1 for group in colocated(capture)):
+        return None
+    return stage
 
 
 def stages_at(capture: Capture, cuts: Sequence[float]) -> dict[fx.Node, int]:
     """The stage of every node for cuts at these shares of the program; groups that must stay
     together move to the stage of their last node, and what reads them along with them."""
-    nodes = [n for n in capture.graph.nodes if n.op not in ("placeholder", "get_attr", "output")]
+    nodes = computed(capture)
     stage = {node: sum(i >= int(c * len(nodes)) for c in cuts) for i, node in enumerate(nodes)}
-    groups = colocated(capture)
+    groups, pairs = colocated(capture), in_order(capture)
     before: dict[fx.Node, int] = {}
     while before != stage:
         before = dict(stage)
@@ -33,6 +49,8 @@ def stages_at(capture: Capture, cuts: Sequence[float]) -> dict[fx.Node, int]:
         for node in nodes:
             sources = [stage[source] for source in node.all_input_nodes if source in stage]
             stage[node] = max([stage[node], *sources])
+        for node, later in pairs:
+            stage[later] = max(stage[node], stage[later])
     numbers = {old: new for new, old in enumerate(sorted(set(stage.values())))}
     return {node: numbers[old] for node, old in stage.items()}
 
@@ -49,7 +67,12 @@ class Chain:
 
     @classmethod
     def build(cls, capture: Capture, cuts: Sequence[float], folder: Path) -> Chain:
-        graphs = split(capture, stages_at(capture, cuts))
+        return cls.of(capture, stages_at(capture, cuts), folder)
+
+    @classmethod
+    def of(cls, capture: Capture, stage_of: Mapping[fx.Node, int], folder: Path) -> Chain:
+        capture, stage_of = separated(capture, stage_of)
+        graphs = split(capture, stage_of)
         files = generate(capture, graphs, HEADER)
         folder.mkdir(parents=True)
         for name, text in files.items():

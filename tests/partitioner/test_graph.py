@@ -11,11 +11,14 @@ import pytest
 from asyncpipe.partitioner.assemble import assemble
 from asyncpipe.partitioner.capture import Capture, capture, colocated
 from asyncpipe.partitioner.cost import LOCALHOST
-from asyncpipe.partitioner.graph import build_graph, stage_of_nodes
+from asyncpipe.partitioner.graph import build_graph, stage_of_nodes, with_copies
 from asyncpipe.partitioner.graph_files import read_graph, write_graph
+from asyncpipe.partitioner.prices import Prices
 from asyncpipe.partitioner.profiler import Profile, profile_analytic
+from asyncpipe.partitioner.recompute import Recomputation
 from asyncpipe.partitioner.solve import solve
 from asyncpipe.partitioner.split import split
+from asyncpipe.partitioner.ssa import separated
 from asyncpipe.runtime.plan import Plan, read_plan
 from asyncpipe.tests.partitioner.zoo import ZOO
 
@@ -32,8 +35,12 @@ def graph_of(name: str) -> tuple[Capture, Profile, nx.DiGraph]:
 def plan_of(name: str, stages: int, **options: object) -> Plan:
     captured, found, graph = graph_of(name)
     solution = solve(graph, stages=stages, link=LOCALHOST, **options)
-    stage_graphs = split(captured, stage_of_nodes(captured, graph, solution.stage_of))
-    return assemble(captured, stage_graphs, found, graph, solution, name=name, model=f"zoo:{name}")
+    again = Recomputation(captured, Prices.of(found))
+    placed = stage_of_nodes(captured, graph, solution.stage_of, again)
+    separate, placed = separated(captured, placed)
+    stage_graphs = split(separate, placed, Recomputation(separate, Prices.of(found)))
+    found = with_copies(found, separate)
+    return assemble(separate, stage_graphs, found, graph, solution, name=name, model=f"zoo:{name}")
 
 
 def computed(captured: Capture) -> set[str]:
@@ -43,14 +50,15 @@ def computed(captured: Capture) -> set[str]:
 
 @pytest.mark.parametrize("name", ZOO)
 def test_groups_are_acyclic_ordered_and_hold_each_node_once(name):
-    captured, _, graph = graph_of(name)
+    captured, found, graph = graph_of(name)
     assert nx.is_directed_acyclic_graph(graph)
     order = {group: position for position, group in enumerate(graph)}
     assert all(order[source] < order[target] for source, target in graph.edges)
     members = [member for _, names in graph.nodes(data="names") for member in names]
     assert len(members) == len(set(members))
     assert set(members) <= computed(captured)
-    placed = stage_of_nodes(captured, graph, dict.fromkeys(graph, 0))
+    again = Recomputation(captured, Prices.of(found))
+    placed = stage_of_nodes(captured, graph, dict.fromkeys(graph, 0), again)
     assert {node.name for node in placed} == computed(captured)
 
 

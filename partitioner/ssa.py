@@ -1,0 +1,266 @@
+"""A capture and a placement -> the same where no memory that is changed lies in two stages.
+
+A stage that goes on changing a tensor of an earlier one changes a copy of what it receives, takes
+views of it anew, and all that read the tensor from there on read the copy:
+
+    y = self.linear(x)              y = self.linear(x)
+    high = y[:, 4:]                 ---------------------------------- receives y
+    ------------------------  ->    y = y.clone()
+    high.mul_(2)                    high = y[:, 4:]
+    return self.head(y)             high.mul_(2)
+                                    return self.head(y)
+
+State stays where it is changed, and later stages are handed what is in it then. Where nothing is
+cut, everything stays as the author wrote it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count, groupby
+from typing import Any
+
+from torch import fx
+
+from ..runtime.errors import PlanError
+from .capture import Capture, ModuleCall
+from .capture.aliases import Family, families
+from .capture.graph import is_external
+from .capture.views import view_again
+
+
+def separated(
+    capture: Capture, stage_of: Mapping[fx.Node, int]
+) -> tuple[Capture, dict[fx.Node, int]]:
+    """A capture of new nodes with the old names and few more, and the stages of its nodes.
+
+    Both are the given ones if no changed memory is cut. `stage_of` gives the stage of every node
+    but placeholders, attributes and the output. Raises PlanError when a placement cuts memory
+    where it cannot be cut (see `colocated` and `in_order`).
+    """
+    last = max(stage_of.values(), default=0)
+    cut = [family for family in families(capture) if _is_cut(family, stage_of, last)]
+    if not cut:
+        return capture, dict(stage_of)
+    separation = _Separation(capture, stage_of)
+    for family in cut:
+        separation.separate(family)
+    return separation.result()
+
+
+def _is_cut(family: Family, stage_of: Mapping[fx.Node, int], last: int) -> bool:
+    stages = [stage_of[node] for node in family.touching if node in stage_of]
+    if len(set(stages)) == 1:
+        is_returned = any(
+            source in family.externals for source in _output_reads(family.touching[-1])
+        )
+        return is_returned and stages[0] != last
+    changing = [stage_of[family.touching[place]] for place in family.changes]
+    return bool(family.externals) or changing[-1] != stages[0]
+
+
+def _output_reads(node: fx.Node) -> Sequence[fx.Node]:
+    return node.all_input_nodes if node.op == "output" else ()
+
+
+@dataclass
+class _Version:
+    """The contents of a family's memory from a position on: the memory of its own that it has in
+    one stage, and the tensors in it by those of the family."""
+
+    start: int
+    stage: int
+    storages: Mapping[int, int]
+    tensors: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    at: fx.Node | None = None
+
+
+class _Separation:
+    """A copy of a capture's graph, in which families are cut one after the other."""
+
+    def __init__(self, capture: Capture, stage_of: Mapping[fx.Node, int]) -> None:
+        self._capture = capture
+        self._old_stage = stage_of
+        self._graph = fx.Graph()
+        self._new: dict[fx.Node, fx.Node] = {}
+        for node in capture.graph.nodes:
+            self._new[node] = self._graph.node_copy(node, self._new.__getitem__)
+        self._stage = {self._new[node]: stage for node, stage in stage_of.items()}
+        self._last = max(stage_of.values())
+        self._renamed: dict[tuple[int, fx.Node], fx.Node] = {}
+        used = {storage for node in self._new for storage in node.meta["storages"]}
+        self._fresh = count(1 + max(map(abs, used), default=0))
+        self._nodes_of: dict[ModuleCall, list[fx.Node]] = {}
+        for node in stage_of:
+            for call in node.meta["calls"]:
+                self._nodes_of.setdefault(call, []).append(node)
+
+    def result(self) -> tuple[Capture, dict[fx.Node, int]]:
+        calls = {}
+        for call, record in self._capture.calls.items():
+            stages = {self._old_stage[node] for node in self._nodes_of.get(call, ())}
+            stage = stages.pop() if len(stages) == 1 else -1
+
+            def renamed(node: fx.Node, stage: int = stage) -> fx.Node | None:
+                return self._renamed.get((stage, node)) or self._new.get(node)
+
+            arguments, made = fx.map_arg((dict(record.arguments), record.result), renamed)
+            calls[call] = replace(record, arguments=arguments, result=made)
+        order = [node for node in self._graph.nodes if node in self._stage]
+        stage_of = {node: self._stage[node] for node in order}
+        return replace(self._capture, graph=self._graph, calls=calls), stage_of
+
+    # --- a family ---------------------------------------------------------------------------
+
+    def separate(self, family: Family) -> None:
+        nodes = [node for node in family.touching if node.op != "output"]
+        stages = [self._old_stage[node] for node in nodes]
+        if stages != sorted(stages):
+            raise _not_there(nodes[0])
+        version = _Version(0, stages[0], {})
+        start = 0
+        for stage, run in groupby(nodes, self._old_stage.__getitem__):
+            end = start + len(list(run))
+            is_changed = any(start <= place < end for place in family.changes)
+            if is_changed and start > 0:
+                version = self._entered(family, version, start, stage)
+            for node in nodes[start:end]:
+                self._rename(family, version, node)
+            if is_changed and family.externals:
+                self._hand_out(family, version, end)
+                return
+            start = end
+        self._rename(family, version, family.touching[-1])
+
+    def _entered(self, family: Family, before: _Version, start: int, stage: int) -> _Version:
+        """The version that begins with a copy of the last one."""
+        entry = family.entry(start)
+        if entry is None or not family.is_plain or family.is_held:
+            raise _not_there(family.touching[start])
+        first = family.touching[start]
+        storages = {storage: self._number(storage) for storage in sorted(family.storages)}
+        at = self._new[self._outermost(first)[0][0]]
+        version = _Version(start, stage, storages, at=at)
+        if is_external(entry):
+            version.tensors[entry] = self._new[entry]
+        else:
+            source = self._latest(family, before, entry, start)
+            call = ("call_method", "clone", (source,), {})
+            with self._graph.inserting_before(version.at):
+                version.tensors[entry] = self._add(call, source, first, stage, storages)
+            version.tensors[entry].meta["regions"] = ()
+        return version
+
+    def _rename(self, family: Family, version: _Version, node: fx.Node) -> None:
+        """Lets a node read a version's tensors for those that are from before."""
+        if not version.start:
+            return
+        made = self._new[node]
+        for source in node.all_input_nodes:
+            if source in family.tensor_of and family.position[source] < version.start:
+                tensor = self._tensor(family, version, family.tensor_of[source])
+                self._replace(node, source, tensor)
+        for key in ("storages", "mutates", "touches"):
+            numbers = made.meta[key]
+            made.meta[key] = frozenset(version.storages.get(number, number) for number in numbers)
+
+    def _replace(self, reader: fx.Node, source: fx.Node, tensor: fx.Node) -> None:
+        self._new[reader].replace_input_with(self._new[source], tensor)
+        if reader in self._old_stage:
+            self._renamed[self._old_stage[reader], source] = tensor
+
+    def _tensor(self, family: Family, version: _Version, tensor: fx.Node) -> fx.Node:
+        """A tensor of an earlier version in this one: the copy, or a view of it."""
+        if tensor not in version.tensors:
+            source = self._tensor(family, version, family.viewed[tensor])
+            assert version.at is not None
+            with self._graph.inserting_before(version.at):
+                made = self._add(
+                    view_again(tensor, source),
+                    self._new[tensor],
+                    family.touching[version.start],
+                    version.stage,
+                    version.storages,
+                )
+            version.tensors[tensor] = made
+        return version.tensors[tensor]
+
+    def _latest(
+        self, family: Family, version: _Version, tensor: fx.Node, before: int
+    ) -> fx.Node:
+        """The last name that a tensor has in a version."""
+        for node in reversed(family.touching[version.start : before]):
+            if family.tensor_of.get(node) is tensor:
+                return self._new[node]
+        if version.start:
+            return self._tensor(family, version, tensor)
+        return self._new[tensor]
+
+    def _hand_out(self, family: Family, version: _Version, end: int) -> None:
+        """Lets later stages read copies of what is in the state after its last change."""
+        handed: dict[fx.Node, fx.Node] = {}
+        changed = family.touching[end - 1]
+        behind = self._new[self._outermost(changed)[0][-1]]
+        for reader in family.touching[end:]:
+            for source in reader.all_input_nodes:
+                if source not in family.tensor_of or family.position[source] >= end:
+                    continue
+                is_here = version.stage == self._last or not is_external(source)
+                if reader.op == "output" and is_here:
+                    continue
+                tensor = family.tensor_of[source]
+                if tensor not in handed:
+                    latest = self._latest(family, version, tensor, end)
+                    call = ("call_method", "clone", (latest,), {})
+                    storages = {number: self._number(number) for number in sorted(family.storages)}
+                    with self._graph.inserting_after(behind):
+                        handed[tensor] = self._add(call, latest, changed, version.stage, storages)
+                    handed[tensor].meta["regions"] = ()
+                self._replace(reader, source, handed[tensor])
+
+    # --- nodes ------------------------------------------------------------------------------
+
+    def _number(self, storage: int) -> int:
+        fresh = next(self._fresh)
+        return fresh if storage >= 0 else -1 - fresh
+
+    def _outermost(self, node: fx.Node) -> tuple[list[fx.Node], int]:
+        """The nodes of the outermost module call around a node that lies in one stage whole, and
+        how many calls are around that; the node by itself if there is none."""
+        for depth, call in enumerate(node.meta["calls"]):
+            nodes = self._nodes_of[call]
+            if len({self._old_stage[other] for other in nodes}) == 1:
+                return nodes, depth
+        return [node], len(node.meta["calls"])
+
+    def _add(
+        self,
+        call: tuple[str, Any, tuple[Any, ...], dict[str, Any]],
+        like: fx.Node,
+        beside: fx.Node,
+        stage: int,
+        storages: Mapping[int, int],
+    ) -> fx.Node:
+        """A node of the value of another, where the model's code has a third."""
+        node = self._graph.create_node(*call)
+        nodes, depth = self._outermost(beside)
+        node.meta.update(
+            like.meta,
+            calls=beside.meta["calls"][:depth],
+            source=beside.meta["source"] if nodes == [beside] else None,
+            storages=frozenset(storages.get(number, number) for number in like.meta["storages"]),
+            mutates=frozenset(),
+            touches=frozenset(),
+            random=False,
+            from_sizes=False,
+        )
+        self._stage[node] = stage
+        return node
+
+
+def _not_there(node: fx.Node) -> PlanError:
+    return PlanError(
+        f"the plan cuts memory that is changed in place, at {node.name}, where no copy would do.",
+        "Keep what makes the tensor and what changes it in one stage.",
+    )
