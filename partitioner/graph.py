@@ -6,7 +6,7 @@ A group is what no cut may or need separate. Reductions, in this order:
 - what every stage computes for itself (see `recomputable`) is no group and costs nothing
 - nodes that share a storage that is changed in place, and several results of one call, are one
 - a view joins what it is a view of; a view of a parameter or input joins its first reader
-- a value that is no tensor joins its readers
+- a value that is no tensor joins its readers, a guard what it looks at
 - groups on a cycle that these made are one
 
 The order of the groups is topological and otherwise the program's.
@@ -24,6 +24,7 @@ import networkx as nx
 from torch import Tensor, fx, nn
 
 from .capture import Capture, ModuleCall, Size, colocated
+from .capture.guards import is_guard
 from .profiler import Profile
 from .recompute import recomputable
 
@@ -89,7 +90,7 @@ def num_bytes(node: fx.Node, sizes: Mapping[str, int]) -> int:
     value = node.meta.get("val")
     if not isinstance(value, Tensor):
         return 0
-    shape = (
+    shape = node.meta.get("example") or (
         size.evaluate(sizes) if isinstance(size, Size) else size for size in node.meta["shape"]
     )
     return int(math.prod(shape)) * value.element_size()
@@ -114,6 +115,8 @@ def _joined(capture: Capture, order: list[fx.Node]) -> nx.DiGraph:
             together.union(node, viewed)
         elif viewed is not None:
             together.union(node, *readers[:1])
+        elif is_guard(node):
+            together.union(*_guarded(node, by_name, kept))
         elif not isinstance(node.meta.get("val"), Tensor):
             together.union(node, *readers)
     quotient = nx.DiGraph()
@@ -131,6 +134,22 @@ def _joined(capture: Capture, order: list[fx.Node]) -> nx.DiGraph:
     for label, nodes in members.items():
         fused.nodes[label].update(members=nodes, first=position[nodes[0]])
     return fused
+
+
+def _guarded(guard: fx.Node, by_name: Mapping[str, fx.Node], kept: list[fx.Node]) -> set[fx.Node]:
+    """A guard, what is computed for it alone, and what that looks at: no stage is a guard only."""
+    members, waiting = {guard}, [guard]
+    looked_at = set()
+    while waiting:
+        for used in waiting.pop().all_input_nodes:
+            if used.name in by_name and used not in members:
+                if members.issuperset(used.users):
+                    members.add(used)
+                    waiting.append(used)
+                else:
+                    looked_at.add(used)
+    following = (node for node in kept[kept.index(guard) :] if node.users)
+    return members | (looked_at or set(itertools.islice(following, 1)))
 
 
 def _viewed(node: fx.Node) -> fx.Node | None:

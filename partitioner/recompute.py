@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch import fx
 
 from .capture import Capture
+from .capture.guards import is_guard
 from .effects import is_mutating
 
 # Functions that are not worth a word beside sending their result.
@@ -38,6 +39,7 @@ def recomputable(capture: Capture) -> set[fx.Node]:
             node.op in ("call_function", "call_method")
             and not node.meta.get("random")
             and not is_mutating(node)
+            and not is_guard(node)
             and node not in mutated
             and not any(word in str(node.target) for word in _HEAVY)
             and all(source in ancestors for source in node.all_input_nodes)

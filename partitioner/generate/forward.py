@@ -13,13 +13,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from ..capture import Capture, LocalDevice, Region
+from ..capture.guards import is_guard, other_way
 from ..effects import AUGMENTED, is_mutating
 from . import layout
 from .canonical import Place
-from .expressions import write_mutation, write_operation
+from .expressions import write_guard, write_mutation, write_operation
 from .items import (
     Body,
     Call,
@@ -131,6 +133,7 @@ class _Writer:
         results = self._return()
         kinds = [_type_of(node) for node in self._body.results]
         result = kinds[0] if len(kinds) == 1 else f"tuple[{', '.join(kinds)}]"
+        result = result if kinds else "None"
         signature = call("def forward", (Code("self"), *arguments))
         return Forward(
             signature=lay_out("", signature, f" -> {result}:", indent=4),
@@ -199,6 +202,8 @@ class _Writer:
                 self._unfold(node)
         if isinstance(item, Loop):
             self._loop(item)
+        elif isinstance(item, Op) and is_guard(item.node):
+            self._guard(item)
         elif isinstance(item, Op) and _is_statement(item.node):
             self._mutation(item)
         else:
@@ -249,6 +254,19 @@ class _Writer:
     def _mutating_expression(self, node: fx.Node) -> tuple[str, Code]:
         self._consumed = []
         return write_mutation(node, self) or ("", write_operation(node, self))
+
+    def _guard(self, op: Op) -> None:
+        self._unfold_all(but=set(op.node.all_input_nodes))
+        self._consumed = []
+        condition = write_guard(op.node, self)
+        if self._too_long("if :", condition):
+            self._unfold_all()
+            condition = write_guard(op.node, self)
+        for used in self._consumed:
+            self._folded.pop(used, None)
+        header = Opener((self._here,), f"if {condition}:")
+        message = Code(f'"{other_way(str(op.node.args[1]))}"')
+        self._write("raise ", call("RuntimeError", (message,)), op, (*self._blocks, header))
 
     def _computation(self, item: Op | Call) -> None:
         code = self._expression(item)
@@ -338,6 +356,8 @@ class _Writer:
         self._here = len(self._body.items)
         results = self._body.results
         self._unfold_all()
+        if not results:
+            return ()
         codes = [self.value(node) for node in results]
         names = tuple(code.flat for code in codes)
         last = self._statements[-1] if self._statements else None
@@ -514,4 +534,6 @@ def _type_of(node: fx.Node) -> str:
     value = node.meta.get("val")
     if isinstance(value, list):
         return "list[Tensor]"
+    if isinstance(value, (torch.SymInt, torch.SymFloat)):
+        return "int" if isinstance(value, torch.SymInt) else "float"
     return "tuple[Tensor, ...]" if isinstance(value, tuple) else "Tensor"
