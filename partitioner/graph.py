@@ -7,7 +7,7 @@ A group is what no cut may or need separate. Reductions, in this order:
 - nodes between which memory that is changed in place cannot be cut, and several results of one
   call, are one
 - a view joins what it is a view of; a view of a parameter or input joins its first reader
-- a value that is no tensor joins its readers
+- a value that is no tensor joins its readers, a guard what it looks at
 - what the user wants in one stage is one
 - groups on a cycle that these made are one
 
@@ -26,6 +26,7 @@ import networkx as nx
 from torch import Tensor, fx, nn
 
 from .capture import Capture, ModuleCall, colocated, in_order
+from .capture.guards import is_guard
 from .prices import Prices, num_bytes
 from .profiler import CPU_CORE, Profile
 from .recompute import Recomputation
@@ -142,6 +143,8 @@ def _joined(
             together.union(node, viewed)
         elif viewed is not None:
             together.union(node, *readers[:1])
+        elif is_guard(node):
+            together.union(*_guarded(node, by_name, kept))
         elif not isinstance(node.meta.get("val"), Tensor):
             together.union(node, *readers)
     for nodes in demanded:
@@ -166,6 +169,22 @@ def _joined(
     for label, nodes in members.items():
         fused.nodes[label].update(members=nodes, first=position[nodes[0]])
     return fused
+
+
+def _guarded(guard: fx.Node, by_name: Mapping[str, fx.Node], kept: list[fx.Node]) -> set[fx.Node]:
+    """A guard, what is computed for it alone, and what that looks at: no stage is a guard only."""
+    members, waiting = {guard}, [guard]
+    looked_at = set()
+    while waiting:
+        for used in waiting.pop().all_input_nodes:
+            if used.name in by_name and used not in members:
+                if members.issuperset(used.users):
+                    members.add(used)
+                    waiting.append(used)
+                else:
+                    looked_at.add(used)
+    following = (node for node in kept[kept.index(guard) :] if node.users)
+    return members | (looked_at or set(itertools.islice(following, 1)))
 
 
 def _viewed(node: fx.Node) -> fx.Node | None:

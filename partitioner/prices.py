@@ -6,7 +6,7 @@ All times are milliseconds of one micro-batch at the sizes of the profile, forwa
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,7 +68,7 @@ def num_bytes(node: fx.Node, sizes: Mapping[str, int]) -> int:
     value = node.meta.get("val")
     if not isinstance(value, Tensor):
         return 0
-    shape: list[Any] = [
+    shape: Iterable[Any] = node.meta.get("example") or (
         size.evaluate(sizes) if isinstance(size, Size) else size for size in node.meta["shape"]
-    ]
+    )
     return int(math.prod(shape)) * value.element_size()

@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from .capture import Capture, colocated
 from .capture.aliases import families
 from .capture.graph import is_external
+from .capture.guards import is_guard
 from .prices import Prices, num_bytes
 
 _LIBRARIES = ("torch", "_operator", "builtins", "math")
@@ -220,7 +221,7 @@ class Recomputation:
 
     def _is_repeatable(self, node: fx.Node, changed: Set[int]) -> bool:
         meta = node.meta
-        if meta.get("random"):
+        if meta.get("random") or is_guard(node):
             return False
         if not changed.isdisjoint(meta["mutates"] | meta["storages"] | meta["touches"]):
             return False

@@ -21,6 +21,7 @@ from ..runtime.errors import PlanError
 from ..runtime.loading import SkipRandomInit, load_stage_class
 from ..runtime.pipe import output_structure, run_stage
 from ..runtime.plan import Plan, TensorSpec
+from .capture import inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +89,7 @@ def verify_names(model: nn.Module, plan: Plan, stages: list[nn.Module]) -> None:
 
 def other_sizes(plan: Plan) -> dict[str, int]:
     """Small sizes that differ from the captured ones and from each other."""
-    sizes: dict[str, int] = {}
-    for number, (name, size) in enumerate(plan.sizes.items()):
-        sizes[name] = min(size - 1, 3 + 14 * number) if size > 2 else 3
-    return sizes
+    return inputs.other_sizes(plan.sizes)
 
 
 def resize(example: Tensor, spec: TensorSpec, sizes: Mapping[str, int]) -> Tensor:

@@ -84,7 +84,11 @@ class Walk:
     def _visit(self, node: fx.Node, thunk: Callable[[], Any]) -> Any:
         """Makes the call on tensors without data and notes what it costs on real ones."""
         call = _Call.of(node, self.capture.model, self._resolved((node.args, node.kwargs)))
-        result = thunk()
+        try:
+            result = thunk()
+        except Exception:
+            # What depends on values cannot run without them: its result is made up.
+            result = self._made_up(node)
         if node.target is operator.getitem and not isinstance(call.leaves[0], Tensor):
             self.costs[node.name] = NodeCost()
             return result
@@ -102,6 +106,17 @@ class Walk:
             saved=self._saved(call, cost, result),
         )
         return result
+
+    def _made_up(self, node: fx.Node) -> Any:
+        """A result of the kind that the node had when it was captured."""
+        value = node.meta["val"]
+        if isinstance(value, (tuple, list)):
+            items = {part.args[1]: part for part in node.users if part.target is operator.getitem}
+            return [self._made_up(items[i]) if i in items else None for i in range(len(value))]
+        if isinstance(value, Tensor):
+            shape = node.meta.get("example") or self._resolved(node.meta["shape"])
+            return torch.empty(shape, dtype=value.dtype, requires_grad=value.requires_grad)
+        return node.meta.get("example")
 
     def _cost(self, call: _Call) -> OperationCost:
         """The cost of a call; none for one that does not accept made-up arguments."""

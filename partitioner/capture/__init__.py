@@ -22,7 +22,15 @@ from .check import check_capture, is_on_meta
 from .explain import explained
 from .fakes import Dynamic, FakeWorld, PinnedSizeError
 from .graph import Capture, tensor_spec
-from .inputs import dynamic_sizes, enlarged, sizes_in, verify_inputs, without_symbol
+from .inputs import (
+    dynamic_sizes,
+    enlarged,
+    other_sizes,
+    resized,
+    sizes_in,
+    verify_inputs,
+    without_symbol,
+)
 from .interpret import run
 from .leaves import LeafRule, leaf_rule
 from .merge import Different, merge
@@ -30,6 +38,7 @@ from .patches import patched
 from .prune import prune
 from .rename import renamed
 from .restore import in_mode, without_cache
+from .shadow import Shadow
 from .structure import plain_structure
 from .tracer import LenNeeded, Tracer
 from .values import CallRecord, IfTraining, LocalDevice, ModuleCall, Region, Size, size_text
@@ -102,15 +111,18 @@ def _capture(
             notes=tuple(dict.fromkeys(note for trace in traces for note in trace.notes)),
         )
 
-    train = _trace(model, world, large, dims, is_leaf, training=True)
+    def traced(dims: Dynamic, training: bool) -> Tracer:
+        return _trace(model, world, large, dims, is_leaf, training=training)
+
+    train = traced(dims, training=True)
     # The sizes of the other mode are compared as numbers, which is five times as fast to trace.
-    evaluation = _trace(model, world, large, {}, is_leaf, training=False)
+    evaluation = traced({}, training=False)
     difference = merge(train.graph, evaluation.graph, sizes_in(large, dims))
     captured = finished(train.graph, train.calls, train, evaluation)
     if difference is None or _is_model(captured, inputs):
         return captured
-    train = _trace(model, world, large, dims, is_leaf, training=True)
-    evaluation = _trace(model, world, large, dims, is_leaf, training=False)
+    train = traced(dims, training=True)
+    evaluation = traced(dims, training=False)
     prune(train.graph)
     prune(evaluation.graph)
     try:
@@ -134,6 +146,13 @@ def _is_model(captured: Capture, inputs: Mapping[str, Any]) -> bool:
     return True
 
 
+def _others(inputs: Mapping[str, Any], dims: Dynamic) -> list[dict[str, Any]]:
+    """Inputs of other sizes, if any size is free."""
+    sizes = sizes_in(inputs, dims)
+    larger = {name: size + 3 for name, size in sizes.items()}
+    return [resized(inputs, dims, each) for each in (other_sizes(sizes), larger) if each]
+
+
 def _trace(
     model: nn.Module,
     world: FakeWorld,
@@ -147,7 +166,8 @@ def _trace(
     symbolic size."""
     scopes: list[dict[str, Any]] = []
     while True:
-        tracer = Tracer(model, world, is_leaf)
+        shadow = Shadow(world, [inputs, *_others(inputs, dims)], training)
+        tracer = Tracer(model, world, is_leaf, shadow)
         try:
             with (
                 in_mode(model, training),

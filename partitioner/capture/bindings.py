@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -45,6 +46,7 @@ class Bindings:
         self._device = _device_of(model)
         self._storages: dict[int, int] = {}
         self._changed: set[int] = set()
+        self.node_of_expression: Callable[[sympy.Expr], fx.Node | None] = lambda _: None
 
     # Nodes
 
@@ -126,6 +128,8 @@ class Bindings:
         if isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             size = self._world.size(leaf)
             if self._world.is_data_dependent((size,)):
+                if (node := self.node_of_expression(leaf.node.expr)) is not None:
+                    return node
                 raise CaptureError(
                     f"cannot trace {where(self._top)}: a size depends on tensor values.",
                     "Keep it inside one module and name that module with --leaf.",

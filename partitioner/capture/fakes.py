@@ -8,7 +8,7 @@ or to another symbol, is an error at the line that does it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -43,6 +43,28 @@ class _NamedSizes(ShapeEnv):
         self.named: dict[sympy.Symbol, sympy.Symbol] = {}
         self.is_open = True
         self.top: FrameType | None = None
+        self.decide: Callable[[sympy.Basic], bool | None] | None = None
+
+    def evaluate_expr(
+        self,
+        orig_expr: sympy.Basic,
+        hint: Any = None,
+        fx_node: Any = None,
+        size_oblivious: bool = False,
+        fallback_value: bool | None = None,
+        *,
+        forcing_spec: bool = False,
+    ) -> sympy.Basic:
+        """As torch does; what only values of tensors tell is decided by `decide`."""
+        if self.is_open and self.decide and fallback_value is None and not size_oblivious:
+            if any(symbol not in self.named for symbol in orig_expr.free_symbols):
+                if self._maybe_evaluate_static(orig_expr) is None:
+                    answer = self.decide(orig_expr)
+                    if answer is not None:
+                        return sympy.true if answer else sympy.false
+        return super().evaluate_expr(
+            orig_expr, hint, fx_node, size_oblivious, fallback_value, forcing_spec=forcing_spec
+        )
 
     def _set_replacement(self, a: sympy.Symbol, tgt: sympy.Expr, msg: str) -> None:
         if self.is_open and a in self.named:
@@ -137,6 +159,10 @@ class FakeWorld:
         expr = self.env.replace(value.node.expr)
         if isinstance(value, torch.SymBool):
             return bool(value)
+        return self.as_size(expr)
+
+    def as_size(self, expr: sympy.Expr) -> Size | int | float:
+        """An expression of the ShapeEnv in the user's symbols."""
         if expr.is_number:
             return int(expr) if expr.is_integer else float(expr)
         return Size(expr.xreplace(self.env.named))

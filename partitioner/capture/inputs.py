@@ -61,6 +61,18 @@ def sizes_in(inputs: Mapping[str, Any], dims: Dynamic) -> dict[str, int]:
     }
 
 
+def other_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Small sizes that differ from the given ones and from each other.
+
+    >>> other_sizes({"batch": 4, "sequence": 128})
+    {'batch': 3, 'sequence': 17}
+    """
+    others: dict[str, int] = {}
+    for number, (name, size) in enumerate(sizes.items()):
+        others[name] = min(size - 1, 3 + 14 * number) if size > 2 else 3
+    return others
+
+
 def enlarged(inputs: Mapping[str, Any], dims: Dynamic) -> dict[str, Any]:
     """The inputs with free sizes of 1 made 2: a size of 1 broadcasts, and cannot stand for any."""
     sizes = {symbol: max(size, 2) for symbol, size in sizes_in(inputs, dims).items()}

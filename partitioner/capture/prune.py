@@ -9,14 +9,15 @@ from __future__ import annotations
 from torch import fx
 
 from .graph import is_external
+from .guards import is_guard
 
 
 def prune(graph: fx.Graph) -> None:
     """Erases nodes that nothing needs.
 
     A node is needed by the output, by a needed node, as a change of an input, a parameter or a
-    buffer, as a change of memory that a later needed node reads, or because it draws random
-    numbers: without it, later draws would differ from the model's.
+    buffer, as a change of memory that a later needed node reads, as a guard, or because it draws
+    random numbers: without it, later draws would differ from the model's.
     """
     nodes = list(graph.nodes)
     read: set[int] = set()
@@ -29,6 +30,7 @@ def prune(graph: fx.Graph) -> None:
         if (
             node.op in ("output", "placeholder")
             or node.meta["random"]
+            or is_guard(node)
             or node.meta["mutates"] & read
             or any(user in needed for user in node.users)
         ):

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from types import FrameType, MethodType
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -33,6 +34,8 @@ from .names import Names
 from .opaque import run_opaque
 from .patches import original_apply, original_call
 from .random_draws import RandomDraws, has_hidden_draws
+from .readings import Readings
+from .shadow import Shadow
 from .structure import plain_structure, tensors_in
 from .targets import Call, as_node, refusal, stand_in
 from .values import CallRecord, ModuleCall, Region
@@ -51,7 +54,9 @@ class LenNeeded(BaseException):
 class Tracer(TorchFunctionMode):
     """Writes down what runs while the mode is on, below the frame that made the tracer."""
 
-    def __init__(self, model: nn.Module, world: FakeWorld, is_leaf: LeafRule) -> None:
+    def __init__(
+        self, model: nn.Module, world: FakeWorld, is_leaf: LeafRule, shadow: Shadow
+    ) -> None:
         super().__init__()
         self.calls: dict[ModuleCall, CallRecord] = {}
         self.notes: list[str] = []
@@ -62,6 +67,9 @@ class Tracer(TorchFunctionMode):
         self._bindings = Bindings(model, world, self._top)
         self._names = Names(self._top, self._bindings.bound)
         self._assigned = AssignedBuffers(self._bindings)
+        self._readings = Readings(self._bindings, world, shadow, self._place)
+        self._bindings.node_of_expression = self._readings.node
+        world.env.decide = self._relation
         self._recording = True
         self._stack: list[ModuleCall] = []
         self._call_counts: Counter[str] = Counter()
@@ -83,6 +91,8 @@ class Tracer(TorchFunctionMode):
         if dropped:
             self.notes.append(f"forward also returns {', '.join(dropped)}, which is left out")
         self._bindings.add(("output", "output", (self._bindings.arguments(_plain(value)),)), None)
+        self._readings.examples()
+        self.notes += self._readings.notes
 
     # Torch functions
 
@@ -99,10 +109,12 @@ class Tracer(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if func is Tensor.__len__:
             return self._len(args[0])
-        if name in READERS and self.is_known(args[0]):
-            answer = self._answer(args[0], lambda real: func(real, *args[1:], **kwargs))
-            if answer is not None:
-                return answer
+        if name in READERS:
+            value = self._answer(args[0], lambda real: func(real, *args[1:], **kwargs))
+            if value is None:
+                value = self._read(args[0], name)
+            if value is not None:
+                return value
         return self._recorded(
             lambda: run(*args, **kwargs),
             lambda given, named: as_node(func, given, named, self._frame()),
@@ -125,9 +137,31 @@ class Tracer(TorchFunctionMode):
         return bound is not None and bool(bound.node.meta["from_sizes"])
 
     def _answer(self, tensor: Tensor, read: Callable[[Tensor], Any]) -> Any:
+        """A value that follows from sizes alone and is the same for all; None if it does not."""
+        if not self.is_known(tensor):
+            return None
         hints = self._world.hints
         samples = [{name: size + more for name, size in hints.items()} for more in (0, 1, 5)]
         return known_answer(self._bindings.bound[id(tensor)].node, samples, read)
+
+    def _read(self, tensor: Tensor, name: str) -> Any:
+        """A value that forward asks of a tensor; None for one that cannot be told."""
+        with self._quiet():
+            if name == "__bool__" or (name == "item" and tensor.dtype is torch.bool):
+                return self._readings.truth(tensor)
+            return self._readings.number(tensor) if name == "item" else None
+
+    def _relation(self, expression: sympy.Basic) -> bool | None:
+        with self._quiet():
+            return self._readings.relation(expression)
+
+    def _place(self) -> dict[str, Any]:
+        """Where forward is, for nodes that it does not make by a call."""
+        return {
+            "frames": user_frames(self._top),
+            "calls": self._stack,
+            "regions": self._current_regions(),
+        }
 
     # Modules and autograd functions
 

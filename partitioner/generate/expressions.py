@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from torch import fx
 
 from ..capture import IfTraining, LocalDevice, Size
+from ..capture.guards import must_fail
 from ..effects import AUGMENTED
 from . import layout
 from .callables import name_callable
@@ -195,6 +196,14 @@ def write_mutation(node: fx.Node, names: Names) -> tuple[str, Code] | None:
         where = f".{place}" if node.target is setattr else f"[{writer.index(place)}]"
         return f"{target}{where} = ", writer.write(value)
     return None
+
+
+def write_guard(node: fx.Node, names: Names) -> Code:
+    """The condition under which a guard refuses."""
+    condition = ArgumentWriter(names, node).write(node.args[0])
+    if node.target is must_fail:
+        return condition
+    return Code(f"not {condition.within(layout.NOT)}", layout.NOT)
 
 
 def _arguments(writer: ArgumentWriter, args: Any, kwargs: Mapping[str, Any]) -> tuple[Code, ...]:

@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from ..capture import Capture, LocalDevice, Region
+from ..capture.guards import is_guard, other_way
 from ..effects import AUGMENTED, is_mutating
 from . import layout
 from .canonical import Place
-from .expressions import write_mutation, write_operation
+from .expressions import write_guard, write_mutation, write_operation
 from .folding import Folded, Folds, can_fold
 from .function_names import FunctionNames
 from .items import Body, Call, Item, Loop, Op, inputs_of, is_effectful, regions_of, symbols_of
@@ -124,6 +125,8 @@ class _Writer:
         self._folds.unfold_effectful(but=inputs_of(item))
         if isinstance(item, Loop):
             self._loop(item)
+        elif isinstance(item, Op) and is_guard(item.node):
+            self._guard(item)
         elif isinstance(item, Op) and _is_statement(item.node):
             self._mutation(item)
         else:
@@ -175,6 +178,22 @@ class _Writer:
     def _mutating_expression(self, node: fx.Node) -> tuple[str, Code]:
         self._folds.begin_expression()
         return write_mutation(node, self._names) or ("", write_operation(node, self._names))
+
+    def _guard(self, op: Op) -> None:
+        node = op.node
+        self._folds.unfold_all(but=node.all_input_nodes)
+        condition = self._condition(node)
+        if self._too_long("if :", condition):
+            self._folds.unfold_all()
+            condition = self._condition(node)
+        self._folds.drop(self._folds.used)
+        header = Opener((self._here,), f"if {condition}:")
+        message = Code(f'"{other_way(str(node.args[1]))}"')
+        self._write("raise ", call("RuntimeError", (message,)), op, (*self._blocks, header))
+
+    def _condition(self, node: fx.Node) -> Code:
+        self._folds.begin_expression()
+        return write_guard(node, self._names)
 
     def _computation(self, item: Op | Call) -> None:
         code = self._expression(item)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from ..capture import ModuleCall, Region
+from ..capture.guards import is_guard
 from ..effects import is_mutating
 from ..split import sizes_in
 
@@ -133,8 +134,11 @@ def symbols_of(item: Item) -> tuple[str, ...]:
 
 
 def is_effectful(item: Item) -> bool:
-    """Whether the order of the item among others matters: it draws random numbers or mutates."""
-    return any(node.meta.get("random") or is_mutating(node) for node in item.nodes)
+    """Whether the order of the item among others matters: it draws random numbers, mutates, or
+    may refuse."""
+    return any(
+        node.meta.get("random") or is_mutating(node) or is_guard(node) for node in item.nodes
+    )
 
 
 # Operations whose result is still the same thing, in another form.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, fx
 
 from ..capture import Capture
@@ -39,4 +40,6 @@ def type_of(node: fx.Node) -> str:
     value = node.meta.get("val")
     if isinstance(value, list):
         return "list[Tensor]"
+    if isinstance(value, (torch.SymInt, torch.SymFloat)):
+        return "int" if isinstance(value, torch.SymInt) else "float"
     return "tuple[Tensor, ...]" if isinstance(value, tuple) else "Tensor"

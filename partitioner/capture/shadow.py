@@ -1,0 +1,83 @@
+"""The graph recorded so far and the example's real numbers -> real values of its nodes.
+
+A forward that asks for the value of a tensor gets the answer that the model would give. The nodes
+are run on the model itself, each once, when the first of them is asked for; also at other sizes,
+so that an answer that holds for the example's sizes only is seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._python_dispatch import _disable_current_modes
+
+from .fakes import FakeWorld
+from .graph import Capture, tensor_spec
+from .interpret import run
+from .restore import unchanged
+
+
+class Shadow:
+    """Real runs of one trace, the first on the example itself."""
+
+    def __init__(
+        self, world: FakeWorld, samples: Sequence[Mapping[str, Any]], training: bool
+    ) -> None:
+        self._world, self._training = world, training
+        runs = [_Run(sample, seed) for seed, sample in enumerate(samples)]
+        self._runs = [] if world.is_on_meta else runs
+
+    def read(
+        self, node: fx.Node, constants: Mapping[str, Tensor], read: Callable[[Any], Any]
+    ) -> list[Any]:
+        """What `read` makes of the node's value at each sample that runs; nothing for a model
+        without numbers, or when the example itself does not run."""
+        capture = Capture(
+            graph=node.graph,
+            model=self._world.model,
+            inputs=tuple(tensor_spec(given) for given in node.graph.find_nodes(op="placeholder")),
+            sizes=dict(self._world.hints),
+            calls={},
+            constants=constants,
+        )
+        found = []
+        with _disable_current_modes(), self._world.outside(), torch.no_grad():
+            for sample in self._runs:
+                try:
+                    found.append(read(sample.value(capture, node, self._training)))
+                except Exception:  # The model does not take these sizes.
+                    self._runs = self._runs[: self._runs.index(sample)]
+                    break
+        return found
+
+
+class _Run:
+    def __init__(self, inputs: Mapping[str, Any], seed: int) -> None:
+        self._inputs = {
+            name: value.clone() if isinstance(value, Tensor) else value
+            for name, value in inputs.items()
+        }
+        self._seed = seed
+        self._values: dict[fx.Node, Any] = {}
+        self._buffers: dict[str, Tensor] = {}
+        self._random: Tensor | None = None
+
+    def value(self, capture: Capture, node: fx.Node, training: bool) -> Any:
+        """The node's value, after a run of what has been recorded since the last question."""
+        pending = [each for each in capture.graph.nodes if each not in self._values]
+        with unchanged(capture.model):
+            buffers = dict(capture.model.named_buffers())
+            for name, value in self._buffers.items():
+                buffers[name].copy_(value)
+            if self._random is None:
+                torch.manual_seed(self._seed)
+            else:
+                torch.set_rng_state(self._random)
+            run(capture, self._inputs, training=training, nodes=pending, env=self._values)
+            self._values.update((each, None) for each in pending if each not in self._values)
+            self._random = torch.get_rng_state()
+            self._buffers = {name: value.clone() for name, value in capture.model.named_buffers()}
+        return self._values[node]
