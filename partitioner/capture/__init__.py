@@ -7,9 +7,9 @@ mode; what it does is written down and run again on real numbers against the mod
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx, nn
@@ -19,6 +19,7 @@ from ...runtime.errors import CaptureError
 from .aliases import colocated
 from .branch import Calls, branched
 from .check import check_capture, is_on_meta
+from .dynamo import torch_graph
 from .explain import explained
 from .fakes import Dynamic, FakeWorld, PinnedSizeError
 from .graph import Capture, tensor_spec
@@ -29,6 +30,7 @@ from .merge import Different, merge
 from .patches import patched
 from .prune import prune
 from .rename import renamed
+from .replay import replay
 from .restore import in_mode, without_cache
 from .structure import plain_structure
 from .tracer import LenNeeded, Tracer
@@ -47,6 +49,7 @@ def capture(
     dynamic: Dynamic | None = None,
     leaves: Collection[str] = (),
     check: bool = True,
+    method: str = "tracer",
 ) -> Capture:
     """Writes down what the model's forward does for inputs like these.
 
@@ -68,7 +71,7 @@ def capture(
     notes: list[str] = []
     while True:
         try:
-            captured = _capture(model, model_inputs, dims, is_leaf)
+            captured = _capture(model, model_inputs, dims, is_leaf, _TRACES[method])
             break
         except PinnedSizeError as pinned:
             # The batch has to be free. Another size that nobody asked to be free may be fixed.
@@ -83,7 +86,11 @@ def capture(
 
 
 def _capture(
-    model: nn.Module, inputs: Mapping[str, Any], dims: Dynamic, is_leaf: LeafRule
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    dims: Dynamic,
+    is_leaf: LeafRule,
+    trace: Trace,
 ) -> Capture:
     world = FakeWorld(model)
     large = enlarged(inputs, dims)
@@ -102,15 +109,15 @@ def _capture(
             notes=tuple(dict.fromkeys(note for trace in traces for note in trace.notes)),
         )
 
-    train = _trace(model, world, large, dims, is_leaf, training=True)
+    train = trace(model, world, large, dims, is_leaf, training=True)
     # The sizes of the other mode are compared as numbers, which is five times as fast to trace.
-    evaluation = _trace(model, world, large, {}, is_leaf, training=False)
+    evaluation = trace(model, world, large, {}, is_leaf, training=False)
     difference = merge(train.graph, evaluation.graph, sizes_in(large, dims))
     captured = finished(train.graph, train.calls, train, evaluation)
     if difference is None or _is_model(captured, inputs):
         return captured
-    train = _trace(model, world, large, dims, is_leaf, training=True)
-    evaluation = _trace(model, world, large, dims, is_leaf, training=False)
+    train = trace(model, world, large, dims, is_leaf, training=True)
+    evaluation = trace(model, world, large, dims, is_leaf, training=False)
     prune(train.graph)
     prune(evaluation.graph)
     try:
@@ -134,7 +141,22 @@ def _is_model(captured: Capture, inputs: Mapping[str, Any]) -> bool:
     return True
 
 
-def _trace(
+class Trace(Protocol):
+    """One run of a model's forward in one mode, written down."""
+
+    def __call__(
+        self,
+        model: nn.Module,
+        world: FakeWorld,
+        inputs: Mapping[str, Any],
+        dims: Dynamic,
+        is_leaf: LeafRule,
+        *,
+        training: bool,
+    ) -> Tracer: ...
+
+
+def _trace_dynamo(
     model: nn.Module,
     world: FakeWorld,
     inputs: Mapping[str, Any],
@@ -143,8 +165,31 @@ def _trace(
     *,
     training: bool,
 ) -> Tracer:
+    """Dynamo's graph of forward, run in its place."""
+    try:
+        found = torch_graph(model, inputs, dims, is_leaf, training=training)
+    except Exception as error:
+        raise explained(error, model) from error
+
+    def forward(tracer: Tracer, fakes: Mapping[str, Any]) -> Any:
+        tensors = [value for value in fakes.values() if isinstance(value, Tensor)]
+        return replay(found, model, world, tracer, tensors)
+
+    return _trace(model, world, inputs, dims, is_leaf, training=training, forward=forward)
+
+
+def _trace(
+    model: nn.Module,
+    world: FakeWorld,
+    inputs: Mapping[str, Any],
+    dims: Dynamic,
+    is_leaf: LeafRule,
+    *,
+    training: bool,
+    forward: Callable[[Tracer, Mapping[str, Any]], Any] | None = None,
+) -> Tracer:
     """One run of forward in one mode, again for every module that turns out to call `len` on a
-    symbolic size."""
+    symbolic size. `forward` stands in for the model's."""
     scopes: list[dict[str, Any]] = []
     while True:
         tracer = Tracer(model, world, is_leaf)
@@ -169,7 +214,7 @@ def _trace(
                     if isinstance(value, Tensor):
                         tracer.placeholder(name, value)
                 with tracer:
-                    result = model(**fakes)
+                    result = forward(tracer, fakes) if forward else model(**fakes)
                 tracer.output(plain_structure(result))
         except LenNeeded as needed:
             scopes.append(needed.scope)
@@ -179,3 +224,6 @@ def _trace(
         except Exception as error:
             raise explained(error, model) from error
         return tracer
+
+
+_TRACES: Mapping[str, Trace] = {"tracer": _trace, "dynamo": _trace_dynamo}

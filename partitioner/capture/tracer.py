@@ -143,18 +143,29 @@ class Tracer(TorchFunctionMode):
                 kwargs,
                 own=(*module.parameters(), *module.buffers()),
             )
+        return self.within(module, args, kwargs, lambda: original_call(module, args, kwargs))
+
+    def within(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        run: Callable[[], Any],
+    ) -> Any:
+        """Runs what a module that is no leaf does, and keeps a record of the call."""
+        path = self._paths[id(module)]
         call = ModuleCall(path, self._call_counts[path])
         self._call_counts[path] += 1
-        with self._quiet():
+        with self.quiet():
             self._names.look()
             arguments = self._named_arguments(module, args, kwargs)
         self._stack.append(call)
         try:
-            result = original_call(module, args, kwargs)
+            result = run()
         finally:
             self._stack.pop()
         kind = type(module)
-        with self._quiet():
+        with self.quiet():
             record = CallRecord(
                 kind.__qualname__,
                 kind.__module__,
@@ -214,7 +225,7 @@ class Tracer(TorchFunctionMode):
 
     def assign_buffer(self, module: nn.Module, name: str, value: Tensor) -> None:
         if self._recording and id(module) in self._paths:
-            with self._quiet():
+            with self.quiet():
                 self._assigned.note(module, name, value)
 
     # Writing down
@@ -235,7 +246,7 @@ class Tracer(TorchFunctionMode):
         parameters and buffers. `sets_grad` says that it changes whether its argument requires a
         gradient.
         """
-        with self._quiet():
+        with self.quiet():
             given = [*tensors_in(args), *tensors_in(kwargs)]
             reached = [(tensor, tensor._version) for tensor in (*given, *own)]
             self.random.drawn = False
@@ -268,7 +279,7 @@ class Tracer(TorchFunctionMode):
         return value
 
     @contextmanager
-    def _quiet(self) -> Iterator[None]:
+    def quiet(self) -> Iterator[None]:
         """Within, nothing is recorded: what a leaf does inside, and our own look at tensors."""
         recording, self._recording = self._recording, False
         try:

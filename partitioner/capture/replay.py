@@ -1,0 +1,174 @@
+"""Torch's own graph of a model -> a run of it under the tracer, as if it were the forward.
+
+What the tracer writes down is then what it always writes: functions, modules and their calls,
+sizes as symbols, changes in place, regions. Only names and lines come from Dynamo's graph.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
+from itertools import takewhile
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from .dynamo import TorchGraph
+from .fakes import FakeWorld
+from .frames import is_good_name, is_user_file, short_name
+from .functorch import Transforms
+from .structure import map_leaves
+from .tracer import Tracer
+
+_LINE = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)')
+
+
+def replay(
+    found: TorchGraph, model: nn.Module, world: FakeWorld, tracer: Tracer, tensors: list[Tensor]
+) -> Any:
+    """The model's result for fake tensors, which are the graph's placeholders in order."""
+    return _Replay(found, model, world, tracer).run(tensors)
+
+
+class _Replay:
+    def __init__(
+        self, found: TorchGraph, model: nn.Module, world: FakeWorld, tracer: Tracer
+    ) -> None:
+        self._found, self._model = found, model
+        self._world, self._tracer = world, tracer
+        self._values: dict[fx.Node, Any] = {}
+        self._transforms = Transforms(tracer)
+
+    def run(self, tensors: list[Tensor]) -> Any:
+        graph = self._found.module.graph
+        placeholders = graph.find_nodes(op="placeholder")
+        self._values.update(zip(placeholders, tensors, strict=True))
+        nodes = iter([node for node in graph.nodes if node.op not in ("placeholder", "output")])
+        return self._until_leave(nodes)
+
+    def _until_leave(self, nodes: Iterator[fx.Node]) -> Any:
+        """Runs nodes up to the end of the module that they are in, and returns its result."""
+        for node in nodes:
+            if node.target is self._found.leave:
+                return self._value(node.args[0])
+            if node.target is not self._found.enter:
+                self._run(node)
+                continue
+            path, args, kwargs = self._value(node.args)
+            if not path:
+                return self._until_leave(nodes)
+            module = self._model.get_submodule(path)
+            self._tracer.within(module, args, kwargs, lambda: self._until_leave(nodes))
+        raise AssertionError("a module of Dynamo's graph does not end")
+
+    def _run(self, node: fx.Node) -> None:
+        before = next(iter(reversed(self._tracer.graph.nodes)), None)
+        args, kwargs = self._value((node.args, node.kwargs))
+        transformed = self._transforms.take(node, args, kwargs, self._values)
+        if not transformed:
+            self._values[node] = self._called(node, args, kwargs)
+        made = takewhile(lambda new: new is not before, reversed(self._tracer.graph.nodes))
+        _describe(list(made)[::-1], node)
+
+    def _called(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        if node.op == "get_attr":
+            return self._attribute(str(node.target))
+        if node.op == "call_method":
+            return _method(str(node.target), args, kwargs)
+        if node.op == "call_module":
+            return self._found.module.get_submodule(str(node.target))(*args, **kwargs)
+        path = self._found.leaves.get(node.target)
+        if path is not None:
+            return self._tracer.call_module(self._model.get_submodule(path), args, kwargs)
+        function: Any = _FUNCTIONS.get(node.target, node.target)
+        return function(*args, **kwargs)
+
+    def _attribute(self, name: str) -> Any:
+        value = operator.attrgetter(name)(self._found.module)
+        return self._world.twin(value) if isinstance(value, Tensor) else value
+
+    def _value(self, argument: Any) -> Any:
+        return map_leaves(
+            lambda leaf: self._values[leaf] if isinstance(leaf, fx.Node) else leaf, argument
+        )
+
+
+# --- what Dynamo writes for numbers and arrays ----------------------------------------------
+
+
+def _method(name: str, args: Any, kwargs: Any) -> Any:
+    tensor = args[0]
+    if name == "item":
+        # A tensor without dimensions counts as a number in arithmetic.
+        return tensor.detach()
+    if name == "view_as" and args[1] is tensor:
+        return tensor  # `x.numpy()`
+    return getattr(tensor, name)(*args[1:], **kwargs)
+
+
+def _converted(number: Callable[[Any], Any], dtype: torch.dtype) -> Callable[[Any], Any]:
+    def convert(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, Tensor) else number(value)
+
+    return convert
+
+
+def _as_tensor(value: Any, **options: Any) -> Tensor:
+    if isinstance(value, Tensor) and not options:
+        return value  # `torch.from_numpy(x)`
+    return torch.as_tensor(value, **options)
+
+
+_FUNCTIONS: Mapping[Any, Callable[..., Any]] = {
+    torch.as_tensor: _as_tensor,
+    torch.sym_int: _converted(torch.sym_int, torch.int64),
+    torch.sym_float: _converted(torch.sym_float, torch.float64),
+}
+
+
+# --- names and lines ------------------------------------------------------------------------
+
+
+def _describe(made: list[fx.Node], node: fx.Node) -> None:
+    """Gives new nodes the line and the variables of the node that they come from."""
+    lines = [
+        (file, int(line), text)
+        for file, line, text in _LINE.findall(node.meta.get("stack_trace") or "")
+        if is_user_file(file)
+    ]
+    if not lines or not made:
+        return
+    file, line, text = lines[-1]
+    for new in made:
+        if new.meta["source"] is None:
+            new.meta["source"] = (short_name(file, _module_of(file)), line)
+    parts = [part.strip() for part in text.partition("=")[0].split(",")]
+    name = re.sub(r"_\d+$", "", node.name)
+    if len(parts) == len(made) - 1 > 0:
+        for new, part in zip(made[1:], parts, strict=True):
+            _hint(new, part)
+    elif any(_assigns(text, name) for _, _, text in lines):
+        _hint(made[-1], name)
+
+
+def _hint(node: fx.Node, name: str) -> None:
+    if is_good_name(name):
+        node.meta.setdefault("hint", name)
+
+
+def _assigns(text: str, name: str) -> bool:
+    left, sign, _ = text.partition("=")
+    return bool(sign) and re.search(rf"\b{name}\b", left) is not None
+
+
+@lru_cache(maxsize=4096)
+def _module_of(file: str) -> str:
+    """The name of the imported module that a file is."""
+    for name, module in list(sys.modules.items()):
+        if getattr(module, "__file__", None) == file:
+            return name
+    return ""
