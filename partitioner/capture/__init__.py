@@ -20,7 +20,7 @@ from .aliases import colocated
 from .branch import Calls, branched
 from .check import check_capture, is_on_meta
 from .dynamo import torch_graph
-from .explain import explained
+from .explain import both, explained, may_be_unseen
 from .fakes import Dynamic, FakeWorld, PinnedSizeError
 from .graph import Capture, tensor_spec
 from .inputs import dynamic_sizes, enlarged, sizes_in, verify_inputs, without_symbol
@@ -31,7 +31,7 @@ from .patches import patched
 from .prune import prune
 from .rename import renamed
 from .replay import replay
-from .restore import in_mode, without_cache
+from .restore import in_mode, silent, without_cache
 from .structure import plain_structure
 from .tracer import LenNeeded, Tracer
 from .values import CallRecord, IfTraining, LocalDevice, ModuleCall, Region, Size, size_text
@@ -49,7 +49,7 @@ def capture(
     dynamic: Dynamic | None = None,
     leaves: Collection[str] = (),
     check: bool = True,
-    method: str = "tracer",
+    method: str = "auto",
 ) -> Capture:
     """Writes down what the model's forward does for inputs like these.
 
@@ -60,6 +60,9 @@ def capture(
     class name or path. Parameters may be on meta. With `check`, the graph is run beside the model
     at other sizes in both modes; a model on meta is not checked.
 
+    `method` is `tracer`, `dynamo` or `auto`: the tracer, and where it cannot see what forward does,
+    torch's own graph made by Dynamo. A note says so.
+
     The model is left as it was: its mode, its buffers, its configuration.
 
     Raises CaptureError for a forward that is no fixed graph, naming its line.
@@ -69,20 +72,26 @@ def capture(
     dims = dynamic_sizes(model_inputs) if dynamic is None else dynamic
     is_leaf = leaf_rule(model, leaves)
     notes: list[str] = []
+    trace = _TRACES[method]
+    unseen: CaptureError | None = None
     while True:
         try:
-            captured = _capture(model, model_inputs, dims, is_leaf, _TRACES[method])
-            break
-        except PinnedSizeError as pinned:
-            # The batch has to be free. Another size that nobody asked to be free may be fixed.
-            if dynamic is not None or pinned.symbol == "batch":
+            captured = _capture(model, model_inputs, dims, is_leaf, trace)
+            if (check or trace is not _trace) and not is_on_meta(model):
+                check_capture(captured, model_inputs)
+            return replace(captured, notes=(*notes, *captured.notes))
+        except CaptureError as error:
+            if isinstance(error, PinnedSizeError) and dynamic is None and error.symbol != "batch":
+                # The batch has to be free. Another size that nobody asked for may be fixed.
+                notes.append(f"the {error.symbol} size is fixed: {error.what}")
+                dims = without_symbol(dims, error.symbol)
+            elif unseen is not None:
+                raise both(unseen, error) from unseen
+            elif method == "auto" and may_be_unseen(error, model, model_inputs):
+                unseen, trace = error, _TRACES["dynamo"]
+                notes.append(f"captured with Dynamo: {error.what}")
+            else:
                 raise
-            notes.append(f"the {pinned.symbol} size is fixed: {pinned.what}")
-            dims = without_symbol(dims, pinned.symbol)
-    captured = replace(captured, notes=(*notes, *captured.notes))
-    if check and not is_on_meta(model):
-        check_capture(captured, model_inputs)
-    return captured
 
 
 def _capture(
@@ -166,14 +175,19 @@ def _trace_dynamo(
     training: bool,
 ) -> Tracer:
     """Dynamo's graph of forward, run in its place."""
+    tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
+    others = {name: value for name, value in inputs.items() if name not in tensors}
+
+    def call(given: dict[str, Tensor]) -> Any:
+        return model(**given, **others)
+
     try:
-        found = torch_graph(model, inputs, dims, is_leaf, training=training)
+        found = torch_graph(model, call, tensors, dims, is_leaf, training=training)
     except Exception as error:
         raise explained(error, model) from error
 
     def forward(tracer: Tracer, fakes: Mapping[str, Any]) -> Any:
-        tensors = [value for value in fakes.values() if isinstance(value, Tensor)]
-        return replay(found, model, world, tracer, tensors)
+        return replay(found, model, world, tracer, [fakes[name] for name in tensors])
 
     return _trace(model, world, inputs, dims, is_leaf, training=training, forward=forward)
 
@@ -197,6 +211,7 @@ def _trace(
             with (
                 in_mode(model, training),
                 without_cache(model),
+                silent(),
                 torch.enable_grad(),
                 world.inside(sys._getframe()),
                 patched(tracer, scopes),
@@ -226,4 +241,4 @@ def _trace(
         return tracer
 
 
-_TRACES: Mapping[str, Trace] = {"tracer": _trace, "dynamo": _trace_dynamo}
+_TRACES: Mapping[str, Trace] = {"auto": _trace, "tracer": _trace, "dynamo": _trace_dynamo}

@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...runtime.errors import CaptureError
+from .explain import UnseenError
 from .fakes import FakeWorld
 from .frames import short_path, where
 from .known import follows_from_sizes
@@ -126,7 +127,7 @@ class Bindings:
         if isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             size = self._world.size(leaf)
             if self._world.is_data_dependent((size,)):
-                raise CaptureError(
+                raise UnseenError(
                     f"cannot trace {where(self._top)}: a size depends on tensor values.",
                     "Keep it inside one module and name that module with --leaf.",
                 )
@@ -163,7 +164,7 @@ class Bindings:
         return self.add(("get_attr", name or self.constant(tensor)), tensor)
 
     def _unseen(self, tensor: Tensor) -> CaptureError:
-        return CaptureError(
+        return UnseenError(
             f"cannot trace {where(self._top)}: a tensor of {tensor.dim()} dimensions was made by "
             "code that torch functions do not show (torch.jit.script, a stored Function.apply).",
             "Call it as Class.apply(...), or keep the module that does it as one node: "

@@ -25,7 +25,7 @@ from torch.autograd import Function
 
 from .fakes import Dynamic
 from .leaves import LeafRule
-from .restore import in_mode, without_cache
+from .restore import in_mode, silent, without_cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,17 +45,15 @@ class TorchGraph:
 
 def torch_graph(
     model: nn.Module,
-    inputs: Mapping[str, Any],
+    call: Callable[[dict[str, Tensor]], Any],
+    tensors: Mapping[str, Tensor],
     dims: Dynamic,
     is_leaf: LeafRule,
     *,
     training: bool,
 ) -> TorchGraph:
-    """The graph of forward in one mode for inputs like these, its placeholders the tensors among
-    them in order. Raises what Dynamo raises."""
-    # Copies, because Dynamo would make one input of a tensor that is given twice.
-    tensors = {name: _copy(value) for name, value in inputs.items() if isinstance(value, Tensor)}
-    others = {name: value for name, value in inputs.items() if name not in tensors}
+    """The graph in one mode of a call of the model with tensors like these, which are its
+    placeholders in order. Raises what Dynamo raises."""
     with (
         _unchanged_attributes(model),
         in_mode(model, training),
@@ -68,10 +66,10 @@ def torch_graph(
     ):
         enter, leave = _mark(), _mark()
         leaves = _reporting(model, is_leaf, enter, leave)
-        entry = _Entry(model, tuple(tensors), others)
         found = _exported(
-            entry,
-            tuple(tensors.values()),
+            _Entry(model, call, tuple(tensors)),
+            # Copies, because Dynamo would make one input of a tensor that is given twice.
+            tuple(map(_copy, tensors.values())),
             [dict.fromkeys(dims.get(name, {}), torch.export.Dim.DYNAMIC) for name in tensors],
         )
         return TorchGraph(found, leaves, enter, leave)
@@ -85,15 +83,17 @@ class _Entry(nn.Module):
     """A model as a module of tensors to tensors."""
 
     def __init__(
-        self, model: nn.Module, names: tuple[str, ...], others: Mapping[str, Any]
+        self,
+        model: nn.Module,
+        call: Callable[[dict[str, Tensor]], Any],
+        names: tuple[str, ...],
     ) -> None:
         super().__init__()
         self.model = model
-        self._names, self._others = names, dict(others)
+        self._call, self._names = call, names
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:
-        given = dict(zip(self._names, tensors, strict=True))
-        return _tensors(_plain(self.model(**given, **self._others)))
+        return _tensors(_plain(self._call(dict(zip(self._names, tensors, strict=True)))))
 
 
 def _exported(entry: nn.Module, tensors: tuple[Tensor, ...], dynamic: list[Any]) -> fx.GraphModule:
@@ -290,19 +290,12 @@ def _quiet() -> Iterator[None]:
         )
         for name in names
     ]
-    shown = logging.getLogger("torch._dynamo"), logging.getLogger("torch.fx")
-    levels = [logger.level for logger in shown]
     with (
         warnings.catch_warnings(),
+        silent(),
         torch._dynamo.config.patch(
             ignore_logging_functions={*torch._dynamo.config.ignore_logging_functions, *talk}
         ),
     ):
         warnings.simplefilter("ignore")
-        try:
-            for logger in shown:
-                logger.setLevel(logging.CRITICAL)
-            yield
-        finally:
-            for logger, level in zip(shown, levels, strict=True):
-                logger.setLevel(level)
+        yield

@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn import functional as F
 
+from ..effects import AUGMENTED
 from .dynamo import TorchGraph
 from .fakes import FakeWorld
 from .frames import is_good_name, is_user_file, short_name
@@ -63,6 +65,7 @@ class _Replay:
                 return self._until_leave(nodes)
             module = self._model.get_submodule(path)
             self._tracer.within(module, args, kwargs, lambda: self._until_leave(nodes))
+            _name_result(next(reversed(self._tracer.calls.values())).result, node)
         raise AssertionError("a module of Dynamo's graph does not end")
 
     def _run(self, node: fx.Node) -> None:
@@ -125,6 +128,7 @@ def _as_tensor(value: Any, **options: Any) -> Tensor:
 
 _FUNCTIONS: Mapping[Any, Callable[..., Any]] = {
     torch.as_tensor: _as_tensor,
+    torch._C._nn.pad: F.pad,
     torch.sym_int: _converted(torch.sym_int, torch.int64),
     torch.sym_float: _converted(torch.sym_float, torch.float64),
 }
@@ -135,34 +139,59 @@ _FUNCTIONS: Mapping[Any, Callable[..., Any]] = {
 
 def _describe(made: list[fx.Node], node: fx.Node) -> None:
     """Gives new nodes the line and the variables of the node that they come from."""
-    lines = [
-        (file, int(line), text)
-        for file, line, text in _LINE.findall(node.meta.get("stack_trace") or "")
-        if is_user_file(file)
-    ]
+    lines = _lines(node)
     if not lines or not made:
         return
     file, line, text = lines[-1]
     for new in made:
         if new.meta["source"] is None:
             new.meta["source"] = (short_name(file, _module_of(file)), line)
-    parts = [part.strip() for part in text.partition("=")[0].split(",")]
+    last = made[-1]
+    if node.target in AUGMENTED and last.op == "call_method":
+        # Torch calls the same what was written `x += y`.
+        last.op, last.target = "call_function", node.target
+    parts = _assigned(text)
     name = re.sub(r"_\d+$", "", node.name)
     if len(parts) == len(made) - 1 > 0:
         for new, part in zip(made[1:], parts, strict=True):
             _hint(new, part)
-    elif any(_assigns(text, name) for _, _, text in lines):
-        _hint(made[-1], name)
+    elif any(name in _assigned(text) for _, _, text in lines):
+        _hint(last, name)
+
+
+def _name_result(result: Any, enter: fx.Node) -> None:
+    """Names what a module returns after the variable that its caller puts it in."""
+    lines = _lines(enter)
+    names = _assigned(lines[-1][2]) if lines else []
+    results = list(result) if isinstance(result, (tuple, list)) else [result]
+    if len(names) == len(results):
+        for node, name in zip(results, names, strict=True):
+            if isinstance(node, fx.Node) and node.op.startswith("call"):
+                _hint(node, name)
+
+
+def _lines(node: fx.Node) -> list[tuple[str, int, str]]:
+    """File, number and text of the user's lines that a node comes from, the innermost last."""
+    return [
+        (file, int(line), text)
+        for file, line, text in _LINE.findall(node.meta.get("stack_trace") or "")
+        if is_user_file(file)
+    ]
+
+
+def _assigned(text: str) -> list[str]:
+    """The variables that a line of Python assigns.
+
+    >>> _assigned("query, key = self.both(states == 0)")
+    ['query', 'key']
+    """
+    found = re.match(r"([\w\s,()]+?)\s*[-+*/|&@]?=(?!=)", text)
+    return [name.strip(" ()") for name in found[1].split(",")] if found else []
 
 
 def _hint(node: fx.Node, name: str) -> None:
     if is_good_name(name):
         node.meta.setdefault("hint", name)
-
-
-def _assigns(text: str, name: str) -> bool:
-    left, sign, _ = text.partition("=")
-    return bool(sign) and re.search(rf"\b{name}\b", left) is not None
 
 
 @lru_cache(maxsize=4096)

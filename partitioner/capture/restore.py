@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -55,3 +56,18 @@ def without_cache(model: nn.Module) -> Iterator[None]:
     finally:
         for config in configs.values():
             config.use_cache = True
+
+
+@contextmanager
+def silent() -> Iterator[None]:
+    """Within, torch logs nothing of what it cannot trace: we say that ourselves."""
+    loggers = logging.getLogger("torch._dynamo"), logging.getLogger("torch.fx")
+    loggers += (logging.getLogger("torch.fx.experimental.symbolic_shapes"),)
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
