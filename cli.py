@@ -81,6 +81,7 @@ def partition_command(
     profile: Literal["measured", "analytic"] | None = None,
     threads: int | None = None,
     leaf: Annotated[list[str] | None, Parameter(negative=())] = None,
+    capture: Literal["auto", "tracer", "dynamo"] = "auto",
     seed: int = 0,
     meta: Annotated[bool, Parameter(negative=())] = False,
     no_weights: Annotated[bool, Parameter(negative=())] = False,
@@ -122,6 +123,8 @@ def partition_command(
         Threads while measuring; by default what each rank will have.
     leaf
         The name of a module class that is kept as one operation.
+    capture
+        How forward is read: auto is the tracer, and TorchDynamo where the tracer cannot see.
     seed
         Seed of the random weights.
     meta
@@ -156,6 +159,7 @@ def partition_command(
             profile=profile,
             threads=threads,
             leaves=leaf or (),
+            capture=capture,
             seed=seed,
             meta=meta,
             save_weights=not no_weights,

@@ -17,7 +17,8 @@ from ..runtime.loading import CONSTANTS
 from ..runtime.plan import Plan, portable
 from ..runtime.tensors import tensor_bytes, write_index, write_shard
 from .assemble import assemble
-from .capture import Capture, capture
+from .capture import Capture
+from .capture import capture as capture_model
 from .cost import LOCALHOST
 from .folder import check_target, write_folder
 from .generate import (
@@ -122,6 +123,7 @@ def partition_source(
     profile: str | None = None,
     threads: int | None = None,
     leaves: Collection[str] = (),
+    capture: str = "auto",
     save_weights: bool = True,
     force: bool = False,
     command: str = "",
@@ -136,8 +138,8 @@ def partition_source(
     folder = Path(output or Path("generated_models") / f"{source.name}_{stages}p")
     on_meta = any(parameter.is_meta for parameter in source.model.parameters())
 
-    captured = capture(
-        source.model, source.example_inputs, leaves=leaves, check=False
+    captured = capture_model(
+        source.model, source.example_inputs, leaves=leaves, check=False, method=capture
     )  # verify below compares more
     digest = graph_hash(captured)
     check_target(
