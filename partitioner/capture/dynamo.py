@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.autograd import Function
 
+from .check import is_on_meta
 from .fakes import Dynamic
 from .leaves import LeafRule
 from .restore import in_mode, silent, without_cache
@@ -69,14 +70,15 @@ def torch_graph(
         found = _exported(
             _Entry(model, call, tuple(tensors)),
             # Copies, because Dynamo would make one input of a tensor that is given twice.
-            tuple(map(_copy, tensors.values())),
+            tuple(_copy(tensor, is_on_meta(model)) for tensor in tensors.values()),
             [dict.fromkeys(dims.get(name, {}), torch.export.Dim.DYNAMIC) for name in tensors],
         )
         return TorchGraph(found, leaves, enter, leave)
 
 
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+def _copy(tensor: Tensor, to_meta: bool) -> Tensor:
+    made = tensor.detach().to("meta") if to_meta else tensor.detach().clone()
+    return made.requires_grad_(tensor.requires_grad)
 
 
 class _Entry(nn.Module):

@@ -44,6 +44,7 @@ class _Replay:
         self._world, self._tracer = world, tracer
         self._values: dict[fx.Node, Any] = {}
         self._transforms = Transforms(tracer)
+        self._place: fx.Node | None = None
 
     def run(self, tensors: list[Tensor]) -> Any:
         graph = self._found.module.graph
@@ -75,7 +76,9 @@ class _Replay:
         if not transformed:
             self._values[node] = self._called(node, args, kwargs)
         made = takewhile(lambda new: new is not before, reversed(self._tracer.graph.nodes))
-        _describe(list(made)[::-1], node)
+        if self._place is None or _lines(node):
+            self._place = node  # what torch adds at the end of a transform has no line
+        _describe(list(made)[::-1], node, _lines(self._place))
 
     def _called(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         if node.op == "get_attr":
@@ -95,9 +98,14 @@ class _Replay:
         return self._world.twin(value) if isinstance(value, Tensor) else value
 
     def _value(self, argument: Any) -> Any:
-        return map_leaves(
-            lambda leaf: self._values[leaf] if isinstance(leaf, fx.Node) else leaf, argument
-        )
+        return map_leaves(self._leaf, argument)
+
+    def _leaf(self, leaf: Any) -> Any:
+        if isinstance(leaf, fx.Node):
+            return self._values[leaf]
+        if isinstance(leaf, torch.device) and leaf.type == "meta" and self._world.is_on_meta:
+            return torch.device("cpu")  # where the fake twins are
+        return leaf
 
 
 # --- what Dynamo writes for numbers and arrays ----------------------------------------------
@@ -137,9 +145,8 @@ _FUNCTIONS: Mapping[Any, Callable[..., Any]] = {
 # --- names and lines ------------------------------------------------------------------------
 
 
-def _describe(made: list[fx.Node], node: fx.Node) -> None:
+def _describe(made: list[fx.Node], node: fx.Node, lines: list[tuple[str, int, str]]) -> None:
     """Gives new nodes the line and the variables of the node that they come from."""
-    lines = _lines(node)
     if not lines or not made:
         return
     file, line, text = lines[-1]
