@@ -14,7 +14,7 @@ import logging
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
@@ -26,7 +26,7 @@ from torch.autograd import Function
 from .check import is_on_meta
 from .fakes import Dynamic
 from .leaves import LeafRule
-from .restore import in_mode, silent, without_cache
+from .restore import in_mode, silent, unchanged_attributes, without_cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,13 +35,16 @@ class TorchGraph:
 
     `leaves` are functions that stand for a leaf module, with its path; a call of `enter` has the
     path, the arguments and the keyword arguments of a module that begins, a call of `leave` the
-    result of the one that ends.
+    result of the one that ends. At the end `assigned` has what every one of `buffers`, a module
+    and a name each, is then.
     """
 
     module: fx.GraphModule
     leaves: Mapping[Any, str]
+    buffers: Sequence[tuple[nn.Module, str]]
     enter: Callable[..., Any]
     leave: Callable[..., Any]
+    assigned: Callable[..., Any]
 
 
 def torch_graph(
@@ -56,7 +59,7 @@ def torch_graph(
     """The graph in one mode of a call of the model with tensors like these, which are its
     placeholders in order. Raises what Dynamo raises."""
     with (
-        _unchanged_attributes(model),
+        unchanged_attributes(model),
         in_mode(model, training),
         without_cache(model),
         _without_locks(model),
@@ -65,15 +68,15 @@ def torch_graph(
         torch.enable_grad(),
         torch.random.fork_rng(devices=[]),
     ):
-        enter, leave = _mark(), _mark()
-        leaves = _reporting(model, is_leaf, enter, leave)
+        enter, leave, assigned = _mark(), _mark(), _mark()
+        leaves, buffers = _reporting(model, is_leaf, enter, leave)
         found = _exported(
-            _Entry(model, call, tuple(tensors)),
+            _Entry(model, call, tuple(tensors), buffers, assigned),
             # Copies, because Dynamo would make one input of a tensor that is given twice.
             tuple(_copy(tensor, is_on_meta(model)) for tensor in tensors.values()),
             [dict.fromkeys(dims.get(name, {}), torch.export.Dim.DYNAMIC) for name in tensors],
         )
-        return TorchGraph(found, leaves, enter, leave)
+        return TorchGraph(found, leaves, buffers, enter, leave, assigned)
 
 
 def _copy(tensor: Tensor, to_meta: bool) -> Tensor:
@@ -89,13 +92,18 @@ class _Entry(nn.Module):
         model: nn.Module,
         call: Callable[[dict[str, Tensor]], Any],
         names: tuple[str, ...],
+        state: Sequence[tuple[nn.Module, str]],
+        assigned: Callable[..., Any],
     ) -> None:
         super().__init__()
         self.model = model
         self._call, self._names = call, names
+        self._state, self._assigned = state, assigned
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:
-        return _tensors(_plain(self._call(dict(zip(self._names, tensors, strict=True)))))
+        result = _plain(self._call(dict(zip(self._names, tensors, strict=True))))
+        self._assigned([getattr(module, name) for module, name in self._state])
+        return _tensors(result)
 
 
 def _exported(entry: nn.Module, tensors: tuple[Tensor, ...], dynamic: list[Any]) -> fx.GraphModule:
@@ -130,9 +138,12 @@ def _mark() -> Callable[..., Any]:
 
 def _reporting(
     model: nn.Module, is_leaf: LeafRule, enter: Callable[..., Any], leave: Callable[..., Any]
-) -> dict[Any, str]:
-    """Gives modules a forward of their own each; the functions that stand for leaves."""
+) -> tuple[dict[Any, str], list[tuple[nn.Module, str]]]:
+    """Gives modules a forward of their own each.
+
+    The result is the functions that stand for leaves, and the buffers of other modules."""
     leaves: dict[Any, str] = {}
+    buffers: list[tuple[nn.Module, str]] = []
     inside: set[int] = set()
     for path, module in model.named_modules():
         if id(module) in inside:
@@ -146,10 +157,12 @@ def _reporting(
                 hooks.clear()
             module.__dict__["forward"] = function
         else:
+            own = module._buffers.items()
+            buffers += [(module, name) for name, buffer in own if buffer is not None]
             module.__dict__["forward"] = MethodType(
                 _reported(path, module.__dict__.get("forward"), enter, leave), module
             )
-    return leaves
+    return leaves, buffers
 
 
 def _leaf(module: nn.Module) -> Callable[..., Any]:
@@ -211,24 +224,6 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 # --- what must not be in Dynamo's way -------------------------------------------------------
-
-
-@contextmanager
-def _unchanged_attributes(model: nn.Module) -> Iterator[None]:
-    """Within, modules may be given attributes and lose hooks; after, they are as before."""
-    before = [
-        (mutable, dict(mutable))
-        for module in model.modules()
-        for mutable in (
-            module.__dict__, module._buffers, module._forward_hooks, module._forward_pre_hooks,
-        )
-    ]  # fmt: skip
-    try:
-        yield
-    finally:
-        for mutable, old in before:
-            mutable.clear()
-            mutable.update(old)
 
 
 @contextmanager

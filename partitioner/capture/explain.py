@@ -16,7 +16,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from ...runtime.errors import CaptureError
 from .check import is_on_meta
 from .frames import place, source_text, user_frame_of
-from .restore import unchanged, without_cache
+from .restore import unchanged, unchanged_attributes, without_cache
 
 
 class UnseenError(CaptureError):
@@ -72,7 +72,7 @@ def may_be_unseen(error: CaptureError, model: nn.Module, inputs: Mapping[str, An
         name: value.to(device) if isinstance(value, Tensor) else value
         for name, value in inputs.items()
     }
-    with unchanged(model), without_cache(model), torch.no_grad():
+    with unchanged_attributes(model), unchanged(model), without_cache(model), torch.no_grad():
         try:
             model(**given)
         except Exception:

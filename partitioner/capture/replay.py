@@ -51,7 +51,15 @@ class _Replay:
         placeholders = graph.find_nodes(op="placeholder")
         self._values.update(zip(placeholders, tensors, strict=True))
         nodes = iter([node for node in graph.nodes if node.op not in ("placeholder", "output")])
-        return self._until_leave(nodes)
+        result = self._until_leave(nodes)
+        for node in nodes:
+            if node.target is self._found.assigned:
+                values = self._value(node.args[0])
+                for (module, name), value in zip(self._found.buffers, values, strict=True):
+                    self._tracer.assign_buffer(module, name, value)
+            else:
+                self._run(node)
+        return result
 
     def _until_leave(self, nodes: Iterator[fx.Node]) -> Any:
         """Runs nodes up to the end of the module that they are in, and returns its result."""
@@ -90,6 +98,8 @@ class _Replay:
         path = self._found.leaves.get(node.target)
         if path is not None:
             return self._tracer.call_module(self._model.get_submodule(path), args, kwargs)
+        if getattr(node.target, "__name__", "") == "wrapped_item":  # of an array
+            return _method("item", args, kwargs)
         function: Any = _FUNCTIONS.get(node.target, node.target)
         return function(*args, **kwargs)
 
@@ -128,17 +138,35 @@ def _converted(number: Callable[[Any], Any], dtype: torch.dtype) -> Callable[[An
     return convert
 
 
+def _bounded(number: Callable[..., Any], bound: str) -> Callable[..., Any]:
+    def extreme(one: Any, other: Any) -> Any:
+        if isinstance(other, Tensor):
+            one, other = other, one
+        return one.clamp(**{bound: other}) if isinstance(one, Tensor) else number(one, other)
+
+    return extreme
+
+
 def _as_tensor(value: Any, **options: Any) -> Tensor:
-    if isinstance(value, Tensor) and not options:
-        return value  # `torch.from_numpy(x)`
+    if isinstance(value, Tensor):
+        return value.to(**options) if options else value  # `torch.from_numpy(x)`
     return torch.as_tensor(value, **options)
+
+
+def _tensor(value: Any, **options: Any) -> Tensor:
+    if isinstance(value, Tensor):
+        return _as_tensor(value.detach().clone(), **options)  # `torch.tensor(array)`
+    return torch.tensor(value, **options)
 
 
 _FUNCTIONS: Mapping[Any, Callable[..., Any]] = {
     torch.as_tensor: _as_tensor,
+    torch.tensor: _tensor,
     torch._C._nn.pad: F.pad,
     torch.sym_int: _converted(torch.sym_int, torch.int64),
     torch.sym_float: _converted(torch.sym_float, torch.float64),
+    torch.sym_max: _bounded(torch.sym_max, "min"),
+    torch.sym_min: _bounded(torch.sym_min, "max"),
 }
 
 

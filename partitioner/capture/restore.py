@@ -45,6 +45,24 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def unchanged_attributes(model: nn.Module) -> Iterator[None]:
+    """Within, modules may be given attributes and lose hooks; after, they are as before."""
+    before = [
+        (mutable, dict(mutable))
+        for module in model.modules()
+        for mutable in (
+            module.__dict__, module._buffers, module._forward_hooks, module._forward_pre_hooks,
+        )
+    ]  # fmt: skip
+    try:
+        yield
+    finally:
+        for mutable, old in before:
+            mutable.clear()
+            mutable.update(old)
+
+
+@contextmanager
 def without_cache(model: nn.Module) -> Iterator[None]:
     """Within, models of transformers make no key-value cache, which training has no use for."""
     found: list[Any] = [getattr(module, "config", None) for module in model.modules()]

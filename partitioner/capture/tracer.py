@@ -15,11 +15,13 @@ from contextlib import contextmanager
 from types import FrameType, MethodType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointFunction
 
 from ...runtime.errors import CaptureError
@@ -31,7 +33,7 @@ from .known import READERS, known_answer
 from .leaves import LeafRule, is_torch_leaf
 from .names import Names
 from .opaque import run_opaque
-from .patches import original_apply, original_call
+from .patches import original_apply, original_call, plain_apply
 from .random_draws import RandomDraws, has_hidden_draws
 from .structure import plain_structure, tensors_in
 from .targets import Call, as_node, refusal, stand_in
@@ -97,6 +99,13 @@ class Tracer(TorchFunctionMode):
         if refused is not None:
             raise CaptureError(*refused(where(self._top)))
         name = getattr(func, "__name__", "")
+        if func is torch.ops.aten.lift_fresh.default:
+            return args[0]  # what torch does to a tensor made of an array
+        if args and isinstance(args[0], np.ndarray):
+            # Data from outside: a real tensor, which is a constant.
+            with _disable_current_modes():
+                made = func(*args, **kwargs)
+            return self._recorded(lambda: made, _no_call, (), {})
         if func is Tensor.__len__:
             return self._len(args[0])
         if name in READERS and self.is_known(args[0]):
@@ -189,7 +198,7 @@ class Tracer(TorchFunctionMode):
         self, function: type[Function], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         if not self._recording:
-            return original_apply(function, args, kwargs)
+            return plain_apply(function, args, kwargs)
         if function is CheckpointFunction:
             self.notes.append(f"the recomputation at {where(self._top)} is left to the runtime")
             return args[0](*args[2:])
@@ -299,6 +308,10 @@ class Tracer(TorchFunctionMode):
 
     def _frame(self) -> FrameType | None:
         return next(iter(user_frames(self._top)), None)
+
+
+def _no_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    raise AssertionError("a constant is made by no call")
 
 
 def _fresh(value: Any, given: set[int]) -> Any:
