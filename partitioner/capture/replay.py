@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import takewhile
 from typing import Any
@@ -47,35 +47,37 @@ class _Replay:
         self._place: fx.Node | None = None
 
     def run(self, tensors: list[Tensor]) -> Any:
-        graph = self._found.module.graph
-        placeholders = graph.find_nodes(op="placeholder")
-        self._values.update(zip(placeholders, tensors, strict=True))
-        nodes = iter([node for node in graph.nodes if node.op not in ("placeholder", "output")])
+        nodes = self._nodes(self._found.module.graph, tensors)
+        for node in takewhile(lambda node: node.target is not self._found.enter, nodes):
+            self._run(node)
         result = self._until_leave(nodes)
-        for node in nodes:
-            if node.target is self._found.assigned:
-                values = self._value(node.args[0])
-                for (module, name), value in zip(self._found.buffers, values, strict=True):
-                    self._tracer.assign_buffer(module, name, value)
-            else:
-                self._run(node)
+        self._until_leave(nodes)
         return result
+
+    def _nodes(self, graph: fx.Graph, arguments: Sequence[Any]) -> Iterator[fx.Node]:
+        """The nodes of a graph to run for these arguments."""
+        placeholders = graph.find_nodes(op="placeholder")
+        self._values.update(zip(placeholders, arguments, strict=True))
+        return iter([node for node in graph.nodes if node.op != "placeholder"])
 
     def _until_leave(self, nodes: Iterator[fx.Node]) -> Any:
         """Runs nodes up to the end of the module that they are in, and returns its result."""
         for node in nodes:
-            if node.target is self._found.leave:
+            if node.op == "output" or node.target is self._found.leave:
                 return self._value(node.args[0])
+            if node.target is self._found.assigned:
+                values = self._value(node.args[0])
+                for (module, name), value in zip(self._found.buffers, values, strict=True):
+                    self._tracer.assign_buffer(module, name, value)
+                continue
             if node.target is not self._found.enter:
                 self._run(node)
                 continue
             path, args, kwargs = self._value(node.args)
-            if not path:
-                return self._until_leave(nodes)
             module = self._model.get_submodule(path)
             self._tracer.within(module, args, kwargs, lambda: self._until_leave(nodes))
             _name_result(next(reversed(self._tracer.calls.values())).result, node)
-        raise AssertionError("a module of Dynamo's graph does not end")
+        raise AssertionError("a graph of Dynamo has no output")
 
     def _run(self, node: fx.Node) -> None:
         before = next(iter(reversed(self._tracer.graph.nodes)), None)
@@ -90,7 +92,7 @@ class _Replay:
 
     def _called(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         if node.op == "get_attr":
-            return self._attribute(str(node.target))
+            return self._attribute(node)
         if node.op == "call_method":
             return _method(str(node.target), args, kwargs)
         if node.op == "call_module":
@@ -100,11 +102,15 @@ class _Replay:
             return self._tracer.call_module(self._model.get_submodule(path), args, kwargs)
         if getattr(node.target, "__name__", "") == "wrapped_item":  # of an array
             return _method("item", args, kwargs)
+        if node.target is torch.ops.higher_order.tag_activation_checkpoint:
+            self._tracer.notes.append("recomputation inside forward is left to the runtime")
+            body, *arguments = args
+            return self._until_leave(self._nodes(body.graph, arguments))
         function: Any = _FUNCTIONS.get(node.target, node.target)
         return function(*args, **kwargs)
 
-    def _attribute(self, name: str) -> Any:
-        value = operator.attrgetter(name)(self._found.module)
+    def _attribute(self, node: fx.Node) -> Any:
+        value = operator.attrgetter(str(node.target))(node.graph.owning_module)
         return self._world.twin(value) if isinstance(value, Tensor) else value
 
     def _value(self, argument: Any) -> Any:
