@@ -93,6 +93,7 @@ def partition_command(
     keep_together: Annotated[list[str] | None, Parameter(negative=())] = None,
     code: Literal["structured", "flat"] = "structured",
     stop_after: Literal["capture", "profile", "plan"] | None = None,
+    capture: Literal["auto", "tracer", "dynamo"] = "auto",
     seed: int = 0,
     meta: Annotated[bool, Parameter(negative=())] = False,
     no_weights: Annotated[bool, Parameter(negative=())] = False,
@@ -142,6 +143,8 @@ def partition_command(
         Classes and loops as in the original, or flat: one statement an operation.
     stop_after
         Print the graph by module (capture), with costs (profile), or the plan, and write nothing.
+    capture
+        How forward is read: auto is the tracer, and TorchDynamo where the tracer cannot see.
     seed
         Seed of the random weights.
     meta
@@ -172,6 +175,7 @@ def partition_command(
         "profile": profile,
         "threads": threads,
         "leaves": leaf or (),
+        "capture": capture,
         "on_tick": ticks.tick,
     }
     if stop_after in ("capture", "profile"):

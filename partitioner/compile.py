@@ -18,7 +18,8 @@ from ..runtime.loading import CONSTANTS
 from ..runtime.plan import Plan, portable
 from ..runtime.tensors import tensor_bytes, write_index, write_shard
 from .assemble import assemble
-from .capture import Capture, capture
+from .capture import Capture
+from .capture import capture as capture_model
 from .cost import LOCALHOST
 from .demands import find_demands, groups_to_cut_before
 from .folder import check_target, write_folder
@@ -143,6 +144,7 @@ def partition_source(
     leaves: Collection[str] = (),
     cut_at: Sequence[str] = (),
     keep_together: Sequence[str] = (),
+    capture: str = "auto",
     code: str = "structured",
     stop_after: str | None = None,
     save_weights: bool = True,
@@ -165,8 +167,8 @@ def partition_source(
     folder = Path(output or Path("generated_models") / f"{source.name}_{stages}p")
     on_meta = any(parameter.is_meta for parameter in source.model.parameters())
 
-    captured = capture(
-        source.model, source.example_inputs, leaves=leaves, check=False
+    captured = capture_model(
+        source.model, source.example_inputs, leaves=leaves, check=False, method=capture
     )  # verify below compares more
     digest = graph_hash(captured)
     if stop_after is None:

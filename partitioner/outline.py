@@ -108,6 +108,7 @@ def outline_spec(
     profile: str | None = None,
     threads: int | None = None,
     leaves: Sequence[str] = (),
+    capture: str = "auto",
     on_tick: OnTick | None = None,
     **options: Any,
 ) -> Outline:
@@ -118,6 +119,7 @@ def outline_spec(
         profile=profile,
         threads=threads,
         leaves=leaves,
+        capture=capture,
         on_tick=on_tick,
     )
 
@@ -129,11 +131,14 @@ def outline_source(
     profile: str | None = None,
     threads: int | None = None,
     leaves: Sequence[str] = (),
+    capture: str = "auto",
     on_tick: OnTick | None = None,
 ) -> Outline:
     """Captures, profiles if asked to, and writes nothing."""
     tick = Clock(on_tick)
-    captured = capture(source.model, source.example_inputs, leaves=leaves, check=False)
+    captured = capture_model(
+        source.model, source.example_inputs, leaves=leaves, check=False, method=capture
+    )
     tick("capture", describe_capture(captured), "profile" if with_profile else "")
     costs: Mapping[str, NodeCost] = {}
     if with_profile:

@@ -7,9 +7,9 @@ mode; what it does is written down and run again on real numbers against the mod
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx, nn
@@ -19,7 +19,8 @@ from ...runtime.errors import CaptureError
 from .aliases import colocated, in_order
 from .branch import Calls, branched
 from .check import check_capture, is_on_meta
-from .explain import explained
+from .dynamo import torch_graph
+from .explain import both, explained, may_be_unseen
 from .fakes import Dynamic, FakeWorld, PinnedSizeError
 from .graph import Capture, tensor_spec
 from .inputs import (
@@ -37,7 +38,8 @@ from .merge import Different, merge
 from .patches import patched
 from .prune import prune
 from .rename import renamed
-from .restore import in_mode, without_cache
+from .replay import replay
+from .restore import in_mode, silent, without_cache
 from .shadow import Shadow
 from .structure import plain_structure
 from .tracer import LenNeeded, Tracer
@@ -56,6 +58,7 @@ def capture(
     dynamic: Dynamic | None = None,
     leaves: Collection[str] = (),
     check: bool = True,
+    method: str = "auto",
 ) -> Capture:
     """Writes down what the model's forward does for inputs like these.
 
@@ -66,6 +69,9 @@ def capture(
     class name or path. Parameters may be on meta. With `check`, the graph is run beside the model
     at other sizes in both modes; a model on meta is not checked.
 
+    `method` is `tracer`, `dynamo` or `auto`: the tracer, and where it cannot see what forward does,
+    torch's own graph made by Dynamo. A note says so.
+
     The model is left as it was: its mode, its buffers, its configuration.
 
     Raises CaptureError for a forward that is no fixed graph, naming its line.
@@ -75,24 +81,34 @@ def capture(
     dims = dynamic_sizes(model_inputs) if dynamic is None else dynamic
     is_leaf = leaf_rule(model, leaves)
     notes: list[str] = []
+    trace = _TRACES[method]
+    unseen: CaptureError | None = None
     while True:
         try:
-            captured = _capture(model, model_inputs, dims, is_leaf)
-            break
-        except PinnedSizeError as pinned:
-            # The batch has to be free. Another size that nobody asked to be free may be fixed.
-            if dynamic is not None or pinned.symbol == "batch":
+            captured = _capture(model, model_inputs, dims, is_leaf, trace)
+            if (check or trace is not _trace) and not is_on_meta(model):
+                check_capture(captured, model_inputs)
+            return replace(captured, notes=(*notes, *captured.notes))
+        except CaptureError as error:
+            if isinstance(error, PinnedSizeError) and dynamic is None and error.symbol != "batch":
+                # The batch has to be free. Another size that nobody asked for may be fixed.
+                notes.append(f"the {error.symbol} size is fixed: {error.what}")
+                dims = without_symbol(dims, error.symbol)
+            elif unseen is not None:
+                raise both(unseen, error) from unseen
+            elif method == "auto" and may_be_unseen(error, model, model_inputs):
+                unseen, trace = error, _TRACES["dynamo"]
+                notes.append(f"captured with Dynamo: {error.what}")
+            else:
                 raise
-            notes.append(f"the {pinned.symbol} size is fixed: {pinned.what}")
-            dims = without_symbol(dims, pinned.symbol)
-    captured = replace(captured, notes=(*notes, *captured.notes))
-    if check and not is_on_meta(model):
-        check_capture(captured, model_inputs)
-    return captured
 
 
 def _capture(
-    model: nn.Module, inputs: Mapping[str, Any], dims: Dynamic, is_leaf: LeafRule
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    dims: Dynamic,
+    is_leaf: LeafRule,
+    trace: Trace,
 ) -> Capture:
     world = FakeWorld(model)
     large = enlarged(inputs, dims)
@@ -112,7 +128,7 @@ def _capture(
         )
 
     def traced(dims: Dynamic, training: bool) -> Tracer:
-        return _trace(model, world, large, dims, is_leaf, training=training)
+        return trace(model, world, large, dims, is_leaf, training=training)
 
     train = traced(dims, training=True)
     # The sizes of the other mode are compared as numbers, which is five times as fast to trace.
@@ -153,7 +169,22 @@ def _others(inputs: Mapping[str, Any], dims: Dynamic) -> list[dict[str, Any]]:
     return [resized(inputs, dims, each) for each in (other_sizes(sizes), larger) if each]
 
 
-def _trace(
+class Trace(Protocol):
+    """One run of a model's forward in one mode, written down."""
+
+    def __call__(
+        self,
+        model: nn.Module,
+        world: FakeWorld,
+        inputs: Mapping[str, Any],
+        dims: Dynamic,
+        is_leaf: LeafRule,
+        *,
+        training: bool,
+    ) -> Tracer: ...
+
+
+def _trace_dynamo(
     model: nn.Module,
     world: FakeWorld,
     inputs: Mapping[str, Any],
@@ -162,8 +193,36 @@ def _trace(
     *,
     training: bool,
 ) -> Tracer:
+    """Dynamo's graph of forward, run in its place."""
+    tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
+    others = {name: value for name, value in inputs.items() if name not in tensors}
+
+    def call(given: dict[str, Tensor]) -> Any:
+        return model(**given, **others)
+
+    try:
+        found = torch_graph(model, call, tensors, dims, is_leaf, training=training)
+    except Exception as error:
+        raise explained(error, model) from error
+
+    def forward(tracer: Tracer, fakes: Mapping[str, Any]) -> Any:
+        return replay(found, model, world, tracer, [fakes[name] for name in tensors])
+
+    return _trace(model, world, inputs, dims, is_leaf, training=training, forward=forward)
+
+
+def _trace(
+    model: nn.Module,
+    world: FakeWorld,
+    inputs: Mapping[str, Any],
+    dims: Dynamic,
+    is_leaf: LeafRule,
+    *,
+    training: bool,
+    forward: Callable[[Tracer, Mapping[str, Any]], Any] | None = None,
+) -> Tracer:
     """One run of forward in one mode, again for every module that turns out to call `len` on a
-    symbolic size."""
+    symbolic size. `forward` stands in for the model's."""
     scopes: list[dict[str, Any]] = []
     while True:
         shadow = Shadow(world, [inputs, *_others(inputs, dims)], training)
@@ -172,6 +231,7 @@ def _trace(
             with (
                 in_mode(model, training),
                 without_cache(model),
+                silent(),
                 torch.enable_grad(),
                 world.inside(sys._getframe()),
                 patched(tracer, scopes),
@@ -189,7 +249,7 @@ def _trace(
                     if isinstance(value, Tensor):
                         tracer.placeholder(name, value)
                 with tracer:
-                    result = model(**fakes)
+                    result = forward(tracer, fakes) if forward else model(**fakes)
                 tracer.output(plain_structure(result))
         except LenNeeded as needed:
             scopes.append(needed.scope)
@@ -199,3 +259,6 @@ def _trace(
         except Exception as error:
             raise explained(error, model) from error
         return tracer
+
+
+_TRACES: Mapping[str, Trace] = {"auto": _trace, "tracer": _trace, "dynamo": _trace_dynamo}

@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...runtime.errors import CaptureError
+from .explain import UnseenError
 from .fakes import FakeWorld
 from .frames import short_path, where
 from .known import follows_from_sizes
@@ -130,7 +131,7 @@ class Bindings:
             if self._world.is_data_dependent((size,)):
                 if (node := self.node_of_expression(leaf.node.expr)) is not None:
                     return node
-                raise CaptureError(
+                raise UnseenError(
                     f"cannot trace {where(self._top)}: a size depends on tensor values.",
                     "Keep it inside one module and name that module with --leaf.",
                 )
@@ -167,7 +168,7 @@ class Bindings:
         return self.add(("get_attr", name or self.constant(tensor)), tensor)
 
     def _unseen(self, tensor: Tensor) -> CaptureError:
-        return CaptureError(
+        return UnseenError(
             f"cannot trace {where(self._top)}: a tensor of {tensor.dim()} dimensions was made by "
             "code that torch functions do not show (torch.jit.script, a stored Function.apply).",
             "Call it as Class.apply(...), or keep the module that does it as one node: "

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -10,7 +14,14 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from ...runtime.errors import CaptureError
+from .check import is_on_meta
 from .frames import place, source_text, user_frame_of
+from .restore import unchanged, unchanged_attributes, without_cache
+
+
+class UnseenError(CaptureError):
+    """A forward that runs, for all we know, but not in sight of the tracer."""
+
 
 _DATA_DEPENDENT = (
     DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode,
@@ -21,7 +32,7 @@ def explained(error: Exception, model: nn.Module) -> CaptureError:
     """What a user can do about an exception that the model's forward raised."""
     found = user_frame_of(error.__traceback__)
     if found is None:
-        return CaptureError(
+        return UnseenError(
             f"cannot trace {type(model).__name__}: {type(error).__name__}: {_first_line(error)}"
         )
     frame, line = found
@@ -35,11 +46,11 @@ def explained(error: Exception, model: nn.Module) -> CaptureError:
             if inside
             else "Keep it inside one stage: move it into a module of its own and use --leaf"
         )
-        return CaptureError(
+        return UnseenError(
             f'cannot trace {where}: "{text}" depends on tensor values.',
             f"{leaf} · or use torch.where · details: -v",
         )
-    return CaptureError(
+    return UnseenError(
         f'cannot trace {where}: "{text}" raised {type(error).__name__}: {_first_line(error)}',
         "If the model runs on these inputs outside asyncpipe, keep the module as one node: "
         f"--leaf {owner}.",
@@ -48,3 +59,29 @@ def explained(error: Exception, model: nn.Module) -> CaptureError:
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0]
+
+
+def may_be_unseen(error: CaptureError, model: nn.Module, inputs: Mapping[str, Any]) -> bool:
+    """Whether an error says that the tracer cannot see, and the model itself has none."""
+    if not isinstance(error, UnseenError):
+        return False
+    if is_on_meta(model):
+        return True
+    device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), None)
+    given = {
+        name: value.to(device) if isinstance(value, Tensor) else value
+        for name, value in inputs.items()
+    }
+    with unchanged_attributes(model), unchanged(model), without_cache(model), torch.no_grad():
+        try:
+            model(**given)
+        except Exception:
+            return False
+    return True
+
+
+def both(unseen: CaptureError, error: CaptureError) -> CaptureError:
+    """The tracer's error, which has the user's line, with what Dynamo's was."""
+    return CaptureError(
+        unseen.what, f"{unseen.cure}\nTorchDynamo cannot capture it either: {_first_line(error)}"
+    )

@@ -119,6 +119,10 @@ class FakeWorld:
             self._fakes[id(tensor)] = (tensor, self._made_fake(tensor))
         return self._fakes[id(tensor)][1]
 
+    def twin(self, tensor: Tensor) -> Tensor:
+        """The fake twin of a parameter or buffer; any other tensor itself."""
+        return self._fakes.get(id(tensor), (tensor, tensor))[1]
+
     def _made_fake(self, tensor: Tensor) -> Tensor:
         if tensor.device.type == "meta":
             with self.mode:

@@ -63,8 +63,13 @@ def short_path(frame: FrameType) -> str:
 
     `transformers/models/gpt2/modeling_gpt2.py` for a module of that name, else the file's name.
     """
-    path = Path(frame.f_code.co_filename)
-    module = str(frame.f_globals.get("__name__", "")).split(".")
+    return short_name(frame.f_code.co_filename, str(frame.f_globals.get("__name__", "")))
+
+
+def short_name(file: str, module_name: str) -> str:
+    """The same for a file and the name of the module that it is."""
+    path = Path(file)
+    module = module_name.split(".")
     if path.stem == "__init__":
         module.append("__init__")
     found = path.with_suffix("").parts[-len(module) :]

@@ -19,7 +19,9 @@ from torch.autograd import Function
 
 from .values import Region
 
-_function_apply = Function.__dict__["apply"]
+# `Function.apply` ends in `super().apply`; what is patched is this class between it and C++, so
+# that an `apply` which somebody has stored goes the same way.
+_Super: Any = Function.__mro__[1]
 _call: Callable[..., Any] = nn.Module.__call__
 
 
@@ -47,8 +49,13 @@ def original_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     return _call(module, *args, **kwargs)
 
 
-original_apply: Callable[..., Any] = _function_apply.__func__
+original_apply: Callable[..., Any] = Function.__dict__["apply"].__func__
 """`Function.apply` as torch has it: called with the class first."""
+
+
+def plain_apply(function: type[Function], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What `Function.apply` calls in the end."""
+    return super(_Super, function).apply(*args, **kwargs)
 
 
 @contextmanager
@@ -111,7 +118,7 @@ def patched(
             asks["is_fake_tensor"] = lambda value: is_fake(value) and not recorder.is_known(value)
         nn.Module.__call__ = call  # type: ignore[method-assign]
         nn.Module.__setattr__ = assign  # type: ignore[method-assign,assignment]
-        Function.apply = classmethod(apply)  # type: ignore[assignment]
+        _Super.apply = classmethod(apply)
         autocast.__enter__, autocast.__exit__ = enter, leave  # type: ignore[method-assign]
         torch.enable_grad.__enter__ = enter_enable_grad  # type: ignore[method-assign]
         torch.enable_grad.__exit__ = leave_enable_grad  # type: ignore[method-assign]
@@ -121,7 +128,7 @@ def patched(
         torch.enable_grad.__exit__ = exit_grad  # type: ignore[method-assign]
         autocast.__enter__ = enter_autocast  # type: ignore[method-assign]
         autocast.__exit__ = exit_autocast  # type: ignore[method-assign]
-        Function.apply = _function_apply  # type: ignore[method-assign]
+        del _Super.apply
         nn.Module.__setattr__ = set_attribute  # type: ignore[method-assign]
         nn.Module.__call__ = _call  # type: ignore[method-assign]
         if is_fake is not None:

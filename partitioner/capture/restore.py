@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -44,6 +45,24 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def unchanged_attributes(model: nn.Module) -> Iterator[None]:
+    """Within, modules may be given attributes and lose hooks; after, they are as before."""
+    before = [
+        (mutable, dict(mutable))
+        for module in model.modules()
+        for mutable in (
+            module.__dict__, module._buffers, module._forward_hooks, module._forward_pre_hooks,
+        )
+    ]  # fmt: skip
+    try:
+        yield
+    finally:
+        for mutable, old in before:
+            mutable.clear()
+            mutable.update(old)
+
+
+@contextmanager
 def without_cache(model: nn.Module) -> Iterator[None]:
     """Within, models of transformers make no key-value cache, which training has no use for."""
     found: list[Any] = [getattr(module, "config", None) for module in model.modules()]
@@ -55,3 +74,18 @@ def without_cache(model: nn.Module) -> Iterator[None]:
     finally:
         for config in configs.values():
             config.use_cache = True
+
+
+@contextmanager
+def silent() -> Iterator[None]:
+    """Within, torch logs nothing of what it cannot trace: we say that ourselves."""
+    loggers = logging.getLogger("torch._dynamo"), logging.getLogger("torch.fx")
+    loggers += (logging.getLogger("torch.fx.experimental.symbolic_shapes"),)
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -15,12 +15,14 @@ from contextlib import contextmanager
 from types import FrameType, MethodType
 from typing import Any
 
+import numpy as np
 import sympy
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointFunction
 
 from ...runtime.errors import CaptureError
@@ -32,7 +34,7 @@ from .known import READERS, known_answer
 from .leaves import LeafRule, is_torch_leaf
 from .names import Names
 from .opaque import run_opaque
-from .patches import original_apply, original_call
+from .patches import original_apply, original_call, plain_apply
 from .random_draws import RandomDraws, has_hidden_draws
 from .readings import Readings
 from .shadow import Shadow
@@ -107,6 +109,13 @@ class Tracer(TorchFunctionMode):
         if refused is not None:
             raise CaptureError(*refused(where(self._top)))
         name = getattr(func, "__name__", "")
+        if func is torch.ops.aten.lift_fresh.default:
+            return args[0]  # what torch does to a tensor made of an array
+        if args and isinstance(args[0], np.ndarray):
+            # Data from outside: a real tensor, which is a constant.
+            with _disable_current_modes():
+                made = func(*args, **kwargs)
+            return self._recorded(lambda: made, _no_call, (), {})
         if func is Tensor.__len__:
             return self._len(args[0])
         if name in READERS:
@@ -146,13 +155,13 @@ class Tracer(TorchFunctionMode):
 
     def _read(self, tensor: Tensor, name: str) -> Any:
         """A value that forward asks of a tensor; None for one that cannot be told."""
-        with self._quiet():
+        with self.quiet():
             if name == "__bool__" or (name == "item" and tensor.dtype is torch.bool):
                 return self._readings.truth(tensor)
             return self._readings.number(tensor) if name == "item" else None
 
     def _relation(self, expression: sympy.Basic) -> bool | None:
-        with self._quiet():
+        with self.quiet():
             return self._readings.relation(expression)
 
     def _place(self) -> dict[str, Any]:
@@ -177,18 +186,29 @@ class Tracer(TorchFunctionMode):
                 kwargs,
                 own=(*module.parameters(), *module.buffers()),
             )
+        return self.within(module, args, kwargs, lambda: original_call(module, args, kwargs))
+
+    def within(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        run: Callable[[], Any],
+    ) -> Any:
+        """Runs what a module that is no leaf does, and keeps a record of the call."""
+        path = self._paths[id(module)]
         call = ModuleCall(path, self._call_counts[path])
         self._call_counts[path] += 1
-        with self._quiet():
+        with self.quiet():
             self._names.look()
             arguments = self._named_arguments(module, args, kwargs)
         self._stack.append(call)
         try:
-            result = original_call(module, args, kwargs)
+            result = run()
         finally:
             self._stack.pop()
         kind = type(module)
-        with self._quiet():
+        with self.quiet():
             record = CallRecord(
                 kind.__qualname__,
                 kind.__module__,
@@ -212,7 +232,7 @@ class Tracer(TorchFunctionMode):
         self, function: type[Function], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         if not self._recording:
-            return original_apply(function, args, kwargs)
+            return plain_apply(function, args, kwargs)
         if function is CheckpointFunction:
             self.notes.append(f"the recomputation at {where(self._top)} is left to the runtime")
             return args[0](*args[2:])
@@ -248,7 +268,7 @@ class Tracer(TorchFunctionMode):
 
     def assign_buffer(self, module: nn.Module, name: str, value: Tensor) -> None:
         if self._recording and id(module) in self._paths:
-            with self._quiet():
+            with self.quiet():
                 self._assigned.note(module, name, value)
 
     # Writing down
@@ -269,7 +289,7 @@ class Tracer(TorchFunctionMode):
         parameters and buffers. `sets_grad` says that it changes whether its argument requires a
         gradient.
         """
-        with self._quiet():
+        with self.quiet():
             given = [*tensors_in(args), *tensors_in(kwargs)]
             reached = [(tensor, tensor._version) for tensor in (*given, *own)]
             self.random.drawn = False
@@ -302,7 +322,7 @@ class Tracer(TorchFunctionMode):
         return value
 
     @contextmanager
-    def _quiet(self) -> Iterator[None]:
+    def quiet(self) -> Iterator[None]:
         """Within, nothing is recorded: what a leaf does inside, and our own look at tensors."""
         recording, self._recording = self._recording, False
         try:
@@ -322,6 +342,10 @@ class Tracer(TorchFunctionMode):
 
     def _frame(self) -> FrameType | None:
         return next(iter(user_frames(self._top)), None)
+
+
+def _no_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    raise AssertionError("a constant is made by no call")
 
 
 def _fresh(value: Any, given: set[int]) -> Any:
