@@ -54,8 +54,9 @@ def partition(
 ) -> Plan:
     """Cuts `model` into stages and writes them to `output`; the model itself is left as it is.
 
-    `example_inputs` are keyword arguments of the model's forward (or a tuple of positional ones),
-    batch first, at the size of one micro-batch. `options` are those of `partition_source`.
+    `example_inputs` are arguments of the model's forward by name (or a tuple of positional ones),
+    batch first, at the size of one micro-batch: tensors, nested structures of them, constants.
+    `options` are those of `partition_source`.
     Raises CaptureError when the model cannot be written down as a graph, PlanError when it
     cannot be cut so.
     """
@@ -148,7 +149,7 @@ def partition_source(
     tick("capture", _captured(captured), "profile")
 
     measured = _profile(
-        captured, source, profile or ("analytic" if on_meta else "measured"), threads, stages
+        captured, profile or ("analytic" if on_meta else "measured"), threads, stages
     )
     tick("profile", measured.summary, "plan")
 
@@ -206,14 +207,12 @@ def graph_hash(captured: Capture) -> str:
     return hashlib.sha256(f"{captured.graph}{shapes}".encode()).hexdigest()
 
 
-def _profile(
-    captured: Capture, source: Source, kind: str, threads: int | None, stages: int
-) -> Profile:
+def _profile(captured: Capture, kind: str, threads: int | None, stages: int) -> Profile:
     if kind == "analytic":
-        return profile_analytic(captured, source.example_inputs)
+        return profile_analytic(captured, captured.arguments.tensors)
     cores = os.cpu_count() or 1
     return profile_measured(
-        captured, source.example_inputs, threads=threads or max(1, cores // stages)
+        captured, captured.arguments.tensors, threads=threads or max(1, cores // stages)
     )
 
 

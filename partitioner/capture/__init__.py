@@ -16,13 +16,15 @@ from torch import Tensor, fx, nn
 from torch._dispatch.python import enable_python_dispatcher
 
 from ...runtime.errors import CaptureError
+from ...runtime.structure import constants_in
 from .aliases import colocated
+from .arguments import Arguments, read_arguments
 from .branch import Calls, branched
 from .check import check_capture, is_on_meta
 from .explain import explained
 from .fakes import Dynamic, FakeWorld, PinnedSizeError
 from .graph import Capture, tensor_spec
-from .inputs import dynamic_sizes, enlarged, sizes_in, verify_inputs, without_symbol
+from .inputs import dynamic_sizes, enlarged, sizes_in, without_symbol
 from .interpret import run
 from .leaves import LeafRule, leaf_rule
 from .merge import Different, merge
@@ -35,8 +37,8 @@ from .tracer import LenNeeded, Tracer
 from .values import CallRecord, IfTraining, LocalDevice, ModuleCall, Region, Size, size_text
 
 __all__ = [
-    "CallRecord", "Capture", "IfTraining", "LocalDevice", "ModuleCall", "Region", "Size",
-    "capture", "colocated", "run", "size_text", "tensor_spec",
+    "Arguments", "CallRecord", "Capture", "IfTraining", "LocalDevice", "ModuleCall", "Region",
+    "Size", "capture", "colocated", "read_arguments", "run", "size_text", "tensor_spec",
 ]  # fmt: skip
 
 
@@ -50,10 +52,11 @@ def capture(
 ) -> Capture:
     """Writes down what the model's forward does for inputs like these.
 
-    `example_inputs` are keyword arguments of forward: tensors (on any device, or on meta), None
-    and numbers. `dynamic` names the sizes that stay free, by input and dimension; by default
-    dimension 0 of every tensor is `batch`, and dimension 1 of two-dimensional tensors of integers
-    is `sequence`. `leaves` are modules to keep as one node although they are not of torch.nn, by
+    `example_inputs` are arguments of forward by name: tensors (on any device, or on meta), tuples,
+    lists, dicts and dataclasses of them, and constants. `dynamic` names the sizes that stay free,
+    by input (`masks_0` for the first of `masks`) and dimension; by default dimension 0 of every
+    tensor is `batch`, and dimension 1 of two-dimensional tensors of integers is `sequence`.
+    `leaves` are modules to keep as one node although they are not of torch.nn, by
     class name or path. Parameters may be on meta. With `check`, the graph is run beside the model
     at other sizes in both modes; a model on meta is not checked.
 
@@ -61,14 +64,13 @@ def capture(
 
     Raises CaptureError for a forward that is no fixed graph, naming its line.
     """
-    model_inputs = {name: value for name, value in example_inputs.items() if value is not None}
-    verify_inputs(model_inputs)
-    dims = dynamic_sizes(model_inputs) if dynamic is None else dynamic
+    given = read_arguments(model, example_inputs)
+    dims = dynamic_sizes(given.tensors) if dynamic is None else dynamic
     is_leaf = leaf_rule(model, leaves)
     notes: list[str] = []
     while True:
         try:
-            captured = _capture(model, model_inputs, dims, is_leaf)
+            captured = _capture(model, given, dims, is_leaf)
             break
         except PinnedSizeError as pinned:
             # The batch has to be free. Another size that nobody asked to be free may be fixed.
@@ -76,17 +78,20 @@ def capture(
                 raise
             notes.append(f"the {pinned.symbol} size is fixed: {pinned.what}")
             dims = without_symbol(dims, pinned.symbol)
-    captured = replace(captured, notes=(*notes, *captured.notes))
+    fixed = [
+        f"{where} is fixed at {text}: it is no tensor"
+        for where, text in constants_in(given.structure, "")
+    ]
+    captured = replace(captured, notes=(*fixed, *notes, *captured.notes))
     if check and not is_on_meta(model):
-        check_capture(captured, model_inputs)
+        check_capture(captured, given.tensors)
     return captured
 
 
-def _capture(
-    model: nn.Module, inputs: Mapping[str, Any], dims: Dynamic, is_leaf: LeafRule
-) -> Capture:
+def _capture(model: nn.Module, given: Arguments, dims: Dynamic, is_leaf: LeafRule) -> Capture:
     world = FakeWorld(model)
-    large = enlarged(inputs, dims)
+    inputs = given.tensors
+    large = replace(given, tensors=enlarged(inputs, dims))
 
     def finished(graph: fx.Graph, calls: Calls, *traces: Tracer) -> Capture:
         prune(graph)
@@ -96,6 +101,7 @@ def _capture(
             graph=graph,
             model=model,
             inputs=tuple(tensor_spec(node) for node in graph.find_nodes(op="placeholder")),
+            arguments=given,
             sizes=sizes_in(inputs, dims),
             calls=calls,
             constants={name: t for trace in traces for name, t in trace.constants.items()},
@@ -105,7 +111,7 @@ def _capture(
     train = _trace(model, world, large, dims, is_leaf, training=True)
     # The sizes of the other mode are compared as numbers, which is five times as fast to trace.
     evaluation = _trace(model, world, large, {}, is_leaf, training=False)
-    difference = merge(train.graph, evaluation.graph, sizes_in(large, dims))
+    difference = merge(train.graph, evaluation.graph, sizes_in(large.tensors, dims))
     captured = finished(train.graph, train.calls, train, evaluation)
     if difference is None or _is_model(captured, inputs):
         return captured
@@ -123,7 +129,7 @@ def _capture(
     raise difference
 
 
-def _is_model(captured: Capture, inputs: Mapping[str, Any]) -> bool:
+def _is_model(captured: Capture, inputs: Mapping[str, Tensor]) -> bool:
     """Whether the graph is known to give the model's numbers in both modes."""
     if is_on_meta(captured.model):
         return False
@@ -137,7 +143,7 @@ def _is_model(captured: Capture, inputs: Mapping[str, Any]) -> bool:
 def _trace(
     model: nn.Module,
     world: FakeWorld,
-    inputs: Mapping[str, Any],
+    given: Arguments,
     dims: Dynamic,
     is_leaf: LeafRule,
     *,
@@ -160,16 +166,13 @@ def _trace(
                 tracer.random,
             ):
                 fakes = {
-                    name: world.input(value, dims.get(name, {}))
-                    if isinstance(value, Tensor)
-                    else value
-                    for name, value in inputs.items()
+                    name: world.input(tensor, dims.get(name, {}))
+                    for name, tensor in given.tensors.items()
                 }
-                for name, value in fakes.items():
-                    if isinstance(value, Tensor):
-                        tracer.placeholder(name, value)
+                for name, fake in fakes.items():
+                    tracer.placeholder(name, fake)
                 with tracer:
-                    result = model(**fakes)
+                    result = given.call(model, fakes)
                 tracer.output(plain_structure(result))
         except LenNeeded as needed:
             scopes.append(needed.scope)

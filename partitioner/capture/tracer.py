@@ -33,7 +33,7 @@ from .names import Names
 from .opaque import run_opaque
 from .patches import original_apply, original_call
 from .random_draws import RandomDraws, has_hidden_draws
-from .structure import plain_structure, tensors_in
+from .structure import map_result, plain_structure, tensors_in
 from .targets import Call, as_node, refusal, stand_in
 from .values import CallRecord, ModuleCall, Region
 
@@ -82,7 +82,8 @@ class Tracer(TorchFunctionMode):
         dropped = [type(leaf).__name__ for leaf in _leaves(value) if not _is_plain(leaf)]
         if dropped:
             self.notes.append(f"forward also returns {', '.join(dropped)}, which is left out")
-        self._bindings.add(("output", "output", (self._bindings.arguments(_plain(value)),)), None)
+        result = map_result(self._bindings.arguments, _plain(value))
+        self._bindings.add(("output", "output", (result,)), None)
 
     # Torch functions
 
@@ -317,7 +318,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items() if _has_plain(item)}
     if isinstance(value, (tuple, list)):
-        return type(value)(_plain(item) for item in value)
+        return map_result(lambda leaf: leaf if _is_plain(leaf) else None, value)
     return value if _is_plain(value) else None
 
 
