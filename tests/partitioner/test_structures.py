@@ -13,7 +13,10 @@ from transformers.utils import ModelOutput
 
 import asyncpipe
 from asyncpipe.runtime.errors import CaptureError, DataError
+from asyncpipe.runtime.training.launch import run
+from asyncpipe.runtime.training.settings import Settings
 from asyncpipe.tests.partitioner.same import assert_same, cut
+from asyncpipe.tests.runtime.silent_reporter import FACTORY
 
 
 class Points(NamedTuple):
@@ -242,3 +245,47 @@ def test_the_plan_of_nested_arguments_is_read_back(tmp_path: Path) -> None:
         TakesRecord(), inputs, stages=2, output=tmp_path / "cut", profile="analytic"
     )
     assert asyncpipe.load(tmp_path / "cut").plan == plan
+
+
+DATA = """
+import torch
+
+def samples(kind):
+    made = torch.Generator().manual_seed(5)
+    rows = [torch.randn(3, 8, generator=made) for _ in range(12)]
+    inputs = [{"pixels": a, "points": (b, c), "scale": 0.5, "mask": None} for a, b, c in rows]
+    if kind == "dicts":
+        return [{"batch": value, "target": value["pixels"]} for value in inputs]
+    return [(value, value["pixels"]) for value in inputs]
+
+def dicts():
+    return samples("dicts")
+
+def tuples():
+    return samples("tuples")
+
+def columns():
+    rows = torch.stack([torch.stack([i["pixels"], *i["points"]]) for i, _ in tuples()])
+    batch = {"pixels": rows[:, 0], "points": (rows[:, 1], rows[:, 2])}
+    return {"batch": batch, "target": rows[:, 0]}
+"""
+
+
+def test_data_of_the_users_is_nested_as_the_arguments_are(tmp_path: Path) -> None:
+    inputs = {"batch": Batch(x(), Points(x(1), x(2)), 0.5)}
+    cut(TakesRecord(), inputs, tmp_path, loss="mse")
+    (tmp_path / "data.py").write_text(DATA)
+    weights = []
+    for kind in ("dicts", "tuples", "columns"):
+        run(
+            Settings(
+                folder=str(tmp_path / "cut"), output=str(tmp_path / kind), schedule="single",
+                data=f"{tmp_path}/data.py:{kind}", steps=2, micro_batches=2, threads=1,
+            ),
+            FACTORY,
+        )  # fmt: skip
+        folder = tmp_path / kind / "weights"
+        weights.append(asyncpipe.load(tmp_path / "cut", weights=folder).state_dict())
+    assert not torch.equal(weights[0]["first.weight"], TakesRecord().first.weight)
+    for other in weights[1:]:
+        assert all(torch.equal(tensor, other[name]) for name, tensor in weights[0].items())
