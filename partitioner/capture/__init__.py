@@ -34,11 +34,20 @@ from .rename import renamed
 from .restore import in_mode, without_cache
 from .structure import plain_structure
 from .tracer import LenNeeded, Tracer
-from .values import CallRecord, IfTraining, LocalDevice, ModuleCall, Region, Size, size_text
+from .values import (
+    CallRecord,
+    IfTraining,
+    LocalDevice,
+    ModuleCall,
+    Recompute,
+    Region,
+    Size,
+    size_text,
+)
 
 __all__ = [
-    "Arguments", "CallRecord", "Capture", "IfTraining", "LocalDevice", "ModuleCall", "Region",
-    "Size", "capture", "colocated", "read_arguments", "run", "size_text", "tensor_spec",
+    "Arguments", "CallRecord", "Capture", "IfTraining", "LocalDevice", "ModuleCall", "Recompute",
+    "Region", "Size", "capture", "colocated", "read_arguments", "run", "size_text", "tensor_spec",
 ]  # fmt: skip
 
 

@@ -13,13 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
-from ..capture import Capture, LocalDevice, Region
+from ..capture import Capture, LocalDevice, Recompute, Region
 from ..effects import AUGMENTED, is_mutating
 from . import layout
 from .canonical import Place
-from .expressions import write_mutation, write_operation
+from .expressions import write_arguments, write_mutation, write_operation
 from .items import (
     Body,
     Call,
@@ -27,13 +27,14 @@ from .items import (
     Item,
     Loop,
     Op,
+    Segment,
     inputs_of,
     is_effectful,
     own_name,
     regions_of,
     symbols_of,
 )
-from .layout import Code, call, lay_out
+from .layout import Code, call, lay_out, prefixed
 from .members import Scope
 from .size_expressions import write_size
 from .sizes import LENGTH, Source, find_sources
@@ -54,7 +55,8 @@ class Folded:
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """The text of a method, and the names of its arguments and results."""
+    """The text of a method, and the names of its arguments and results; `helpers` are methods
+    that it calls."""
 
     signature: str
     lines: tuple[str, ...]
@@ -62,6 +64,7 @@ class Forward:
     results: tuple[str, ...]
     used_arguments: frozenset[str]
     imports: frozenset[tuple[str, str]]
+    helpers: tuple[Forward, ...] = ()
 
 
 def write_forward(
@@ -86,6 +89,7 @@ class _Writer:
         argument_of: Mapping[Place, str],
         is_stage: bool,
         output_names: Mapping[fx.Node, str],
+        helpers: dict[str, Forward | None] | None = None,
     ) -> None:
         self._capture = capture
         self._body = body
@@ -93,6 +97,8 @@ class _Writer:
         self._argument_of = argument_of
         self._is_stage = is_stage
         self._output_names = output_names
+        self._helpers = {} if helpers is None else helpers
+        self._helper_of: dict[Body, str] = {}
         self._statements: list[Statement] = []
         self._folded: dict[fx.Node, Folded] = {}
         self._consumed: list[fx.Node] = []
@@ -115,7 +121,7 @@ class _Writer:
         last_read = {node: positions[-1] for node, positions in self._reads.items()}
         self._variables = Variables(last_read, frozenset(symbols))
 
-    def forward(self) -> Forward:
+    def forward(self, method: str = "forward") -> Forward:
         names: list[str] = []
         arguments: list[Code] = []
         for node, wanted in zip(self._body.inputs, self._body.input_names, strict=True):
@@ -131,7 +137,7 @@ class _Writer:
         results = self._return()
         kinds = [_type_of(node) for node in self._body.results]
         result = kinds[0] if len(kinds) == 1 else f"tuple[{', '.join(kinds)}]"
-        signature = call("def forward", (Code("self"), *arguments))
+        signature = call(f"def {method}", (Code("self"), *arguments))
         return Forward(
             signature=lay_out("", signature, f" -> {result}:", indent=4),
             lines=tuple(write_lines(self._statements, headings=self._is_stage)),
@@ -139,6 +145,7 @@ class _Writer:
             results=results,
             used_arguments=frozenset(self._used_arguments),
             imports=frozenset(self._imports),
+            helpers=tuple(filter(None, self._helpers.values())) if method == "forward" else (),
         )
 
     # --- what expressions.Names asks --------------------------------------------------------
@@ -250,7 +257,7 @@ class _Writer:
         self._consumed = []
         return write_mutation(node, self) or ("", write_operation(node, self))
 
-    def _computation(self, item: Op | Call) -> None:
+    def _computation(self, item: Op | Call | Segment) -> None:
         code = self._expression(item)
         while self._too_long("", code) and self._consumed:
             self._unfold_longest(self._consumed)
@@ -274,16 +281,52 @@ class _Writer:
         (result,) = item.results
         self._folded[result] = Folded(code, names, effectful, statement)
 
-    def _expression(self, item: Op | Call) -> Code:
+    def _expression(self, item: Op | Call | Segment) -> Code:
         self._consumed = []
         if isinstance(item, Op):
-            return write_operation(item.node, self)
+            if item.recompute is None:
+                return write_operation(item.node, self)
+            module = self.module(str(item.node.target))
+            return self._called(module, write_arguments(item.node, self), item.recompute)
         arguments = [self.value(node) for node in item.body.inputs]
         arguments += [self.size(symbol) for symbol in item.body.symbols]
-        return call(self.module(item.call.path), tuple(arguments))
+        if isinstance(item, Segment):
+            return self._called(f"self.{self._helper(item)}", arguments, item.recompute)
+        return self._called(self.module(item.call.path), arguments, item.recompute)
+
+    def _called(
+        self, function: str, arguments: Sequence[Code], recompute: Recompute | None
+    ) -> Code:
+        if recompute is None:
+            return call(function, tuple(arguments))
+        self._imports.add(("torch.utils.checkpoint", "checkpoint"))
+        options = [prefixed(f"{name}=", Code(repr(value))) for name, value in recompute.options]
+        return call("checkpoint", (Code(function), *arguments, *options))
+
+    def _helper(self, segment: Segment) -> str:
+        """The method for what is recomputed, called as the author's function is."""
+        body = segment.body
+        if body not in self._helper_of:
+            stem = name = segment.recompute.function
+            if not is_good(stem) or stem in ("forward", "checkpoint"):
+                stem = name = "recomputed"
+            count = 1
+            while name in self._helpers or hasattr(nn.Module, name) or self._scope.has(name):
+                count += 1
+                name = f"{stem}_{count}"
+            self._helpers[name] = None
+            writer = _Writer(
+                self._capture, body, self._scope, self._argument_of, self._is_stage, {},
+                self._helpers,
+            )  # fmt: skip
+            made = self._helpers[name] = writer.forward(name)
+            self._imports |= made.imports
+            self._used_arguments |= made.used_arguments
+            self._helper_of[body] = name
+        return self._helper_of[body]
 
     def _assign(
-        self, item: Op | Call, code: Code, position: int, blocks: tuple[Opener, ...]
+        self, item: Op | Call | Segment, code: Code, position: int, blocks: tuple[Opener, ...]
     ) -> None:
         """Writes the statement that computes an item and names its results."""
         results: Sequence[fx.Node | None] = item.results
@@ -328,7 +371,7 @@ class _Writer:
         stem = item_name(paths[0], body.type_name)
         variable = "index" if each else self._free_name([stem], self._here, names)
         header = Opener((self._here,), f"for {variable} in {iterable}:")
-        code = call(each or variable, tuple(arguments))
+        code = self._called(each or variable, arguments, first.recompute)
         self._write(f"{', '.join(names)} = ", code, loop, (*self._blocks, header))
         for node, name in zip(loop.results, names, strict=True):
             if name != "_":
@@ -353,7 +396,7 @@ class _Writer:
 
     # --- folding ----------------------------------------------------------------------------
 
-    def _can_fold(self, item: Op | Call, code: Code) -> bool:
+    def _can_fold(self, item: Op | Call | Segment, code: Code) -> bool:
         """Whether the one reader of an item's one result may hold its expression."""
         if len(item.results) != 1 or (isinstance(item, Op) and item.items):
             return False
@@ -499,6 +542,8 @@ def _origin(item: Item) -> Origin:
         case Op(node):
             file, line = _line_of(node) or ("", 0)
             return Origin(calls[-1].path if calls else "", file, line)
+        case Segment(recompute):
+            around = calls[: recompute.depth]
         case Call(call):
             around = calls[: calls.index(call)]
         case Loop(run):

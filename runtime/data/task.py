@@ -59,9 +59,7 @@ def find_task(plan: Plan, *, criterion: str | None, architecture: str = "") -> T
     fields = (*names, TARGET) if label == TARGET else names
     kind = _kind(sample)
     objective = _objective(plan, architecture) if kind == "text" else "causal"
-    return Task(
-        kind, sample.name, label, fields, objective, _classes(plan), arguments_of(plan)
-    )
+    return Task(kind, sample.name, label, fields, objective, _classes(plan), arguments_of(plan))
 
 
 def architecture_of(folder: str | Path) -> str:
