@@ -12,7 +12,8 @@ from torch import fx
 
 from ..runtime.errors import PlanError
 from ..runtime.plan import Boundary, Plan, SharedParameter, StageSpec, TensorSpec
-from .capture import Capture, ModuleCall
+from ..runtime.structure import described, names_in
+from .capture import Capture, IfTraining, ModuleCall, Size
 from .cost import stage_memory
 from .profiler import Profile
 from .solve import Solution
@@ -54,6 +55,7 @@ def assemble(
         sizes=dict(profile.sizes),
         inputs=capture.inputs,
         values=(*crossing, *returned),
+        arguments=capture.arguments.structure,
         outputs=outputs,
         loss=_loss(outputs, (*crossing, *returned)),
         criterion=criterion,
@@ -153,39 +155,26 @@ def _output_structure(graph: fx.Graph) -> Any:
     """The original's output with names for tensors."""
     (output,) = graph.find_nodes(op="output")
 
-    def named(value: Any) -> Any:
-        if isinstance(value, fx.Node):
-            return value.name
-        if isinstance(value, Mapping):
-            return {str(key): named(inner) for key, inner in value.items()}
-        if isinstance(value, tuple | list):
-            return [named(inner) for inner in value]
-        if value is None or isinstance(value, bool | int | float):
-            return value
-        raise PlanError(
-            f"forward returns {value!r}, which is neither a tensor nor a number.",
-            "Return tensors only.",
-        )
+    def named(leaf: Any) -> str | dict[str, str] | None:
+        if isinstance(leaf, fx.Node):
+            return leaf.name
+        if isinstance(leaf, Size):
+            return {"$size": str(leaf)}
+        if isinstance(leaf, IfTraining):
+            raise PlanError(
+                f"forward returns {leaf.train!r} in training and {leaf.eval!r} in evaluation.",
+                "Return tensors only.",
+            )
+        return None
 
-    return named(output.args[0])
+    return described(output.args[0], named)
 
 
 def _returned(capture: Capture, stages: Sequence[StageGraph]) -> Iterable[TensorSpec]:
     """The model outputs, once each."""
-    names = set(_names(_output_structure(capture.graph)))
+    names = set(names_in(_output_structure(capture.graph)))
     nodes = dict.fromkeys(node for stage in stages for node in stage.outputs)
     return [capture.tensor_spec(node) for node in nodes if node.name in names]
-
-
-def _names(structure: Any) -> Iterable[str]:
-    if isinstance(structure, str):
-        yield structure
-    elif isinstance(structure, Mapping):
-        for inner in structure.values():
-            yield from _names(inner)
-    elif isinstance(structure, list):
-        for inner in structure:
-            yield from _names(inner)
 
 
 def _loss(outputs: Any, values: Iterable[TensorSpec]) -> str | None:

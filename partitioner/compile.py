@@ -61,8 +61,9 @@ def partition(
 ) -> Plan:
     """Cuts `model` into stages and writes them to `output`; the model itself is left as it is.
 
-    `example_inputs` are keyword arguments of the model's forward (or a tuple of positional ones),
-    batch first, at the size of one micro-batch. `options` are those of `partition_source`.
+    `example_inputs` are arguments of the model's forward by name (or a tuple of positional ones),
+    batch first, at the size of one micro-batch: tensors, nested structures of them, constants.
+    `options` are those of `partition_source`.
     Raises CaptureError when the model cannot be written down as a graph, PlanError when it
     cannot be cut so.
     """
@@ -177,7 +178,7 @@ def partition_source(
     demands = find_demands(captured, cut_at, keep_together, stages)
     tick("capture", describe_capture(captured), "profile")
 
-    measured = profile_source(captured, source, profile, threads, stages)
+    measured = profile_capture(captured, profile, threads, stages)
     tick("profile", measured.summary, "plan")
 
     prices = Prices.of(measured, LOCALHOST)
@@ -249,16 +250,16 @@ def graph_hash(captured: Capture) -> str:
     return hashlib.sha256(f"{captured.graph}{shapes}".encode()).hexdigest()
 
 
-def profile_source(
-    captured: Capture, source: Source, kind: str | None, threads: int | None, stages: int
+def profile_capture(
+    captured: Capture, kind: str | None, threads: int | None, stages: int
 ) -> Profile:
     """Measured or analytic costs, analytic by default on meta."""
-    on_meta = any(parameter.is_meta for parameter in source.model.parameters())
+    on_meta = any(parameter.is_meta for parameter in captured.model.parameters())
     if (kind or ("analytic" if on_meta else "measured")) == "analytic":
-        return profile_analytic(captured, source.example_inputs)
+        return profile_analytic(captured, captured.arguments.tensors)
     cores = os.cpu_count() or 1
     return profile_measured(
-        captured, source.example_inputs, threads=threads or max(1, cores // stages)
+        captured, captured.arguments.tensors, threads=threads or max(1, cores // stages)
     )
 
 

@@ -15,14 +15,15 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from .capture import Capture, ModuleCall, capture
+from .capture import Capture, ModuleCall
+from .capture import capture as capture_model
 from .compile import (
     Clock,
     OnTick,
     describe_capture,
     given_source,
     load_ticked,
-    profile_source,
+    profile_capture,
 )
 from .models import Source
 from .walk import NodeCost
@@ -142,7 +143,7 @@ def outline_source(
     tick("capture", describe_capture(captured), "profile" if with_profile else "")
     costs: Mapping[str, NodeCost] = {}
     if with_profile:
-        measured = profile_source(captured, source, profile, threads, stages=1)
+        measured = profile_capture(captured, profile, threads, stages=1)
         tick("profile", measured.summary, "")
         costs = measured.nodes
     return outline_of(captured, source.name, costs)

@@ -12,6 +12,7 @@ takes seconds, for which caches matter little (1.007 for GPT-2 at 4 x 128 tokens
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .capture import Capture
+from .capture import Capture, Recompute
 from .capture.interpret import sizes_of
 from .clock import threads_set
 from .measure import OperationCost, Repeats, estimate, measure
@@ -130,7 +131,7 @@ def profile(
         whole = time_whole(capture, inputs, where) if is_timed else None
     costs, forward_scale, backward_scale = _scaled(walk.costs, whole)
     return Profile(
-        nodes=MappingProxyType(costs),
+        nodes=MappingProxyType(_with_recomputation(capture, costs)),
         kind="measured",
         device=device,
         threads=used,
@@ -159,7 +160,7 @@ def profile_analytic(
     with state_kept(capture.model):
         walk.visit_all(inputs)
     return Profile(
-        nodes=MappingProxyType(walk.costs),
+        nodes=MappingProxyType(_with_recomputation(capture, walk.costs)),
         kind="analytic",
         device=device.name,
         threads=0,
@@ -197,6 +198,31 @@ def _scaled(
         for name, cost in costs.items()
     }
     return scaled, forward, backward
+
+
+def _with_recomputation(capture: Capture, costs: Mapping[str, NodeCost]) -> dict[str, NodeCost]:
+    """The costs where the author checkpoints: backward computes forward again, and what is made
+    inside is not kept in between."""
+    inside: dict[Recompute, set[str]] = defaultdict(set)
+    outermost: dict[str, Recompute] = {}
+    for node in capture.graph.nodes:
+        for recompute in node.meta.get("recomputes", ())[:1]:
+            outermost[node.name] = recompute
+            inside[recompute].add(node.name)
+    result = dict(costs)
+    for name in outermost.keys() & costs.keys():
+        cost, made_inside = costs[name], inside[outermost[name]]
+        result[name] = replace(
+            cost,
+            backward_ms=cost.backward_ms + cost.forward_ms,
+            backward_flops=cost.backward_flops + cost.flops,
+            saved={
+                maker: count
+                for maker, count in cost.saved.items()
+                if maker.partition(":")[0] not in made_inside
+            },
+        )
+    return result
 
 
 def _roofline(cost: OperationCost, device: Device) -> OperationCost:

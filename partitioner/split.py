@@ -15,6 +15,8 @@ from torch import Tensor, fx, nn
 
 from ..runtime.errors import PlanError
 from .capture import Capture, LocalDevice, Size
+from .capture.graph import is_external
+from .capture.leaves import is_torch_leaf
 from .local_names import LocalNames
 from .recompute import Recomputation
 
@@ -82,6 +84,8 @@ def _stages(
     count = max(homes.values(), default=0) + 1
     order = {node: position for position, node in enumerate(capture.graph.nodes)}
     outputs = tuple(dict.fromkeys(model_outputs(capture.graph)))
+    returned_from = {node: homes.get(node, count - 1) for node in outputs}
+    returned_from |= _homes_of_tensors(outputs, homes)
     members: list[set[fx.Node]] = [set() for _ in range(count)]
     received: list[set[fx.Node]] = [set() for _ in range(count)]
     for stage in reversed(range(count)):
@@ -92,8 +96,7 @@ def _stages(
             if home == stage
             and (node in sent or node in outputs or node in fixed or not again.is_makeable(node))
         ]
-        if stage == count - 1:
-            needed += [node for node in outputs if node.op in ("placeholder", "get_attr")]
+        needed += [node for node in outputs if returned_from[node] == stage and is_external(node)]
         from_outside: dict[fx.Node, None] = {}
         while needed:
             node = needed.pop()
@@ -122,9 +125,7 @@ def _stages(
             (node for node in crossing if homes[node] == stage), key=order.__getitem__
         )
         returned = [
-            node
-            for node in outputs
-            if homes.get(node, count - 1) == stage and node not in sent_here
+            node for node in outputs if returned_from[node] == stage and node not in sent_here
         ]
         placeholders = [node for node in received[stage] if node.op == "placeholder"]
         values = [node for node in received[stage] if node.op != "placeholder"]
@@ -175,7 +176,11 @@ def names_of_outputs(capture: Capture) -> dict[fx.Node, str]:
     structure = output.args[0]
     if not isinstance(structure, dict):
         return {}
-    return {node: name for name, node in structure.items() if isinstance(node, fx.Node)}
+    return {
+        node: name
+        for name, node in structure.items()
+        if isinstance(node, fx.Node) and isinstance(name, str)
+    }
 
 
 def homes_of(graph: fx.Graph, stage_of: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
@@ -192,6 +197,22 @@ def homes_of(graph: fx.Graph, stage_of: Mapping[fx.Node, int]) -> dict[fx.Node, 
         else:
             raise PlanError(f"the plan gives no stage for {node.name}.")
     return homes
+
+
+def _homes_of_tensors(
+    outputs: Iterable[fx.Node], homes: Mapping[fx.Node, int]
+) -> dict[fx.Node, int]:
+    """For a parameter or buffer that the model returns, the last stage that has it anyway."""
+    found: dict[fx.Node, int] = {}
+    for node in outputs:
+        if node.op == "get_attr":
+            for user, home in homes.items():
+                is_owner = user.op == "call_module" and str(node.target).startswith(
+                    f"{user.target}."
+                )
+                if is_owner or node in user.all_input_nodes:
+                    found[node] = max(home, found.get(node, 0))
+    return found
 
 
 def _is_tensor(node: fx.Node) -> bool:
@@ -292,6 +313,11 @@ def stage_tensors(capture: Capture, stage: StageGraph) -> StageTensors:
     modules, attributes = used_names(capture, stage)
     model = capture.model
     held = set(attributes)
+    # A module of torch.nn is held whole, also where only one of its parameters is read.
+    for name in attributes:
+        path = name.rpartition(".")[0]
+        if path and is_torch_leaf(model.get_submodule(path)):
+            held |= {f"{path}.{own}" for own, _ in model.get_submodule(path).named_parameters()}
     for path in modules:
         leaf = model.get_submodule(path)
         held |= {f"{path}.{name}" for name in leaf.state_dict(keep_vars=True)}

@@ -19,9 +19,12 @@ from torch.utils import _pytree as pytree
 
 from ..runtime.errors import PlanError
 from ..runtime.loading import SkipRandomInit, load_stage_class
-from ..runtime.pipe import output_structure, run_stage
+from ..runtime.pipe import run_stage
 from ..runtime.plan import Plan, TensorSpec
-from .capture import inputs
+from ..runtime.structure import rebuilt
+from .capture import Arguments, read_arguments
+from .capture.inputs import other_sizes as sizes_unlike
+from .capture.structure import plain_structure
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,7 @@ def verify(
     gradients, buffers and mode are as before afterwards. Raises PlanError naming the first value
     that differs by more than `tolerance` (relative to the largest magnitude in it).
     """
+    given = read_arguments(model, example_inputs)
     with _state_kept(model):
         on_meta = any(parameter.is_meta for parameter in model.parameters())
         with torch.device("meta" if on_meta else "cpu"), SkipRandomInit():
@@ -66,8 +70,8 @@ def verify(
         verify_names(model, plan, stages)
         sizes = other_sizes(plan) if sizes is None else sizes
         if on_meta:
-            return _verify_shapes(model, plan, stages, example_inputs, sizes)
-        return _verify_numbers(model, plan, stages, example_inputs, sizes, tolerance)
+            return _verify_shapes(model, plan, stages, given, sizes)
+        return _verify_numbers(model, plan, stages, given, sizes, tolerance)
 
 
 def verify_names(model: nn.Module, plan: Plan, stages: list[nn.Module]) -> None:
@@ -89,7 +93,7 @@ def verify_names(model: nn.Module, plan: Plan, stages: list[nn.Module]) -> None:
 
 def other_sizes(plan: Plan) -> dict[str, int]:
     """Small sizes that differ from the captured ones and from each other."""
-    return inputs.other_sizes(plan.sizes)
+    return sizes_unlike(plan.sizes)
 
 
 def resize(example: Tensor, spec: TensorSpec, sizes: Mapping[str, int]) -> Tensor:
@@ -105,20 +109,19 @@ def _verify_numbers(
     model: nn.Module,
     plan: Plan,
     stages: list[nn.Module],
-    example_inputs: Mapping[str, Any],
+    given: Arguments,
     sizes: Mapping[str, int],
     tolerance: float,
 ) -> Verified:
     for stage in stages:
         _adopt(stage, model)
-    inputs = {spec.name: resize(example_inputs[spec.name], spec, sizes) for spec in plan.inputs}
-    others = {key: value for key, value in example_inputs.items() if not isinstance(value, Tensor)}
+    inputs = {spec.name: resize(given.tensors[spec.name], spec, sizes) for spec in plan.inputs}
     largest = 0.0
     for training in (False, True):
         for module in (model, *stages):
             module.train(training)
-        expected, expected_gradients = _run_model(model, inputs | others, training)
-        actual, actual_gradients = _run_stages(plan, stages, inputs, model, training)
+        expected, expected_gradients = _run_model(model, given, inputs, training)
+        actual, actual_gradients = _run_stages(plan, stages, inputs, model, sizes, training)
         for pair, what in (
             ((expected, actual), "output"),
             ((expected_gradients, actual_gradients), "gradient of"),
@@ -129,11 +132,11 @@ def _verify_numbers(
 
 
 def _run_model(
-    model: nn.Module, inputs: Mapping[str, Any], training: bool
+    model: nn.Module, given: Arguments, inputs: Mapping[str, Tensor], training: bool
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     torch.manual_seed(1)
     with torch.set_grad_enabled(training):
-        outputs = _leaves(model(**inputs))
+        outputs = _leaves(given.call(model, inputs))
     if training:
         torch.autograd.backward(_total(outputs))
     return _detached(outputs), _take_gradients(model)
@@ -144,6 +147,7 @@ def _run_stages(
     stages: list[nn.Module],
     inputs: Mapping[str, Tensor],
     model: nn.Module,
+    sizes: Mapping[str, int],
     training: bool,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     torch.manual_seed(1)
@@ -158,7 +162,8 @@ def _run_stages(
     with torch.set_grad_enabled(training):
         for spec, stage in zip(plan.stages, stages, strict=True):
             values |= run_stage(spec, stage, {name: read(name) for name in spec.inputs})
-        outputs = _leaves(output_structure(plan.outputs, {name: read(name) for name in values}))
+        result = rebuilt(plan.outputs, {name: read(name) for name in values}, sizes)
+        outputs = _leaves(result)
     if training:
         torch.autograd.backward(_total(outputs))
         for spec in reversed(plan.stages):
@@ -177,9 +182,7 @@ def _sum_of_gradients(copies: list[Tensor]) -> Tensor | None:
 
 def _leaves(outputs: Any) -> dict[str, Tensor]:
     """Every tensor in an output structure by its path; None entries are left out."""
-    if hasattr(outputs, "to_tuple"):
-        outputs = dict(outputs)
-    paths, _ = pytree.tree_flatten_with_path(outputs)
+    paths, _ = pytree.tree_flatten_with_path(plain_structure(outputs))
     return {
         pytree.keystr(path) or "output": leaf for path, leaf in paths if isinstance(leaf, Tensor)
     }
@@ -249,18 +252,18 @@ def _verify_shapes(
     model: nn.Module,
     plan: Plan,
     stages: list[nn.Module],
-    example_inputs: Mapping[str, Any],
+    given: Arguments,
     sizes: Mapping[str, int],
 ) -> Verified:
     """On meta only shapes and dtypes of the outputs can be compared."""
     values: dict[str, Any] = {
-        spec.name: resize(example_inputs[spec.name], spec, sizes).to("meta") for spec in plan.inputs
+        spec.name: resize(given.tensors[spec.name], spec, sizes).to("meta") for spec in plan.inputs
     }
     with torch.no_grad():
-        expected = _leaves(model(**values))
+        expected = _leaves(given.call(model, values))
         for spec, stage in zip(plan.stages, stages, strict=True):
             values |= run_stage(spec, stage.train(model.training), values)
-    actual = _leaves(output_structure(plan.outputs, values))
+    actual = _leaves(rebuilt(plan.outputs, values, sizes))
     for name, wanted in expected.items():
         if actual[name].shape != wanted.shape or actual[name].dtype != wanted.dtype:
             raise PlanError(

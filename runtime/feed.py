@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from .errors import DataError, PlanError
-from .pipe import output_structure
 from .plan import Plan
+from .structure import names_in, rebuilt
 
 Values = Mapping[str, Tensor]
 Feed = Callable[[int], Values]
@@ -51,13 +51,13 @@ def loss_of_stage(plan: Plan, stage: int, criterion: Criterion | None) -> LossOf
         return None
     absent = dict.fromkeys(output_names(plan))
     return lambda outputs, fed: criterion(
-        output_structure(plan.outputs, {**absent, **outputs}), fed[TARGET]
+        rebuilt(plan.outputs, {**absent, **outputs}, plan.sizes), fed[TARGET]
     )
 
 
 def output_names(plan: Plan) -> frozenset[str]:
     """The names of the values in the model's output."""
-    return frozenset(_names(plan.outputs))
+    return frozenset(names_in(plan.outputs))
 
 
 class FeedOnce:
@@ -106,11 +106,3 @@ def _loss_stage(plan: Plan) -> int:
         wanted = " or ".join(sorted(names)) or "an output"
         raise PlanError(f"No stage of {plan.name} makes {wanted}.")
     return stages[-1]
-
-
-def _names(outputs: Any) -> set[str]:
-    if isinstance(outputs, str):
-        return {outputs}
-    if isinstance(outputs, Mapping):
-        outputs = list(outputs.values())
-    return set().union(*map(_names, outputs)) if isinstance(outputs, list | tuple) else set()

@@ -12,16 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .arguments import named_inputs, sizes_of
 from .errors import DataError
 from .loading import load_stage, load_unused
 from .plan import Plan, StageSpec, read_plan
+from .structure import rebuilt
 
 
 class Pipe:
     """The stages of a plan, chained; tied weights are one parameter again.
 
-    Called with the model's inputs it returns the original's output structure: a dict of its
-    named outputs, a tensor or a tuple.
+    Called as the original is, it returns the original's output structure: a dict of its named
+    outputs, a tensor or a tuple.
     """
 
     def __init__(
@@ -33,16 +35,11 @@ class Pipe:
         _tie(plan, stages)
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
-        names = [spec.name for spec in self.plan.inputs]
-        values: dict[str, Any] = dict(zip(names, args, strict=False)) | inputs
-        absent = [name for name in names if name not in values]
-        if absent or len(args) > len(names) or not values.keys() <= set(names):
-            raise DataError(
-                f"{self.plan.name} takes {', '.join(names)}; got {', '.join(values) or 'nothing'}."
-            )
+        values = named_inputs(self.plan, args, inputs)
+        sizes = sizes_of(self.plan, values)
         for spec, stage in zip(self.plan.stages, self.stages, strict=True):
             values.update(run_stage(spec, stage, values))
-        return output_structure(self.plan.outputs, values)
+        return rebuilt(self.plan.outputs, values, sizes)
 
     def train(self, mode: bool = True) -> Pipe:
         for stage in self.stages:
@@ -114,17 +111,6 @@ def load(
 def run_stage(spec: StageSpec, stage: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]:
     """One stage's forward: named values in, named values out."""
     return spec.named_outputs(stage(*(values[name] for name in spec.inputs)))
-
-
-def output_structure(outputs: Any, values: Mapping[str, Any]) -> Any:
-    """The original's output, rebuilt from named values by the plan's `outputs`."""
-    if isinstance(outputs, str):
-        return values[outputs]
-    if isinstance(outputs, Mapping):
-        return {key: output_structure(inner, values) for key, inner in outputs.items()}
-    if isinstance(outputs, list | tuple):
-        return tuple(output_structure(inner, values) for inner in outputs)
-    return outputs
 
 
 def _tie(plan: Plan, stages: list[nn.Module]) -> None:

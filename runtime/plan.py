@@ -114,8 +114,9 @@ class SharedParameter:
 class Plan:
     """What was decided about a model, and what the runtime needs to run it.
 
-    `outputs` is the structure of the original's output as JSON: a value name, a list, or an
-    object of names (an object keeps the original's keys); `None` stands for None.
+    `outputs` is the structure of the original's output and `arguments` that of forward's
+    arguments (None when they are just the inputs), as `structure.py` writes them: a tensor's
+    name, a list, or an object that keeps the original's keys; constants stand for themselves.
     `state_keys` are the keys of the original's state_dict, in its order.
     `unused` are those keys that no stage needs: the forward never reads them.
     `if_sent` are the boundaries that there would be if no stage computed anything again that an
@@ -148,6 +149,7 @@ class Plan:
     unused: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     if_sent: tuple[Boundary, ...] = ()
+    arguments: Mapping[str, Any] | None = None
     schema: int = field(default=SCHEMA)
 
     @property

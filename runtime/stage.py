@@ -8,13 +8,14 @@ that a gradient will come for; backward frees them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.utils.stateless import _reparametrize_module
 
 from .errors import AsyncPipeError
 from .feed import LossOf, Values
@@ -29,11 +30,13 @@ class StageError(AsyncPipeError):
 
 @dataclass(frozen=True, slots=True)
 class _InFlight:
-    """What backward needs: leaves by input name, roots by output name, and the loss."""
+    """What backward needs: leaves by input name, roots by output name, the loss, and the weights
+    that forward read, which what is recomputed has to read again."""
 
     leaves: dict[str, Tensor]
     roots: dict[str, Tensor]
     loss: Tensor | None
+    weights: Weights | None
 
 
 class Stage:
@@ -93,7 +96,7 @@ class Stage:
             roots = {
                 name: outputs[name] for name in self._grad_outputs if outputs[name].requires_grad
             }
-            self._in_flight[micro_batch] = _InFlight(leaves, roots, loss)
+            self._in_flight[micro_batch] = _InFlight(leaves, roots, loss, weights)
         detached = {name: output.detach() for name, output in outputs.items()}
         return detached, None if loss is None else loss.detach()
 
@@ -114,7 +117,8 @@ class Stage:
         try:
             if roots:
                 tensors, tensor_gradients = zip(*roots, strict=True)
-                torch.autograd.backward(tensors, tensor_gradients)
+                with self._reading(flight.weights):
+                    torch.autograd.backward(tensors, tensor_gradients)
         except Exception as error:
             raise self._error("backward", micro_batch, error) from error
         return {
@@ -126,6 +130,15 @@ class Stage:
         if weights is None:
             return self.module(*arguments)
         return functional_call(self.module, dict(weights), arguments)
+
+    def _reading(self, weights: Weights | None) -> AbstractContextManager[None]:
+        """Within, the module has these weights instead of its own."""
+        if weights is None:
+            return nullcontext()
+        bound: AbstractContextManager[None] = _reparametrize_module(
+            self.module, dict(weights), tie_weights=True
+        )
+        return bound
 
     def _error(self, action: str, micro_batch: int, error: Exception) -> StageError:
         return StageError(

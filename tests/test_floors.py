@@ -9,7 +9,16 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PURE = {
     "user_code",
-    *("plan", "sizes", "errors", "schedule", "schedules", "schedule_text", "validation"),
+    *(
+        "plan",
+        "sizes",
+        "structure",
+        "errors",
+        "schedule",
+        "schedules",
+        "schedule_text",
+        "validation",
+    ),
     *("dependencies", "lowering", "simulate", "timeline", "drawing", "forecast"),
 }
 # The check runs the files as the runtime will, and weights have one file format.

@@ -16,22 +16,16 @@ from torch import Tensor, fx, nn
 from torch._dispatch.python import enable_python_dispatcher
 
 from ...runtime.errors import CaptureError
+from ...runtime.structure import constants_in
 from .aliases import colocated, in_order
+from .arguments import Arguments, read_arguments
 from .branch import Calls, branched
 from .check import check_capture, is_on_meta
 from .dynamo import torch_graph
 from .explain import both, explained, may_be_unseen
 from .fakes import Dynamic, FakeWorld, PinnedSizeError
 from .graph import Capture, tensor_spec
-from .inputs import (
-    dynamic_sizes,
-    enlarged,
-    other_sizes,
-    resized,
-    sizes_in,
-    verify_inputs,
-    without_symbol,
-)
+from .inputs import dynamic_sizes, enlarged, other_sizes, resized, sizes_in, without_symbol
 from .interpret import run
 from .leaves import LeafRule, leaf_rule
 from .merge import Different, merge
@@ -43,11 +37,21 @@ from .restore import in_mode, silent, without_cache
 from .shadow import Shadow
 from .structure import plain_structure
 from .tracer import LenNeeded, Tracer
-from .values import CallRecord, IfTraining, LocalDevice, ModuleCall, Region, Size, size_text
+from .values import (
+    CallRecord,
+    IfTraining,
+    LocalDevice,
+    ModuleCall,
+    Recompute,
+    Region,
+    Size,
+    size_text,
+)
 
 __all__ = [
-    "CallRecord", "Capture", "IfTraining", "LocalDevice", "ModuleCall", "Region", "Size",
-    "capture", "colocated", "in_order", "run", "size_text", "tensor_spec",
+    "Arguments", "CallRecord", "Capture", "IfTraining", "LocalDevice", "ModuleCall", "Recompute",
+    "Region", "Size", "capture", "colocated", "in_order", "read_arguments", "run", "size_text",
+    "tensor_spec",
 ]  # fmt: skip
 
 
@@ -62,10 +66,11 @@ def capture(
 ) -> Capture:
     """Writes down what the model's forward does for inputs like these.
 
-    `example_inputs` are keyword arguments of forward: tensors (on any device, or on meta), None
-    and numbers. `dynamic` names the sizes that stay free, by input and dimension; by default
-    dimension 0 of every tensor is `batch`, and dimension 1 of two-dimensional tensors of integers
-    is `sequence`. `leaves` are modules to keep as one node although they are not of torch.nn, by
+    `example_inputs` are arguments of forward by name: tensors (on any device, or on meta), tuples,
+    lists, dicts and dataclasses of them, and constants. `dynamic` names the sizes that stay free,
+    by input (`masks_0` for the first of `masks`) and dimension; by default dimension 0 of every
+    tensor is `batch`, and dimension 1 of two-dimensional tensors of integers is `sequence`.
+    `leaves` are modules to keep as one node although they are not of torch.nn, by
     class name or path. Parameters may be on meta. With `check`, the graph is run beside the model
     at other sizes in both modes; a model on meta is not checked.
 
@@ -76,19 +81,22 @@ def capture(
 
     Raises CaptureError for a forward that is no fixed graph, naming its line.
     """
-    model_inputs = {name: value for name, value in example_inputs.items() if value is not None}
-    verify_inputs(model_inputs)
-    dims = dynamic_sizes(model_inputs) if dynamic is None else dynamic
+    given = read_arguments(model, example_inputs)
+    dims = dynamic_sizes(given.tensors) if dynamic is None else dynamic
     is_leaf = leaf_rule(model, leaves)
+    fixed = [
+        f"{where} is fixed at {text}: it is no tensor"
+        for where, text in constants_in(given.structure, "")
+    ]
     notes: list[str] = []
     trace = _TRACES[method]
     unseen: CaptureError | None = None
     while True:
         try:
-            captured = _capture(model, model_inputs, dims, is_leaf, trace)
+            captured = _capture(model, given, dims, is_leaf, trace)
             if (check or trace is not _trace) and not is_on_meta(model):
-                check_capture(captured, model_inputs)
-            return replace(captured, notes=(*notes, *captured.notes))
+                check_capture(captured, given.tensors)
+            return replace(captured, notes=(*fixed, *notes, *captured.notes))
         except CaptureError as error:
             if isinstance(error, PinnedSizeError) and dynamic is None and error.symbol != "batch":
                 # The batch has to be free. Another size that nobody asked for may be fixed.
@@ -96,7 +104,7 @@ def capture(
                 dims = without_symbol(dims, error.symbol)
             elif unseen is not None:
                 raise both(unseen, error) from unseen
-            elif method == "auto" and may_be_unseen(error, model, model_inputs):
+            elif method == "auto" and may_be_unseen(error, model, given):
                 unseen, trace = error, _TRACES["dynamo"]
                 notes.append(f"captured with Dynamo: {error.what}")
             else:
@@ -104,14 +112,11 @@ def capture(
 
 
 def _capture(
-    model: nn.Module,
-    inputs: Mapping[str, Any],
-    dims: Dynamic,
-    is_leaf: LeafRule,
-    trace: Trace,
+    model: nn.Module, given: Arguments, dims: Dynamic, is_leaf: LeafRule, trace: Trace
 ) -> Capture:
     world = FakeWorld(model)
-    large = enlarged(inputs, dims)
+    inputs = given.tensors
+    large = replace(given, tensors=enlarged(inputs, dims))
 
     def finished(graph: fx.Graph, calls: Calls, *traces: Tracer) -> Capture:
         prune(graph)
@@ -121,6 +126,7 @@ def _capture(
             graph=graph,
             model=model,
             inputs=tuple(tensor_spec(node) for node in graph.find_nodes(op="placeholder")),
+            arguments=given,
             sizes=sizes_in(inputs, dims),
             calls=calls,
             constants={name: t for trace in traces for name, t in trace.constants.items()},
@@ -133,7 +139,7 @@ def _capture(
     train = traced(dims, training=True)
     # The sizes of the other mode are compared as numbers, which is five times as fast to trace.
     evaluation = traced({}, training=False)
-    difference = merge(train.graph, evaluation.graph, sizes_in(large, dims))
+    difference = merge(train.graph, evaluation.graph, sizes_in(large.tensors, dims))
     captured = finished(train.graph, train.calls, train, evaluation)
     if difference is None or _is_model(captured, inputs):
         return captured
@@ -151,7 +157,7 @@ def _capture(
     raise difference
 
 
-def _is_model(captured: Capture, inputs: Mapping[str, Any]) -> bool:
+def _is_model(captured: Capture, inputs: Mapping[str, Tensor]) -> bool:
     """Whether the graph is known to give the model's numbers in both modes."""
     if is_on_meta(captured.model):
         return False
@@ -162,7 +168,7 @@ def _is_model(captured: Capture, inputs: Mapping[str, Any]) -> bool:
     return True
 
 
-def _others(inputs: Mapping[str, Any], dims: Dynamic) -> list[dict[str, Any]]:
+def _others(inputs: Mapping[str, Tensor], dims: Dynamic) -> list[dict[str, Tensor]]:
     """Inputs of other sizes, if any size is free."""
     sizes = sizes_in(inputs, dims)
     larger = {name: size + 3 for name, size in sizes.items()}
@@ -176,7 +182,7 @@ class Trace(Protocol):
         self,
         model: nn.Module,
         world: FakeWorld,
-        inputs: Mapping[str, Any],
+        given: Arguments,
         dims: Dynamic,
         is_leaf: LeafRule,
         *,
@@ -187,34 +193,32 @@ class Trace(Protocol):
 def _trace_dynamo(
     model: nn.Module,
     world: FakeWorld,
-    inputs: Mapping[str, Any],
+    given: Arguments,
     dims: Dynamic,
     is_leaf: LeafRule,
     *,
     training: bool,
 ) -> Tracer:
     """Dynamo's graph of forward, run in its place."""
-    tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
-    others = {name: value for name, value in inputs.items() if name not in tensors}
 
-    def call(given: dict[str, Tensor]) -> Any:
-        return model(**given, **others)
+    def call(tensors: dict[str, Tensor]) -> Any:
+        return given.call(model, tensors)
 
     try:
-        found = torch_graph(model, call, tensors, dims, is_leaf, training=training)
+        found = torch_graph(model, call, given.tensors, dims, is_leaf, training=training)
     except Exception as error:
         raise explained(error, model) from error
 
     def forward(tracer: Tracer, fakes: Mapping[str, Any]) -> Any:
-        return replay(found, model, world, tracer, [fakes[name] for name in tensors])
+        return replay(found, model, world, tracer, [fakes[name] for name in given.tensors])
 
-    return _trace(model, world, inputs, dims, is_leaf, training=training, forward=forward)
+    return _trace(model, world, given, dims, is_leaf, training=training, forward=forward)
 
 
 def _trace(
     model: nn.Module,
     world: FakeWorld,
-    inputs: Mapping[str, Any],
+    given: Arguments,
     dims: Dynamic,
     is_leaf: LeafRule,
     *,
@@ -225,7 +229,7 @@ def _trace(
     symbolic size. `forward` stands in for the model's."""
     scopes: list[dict[str, Any]] = []
     while True:
-        shadow = Shadow(world, [inputs, *_others(inputs, dims)], training)
+        shadow = Shadow(world, given, _others(given.tensors, dims), training)
         tracer = Tracer(model, world, is_leaf, shadow)
         try:
             with (
@@ -240,16 +244,13 @@ def _trace(
                 tracer.random,
             ):
                 fakes = {
-                    name: world.input(value, dims.get(name, {}))
-                    if isinstance(value, Tensor)
-                    else value
-                    for name, value in inputs.items()
+                    name: world.input(tensor, dims.get(name, {}))
+                    for name, tensor in given.tensors.items()
                 }
-                for name, value in fakes.items():
-                    if isinstance(value, Tensor):
-                        tracer.placeholder(name, value)
+                for name, fake in fakes.items():
+                    tracer.placeholder(name, fake)
                 with tracer:
-                    result = forward(tracer, fakes) if forward else model(**fakes)
+                    result = forward(tracer, fakes) if forward else given.call(model, fakes)
                 tracer.output(plain_structure(result))
         except LenNeeded as needed:
             scopes.append(needed.scope)

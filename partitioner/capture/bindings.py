@@ -24,7 +24,7 @@ from .fakes import FakeWorld
 from .frames import short_path, where
 from .known import follows_from_sizes
 from .structure import map_leaves, tensors_in
-from .values import LocalDevice, ModuleCall, Region
+from .values import LocalDevice, ModuleCall, Recompute, Region
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +59,7 @@ class Bindings:
         frames: Sequence[FrameType] = (),
         calls: Sequence[ModuleCall] = (),
         regions: Sequence[Region] = (),
+        recomputes: Sequence[Recompute] = (),
         changed: Collection[Tensor] = (),
         touched: Collection[Tensor] = (),
         random: bool = False,
@@ -74,6 +75,7 @@ class Bindings:
             calls=tuple(calls),
             source=(short_path(frame), frame.f_lineno) if frame else None,
             regions=tuple(regions),
+            recomputes=tuple(recomputes),
             random=random,
             mutates=frozenset(map(self.storage, changed)),
             touches=frozenset(map(self.storage, touched)),

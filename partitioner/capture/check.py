@@ -26,8 +26,10 @@ _SHORT = 7
 _KEEP = "Keep the module that makes it as one node (--leaf Class), and please report the model."
 
 
-def check_capture(capture: Capture, inputs: Mapping[str, Any]) -> None:
+def check_capture(capture: Capture, inputs: Mapping[str, Tensor]) -> None:
     """Runs graph and model on inputs of other sizes, once in each mode, from equal seeds.
+
+    `inputs` are the tensors among forward's arguments by name.
 
     Raises CaptureError where an output, a buffer or (below five million parameters) a gradient
     differs.
@@ -36,14 +38,18 @@ def check_capture(capture: Capture, inputs: Mapping[str, Any]) -> None:
     tensors = [*model.parameters(), *model.buffers()]
     device = tensors[0].device if tensors else torch.device("cpu")
     sample = _sample(capture, inputs, device)
+
+    def original(given: dict[str, Tensor]) -> Any:
+        return capture.arguments.call(model, given)
+
     small = sum(p.numel() for p in model.parameters()) < MAX_PARAMETERS_WITH_GRADIENTS
     for training in (True, False):
         with_gradients = training and small
 
-        def graph(given: dict[str, Any], training: bool = training) -> Any:
+        def graph(given: dict[str, Tensor], training: bool = training) -> Any:
             return run(capture, given, training=training)
 
-        expected = _observe(model, sample, training, with_gradients, lambda given: model(**given))
+        expected = _observe(model, sample, training, with_gradients, original)
         mode = "training" if training else "evaluation"
         try:
             found = _observe(model, sample, training, with_gradients, graph)
@@ -68,7 +74,9 @@ def is_on_meta(model: nn.Module) -> bool:
     return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
-def _sample(capture: Capture, inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+def _sample(
+    capture: Capture, inputs: Mapping[str, Tensor], device: torch.device
+) -> dict[str, Tensor]:
     """Real inputs of other sizes than the example's that the model itself accepts."""
     dims = {
         spec.name: {dim: size for dim, size in enumerate(spec.shape) if isinstance(size, str)}
@@ -82,16 +90,20 @@ def _sample(capture: Capture, inputs: Mapping[str, Any], device: torch.device) -
     for change in (batch | short, batch | shorter):
         sample = resized(real, dims, {**capture.sizes, **change})
         try:
-            _observe(capture.model, sample, False, False, lambda given: capture.model(**given))
+            _observe(
+                capture.model,
+                sample,
+                False,
+                False,
+                lambda given: capture.arguments.call(capture.model, given),
+            )
         except Exception:  # The model has a rule about its lengths: try others.
             continue
         return sample
     return resized(real, dims, {**capture.sizes, **batch})
 
 
-def _real(value: Any, device: torch.device) -> Any:
-    if not isinstance(value, Tensor):
-        return value
+def _real(value: Tensor, device: torch.device) -> Tensor:
     if value.device.type != "meta":
         return value.to(device)
     if value.is_floating_point():
@@ -101,13 +113,13 @@ def _real(value: Any, device: torch.device) -> Any:
 
 def _observe(
     model: nn.Module,
-    inputs: Mapping[str, Any],
+    inputs: Mapping[str, Tensor],
     training: bool,
     with_gradients: bool,
-    forward: Callable[[dict[str, Any]], Any],
+    forward: Callable[[dict[str, Tensor]], Any],
 ) -> dict[str, Tensor]:
     """Everything a forward does, by name: outputs, buffers after it, gradients."""
-    given = {k: v.clone() if isinstance(v, Tensor) else v for k, v in inputs.items()}
+    given = {name: tensor.clone() for name, tensor in inputs.items()}
     seen: dict[str, Tensor] = {}
     with (
         unchanged(model),
@@ -122,7 +134,7 @@ def _observe(
         labels = names if len(names) == len(outputs) else range(len(outputs))
         for label, tensor in zip(labels, outputs, strict=True):
             seen[f"output {label}"] = tensor.detach().clone()
-        seen |= {f"input {k}": v.clone() for k, v in given.items() if isinstance(v, Tensor)}
+        seen |= {f"input {name}": tensor.clone() for name, tensor in given.items()}
         seen |= {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}
         if with_gradients:
             seen |= _gradients(model, outputs)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -14,6 +11,7 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from ...runtime.errors import CaptureError
+from .arguments import Arguments
 from .check import is_on_meta
 from .frames import place, source_text, user_frame_of
 from .restore import unchanged, unchanged_attributes, without_cache
@@ -61,20 +59,17 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0]
 
 
-def may_be_unseen(error: CaptureError, model: nn.Module, inputs: Mapping[str, Any]) -> bool:
+def may_be_unseen(error: CaptureError, model: nn.Module, given: Arguments) -> bool:
     """Whether an error says that the tracer cannot see, and the model itself has none."""
     if not isinstance(error, UnseenError):
         return False
     if is_on_meta(model):
         return True
     device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), None)
-    given = {
-        name: value.to(device) if isinstance(value, Tensor) else value
-        for name, value in inputs.items()
-    }
+    tensors = {name: tensor.to(device) for name, tensor in given.tensors.items()}
     with unchanged_attributes(model), unchanged(model), without_cache(model), torch.no_grad():
         try:
-            model(**given)
+            given.call(model, tensors)
         except Exception:
             return False
     return True

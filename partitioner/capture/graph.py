@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ...runtime.plan import TensorSpec
+from .arguments import Arguments
 from .values import CallRecord, ModuleCall, size_text
 
 
@@ -16,7 +17,8 @@ from .values import CallRecord, ModuleCall, size_text
 class Capture:
     """A model's forward as one `torch.fx.Graph` of named modules and torch functions.
 
-    `inputs` are the tensors that forward takes, in the graph's order; `sizes` what the symbols
+    `inputs` are the tensors that forward takes, in the graph's order, and `arguments` how it
+    takes them; `sizes` what the symbols
     were in the example; `constants` the tensors that forward reads and that are neither a
     parameter nor a buffer, by the name that `get_attr` nodes use for them.
     """
@@ -24,6 +26,7 @@ class Capture:
     graph: fx.Graph
     model: nn.Module
     inputs: tuple[TensorSpec, ...]
+    arguments: Arguments
     sizes: Mapping[str, int]
     calls: Mapping[ModuleCall, CallRecord]
     constants: Mapping[str, Tensor]

@@ -3,39 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...runtime.errors import CaptureError
 from .fakes import Dynamic
-from .structure import tensors_in
 
 
-def verify_inputs(inputs: Mapping[str, Any]) -> None:
-    """Raises CaptureError for an input that is a structure of tensors: a stage receives tensors."""
-    for name, value in inputs.items():
-        if not isinstance(value, Tensor) and next(tensors_in(value), None) is not None:
-            raise CaptureError(
-                f"the input {name} is a {type(value).__name__} of tensors, and an input has to be "
-                "a tensor, a number or None.",
-                "Give forward one argument for each tensor.",
-            )
-
-
-def dynamic_sizes(inputs: Mapping[str, Any]) -> dict[str, dict[int, str]]:
+def dynamic_sizes(inputs: Mapping[str, Tensor]) -> dict[str, dict[int, str]]:
     """The free sizes by default: `batch` is dimension 0 of every tensor, `sequence` dimension 1
     of two-dimensional tensors of integers. A tensor of another length has a symbol of its own.
 
-    >>> dynamic_sizes({"input_ids": torch.ones(4, 11, dtype=torch.long), "scale": 2.0,
+    >>> dynamic_sizes({"input_ids": torch.ones(4, 11, dtype=torch.long),
     ...                "labels": torch.ones(4, 7, dtype=torch.long)})
     {'input_ids': {0: 'batch', 1: 'sequence'}, 'labels': {0: 'batch', 1: 'labels_sequence'}}
     """
     found: dict[str, dict[int, str]] = {}
     lengths: dict[int, str] = {}
     for name, value in inputs.items():
-        if not isinstance(value, Tensor) or value.dim() == 0:
+        if value.dim() == 0:
             continue
         found[name] = {0: "batch"}
         if value.dim() == 2 and not value.is_floating_point() and not value.is_complex():
@@ -51,12 +37,12 @@ def without_symbol(dims: Dynamic, symbol: str) -> dict[str, dict[int, str]]:
     }
 
 
-def sizes_in(inputs: Mapping[str, Any], dims: Dynamic) -> dict[str, int]:
+def sizes_in(inputs: Mapping[str, Tensor], dims: Dynamic) -> dict[str, int]:
     """The numbers that the symbols stand for in these inputs."""
     return {
         symbol: inputs[name].shape[dim]
         for name, named in dims.items()
-        if isinstance(inputs.get(name), Tensor)
+        if name in inputs
         for dim, symbol in named.items()
     }
 
@@ -73,19 +59,21 @@ def other_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
     return others
 
 
-def enlarged(inputs: Mapping[str, Any], dims: Dynamic) -> dict[str, Any]:
+def enlarged(inputs: Mapping[str, Tensor], dims: Dynamic) -> dict[str, Tensor]:
     """The inputs with free sizes of 1 made 2: a size of 1 broadcasts, and cannot stand for any."""
     sizes = {symbol: max(size, 2) for symbol, size in sizes_in(inputs, dims).items()}
     return resized(inputs, dims, sizes)
 
 
-def resized(inputs: Mapping[str, Any], dims: Dynamic, sizes: Mapping[str, int]) -> dict[str, Any]:
+def resized(
+    inputs: Mapping[str, Tensor], dims: Dynamic, sizes: Mapping[str, int]
+) -> dict[str, Tensor]:
     """Inputs of other sizes whose values are those of the given ones, over and over."""
     result = dict(inputs)
     for name, named in dims.items():
-        tensor = inputs.get(name)
-        if not isinstance(tensor, Tensor):
+        if name not in inputs:
             continue
+        tensor = inputs[name]
         for dim, symbol in named.items():
             length = tensor.shape[dim]
             if length != sizes[symbol]:

@@ -14,6 +14,7 @@ from typing import Any
 from torch import fx
 
 from ...runtime.errors import CaptureError
+from ...runtime.structure import is_named_tuple
 from .graph import is_external
 from .prune import prune
 from .values import IfTraining, Size
@@ -144,6 +145,8 @@ def merged_arguments(
     if isinstance(train, (tuple, list)) and isinstance(other, (tuple, list)):
         if len(train) == len(other):
             items = [merge(a, b) for a, b in zip(train, other, strict=True)]
+            if is_named_tuple(train):
+                return type(train)(*items)
             return tuple(items) if isinstance(train, tuple) else items
     if isinstance(train, Mapping) and isinstance(other, Mapping) and list(train) == list(other):
         return {key: merge(train[key], other[key]) for key in train}

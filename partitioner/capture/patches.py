@@ -9,13 +9,14 @@ from __future__ import annotations
 import builtins
 import sys
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.amp.autocast_mode import autocast
 from torch.autograd import Function
+from torch.utils import checkpoint as checkpointing
 
 from .values import Region
 
@@ -38,6 +39,11 @@ class Recorder(Protocol):
 
     def assign_buffer(self, module: nn.Module, name: str, value: Tensor) -> None:
         """Is told of `module.name = value` before it is done."""
+
+    def recomputing(
+        self, function: Any, *, use_reentrant: bool, preserve_rng_state: bool, is_selective: bool
+    ) -> AbstractContextManager[None]:
+        """Is entered around the function of a `torch.utils.checkpoint.checkpoint`."""
 
     def is_known(self, tensor: Any) -> bool:
         """Whether the values of a tensor follow from sizes alone."""
@@ -70,6 +76,7 @@ def patched(
     enter_autocast, exit_autocast = autocast.__enter__, autocast.__exit__
     enter_grad, exit_grad = torch.enable_grad.__enter__, torch.enable_grad.__exit__
     set_attribute = nn.Module.__setattr__
+    checkpointed = checkpointing._checkpoint_without_reentrant_generator
     # transformers asks whether a tensor is fake before it branches on the tensor's values.
     asks = vars(sys.modules.get("transformers.utils.import_utils", builtins))
     is_fake = asks.get("is_fake_tensor")
@@ -111,6 +118,17 @@ def patched(
             recorder.assign_buffer(module, name, value)
         set_attribute(module, name, value)
 
+    def checkpoint(
+        function: Any, preserve: bool = True, context: Any = None, *_: Any, **__: Any
+    ) -> Iterator[None]:
+        with recorder.recomputing(
+            function,
+            use_reentrant=False,
+            preserve_rng_state=preserve,
+            is_selective=context not in (None, checkpointing.noop_context_fn),
+        ):
+            yield
+
     try:
         for scope in scopes:
             scope["len"] = _symbolic_len
@@ -119,6 +137,7 @@ def patched(
         nn.Module.__call__ = call  # type: ignore[method-assign]
         nn.Module.__setattr__ = assign  # type: ignore[method-assign,assignment]
         _Super.apply = classmethod(apply)
+        checkpointing._checkpoint_without_reentrant_generator = checkpoint  # type: ignore[assignment]
         autocast.__enter__, autocast.__exit__ = enter, leave  # type: ignore[method-assign]
         torch.enable_grad.__enter__ = enter_enable_grad  # type: ignore[method-assign]
         torch.enable_grad.__exit__ = leave_enable_grad  # type: ignore[method-assign]
@@ -128,6 +147,7 @@ def patched(
         torch.enable_grad.__exit__ = exit_grad  # type: ignore[method-assign]
         autocast.__enter__ = enter_autocast  # type: ignore[method-assign]
         autocast.__exit__ = exit_autocast  # type: ignore[method-assign]
+        checkpointing._checkpoint_without_reentrant_generator = checkpointed
         del _Super.apply
         nn.Module.__setattr__ = set_attribute  # type: ignore[method-assign]
         nn.Module.__call__ = _call  # type: ignore[method-assign]

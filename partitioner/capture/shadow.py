@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import _disable_current_modes
 
+from .arguments import Arguments
 from .fakes import FakeWorld
 from .graph import Capture, tensor_spec
 from .interpret import run
@@ -24,9 +25,14 @@ class Shadow:
     """Real runs of one trace, the first on the example itself."""
 
     def __init__(
-        self, world: FakeWorld, samples: Sequence[Mapping[str, Any]], training: bool
+        self,
+        world: FakeWorld,
+        given: Arguments,
+        others: Sequence[Mapping[str, Tensor]],
+        training: bool,
     ) -> None:
-        self._world, self._training = world, training
+        self._world, self._given, self._training = world, given, training
+        samples = [given.tensors, *others]
         runs = [_Run(sample, seed) for seed, sample in enumerate(samples)]
         self._runs = [] if world.is_on_meta else runs
 
@@ -39,6 +45,7 @@ class Shadow:
             graph=node.graph,
             model=self._world.model,
             inputs=tuple(tensor_spec(given) for given in node.graph.find_nodes(op="placeholder")),
+            arguments=self._given,
             sizes=dict(self._world.hints),
             calls={},
             constants=constants,
@@ -55,11 +62,8 @@ class Shadow:
 
 
 class _Run:
-    def __init__(self, inputs: Mapping[str, Any], seed: int) -> None:
-        self._inputs = {
-            name: value.clone() if isinstance(value, Tensor) else value
-            for name, value in inputs.items()
-        }
+    def __init__(self, inputs: Mapping[str, Tensor], seed: int) -> None:
+        self._inputs = {name: value.clone() for name, value in inputs.items()}
         self._seed = seed
         self._values: dict[fx.Node, Any] = {}
         self._buffers: dict[str, Tensor] = {}

@@ -7,6 +7,7 @@ as one call; the calls of other modules are kept beside the graph, with their ar
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections import Counter
@@ -38,9 +39,9 @@ from .patches import original_apply, original_call, plain_apply
 from .random_draws import RandomDraws, has_hidden_draws
 from .readings import Readings
 from .shadow import Shadow
-from .structure import plain_structure, tensors_in
+from .structure import map_result, plain_structure, tensors_in
 from .targets import Call, as_node, refusal, stand_in
-from .values import CallRecord, ModuleCall, Region
+from .values import CallRecord, ModuleCall, Recompute, Region
 
 
 class LenNeeded(BaseException):
@@ -65,7 +66,7 @@ class Tracer(TorchFunctionMode):
         self.regions: list[Region] = []
         self.random = RandomDraws()
         self._top = sys._getframe(1)
-        self._world, self._is_leaf = world, is_leaf
+        self._model, self._world, self._is_leaf = model, world, is_leaf
         self._bindings = Bindings(model, world, self._top)
         self._names = Names(self._top, self._bindings.bound)
         self._assigned = AssignedBuffers(self._bindings)
@@ -74,6 +75,8 @@ class Tracer(TorchFunctionMode):
         world.env.decide = self._relation
         self._recording = True
         self._stack: list[ModuleCall] = []
+        self._recomputes: list[Recompute] = []
+        self._recompute_count = 0
         self._call_counts: Counter[str] = Counter()
         self._signatures: dict[type, inspect.Signature | None] = {}
         self._paths: dict[int, str] = {}
@@ -92,7 +95,8 @@ class Tracer(TorchFunctionMode):
         dropped = [type(leaf).__name__ for leaf in _leaves(value) if not _is_plain(leaf)]
         if dropped:
             self.notes.append(f"forward also returns {', '.join(dropped)}, which is left out")
-        self._bindings.add(("output", "output", (self._bindings.arguments(_plain(value)),)), None)
+        result = map_result(self._bindings.arguments, _plain(value))
+        self._bindings.add(("output", "output", (result,)), None)
         self._readings.examples()
         self.notes += self._readings.notes
 
@@ -234,8 +238,7 @@ class Tracer(TorchFunctionMode):
         if not self._recording:
             return plain_apply(function, args, kwargs)
         if function is CheckpointFunction:
-            self.notes.append(f"the recomputation at {where(self._top)} is left to the runtime")
-            return args[0](*args[2:])
+            return self._reentrant(*args)
         apply = MethodType(original_apply, function)
         return self._recorded(
             lambda: apply(*args, **kwargs),
@@ -243,6 +246,48 @@ class Tracer(TorchFunctionMode):
             args,
             kwargs,
         )
+
+    def _reentrant(self, function: Any, preserve_rng_state: bool, *args: Any) -> Any:
+        """The older `checkpoint`, which gives no gradient if none of its arguments needs one."""
+        has_gradient = any(isinstance(value, Tensor) and value.requires_grad for value in args)
+        with (
+            torch.set_grad_enabled(torch.is_grad_enabled() and has_gradient),
+            self.recomputing(function, use_reentrant=True, preserve_rng_state=preserve_rng_state),
+        ):
+            return function(*args)
+
+    @contextmanager
+    def recomputing(
+        self,
+        function: Any,
+        *,
+        use_reentrant: bool,
+        preserve_rng_state: bool,
+        is_selective: bool = False,
+    ) -> Iterator[None]:
+        if is_selective:
+            self.notes.append(
+                f"the recomputation at {where(self._top)} is of everything: its choice of what to "
+                "keep (context_fn) is left out"
+            )
+        while isinstance(function, functools.partial):
+            function = function.func
+        self._recompute_count += 1
+        # Calls of the two modes are different calls.
+        sign = 1 if self._model.training else -1
+        self._recomputes.append(
+            Recompute(
+                number=sign * self._recompute_count,
+                depth=len(self._stack),
+                function=getattr(function, "__name__", ""),
+                use_reentrant=use_reentrant,
+                preserve_rng_state=preserve_rng_state,
+            )
+        )
+        try:
+            yield
+        finally:
+            self._recomputes.pop()
 
     def _named_arguments(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -314,6 +359,7 @@ class Tracer(TorchFunctionMode):
                 frames=frames,
                 calls=self._stack,
                 regions=self._current_regions(),
+                recomputes=self._recomputes,
                 changed=changed,
                 touched=own,
                 random=self.random.drawn,
@@ -375,7 +421,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items() if _has_plain(item)}
     if isinstance(value, (tuple, list)):
-        return type(value)(_plain(item) for item in value)
+        return map_result(lambda leaf: leaf if _is_plain(leaf) else None, value)
     return value if _is_plain(value) else None
 
 

@@ -162,6 +162,29 @@ class Region:
 
 
 @dataclass(frozen=True)
+class Recompute:
+    """A call of `torch.utils.checkpoint.checkpoint`: what it does is done again in backward.
+
+    `number` tells the calls of one forward apart, `depth` is how many module calls are around
+    it, `function` what its function is called.
+    """
+
+    number: int
+    depth: int
+    function: str
+    use_reentrant: bool
+    preserve_rng_state: bool
+
+    @property
+    def options(self) -> tuple[tuple[str, bool], ...]:
+        """The keyword arguments of the call."""
+        reentrant = ("use_reentrant", self.use_reentrant)
+        return (
+            (reentrant,) if self.preserve_rng_state else (reentrant, ("preserve_rng_state", False))
+        )
+
+
+@dataclass(frozen=True)
 class ModuleCall:
     """The `index`-th call (from 0) of the module named `path` in one forward."""
 

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from ..capture import Capture, IfTraining, LocalDevice, Size
+from ..capture import Capture, IfTraining, LocalDevice, Recompute, Size
 from .buffers import rebuild
 from .constructors import Constructor, construct, is_torch_leaf
 from .expressions import literals
-from .items import Body, Call, Conflict, Item, Loop, Op, own_name
+from .items import Body, Call, Conflict, Item, Loop, Op, Segment, own_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,13 @@ class _Walk:
     def _item(self, item: Item, around: Body) -> Hashable:
         match item:
             case Op():
-                return self._op(item, around)
+                return (self._op(item, around), _options(item.recompute))
+            case Segment(recompute, body):
+                given = tuple(self._value(node) for node in body.inputs)
+                inside = tuple(self._item(inner, body) for inner in body.items)
+                made = tuple(map(self._number, body.results))
+                regions = body.regions[len(around.regions) :]
+                return ("segment", _options(recompute), given, inside, made, regions)
             case Loop(calls):
                 return tuple(self._item(call, around) for call in calls)
             case Call(call, body, chain):
@@ -172,7 +178,8 @@ class _Walk:
                     self._children.setdefault(call.path, item)
                     key = self._owner.canonical(body).key
                 results = tuple(map(self._number, item.results))
-                return ("call", self._relative(call.path), key, inputs, results, regions)
+                options = _options(item.recompute)
+                return ("call", self._relative(call.path), key, inputs, results, regions, options)
 
     def _op(self, op: Op, around: Body) -> Hashable:
         node = op.node
@@ -253,6 +260,10 @@ class _Walk:
         return (self._relative(held.path), tensor.dtype, tensor.dim(), kind, made)
 
 
+def _options(recompute: Recompute | None) -> Hashable:
+    return recompute and recompute.options
+
+
 def is_number(value: Any) -> bool:
     """Whether a constructor's argument may differ between the instances of one class."""
     if isinstance(value, tuple):
@@ -269,5 +280,7 @@ def calls_in(items: tuple[Item, ...]) -> Iterator[Call]:
                     yield from calls_in(body.items)
                 else:
                     yield item
+            case Segment(_, body):
+                yield from calls_in(body.items)
             case Loop(calls):
                 yield from calls

@@ -180,6 +180,11 @@ def write_operation(node: fx.Node, names: Names) -> Code:
     return _function(writer, names, node.target, node.args, node.kwargs)
 
 
+def write_arguments(node: fx.Node, names: Names) -> tuple[Code, ...]:
+    """The arguments of a node's call."""
+    return _arguments(ArgumentWriter(names, node), node.args, node.kwargs)
+
+
 def write_mutation(node: fx.Node, names: Names) -> tuple[str, Code] | None:
     """`(target and operator, value)` of a node that Python writes as a statement, such as
     `x += y` or `x[i] = y`; None for all others."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from . import layout
-from .items import Call, Item, Loop, Op, regions_of
+from .items import Call, Item, Loop, Op, Segment, regions_of
 from .layout import Code
 from .origins import line_of
 from .reads import Reads
@@ -85,7 +85,7 @@ class Folds:
 
 
 def can_fold(
-    item: Op | Call, code: Code, here: int, reads: Reads, is_taken: Callable[[str], bool]
+    item: Op | Call | Segment, code: Code, here: int, reads: Reads, is_taken: Callable[[str], bool]
 ) -> bool:
     """Whether the one reader of the one result of the item at position `here` may hold its
     expression."""

@@ -6,29 +6,41 @@ import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from torch import fx
+from torch import fx, nn
 
-from ..capture import Capture, LocalDevice, Region
+from ..capture import Capture, LocalDevice, Recompute, Region
 from ..capture.guards import is_guard, other_way
 from ..effects import AUGMENTED, is_mutating
 from . import layout
 from .canonical import Place
-from .expressions import write_guard, write_mutation, write_operation
+from .expressions import write_arguments, write_guard, write_mutation, write_operation
 from .folding import Folded, Folds, can_fold
 from .function_names import FunctionNames
-from .items import Body, Call, Item, Loop, Op, inputs_of, is_effectful, regions_of, symbols_of
-from .layout import Code, call, lay_out
+from .items import (
+    Body,
+    Call,
+    Item,
+    Loop,
+    Op,
+    Segment,
+    inputs_of,
+    is_effectful,
+    regions_of,
+    symbols_of,
+)
+from .layout import Code, call, lay_out, prefixed
 from .members import Scope
 from .origins import origin_of, shape_of, type_of
 from .reads import Reads
 from .sizes import find_sources, write_sources
 from .statements import Opener, Statement, write_lines
-from .variables import Variables, candidates, item_name
+from .variables import Variables, candidates, is_good, item_name
 
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """The text of a method, and the names of its arguments and results."""
+    """The text of a method, and the names of its arguments and results; `helpers` are methods
+    that it calls."""
 
     signature: str
     lines: tuple[str, ...]
@@ -36,6 +48,7 @@ class Forward:
     results: tuple[str, ...]
     used_arguments: frozenset[str]
     imports: frozenset[tuple[str, str]]
+    helpers: tuple[Forward, ...] = ()
 
 
 def write_forward(
@@ -65,13 +78,17 @@ class _Writer:
         is_stage: bool,
         is_flat: bool,
         output_names: Mapping[fx.Node, str],
+        helpers: dict[str, Forward | None] | None = None,
     ) -> None:
         self._capture = capture
         self._body = body
         self._scope = scope
+        self._argument_of = argument_of
         self._is_stage = is_stage
         self._is_flat = is_flat
         self._output_names = output_names
+        self._helpers = {} if helpers is None else helpers
+        self._helper_of: dict[Body, str] = {}
         self._statements: list[Statement] = []
         self._here = -1
         self._blocks: tuple[Opener, ...] = ()
@@ -92,7 +109,7 @@ class _Writer:
             self._write_plain,
         )
 
-    def forward(self) -> Forward:
+    def forward(self, method: str = "forward") -> Forward:
         names: list[str] = []
         arguments: list[Code] = []
         for node, wanted in zip(self._body.inputs, self._body.input_names, strict=True):
@@ -108,7 +125,7 @@ class _Writer:
         results = self._return()
         kinds = [type_of(node) for node in self._body.results]
         result = f"tuple[{', '.join(kinds)}]" if len(kinds) > 1 else (kinds or ["None"])[0]
-        signature = call("def forward", (Code("self"), *arguments))
+        signature = call(f"def {method}", (Code("self"), *arguments))
         return Forward(
             signature=lay_out("", signature, f" -> {result}:", indent=4),
             lines=tuple(write_lines(self._statements, headings=self._is_stage)),
@@ -116,6 +133,7 @@ class _Writer:
             results=results,
             used_arguments=frozenset(self._names.used_arguments),
             imports=frozenset(self._names.imports),
+            helpers=tuple(filter(None, self._helpers.values())) if method == "forward" else (),
         )
 
     # --- items ------------------------------------------------------------------------------
@@ -195,7 +213,7 @@ class _Writer:
         self._folds.begin_expression()
         return write_guard(node, self._names)
 
-    def _computation(self, item: Op | Call) -> None:
+    def _computation(self, item: Op | Call | Segment) -> None:
         code = self._expression(item)
         while self._too_long("", code) and self._folds.used:
             self._folds.unfold_longest()
@@ -221,16 +239,52 @@ class _Writer:
     def _is_live(self, name: str) -> bool:
         return self._names.is_taken(name, self._here)
 
-    def _expression(self, item: Op | Call) -> Code:
+    def _expression(self, item: Op | Call | Segment) -> Code:
         self._folds.begin_expression()
         if isinstance(item, Op):
-            return write_operation(item.node, self._names)
+            if item.recompute is None:
+                return write_operation(item.node, self._names)
+            module = self._names.module(str(item.node.target))
+            return self._called(module, write_arguments(item.node, self._names), item.recompute)
         arguments = [self._names.value(node) for node in item.body.inputs]
         arguments += [self._names.size(symbol) for symbol in item.body.symbols]
-        return call(self._names.module(item.call.path), tuple(arguments))
+        if isinstance(item, Segment):
+            return self._called(f"self.{self._helper(item)}", arguments, item.recompute)
+        return self._called(self._names.module(item.call.path), arguments, item.recompute)
+
+    def _called(
+        self, function: str, arguments: Sequence[Code], recompute: Recompute | None
+    ) -> Code:
+        if recompute is None:
+            return call(function, tuple(arguments))
+        self._names.require("torch.utils.checkpoint", "checkpoint")
+        options = [prefixed(f"{name}=", Code(repr(value))) for name, value in recompute.options]
+        return call("checkpoint", (Code(function), *arguments, *options))
+
+    def _helper(self, segment: Segment) -> str:
+        """The method for what is recomputed, called as the author's function is."""
+        body = segment.body
+        if body not in self._helper_of:
+            stem = name = segment.recompute.function
+            if not is_good(stem) or stem in ("forward", "checkpoint"):
+                stem = name = "recomputed"
+            count = 1
+            while name in self._helpers or hasattr(nn.Module, name) or self._scope.has(name):
+                count += 1
+                name = f"{stem}_{count}"
+            self._helpers[name] = None
+            writer = _Writer(
+                self._capture, body, self._scope, self._argument_of, self._is_stage, self._is_flat,
+                {}, self._helpers,
+            )  # fmt: skip
+            made = self._helpers[name] = writer.forward(name)
+            self._names.imports |= made.imports
+            self._names.used_arguments |= made.used_arguments
+            self._helper_of[body] = name
+        return self._helper_of[body]
 
     def _assign(
-        self, item: Op | Call, code: Code, position: int, blocks: tuple[Opener, ...]
+        self, item: Op | Call | Segment, code: Code, position: int, blocks: tuple[Opener, ...]
     ) -> None:
         """Writes the statement that computes an item and names its results."""
         results: Sequence[fx.Node | None] = item.results
@@ -278,7 +332,7 @@ class _Writer:
         stem = item_name(paths[0], body.type_name)
         variable = "index" if each else self._names.free([stem], self._here, names)
         header = Opener((self._here,), f"for {variable} in {iterable}:")
-        code = call(each or variable, tuple(arguments))
+        code = self._called(each or variable, arguments, first.recompute)
         self._write(f"{', '.join(names)} = ", code, loop, (*self._blocks, header))
         for node, name in zip(loop.results, names, strict=True):
             if name != "_":

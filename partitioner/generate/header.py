@@ -77,6 +77,7 @@ def index_card(
     ]
     rows += zip(["receives"] + [""] * len(received), _table(received), strict=False)
     rows += zip(["returns"] + [""] * len(returned), _table(returned), strict=False)
+    rows += zip(["note"] + [""] * len(capture.notes), capture.notes, strict=False)
     lines = [title, "", *_command(header.command), ""]
     lines += [line for label, text in rows for line in _row(label, text)]
     return "\n".join(lines).replace('"""', "'''")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from ..capture import ModuleCall, Region
+from ..capture import ModuleCall, Recompute, Region
 from ..capture.guards import is_guard
 from ..effects import is_mutating
 from ..split import sizes_in
@@ -16,10 +16,11 @@ from ..split import sizes_in
 @dataclass(frozen=True, slots=True)
 class Op:
     """One node; `items` are the nodes for the elements of its result if it is unpacked, with
-    None for an element that nobody reads."""
+    None for an element that nobody reads. A leaf module may be recomputed in backward."""
 
     node: fx.Node
     items: tuple[fx.Node | None, ...] = ()
+    recompute: Recompute | None = None
 
     @property
     def results(self) -> tuple[fx.Node, ...]:
@@ -33,11 +34,12 @@ class Op:
 @dataclass(frozen=True, slots=True)
 class Call:
     """A whole call of a module that is no leaf; `chain` says that it is an nn.Sequential that
-    runs its children one after the other."""
+    runs its children one after the other, `recompute` that it is done again in backward."""
 
     call: ModuleCall
     body: Body
     chain: bool = False
+    recompute: Recompute | None = None
 
     @property
     def results(self) -> tuple[fx.Node, ...]:
@@ -67,7 +69,23 @@ class Loop:
         return tuple(node for call in self.calls for node in call.nodes)
 
 
-Item = Op | Call | Loop
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """What is done again in backward and is no call of one module: a method of its own."""
+
+    recompute: Recompute
+    body: Body
+
+    @property
+    def results(self) -> tuple[fx.Node, ...]:
+        return self.body.results
+
+    @property
+    def nodes(self) -> tuple[fx.Node, ...]:
+        return tuple(node for item in self.body.items for node in item.nodes)
+
+
+Item = Op | Call | Loop | Segment
 
 
 class Conflict(Exception):
@@ -100,7 +118,7 @@ def inputs_of(item: Item) -> tuple[fx.Node, ...]:
             found: list[fx.Node] = []
             fx.map_arg((node.args, node.kwargs), found.append)
             return tuple(found)
-        case Call(_, body):
+        case Call(_, body) | Segment(_, body):
             return body.inputs
         case Loop(calls):
             return calls[0].body.inputs
@@ -110,7 +128,7 @@ def regions_of(item: Item) -> tuple[Region, ...]:
     match item:
         case Op(node):
             return tuple(node.meta.get("regions", ()))
-        case Call(_, body):
+        case Call(_, body) | Segment(_, body):
             return body.regions
         case Loop(calls):
             return calls[0].body.regions
@@ -127,7 +145,7 @@ def symbols_of(item: Item) -> tuple[str, ...]:
     match item:
         case Op(node):
             return tuple(sizes_in((node.args, node.kwargs)))
-        case Call(_, body):
+        case Call(_, body) | Segment(_, body):
             return body.symbols
         case Loop(calls):
             return calls[0].body.symbols

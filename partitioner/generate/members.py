@@ -124,6 +124,10 @@ class Scope:
         for child in member.children.values():
             self._verify(child)
 
+    def has(self, name: str) -> bool:
+        """Whether `self.name` is a part of the module or an argument of its constructor."""
+        return name in self._root.children or name in self._argument_of.values()
+
     # --- reaching a member ------------------------------------------------------------------
 
     def access(self, path: str, handles: Mapping[str, str] | None = None) -> str:

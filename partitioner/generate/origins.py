@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, fx
 
 from ..capture import Capture
-from .items import Call, Item, Loop, Op
+from .items import Call, Item, Loop, Op, Segment
 from .statements import Origin
 
 
@@ -21,6 +21,8 @@ def origin_of(item: Item) -> Origin:
         case Op(node):
             file, line = line_of(node) or ("", 0)
             return Origin(calls[-1].path if calls else "", file, line)
+        case Segment(recompute):
+            around = calls[: recompute.depth]
         case Call(call):
             around = calls[: calls.index(call)]
         case Loop(run):

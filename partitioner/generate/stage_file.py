@@ -42,6 +42,10 @@ class ClassText:
     init_lines: tuple[str, ...]
     forward: Forward | None
 
+    @property
+    def methods(self) -> tuple[Forward, ...]:
+        return () if self.forward is None else (self.forward, *self.forward.helpers)
+
 
 class StageWriter:
     """Writes the files of one folder."""

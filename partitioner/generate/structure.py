@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
 from torch import fx, nn
 
-from ..capture import Capture, ModuleCall, Region
+from ..capture import Capture, ModuleCall, Recompute, Region
 from ..split import StageGraph
-from .items import Body, Call, Item, Loop, Op, hint_of, own_name, symbols_of
+from .items import Body, Call, Item, Loop, Op, Segment, hint_of, own_name, symbols_of
 from .sizes import find_sources
 
 
@@ -49,6 +49,17 @@ def build_flat(stage: StageGraph) -> Body:
         items=tuple(map(Op, stage.nodes)),
         results=stage.outputs,
     )
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a body stands: the module whose method it is, how many module calls are around it,
+    and what of what is around it is recomputed."""
+
+    path: str = ""
+    depth: int = 0
+    entered: frozenset[Recompute] = frozenset()
+
+    def within(self, recompute: Recompute) -> _Place:
+        return replace(self, entered=self.entered | {recompute})
 
 
 class _Builder:
@@ -64,10 +75,14 @@ class _Builder:
         self._stage = stage
         self._inside = set(stage.nodes)
         nodes_of: dict[ModuleCall, set[fx.Node]] = defaultdict(set)
+        pieces: dict[Recompute, set[fx.Node]] = defaultdict(set)
         for node in capture.graph.nodes:
             if node.op not in ("placeholder", "get_attr", "output"):
                 for call in node.meta.get("calls", ()):
                     nodes_of[call].add(node)
+                for recompute in node.meta.get("recomputes", ()):
+                    if node in self._inside:
+                        pieces[recompute].add(node)
         self._whole = {
             call
             for call, nodes in nodes_of.items()
@@ -75,6 +90,10 @@ class _Builder:
             and call.path not in flat
             and call in capture.calls
             and _is_contiguous(nodes, stage.nodes)
+        }
+        # A boundary may cut what is recomputed: each stage then recomputes its own piece.
+        self._pieces = {
+            recompute for recompute, nodes in pieces.items() if _is_contiguous(nodes, stage.nodes)
         }
         # Who reads a value: nodes of this stage, and None for what is outside of it.
         self._readers: dict[fx.Node, set[fx.Node | None]] = defaultdict(set)
@@ -86,7 +105,7 @@ class _Builder:
 
     def stage_body(self, names: Mapping[fx.Node, str]) -> Body:
         stage = self._stage
-        items = tuple(self._loops(self._items(stage.nodes, 0)))
+        items = tuple(self._loops(self._items(stage.nodes, _Place())))
         return Body(
             path="",
             type_name=f"Stage{stage.index}",
@@ -97,15 +116,17 @@ class _Builder:
             results=stage.outputs,
         )
 
-    def _call(self, call: ModuleCall, nodes: Sequence[fx.Node], depth: int, around: int) -> Call:
+    def _call(
+        self,
+        call: ModuleCall,
+        nodes: Sequence[fx.Node],
+        place: _Place,
+        around: int,
+        recompute: Recompute | None,
+    ) -> Call:
         record = self._capture.calls[call]
         members = set(nodes)
-        read = dict.fromkeys(
-            source
-            for node in nodes
-            for source in node.all_input_nodes
-            if source not in members and not self._is_own(source, call.path)
-        )
+        read = self._read(nodes, call.path)
         names: dict[fx.Node, str] = {}
         for name, value in record.arguments.items():
             for node in _tensors_in(value):
@@ -116,7 +137,7 @@ class _Builder:
         made = [node for node in nodes if self._readers[node] - members]
         wanted = [node for node in _tensors_in(record.result) if node in made]
         results = tuple(dict.fromkeys([*wanted, *made]))
-        items = self._items(nodes, depth)
+        items = self._items(nodes, place)
         body = Body(
             path=call.path,
             type_name=record.type_name.rpartition(".")[2],
@@ -131,31 +152,107 @@ class _Builder:
         unknown = find_sources(needed, body.inputs, items).unknown
         body = replace(body, symbols=unknown)
         if self._is_chain(call.path, body):
-            return Call(call, body, chain=True)
-        return Call(call, replace(body, items=tuple(self._loops(items))))
+            return Call(call, body, True, recompute)
+        return Call(call, replace(body, items=tuple(self._loops(items))), False, recompute)
+
+    def _segment(
+        self, recompute: Recompute, nodes: Sequence[fx.Node], place: _Place, around: int
+    ) -> Segment:
+        members = set(nodes)
+        inputs = tuple(self._read(nodes, place.path))
+        items = self._items(nodes, place)
+        needed = [symbol for item in items for symbol in symbols_of(item)]
+        body = Body(
+            path=place.path,
+            type_name="",
+            inputs=inputs,
+            input_names=tuple(map(_own_name, inputs)),
+            symbols=find_sources(needed, inputs, items).unknown,
+            items=tuple(self._loops(items)),
+            results=tuple(node for node in nodes if self._readers[node] - members),
+            regions=nodes[0].meta.get("regions", ())[:around],
+        )
+        return Segment(recompute, body)
+
+    def _read(self, nodes: Sequence[fx.Node], path: str) -> dict[fx.Node, None]:
+        """What nodes in a method of the module `path` read that is neither theirs nor its."""
+        members = set(nodes)
+        return dict.fromkeys(
+            source
+            for node in nodes
+            for source in node.all_input_nodes
+            if source not in members and not self._is_own(source, path)
+        )
 
     def _is_own(self, node: fx.Node, path: str) -> bool:
         return node.op == "get_attr" and own_name(node, path) is not None
 
-    def _items(self, nodes: Sequence[fx.Node], depth: int) -> list[Item]:
-        """The items of a body `depth` calls deep: whole calls as one, the rest node by node."""
+    def _items(self, nodes: Sequence[fx.Node], place: _Place) -> list[Item]:
+        """The items of a body: whole calls as one, what is recomputed as one, the rest node by
+        node."""
 
-        def outermost(node: fx.Node) -> tuple[ModuleCall, int] | None:
-            for level, call in enumerate(node.meta.get("calls", ())[depth:], depth):
-                if call in self._whole:
-                    return call, level
+        def outermost(node: fx.Node) -> ModuleCall | Recompute | None:
+            calls = node.meta.get("calls", ())
+            for level in range(place.depth, len(calls) + 1):
+                for recompute in self._recomputes(node, place, level):
+                    return recompute
+                if level < len(calls) and calls[level] in self._whole:
+                    call: ModuleCall = calls[level]
+                    return call
             return None
 
         items: list[Item] = []
         for found, group in groupby(nodes, outermost):
             members = list(group)
-            if found is None:
-                items += map(Op, members)
-            else:
-                call, level = found
-                around = _regions_around(members, nodes)
-                items.append(self._call(call, members, level + 1, around))
+            around = _regions_around(members, nodes)
+            match found:
+                case None:
+                    items += map(Op, members)
+                case ModuleCall():
+                    items.append(self._whole_call(found, members, place, around))
+                case Recompute():
+                    items += self._recomputed(found, members, place.within(found), around)
         return _unpacked(items, self._readers)
+
+    def _recomputes(self, node: fx.Node, place: _Place, level: int) -> list[Recompute]:
+        """The pieces to recompute around a node that start below `level` module calls."""
+        return [
+            recompute
+            for recompute in node.meta.get("recomputes", ())
+            if recompute.depth == level
+            and recompute in self._pieces
+            and recompute not in place.entered
+        ]
+
+    def _whole_call(
+        self, call: ModuleCall, nodes: Sequence[fx.Node], place: _Place, around: int
+    ) -> Call:
+        """A call of a module; one whose forward is recomputed from its first to its last line is
+        as good as a call that is recomputed."""
+        inside = _Place(call.path, nodes[0].meta["calls"].index(call) + 1, place.entered)
+        inner = self._recomputes(nodes[0], inside, inside.depth)
+        if inner and all(inner[0] in node.meta["recomputes"] for node in nodes):
+            return self._call(call, nodes, inside.within(inner[0]), around, inner[0])
+        return self._call(call, nodes, inside, around, None)
+
+    def _recomputed(
+        self, recompute: Recompute, nodes: Sequence[fx.Node], place: _Place, around: int
+    ) -> list[Item]:
+        """What is recomputed: the call of a module if it is one, else a method of its own."""
+        first = nodes[0]
+        calls = first.meta.get("calls", ())
+        if recompute.depth < len(calls):
+            call = calls[recompute.depth]
+            whole = call in self._whole and all(call in node.meta["calls"] for node in nodes)
+            if whole and not self._recomputes(first, place, recompute.depth):
+                inside = _Place(call.path, recompute.depth + 1, place.entered)
+                return [self._call(call, nodes, inside, around, recompute)]
+        if first.op == "call_module" and not first.kwargs:
+            if all(node is first or _index_of(node) is not None for node in nodes):
+                return [Op(first, (), recompute), *map(Op, nodes[1:])]
+        if any(self._readers[node] - set(nodes) for node in nodes):
+            return [self._segment(recompute, nodes, place, around)]
+        return self._items(nodes, place)
 
     def _is_chain(self, path: str, body: Body) -> bool:
         module = self._capture.model.get_submodule(path)
@@ -175,11 +272,13 @@ class _Builder:
                     and node.args == (value,)
                     and not node.kwargs
                     and not item.items
+                    and item.recompute is None
                     and not node.meta.get("regions", ())[len(body.regions) :]
                 ):
                     value = node
                 case Call(call, inner) if (
                     call.path == child
+                    and item.recompute is None
                     and inner.inputs == (value,)
                     and len(inner.results) == 1
                     and not inner.symbols
@@ -223,6 +322,8 @@ class _Builder:
             return ()
         if last.call.index != call.call.index or not self._is_same(before, after):
             return ()
+        if _options(last) != _options(call):
+            return ()
         pairs = []
         for position, (old, new) in enumerate(zip(before.inputs, after.inputs, strict=True)):
             if new in before.results:
@@ -233,6 +334,10 @@ class _Builder:
         if any(self._readers[result] - inside for result in before.results):
             return ()
         return tuple(pairs)
+
+
+def _options(call: Call) -> object:
+    return call.recompute and call.recompute.options
 
 
 def _is_contiguous(nodes: Set[fx.Node], order: Sequence[fx.Node]) -> bool:
@@ -309,7 +414,7 @@ def _unpacked(items: list[Item], readers: dict[fx.Node, set[fx.Node | None]]) ->
             taken = {element for element in elements if element is not None}
             if len(taken) == len(users):
                 done |= taken
-                result.append(Op(item.node, tuple(elements)))
+                result.append(Op(item.node, tuple(elements), item.recompute))
                 continue
         result.append(item)
     return result

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import DataError
+from ..structure import names_in, tensors_by_name
 from ..user_code import import_object
 from .task import Task
 
 
 class OwnDataset:
-    """A sequence of dicts, or of tuples in the order of the model's inputs with the target last."""
+    """A sequence of dicts, or of tuples in the order of forward's arguments with the target last.
+
+    A sample is like an example input without the dimension of the batch, nested as that is.
+    """
 
     def __init__(
         self, samples: Sequence[Any], task: Task, source: str, *, dtype: torch.dtype
@@ -23,6 +27,7 @@ class OwnDataset:
         self._dtype = dtype
         self._source = source
         self._names = task.fields
+        self._arguments = task.arguments
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -48,22 +53,39 @@ class OwnDataset:
         return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
 
     def _named(self, sample: Any) -> Mapping[str, Any]:
-        if isinstance(sample, Mapping):
-            return sample
-        values = sample if isinstance(sample, tuple | list) else (sample,)
-        if len(values) != len(self._names):
-            raise DataError(
-                f"a sample of {self._source} has {len(values)} values, but the model reads "
-                f"{len(self._names)}: {', '.join(self._names)}."
-            )
-        return dict(zip(self._names, values, strict=True))
+        if not isinstance(sample, Mapping):
+            values = sample if isinstance(sample, tuple | list) else (sample,)
+            names = self._positions()
+            if len(values) != len(names):
+                raise DataError(
+                    f"a sample of {self._source} has {len(values)} values, but the model reads "
+                    f"{len(names)}: {', '.join(names)}."
+                )
+            sample = dict(zip(names, values, strict=True))
+        named = dict(sample)
+        for name, structure in self._arguments.items():
+            plain = name.removeprefix("*")
+            if plain in sample and structure != plain:
+                named |= tensors_by_name(structure, sample[plain], plain)
+        return named
+
+    def _positions(self) -> tuple[str, ...]:
+        """What the values of a sample without names are: arguments with tensors, the target."""
+        read = {
+            name.removeprefix("*"): set(names_in(structure))
+            for name, structure in self._arguments.items()
+        }
+        inputs = set().union(*read.values())
+        others = [name for name in self._names if name not in inputs]
+        return (*(name for name, names in read.items() if names & set(self._names)), *others)
 
 
 class Columns:
-    """A dict of tensors (or lists) of equal length as a sequence of samples."""
+    """A dict of tensors (or lists) of equal length as a sequence of samples; dicts and tuples of
+    such are structures of a sample."""
 
     def __init__(self, columns: Mapping[str, Any], source: str) -> None:
-        lengths = {name: len(column) for name, column in columns.items()}
+        lengths = dict(_lengths(columns))
         if len(set(lengths.values())) != 1:
             told = ", ".join(f"{name} {length}" for name, length in lengths.items())
             raise DataError(f"--data {source}: the columns differ in length ({told}).")
@@ -74,7 +96,27 @@ class Columns:
         return self._length
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return {name: column[index] for name, column in self._columns.items()}
+        return {name: _row(column, index) for name, column in self._columns.items()}
+
+
+def _lengths(column: Any, name: str = "") -> Iterator[tuple[str, int]]:
+    """The length of every column, those in nested dicts and tuples too."""
+    if isinstance(column, Mapping):
+        for key, inner in column.items():
+            yield from _lengths(inner, f"{name}.{key}" if name else str(key))
+    elif isinstance(column, tuple):
+        for position, inner in enumerate(column):
+            yield from _lengths(inner, f"{name}[{position}]")
+    else:
+        yield name, len(column)
+
+
+def _row(column: Any, index: int) -> Any:
+    if isinstance(column, Mapping):
+        return {key: _row(inner, index) for key, inner in column.items()}
+    if isinstance(column, tuple):
+        return tuple(_row(inner, index) for inner in column)
+    return column[index]
 
 
 def own_parts(source: str) -> tuple[Any, Any]:

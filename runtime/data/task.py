@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from ..arguments import arguments_of
 from ..plan import Plan, TensorSpec
 
 TARGET = "target"
@@ -30,6 +32,7 @@ class Task:
     `sample` is the input that holds the sample itself, `label` the field that holds the answer
     (a model input, `target` for a criterion, or None); `classes` is the width of the logits of
     a classifier, when the plan tells it. `objective` says how text makes its own labels.
+    `arguments` are the structures of forward's arguments.
     """
 
     kind: Kind
@@ -38,6 +41,7 @@ class Task:
     fields: tuple[str, ...]
     objective: Objective = "causal"
     classes: int | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def unit(self) -> str:
@@ -55,7 +59,7 @@ def find_task(plan: Plan, *, criterion: str | None, architecture: str = "") -> T
     fields = (*names, TARGET) if label == TARGET else names
     kind = _kind(sample)
     objective = _objective(plan, architecture) if kind == "text" else "causal"
-    return Task(kind, sample.name, label, fields, objective, _classes(plan))
+    return Task(kind, sample.name, label, fields, objective, _classes(plan), arguments_of(plan))
 
 
 def architecture_of(folder: str | Path) -> str:

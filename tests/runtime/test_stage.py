@@ -2,12 +2,15 @@
 
 from collections.abc import Sequence
 
+import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from asyncpipe.runtime.plan import Boundary, StageSpec, TensorSpec
 from asyncpipe.runtime.random_state import GeneratorState
 from asyncpipe.runtime.stage import Stage
+from asyncpipe.runtime.versions import WeightVersions
 from asyncpipe.tests.hand_plans import HandStage, hand_model, regression
 
 
@@ -78,3 +81,38 @@ def test_a_generator_state_moves_on_and_the_device_generator_does_not() -> None:
     torch.manual_seed(3)
     assert torch.equal(first["c"], nn.functional.dropout(torch.ones(2), 0.5))
     torch.set_rng_state(outside)
+
+
+class Recomputing(nn.Module):
+    def __init__(self, use_reentrant: bool | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5), nn.Tanh(), nn.Linear(2, 2))
+        self.use_reentrant = use_reentrant
+
+    def forward(self, a: Tensor) -> Tensor:
+        if self.use_reentrant is None:
+            return self.inner(a)
+        return checkpoint(self.inner, a, use_reentrant=self.use_reentrant)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_what_is_recomputed_reads_the_weights_and_draws_the_numbers_of_its_forward(
+    use_reentrant: bool,
+) -> None:
+    seen = []
+    for module in (Recomputing(None), Recomputing(use_reentrant)):
+        stage = Stage(module, spec(("a",), ("c",)))
+        versions = WeightVersions(0, module)
+        versions.went_forward(0)
+        state = GeneratorState.seeded(torch.device("cpu"), 3)
+        inputs = {"a": torch.tensor([[1.0, 2.0], [3.0, 4.0]])}
+        stage.forward(0, inputs, {}, weights=versions.bind(0), generator=state)
+        with torch.no_grad(), versions.unseen_by_autograd():
+            for weight in versions.live.values():
+                weight.mul_(3.0)
+        gradients = stage.backward(0, {"c": [torch.ones(2, 2)]}, loss_divisor=1)
+        versions.went_backward(0)
+        seen.append([gradients["a"], *(weight.grad for weight in module.parameters())])
+    for plain, recomputed in zip(*seen, strict=True):
+        assert torch.equal(plain, recomputed)
