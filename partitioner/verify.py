@@ -127,7 +127,7 @@ def _verify_numbers(
             ((expected_gradients, actual_gradients), "gradient of"),
             (_buffers(model, stages), "buffer"),
         ):
-            largest = max(largest, _compare(*pair, tolerance, what))
+            largest = max(largest, compare(*pair, tolerance, what))
     return Verified(sizes, len(expected), len(expected_gradients), largest)
 
 
@@ -217,7 +217,7 @@ def _take_gradients(model: nn.Module) -> dict[str, Tensor]:
     return taken
 
 
-def _compare(
+def compare(
     expected: Mapping[str, Tensor], actual: Mapping[str, Tensor], tolerance: float, what: str
 ) -> float:
     """The largest relative difference; raises PlanError naming the first value beyond tolerance."""
@@ -225,12 +225,10 @@ def _compare(
         name = sorted(expected.keys() ^ actual.keys())[0]
         where = "the original" if name in expected else "the stages"
         raise PlanError(f"only {where} has the {what} {name}.")
-    largest = 0.0
-    floor = 1e-6
-    if what == "gradient of":
-        # One that is zero but for rounding (of the bias of a key: softmax does not see it) is
-        # as exact as the larger ones that it is a difference of.
-        floor = max(floor, *(1e-3 * _magnitude(gradient) for gradient in expected.values()))
+    largest, floor = 0.0, 1e-6
+    if what.startswith("gradient"):
+        # One that is zero but for rounding, as a key's bias before a softmax, has no scale itself.
+        floor = max([floor, *(1e-4 * _magnitude(wanted) for wanted in expected.values())])
     for name, wanted in expected.items():
         got = actual[name]
         if wanted.shape != got.shape or wanted.dtype != got.dtype:
@@ -253,8 +251,8 @@ def _compare(
     return largest
 
 
-def _magnitude(tensor: Tensor) -> float:
-    return float(tensor.abs().max()) if tensor.numel() else 0.0
+def _magnitude(value: Tensor) -> float:
+    return float(value.abs().max()) if value.numel() else 0.0
 
 
 def _verify_shapes(

@@ -1,5 +1,6 @@
 """The check at the end of a partition: it passes on what is right, and sees what is not."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 import asyncpipe
 from asyncpipe.partitioner.folder import write_folder
-from asyncpipe.partitioner.verify import other_sizes, resize, verify
+from asyncpipe.partitioner.verify import compare, other_sizes, resize, verify
 from asyncpipe.runtime.errors import PlanError
 from asyncpipe.runtime.plan import TensorSpec, read_plan
 from asyncpipe.tests.generated import CASES, cut
@@ -100,6 +101,16 @@ def test_a_fault_at_the_captured_sizes_alone_is_seen_at_those_sizes(tmp_path: Pa
     verify(case.build(), plan, folder, case.example_inputs)
     with pytest.raises(PlanError, match="the output output"):
         verify(case.build(), plan, folder, case.example_inputs, sizes=plan.sizes)
+
+
+@pytest.mark.parametrize(("wrong_by", "seen"), [(1e-9, False), (1e-3, True)])
+def test_rounding_of_a_gradient_that_is_zero_is_no_fault(wrong_by: float, seen: bool) -> None:
+    gradients = {"weight": torch.ones(2), "bias": torch.tensor([1e-10, 0.0])}
+    others = gradients | {"bias": gradients["bias"] + wrong_by}
+    with pytest.raises(PlanError) if seen else nullcontext():
+        compare(gradients, others, 1e-4, "gradient of")
+    with pytest.raises(PlanError):
+        compare(gradients, others, 1e-4, "output")
 
 
 def test_an_example_is_repeated_or_cut_to_a_size() -> None:
