@@ -38,6 +38,7 @@ from .patches import patched
 from .prune import prune
 from .rename import renamed
 from .restore import in_mode, without_cache
+from .retry import AutomaticLeaves, FailedTrace
 from .shadow import Shadow
 from .structure import plain_structure
 from .tracer import LenNeeded, Tracer
@@ -73,19 +74,25 @@ def capture(
     model_inputs = {name: value for name, value in example_inputs.items() if value is not None}
     verify_inputs(model_inputs)
     dims = dynamic_sizes(model_inputs) if dynamic is None else dynamic
-    is_leaf = leaf_rule(model, leaves)
+    kept = AutomaticLeaves(model, leaf_rule(model, leaves))
     notes: list[str] = []
+    first: CaptureError | None = None
     while True:
         try:
-            captured = _capture(model, model_inputs, dims, is_leaf)
+            captured = _capture(model, model_inputs, dims, kept.is_leaf)
             break
-        except PinnedSizeError as pinned:
+        except FailedTrace as failed:
+            pinned = failed.error
             # The batch has to be free. Another size that nobody asked to be free may be fixed.
-            if dynamic is not None or pinned.symbol == "batch":
-                raise
-            notes.append(f"the {pinned.symbol} size is fixed: {pinned.what}")
-            dims = without_symbol(dims, pinned.symbol)
-    captured = replace(captured, notes=(*notes, *captured.notes))
+            if isinstance(pinned, PinnedSizeError) and not (dynamic or pinned.symbol == "batch"):
+                notes.append(f"the {pinned.symbol} size is fixed: {pinned.what}")
+                dims = without_symbol(dims, pinned.symbol)
+                continue
+            first = first or failed.error
+            if not kept.keep(failed.paths, failed.error):
+                raise first from failed.__cause__
+    called = {str(node.target) for node in captured.graph.find_nodes(op="call_module")}
+    captured = replace(captured, notes=(*notes, *kept.notes(called), *captured.notes))
     if check and not is_on_meta(model):
         check_capture(captured, model_inputs)
     return captured
@@ -194,8 +201,8 @@ def _trace(
         except LenNeeded as needed:
             scopes.append(needed.scope)
             continue
-        except CaptureError:
-            raise
+        except CaptureError as error:
+            raise FailedTrace(error, tracer.failed_in(error)) from error.__cause__
         except Exception as error:
-            raise explained(error, model) from error
+            raise FailedTrace(explained(error, model), tracer.failed_in(error)) from error
         return tracer

@@ -72,6 +72,8 @@ class Tracer(TorchFunctionMode):
         world.env.decide = self._relation
         self._recording = True
         self._stack: list[ModuleCall] = []
+        self._failure: Exception | None = None
+        self._failed_in: tuple[str, ...] = ()
         self._call_counts: Counter[str] = Counter()
         self._signatures: dict[type, inspect.Signature | None] = {}
         self._paths: dict[int, str] = {}
@@ -91,8 +93,13 @@ class Tracer(TorchFunctionMode):
         if dropped:
             self.notes.append(f"forward also returns {', '.join(dropped)}, which is left out")
         self._bindings.add(("output", "output", (self._bindings.arguments(_plain(value)),)), None)
-        self._readings.examples()
+        with self._quiet():
+            self._readings.examples()
         self.notes += self._readings.notes
+
+    def failed_in(self, error: Exception) -> tuple[str, ...]:
+        """The paths of the modules within which forward raised an exception, outermost first."""
+        return self._failed_in if error is self._failure else ()
 
     # Torch functions
 
@@ -149,7 +156,11 @@ class Tracer(TorchFunctionMode):
         with self._quiet():
             if name == "__bool__" or (name == "item" and tensor.dtype is torch.bool):
                 return self._readings.truth(tensor)
-            return self._readings.number(tensor) if name == "item" else None
+            if name != "item":
+                return None
+            value, node = self._readings.number(tensor)
+            self._names.assign(node, value, user_frames(self._top))
+            return value
 
     def _relation(self, expression: sympy.Basic) -> bool | None:
         with self._quiet():
@@ -185,6 +196,11 @@ class Tracer(TorchFunctionMode):
         self._stack.append(call)
         try:
             result = original_call(module, args, kwargs)
+        except Exception as error:
+            if self._failure is not error:
+                self._failure = error
+                self._failed_in = tuple(call.path for call in self._stack)
+            raise
         finally:
             self._stack.pop()
         kind = type(module)

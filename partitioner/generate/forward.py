@@ -419,7 +419,8 @@ class _Writer:
     # --- names ------------------------------------------------------------------------------
 
     def _candidates(self, node: fx.Node, item: Item) -> list[str]:
-        return candidates(node, item, self._reader(node), self._output_names.get(node, ""))
+        names = candidates(node, item, self._reader(node), self._output_names.get(node, ""))
+        return [name for name in names if self._variables.fits(name, node)]
 
     def _free_name(self, wanted: Sequence[str], position: int, others: Sequence[str]) -> str:
         # A value that was folded until now is named late: what has been read since is dead.
