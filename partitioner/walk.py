@@ -92,9 +92,9 @@ class Walk:
         if node.target is operator.getitem and not isinstance(call.leaves[0], Tensor):
             self.costs[node.name] = NodeCost()
             return result
-        signature = call.signature()
-        if signature not in self.known:
-            with unset_fake_temporarily():
+        with unset_fake_temporarily():
+            signature = call.signature()
+            if signature not in self.known:
                 self.known[signature] = self._cost(call)
         cost = self.known[signature]
         self.costs[node.name] = NodeCost(

@@ -6,14 +6,11 @@ mode; what it does is written down and run again on real numbers against the mod
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
-from torch._dispatch.python import enable_python_dispatcher
 
 from ...runtime.errors import CaptureError
 from ...runtime.structure import constants_in
@@ -21,22 +18,18 @@ from .aliases import colocated, in_order
 from .arguments import Arguments, read_arguments
 from .branch import Calls, branched
 from .check import check_capture, is_on_meta
-from .dynamo import torch_graph
-from .explain import both, explained, may_be_unseen
+from .explain import both, may_be_unseen
 from .fakes import Dynamic, FakeWorld, PinnedSizeError
 from .graph import Capture, tensor_spec
-from .inputs import dynamic_sizes, enlarged, other_sizes, resized, sizes_in, without_symbol
+from .inputs import dynamic_sizes, enlarged, sizes_in, without_symbol
 from .interpret import run
 from .leaves import LeafRule, leaf_rule
 from .merge import Different, merge
-from .patches import patched
 from .prune import prune
 from .rename import renamed
-from .replay import replay
-from .restore import in_mode, silent, without_cache
-from .shadow import Shadow
-from .structure import plain_structure
-from .tracer import LenNeeded, Tracer
+from .retry import AutomaticLeaves, FailedTrace, read_failure
+from .tracer import Tracer
+from .traces import Trace, trace_dynamo, trace_forward
 from .values import (
     CallRecord,
     IfTraining,
@@ -89,26 +82,35 @@ def capture(
         for where, text in constants_in(given.structure, "")
     ]
     notes: list[str] = []
-    trace = _TRACES[method]
+    kept = AutomaticLeaves(model, is_leaf)
+    trace: Trace = trace_dynamo if method == "dynamo" else trace_forward
+    first: CaptureError | None = None
     unseen: CaptureError | None = None
     while True:
         try:
-            captured = _capture(model, given, dims, is_leaf, trace)
-            if (check or trace is not _trace) and not is_on_meta(model):
+            captured = _capture(model, given, dims, kept.is_leaf, trace)
+            if (check or trace is trace_dynamo) and not is_on_meta(model):
                 check_capture(captured, given.tensors)
+            called = {str(node.target) for node in captured.graph.find_nodes(op="call_module")}
+            notes += kept.notes(called)
             return replace(captured, notes=(*fixed, *notes, *captured.notes))
-        except CaptureError as error:
+        except (FailedTrace, CaptureError) as failure:
+            error, paths = read_failure(failure)
             if isinstance(error, PinnedSizeError) and dynamic is None and error.symbol != "batch":
                 # The batch has to be free. Another size that nobody asked for may be fixed.
                 notes.append(f"the {error.symbol} size is fixed: {error.what}")
                 dims = without_symbol(dims, error.symbol)
-            elif unseen is not None:
+                continue
+            if unseen is not None:
                 raise both(unseen, error) from unseen
-            elif method == "auto" and may_be_unseen(error, model, given):
-                unseen, trace = error, _TRACES["dynamo"]
-                notes.append(f"captured with Dynamo: {error.what}")
-            else:
-                raise
+            first = first or error
+            if trace is trace_forward and kept.keep(paths, error):
+                continue
+            if method != "auto" or not may_be_unseen(first, model, given):
+                raise first from failure.__cause__
+            unseen, trace = first, trace_dynamo
+            kept = AutomaticLeaves(model, is_leaf)
+            notes.append(f"captured with Dynamo: {first.what}")
 
 
 def _capture(
@@ -166,100 +168,3 @@ def _is_model(captured: Capture, inputs: Mapping[str, Tensor]) -> bool:
     except CaptureError:
         return False
     return True
-
-
-def _others(inputs: Mapping[str, Tensor], dims: Dynamic) -> list[dict[str, Tensor]]:
-    """Inputs of other sizes, if any size is free."""
-    sizes = sizes_in(inputs, dims)
-    larger = {name: size + 3 for name, size in sizes.items()}
-    return [resized(inputs, dims, each) for each in (other_sizes(sizes), larger) if each]
-
-
-class Trace(Protocol):
-    """One run of a model's forward in one mode, written down."""
-
-    def __call__(
-        self,
-        model: nn.Module,
-        world: FakeWorld,
-        given: Arguments,
-        dims: Dynamic,
-        is_leaf: LeafRule,
-        *,
-        training: bool,
-    ) -> Tracer: ...
-
-
-def _trace_dynamo(
-    model: nn.Module,
-    world: FakeWorld,
-    given: Arguments,
-    dims: Dynamic,
-    is_leaf: LeafRule,
-    *,
-    training: bool,
-) -> Tracer:
-    """Dynamo's graph of forward, run in its place."""
-
-    def call(tensors: dict[str, Tensor]) -> Any:
-        return given.call(model, tensors)
-
-    try:
-        found = torch_graph(model, call, given.tensors, dims, is_leaf, training=training)
-    except Exception as error:
-        raise explained(error, model) from error
-
-    def forward(tracer: Tracer, fakes: Mapping[str, Any]) -> Any:
-        return replay(found, model, world, tracer, [fakes[name] for name in given.tensors])
-
-    return _trace(model, world, given, dims, is_leaf, training=training, forward=forward)
-
-
-def _trace(
-    model: nn.Module,
-    world: FakeWorld,
-    given: Arguments,
-    dims: Dynamic,
-    is_leaf: LeafRule,
-    *,
-    training: bool,
-    forward: Callable[[Tracer, Mapping[str, Any]], Any] | None = None,
-) -> Tracer:
-    """One run of forward in one mode, again for every module that turns out to call `len` on a
-    symbolic size. `forward` stands in for the model's."""
-    scopes: list[dict[str, Any]] = []
-    while True:
-        shadow = Shadow(world, given, _others(given.tensors, dims), training)
-        tracer = Tracer(model, world, is_leaf, shadow)
-        try:
-            with (
-                in_mode(model, training),
-                without_cache(model),
-                silent(),
-                torch.enable_grad(),
-                world.inside(sys._getframe()),
-                patched(tracer, scopes),
-                enable_python_dispatcher(),
-                world.mode,
-                tracer.random,
-            ):
-                fakes = {
-                    name: world.input(tensor, dims.get(name, {}))
-                    for name, tensor in given.tensors.items()
-                }
-                for name, fake in fakes.items():
-                    tracer.placeholder(name, fake)
-                with tracer:
-                    result = forward(tracer, fakes) if forward else given.call(model, fakes)
-                tracer.output(plain_structure(result))
-        except LenNeeded as needed:
-            scopes.append(needed.scope)
-            continue
-        except CaptureError:
-            raise
-        except Exception as error:
-            raise explained(error, model) from error
-        return tracer
-
-
-_TRACES: Mapping[str, Trace] = {"auto": _trace, "tracer": _trace, "dynamo": _trace_dynamo}

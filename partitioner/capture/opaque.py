@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...runtime.errors import CaptureError
@@ -50,8 +51,11 @@ def run_opaque(
                 drew |= not torch.equal(state, torch.get_rng_state())
                 pairs = zip(reached, versions, strict=True)
                 changes = [tensor._version != version for tensor, version in pairs]
-    shapes = [[tensor.shape for tensor in tensors_in(result)] for result in results]
-    if len({len(each) for each in shapes}) != 1:
+    shapes = [
+        [leaf.shape for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        for result in results
+    ]
+    if len({len(each) for each in shapes}) != 1 or not _are_alike(results):
         raise _unsure(name)
     found = iter([_fit(name, each, samples) for each in zip(*shapes, strict=True)])
     needs_grad = torch.is_grad_enabled() and any(
@@ -71,7 +75,16 @@ def run_opaque(
         if changed:
             with torch.no_grad():
                 tensor.copy_(tensor)  # so that the change is seen
-    return map_leaves(fake, results[0]), drew
+    return pytree.tree_map(fake, results[0]), drew
+
+
+def _are_alike(results: Sequence[Any]) -> bool:
+    """Whether what is no tensor is the same in all results."""
+    plain = [
+        [None if isinstance(leaf, Tensor) else leaf for leaf in pytree.tree_leaves(result)]
+        for result in results
+    ]
+    return all(each == plain[0] for each in plain)
 
 
 def _samples(hints: Sizes) -> list[Sizes]:

@@ -51,15 +51,15 @@ class Readings:
         """The truth value of a tensor, from now on guarded; None if there is none to rely on."""
         return self._decide(self._bindings.node(tensor))
 
-    def number(self, tensor: Tensor) -> Any:
-        """The number in a tensor of one element, as a symbol."""
+    def number(self, tensor: Tensor) -> tuple[Any, fx.Node]:
+        """The number in a tensor of one element, as a symbol and as a node."""
         source = self._bindings.node(tensor)
         env = self._world.env
         is_float = tensor.is_floating_point()
         value: Any = env.create_unbacked_symfloat() if is_float else env.create_unbacked_symint()
         node = self._bindings.add(("call_method", "item", (source,)), value, **self._place())
         self._made[value.node.expr] = node
-        return value
+        return value, node
 
     def relation(self, expression: sympy.Basic) -> bool | None:
         """The truth value of a relation between such symbols and sizes, from now on guarded."""

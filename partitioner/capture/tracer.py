@@ -77,6 +77,8 @@ class Tracer(TorchFunctionMode):
         self._stack: list[ModuleCall] = []
         self._recomputes: list[Recompute] = []
         self._recompute_count = 0
+        self._failure: Exception | None = None
+        self._failed_in: tuple[str, ...] = ()
         self._call_counts: Counter[str] = Counter()
         self._signatures: dict[type, inspect.Signature | None] = {}
         self._paths: dict[int, str] = {}
@@ -97,8 +99,13 @@ class Tracer(TorchFunctionMode):
             self.notes.append(f"forward also returns {', '.join(dropped)}, which is left out")
         result = map_result(self._bindings.arguments, _plain(value))
         self._bindings.add(("output", "output", (result,)), None)
-        self._readings.examples()
+        with self.quiet():
+            self._readings.examples()
         self.notes += self._readings.notes
+
+    def failed_in(self, error: Exception) -> tuple[str, ...]:
+        """The paths of the modules within which forward raised an exception, outermost first."""
+        return self._failed_in if error is self._failure else ()
 
     # Torch functions
 
@@ -162,7 +169,11 @@ class Tracer(TorchFunctionMode):
         with self.quiet():
             if name == "__bool__" or (name == "item" and tensor.dtype is torch.bool):
                 return self._readings.truth(tensor)
-            return self._readings.number(tensor) if name == "item" else None
+            if name != "item":
+                return None
+            value, node = self._readings.number(tensor)
+            self._names.assign(node, value, user_frames(self._top))
+            return value
 
     def _relation(self, expression: sympy.Basic) -> bool | None:
         with self.quiet():
@@ -209,6 +220,11 @@ class Tracer(TorchFunctionMode):
         self._stack.append(call)
         try:
             result = run()
+        except Exception as error:
+            if self._failure is not error:
+                self._failure = error
+                self._failed_in = tuple(call.path for call in self._stack)
+            raise
         finally:
             self._stack.pop()
         kind = type(module)

@@ -4,7 +4,6 @@ simplify      leaves out operations that change nothing, resolves names
 structure     nodes -> a tree of bodies: operations, module calls, loops
 canonical     body -> its structure, and the numbers in it
 classes       equal structures -> one class with arguments
-constructors  leaf module -> the verified call that makes it
 members       what a class holds -> the lines of __init__
 forward       body -> the lines of forward (reads, folding, function_names, variables, expressions,
               sizes, origins, statements)

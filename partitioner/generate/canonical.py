@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from ..capture import Capture, IfTraining, LocalDevice, Recompute, Size
+from ..constructors import Constructor, construct, is_torch_leaf
 from .buffers import rebuild
-from .constructors import Constructor, construct, is_torch_leaf
 from .expressions import literals
 from .items import Body, Call, Conflict, Item, Loop, Op, Segment, own_name
 
@@ -105,7 +105,7 @@ class Canonicalizer:
     def constructor(self, path: str) -> Constructor:
         if path not in self._constructors:
             module = self._capture.model.get_submodule(path)
-            self._constructors[path] = construct(module, path)
+            self._constructors[path] = construct(module, path, self._capture.model)
         return self._constructors[path]
 
     def held(self, name: str) -> Held:

@@ -362,7 +362,8 @@ class _Writer:
         if self._is_flat:
             return [node.name]
         output = self._output_names.get(node, "")
-        return candidates(node, item, self._reads.reader(node), output)
+        names = candidates(node, item, self._reads.reader(node), output)
+        return [name for name in names if self._variables.fits(name, node)]
 
     # --- text -------------------------------------------------------------------------------
 

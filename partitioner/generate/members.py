@@ -14,12 +14,13 @@ from itertools import groupby
 from torch import nn
 
 from ..capture import Capture
+from ..configurations import configuration_arguments, is_configuration
+from ..constructors import Constructor
 from . import buffers
 from .callables import is_name
 from .canonical import Canonical, Held, Place
 from .classes import Classes, ModuleClass
 from .constants import write_constant
-from .constructors import Constructor
 from .items import Conflict
 from .layout import Code, bracket, call, lay_out, prefixed
 
@@ -257,6 +258,17 @@ class Scope:
         name = self._argument_of.get(place)
         return Code(name) if name else write_constant(value)
 
+    def _argument(self, place: Place, value: object) -> Code:
+        if not is_configuration(value):
+            return self._number(place, value)
+        kind = type(value)
+        self._imports.add((kind.__module__, kind.__qualname__))
+        fields = configuration_arguments(value) or {}
+        items = [
+            prefixed(f"{name}=", self._argument(place, field)) for name, field in fields.items()
+        ]
+        return call(kind.__qualname__, tuple(items))
+
     def _constructor(self, path: str, constructor: Constructor) -> Code:
         if not constructor.name.startswith("nn."):
             self._imports.add((constructor.type.__module__, constructor.type.__qualname__))
@@ -265,7 +277,7 @@ class Scope:
             place = Place(argument.name, member=path)
             if argument.is_default and place not in self._argument_of:
                 continue
-            value = self._number(place, argument.value)
+            value = self._argument(place, argument.value)
             is_positional = argument.is_positional and len(items) < 2
             items.append(value if is_positional else prefixed(f"{argument.name}=", value))
         tail = ").requires_grad_(False)" if constructor.frozen else ")"

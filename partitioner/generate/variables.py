@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import torch
 from torch import fx
 
 from .callables import is_name
@@ -29,12 +30,18 @@ class Variables:
     name_of: dict[fx.Node, str] = field(default_factory=dict)
     holds: dict[str, set[fx.Node]] = field(default_factory=dict)
     modules: set[str] = field(default_factory=set)
+    numbers: dict[str, bool] = field(default_factory=dict)
 
     def bind(self, node: fx.Node, name: str) -> None:
         for former in self.holds.pop(name, set()):
             del self.name_of[former]
         self.holds[name] = {node}
         self.name_of[node] = name
+        self.numbers[name] = is_number(node)
+
+    def fits(self, name: str, node: fx.Node) -> bool:
+        """Whether the variable, if it was used before, holds numbers or tensors as the node is."""
+        return self.numbers.get(name, is_number(node)) == is_number(node)
 
     def alias(self, node: fx.Node, name: str) -> None:
         self.holds.setdefault(name, set()).add(node)
@@ -53,6 +60,11 @@ class Variables:
         )
 
 
+def is_number(node: fx.Node) -> bool:
+    """Whether a value is a number that was read off a tensor."""
+    return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat))
+
+
 _SHAPES = frozenset({"view", "reshape", "transpose", "permute", "expand", "flatten", "item"})
 
 
@@ -69,7 +81,7 @@ def candidates(node: fx.Node, item: Item, reader: Item | None, output: str) -> l
     elif node.op in ("call_function", "call_method"):
         target = node.target
         plain = target if isinstance(target, str) else getattr(target, "__name__", "value")
-        plain = plain.strip("_") if plain != "getitem" else "item"
+        plain = {"getitem": "item", "item": "number"}.get(plain, plain.strip("_"))
         if hint_of(node) and plain in _SHAPES | FORMS:
             names.append(f"{hint_of(node)}_{plain}")
         names.append(plain)

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from asyncpipe.partitioner.capture import capture
+from asyncpipe.partitioner.constructors import construct
 from asyncpipe.partitioner.generate import extra_tensors, generate
 from asyncpipe.partitioner.generate.buffers import rebuild
 from asyncpipe.partitioner.generate.constants import write_constant
-from asyncpipe.partitioner.generate.constructors import construct
 from asyncpipe.partitioner.generate.expressions import write_size
 from asyncpipe.partitioner.generate.layout import Code, call, lay_out
 from asyncpipe.partitioner.split import split

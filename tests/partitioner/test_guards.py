@@ -184,3 +184,28 @@ def test_a_model_of_transformers_that_looks_for_padding_is_cut(tmp_path: Path) -
     pipe = asyncpipe.load(tmp_path / "cut")
     with pytest.raises(RuntimeError, match=r"modeling_fsmt.py:\d+"):
         pipe(**(inputs | {"decoder_input_ids": padded}))
+
+
+class Experts(nn.Module):
+    """Sends each row to one of three experts: sizes that follow from values only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(6, 3)
+        self.experts = nn.ModuleList([nn.Linear(6, 6) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        choice = self.router(x).argmax(-1)
+        place = choice.argsort(stable=True)
+        sizes = torch.zeros(3, dtype=torch.long).index_add(0, choice, torch.ones_like(choice))
+        parts = x[place].split(sizes.tolist())
+        done = torch.cat([expert(part) for expert, part in zip(self.experts, parts, strict=True)])
+        return torch.zeros_like(x).index_add(0, place, done)
+
+
+def test_a_mixture_of_experts_is_written_with_the_sizes_of_its_parts(tmp_path: Path) -> None:
+    model = Experts()
+    text = cut(model, tmp_path / "cut", x=X)
+    assert "item, item_1, item_2 = sizes.unbind(0)" in text and "[item.item()," in text
+    other = torch.randn(11, 6)
+    torch.testing.assert_close(asyncpipe.load(tmp_path / "cut")(x=other), model(x=other))

@@ -1,6 +1,7 @@
 """A leaf module -> the constructor call that makes one like it, verified by building it.
 
-Arguments are read off the module's attributes by the names of `__init__`'s parameters. Every
+Arguments are read off the module's attributes by the names of `__init__`'s parameters; a
+configuration of transformers, or the index of a layer, off what is around the module. Every
 constructor is built on meta and compared with the module: class, parameters and buffers with
 shape and dtype, `extra_repr` and plain attributes. Arguments without which the built module is
 still the same are defaults, and left out.
@@ -9,14 +10,20 @@ still the same are defaults, and left out.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...runtime.errors import PlanError
+from ..runtime.errors import PlanError
+from .configurations import (
+    configuration_arguments,
+    configurations_around,
+    is_asked_for,
+    is_configuration,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +60,22 @@ def is_torch_leaf(module: nn.Module) -> bool:
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
-def construct(module: nn.Module, path: str) -> Constructor:
-    """The constructor of a leaf module. Raises PlanError that names it if there is none."""
+def construct(module: nn.Module, path: str, model: nn.Module | None = None) -> Constructor:
+    """The constructor of a leaf module, which is at `path` of `model`. Raises PlanError that names
+    it if there is none."""
     kind = type(module)
-    given = {
-        name: value
-        for name, value in {**_from_attributes(module), **_from_parts(module)}.items()
-        if value is not _UNKNOWN
-    }
     required, optional = _parameters(module)
-    if not all(name in given for name in required) or not _is_same(_build(kind, given), module):
+    given = next(
+        (
+            values
+            for values in _guesses(module, path, model)
+            if all(name in values for name in required)
+            and all(map(_is_writable, values.values()))
+            and _is_same(_build(kind, values), module)
+        ),
+        None,
+    )
+    if given is None or not _is_importable(kind):
         raise PlanError(
             f"cannot write a constructor for {path} ({kind.__name__}): no arguments of its "
             f"__init__ that its attributes give build a module with the same tensors.",
@@ -84,6 +97,48 @@ def construct(module: nn.Module, path: str) -> Constructor:
     stuck = tuple(name for name, value in held.items() if not value.requires_grad)
     frozen = bool(held) and len(stuck) == len(held)
     return Constructor(kind, tuple(arguments), frozen, () if frozen else stuck)
+
+
+def _guesses(module: nn.Module, path: str, model: nn.Module | None) -> Iterator[dict[str, Any]]:
+    """Arguments that may have made a module."""
+    known = {
+        name: value
+        for name, value in {**_from_attributes(module), **_from_parts(module)}.items()
+        if value is not _UNKNOWN
+    }
+    yield known
+    if model is None or is_torch_leaf(module):
+        return
+    parameters = inspect.signature(type(module)).parameters
+    indices: list[int | None] = [int(part) for part in path.split(".")[::-1] if part.isdigit()]
+    around = [
+        found
+        for found in configurations_around(model, path)
+        if configuration_arguments(found) is not None
+    ]
+    for configuration in (*around, None):
+        for index in indices or [None]:
+            values = dict(known)
+            for name, parameter in parameters.items():
+                if configuration is not None and is_asked_for(parameter):
+                    values[name] = configuration
+                elif name not in known and index is not None and _is_index(name):
+                    values[name] = index
+                elif name not in known and hasattr(configuration, name):
+                    values[name] = getattr(configuration, name)
+            yield values
+
+
+def _is_writable(value: Any) -> bool:
+    return not is_configuration(value) or configuration_arguments(value) is not None
+
+
+def _is_index(name: str) -> bool:
+    return name.rpartition("_")[2] in ("idx", "id", "index", "number", "num", "i")
+
+
+def _is_importable(kind: type) -> bool:
+    return kind.__module__ != "__main__" and "<locals>" not in kind.__qualname__
 
 
 class _Unknown:
