@@ -19,7 +19,7 @@ from ...runtime.errors import CaptureError
 from .aliases import colocated
 from .branch import Calls, branched
 from .check import check_capture, is_on_meta
-from .explain import explained
+from .explain import explained, untold, verify_arguments, verify_result
 from .fakes import Dynamic, FakeWorld, PinnedSizeError
 from .graph import Capture, tensor_spec
 from .inputs import dynamic_sizes, enlarged, sizes_in, verify_inputs, without_symbol
@@ -63,6 +63,7 @@ def capture(
     """
     model_inputs = {name: value for name, value in example_inputs.items() if value is not None}
     verify_inputs(model_inputs)
+    verify_arguments(model, model_inputs)
     dims = dynamic_sizes(model_inputs) if dynamic is None else dynamic
     is_leaf = leaf_rule(model, leaves)
     notes: list[str] = []
@@ -92,6 +93,7 @@ def _capture(
         prune(graph)
         graph, calls = renamed(graph, calls)
         graph.lint()
+        verify_result(graph, model)
         return Capture(
             graph=graph,
             model=model,
@@ -158,6 +160,7 @@ def _trace(
                 enable_python_dispatcher(),
                 world.mode,
                 tracer.random,
+                untold(),
             ):
                 fakes = {
                     name: world.input(value, dims.get(name, {}))
@@ -177,5 +180,5 @@ def _trace(
         except CaptureError:
             raise
         except Exception as error:
-            raise explained(error, model) from error
+            raise explained(error, model, inputs) from error
         return tracer

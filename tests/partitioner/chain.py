@@ -48,9 +48,11 @@ class Chain:
     stages: list[nn.Module] = field(default_factory=list)
 
     @classmethod
-    def build(cls, capture: Capture, cuts: Sequence[float], folder: Path) -> Chain:
+    def build(
+        cls, capture: Capture, cuts: Sequence[float], folder: Path, code: str = "structured"
+    ) -> Chain:
         graphs = split(capture, stages_at(capture, cuts))
-        files = generate(capture, graphs, HEADER)
+        files = generate(capture, graphs, HEADER, code=code)
         folder.mkdir(parents=True)
         for name, text in files.items():
             (folder / name).write_text(text)
