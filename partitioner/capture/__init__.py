@@ -17,9 +17,10 @@ from torch._dispatch.python import enable_python_dispatcher
 
 from ...runtime.errors import CaptureError
 from .aliases import colocated
+from .arguments import verify_arguments, verify_result
 from .branch import Calls, branched
 from .check import check_capture, is_on_meta
-from .explain import explained, untold, verify_arguments, verify_result
+from .explain import explained
 from .fakes import Dynamic, FakeWorld, PinnedSizeError
 from .graph import Capture, tensor_spec
 from .inputs import dynamic_sizes, enlarged, sizes_in, verify_inputs, without_symbol
@@ -32,6 +33,7 @@ from .rename import renamed
 from .restore import in_mode, without_cache
 from .structure import plain_structure
 from .tracer import LenNeeded, Tracer
+from .untold import untold
 from .values import CallRecord, IfTraining, LocalDevice, ModuleCall, Region, Size, size_text
 
 __all__ = [

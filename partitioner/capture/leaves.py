@@ -35,7 +35,7 @@ def leaf_rule(model: nn.Module, names: Collection[str]) -> LeafRule:
 
     def is_leaf(module: nn.Module, path: str) -> bool:
         named = path in wanted or not wanted.isdisjoint(_class_names(module))
-        return named or (is_torch_leaf(module) and not _has_hooks(module))
+        return named or is_torch_leaf(module)
 
     return is_leaf
 
@@ -43,11 +43,6 @@ def leaf_rule(model: nn.Module, names: Collection[str]) -> LeafRule:
 def is_torch_leaf(module: nn.Module) -> bool:
     kind = type(module)
     return kind.__module__.startswith("torch.nn.") and not isinstance(module, _TRANSPARENT)
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    """Whether a call does more than forward: then it is recorded operation by operation."""
-    return bool(module._forward_pre_hooks or module._forward_hooks)
 
 
 def _class_names(module: nn.Module) -> tuple[str, str]:

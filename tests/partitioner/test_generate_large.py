@@ -5,18 +5,20 @@ from __future__ import annotations
 import ast
 import re
 from functools import cache
+from pathlib import Path
 
 import pytest
 
 from asyncpipe.partitioner.capture import Capture, capture
 from asyncpipe.partitioner.cost import LOCALHOST
-from asyncpipe.partitioner.generate import generate
+from asyncpipe.partitioner.generate import CODES, generate
 from asyncpipe.partitioner.graph import build_graph, stage_of_nodes
 from asyncpipe.partitioner.models import load_model
 from asyncpipe.partitioner.profiler import profile_analytic
 from asyncpipe.partitioner.solve import solve
 from asyncpipe.partitioner.split import StageGraph, split
 from asyncpipe.tests.partitioner.chain import HEADER
+from asyncpipe.tests.partitioner.test_generate_models import tool
 
 
 @cache
@@ -64,3 +66,27 @@ def test_gpt2_xl_in_eight_stages_is_read_on_a_few_screens() -> None:
     for text in flat.values():
         assert not any(kind for kind in forward_lines(text) if not kind.startswith("Stage"))
     assert generate(captured, graphs, HEADER) == structured
+
+
+PUBLISHED = {
+    "gpt2": 4, "t5-small": 4, "bert-base-uncased": 3, "vit-base": 3, "resnet50": 4, "llama-7b": 4,
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_formatter_linter_and_type_checker_accept_published_models(tmp_path: Path) -> None:
+    for name, stages in PUBLISHED.items():
+        captured, graphs = planned(name, stages)
+        for code in CODES:
+            for file, text in generate(captured, graphs, HEADER, code=code).items():
+                if file != "__init__.py":
+                    stem = name.replace("-", "_")
+                    (tmp_path / f"{stem}_{code}_{file}").write_text(text)
+    for width in (88, 100, 120):
+        found = tool("ruff", "format", "--isolated", "--diff", f"--line-length={width}", tmp_path)
+        assert found.returncode == 0, found.stdout
+    found = tool("ruff", "check", "--isolated", "--select=E,F,I,UP,B", tmp_path)
+    assert found.returncode == 0, found.stdout
+    found = tool("mypy", "--ignore-missing-imports", "--no-incremental", tmp_path)
+    assert found.returncode == 0, found.stdout

@@ -17,10 +17,10 @@ from asyncpipe.partitioner.generate import CODES, generate
 from asyncpipe.partitioner.split import split, stage_tensors, unused_tensors
 from asyncpipe.tests.partitioner.chain import HEADER, Chain, larger, stages_at, tensors_in
 from asyncpipe.tests.partitioner.hard_models import HARD
-from asyncpipe.tests.partitioner.zoo import ZOO
+from asyncpipe.tests.partitioner.zoo import ZOO, mixtral
 
 CUTS = [(), (0.5,), (0.33, 0.6), (0.12, 0.45, 0.81)]
-MODELS = {**ZOO, **HARD}
+MODELS = {**ZOO, **HARD, "mixtral": mixtral}
 
 
 @cache
