@@ -93,12 +93,13 @@ def outline(
     model: nn.Module,
     example_inputs: Mapping[str, Any] | tuple[Any, ...],
     *,
+    name: str | None = None,
     profile: str | None = None,
     **options: Any,
 ) -> Outline:
     """Captures a model and shows its graph by module; with `profile`, "measured" or "analytic",
     the milliseconds too. `options` are those of `outline_source`."""
-    source = given_source(model, example_inputs)
+    source = given_source(model, example_inputs, name)
     return outline_source(source, profile=profile, with_profile=profile is not None, **options)
 
 

@@ -186,9 +186,7 @@ class _Separation:
             version.tensors[tensor] = made
         return version.tensors[tensor]
 
-    def _latest(
-        self, family: Family, version: _Version, tensor: fx.Node, before: int
-    ) -> fx.Node:
+    def _latest(self, family: Family, version: _Version, tensor: fx.Node, before: int) -> fx.Node:
         """The last name that a tensor has in a version."""
         for node in reversed(family.touching[version.start : before]):
             if family.tensor_of.get(node) is tensor:

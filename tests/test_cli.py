@@ -228,3 +228,36 @@ def test_torchrun_joins_and_a_wrong_number_of_ranks_is_told(made: Path) -> None:
     refused = start(3)
     assert refused.returncode != 0
     assert "the plan has 2 stages, 3 ranks were started" in refused.stderr
+
+
+def test_stop_after_prints_the_graph_or_the_plan_and_writes_nothing(tmp_path: Path) -> None:
+    graph = run(tmp_path, "partition", *MLP[:2], "--stop-after", "capture")
+    assert graph.returncode == 0, graph.stderr
+    assert "blocks.1 .. blocks.3 as blocks.0 · 15 operations" in graph.stdout
+    costs = run(tmp_path, "partition", *MLP[:2], "--stop-after", "profile", "--json")
+    first = json.loads(costs.stdout)["operations"][0]
+    assert (first["name"], first["forward_ms"] > 0) == ("embedded", True)
+    plan = run(tmp_path, "partition", *MLP, "--stages", "3", "--stop-after", "plan")
+    assert "slowest stage" in plan.stdout and "next" not in plan.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_stages_are_needed_for_a_plan(tmp_path: Path) -> None:
+    assert "--stages is needed" in error(run(tmp_path, "partition", *MLP), 2)
+
+
+def test_the_plan_is_steered_by_name_and_records_it(tmp_path: Path) -> None:
+    steered = [*MLP, "--stages", "2", "--cut-at", "blocks.1", "--keep-together", "Block"]
+    result = run(tmp_path, "partition", *steered, "--code", "flat")
+    assert result.returncode == 0, result.stderr
+    folder = tmp_path / "generated_models/residual_mlp_2p"
+    plan = json.loads((folder / "plan.json").read_text())
+    assert [stage["modules"] for stage in plan["stages"]] == [
+        ["embed", "blocks.0"],
+        ["blocks.1-3", "head"],
+    ]
+    assert "--cut-at blocks.1 --keep-together Block --code flat" in plan["command"]
+    text = (folder / "stage_1.py").read_text()
+    assert "--cut-at blocks.1" in text and "relu_2 = torch.relu(up_2)  # f32[batch, 128]" in text
+    message = error(run(tmp_path, "partition", *MLP, "--stages", "2", "--cut-at", "block.1"))
+    assert "Did you mean blocks.1" in message and "--stop-after capture" in message

@@ -1,7 +1,8 @@
 """Every command and every Python block shown in the documents runs.
 
 Commands are the lines of `sh` blocks. They run in order, in one folder a document, with the
-examples beside them; only the number of steps is made small.
+examples beside them; only the number of steps is made small. A command that ends in `# exit code 1`
+fails, and the document shows what it says.
 """
 
 import contextlib
@@ -24,16 +25,20 @@ import asyncpipe
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
 SETUP = {"make", "git", "cd", "pip", "less"}
+SHELL = {"sed", "rm"}
 
 
 def blocks(document: Path, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", document.read_text(), re.DOTALL)
 
 
-def commands(document: Path) -> list[list[str]]:
+def lines_of_shell(document: Path) -> list[str]:
     text = "\n".join(blocks(document, "sh")).replace("\\\n", " ")
-    lines = [shlex.split(line, comments=True) for line in text.splitlines()]
-    return [line for line in lines if line]
+    return [line for line in text.splitlines() if shlex.split(line, comments=True)]
+
+
+def commands(document: Path) -> list[list[str]]:
+    return [shlex.split(line, comments=True) for line in lines_of_shell(document)]
 
 
 def shortened(command: list[str]) -> list[str]:
@@ -52,20 +57,25 @@ def test_every_command_shown_runs(document: Path, tmp_path: Path) -> None:
         (tmp_path / folder).symlink_to(ROOT / folder)
     scripts = Path(sys.executable).parent
     environment = os.environ | {"PATH": f"{scripts}:{os.environ['PATH']}"}
-    for command in commands(document):
+    for line, command in zip(lines_of_shell(document), commands(document), strict=True):
         if command[0] in SETUP:
             continue
-        assert (scripts / command[0]).exists(), f"{command[0]} is not a command"
+        is_ours = command[0] not in SHELL
+        assert not is_ours or (scripts / command[0]).exists(), f"{command[0]} is not a command"
         name, *arguments = shortened(command)
         result = subprocess.run(
-            [scripts / name, *arguments],
+            [scripts / name if is_ours else name, *arguments],
             cwd=tmp_path,
             env=environment,
             capture_output=True,
             text=True,
             timeout=300,
         )
-        assert result.returncode == 0, f"{shlex.join(command)}\n{result.stdout}\n{result.stderr}"
+        expected = int(line.rpartition("# exit code ")[2]) if "# exit code " in line else 0
+        told = f"{shlex.join(command)}\n{result.stdout}\n{result.stderr}"
+        assert result.returncode == expected, told
+        if expected:
+            assert f"```text\n{result.stderr}```" in document.read_text(), told
 
 
 def test_every_make_target_shown_exists() -> None:
@@ -105,6 +115,20 @@ def test_every_python_block_shown_runs_and_prints_what_is_shown(
     if os.environ.get("ASYNCPIPE_UPDATE_GOLDEN"):
         document.write_text(made)
     assert made == text
+
+
+EXCERPT = re.compile(r"<!-- (\S+) -->\n```text\n(.*?)```", re.DOTALL)
+
+
+def test_every_excerpt_of_a_file_stands_in_it() -> None:
+    found = [
+        (document, *match.groups())
+        for document in DOCUMENTS
+        for match in EXCERPT.finditer(document.read_text())
+    ]
+    assert len(found) >= 5
+    for document, file, excerpt in found:
+        assert excerpt in (ROOT / file).read_text(), f"{document.name} shows of {file}: {excerpt}"
 
 
 def test_every_link_to_a_file_leads_somewhere() -> None:

@@ -20,6 +20,7 @@ from .branch import Calls, branched
 from .check import check_capture, is_on_meta
 from .explain import both, may_be_unseen
 from .fakes import Dynamic, FakeWorld, PinnedSizeError
+from .fitting import verify_arguments, verify_result
 from .graph import Capture, tensor_spec
 from .inputs import dynamic_sizes, enlarged, sizes_in, without_symbol
 from .interpret import run
@@ -75,6 +76,7 @@ def capture(
     Raises CaptureError for a forward that is no fixed graph, naming its line.
     """
     given = read_arguments(model, example_inputs)
+    verify_arguments(model, example_inputs)
     dims = dynamic_sizes(given.tensors) if dynamic is None else dynamic
     is_leaf = leaf_rule(model, leaves)
     fixed = [
@@ -124,6 +126,7 @@ def _capture(
         prune(graph)
         graph, calls = renamed(graph, calls)
         graph.lint()
+        verify_result(graph, model)
         return Capture(
             graph=graph,
             model=model,

@@ -173,7 +173,9 @@ def families(capture: Capture) -> list[Family]:
     group_of = {storage: frozenset(group) for group in groups.all() for storage in group}
     changed = sorted({storage for node in nodes for storage in node.meta["mutates"]})
     found = []
-    for storages in dict.fromkeys(group_of.get(storage, frozenset({storage})) for storage in changed):
+    for storages in dict.fromkeys(
+        group_of.get(storage, frozenset({storage})) for storage in changed
+    ):
         places = sorted({place for storage in storages for place in touching[storage]})
         found.append((places, storages))
     return [

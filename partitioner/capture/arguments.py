@@ -37,7 +37,7 @@ class Arguments:
             name: _mapped(value, name, lambda leaf, _: tensors[leaf.name])
             for name, value in self._places.items()
         }
-        args, kwargs = _as_called(model, values)
+        args, kwargs = as_called(model, values)
         return model(*args, **kwargs)
 
 
@@ -138,7 +138,7 @@ def _variadic(model: nn.Module) -> str | None:
     return None
 
 
-def _as_called(
+def as_called(
     model: nn.Module, values: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and keyword arguments: by position what forward takes in no other way."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import FrameType
+
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import (
@@ -13,6 +15,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from ...runtime.errors import CaptureError
 from .arguments import Arguments
 from .check import is_on_meta
+from .fitting import described
 from .frames import place, source_text, user_frame_of
 from .restore import unchanged, unchanged_attributes, without_cache
 
@@ -26,33 +29,37 @@ _DATA_DEPENDENT = (
 )  # fmt: skip
 
 
-def explained(error: Exception, model: nn.Module) -> CaptureError:
+def explained(error: Exception, model: nn.Module, given: Arguments) -> CaptureError:
     """What a user can do about an exception that the model's forward raised."""
     found = user_frame_of(error.__traceback__)
     if found is None:
         return UnseenError(
-            f"cannot trace {type(model).__name__}: {type(error).__name__}: {_first_line(error)}"
+            f"cannot trace {type(model).__name__}: {type(error).__name__}: {_first_line(error)}",
+            f"Does it run on inputs like these? {described(given.tensors)}",
         )
     frame, line = found
     where, text = place(frame, line), source_text(frame, line)
-    # The class of a method, also of one that is defined in a function.
-    owner = frame.f_code.co_qualname.split("<locals>.")[-1].split(".")[0]
+    leaf = _leaf(frame, model)
     if isinstance(error, _DATA_DEPENDENT):
-        inside = any(type(module).__name__ == owner for module in list(model.modules())[1:])
-        leaf = (
-            f"Keep it inside one stage: --leaf {owner}"
-            if inside
-            else "Keep it inside one stage: move it into a module of its own and use --leaf"
-        )
         return UnseenError(
             f'cannot trace {where}: "{text}" depends on tensor values.',
-            f"{leaf} · or use torch.where · details: -v",
+            f"Keep it inside one stage: {leaf} · or use torch.where · details: -v",
         )
     return UnseenError(
         f'cannot trace {where}: "{text}" raised {type(error).__name__}: {_first_line(error)}',
-        "If the model runs on these inputs outside asyncpipe, keep the module as one node: "
-        f"--leaf {owner}.",
+        f"If the model runs on inputs like these outside asyncpipe ({described(given.tensors)}), "
+        f"keep what does it as one node: {leaf}.",
     )
+
+
+def _leaf(frame: FrameType, model: nn.Module) -> str:
+    """How to keep the module whose code a frame runs as one node; the model itself cannot be."""
+    while frame.f_back is not None and not isinstance(frame.f_locals.get("self"), nn.Module):
+        frame = frame.f_back
+    owner = frame.f_locals.get("self")
+    if isinstance(owner, nn.Module) and any(owner is inner for inner in list(model.modules())[1:]):
+        return f"--leaf {type(owner).__name__}"
+    return "move it into a module of its own and use --leaf"
 
 
 def _first_line(error: Exception) -> str:

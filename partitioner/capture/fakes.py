@@ -82,8 +82,8 @@ class _NamedSizes(ShapeEnv):
         return PinnedSizeError(
             name,
             f"{where} works for one {name} size only: {name} would always be {value}.",
-            f"Use sizes of tensors (x.shape[0]) without int(), range() or iteration over them, "
-            f"or leave {name} out of dynamic=... to fix it at {value}.",
+            "Write it for the whole tensor: sizes as x.shape[0], without int(), range(), tolist() "
+            "or a loop over samples.",
         )
 
 

@@ -127,6 +127,8 @@ def refusal(func: Any) -> Callable[[str], tuple[str, str]] | None:
     name = getattr(func, "__name__", "")
     if name == "__set__" and func.__self__.__name__ in ("data", "grad"):
         return _assigned_state
+    if func is torch.autograd.grad:
+        return _gradient
     return _REFUSED.get(name)
 
 
@@ -147,6 +149,13 @@ def _hook(where: str) -> tuple[str, str]:
 def _backward(where: str) -> tuple[str, str]:
     return (
         f"{where} calls backward inside forward.",
+        "Keep the module as one node: --leaf Class.",
+    )
+
+
+def _gradient(where: str) -> tuple[str, str]:
+    return (
+        f"{where} computes a gradient inside forward.",
         "Keep the module as one node: --leaf Class.",
     )
 

@@ -87,7 +87,7 @@ def trace_forward(
         except CaptureError as error:
             raise FailedTrace(error, tracer.failed_in(error)) from error.__cause__
         except Exception as error:
-            raise FailedTrace(explained(error, model), tracer.failed_in(error)) from error
+            raise FailedTrace(explained(error, model, given), tracer.failed_in(error)) from error
         return tracer
 
 
@@ -108,7 +108,7 @@ def trace_dynamo(
     try:
         found = torch_graph(model, call, given.tensors, dims, is_leaf, training=training)
     except Exception as error:
-        raise explained(error, model) from error
+        raise explained(error, model, given) from error
 
     def forward(tracer: Tracer, fakes: Mapping[str, Any]) -> Any:
         return replay(found, model, world, tracer, [fakes[name] for name in given.tensors])

@@ -327,7 +327,7 @@ class _Writer:
         ]
         arguments += [self._names.size(symbol) for symbol in body.symbols]
         paths = [item.call.path for item in loop.calls]
-        siblings = self._names.module(paths[0].rpartition(".")[0])
+        siblings = self._names.siblings(paths[0].rpartition(".")[0])
         iterable, each = self._scope.iterate(paths, siblings)
         stem = item_name(paths[0], body.type_name)
         variable = "index" if each else self._names.free([stem], self._here, names)

@@ -73,9 +73,16 @@ class FunctionNames:
         raise Conflict([self._body.path])
 
     def module(self, path: str) -> str:
-        for ancestor, part in self._scope.cut_items(path):
-            if ancestor not in self._handles:
-                self._name_module(ancestor, part)
+        return self._reach(path, is_opened=False)
+
+    def siblings(self, path: str) -> str:
+        """A list of modules whose items are reached one by one."""
+        return self._reach(path, is_opened=True)
+
+    def _reach(self, path: str, *, is_opened: bool) -> str:
+        for item, type_name in self._scope.opened_items(path, is_opened=is_opened):
+            if item not in self._handles:
+                self._name_module(item, type_name)
         return self._scope.access(path, self._handles)
 
     def literal(self, node: fx.Node, position: int, value: Any) -> Code | None:
@@ -110,8 +117,8 @@ class FunctionNames:
         is_used = self._folds.is_name_used(name) or name in others
         return is_used or self._variables.is_taken(name, after)
 
-    def _name_module(self, path: str, part: str) -> None:
-        """Writes a variable for a module that a boundary cuts."""
+    def _name_module(self, path: str, type_name: str) -> None:
+        """Writes a variable for an item of a list of which parts are used here."""
         stem = item_name(path, self._scope.type_name(path))
         if stem in self._variables.modules or self.is_taken(stem, -1):
             stem = f"{stem}_{path.rpartition('.')[2]}"
@@ -120,7 +127,7 @@ class FunctionNames:
         while name in self._variables.modules or self.is_taken(name, -1):
             count += 1
             name = f"{stem}_{count}"
-        code = call("cast", (Code(part), Code(self._scope.access(path, self._handles))))
+        code = call("cast", (Code(type_name), Code(self._scope.access(path, self._handles))))
         self.imports.add(("typing", "cast"))
         self._write(name, code)
         self._handles[path] = name

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 
 from torch import nn
 
@@ -23,6 +22,8 @@ from .classes import Classes, ModuleClass
 from .constants import write_constant
 from .items import Conflict
 from .layout import Code, bracket, call, lay_out, prefixed
+from .listings import listing, mapping
+from .parts import Parts
 
 
 @dataclass(slots=True)
@@ -34,40 +35,6 @@ class Member:
     instance: ModuleClass | None = None
     held: Held | None = None
     children: dict[str, Member] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A class without a forward: a container of which the stage holds only some members."""
-
-    name: str
-    path: str
-    annotations: tuple[str, ...]
-    lines: tuple[str, ...]
-
-
-class Parts:
-    """The classes without a forward of one file; equal ones are one class."""
-
-    def __init__(self, taken: set[str]) -> None:
-        self._taken = taken
-        self._found: dict[tuple[object, ...], Part] = {}
-
-    def add(self, type_name: str, path: str, annotations: Sequence[str], lines: list[str]) -> str:
-        key = (type_name, *annotations, *lines)
-        if key not in self._found:
-            stem = name = f"{type_name}Part"
-            count = 1
-            while name in self._taken:
-                count += 1
-                name = f"{stem}{count}"
-            self._taken.add(name)
-            self._found[key] = Part(name, path, tuple(annotations), tuple(lines))
-        return self._found[key].name
-
-    @property
-    def ordered(self) -> tuple[Part, ...]:
-        return tuple(self._found.values())
 
 
 class Scope:
@@ -151,17 +118,48 @@ class Scope:
             member = member.children[name]
         return (handles or {}).get(member.path, text)
 
-    def cut_items(self, path: str) -> Iterator[tuple[str, str]]:
-        """Modules on the way to `path` of which only parts are here and that stand in a list,
-        outermost first, each with the class that it has here."""
+    def opened_items(self, path: str, *, is_opened: bool) -> Iterator[tuple[str, str]]:
+        """Items of lists that one goes through on the way to `path`, outermost first, each with
+        its type; `path` itself too if it `is_opened`. To a type checker an item of a list is any
+        module."""
         member = self._root
-        for name in self._relative(path):
-            is_item = self._kind(member) in ("list", "dict")
+        names = self._relative(path)
+        for position, name in enumerate(names):
+            is_item = self._kind(member) in ("list", "dict", "ordered")
             if name not in member.children:
                 return
             member = member.children[name]
-            if is_item and member.path in self._part_of:
-                yield member.path, self._part_of[member.path]
+            if is_item and (is_opened or position + 1 < len(names)):
+                if type_name := self._annotation(member):
+                    yield member.path, type_name
+
+    def _annotation(self, member: Member) -> str:
+        """The type of a member as generated code has it; empty for a tensor."""
+        if member.instance is not None:
+            return member.instance.name
+        if member.leaf is not None:
+            return member.leaf.name
+        if member.held is not None:
+            return ""
+        module = self._capture.model.get_submodule(member.path)
+        match self._kind(member):
+            case "class":
+                return self._part_of.get(member.path, "")
+            case "ordered":
+                return "nn.Sequential"
+            case "list" if isinstance(module, nn.Sequential):
+                return "nn.Sequential"
+            case "list":
+                return "nn.ParameterList" if _holds_tensors(member) else "nn.ModuleList"
+        return "nn.ParameterDict" if _holds_tensors(member) else "nn.ModuleDict"
+
+    def access_typed(self, path: str) -> str:
+        """`access` where no variable can hold what is on the way: casts stand inside."""
+        handles: dict[str, str] = {}
+        for item, type_name in self.opened_items(path, is_opened=False):
+            self._imports.add(("typing", "cast"))
+            handles[item] = f"cast({type_name}, {self.access(item, handles)})"
+        return self.access(path, handles)
 
     def type_name(self, path: str) -> str:
         return type(self._capture.model.get_submodule(path)).__name__
@@ -172,6 +170,10 @@ class Scope:
                 return f"[{name}]"
             case "dict":
                 return f'["{name}"]'
+            case "ordered":
+                # To a type checker its attributes may be tensors.
+                module = self._capture.model.get_submodule(member.path)
+                return f"[{list(module._modules).index(name)}]"
         return f".{name}" if is_name(name) else f'.get_submodule("{name}")'
 
     def iterate(self, paths: Sequence[str], text: str) -> tuple[str, str]:
@@ -187,6 +189,8 @@ class Scope:
                 return text, ""
             start = str(first) if first else ""
             stop = str(last + 1) if last + 1 < len(member.children) else ""
+            if isinstance(self._capture.model.get_submodule(parent), nn.Sequential):
+                text = f"list({text})"  # to a type checker its slice may be a module
             return f"{text}[{start}:{stop}]", ""
         if list(member.children) == [path.rpartition(".")[2] for path in paths]:
             return f"{text}.values()", ""
@@ -320,7 +324,6 @@ class Scope:
     def _container(self, member: Member) -> Code:
         module = self._capture.model.get_submodule(member.path)
         children = [(name, self._expression(child)) for name, child in self._ordered(member)]
-        holds_tensors = all(child.held is not None for child in member.children.values())
         match self._kind(member):
             case "list" if isinstance(module, nn.Sequential):
                 return call("nn.Sequential", tuple(code for _, code in children))
@@ -329,11 +332,9 @@ class Scope:
                 pairs = tuple(prefixed(f"{name}=", code) for name, code in children)
                 return call("nn.Sequential", (call("OrderedDict", pairs),))
             case "list":
-                head = "nn.ParameterList([" if holds_tensors else "nn.ModuleList(["
-                return _listing(head, [code for _, code in children])
+                return listing(f"{self._annotation(member)}([", [code for _, code in children])
             case "dict":
-                head = "nn.ParameterDict({" if holds_tensors else "nn.ModuleDict({"
-                return _mapping(head, children)
+                return mapping(f"{self._annotation(member)}({{", children)
         lines = self._assignments(member)
         return call(self._part(member, lines), ())
 
@@ -347,57 +348,5 @@ class Scope:
         return name
 
 
-_MANY = 3
-_SHORT = 30  # so that a comprehension fits on a line
-
-
-def _runs(children: Sequence[tuple[str, Code]]) -> list[list[tuple[str, Code]]]:
-    """Neighbours with equal expressions, if they are many; else one by one."""
-    runs: list[list[tuple[str, Code]]] = []
-    for text, group in groupby(children, key=lambda child: child[1].flat):
-        run = list(group)
-        is_many = len(run) >= _MANY or len(run) == len(children) > 1
-        if is_many and len(text) < _SHORT and all(name.isdigit() for name, _ in run):
-            runs.append(run)
-        else:
-            runs += [[child] for child in run]
-    return runs
-
-
-def _listing(head: str, items: list[Code]) -> Code:
-    runs = _runs([(str(index), code) for index, code in enumerate(items)])
-    entries = []
-    for run in runs:
-        code = run[0][1]
-        repeated = f"{code.flat} for _ in range({len(run)})"
-        if len(runs) == 1 and len(run) > 1:
-            return Code(f"{head}{repeated}])")
-        entries.append(Code(f"*({repeated})") if len(run) > 1 else code)
-    return _nested(head, tuple(entries), "])")
-
-
-def _mapping(head: str, children: list[tuple[str, Code]]) -> Code:
-    runs = _runs(children)
-    entries = []
-    for run in runs:
-        first, last = int(run[0][0]) if len(run) > 1 else 0, run[-1][0]
-        repeated = f"{{str(index): {run[0][1].flat} for index in range({first}, "
-        repeated += f"{int(last) + 1})}}" if len(run) > 1 else ""
-        if len(runs) == 1 and len(run) > 1:
-            inside = repeated.removeprefix("{").removesuffix("}")
-            return bracket(head.removesuffix("{"), (_braced(inside),), ")")
-        if len(run) > 1:
-            entries.append(Code(f"**{repeated}"))
-        else:
-            entries.append(prefixed(f'"{run[0][0]}": ', run[0][1]))
-    return _nested(head, tuple(entries), "})")
-
-
-def _braced(inside: str) -> Code:
-    return Code(f"{{{inside}}}")
-
-
-def _nested(head: str, items: tuple[Code, ...], tail: str) -> Code:
-    """A literal as the only argument of a call: formatters explode the call first."""
-    outer, inner = head[:-1], head[-1]
-    return bracket(outer, (bracket(inner, items, tail[0]),), tail[1])
+def _holds_tensors(member: Member) -> bool:
+    return all(child.held is not None for child in member.children.values())

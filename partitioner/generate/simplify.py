@@ -53,8 +53,10 @@ class _Simplifier:
                 continue
             source = self._same_as(node)
             if source is not None:
-                self._new[node] = self._of(node, source)
+                new = self._new[node] = self._of(node, source)
                 left_out.add(node)
+                if new.op.startswith("call") and not new.meta.get("hint"):
+                    new.meta["hint"] = node.meta.get("hint")  # it is now what the user named
                 continue
             calls |= zip(node.meta.get("calls", ()), self._names.calls(node), strict=True)
             self._copy(node)

@@ -17,7 +17,8 @@ from .header import Header, index_card
 from .imports import write_imports
 from .items import Body, Conflict
 from .layout import WIDTH, Code, call, lay_out
-from .members import Part, Parts, Scope
+from .members import Scope
+from .parts import Part, Parts
 from .structure import build, build_flat
 from .templating import TEMPLATES
 from .tying import ties
@@ -105,7 +106,7 @@ class StageWriter:
             output_names=names_of_outputs(self._capture),
         )
         tied = [
-            lay_out(f"{scope.access(name)} = ", Code(scope.access(owner)), indent=8)
+            lay_out(f"{scope.access_typed(name)} = ", Code(scope.access_typed(owner)), indent=8)
             for name, owner in ties(self._capture, self._canonicalizer, body)
         ]
         texts += map(_part_text, parts.ordered[known:])

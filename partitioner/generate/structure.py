@@ -49,6 +49,8 @@ def build_flat(stage: StageGraph) -> Body:
         items=tuple(map(Op, stage.nodes)),
         results=stage.outputs,
     )
+
+
 @dataclass(frozen=True, slots=True)
 class _Place:
     """Where a body stands: the module whose method it is, how many module calls are around it,

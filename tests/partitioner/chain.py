@@ -66,14 +66,22 @@ class Chain:
     stages: list[nn.Module] = field(default_factory=list)
 
     @classmethod
-    def build(cls, capture: Capture, cuts: Sequence[float], folder: Path) -> Chain:
-        return cls.of(capture, stages_at(capture, cuts), folder)
+    def build(
+        cls, capture: Capture, cuts: Sequence[float], folder: Path, code: str = "structured"
+    ) -> Chain:
+        return cls.of(capture, stages_at(capture, cuts), folder, code)
 
     @classmethod
-    def of(cls, capture: Capture, stage_of: Mapping[fx.Node, int], folder: Path) -> Chain:
+    def of(
+        cls,
+        capture: Capture,
+        stage_of: Mapping[fx.Node, int],
+        folder: Path,
+        code: str = "structured",
+    ) -> Chain:
         capture, stage_of = separated(capture, stage_of)
         graphs = split(capture, stage_of)
-        files = generate(capture, graphs, HEADER)
+        files = generate(capture, graphs, HEADER, code=code)
         folder.mkdir(parents=True)
         for name, text in files.items():
             (folder / name).write_text(text)

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from asyncpipe.partitioner.capture import Capture, capture
-from asyncpipe.partitioner.generate import generate
+from asyncpipe.partitioner.generate import CODES, generate
 from asyncpipe.partitioner.split import split, stage_tensors, unused_tensors
 from asyncpipe.tests.partitioner.chain import HEADER, Chain, larger, stages_at, tensors_in
 from asyncpipe.tests.partitioner.hard_models import HARD
-from asyncpipe.tests.partitioner.zoo import ZOO
+from asyncpipe.tests.partitioner.zoo import ZOO, mixtral
 
 CUTS = [(), (0.5,), (0.33, 0.6), (0.12, 0.45, 0.81)]
-MODELS = {**ZOO, **HARD}
+MODELS = {**ZOO, **HARD, "mixtral": mixtral}
 
 
 @cache
@@ -36,8 +36,19 @@ def captured(name: str) -> tuple[Capture, dict[str, Tensor]]:
 @pytest.mark.parametrize("cuts", CUTS, ids=lambda cuts: f"{len(cuts) + 1} stages")
 @pytest.mark.parametrize("name", MODELS)
 def test_stages_equal_the_model(name: str, cuts: tuple[float, ...], tmp_path: Path) -> None:
+    assert_stages_equal_the_model(name, cuts, tmp_path, "structured")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_flat_stages_equal_the_model(name: str, tmp_path: Path) -> None:
+    assert_stages_equal_the_model(name, (0.33, 0.6), tmp_path, "flat")
+
+
+def assert_stages_equal_the_model(
+    name: str, cuts: tuple[float, ...], tmp_path: Path, code: str
+) -> None:
     capture, inputs = captured(name)
-    chain = Chain.build(capture, cuts, tmp_path / "stages")
+    chain = Chain.build(capture, cuts, tmp_path / "stages", code)
     model = capture.model
     for is_training in (True, False):
         for given in (inputs, larger(inputs)):
@@ -129,18 +140,15 @@ def test_formatter_linter_and_type_checker_find_nothing_in_any_file(tmp_path: Pa
         capture, _ = captured(name)
         for cuts in CUTS:
             graphs = split(capture, stages_at(capture, cuts))
-            for file, text in generate(capture, graphs, HEADER).items():
-                if file != "__init__.py":
-                    (tmp_path / f"{name}_{len(cuts) + 1}_{file}").write_text(text)
+            for code in CODES if len(cuts) == 2 else CODES[:1]:
+                for file, text in generate(capture, graphs, HEADER, code=code).items():
+                    if file != "__init__.py":
+                        (tmp_path / f"{name}_{len(cuts) + 1}_{code}_{file}").write_text(text)
     for width in (88, 100, 120):
         found = tool("ruff", "format", "--isolated", "--diff", f"--line-length={width}", tmp_path)
         assert found.returncode == 0, found.stdout
     found = tool("ruff", "check", "--isolated", "--select=E,F,I,UP,B", tmp_path)
     assert found.returncode == 0, found.stdout
-    # To mypy, what lies in a list inside a list is any Module, which cannot be indexed.
-    for name in HARD:
-        for file in tmp_path.glob(f"{name}_*"):
-            file.unlink()
     found = tool("mypy", "--ignore-missing-imports", "--no-incremental", tmp_path)
     assert found.returncode == 0, found.stdout
 

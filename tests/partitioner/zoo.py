@@ -97,6 +97,20 @@ def llama() -> Example:
     return LlamaForCausalLM(config), {"input_ids": tokens, "labels": tokens}
 
 
+def mixtral() -> Example:
+    """A mixture of experts: a router, tokens sorted by expert, one product for all experts."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=WORDS, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, num_local_experts=4,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    tokens = _tokens()
+    return MixtralForCausalLM(config), {"input_ids": tokens, "labels": tokens}
+
+
 def vit() -> Example:
     """Patches of images, a class token."""
     from transformers import ViTConfig, ViTForImageClassification
