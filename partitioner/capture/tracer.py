@@ -34,7 +34,7 @@ from .opaque import run_opaque
 from .patches import original_apply, original_call
 from .random_draws import RandomDraws, has_hidden_draws
 from .structure import plain_structure, tensors_in
-from .targets import Call, as_node, refusal, stand_in
+from .targets import Call, as_node, refusal, traced
 from .values import CallRecord, ModuleCall, Region
 
 
@@ -90,7 +90,7 @@ class Tracer(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        run = stand_in(func) or func
+        run = traced(func)
         if not self._recording:
             return run(*args, **kwargs)
         refused = refusal(func)
