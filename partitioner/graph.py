@@ -7,6 +7,7 @@ A group is what no cut may or need separate. Reductions, in this order:
 - nodes that share a storage that is changed in place, and several results of one call, are one
 - a view joins what it is a view of; a view of a parameter or input joins its first reader
 - a value that is no tensor joins its readers
+- what nobody reads (a counter that is counted up) joins the operation before it
 - groups on a cycle that these made are one
 
 The order of the groups is topological and otherwise the program's.
@@ -113,6 +114,10 @@ def _joined(capture: Capture, order: list[fx.Node], again: Recomputation) -> nx.
             together.union(node, *readers[:1])
         elif not isinstance(node.meta.get("val"), Tensor):
             together.union(node, *readers)
+    for before, node in itertools.pairwise(kept):
+        for lone, neighbour in ((node, before), (before, node)):
+            if not lone.users:
+                together.union(lone, neighbour)
     quotient = nx.DiGraph()
     quotient.add_nodes_from(together[node] for node in kept)
     quotient.add_edges_from(
