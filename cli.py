@@ -243,7 +243,7 @@ _HELP = {
     "clip": "Bound of the gradient norm over all stages (asynchronous: of each); 0 is off.",
     "criterion": "The loss, when the plan has none: cross_entropy, mse or file.py:function.",
     "seed": "Of the data order and of dropout.",
-    "weights": "A safetensors file or folder to start from.",
+    "weights": "To start from: a safetensors file or folder, a run's or a generated folder.",
     "export_hf": "Write the trained model to this folder, for from_pretrained.",
     "output": "The run's folder; by default a new one in runs/<name>.",
     "eval_every": "Steps between evaluations; 0: only at the end.",

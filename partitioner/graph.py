@@ -8,6 +8,7 @@ A group is what no cut may or need separate. Reductions, in this order:
   call, are one
 - a view joins what it is a view of; a view of a parameter or input joins its first reader
 - a value that is no tensor joins its readers, a guard what it looks at
+- what nobody reads (a counter that is counted up) joins the operation before it
 - what the user wants in one stage is one
 - groups on a cycle that these made are one
 
@@ -147,6 +148,10 @@ def _joined(
             together.union(*_guarded(node, by_name, kept))
         elif not isinstance(node.meta.get("val"), Tensor):
             together.union(node, *readers)
+    for before, node in itertools.pairwise(kept):
+        for lone, neighbour in ((node, before), (before, node)):
+            if not lone.users and not is_guard(lone):
+                together.union(lone, neighbour)
     for nodes in demanded:
         together.union(*(node for node in nodes if node.name in by_name))
     quotient = nx.DiGraph()

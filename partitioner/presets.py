@@ -96,4 +96,5 @@ PRESETS: Mapping[str, Preset] = {
     "llama-7b": _llama(32, 4096, 32, 32, 11008),
     "llama-8b": _llama(32, 4096, 32, 8, 14336, 128256),
     "llama-13b": _llama(40, 5120, 40, 40, 13824),
+    "llama-70b": _llama(80, 8192, 64, 8, 28672, 128256),
 }

@@ -17,6 +17,7 @@ from .errors import DataError
 from .loading import load_stage, load_unused
 from .plan import Plan, StageSpec, read_plan
 from .structure import rebuilt
+from .tensors import write_shard
 
 
 class Pipe:
@@ -78,16 +79,39 @@ class Pipe:
         return {key: state[key] for key in self.plan.state_keys}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Reads the original model's state_dict; raises DataError when it lacks a key."""
-        absent = [key for key in self.plan.state_keys if key not in state]
+        """Reads the original model's state_dict, or that of a plan with other stages.
+
+        Raises DataError when a key is missing or not the model's, or a shape differs.
+        """
+        own = self.state_dict()
+        absent = [key for key in own if key not in state]
         if absent:
             raise DataError(
-                f"the state_dict lacks {len(absent)} of {len(self.plan.state_keys)} tensors of "
+                f"the state_dict lacks {len(absent)} of {len(own)} tensors of "
                 f"{self.plan.name}, the first is {absent[0]}."
             )
+        foreign = [key for key in state if key not in own]
+        if foreign:
+            raise DataError(
+                f"the state_dict has {len(foreign)} tensors that {self.plan.name} has not, the "
+                f"first is {foreign[0]}."
+            )
+        for key, value in own.items():
+            if state[key].shape != value.shape:
+                raise DataError(
+                    f"{key} is {tuple(state[key].shape)} in the state_dict, "
+                    f"{tuple(value.shape)} in {self.plan.name}."
+                )
         for stage in self.stages:
             stage.load_state_dict({key: state[key] for key in stage.state_dict()})
         self.unused = {key: state[key] for key in self.unused}
+
+    def save_weights(self, folder: str | Path) -> None:
+        """Writes `model.safetensors`, a tied weight once, for `--weights` and from_pretrained."""
+        borrowed = {name for shared in self.plan.shared for name in shared.names[1:]}
+        state = self.state_dict()
+        own = {name: value for name, value in state.items() if name not in borrowed}
+        write_shard(Path(folder), own, 0, 1)
 
 
 def load(

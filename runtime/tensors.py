@@ -1,7 +1,8 @@
 """Safetensors files <-> named tensors, one shard a stage, each reader taking only its own names.
 
 A folder holds `model.safetensors`, or shards `model-00001-of-00004.safetensors` with
-`model.safetensors.index.json`: the layout that transformers writes and reads.
+`model.safetensors.index.json`: the layout that transformers writes and reads. A generated folder
+and a run's folder hold such a folder, `weights`.
 """
 
 from __future__ import annotations
@@ -101,6 +102,9 @@ def dtype_of(name: str) -> torch.dtype:
 def _files_by_name(path: Path) -> dict[str, Path]:
     """Every tensor name stored under `path` -> the file that holds it."""
     if path.is_dir():
+        names = (INDEX, "model.safetensors")
+        if not any((path / name).is_file() for name in names) and (path / "weights").is_dir():
+            path /= "weights"
         index = path / INDEX
         if index.is_file():
             weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
@@ -109,7 +113,8 @@ def _files_by_name(path: Path) -> dict[str, Path]:
     if not path.is_file():
         raise DataError(
             f"{path} does not exist: no weights to read.",
-            "Give a .safetensors file, or a folder with model.safetensors.",
+            "Give a .safetensors file, a folder with model.safetensors, a generated folder or a "
+            "run's folder.",
         )
     try:
         with safe_open(path, framework="pt") as archive:

@@ -49,7 +49,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], HandMode
 
 @pytest.mark.parametrize("staleness", ["none", "stash"])
 @pytest.mark.parametrize("step_every", [1, 2, 4])
-@pytest.mark.parametrize("name", ["gpt2", "resnet"])
+@pytest.mark.parametrize("name", ["gpt2", "t5", "resnet"])
 def test_async_training_of_a_real_model_equals_the_oracle(
     name: str, step_every: int, staleness: str, models: Callable[[str], HandModel]
 ) -> None:

@@ -93,6 +93,11 @@ def stand_in(func: Any) -> Callable[..., Any] | None:
     return _STAND_INS.get(func)
 
 
+def traced(func: Callable[..., Any]) -> Callable[..., Any]:
+    """What a tracer runs for `func`: it wants to know what comes out, not how."""
+    return _SHORT_CUTS.get(func) or stand_in(func) or func
+
+
 def runnable(func: Callable[..., Any], arguments: Any) -> Callable[..., Any]:
     """What to call for `func`: its stand-in if there is one and a tensor among the arguments has
     no data."""
@@ -119,6 +124,38 @@ _STAND_INS: dict[Any, Callable[..., Any]] = {
     # On fake tensors torch 2.13 accepts bfloat16 only, on real ones others too.
     getattr(F, "grouped_mm", None): _like_grouped_mm,
     getattr(torch, "_grouped_mm", None): _like_grouped_mm,
+}
+
+
+def _attention_result(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Shape, dtype, gradient and draws of an attention, without its fifteen operators."""
+    kind = query.device.type
+    if torch.is_autocast_enabled(kind) or query.dim() != 4:
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    given = [tensor for tensor in (query, key, value, attn_mask) if tensor is not None]
+    made_from = next((tensor for tensor in given if tensor.requires_grad), query)
+    batch = (
+        query.shape[:2] if enable_gqa else torch.broadcast_shapes(query.shape[:2], key.shape[:2])
+    )
+    empty = query.new_empty((*batch, query.shape[2], value.shape[3]))
+    result = empty + made_from.sum().to(query.dtype)
+    return F.dropout(result, dropout_p) if dropout_p else result
+
+
+_SHORT_CUTS: dict[Any, Callable[..., Any]] = {
+    F.scaled_dot_product_attention: _attention_result,
 }
 
 

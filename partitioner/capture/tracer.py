@@ -40,7 +40,7 @@ from .random_draws import RandomDraws, has_hidden_draws
 from .readings import Readings
 from .shadow import Shadow
 from .structure import map_result, plain_structure, tensors_in
-from .targets import Call, as_node, refusal, stand_in
+from .targets import Call, as_node, refusal, traced
 from .values import CallRecord, ModuleCall, Recompute, Region
 
 
@@ -113,7 +113,7 @@ class Tracer(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        run = stand_in(func) or func
+        run = traced(func)
         if not self._recording:
             return run(*args, **kwargs)
         refused = refusal(func)

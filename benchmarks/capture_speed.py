@@ -1,0 +1,100 @@
+"""From a name to generated stages of models too large to run here: seconds and memory.
+
+Every run is a process of its own, as a user's is. No weights are allocated (`--meta`), so the
+peak memory is that of Python, torch, transformers and the graph. The limits are what the project
+promises on two cores for everything that asyncpipe-partition does, from the import on. Beside
+wall-clock seconds stand those of the processor, which other work on the machine disturbs less.
+
+    python benchmarks/capture_speed.py --repeats 3
+"""
+
+import argparse
+import json
+import multiprocessing
+import resource
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from machine import write_result
+
+# Seconds that a model may take, and MiB that any of them may.
+LIMITS_S = {"gpt2-xl": 10.0, "t5-3b": 15.0, "llama-7b": 10.0, "llama-70b": 30.0}
+LIMIT_MIB = 1500
+STAGES = 8
+
+
+def partition(model: str) -> dict[str, Any]:
+    """Seconds of each step in this process, of all, and its peak memory."""
+    started, cpu_started = time.perf_counter(), time.process_time()
+    from asyncpipe.partitioner.compile import partition_spec
+
+    steps: dict[str, float] = {"import": time.perf_counter() - started}
+
+    def tick(step: str, _detail: str, took: float, _following: str) -> None:
+        steps[step] = took
+
+    with tempfile.TemporaryDirectory() as folder:
+        made = Path(folder) / "made"
+        plan = partition_spec(model, stages=STAGES, output=made, meta=True, on_tick=tick)
+        lines = [len((made / stage.file).read_text().splitlines()) for stage in plan.stages]
+    return {
+        "total": time.perf_counter() - started,
+        "cpu": time.process_time() - cpu_started,
+        "steps": {step: round(took, 3) for step, took in steps.items()},
+        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "longest_stage_lines": max(lines),
+    }
+
+
+def run_fresh(model: str) -> dict[str, Any]:
+    """`partition` in a process that has imported nothing yet."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(partition, (model,))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--models", nargs="*", default=list(LIMITS_S), choices=list(LIMITS_S))
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    raw: dict[str, list[dict[str, Any]]] = {name: [] for name in arguments.models}
+    for _ in range(arguments.repeats):
+        for name in arguments.models:
+            raw[name].append(run_fresh(name))
+    table = []
+    for name, runs in raw.items():
+        row = {
+            "model": name,
+            **{
+                key: round(statistics.median(run[key] for run in runs), 2)
+                for key in ("total", "cpu", "peak_mib")
+            },
+            "limit_s": LIMITS_S[name],
+            "longest_stage_lines": runs[0]["longest_stage_lines"],
+            "steps": {
+                step: round(statistics.median(run["steps"][step] for run in runs), 2)
+                for step in runs[0]["steps"]
+            },
+        }
+        row["met"] = row["total"] <= row["limit_s"] and row["peak_mib"] <= LIMIT_MIB
+        table.append(row)
+    figures = {"stages": STAGES, "limit_mib": LIMIT_MIB, "table": table, "runs": raw}
+    if arguments.json:
+        print(json.dumps(figures, indent=1))
+    else:
+        print(f"{'model':10} seconds  limit    cpu  peak MiB  limit  met  steps")
+        for row in table:
+            steps = "  ".join(f"{step} {took:.1f}" for step, took in row["steps"].items())
+            print(
+                f"{row['model']:10} {row['total']:7.1f} {row['limit_s']:6.0f} {row['cpu']:6.1f} "
+                f"{row['peak_mib']:9.0f} {LIMIT_MIB:6}  {'yes' if row['met'] else 'no ':3}  {steps}"
+            )
+    write_result("capture_speed", figures)
+
+
+if __name__ == "__main__":
+    main()
