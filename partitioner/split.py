@@ -49,9 +49,9 @@ def split(capture: Capture, stage_of: Mapping[fx.Node, int]) -> tuple[StageGraph
     """Cuts the graph into stages.
 
     `stage_of` gives the stage of every node but placeholders, attributes and the output. Raises
-    PlanError when a stage would be empty, when a value would flow to an earlier stage, when a
-    value that is no tensor would have to cross and when memory would be changed that several
-    stages touch (`separated` sees to that).
+    PlanError when a stage would be empty or for nothing, when a value would flow to an earlier
+    stage, when a value that is no tensor would have to cross and when memory would be changed
+    that several stages touch (`separated` sees to that).
     """
     homes = _homes(capture.graph, stage_of)
     _verify_changes(capture.graph, homes)
@@ -98,6 +98,10 @@ def split(capture: Capture, stage_of: Mapping[fx.Node, int]) -> tuple[StageGraph
         returned = [
             node for node in outputs if homes.get(node, count - 1) == stage and node not in sent
         ]
+        if not sent and not returned:
+            raise PlanError(
+                f"stage {stage} of {count} would hand nothing on.", f"Use --stages {count - 1}."
+            )
         placeholders = [node for node in received[stage] if node.op == "placeholder"]
         values = [node for node in received[stage] if node.op != "placeholder"]
         stages.append(

@@ -117,12 +117,15 @@ def _verify_numbers(
     for training in (False, True):
         for module in (model, *stages):
             module.train(training)
-        expected, expected_gradients = _run_model(model, inputs | others, training)
-        actual, actual_gradients = _run_stages(plan, stages, inputs, model, training)
+        # A model may change what it is given.
+        given, again = ({name: value.clone() for name, value in inputs.items()} for _ in range(2))
+        expected, expected_gradients = _run_model(model, given | others, training)
+        actual, actual_gradients = _run_stages(plan, stages, again, model, training)
         for pair, what in (
             ((expected, actual), "output"),
             ((expected_gradients, actual_gradients), "gradient of"),
             (_buffers(model, stages), "buffer"),
+            ((given, again), "input"),
         ):
             largest = max(largest, _compare(*pair, tolerance, what))
     return Verified(sizes, len(expected), len(expected_gradients), largest)

@@ -11,12 +11,12 @@ import pytest
 from asyncpipe.partitioner.assemble import assemble
 from asyncpipe.partitioner.capture import Capture, capture, colocated
 from asyncpipe.partitioner.cost import LOCALHOST
-from asyncpipe.partitioner.graph import build_graph, stage_of_nodes
+from asyncpipe.partitioner.graph import build_graph, stage_of_nodes, with_copies
 from asyncpipe.partitioner.graph_files import read_graph, write_graph
 from asyncpipe.partitioner.profiler import Profile, profile_analytic
 from asyncpipe.partitioner.solve import solve
-from asyncpipe.partitioner.split import split
 from asyncpipe.runtime.plan import Plan, read_plan
+from asyncpipe.tests.partitioner.chain import cut
 from asyncpipe.tests.partitioner.zoo import ZOO
 
 
@@ -32,7 +32,8 @@ def graph_of(name: str) -> tuple[Capture, Profile, nx.DiGraph]:
 def plan_of(name: str, stages: int, **options: object) -> Plan:
     captured, found, graph = graph_of(name)
     solution = solve(graph, stages=stages, link=LOCALHOST, **options)
-    stage_graphs = split(captured, stage_of_nodes(captured, graph, solution.stage_of))
+    captured, stage_graphs = cut(captured, stage_of_nodes(captured, graph, solution.stage_of))
+    found = with_copies(found, captured)
     return assemble(captured, stage_graphs, found, graph, solution, name=name, model=f"zoo:{name}")
 
 
