@@ -27,7 +27,9 @@ from ..runtime.errors import PlanError
 from .capture import Capture, ModuleCall
 from .capture.aliases import Family, families
 from .capture.graph import is_external
-from .capture.views import view_again
+from .capture.views import view_again, viewed
+
+Call = tuple[str, Any, tuple[Any, ...], dict[str, Any]]
 
 
 def separated(
@@ -97,6 +99,7 @@ class _Separation:
                 self._nodes_of.setdefault(call, []).append(node)
 
     def result(self) -> tuple[Capture, dict[fx.Node, int]]:
+        self._drop_views()
         calls = {}
         for call, record in self._capture.calls.items():
             stages = {self._old_stage[node] for node in self._nodes_of.get(call, ())}
@@ -110,6 +113,16 @@ class _Separation:
         order = [node for node in self._graph.nodes if node in self._stage]
         stage_of = {node: self._stage[node] for node in order}
         return replace(self._capture, graph=self._graph, calls=calls), stage_of
+
+    def _drop_views(self) -> None:
+        """Erases views whose readers all have views of their own now; no stage is left empty."""
+        for old, node in reversed(list(self._new.items())):
+            number = self._stage.get(node)
+            if node.users or not old.users or viewed(old) is None:
+                continue
+            if sum(stage == number for stage in self._stage.values()) > 1:
+                del self._new[old], self._stage[node]
+                self._graph.erase_node(node)
 
     # --- a family ---------------------------------------------------------------------------
 
@@ -146,7 +159,7 @@ class _Separation:
             version.tensors[entry] = self._new[entry]
         else:
             source = self._latest(family, before, entry, start)
-            call = ("call_method", "clone", (source,), {})
+            call: Call = ("call_method", "clone", (source,), {})
             with self._graph.inserting_before(version.at):
                 version.tensors[entry] = self._add(call, source, first, stage, storages)
             version.tensors[entry].meta["regions"] = ()
@@ -210,11 +223,13 @@ class _Separation:
                 tensor = family.tensor_of[source]
                 if tensor not in handed:
                     latest = self._latest(family, version, tensor, end)
-                    call = ("call_method", "clone", (latest,), {})
+                    call: Call = ("call_method", "clone", (latest,), {})
                     storages = {number: self._number(number) for number in sorted(family.storages)}
                     with self._graph.inserting_after(behind):
                         handed[tensor] = self._add(call, latest, changed, version.stage, storages)
                     handed[tensor].meta["regions"] = ()
+                    if tensor.op == "get_attr":
+                        handed[tensor].meta["hint"] = str(tensor.target).rpartition(".")[2]
                 self._replace(reader, source, handed[tensor])
 
     # --- nodes ------------------------------------------------------------------------------
@@ -234,7 +249,7 @@ class _Separation:
 
     def _add(
         self,
-        call: tuple[str, Any, tuple[Any, ...], dict[str, Any]],
+        call: Call,
         like: fx.Node,
         beside: fx.Node,
         stage: int,

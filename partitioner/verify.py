@@ -120,12 +120,15 @@ def _verify_numbers(
     for training in (False, True):
         for module in (model, *stages):
             module.train(training)
-        expected, expected_gradients = _run_model(model, given, inputs, training)
-        actual, actual_gradients = _run_stages(plan, stages, inputs, model, sizes, training)
+        # A model may change what it is given.
+        theirs, ours = ({name: value.clone() for name, value in inputs.items()} for _ in range(2))
+        expected, expected_gradients = _run_model(model, given, theirs, training)
+        actual, actual_gradients = _run_stages(plan, stages, ours, model, sizes, training)
         for pair, what in (
             ((expected, actual), "output"),
             ((expected_gradients, actual_gradients), "gradient of"),
             (_buffers(model, stages), "buffer"),
+            ((theirs, ours), "input"),
         ):
             largest = max(largest, compare(*pair, tolerance, what))
     return Verified(sizes, len(expected), len(expected_gradients), largest)

@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 from torch import Tensor, fx
 
 from .graph import Capture, is_external
-from .views import is_view, may_copy
+from .views import copied_for_its_layout, viewed
 
 Item = TypeVar("Item", int, fx.Node)
 
@@ -56,13 +56,14 @@ class Family:
     def _add(self, node: fx.Node) -> None:
         """Notes which tensor a node is: one that a change gives back, a view, or another one."""
         shared = [source for source in node.all_input_nodes if source in self.tensor_of]
-        for source in shared:
-            if node.meta["mutates"] and source.meta["val"] is node.meta["val"]:
-                self.tensor_of[node] = self.tensor_of[source]
+        for same in shared:
+            if node.meta["mutates"] and same.meta["val"] is node.meta["val"]:
+                self.tensor_of[node] = self.tensor_of[same]
                 return
         self.tensor_of[node] = node
-        if is_view(node) and node.meta["storages"] == node.args[0].meta["storages"]:
-            self.viewed[node] = self.tensor_of[node.args[0]]
+        source = viewed(node)
+        if source is not None:
+            self.viewed[node] = self.tensor_of[source]
 
     @property
     def is_held(self) -> bool:
@@ -173,9 +174,7 @@ def families(capture: Capture) -> list[Family]:
     group_of = {storage: frozenset(group) for group in groups.all() for storage in group}
     changed = sorted({storage for node in nodes for storage in node.meta["mutates"]})
     found = []
-    for storages in dict.fromkeys(
-        group_of.get(storage, frozenset({storage})) for storage in changed
-    ):
+    for storages in dict.fromkeys(group_of.get(one, frozenset({one})) for one in changed):
         places = sorted({place for storage in storages for place in touching[storage]})
         found.append((places, storages))
     return [
@@ -197,8 +196,9 @@ def colocated(capture: Capture) -> list[frozenset[fx.Node]]:
             continue
         if _must_follow(node):
             groups.join([node, *(user for user in node.users if user.op != "output")])
-        if may_copy(node) and changed & (node.meta["storages"] | node.args[0].meta["storages"]):
-            groups.join(_from_its_maker(node))
+        source = copied_for_its_layout(node)
+        if source and changed & (node.meta["storages"] | source.meta["storages"]):
+            groups.join([node, *_back_to_its_maker(source)])
     for family in families(capture):
         for run in family.together():
             groups.join(run)
@@ -224,17 +224,14 @@ def _must_follow(node: fx.Node) -> bool:
     return bool(node.meta["data_dependent"])
 
 
-def _from_its_maker(node: fx.Node) -> list[fx.Node]:
-    """A copy that had to be made because of how its argument lies in memory, with all that the
-    argument is in the memory of: what a stage receives lies in order, and would not be copied."""
-    found = [node]
-    source = node.args[0]
-    while isinstance(source, fx.Node) and not is_external(source):
-        found.append(source)
-        own = source.meta["storages"]
-        inputs = source.all_input_nodes
-        source = next((other for other in inputs if own & other.meta["storages"]), None)
-    return found
+def _back_to_its_maker(node: fx.Node) -> Iterator[fx.Node]:
+    """All that a value is in the memory of. As a stage receives it, it lies in order, and what
+    has to copy it otherwise would be a view of it."""
+    found: fx.Node | None = node
+    while found is not None and not is_external(found):
+        yield found
+        own, inputs = found.meta["storages"], found.all_input_nodes
+        found = next((other for other in inputs if own & other.meta["storages"]), None)
 
 
 class _Groups(Generic[Item]):

@@ -1,4 +1,4 @@
-"""A node -> whether its value is a view, and whether it would be one of another tensor."""
+"""A node -> what its value is a view of, and the call that takes the same view of a copy."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ _OF_ALL = frozenset({"detach", "alias", "contiguous", "to", "type", "float", "do
 _PROPERTIES = frozenset({"T", "mT", "H", "mH", "real", "imag"})
 # As another tensor -> to sizes.
 _AS_ANOTHER = {"view_as": "view", "expand_as": "expand", "reshape_as": "reshape"}
+_VIEWS = _OF_SHAPE | _OF_ORDER | _OF_PARTS | _OF_ALL | _AS_ANOTHER.keys()
 # Copies where the values do not lie in memory so that a view would do.
 _BY_LAYOUT = frozenset({"reshape", "reshape_as", "flatten", "ravel", "contiguous"})
 
@@ -28,30 +29,35 @@ def _name(node: fx.Node) -> str:
     return target if isinstance(target, str) else getattr(target, "__name__", "")
 
 
-def is_view(node: fx.Node) -> bool:
-    """Whether the same call on a copy of its first argument would make the same view of that.
-
-    Said of a node whose value is in its argument's memory.
-    """
-    if node.op not in ("call_function", "call_method") or node.meta["random"]:
-        return False
-    if node.meta["mutates"] or not node.args or not isinstance(node.args[0], fx.Node):
-        return False
+def viewed(node: fx.Node) -> fx.Node | None:
+    """The argument of which a node's value is a view, if the same call on a copy of it would make
+    the same view of that."""
+    source = _source(node)
+    if source is None or node.meta["random"] or node.meta["mutates"]:
+        return None
+    if not node.meta["storages"] or node.meta["storages"] != source.meta["storages"]:
+        return None
     if len(node.all_input_nodes) > 1:
-        return _name(node) in _AS_ANOTHER
-    if node.target is getattr:
-        return node.args[1] in _PROPERTIES
-    if node.target is operator.getitem:
-        return True
-    return _name(node) in _OF_SHAPE | _OF_ORDER | _OF_PARTS | _OF_ALL | _AS_ANOTHER.keys()
+        again = _name(node) in _AS_ANOTHER
+    elif node.target is getattr:
+        again = node.args[1] in _PROPERTIES
+    else:
+        again = node.target is operator.getitem or _name(node) in _VIEWS
+    return source if again else None
 
 
-def may_copy(node: fx.Node) -> bool:
-    """Whether a node's value is a copy of its argument only because of how that lies in memory."""
-    if node.op not in ("call_function", "call_method") or _name(node) not in _BY_LAYOUT:
-        return False
+def copied_for_its_layout(node: fx.Node) -> fx.Node | None:
+    """The argument of which a node's value is a copy only because of how that lies in memory."""
+    source = _source(node)
+    if source is None or _name(node) not in _BY_LAYOUT:
+        return None
+    return None if node.meta["storages"] & source.meta["storages"] else source
+
+
+def _source(node: fx.Node) -> fx.Node | None:
     source = node.args[0] if node.args else None
-    return isinstance(source, fx.Node) and not node.meta["storages"] & source.meta["storages"]
+    is_call = node.op in ("call_function", "call_method")
+    return source if is_call and isinstance(source, fx.Node) else None
 
 
 def view_again(node: fx.Node, source: fx.Node) -> tuple[str, Any, tuple[Any, ...], dict[str, Any]]:

@@ -20,6 +20,14 @@ from asyncpipe.partitioner.ssa import separated
 HEADER = Header(model="model", command="asyncpipe-partition --model model", version="0.1.0")
 
 
+def cut(
+    capture: Capture, stage_of: Mapping[fx.Node, int]
+) -> tuple[Capture, tuple[StageGraph, ...]]:
+    """The stages of a capture, and the capture that their nodes are of."""
+    capture, stage_of = separated(capture, stage_of)
+    return capture, split(capture, stage_of)
+
+
 def computed(capture: Capture) -> list[fx.Node]:
     """The nodes that have a stage."""
     return [n for n in capture.graph.nodes if n.op not in ("placeholder", "get_attr", "output")]
@@ -79,8 +87,7 @@ class Chain:
         folder: Path,
         code: str = "structured",
     ) -> Chain:
-        capture, stage_of = separated(capture, stage_of)
-        graphs = split(capture, stage_of)
+        capture, graphs = cut(capture, stage_of)
         files = generate(capture, graphs, HEADER, code=code)
         folder.mkdir(parents=True)
         for name, text in files.items():
@@ -103,22 +110,30 @@ class Chain:
                 if name in saved or name in extra:
                     tensor.copy_(saved[name] if name in saved else extra[name])
 
-    def run(self, inputs: Mapping[str, Tensor]) -> list[Tensor]:
-        """The model's outputs; afterwards `backward` may be called."""
+    def run(self, inputs: Mapping[str, Tensor], *, by_value: bool = False) -> list[Tensor]:
+        """The model's outputs; afterwards `backward` may be called. With `by_value`, what a stage
+        receives is a copy that lies in order, as from another process."""
         self._values: dict[fx.Node, Tensor] = {}
         self._received: list[tuple[int, fx.Node, Tensor]] = []
+        self._by_value = by_value
         for stage, graph in zip(self.stages, self.graphs, strict=True):
             arguments = [self._argument(graph, node, inputs) for node in graph.inputs]
             result = stage(*arguments)
             results = (result,) if len(graph.outputs) == 1 else result or ()
             self._values |= zip(graph.outputs, results, strict=True)
+        for node in self._outputs():
+            if node.op == "placeholder":
+                self._values[node] = inputs[str(node.target)]
         return [self._values[node] for node in self._outputs()]
 
     def _argument(self, graph: StageGraph, node: fx.Node, inputs: Mapping[str, Tensor]) -> Tensor:
         if node.op == "placeholder":
             return inputs[str(node.target)]
         value = self._values[node]
-        received = value.detach().requires_grad_(value.requires_grad)
+        received = value.detach()
+        if self._by_value:
+            received = received.clone(memory_format=torch.contiguous_format)
+        received.requires_grad_(value.requires_grad)
         self._received.append((graph.index, node, received))
         return received
 
@@ -139,6 +154,8 @@ class Chain:
                 for node in graph.outputs
                 if node in gradients and self._values[node].requires_grad
             ]
+            if not pairs:
+                continue
             torch.autograd.backward([a for a, _ in pairs], [b for _, b in pairs])
             for index, node, received in self._received:
                 if index == graph.index and received.grad is not None:

@@ -21,13 +21,13 @@ from asyncpipe.partitioner.generate.layout import Code, call, lay_out
 from asyncpipe.partitioner.split import split
 from asyncpipe.runtime.errors import PlanError
 from asyncpipe.tests.partitioner import zoo
-from asyncpipe.tests.partitioner.chain import HEADER, stages_at
+from asyncpipe.tests.partitioner.chain import HEADER, cut, stages_at
 from asyncpipe.tests.partitioner.hard_models import HARD
 
 
 def files_of(model: nn.Module, inputs: dict[str, Any], *cuts: float) -> dict[str, str]:
     captured = capture(model, inputs, check=False)
-    return generate(captured, split(captured, stages_at(captured, cuts)), HEADER)
+    return generate(*cut(captured, stages_at(captured, cuts)), HEADER)
 
 
 # --- structure ------------------------------------------------------------------------------

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from asyncpipe.partitioner.capture import Capture, capture
 from asyncpipe.partitioner.generate import CODES, generate
-from asyncpipe.partitioner.split import split, stage_tensors, unused_tensors
-from asyncpipe.tests.partitioner.chain import HEADER, Chain, larger, stages_at, tensors_in
+from asyncpipe.partitioner.split import stage_tensors, unused_tensors
+from asyncpipe.tests.partitioner.chain import HEADER, Chain, cut, larger, stages_at, tensors_in
 from asyncpipe.tests.partitioner.hard_models import HARD
+from asyncpipe.tests.partitioner.sameness import assert_same_buffers, assert_same_gradients
 from asyncpipe.tests.partitioner.zoo import ZOO, mixtral
 
 CUTS = [(), (0.5,), (0.33, 0.6), (0.12, 0.45, 0.81)]
@@ -69,33 +70,6 @@ def assert_stages_equal_the_model(
     model.train()
 
 
-def assert_same_gradients(original: torch.nn.Module, chain: Chain) -> None:
-    """A parameter's gradient is the sum over the stages that hold it under any of its names."""
-    named = list(original.named_parameters(remove_duplicate=False))
-    for parameter in original.parameters():
-        names = {name for name, other in named if other is parameter}
-        copies = {
-            id(copy): copy
-            for stage in chain.stages
-            for name, copy in stage.named_parameters(remove_duplicate=False)
-            if name in names
-        }
-        gradients = [copy.grad for copy in copies.values() if copy.grad is not None]
-        if parameter.grad is None:
-            assert not any(gradient.any() for gradient in gradients), names
-        else:
-            total = torch.stack(gradients).sum(0)
-            torch.testing.assert_close(total, parameter.grad, atol=1e-5, rtol=1e-3, msg=str(names))
-
-
-def assert_same_buffers(original: torch.nn.Module, chain: Chain) -> None:
-    buffers = dict(original.named_buffers(remove_duplicate=False))
-    for stage in chain.stages:
-        for name, buffer in stage.named_buffers():
-            if name in buffers:
-                torch.testing.assert_close(buffer, buffers[name], msg=name)
-
-
 @pytest.mark.parametrize("cuts", CUTS, ids=lambda cuts: f"{len(cuts) + 1} stages")
 @pytest.mark.parametrize("name", MODELS)
 def test_stages_split_the_state_dict(name: str, cuts: tuple[float, ...], tmp_path: Path) -> None:
@@ -121,14 +95,14 @@ def test_stages_split_the_state_dict(name: str, cuts: tuple[float, ...], tmp_pat
 @pytest.mark.parametrize("name", MODELS)
 def test_the_same_input_gives_the_same_bytes(name: str) -> None:
     capture, _ = captured(name)
-    graphs = split(capture, stages_at(capture, (0.4,)))
-    assert generate(capture, graphs, HEADER) == generate(capture, graphs, HEADER)
+    once, again = (cut(capture, stages_at(capture, (0.4,))) for _ in range(2))
+    assert generate(*once, HEADER) == generate(*again, HEADER)
 
 
 def test_no_path_of_this_machine_is_in_a_file() -> None:
     for name in MODELS:
         capture, _ = captured(name)
-        for text in generate(capture, split(capture, stages_at(capture, (0.4,))), HEADER).values():
+        for text in generate(*cut(capture, stages_at(capture, (0.4,))), HEADER).values():
             assert str(Path.home()) not in text
             assert str(Path(__file__).parents[2]) not in text
             assert sys.prefix not in text
@@ -139,9 +113,9 @@ def test_formatter_linter_and_type_checker_find_nothing_in_any_file(tmp_path: Pa
     for name in MODELS:
         capture, _ = captured(name)
         for cuts in CUTS:
-            graphs = split(capture, stages_at(capture, cuts))
+            separate, graphs = cut(capture, stages_at(capture, cuts))
             for code in CODES if len(cuts) == 2 else CODES[:1]:
-                for file, text in generate(capture, graphs, HEADER, code=code).items():
+                for file, text in generate(separate, graphs, HEADER, code=code).items():
                     if file != "__init__.py":
                         (tmp_path / f"{name}_{len(cuts) + 1}_{code}_{file}").write_text(text)
     for width in (88, 100, 120):

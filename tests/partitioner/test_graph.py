@@ -17,9 +17,8 @@ from asyncpipe.partitioner.prices import Prices
 from asyncpipe.partitioner.profiler import Profile, profile_analytic
 from asyncpipe.partitioner.recompute import Recomputation
 from asyncpipe.partitioner.solve import solve
-from asyncpipe.partitioner.split import split
-from asyncpipe.partitioner.ssa import separated
 from asyncpipe.runtime.plan import Plan, read_plan
+from asyncpipe.tests.partitioner.chain import cut
 from asyncpipe.tests.partitioner.zoo import ZOO
 
 
@@ -37,10 +36,9 @@ def plan_of(name: str, stages: int, **options: object) -> Plan:
     solution = solve(graph, stages=stages, link=LOCALHOST, **options)
     again = Recomputation(captured, Prices.of(found))
     placed = stage_of_nodes(captured, graph, solution.stage_of, again)
-    separate, placed = separated(captured, placed)
-    stage_graphs = split(separate, placed, Recomputation(separate, Prices.of(found)))
-    found = with_copies(found, separate)
-    return assemble(separate, stage_graphs, found, graph, solution, name=name, model=f"zoo:{name}")
+    captured, stage_graphs = cut(captured, placed)
+    found = with_copies(found, captured)
+    return assemble(captured, stage_graphs, found, graph, solution, name=name, model=f"zoo:{name}")
 
 
 def computed(captured: Capture) -> set[str]:

@@ -18,7 +18,7 @@ from asyncpipe.partitioner.split import (
 )
 from asyncpipe.runtime.errors import PlanError
 from asyncpipe.tests.partitioner import zoo
-from asyncpipe.tests.partitioner.chain import stages_at
+from asyncpipe.tests.partitioner.chain import cut, stages_at
 from asyncpipe.tests.partitioner.residual import ResidualMLP
 
 
@@ -26,7 +26,7 @@ def stages_of(
     model: nn.Module, inputs: dict[str, Any], *cuts: float
 ) -> tuple[Capture, tuple[StageGraph, ...]]:
     captured = capture(model, inputs, check=False)
-    return captured, split(captured, stages_at(captured, cuts))
+    return cut(captured, stages_at(captured, cuts))
 
 
 def names(nodes: tuple[fx.Node, ...]) -> list[str]:
