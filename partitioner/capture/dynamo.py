@@ -64,6 +64,7 @@ def torch_graph(
         without_cache(model),
         _without_locks(model),
         _functions_as_calls(),
+        _same_globals(),
         _quiet(),
         torch.enable_grad(),
         torch.random.fork_rng(devices=[]),
@@ -274,6 +275,21 @@ def _subclasses(kind: type) -> Iterator[type]:
         if not found.__module__.startswith("torch."):
             yield found
         yield from _subclasses(found)
+
+
+@contextmanager
+def _same_globals() -> Iterator[None]:
+    """Takes away what Dynamo leaves in the globals of the function that it reads: it would keep
+    the model's parameters in memory."""
+    from torch._dynamo import functional_export
+
+    scopes = [(scope, set(scope)) for scope in (globals(), vars(functional_export))]
+    try:
+        yield
+    finally:
+        for scope, before in scopes:
+            for name in scope.keys() - before:
+                del scope[name]
 
 
 @contextmanager
