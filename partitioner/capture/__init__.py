@@ -20,7 +20,7 @@ from .aliases import colocated
 from .branch import Calls, branched
 from .check import check_capture, is_on_meta
 from .dynamo import torch_graph
-from .explain import both, explained, may_be_unseen
+from .explain import both, explained, may_be_unseen, pinned
 from .fakes import Dynamic, FakeWorld, PinnedSizeError
 from .graph import Capture, tensor_spec
 from .inputs import dynamic_sizes, enlarged, sizes_in, verify_inputs, without_symbol
@@ -184,7 +184,7 @@ def _trace_dynamo(
     try:
         found = torch_graph(model, call, tensors, dims, is_leaf, training=training)
     except Exception as error:
-        raise explained(error, model) from error
+        raise pinned(error, tensors, dims) or explained(error, model) from error
 
     def forward(tracer: Tracer, fakes: Mapping[str, Any]) -> Any:
         return replay(found, model, world, tracer, [fakes[name] for name in tensors])

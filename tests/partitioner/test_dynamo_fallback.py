@@ -93,19 +93,28 @@ def test_modes_regions_and_sizes_are_as_the_tracer_has_them() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "bert", "t5"])
-def test_transformers_come_out_as_with_the_tracer(name: str, tmp_path: Path) -> None:
+def test_transformers_come_out_as_with_the_tracer(name: str) -> None:
     make: Callable[[], tuple[nn.Module, dict[str, Any]]] = getattr(zoo, name)
     with_tracer = capture(*make(), method="tracer")
     with_dynamo = capture(*make(), method="dynamo")
     assert kinds(with_dynamo) == kinds(with_tracer)
     assert list(with_dynamo.calls) == list(with_tracer.calls)
     assert leaves(with_dynamo) == leaves(with_tracer)
-    more = len(with_dynamo.graph.nodes) / len(with_tracer.graph.nodes)
-    assert 0.95 < more < 1.1
-    text = cut(*make(), tmp_path / "dynamo", capture="dynamo")
-    classes = [line for line in text.splitlines() if line.startswith("class ")]
-    traced = cut(*make(), tmp_path / "tracer", capture="tracer")
-    assert classes == [line for line in traced.splitlines() if line.startswith("class ")]
+    # Without values Dynamo cannot know that a mask masks nothing; the tracer can.
+    assert 1.0 <= len(with_dynamo.graph.nodes) / len(with_tracer.graph.nodes) < 1.2
+
+
+@pytest.mark.slow
+def test_classes_are_written_as_with_the_tracer(tmp_path: Path) -> None:
+    classes = [
+        [
+            line
+            for line in cut(*zoo.bert(), tmp_path / method, capture=method).splitlines()
+            if line.startswith(("class ", "    for "))
+        ]
+        for method in ("tracer", "dynamo")
+    ]
+    assert classes[0] == classes[1]
 
 
 def kinds(captured: Capture) -> list[str]:
@@ -154,6 +163,14 @@ def snapshot(model: nn.Module) -> list[Any]:
         logging.getLogger("torch._dynamo").level,
         torch._dynamo.config.ignore_logging_functions,
     ]
+
+
+def test_a_length_that_forward_pins_is_fixed_with_a_note() -> None:
+    positions = unseen.Positions()
+    captured = capture(positions, {"tokens": torch.arange(20).view(4, 5)}, method="dynamo")
+    assert captured.sizes == {"batch": 4}
+    (note,) = captured.notes
+    assert note.startswith("the sequence size is fixed: unseen_models.py:")
 
 
 def test_if_both_fail_the_error_is_the_tracers_and_says_both() -> None:

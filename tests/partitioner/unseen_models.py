@@ -210,6 +210,19 @@ class Wrong(_Two):
         return self.last(self.first(x)[:, 1:])
 
 
+class Positions(nn.Module):
+    """Works for five tokens alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(20, WIDTH)
+        self.places = nn.Parameter(torch.randn(5, WIDTH))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        words = self.words(tokens)
+        return gated(words + self.places, words)
+
+
 class Pair(_Two):
     """Two inputs."""
 
