@@ -64,6 +64,7 @@ def torch_graph(
         without_cache(model),
         _without_locks(model),
         _functions_as_calls(),
+        _same_globals(),
         _quiet(),
         torch.enable_grad(),
         torch.random.fork_rng(devices=[]),
@@ -126,13 +127,18 @@ def _exported(entry: nn.Module, tensors: tuple[Tensor, ...], dynamic: list[Any])
 # --- what modules say of themselves ---------------------------------------------------------
 
 
+def _allow_in_graph(function: Callable[..., Any]) -> None:
+    allow: Any = torch._dynamo.allow_in_graph
+    allow(function)
+
+
 def _mark() -> Callable[..., Any]:
     """A function that does nothing, and whose calls stay in the graph."""
 
     def mark(*values: Any) -> Any:
         return torch.zeros(())
 
-    torch._dynamo.allow_in_graph(mark)
+    _allow_in_graph(mark)
     return mark
 
 
@@ -171,7 +177,7 @@ def _leaf(module: nn.Module) -> Callable[..., Any]:
     def leaf(*args: Any, **kwargs: Any) -> Any:
         return forward(*args, **kwargs)
 
-    torch._dynamo.allow_in_graph(leaf)
+    _allow_in_graph(leaf)
     return leaf
 
 
@@ -232,13 +238,13 @@ def _without_locks(model: nn.Module) -> Iterator[None]:
     enter a lock."""
     kinds = (type(threading.Lock()), type(threading.RLock()))
     packages = {type(module).__module__.partition(".")[0] for module in model.modules()} - {"torch"}
-    scopes = [module.__dict__ for module in model.modules()]
+    scopes: list[dict[str, Any]] = [module.__dict__ for module in model.modules()]
     scopes += [
         vars(module)
         for name, module in list(sys.modules.items())
         if name.partition(".")[0] in packages and module is not None
     ]
-    found = [
+    found: list[tuple[dict[str, Any], str, Any]] = [
         (scope, name, value)
         for scope in scopes
         for name, value in list(scope.items())
@@ -274,6 +280,21 @@ def _subclasses(kind: type) -> Iterator[type]:
         if not found.__module__.startswith("torch."):
             yield found
         yield from _subclasses(found)
+
+
+@contextmanager
+def _same_globals() -> Iterator[None]:
+    """Takes away what Dynamo leaves in the globals of the function that it reads: it would keep
+    the model's parameters in memory."""
+    from torch._dynamo import functional_export
+
+    scopes = [(scope, set(scope)) for scope in (globals(), vars(functional_export))]
+    try:
+        yield
+    finally:
+        for scope, before in scopes:
+            for name in scope.keys() - before:
+                del scope[name]
 
 
 @contextmanager

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+from pathlib import Path
 from types import FrameType
 
 import torch
@@ -15,8 +18,9 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from ...runtime.errors import CaptureError
 from .arguments import Arguments
 from .check import is_on_meta
+from .fakes import Dynamic, PinnedSizeError
 from .fitting import described
-from .frames import place, source_text, user_frame_of
+from .frames import place, source_text, user_frame_of, user_lines
 from .restore import unchanged, unchanged_attributes, without_cache
 
 
@@ -64,6 +68,28 @@ def _leaf(frame: FrameType, model: nn.Module) -> str:
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0]
+
+
+_PINNED = re.compile(
+    r"L\['tensors'\]\[(\d+)\]\.size\(\)\[(\d+)\] as dynamic but your code specialized it to be a "
+    r"constant \((\d+)\)"
+)
+
+
+def pinned(error: Exception, given: Arguments, dims: Dynamic) -> PinnedSizeError | None:
+    """Dynamo's word for a size that forward holds at one value; None for any other error."""
+    found = _PINNED.search(str(error))
+    if found is None:
+        return None
+    position, dim, value = map(int, found.groups())
+    symbol = dims[list(given.tensors)[position]][dim]
+    lines = user_lines(str(error)[found.end() :].partition("\n\n  - ")[0])
+    where = f"{Path(lines[-1].file).name}:{lines[-1].line}" if lines else "forward"
+    return PinnedSizeError(
+        symbol,
+        f"{where} works for one {symbol} size only: {symbol} would always be {value}.",
+        f"Leave {symbol} out of dynamic=... to fix it at {value}.",
+    )
 
 
 def may_be_unseen(error: CaptureError, model: nn.Module, given: Arguments) -> bool:

@@ -13,15 +13,18 @@ import dis
 import keyword
 import linecache
 import os
+import re
 import sys
 from functools import lru_cache
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
+from typing import NamedTuple
 
 import torch
 
 _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_LINE = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)')
 _STORES = ("STORE_FAST", "STORE_NAME", "STORE_DEREF", "STORE_GLOBAL")
 
 
@@ -42,6 +45,18 @@ def user_frames(top: FrameType | None, start: FrameType | None = None) -> list[F
             frames.append(frame)
         frame = frame.f_back  # type: ignore[assignment]
     return frames
+
+
+class Line(NamedTuple):
+    file: str
+    line: int
+    text: str
+
+
+def user_lines(stack: str) -> list[Line]:
+    """The user's lines in the text of a stack, the innermost last."""
+    found = [Line(file, int(line), text) for file, line, text in _LINE.findall(stack)]
+    return [line for line in found if is_user_file(line.file)]
 
 
 def user_frame_of(traceback: TracebackType | None) -> tuple[FrameType, int] | None:

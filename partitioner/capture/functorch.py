@@ -122,7 +122,8 @@ def _same(tensor: Tensor) -> Tensor:
 def _norm(
     tensor: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False, **options: Any
 ) -> Tensor:
-    return torch.linalg.vector_norm(tensor, ord, dim, keepdim, **options)
+    norm: Tensor = torch.linalg.vector_norm(tensor, ord, dim, keepdim, **options)
+    return norm
 
 
 def _softmax(function: Callable[..., Tensor]) -> Callable[..., Tensor]:

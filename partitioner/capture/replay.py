@@ -21,12 +21,10 @@ from torch.nn import functional as F
 from ..effects import AUGMENTED
 from .dynamo import TorchGraph
 from .fakes import FakeWorld
-from .frames import is_good_name, is_user_file, short_name
+from .frames import Line, is_good_name, short_name, user_lines
 from .functorch import Transforms
 from .structure import map_leaves
 from .tracer import Tracer
-
-_LINE = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)')
 
 
 def replay(
@@ -179,31 +177,31 @@ _FUNCTIONS: Mapping[Any, Callable[..., Any]] = {
 # --- names and lines ------------------------------------------------------------------------
 
 
-def _describe(made: list[fx.Node], node: fx.Node, lines: list[tuple[str, int, str]]) -> None:
+def _describe(made: list[fx.Node], node: fx.Node, lines: list[Line]) -> None:
     """Gives new nodes the line and the variables of the node that they come from."""
     if not lines or not made:
         return
-    file, line, text = lines[-1]
+    place = lines[-1]
     for new in made:
         if new.meta["source"] is None:
-            new.meta["source"] = (short_name(file, _module_of(file)), line)
+            new.meta["source"] = (short_name(place.file, _module_of(place.file)), place.line)
     last = made[-1]
     if node.target in AUGMENTED and last.op == "call_method":
         # Torch calls the same what was written `x += y`.
         last.op, last.target = "call_function", node.target
-    parts = _assigned(text)
+    parts = _assigned(place.text)
     name = re.sub(r"_\d+$", "", node.name)
     if len(parts) == len(made) - 1 > 0:
         for new, part in zip(made[1:], parts, strict=True):
             _hint(new, part)
-    elif any(name in _assigned(text) for _, _, text in lines):
+    elif any(name in _assigned(line.text) for line in lines):
         _hint(last, name)
 
 
 def _name_result(result: Any, enter: fx.Node) -> None:
     """Names what a module returns after the variable that its caller puts it in."""
     lines = _lines(enter)
-    names = _assigned(lines[-1][2]) if lines else []
+    names = _assigned(lines[-1].text) if lines else []
     results = list(result) if isinstance(result, (tuple, list)) else [result]
     if len(names) == len(results):
         for node, name in zip(results, names, strict=True):
@@ -211,13 +209,9 @@ def _name_result(result: Any, enter: fx.Node) -> None:
                 _hint(node, name)
 
 
-def _lines(node: fx.Node) -> list[tuple[str, int, str]]:
-    """File, number and text of the user's lines that a node comes from, the innermost last."""
-    return [
-        (file, int(line), text)
-        for file, line, text in _LINE.findall(node.meta.get("stack_trace") or "")
-        if is_user_file(file)
-    ]
+def _lines(node: fx.Node) -> list[Line]:
+    """The user's lines that a node comes from, the innermost last."""
+    return user_lines(node.meta.get("stack_trace") or "")
 
 
 def _assigned(text: str) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,13 +47,14 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def unchanged_attributes(model: nn.Module) -> Iterator[None]:
     """Within, modules may be given attributes and lose hooks; after, they are as before."""
-    before = [
-        (mutable, dict(mutable))
+    changeable: list[MutableMapping[Any, Any]] = [
+        mutable
         for module in model.modules()
         for mutable in (
             module.__dict__, module._buffers, module._forward_hooks, module._forward_pre_hooks,
         )
     ]  # fmt: skip
+    before = [(mutable, dict(mutable)) for mutable in changeable]
     try:
         yield
     finally:
@@ -76,11 +77,13 @@ def without_cache(model: nn.Module) -> Iterator[None]:
             config.use_cache = True
 
 
+_LOGGERS = ("torch._dynamo", "torch._guards", "torch.fx", "torch.fx.experimental.symbolic_shapes")
+
+
 @contextmanager
 def silent() -> Iterator[None]:
     """Within, torch logs nothing of what it cannot trace: we say that ourselves."""
-    loggers = logging.getLogger("torch._dynamo"), logging.getLogger("torch.fx")
-    loggers += (logging.getLogger("torch.fx.experimental.symbolic_shapes"),)
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
     levels = [logger.level for logger in loggers]
     try:
         for logger in loggers:

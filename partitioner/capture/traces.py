@@ -16,7 +16,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from ...runtime.errors import CaptureError
 from .arguments import Arguments
 from .dynamo import torch_graph
-from .explain import explained
+from .explain import explained, pinned
 from .fakes import Dynamic, FakeWorld
 from .inputs import other_sizes, resized, sizes_in
 from .leaves import LeafRule
@@ -108,7 +108,7 @@ def trace_dynamo(
     try:
         found = torch_graph(model, call, given.tensors, dims, is_leaf, training=training)
     except Exception as error:
-        raise explained(error, model, given) from error
+        raise pinned(error, given, dims) or explained(error, model, given) from error
 
     def forward(tracer: Tracer, fakes: Mapping[str, Any]) -> Any:
         return replay(found, model, world, tracer, [fakes[name] for name in given.tensors])
