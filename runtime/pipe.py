@@ -119,6 +119,9 @@ def _tie(plan: Plan, stages: list[nn.Module]) -> None:
     for shared in plan.shared:
         owner_stage, owner_name = shared.holders[0]
         owner = stages[owner_stage].get_parameter(owner_name)
-        for stage, name in shared.holders[1:]:
-            path, _, leaf = name.rpartition(".")
-            setattr(stages[stage].get_submodule(path), leaf, owner)
+        for stage in shared.stages:
+            # A stage may hold the parameter under several of its names.
+            held = {name for name, _ in stages[stage].named_parameters(remove_duplicate=False)}
+            for name in held & set(shared.names):
+                path, _, leaf = name.rpartition(".")
+                setattr(stages[stage].get_submodule(path), leaf, owner)

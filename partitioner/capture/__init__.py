@@ -24,6 +24,7 @@ from .check import check_capture, is_on_meta
 from .explain import explained
 from .fakes import Dynamic, FakeWorld, PinnedSizeError
 from .graph import Capture, tensor_spec
+from .hooks import verify_hooks
 from .inputs import dynamic_sizes, enlarged, sizes_in, without_symbol
 from .interpret import run
 from .leaves import LeafRule, leaf_rule
@@ -73,6 +74,7 @@ def capture(
 
     Raises CaptureError for a forward that is no fixed graph, naming its line.
     """
+    verify_hooks(model)
     given = read_arguments(model, example_inputs)
     dims = dynamic_sizes(given.tensors) if dynamic is None else dynamic
     is_leaf = leaf_rule(model, leaves)

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from ..capture import Capture, IfTraining, LocalDevice, Recompute, Size
+from ..capture.leaves import is_torch_leaf
 from .buffers import rebuild
-from .constructors import Constructor, construct, is_torch_leaf
+from .constructors import Constructor, construct
 from .expressions import literals
 from .items import Body, Call, Conflict, Item, Loop, Op, Segment, own_name
 

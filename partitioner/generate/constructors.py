@@ -45,14 +45,6 @@ class Constructor:
         return f"nn.{name}" if getattr(nn, name, None) is self.type else self.type.__qualname__
 
 
-def is_torch_leaf(module: nn.Module) -> bool:
-    """Whether a module is one of torch.nn that computes, not one that only holds others."""
-    return type(module).__module__.startswith("torch.nn.") and not isinstance(module, _CONTAINERS)
-
-
-_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-
-
 def construct(module: nn.Module, path: str) -> Constructor:
     """The constructor of a leaf module. Raises PlanError that names it if there is none."""
     kind = type(module)
