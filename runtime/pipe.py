@@ -56,13 +56,19 @@ class Pipe:
         return self
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Every parameter once, under its original name."""
+        """Every parameter once, under the name that the original has for it."""
+        place = {key: position for position, key in enumerate(self.plan.state_keys)}
+        first = {
+            name: min(tied.names, key=lambda key: place.get(key, len(place)))
+            for tied in self.plan.shared
+            for name in tied.names
+        }
         seen: set[int] = set()
         for stage in self.stages:
             for name, parameter in stage.named_parameters():
                 if id(parameter) not in seen:
                     seen.add(id(parameter))
-                    yield name, parameter
+                    yield first.get(name, name), parameter
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return (parameter for _, parameter in self.named_parameters())
