@@ -180,10 +180,12 @@ def _sum_of_gradients(copies: list[Tensor]) -> Tensor | None:
 
 
 def _leaves(outputs: Any) -> dict[str, Tensor]:
-    """Every tensor in an output structure by its path; None entries are left out."""
+    """Every tensor and number in an output structure by its path; None entries are left out."""
     paths, _ = pytree.tree_flatten_with_path(plain_structure(outputs))
     return {
-        pytree.keystr(path) or "output": leaf for path, leaf in paths if isinstance(leaf, Tensor)
+        pytree.keystr(path) or "output": leaf if isinstance(leaf, Tensor) else torch.tensor(leaf)
+        for path, leaf in paths
+        if isinstance(leaf, (Tensor, int, float))
     }
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.utils import parametrizations, parametrize, spectral_norm, weight_norm
 
 from asyncpipe.partitioner.capture import capture
@@ -183,6 +184,11 @@ class WithState(Inner):
 def test_state_that_is_no_tensor_is_refused() -> None:
     with pytest.raises(CaptureError, match="inner has extra state .get_extra_state of WithState"):
         capture(WithInner(WithState()), {"x": X})
+
+
+def test_a_state_dict_with_names_of_its_own_is_refused() -> None:
+    with pytest.raises(CaptureError, match=r"state_dict has inner\.linear\.weight, which is no"):
+        capture(WithInner(checkpoint_wrapper(Inner())), {"x": X})
 
 
 class Deep(Base):
