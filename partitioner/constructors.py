@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..runtime.errors import PlanError
+from .capture.leaves import is_torch_leaf
 from .configurations import (
     configuration_arguments,
     configurations_around,
@@ -50,14 +51,6 @@ class Constructor:
     def name(self) -> str:
         name = self.type.__name__
         return f"nn.{name}" if getattr(nn, name, None) is self.type else self.type.__qualname__
-
-
-def is_torch_leaf(module: nn.Module) -> bool:
-    """Whether a module is one of torch.nn that computes, not one that only holds others."""
-    return type(module).__module__.startswith("torch.nn.") and not isinstance(module, _CONTAINERS)
-
-
-_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 def construct(module: nn.Module, path: str, model: nn.Module | None = None) -> Constructor:

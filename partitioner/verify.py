@@ -184,10 +184,12 @@ def _sum_of_gradients(copies: list[Tensor]) -> Tensor | None:
 
 
 def _leaves(outputs: Any) -> dict[str, Tensor]:
-    """Every tensor in an output structure by its path; None entries are left out."""
+    """Every tensor and number in an output structure by its path; None entries are left out."""
     paths, _ = pytree.tree_flatten_with_path(plain_structure(outputs))
     return {
-        pytree.keystr(path) or "output": leaf for path, leaf in paths if isinstance(leaf, Tensor)
+        pytree.keystr(path) or "output": leaf if isinstance(leaf, Tensor) else torch.tensor(leaf)
+        for path, leaf in paths
+        if isinstance(leaf, (Tensor, int, float))
     }
 
 
@@ -241,7 +243,7 @@ def compare(
             )
         if wanted.numel() == 0:
             continue
-        if not wanted.is_floating_point():
+        if not wanted.is_floating_point() and not wanted.is_complex():
             wanted, got = wanted.double(), got.double()
         scale = max(_magnitude(wanted), floor)
         difference = float((wanted - got).abs().max()) / scale

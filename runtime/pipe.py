@@ -57,13 +57,19 @@ class Pipe:
         return self
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Every parameter once, under its original name."""
+        """Every parameter once, under the name that the original has for it."""
+        place = {key: position for position, key in enumerate(self.plan.state_keys)}
+        first = {
+            name: min(tied.names, key=lambda key: place.get(key, len(place)))
+            for tied in self.plan.shared
+            for name in tied.names
+        }
         seen: set[int] = set()
         for stage in self.stages:
             for name, parameter in stage.named_parameters():
                 if id(parameter) not in seen:
                     seen.add(id(parameter))
-                    yield name, parameter
+                    yield first.get(name, name), parameter
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return (parameter for _, parameter in self.named_parameters())
@@ -141,6 +147,9 @@ def _tie(plan: Plan, stages: list[nn.Module]) -> None:
     for shared in plan.shared:
         owner_stage, owner_name = shared.holders[0]
         owner = stages[owner_stage].get_parameter(owner_name)
-        for stage, name in shared.holders[1:]:
-            path, _, leaf = name.rpartition(".")
-            setattr(stages[stage].get_submodule(path), leaf, owner)
+        for stage in shared.stages:
+            # A stage may hold the parameter under several of its names.
+            held = {name for name, _ in stages[stage].named_parameters(remove_duplicate=False)}
+            for name in held & set(shared.names):
+                path, _, leaf = name.rpartition(".")
+                setattr(stages[stage].get_submodule(path), leaf, owner)

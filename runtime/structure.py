@@ -125,6 +125,8 @@ def tensors_by_name(structure: Any, given: Any, where: str) -> Iterator[tuple[st
         kind, inner = ("$tuple" if isinstance(structure, (list, tuple)) else "$value"), structure
     if kind == "":
         for key, item in inner.items():
+            if isinstance(given, Mapping) and key not in given and not any(names_in(item)):
+                continue  # a constant that was not said again
             yield from tensors_by_name(item, _get(given, key, where), f"{where}.{key}")
     elif kind == "$items":
         for key, item in inner:

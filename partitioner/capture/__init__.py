@@ -22,6 +22,7 @@ from .explain import both, may_be_unseen
 from .fakes import Dynamic, FakeWorld, PinnedSizeError
 from .fitting import verify_arguments, verify_result
 from .graph import Capture, tensor_spec
+from .hooks import verify_hooks
 from .inputs import dynamic_sizes, enlarged, sizes_in, without_symbol
 from .interpret import run
 from .leaves import LeafRule, leaf_rule
@@ -75,6 +76,7 @@ def capture(
 
     Raises CaptureError for a forward that is no fixed graph, naming its line.
     """
+    verify_hooks(model)
     given = read_arguments(model, example_inputs)
     verify_arguments(model, example_inputs)
     dims = dynamic_sizes(given.tensors) if dynamic is None else dynamic

@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ...runtime.errors import CaptureError
 from ...runtime.structure import described, fields_of, is_named_tuple, is_record
+from .hooks import has_forward_hooks
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,8 @@ def read_arguments(model: nn.Module, given: Mapping[str, Any]) -> Arguments:
 
     def place(tensor: Tensor, path: str) -> _Place:
         name = _free(_identifier(path), tensors)
-        tensors[name] = tensor
+        # The user's own tensor shall get no gradient from what is tried here.
+        tensors[name] = tensor.detach().requires_grad_(tensor.requires_grad)
         return _Place(name)
 
     places = {name: _mapped(value, name, place) for name, value in given.items()}
@@ -141,17 +143,19 @@ def _variadic(model: nn.Module) -> str | None:
 def as_called(
     model: nn.Module, values: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments: by position what forward takes in no other way."""
+    """Positional and keyword arguments: by position what forward takes in no other way, and all
+    that it can if the model has hooks, which see what comes by position only."""
     left = dict(values)
     parameters = _parameters(model)
     variadic = _variadic(model)
+    wants_position = variadic in left or has_forward_hooks(model)
     args: list[Any] = []
     for name, parameter in parameters.items():
-        by_position = variadic in left or parameter.kind is parameter.POSITIONAL_ONLY
         if name == variadic:
             args += left.pop(name, ())
             break
-        if not by_position or name not in left:
+        may = wants_position and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+        if name not in left or not (may or parameter.kind is parameter.POSITIONAL_ONLY):
             break
         args.append(left.pop(name))
     for name, parameter in parameters.items():

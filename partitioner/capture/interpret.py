@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from .graph import Capture, attribute
 from .restore import in_mode
 from .structure import map_leaves
-from .targets import runnable
+from .targets import averaging, runnable
 from .values import IfTraining, LocalDevice, Region, Size
 
 Around = Callable[[fx.Node, Callable[[], Any]], Any]
@@ -114,7 +114,9 @@ def sizes_of(capture: Capture, inputs: Mapping[str, Any]) -> dict[str, int]:
 
 def _call(model: nn.Module, node: fx.Node, args: Any, kwargs: Any) -> Any:
     if node.op == "call_module":
-        return model.get_submodule(str(node.target))(*args, **kwargs)
+        module = model.get_submodule(str(node.target))
+        with averaging(module):
+            return module(*args, **kwargs)
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     assert callable(node.target)

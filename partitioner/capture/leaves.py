@@ -8,12 +8,14 @@ from collections.abc import Callable, Collection
 from torch import nn
 
 from ...runtime.errors import CaptureError
+from .hooks import has_forward_hooks
 
 LeafRule = Callable[[nn.Module, str], bool]
 
 # Modules of torch.nn that only call others: what they call is recorded.
 _TRANSPARENT = (
     nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict,
+    nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder,
 )  # fmt: skip
 
 
@@ -41,8 +43,15 @@ def leaf_rule(model: nn.Module, names: Collection[str]) -> LeafRule:
 
 
 def is_torch_leaf(module: nn.Module) -> bool:
-    kind = type(module)
-    return kind.__module__.startswith("torch.nn.") and not isinstance(module, _TRANSPARENT)
+    """Whether a module is of torch.nn and does what its class says, without hooks or
+    parametrizations."""
+    home = type(module).__module__
+    return (
+        home.startswith("torch.nn.")
+        and not home.startswith("torch.nn.utils.")
+        and not isinstance(module, _TRANSPARENT)
+        and not has_forward_hooks(module)
+    )
 
 
 def _class_names(module: nn.Module) -> tuple[str, str]:

@@ -74,8 +74,13 @@ def patched(
     """
     scopes = [scope for scope in len_scopes if "len" not in scope]
     enter_autocast, exit_autocast = autocast.__enter__, autocast.__exit__
+    enter_inference, exit_inference = (
+        torch.inference_mode.__enter__,
+        torch.inference_mode.__exit__,
+    )
     enter_grad, exit_grad = torch.enable_grad.__enter__, torch.enable_grad.__exit__
     set_attribute = nn.Module.__setattr__
+    grad_before: list[bool] = []
     checkpointed = checkpointing._checkpoint_without_reentrant_generator
     # transformers asks whether a tensor is fake before it branches on the tensor's values.
     asks = vars(sys.modules.get("transformers.utils.import_utils", builtins))
@@ -112,6 +117,16 @@ def patched(
         recorder.regions.pop()
         exit_grad(region, *exception)
 
+    def enter_inference_mode(region: torch.inference_mode) -> None:
+        # For what is computed, no_grad does the same; its tensors can be looked at.
+        grad_before.append(torch.is_grad_enabled())
+        torch.set_grad_enabled(not region.mode)
+        recorder.regions.append(Region("no_grad" if region.mode else "enable_grad"))
+
+    def leave_inference_mode(region: torch.inference_mode, *exception: Any) -> None:
+        recorder.regions.pop()
+        torch.set_grad_enabled(grad_before.pop())
+
     def assign(module: nn.Module, name: str, value: Any) -> None:
         buffers = module.__dict__.get("_buffers", {})
         if isinstance(value, Tensor) and buffers.get(name) is not None:
@@ -141,8 +156,12 @@ def patched(
         autocast.__enter__, autocast.__exit__ = enter, leave  # type: ignore[method-assign]
         torch.enable_grad.__enter__ = enter_enable_grad  # type: ignore[method-assign]
         torch.enable_grad.__exit__ = leave_enable_grad  # type: ignore[method-assign]
+        torch.inference_mode.__enter__ = enter_inference_mode  # type: ignore[method-assign]
+        torch.inference_mode.__exit__ = leave_inference_mode  # type: ignore[method-assign]
         yield
     finally:
+        torch.inference_mode.__enter__ = enter_inference  # type: ignore[method-assign]
+        torch.inference_mode.__exit__ = exit_inference  # type: ignore[method-assign]
         torch.enable_grad.__enter__ = enter_grad  # type: ignore[method-assign]
         torch.enable_grad.__exit__ = exit_grad  # type: ignore[method-assign]
         autocast.__enter__ = enter_autocast  # type: ignore[method-assign]

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType, FunctionType, MethodDescriptorType, WrapperDescriptorType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from .frames import is_augmented_assignment
 from .structure import tensors_in
@@ -147,7 +150,7 @@ def _attention_result(
     given = [tensor for tensor in (query, key, value, attn_mask) if tensor is not None]
     made_from = next((tensor for tensor in given if tensor.requires_grad), query)
     batch = (
-        query.shape[:2] if enable_gqa else torch.broadcast_shapes(query.shape[:2], key.shape[:2])
+        query.shape[:2] if enable_gqa else torch.broadcast_shapes(query.shape[:2], key.shape[:2])  # type: ignore[no-untyped-call]
     )
     empty = query.new_empty((*batch, query.shape[2], value.shape[3]))
     result = empty + made_from.sum().to(query.dtype)
@@ -157,6 +160,24 @@ def _attention_result(
 _SHORT_CUTS: dict[Any, Callable[..., Any]] = {
     F.scaled_dot_product_attention: _attention_result,
 }
+
+
+@contextmanager
+def averaging(module: nn.Module) -> Iterator[None]:
+    """Batch norm without a momentum divides by a count, which on tensors without data is no
+    number."""
+    if (
+        not isinstance(module, _BatchNorm)
+        or module.momentum is not None
+        or (detect_fake_mode() is None and not any(b.is_meta for b in module.buffers()))
+    ):
+        yield
+        return
+    module.momentum = 0.1
+    try:
+        yield
+    finally:
+        module.momentum = None
 
 
 def refusal(func: Any) -> Callable[[str], tuple[str, str]] | None:
@@ -197,7 +218,16 @@ def _gradient(where: str) -> tuple[str, str]:
     )
 
 
+def _packing(where: str) -> tuple[str, str]:
+    return (
+        f"{where} packs a padded sequence, whose sizes depend on the values of its lengths.",
+        "Mask the padding instead, or keep the module that packs and unpacks as one node: "
+        "--leaf Class.",
+    )
+
+
 _REFUSED = {
+    "_pack_padded_sequence": _packing,
     "register_hook": _hook,
     "register_post_accumulate_grad_hook": _hook,
     "backward": _backward,

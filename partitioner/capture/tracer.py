@@ -40,7 +40,7 @@ from .random_draws import RandomDraws, has_hidden_draws
 from .readings import Readings
 from .shadow import Shadow
 from .structure import map_result, plain_structure, tensors_in
-from .targets import Call, as_node, refusal, traced
+from .targets import Call, as_node, averaging, refusal, traced
 from .values import CallRecord, ModuleCall, Recompute, Region
 
 
@@ -191,6 +191,12 @@ class Tracer(TorchFunctionMode):
 
     def call_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         path = self._paths.get(id(module))
+        if self._recording and isinstance(module, torch.jit.ScriptModule):
+            raise CaptureError(
+                f"{path or type(module).__name__} is a module of torch.jit, which cannot be looked "
+                "into.",
+                "Give the model the module that it was made of.",
+            )
         if not self._recording or not path:
             return original_call(module, args, kwargs)
         if self._is_leaf(module, path):
@@ -240,7 +246,8 @@ class Tracer(TorchFunctionMode):
 
     def _run_leaf(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
-            value = original_call(module, args, kwargs)
+            with averaging(module):
+                value = original_call(module, args, kwargs)
         except Exception:
             if is_torch_leaf(module):
                 raise

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from ..capture import Capture, IfTraining, LocalDevice, Recompute, Size
-from ..constructors import Constructor, construct, is_torch_leaf
+from ..capture.leaves import is_torch_leaf
+from ..constructors import Constructor, construct
 from .buffers import rebuild
 from .expressions import literals
 from .items import Body, Call, Conflict, Item, Loop, Op, Segment, own_name

@@ -106,7 +106,7 @@ class StageWriter:
             output_names=names_of_outputs(self._capture),
         )
         tied = [
-            lay_out(f"{scope.access_typed(name)} = ", Code(scope.access_typed(owner)), indent=8)
+            _tie(scope.access_typed(name), scope.access_typed(owner))
             for name, owner in ties(self._capture, self._canonicalizer, body)
         ]
         texts += map(_part_text, parts.ordered[known:])
@@ -185,6 +185,15 @@ class StageWriter:
 
 
 _RESERVED = ("Tensor", "nn", "F", "torch", "math", "operator", "cast", "OrderedDict")
+
+
+def _tie(name: str, owner: str) -> str:
+    """The statement that makes a module or parameter one with another."""
+    numbered = re.fullmatch(r'(.+)\.get_submodule\(("[^"]+")\)', name)
+    if numbered:
+        added = call(f"{numbered[1]}.add_module", (Code(numbered[2]), Code(owner)))
+        return lay_out("", added, indent=8)
+    return lay_out(f"{name} = ", Code(owner), indent=8)
 
 
 def _fitting(*texts: str) -> str:

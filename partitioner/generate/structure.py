@@ -265,7 +265,7 @@ class _Builder:
         if len(body.inputs) != 1 or len(body.results) != 1 or body.symbols:
             return False
         value = body.inputs[0]
-        for name, item in zip(dict(module.named_children()), body.items, strict=True):
+        for name, item in zip(module._modules, body.items, strict=True):
             child = f"{path}.{name}"
             match item:
                 case Op(node) if (
