@@ -183,7 +183,8 @@ def sentence(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     while len(lines) > 1 and lines[0].endswith(":"):
         lines[:2] = [f"{lines[0]} {lines[1]}"]
-    return f"{type(error).__name__}: {lines[0] if lines else 'without a word'}"[:300]
+    first = lines[0].partition(". ")[0] if lines else "without a word"
+    return f"{type(error).__name__}: {first}"[:300]
 
 
 def cases(tasks: list[str], only: str) -> list[tuple[str, str]]:
@@ -218,15 +219,17 @@ def report(rows: list[dict[str, Any]]) -> dict[str, Any]:
             line += f"  {cells:>{len(title)}}"
         print(line)
     for column in COLUMNS[:-1]:
-        print(f"\nNot exact at {column}:")
-        for row in trained:
-            if row[column] != "exact":
-                print(f"  {row['task']} {row['class']} {row[column]}")
-    print("\nDoes not build or train by itself:")
-    for row in rows:
-        if "reason" in row:
-            print(f"  {row['task']} {row['class']}: {row['reason']}")
+        reasons = [f"{row['task']} {row['class']} {row[column]}" for row in trained]
+        _list(f"Not exact at {column}", [text for text in reasons if not text.endswith(" exact")])
+    untrained = [row for row in rows if "reason" in row]
+    reasons = [f"{row['task']} {row['class']}: {row['reason']}" for row in untrained]
+    _list("Does not build or train by itself", reasons)
     return counts
+
+
+def _list(title: str, lines: list[str]) -> None:
+    if lines:
+        print(f"\n{title} ({len(lines)}):", *lines, sep="\n  ")
 
 
 def main() -> None:
