@@ -154,9 +154,12 @@ def output_structure(outputs: Any, values: Mapping[str, Any]) -> Any:
 
 
 def _tie(plan: Plan, stages: list[nn.Module]) -> None:
+    """Makes each shared parameter one object, under all names that it has in any stage."""
     for shared in plan.shared:
         owner_stage, owner_name = shared.holders[0]
         owner = stages[owner_stage].get_parameter(owner_name)
-        for stage, name in shared.holders[1:]:
-            path, _, leaf = name.rpartition(".")
-            setattr(stages[stage].get_submodule(path), leaf, owner)
+        for stage in shared.stages:
+            named = dict(stages[stage].named_parameters(remove_duplicate=False))
+            for name in named.keys() & set(shared.names):
+                path, _, leaf = name.rpartition(".")
+                setattr(stages[stage].get_submodule(path), leaf, owner)
