@@ -1,8 +1,9 @@
 """A generated pipeline in one process beside the model that it was made from.
 
 Forward, loss and backward of one micro-batch, the two taking turns so that what else the machine
-does falls on both alike; the ratio is the median over the turns of pipeline to model. With
-`--compile`, `torch.compile` of each stage beside `torch.compile` of the whole model.
+does falls on both alike; the ratio is the median over the turns of pipeline to model. The operators
+that each runs are counted too: that comparison no other process can disturb. With `--compile`,
+`torch.compile` of each stage beside `torch.compile` of the whole model.
 
     python benchmarks/one_process.py --rounds 15
     python benchmarks/one_process.py --rounds 15 --compile
@@ -21,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from machine import write_result
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import asyncpipe
 from asyncpipe.partitioner.compile import partition_source
@@ -65,6 +67,25 @@ def turn(call: Callable[..., Any], parameters: list[nn.Parameter], inputs: Any) 
     return 1e3 * (time.perf_counter() - started)
 
 
+class Counted(TorchDispatchMode):
+    """Counts the operators that run, views included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operators(call: Callable[..., Any], parameters: list[nn.Parameter], inputs: Any) -> int:
+    """How many operators one turn runs."""
+    with Counted() as counted:
+        turn(call, parameters, inputs)
+    return counted.number
+
+
 def measure(case: Case, rounds: int, compiled: bool, folder: Path) -> dict[str, Any]:
     source = load_model(
         case.spec,
@@ -76,6 +97,10 @@ def measure(case: Case, rounds: int, compiled: bool, folder: Path) -> dict[str, 
     model, pipe = source.model.train(), asyncpipe.load(folder).train()
     parameters = {"model": list(model.parameters()), "pipeline": list(pipe.parameters())}
     calls: dict[str, Callable[..., Any]] = {"model": model, "pipeline": pipe}
+    counts = {
+        name: operators(call, parameters[name], source.example_inputs)
+        for name, call in calls.items()
+    }
     if compiled:
         calls["model"] = torch.compile(model)
         pipe.stages = [torch.compile(stage) for stage in pipe.stages]
@@ -94,6 +119,7 @@ def measure(case: Case, rounds: int, compiled: bool, folder: Path) -> dict[str, 
         "pipeline_ms": round(statistics.median(times["pipeline"]), 2),
         "ratio": round(statistics.median(ratios), 4),
         "least_ratio": round(min(times["pipeline"]) / min(times["model"]), 4),
+        "operators": counts,
         "times_ms": times,
     }
 
@@ -116,7 +142,8 @@ def main() -> None:
         table[name] = row
         print(
             f"{name:18} {row['stages']:6} {row['model_ms']:9.1f} {row['pipeline_ms']:12.1f} "
-            f"{row['ratio']:6.3f} {LIMIT:6.2f} {row['least_ratio']:8.3f}",
+            f"{row['ratio']:6.3f} {LIMIT:6.2f} {row['least_ratio']:8.3f}  "
+            f"{row['operators']['pipeline']} to {row['operators']['model']} operators",
             flush=True,
         )
     figures = {"rounds": arguments.rounds, "threads": arguments.threads, "limit": LIMIT}

@@ -217,12 +217,14 @@ def partition_source(
     plan, files = _texts(captured, stage_graphs, plan, digest, source, code)
     tick("generate", f"{len(plan.stages)} stages, {_lines(files)} lines of Python", "verify")
 
+    constants = extra_tensors(captured, stage_graphs)
+
     def check(aside: Path) -> None:
-        verified = verify(source.model, plan, aside, source.example_inputs)
+        verified = verify(source.model, plan, aside, source.example_inputs, constants=constants)
         tick("verify", verified.summary, "write")
 
     def write_weights(aside: Path) -> None:
-        _write_weights(aside, source.model, plan, extra_tensors(captured, stage_graphs))
+        _write_weights(aside, source.model, plan, constants)
 
     write_folder(folder, files, write_weights if save_weights and not on_meta else None, check)
     tick("write", str(folder), "")

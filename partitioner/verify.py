@@ -55,10 +55,12 @@ def verify(
     *,
     sizes: Mapping[str, int] | None = None,
     tolerance: float = 1e-4,
+    constants: Mapping[str, Tensor] | None = None,
 ) -> Verified:
     """Compares the stages in `folder` with `model` at `sizes`, by default not those of the capture.
 
-    Train mode with equal seeds: outputs and gradients; eval mode: outputs. The original's
+    Train mode with equal seeds: outputs and gradients; eval mode: outputs. `constants` are tensors
+    that the stages hold as buffers and that are no buffers of the model. The original's
     gradients, buffers and mode are as before afterwards. Raises PlanError naming the first value
     that differs by more than `tolerance` (relative to the largest magnitude in it).
     """
@@ -71,7 +73,8 @@ def verify(
         sizes = other_sizes(plan) if sizes is None else sizes
         if on_meta:
             return _verify_shapes(model, plan, stages, given, sizes)
-        return _verify_numbers(model, plan, stages, given, sizes, tolerance)
+        held = constants or {}
+        return _verify_numbers(model, plan, stages, given, sizes, tolerance, held)
 
 
 def verify_names(model: nn.Module, plan: Plan, stages: list[nn.Module]) -> None:
@@ -112,9 +115,10 @@ def _verify_numbers(
     given: Arguments,
     sizes: Mapping[str, int],
     tolerance: float,
+    constants: Mapping[str, Tensor],
 ) -> Verified:
     for stage in stages:
-        _adopt(stage, model)
+        _adopt(stage, model, constants)
     inputs = {spec.name: resize(given.tensors[spec.name], spec, sizes) for spec in plan.inputs}
     largest = 0.0
     for training in (False, True):
@@ -285,22 +289,27 @@ def _verify_shapes(
     return Verified(sizes, len(expected), 0, 0.0)
 
 
-def _adopt(stage: nn.Module, model: nn.Module) -> None:
-    """Gives the stage the model's own parameters and copies of its buffers."""
+def _adopt(stage: nn.Module, model: nn.Module, constants: Mapping[str, Tensor]) -> None:
+    """Gives the stage the model's own parameters and copies of its buffers and constants."""
     for name, _ in list(stage.named_parameters(remove_duplicate=False)):
         path, _, leaf = name.rpartition(".")
         setattr(stage.get_submodule(path), leaf, model.get_parameter(name))
+    given = {**dict(model.named_buffers(remove_duplicate=False)), **constants}
     with torch.no_grad():
         for name, buffer in stage.named_buffers():
-            buffer.copy_(model.get_buffer(name))
+            if name in given:  # else its constructor makes it
+                buffer.copy_(given[name])
 
 
 def _buffers(
     model: nn.Module, stages: list[nn.Module]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The stages' buffers beside the model's of the same names, after both ran."""
-    actual = {name: buffer for stage in stages for name, buffer in stage.named_buffers()}
-    return {name: model.get_buffer(name) for name in actual}, actual
+    own = dict(model.named_buffers(remove_duplicate=False))
+    actual = {
+        name: buffer for stage in stages for name, buffer in stage.named_buffers() if name in own
+    }
+    return {name: own[name] for name in actual}, actual
 
 
 @contextmanager

@@ -144,6 +144,7 @@ def run_stage(spec: StageSpec, stage: nn.Module, values: Mapping[str, Any]) -> d
 
 
 def _tie(plan: Plan, stages: list[nn.Module]) -> None:
+    """Makes each shared parameter one object, under all names that it has in any stage."""
     for shared in plan.shared:
         owner_stage, owner_name = shared.holders[0]
         owner = stages[owner_stage].get_parameter(owner_name)

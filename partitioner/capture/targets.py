@@ -149,9 +149,9 @@ def _attention_result(
         )
     given = [tensor for tensor in (query, key, value, attn_mask) if tensor is not None]
     made_from = next((tensor for tensor in given if tensor.requires_grad), query)
-    batch = (
-        query.shape[:2] if enable_gqa else torch.broadcast_shapes(query.shape[:2], key.shape[:2])  # type: ignore[no-untyped-call]
-    )
+    batch: Any = query.shape[:2]
+    if not enable_gqa:
+        batch = torch.broadcast_shapes(batch, key.shape[:2])  # type: ignore[no-untyped-call]
     empty = query.new_empty((*batch, query.shape[2], value.shape[3]))
     result = empty + made_from.sum().to(query.dtype)
     return F.dropout(result, dropout_p) if dropout_p else result
