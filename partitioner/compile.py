@@ -283,6 +283,7 @@ def _texts(
         costs_are=f"{plan.profile['kind']} on {plan.profile['device']}",
         stages=tuple(
             StageCard(
+                modules=stage.modules,
                 forward_ms=stage.forward_ms,
                 backward_ms=stage.backward_ms,
                 share=(stage.forward_ms + stage.backward_ms) / total_ms,

@@ -17,7 +17,9 @@ from .layout import WIDTH
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCard:
     """Costs of one stage for one micro-batch; None where nothing was measured. `share` is that
-    of the whole pipeline's time."""
+    of the whole pipeline's time. `modules` are those that lie whole in the stage."""
+
+    modules: tuple[str, ...] = ()
 
     forward_ms: float | None = None
     backward_ms: float | None = None
@@ -61,7 +63,9 @@ def index_card(
     rows: list[tuple[str, str]] = []
     if header.graph_sha256:
         rows.append(("graph", f"sha256:{header.graph_sha256[:12]}, plan in plan.json"))
-    rows.append(("modules", _summary(stage_tensors(capture, stage).modules)))
+    whole = header.stages[stage.index].modules if header.stages else ()
+    modules = ", ".join(whole) or _summary(stage_tensors(capture, stage).modules)
+    rows.append(("modules", modules))
     rows += _costs(header, stage.index)
     made_in = {node: other.index for other in stages for node in other.outputs}
     read_in = {

@@ -48,6 +48,7 @@ def forward_lines(text: str) -> dict[str, int]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_gpt2_xl_in_eight_stages_is_read_on_a_few_screens() -> None:
     captured, graphs = planned("gpt2-xl", 8)
     structured = generate(captured, graphs, HEADER)

@@ -109,6 +109,7 @@ def test_no_path_of_this_machine_is_in_a_file() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_formatter_linter_and_type_checker_find_nothing_in_any_file(tmp_path: Path) -> None:
     for name in MODELS:
         capture, _ = captured(name)
