@@ -128,23 +128,26 @@ class _Separation:
 
     def separate(self, family: Family) -> None:
         nodes = [node for node in family.touching if node.op != "output"]
+        settled = family.settled + 1
         stages = [self._old_stage[node] for node in nodes]
-        if stages != sorted(stages):
+        if stages[:settled] != sorted(stages[:settled]) or min(stages[settled - 1 :]) < max(
+            stages[:settled]
+        ):
             raise _not_there(nodes[0])
         version = _Version(0, stages[0], {})
         start = 0
-        for stage, run in groupby(nodes, self._old_stage.__getitem__):
+        for stage, run in groupby(nodes[:settled], self._old_stage.__getitem__):
             end = start + len(list(run))
-            is_changed = any(start <= place < end for place in family.changes)
-            if is_changed and start > 0:
+            if start > 0 and any(start <= place < end for place in family.changes):
                 version = self._entered(family, version, start, stage)
             for node in nodes[start:end]:
                 self._rename(family, version, node)
-            if is_changed and family.externals:
-                self._hand_out(family, version, end)
-                return
             start = end
-        self._rename(family, version, family.touching[-1])
+        if family.externals:
+            self._hand_out(family, version)
+        else:
+            for node in family.touching[settled:]:
+                self._rename(family, version, node)
 
     def _entered(self, family: Family, before: _Version, start: int, stage: int) -> _Version:
         """The version that begins with a copy of the last one."""
@@ -208,29 +211,42 @@ class _Separation:
             return self._tensor(family, version, tensor)
         return self._new[tensor]
 
-    def _hand_out(self, family: Family, version: _Version, end: int) -> None:
+    def _hand_out(self, family: Family, version: _Version) -> None:
         """Lets later stages read copies of what is in the state after its last change."""
+        settled = family.settled + 1
+        home = self._old_stage[family.touching[family.settled]]
         handed: dict[fx.Node, fx.Node] = {}
-        changed = family.touching[end - 1]
-        behind = self._new[self._outermost(changed)[0][-1]]
-        for reader in family.touching[end:]:
+        for reader in family.touching[settled:]:
+            if self._old_stage.get(reader, self._last) == home:
+                self._rename(family, version, reader)
+                continue
             for source in reader.all_input_nodes:
-                if source not in family.tensor_of or family.position[source] >= end:
+                if source not in family.tensor_of or self._old_stage.get(source, home) > home:
                     continue
-                is_here = version.stage == self._last or not is_external(source)
-                if reader.op == "output" and is_here:
+                if reader.op == "output" and not is_external(source):
                     continue
-                tensor = family.tensor_of[source]
-                if tensor not in handed:
-                    latest = self._latest(family, version, tensor, end)
-                    call: Call = ("call_method", "clone", (latest,), {})
-                    storages = {number: self._number(number) for number in sorted(family.storages)}
-                    with self._graph.inserting_after(behind):
-                        handed[tensor] = self._add(call, latest, changed, version.stage, storages)
-                    handed[tensor].meta["regions"] = ()
+                if source not in handed:
+                    is_late = family.position[source] >= settled
+                    tensor = family.tensor_of[source]
+                    latest = (
+                        self._new[source]
+                        if is_late
+                        else self._latest(family, version, tensor, settled)
+                    )
+                    beside = source if is_late else family.touching[family.settled]
+                    handed[source] = self._copied(family, latest, beside, home)
                     if tensor.op == "get_attr":
-                        handed[tensor].meta["hint"] = str(tensor.target).rpartition(".")[2]
-                self._replace(reader, source, handed[tensor])
+                        handed[source].meta["hint"] = str(tensor.target).rpartition(".")[2]
+                self._replace(reader, source, handed[source])
+
+    def _copied(self, family: Family, value: fx.Node, beside: fx.Node, stage: int) -> fx.Node:
+        """A copy of a value, after the module call that another node is in."""
+        storages = {storage: self._number(storage) for storage in sorted(family.storages)}
+        call: Call = ("call_method", "clone", (value,), {})
+        with self._graph.inserting_after(self._new[self._outermost(beside)[0][-1]]):
+            copied = self._add(call, value, beside, stage, storages)
+        copied.meta["regions"] = ()
+        return copied
 
     # --- nodes ------------------------------------------------------------------------------
 
