@@ -129,12 +129,9 @@ class _Separation:
     def separate(self, family: Family) -> None:
         nodes = [node for node in family.touching if node.op != "output"]
         settled = family.settled + 1
-        stages = [self._old_stage[node] for node in nodes]
-        if stages[:settled] != sorted(stages[:settled]) or min(stages[settled - 1 :]) < max(
-            stages[:settled]
-        ):
+        if any(self._old_stage[node] > self._old_stage[later] for node, later in family.in_order()):
             raise _not_there(nodes[0])
-        version = _Version(0, stages[0], {})
+        version = _Version(0, self._old_stage[nodes[0]], {})
         start = 0
         for stage, run in groupby(nodes[:settled], self._old_stage.__getitem__):
             end = start + len(list(run))
@@ -172,14 +169,11 @@ class _Separation:
         """Lets a node read a version's tensors for those that are from before."""
         if not version.start:
             return
-        made = self._new[node]
         for source in node.all_input_nodes:
             if source in family.tensor_of and family.position[source] < version.start:
                 tensor = self._tensor(family, version, family.tensor_of[source])
                 self._replace(node, source, tensor)
-        for key in ("storages", "mutates", "touches"):
-            numbers = made.meta[key]
-            made.meta[key] = frozenset(version.storages.get(number, number) for number in numbers)
+        _renumber(self._new[node], version.storages)
 
     def _replace(self, reader: fx.Node, source: fx.Node, tensor: fx.Node) -> None:
         self._new[reader].replace_input_with(self._new[source], tensor)
@@ -216,10 +210,12 @@ class _Separation:
         settled = family.settled + 1
         home = self._old_stage[family.touching[family.settled]]
         handed: dict[fx.Node, fx.Node] = {}
+        storages = {storage: self._number(storage) for storage in sorted(family.storages)}
         for reader in family.touching[settled:]:
             if self._old_stage.get(reader, self._last) == home:
                 self._rename(family, version, reader)
                 continue
+            _renumber(self._new[reader], storages)
             for source in reader.all_input_nodes:
                 if source not in family.tensor_of or self._old_stage.get(source, home) > home:
                     continue
@@ -234,14 +230,15 @@ class _Separation:
                         else self._latest(family, version, tensor, settled)
                     )
                     beside = source if is_late else family.touching[family.settled]
-                    handed[source] = self._copied(family, latest, beside, home)
+                    handed[source] = self._copied(latest, beside, home, storages)
                     if tensor.op == "get_attr":
                         handed[source].meta["hint"] = str(tensor.target).rpartition(".")[2]
                 self._replace(reader, source, handed[source])
 
-    def _copied(self, family: Family, value: fx.Node, beside: fx.Node, stage: int) -> fx.Node:
+    def _copied(
+        self, value: fx.Node, beside: fx.Node, stage: int, storages: Mapping[int, int]
+    ) -> fx.Node:
         """A copy of a value, after the module call that another node is in."""
-        storages = {storage: self._number(storage) for storage in sorted(family.storages)}
         call: Call = ("call_method", "clone", (value,), {})
         with self._graph.inserting_after(self._new[self._outermost(beside)[0][-1]]):
             copied = self._add(call, value, beside, stage, storages)
@@ -286,6 +283,11 @@ class _Separation:
         )
         self._stage[node] = stage
         return node
+
+
+def _renumber(node: fx.Node, storages: Mapping[int, int]) -> None:
+    for key in ("storages", "mutates", "touches"):
+        node.meta[key] = frozenset(storages.get(number, number) for number in node.meta[key])
 
 
 def _not_there(node: fx.Node) -> PlanError:
