@@ -6,13 +6,15 @@ A group is what no cut may or need separate. Reductions, in this order:
 - what every stage computes for itself (`Recomputation.free`) is no group and costs nothing
 - nodes between which memory that is changed in place cannot be cut, and several results of one
   call, are one
-- a view joins what it is a view of; a view of a parameter or input joins its first reader
+- a view joins what it is a view of, unless that is changed in place; a view of a parameter or
+  input joins its first reader
 - a value that is no tensor joins its readers, a guard what it looks at
 - what nobody reads (a counter that is counted up) joins the operation before it
 - what the user wants in one stage is one
 - groups on a cycle that these made are one
 
-The order of the groups is topological and otherwise the program's.
+The order of the groups is topological and otherwise the program's. Edges that carry nothing keep
+those in order that touch memory that is changed.
 """
 
 from __future__ import annotations
@@ -137,9 +139,10 @@ def _joined(
         together.union(*(node for node in group if node in position))
     by_name = {node.name: node for node in order if node not in again.free}
     kept = list(by_name.values())
+    changed = {storage for node in order for storage in node.meta["mutates"]}
     for node in kept:
         readers = [reader for reader in node.users if reader.name in by_name]
-        viewed = _viewed(node)
+        viewed = None if changed & node.meta["storages"] else _viewed(node)
         if viewed is not None and viewed.name in by_name:
             together.union(node, viewed)
         elif viewed is not None:
@@ -193,9 +196,9 @@ def _guarded(guard: fx.Node, by_name: Mapping[str, fx.Node], kept: list[fx.Node]
 
 
 def _viewed(node: fx.Node) -> fx.Node | None:
-    """The argument of which a node's value is a view, if it is one."""
+    """The argument whose memory a node's value is in, if it has no memory of its own."""
     own = node.meta.get("storages", frozenset())
-    if not own or node.meta.get("mutates"):
+    if not own:
         return None
     return next(
         (source for source in node.all_input_nodes if own <= source.meta.get("storages", set())),

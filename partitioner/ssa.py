@@ -128,23 +128,23 @@ class _Separation:
 
     def separate(self, family: Family) -> None:
         nodes = [node for node in family.touching if node.op != "output"]
-        stages = [self._old_stage[node] for node in nodes]
-        if stages != sorted(stages):
+        settled = family.settled + 1
+        if any(self._old_stage[node] > self._old_stage[later] for node, later in family.in_order()):
             raise _not_there(nodes[0])
-        version = _Version(0, stages[0], {})
+        version = _Version(0, self._old_stage[nodes[0]], {})
         start = 0
-        for stage, run in groupby(nodes, self._old_stage.__getitem__):
+        for stage, run in groupby(nodes[:settled], self._old_stage.__getitem__):
             end = start + len(list(run))
-            is_changed = any(start <= place < end for place in family.changes)
-            if is_changed and start > 0:
+            if start > 0 and any(start <= place < end for place in family.changes):
                 version = self._entered(family, version, start, stage)
             for node in nodes[start:end]:
                 self._rename(family, version, node)
-            if is_changed and family.externals:
-                self._hand_out(family, version, end)
-                return
             start = end
-        self._rename(family, version, family.touching[-1])
+        if family.externals:
+            self._hand_out(family, version)
+        else:
+            for node in family.touching[settled:]:
+                self._rename(family, version, node)
 
     def _entered(self, family: Family, before: _Version, start: int, stage: int) -> _Version:
         """The version that begins with a copy of the last one."""
@@ -169,14 +169,11 @@ class _Separation:
         """Lets a node read a version's tensors for those that are from before."""
         if not version.start:
             return
-        made = self._new[node]
         for source in node.all_input_nodes:
             if source in family.tensor_of and family.position[source] < version.start:
                 tensor = self._tensor(family, version, family.tensor_of[source])
                 self._replace(node, source, tensor)
-        for key in ("storages", "mutates", "touches"):
-            numbers = made.meta[key]
-            made.meta[key] = frozenset(version.storages.get(number, number) for number in numbers)
+        _renumber(self._new[node], version.storages)
 
     def _replace(self, reader: fx.Node, source: fx.Node, tensor: fx.Node) -> None:
         self._new[reader].replace_input_with(self._new[source], tensor)
@@ -208,29 +205,45 @@ class _Separation:
             return self._tensor(family, version, tensor)
         return self._new[tensor]
 
-    def _hand_out(self, family: Family, version: _Version, end: int) -> None:
+    def _hand_out(self, family: Family, version: _Version) -> None:
         """Lets later stages read copies of what is in the state after its last change."""
+        settled = family.settled + 1
+        home = self._old_stage[family.touching[family.settled]]
         handed: dict[fx.Node, fx.Node] = {}
-        changed = family.touching[end - 1]
-        behind = self._new[self._outermost(changed)[0][-1]]
-        for reader in family.touching[end:]:
+        storages = {storage: self._number(storage) for storage in sorted(family.storages)}
+        for reader in family.touching[settled:]:
+            if self._old_stage.get(reader, self._last) == home:
+                self._rename(family, version, reader)
+                continue
+            _renumber(self._new[reader], storages)
             for source in reader.all_input_nodes:
-                if source not in family.tensor_of or family.position[source] >= end:
+                if source not in family.tensor_of or self._old_stage.get(source, home) > home:
                     continue
-                is_here = version.stage == self._last or not is_external(source)
-                if reader.op == "output" and is_here:
+                if reader.op == "output" and not is_external(source):
                     continue
-                tensor = family.tensor_of[source]
-                if tensor not in handed:
-                    latest = self._latest(family, version, tensor, end)
-                    call: Call = ("call_method", "clone", (latest,), {})
-                    storages = {number: self._number(number) for number in sorted(family.storages)}
-                    with self._graph.inserting_after(behind):
-                        handed[tensor] = self._add(call, latest, changed, version.stage, storages)
-                    handed[tensor].meta["regions"] = ()
+                if source not in handed:
+                    is_late = family.position[source] >= settled
+                    tensor = family.tensor_of[source]
+                    latest = (
+                        self._new[source]
+                        if is_late
+                        else self._latest(family, version, tensor, settled)
+                    )
+                    beside = source if is_late else family.touching[family.settled]
+                    handed[source] = self._copied(latest, beside, home, storages)
                     if tensor.op == "get_attr":
-                        handed[tensor].meta["hint"] = str(tensor.target).rpartition(".")[2]
-                self._replace(reader, source, handed[tensor])
+                        handed[source].meta["hint"] = str(tensor.target).rpartition(".")[2]
+                self._replace(reader, source, handed[source])
+
+    def _copied(
+        self, value: fx.Node, beside: fx.Node, stage: int, storages: Mapping[int, int]
+    ) -> fx.Node:
+        """A copy of a value, after the module call that another node is in."""
+        call: Call = ("call_method", "clone", (value,), {})
+        with self._graph.inserting_after(self._new[self._outermost(beside)[0][-1]]):
+            copied = self._add(call, value, beside, stage, storages)
+        copied.meta["regions"] = ()
+        return copied
 
     # --- nodes ------------------------------------------------------------------------------
 
@@ -270,6 +283,11 @@ class _Separation:
         )
         self._stage[node] = stage
         return node
+
+
+def _renumber(node: fx.Node, storages: Mapping[int, int]) -> None:
+    for key in ("storages", "mutates", "touches"):
+        node.meta[key] = frozenset(storages.get(number, number) for number in node.meta[key])
 
 
 def _not_there(node: fx.Node) -> PlanError:

@@ -35,9 +35,13 @@ def time_whole(
 
     Takes the median of three to seven runs. Gradients are added up, as over the micro-batches of
     a step; the first run touches their memory, which for a GPT-2 doubles the time of its backward.
-    Buffers and gradients are the caller's to keep.
+    Buffers and gradients are the caller's to keep; inputs that the model changes are copies.
     """
     now_ms = clock_ms(device)
+    inputs = {
+        name: value.clone() if isinstance(value, Tensor) else value
+        for name, value in inputs.items()
+    }
     _run(capture, inputs, now_ms)
     times: list[tuple[float, float]] = []
     while len(times) < 3 or (len(times) < 7 and sum(map(sum, times)) < enough_ms):

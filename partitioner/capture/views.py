@@ -37,6 +37,8 @@ def viewed(node: fx.Node) -> fx.Node | None:
         return None
     if not node.meta["storages"] or node.meta["storages"] != source.meta["storages"]:
         return None
+    if _name(node) == "detach" and node.meta["val"].requires_grad:
+        return None  # A change has given it a gradient that is not its source's.
     if len(node.all_input_nodes) > 1:
         again = _name(node) in _AS_ANOTHER
     elif node.target is getattr:

@@ -646,6 +646,31 @@ class Detached(_Two):
         return self.b(y) + free
 
 
+class DetachedWithGradient(_Two):
+    """Detached, then given a gradient of its own by what is written into it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        free = y.detach()
+        free.copy_(self.b(x))
+        y += 1
+        return y.mean() + free * 2
+
+
+class StateThenViewed(_Two):
+    state: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("state", torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.state.add_(x.mean(0))
+        seen = self.state[:4]
+        y = self.a(x)
+        return self.b(y * self.state[2:3]) + self.state[:1].expand(8) * seen.sum()
+
+
 class Data(_Two):
     """Behind autograd's back: `exp` has saved what is changed."""
 

@@ -18,8 +18,8 @@ from asyncpipe.tests.partitioner.sameness import assert_same
 
 # Positions that cannot be cut. The parts of a tuple stay with it; state, with what read it before,
 # stays where it is changed; and together stays what no copy would do for: a change of shape, one
-# behind autograd's back, a copy made only for how its source lies in memory, a tensor that is
-# another one in one of the two modes.
+# behind autograd's back, a gradient that only one of two names has, a copy made only for how its
+# source lies in memory, a tensor that is another one in one of the two modes.
 NOT_CUT = {
     "Chunks": [2, 3],
     "Splits": [2, 3, 4],
@@ -30,6 +30,7 @@ NOT_CUT = {
     "Reassigned": [1, 2, 3, 4],
     "Memory": [1, 2, 3, 4, 5, 6, 7, 8, 9],
     "NormTwice": [1, 2],
+    "DetachedWithGradient": [2, 3, 4],
     "Data": [2, 3],
     "InMetadata": [1, 2, 3],
     "DropoutInPlace": [1, 2],
