@@ -69,6 +69,8 @@ def capture(
     """
     model_inputs = {name: value for name, value in example_inputs.items() if value is not None}
     verify_inputs(model_inputs)
+    if method not in _TRACES:
+        raise CaptureError(f"the way to capture is {method!r}.", f"Known: {', '.join(_TRACES)}.")
     dims = dynamic_sizes(model_inputs) if dynamic is None else dynamic
     is_leaf = leaf_rule(model, leaves)
     notes: list[str] = []
