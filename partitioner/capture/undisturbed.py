@@ -77,10 +77,11 @@ def _functions_as_calls() -> Iterator[None]:
 
 
 def _subclasses(kind: type) -> Iterator[type]:
-    for found in kind.__subclasses__():
-        if not found.__module__.startswith("torch."):
-            yield found
-        yield from _subclasses(found)
+    children: list[type] = type.__subclasses__(kind)
+    for child in children:
+        if not child.__module__.startswith("torch."):
+            yield child
+        yield from _subclasses(child)
 
 
 @contextmanager
