@@ -36,6 +36,8 @@ from .structure import plain_structure
 from .tracer import LenNeeded, Tracer
 from .values import CallRecord, IfTraining, LocalDevice, ModuleCall, Region, Size, size_text
 
+_METHODS = ("auto", "tracer", "dynamo")
+
 __all__ = [
     "CallRecord", "Capture", "IfTraining", "LocalDevice", "ModuleCall", "Region", "Size",
     "capture", "colocated", "run", "size_text", "tensor_spec",
@@ -69,31 +71,54 @@ def capture(
     """
     model_inputs = {name: value for name, value in example_inputs.items() if value is not None}
     verify_inputs(model_inputs)
-    if method not in _TRACES:
-        raise CaptureError(f"the way to capture is {method!r}.", f"Known: {', '.join(_TRACES)}.")
+    if method not in _METHODS:
+        raise CaptureError(f"the way to capture is {method!r}.", f"Known: {', '.join(_METHODS)}.")
     dims = dynamic_sizes(model_inputs) if dynamic is None else dynamic
     is_leaf = leaf_rule(model, leaves)
+
+    def captured_by(trace: Trace) -> Capture:
+        return _with_free_sizes(model, model_inputs, dims, dynamic is None, is_leaf, trace, check)
+
+    if method == "dynamo":
+        return captured_by(_trace_dynamo)
+    try:
+        return captured_by(_trace)
+    except CaptureError as error:
+        if method == "tracer" or not may_be_unseen(error, model, model_inputs):
+            raise
+        unseen = error
+    try:
+        captured = captured_by(_trace_dynamo)
+    except CaptureError as error:
+        raise both(unseen, error) from unseen
+    return replace(captured, notes=(f"captured with Dynamo: {unseen.what}", *captured.notes))
+
+
+def _with_free_sizes(
+    model: nn.Module,
+    model_inputs: Mapping[str, Any],
+    dims: Dynamic,
+    may_fix: bool,
+    is_leaf: LeafRule,
+    trace: Trace,
+    check: bool,
+) -> Capture:
+    """One way to capture, with as many of the sizes free as can be."""
     notes: list[str] = []
-    trace = _TRACES[method]
-    unseen: CaptureError | None = None
     while True:
         try:
             captured = _capture(model, model_inputs, dims, is_leaf, trace)
-            if (check or trace is not _trace) and not is_on_meta(model):
-                check_capture(captured, model_inputs)
-            return replace(captured, notes=(*notes, *captured.notes))
-        except CaptureError as error:
-            if isinstance(error, PinnedSizeError) and dynamic is None and error.symbol != "batch":
-                # The batch has to be free. Another size that nobody asked for may be fixed.
-                notes.append(f"the {error.symbol} size is fixed: {error.what}")
-                dims = without_symbol(dims, error.symbol)
-            elif unseen is not None:
-                raise both(unseen, error) from unseen
-            elif method == "auto" and may_be_unseen(error, model, model_inputs):
-                unseen, trace = error, _TRACES["dynamo"]
-                notes.append(f"captured with Dynamo: {error.what}")
-            else:
+            break
+        except PinnedSizeError as pinned:
+            # The batch has to be free. Another size that nobody asked to be free may be fixed.
+            if not may_fix or pinned.symbol == "batch":
                 raise
+            notes.append(f"the {pinned.symbol} size is fixed: {pinned.what}")
+            dims = without_symbol(dims, pinned.symbol)
+    captured = replace(captured, notes=(*notes, *captured.notes))
+    if (check or trace is not _trace) and not is_on_meta(model):
+        check_capture(captured, model_inputs)
+    return captured
 
 
 def _capture(
@@ -241,6 +266,3 @@ def _trace(
         except Exception as error:
             raise explained(error, model) from error
         return tracer
-
-
-_TRACES: Mapping[str, Trace] = {"auto": _trace, "tracer": _trace, "dynamo": _trace_dynamo}
