@@ -10,28 +10,19 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import nn
 
 from ...runtime.errors import CaptureError
 from ...runtime.structure import constants_in
 from .aliases import colocated, in_order
 from .arguments import Arguments, read_arguments
-from .branch import Calls, branched
-from .check import check_capture, is_on_meta
-from .explain import both, may_be_unseen
-from .fakes import Dynamic, FakeWorld, PinnedSizeError
-from .fitting import verify_arguments, verify_result
+from .fakes import Dynamic
+from .fitting import verify_arguments
 from .graph import Capture, tensor_spec
 from .hooks import verify_hooks
-from .inputs import dynamic_sizes, enlarged, sizes_in, without_symbol
+from .inputs import dynamic_sizes
 from .interpret import run
-from .leaves import LeafRule, leaf_rule
-from .merge import Different, merge
-from .prune import prune
-from .rename import renamed
-from .retry import AutomaticLeaves, FailedTrace, read_failure
-from .tracer import Tracer
-from .traces import Trace, trace_dynamo, trace_forward
+from .leaves import leaf_rule
 from .values import (
     CallRecord,
     IfTraining,
@@ -42,6 +33,7 @@ from .values import (
     Size,
     size_text,
 )
+from .ways import METHODS, Request, find_capture
 
 __all__ = [
     "Arguments", "CallRecord", "Capture", "IfTraining", "LocalDevice", "ModuleCall", "Recompute",
@@ -76,100 +68,22 @@ def capture(
 
     Raises CaptureError for a forward that is no fixed graph, naming its line.
     """
+    if method not in METHODS:
+        raise CaptureError(f"the way to capture is {method!r}.", f"Known: {', '.join(METHODS)}.")
     verify_hooks(model)
     given = read_arguments(model, example_inputs)
     verify_arguments(model, example_inputs)
-    dims = dynamic_sizes(given.tensors) if dynamic is None else dynamic
-    is_leaf = leaf_rule(model, leaves)
+    request = Request(
+        model=model,
+        given=given,
+        dims=dynamic_sizes(given.tensors) if dynamic is None else dynamic,
+        may_fix=dynamic is None,
+        is_leaf=leaf_rule(model, leaves),
+        check=check,
+    )
+    captured = find_capture(request, method)
     fixed = [
         f"{where} is fixed at {text}: it is no tensor"
         for where, text in constants_in(given.structure, "")
     ]
-    notes: list[str] = []
-    kept = AutomaticLeaves(model, is_leaf)
-    trace: Trace = trace_dynamo if method == "dynamo" else trace_forward
-    first: CaptureError | None = None
-    unseen: CaptureError | None = None
-    while True:
-        try:
-            captured = _capture(model, given, dims, kept.is_leaf, trace)
-            if (check or trace is trace_dynamo) and not is_on_meta(model):
-                check_capture(captured, given.tensors)
-            called = {str(node.target) for node in captured.graph.find_nodes(op="call_module")}
-            notes += kept.notes(called)
-            return replace(captured, notes=(*fixed, *notes, *captured.notes))
-        except (FailedTrace, CaptureError) as failure:
-            error, paths = read_failure(failure)
-            if isinstance(error, PinnedSizeError) and dynamic is None and error.symbol != "batch":
-                # The batch has to be free. Another size that nobody asked for may be fixed.
-                notes.append(f"the {error.symbol} size is fixed: {error.what}")
-                dims = without_symbol(dims, error.symbol)
-                continue
-            if unseen is not None:
-                raise both(unseen, error) from unseen
-            first = first or error
-            if trace is trace_forward and kept.keep(paths, error):
-                continue
-            if method != "auto" or not may_be_unseen(first, model, given):
-                raise first from failure.__cause__
-            unseen, trace = first, trace_dynamo
-            kept = AutomaticLeaves(model, is_leaf)
-            notes.append(f"captured with Dynamo: {first.what}")
-
-
-def _capture(
-    model: nn.Module, given: Arguments, dims: Dynamic, is_leaf: LeafRule, trace: Trace
-) -> Capture:
-    world = FakeWorld(model)
-    inputs = given.tensors
-    large = replace(given, tensors=enlarged(inputs, dims))
-
-    def finished(graph: fx.Graph, calls: Calls, *traces: Tracer) -> Capture:
-        prune(graph)
-        graph, calls = renamed(graph, calls)
-        graph.lint()
-        verify_result(graph, model)
-        return Capture(
-            graph=graph,
-            model=model,
-            inputs=tuple(tensor_spec(node) for node in graph.find_nodes(op="placeholder")),
-            arguments=given,
-            sizes=sizes_in(inputs, dims),
-            calls=calls,
-            constants={name: t for trace in traces for name, t in trace.constants.items()},
-            notes=tuple(dict.fromkeys(note for trace in traces for note in trace.notes)),
-        )
-
-    def traced(dims: Dynamic, training: bool) -> Tracer:
-        return trace(model, world, large, dims, is_leaf, training=training)
-
-    train = traced(dims, training=True)
-    # The sizes of the other mode are compared as numbers, which is five times as fast to trace.
-    evaluation = traced({}, training=False)
-    difference = merge(train.graph, evaluation.graph, sizes_in(large.tensors, dims))
-    captured = finished(train.graph, train.calls, train, evaluation)
-    if difference is None or _is_model(captured, inputs):
-        return captured
-    train = traced(dims, training=True)
-    evaluation = traced(dims, training=False)
-    prune(train.graph)
-    prune(evaluation.graph)
-    try:
-        both = branched(train.graph, train.calls, evaluation.graph, evaluation.calls)
-    except Different:
-        raise difference from None
-    captured = finished(*both, train, evaluation)
-    if is_on_meta(model) or _is_model(captured, inputs):
-        return captured
-    raise difference
-
-
-def _is_model(captured: Capture, inputs: Mapping[str, Tensor]) -> bool:
-    """Whether the graph is known to give the model's numbers in both modes."""
-    if is_on_meta(captured.model):
-        return False
-    try:
-        check_capture(captured, inputs)
-    except CaptureError:
-        return False
-    return True
+    return replace(captured, notes=(*fixed, *captured.notes))

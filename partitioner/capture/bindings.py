@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...runtime.errors import CaptureError
-from .explain import UnseenError
+from .explain import UnseenError, ValuesError
 from .fakes import FakeWorld
 from .frames import short_path, where
 from .known import follows_from_sizes
@@ -133,7 +133,7 @@ class Bindings:
             if self._world.is_data_dependent((size,)):
                 if (node := self.node_of_expression(leaf.node.expr)) is not None:
                     return node
-                raise UnseenError(
+                raise ValuesError(
                     f"cannot trace {where(self._top)}: a size depends on tensor values.",
                     "Keep it inside one module and name that module with --leaf.",
                 )

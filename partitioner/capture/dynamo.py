@@ -7,26 +7,20 @@ call of the graph, that of another module says when it begins and ends, and with
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import inspect
-import logging
-import sys
-import threading
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.autograd import Function
 
 from .check import is_on_meta
 from .fakes import Dynamic
 from .leaves import LeafRule
-from .restore import in_mode, silent, unchanged_attributes, without_cache
+from .restore import in_mode, unchanged_attributes, without_cache
+from .undisturbed import undisturbed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,10 +56,7 @@ def torch_graph(
         unchanged_attributes(model),
         in_mode(model, training),
         without_cache(model),
-        _without_locks(model),
-        _functions_as_calls(),
-        _same_globals(),
-        _quiet(),
+        undisturbed(model, globals()),
         torch.enable_grad(),
         torch.random.fork_rng(devices=[]),
     ):
@@ -227,93 +218,3 @@ def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, (tuple, list)):
         return [tensor for item in value for tensor in _tensors(item)]
     return []
-
-
-# --- what must not be in Dynamo's way -------------------------------------------------------
-
-
-@contextmanager
-def _without_locks(model: nn.Module) -> Iterator[None]:
-    """Within, locks of the model's modules and packages are blocks that do nothing: Dynamo cannot
-    enter a lock."""
-    kinds = (type(threading.Lock()), type(threading.RLock()))
-    packages = {type(module).__module__.partition(".")[0] for module in model.modules()} - {"torch"}
-    scopes: list[dict[str, Any]] = [module.__dict__ for module in model.modules()]
-    scopes += [
-        vars(module)
-        for name, module in list(sys.modules.items())
-        if name.partition(".")[0] in packages and module is not None
-    ]
-    found: list[tuple[dict[str, Any], str, Any]] = [
-        (scope, name, value)
-        for scope in scopes
-        for name, value in list(scope.items())
-        if isinstance(value, kinds)
-    ]
-    for scope, name, _ in found:
-        scope[name] = contextlib.nullcontext()
-    try:
-        yield
-    finally:
-        for scope, name, value in found:
-            scope[name] = value
-
-
-@contextmanager
-def _functions_as_calls() -> Iterator[None]:
-    """Within, a user's autograd function is one call of the graph, not what it does."""
-    from torch._dynamo import trace_rules
-
-    allowed: Any = trace_rules._allowed_callable_ids
-    new = {id(kind) for kind in _subclasses(Function) if id(kind) not in allowed()}
-    for identity in new:
-        allowed.add(identity)
-    try:
-        yield
-    finally:
-        for identity in new:
-            allowed.remove(identity)
-
-
-def _subclasses(kind: type) -> Iterator[type]:
-    for found in kind.__subclasses__():
-        if not found.__module__.startswith("torch."):
-            yield found
-        yield from _subclasses(found)
-
-
-@contextmanager
-def _same_globals() -> Iterator[None]:
-    """Takes away what Dynamo leaves in the globals of the function that it reads: it would keep
-    the model's parameters in memory."""
-    from torch._dynamo import functional_export
-
-    scopes = [(scope, set(scope)) for scope in (globals(), vars(functional_export))]
-    try:
-        yield
-    finally:
-        for scope, before in scopes:
-            for name in scope.keys() - before:
-                del scope[name]
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Within, what a forward logs is left out of the graph, and what Dynamo says is not shown."""
-    talk = [
-        getattr(owner, name)
-        for owner, names in (
-            (logging.Logger, ("debug", "info", "warning", "error", "critical", "log")),
-            (warnings, ("warn",)),
-        )
-        for name in names
-    ]
-    with (
-        warnings.catch_warnings(),
-        silent(),
-        torch._dynamo.config.patch(
-            ignore_logging_functions={*torch._dynamo.config.ignore_logging_functions, *talk}
-        ),
-    ):
-        warnings.simplefilter("ignore")
-        yield

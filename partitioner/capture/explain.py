@@ -27,6 +27,10 @@ class UnseenError(CaptureError):
     """A forward that runs, for all we know, but not in sight of the tracer."""
 
 
+class ValuesError(UnseenError):
+    """A forward that takes values out of tensors."""
+
+
 _DATA_DEPENDENT = (
     DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode,
 )  # fmt: skip
@@ -44,7 +48,7 @@ def explained(error: Exception, model: nn.Module, given: Arguments) -> CaptureEr
     where, text = place(frame, line), source_text(frame, line)
     leaf = _leaf(frame, model)
     if isinstance(error, _DATA_DEPENDENT):
-        return UnseenError(
+        return ValuesError(
             f'cannot trace {where}: "{text}" depends on tensor values.',
             f"Keep it inside one stage: {leaf} · or use torch.where · details: -v",
         )
@@ -91,10 +95,8 @@ def pinned(error: Exception, given: Arguments, dims: Dynamic) -> PinnedSizeError
     )
 
 
-def may_be_unseen(error: CaptureError, model: nn.Module, given: Arguments) -> bool:
-    """Whether an error says that the tracer cannot see, and the model itself has none."""
-    if not isinstance(error, UnseenError):
-        return False
+def runs(model: nn.Module, given: Arguments) -> bool:
+    """Whether the model itself takes the example; a model on meta is believed to."""
     if is_on_meta(model):
         return True
     device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), None)

@@ -79,7 +79,8 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return known.get(id(leaf), leaf) if isinstance(leaf, Tensor) else leaf
 
         for func, args, kwargs, old in self._calls:
-            result = spelled(func)(*map_leaves(current, args), **map_leaves(current, kwargs))
+            options = map_leaves(current, _written(kwargs))
+            result = spelled(func)(*map_leaves(current, args), **options)
             if isinstance(old, Tensor):
                 known[id(old)] = result
                 continue
@@ -109,10 +110,20 @@ def spelled(func: Any) -> Callable[..., Any]:
     return func  # type: ignore[no-any-return]
 
 
+def _written(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of an operator without those that nobody would write."""
+    return {
+        name: value
+        for name, value in options.items()
+        if name not in ("pin_memory", "layout", "non_blocking")
+        and value is not None
+        and value is not torch.preserve_format
+    }
+
+
 def _to(value: Any, **options: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value  # a number needs no conversion
-    return value.to(**{name: option for name, option in options.items() if option is not None})
+    # A number needs no conversion.
+    return value.to(**options) if isinstance(value, Tensor) else value
 
 
 def _same(tensor: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch._dispatch.python import enable_python_dispatcher
 
 from ...runtime.errors import CaptureError
 from .arguments import Arguments
+from .automatic_leaves import FailedTrace
 from .dynamo import torch_graph
 from .explain import explained, pinned
 from .fakes import Dynamic, FakeWorld
@@ -23,7 +24,6 @@ from .leaves import LeafRule
 from .patches import patched
 from .replay import replay
 from .restore import in_mode, silent, without_cache
-from .retry import FailedTrace
 from .shadow import Shadow
 from .structure import plain_structure
 from .tracer import LenNeeded, Tracer
@@ -108,7 +108,8 @@ def trace_dynamo(
     try:
         found = torch_graph(model, call, given.tensors, dims, is_leaf, training=training)
     except Exception as error:
-        raise pinned(error, given, dims) or explained(error, model, given) from error
+        what = pinned(error, given, dims) or explained(error, model, given)
+        raise FailedTrace(what, ()) from error
 
     def forward(tracer: Tracer, fakes: Mapping[str, Any]) -> Any:
         return replay(found, model, world, tracer, [fakes[name] for name in given.tensors])

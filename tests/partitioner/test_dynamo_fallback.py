@@ -139,6 +139,17 @@ def test_a_model_on_meta_is_captured() -> None:
     assert str(captured.graph) == str(real.graph)
 
 
+def test_the_public_export_of_dynamo_does_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = str(capture(*unseen.example(unseen.Blocks)).graph)
+    monkeypatch.delattr("torch.export._trace._export_to_torch_ir")
+    assert str(capture(*unseen.example(unseen.Blocks)).graph) == usual
+
+
+def test_an_unknown_way_is_named() -> None:
+    with pytest.raises(CaptureError, match="Known: auto, tracer, dynamo"):
+        capture(*unseen.example(unseen.Script), method="fx")
+
+
 def test_nothing_is_left_behind() -> None:
     from torch._dynamo import trace_rules
 

@@ -87,7 +87,7 @@ class Vmap(_Two):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.first(x)
-        scaled = torch.vmap(lambda row: row / (row.norm() + 1.0))(hidden)
+        scaled = torch.vmap(lambda row: row / (row.norm() + row.var(correction=0)))(hidden)
         rows, columns = torch.arange(x.shape[0]), torch.arange(WIDTH)
         allowed = torch.vmap(torch.vmap(torch.ge, in_dims=(None, 0)), in_dims=(0, None))
         return self.last(scaled.masked_fill(~allowed(rows, columns), 0.0))

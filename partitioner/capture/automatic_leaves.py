@@ -25,13 +25,6 @@ class FailedTrace(Exception):
         self.error, self.paths = error, paths
 
 
-def read_failure(failure: FailedTrace | CaptureError) -> tuple[CaptureError, Sequence[str]]:
-    """What went wrong, and the paths of the modules within which it did, if that is known."""
-    if isinstance(failure, FailedTrace):
-        return failure.error, failure.paths
-    return failure, ()
-
-
 class AutomaticLeaves:
     """The rule of `leaf_rule` and the classes kept on the way."""
 

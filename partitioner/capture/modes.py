@@ -1,0 +1,81 @@
+"""A trace of forward in each mode -> one capture for both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from torch import Tensor, fx, nn
+
+from ...runtime.errors import CaptureError
+from .arguments import Arguments
+from .branch import Calls, branched
+from .check import check_capture, is_on_meta
+from .fakes import Dynamic, FakeWorld
+from .fitting import verify_result
+from .graph import Capture, tensor_spec
+from .inputs import enlarged, sizes_in
+from .leaves import LeafRule
+from .merge import Different, merge
+from .prune import prune
+from .rename import renamed
+from .tracer import Tracer
+from .traces import Trace
+
+
+def merged_capture(
+    model: nn.Module, given: Arguments, dims: Dynamic, is_leaf: LeafRule, trace: Trace
+) -> Capture:
+    world = FakeWorld(model)
+    inputs = given.tensors
+    large = replace(given, tensors=enlarged(inputs, dims))
+
+    def finished(graph: fx.Graph, calls: Calls, *traces: Tracer) -> Capture:
+        prune(graph)
+        graph, calls = renamed(graph, calls)
+        graph.lint()
+        verify_result(graph, model)
+        return Capture(
+            graph=graph,
+            model=model,
+            inputs=tuple(tensor_spec(node) for node in graph.find_nodes(op="placeholder")),
+            arguments=given,
+            sizes=sizes_in(inputs, dims),
+            calls=calls,
+            constants={name: t for trace in traces for name, t in trace.constants.items()},
+            notes=tuple(dict.fromkeys(note for trace in traces for note in trace.notes)),
+        )
+
+    def traced(dims: Dynamic, training: bool) -> Tracer:
+        return trace(model, world, large, dims, is_leaf, training=training)
+
+    train = traced(dims, training=True)
+    # The sizes of the other mode are compared as numbers, which is five times as fast to trace.
+    evaluation = traced({}, training=False)
+    difference = merge(train.graph, evaluation.graph, sizes_in(large.tensors, dims))
+    captured = finished(train.graph, train.calls, train, evaluation)
+    if difference is None or _is_model(captured, inputs):
+        return captured
+    train = traced(dims, training=True)
+    evaluation = traced(dims, training=False)
+    prune(train.graph)
+    prune(evaluation.graph)
+    try:
+        both = branched(train.graph, train.calls, evaluation.graph, evaluation.calls)
+    except Different:
+        raise difference from None
+    captured = finished(*both, train, evaluation)
+    if is_on_meta(model) or _is_model(captured, inputs):
+        return captured
+    raise difference
+
+
+def _is_model(captured: Capture, inputs: Mapping[str, Tensor]) -> bool:
+    """Whether the graph is known to give the model's numbers in both modes."""
+    if is_on_meta(captured.model):
+        return False
+    try:
+        check_capture(captured, inputs)
+    except CaptureError:
+        return False
+    return True
