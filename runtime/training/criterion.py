@@ -27,13 +27,11 @@ def mse(outputs: Any, target: Tensor) -> Tensor:
 
 def logits_of(outputs: Any) -> Tensor:
     """The one tensor of an output structure that a criterion judges."""
+    if isinstance(outputs, Mapping):
+        outputs = outputs["logits"] if "logits" in outputs else tuple(outputs.values())
     if isinstance(outputs, Tensor):
         return outputs
-    if isinstance(outputs, Mapping):
-        outputs = [outputs["logits"]] if "logits" in outputs else list(outputs.values())
-    first = outputs[0]
-    assert isinstance(first, Tensor)
-    return first
+    return next(item for item in outputs if isinstance(item, Tensor))
 
 
 CRITERIA: Mapping[str, Criterion] = {"cross_entropy": cross_entropy, "mse": mse}

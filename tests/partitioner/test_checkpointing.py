@@ -225,8 +225,10 @@ def test_models_of_transformers_keep_their_gradient_checkpointing(
     model, inputs = zoo.ZOO[name]()
     plain = kept_by(model, **inputs)
     model.gradient_checkpointing_enable()
-    model.config.use_cache = False
-    pipe = assert_same(model, inputs, tmp_path)
+    for module in model.modules():
+        if hasattr(module, "config"):
+            module.config.use_cache = False
+    pipe = assert_same(model, inputs, tmp_path, exact=False)
     checkpointed = kept_by(model.train(), **inputs)
     assert checkpointed < plain
     text = texts(tmp_path)
