@@ -22,6 +22,7 @@ from ..runtime.loading import SkipRandomInit, load_stage_class
 from ..runtime.pipe import output_structure, run_stage
 from ..runtime.plan import Plan, TensorSpec
 from .capture import inputs
+from .capture.restore import without_cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +131,7 @@ def _run_model(
     model: nn.Module, inputs: Mapping[str, Any], training: bool
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     torch.manual_seed(1)
-    with torch.set_grad_enabled(training):
+    with torch.set_grad_enabled(training), without_cache(model):
         outputs = _leaves(model(**inputs))
     if training:
         torch.autograd.backward(_total(outputs))

@@ -47,6 +47,9 @@ def run(
             if node.op in ("placeholder", "get_attr"):
                 values[node] = reader.external(node)
                 continue
+            if any(region.is_left_out(training) for region in node.meta["regions"]):
+                values[node] = None
+                continue
             regions.enter(_resolved(node.meta["regions"], reader.device))
 
             def thunk(node: fx.Node = node) -> Any:
@@ -168,7 +171,8 @@ class _Regions:
         self._stack.close()
         self._current = ()
         for region in regions:
-            self._stack.enter_context(_context(region))
+            if region.kind not in ("training", "evaluation"):
+                self._stack.enter_context(_context(region))
         self._current = regions
 
 

@@ -152,13 +152,18 @@ class LocalDevice:
 
 @dataclass(frozen=True)
 class Region:
-    """A `with` block around a node: `no_grad`, `enable_grad` or `autocast`."""
+    """A block around a node: `with` for `no_grad`, `enable_grad` or `autocast`, `if` for what is
+    done in one mode only, `training` or `evaluation`."""
 
     kind: str
     device_type: str | LocalDevice | None = None
     dtype: torch.dtype | None = None
     enabled: bool = True
     cache_enabled: bool = True
+
+    def is_left_out(self, training: bool) -> bool:
+        """Whether nothing in it is done in a mode."""
+        return self.kind == ("evaluation" if training else "training")
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from ..capture.guards import is_guard, other_way
 from ..effects import AUGMENTED, is_mutating
 from . import layout
 from .canonical import Place
+from .choices import EVALUATION, TRAINING, Choices, sides_of
 from .expressions import write_guard, write_mutation, write_operation
 from .items import (
     Body,
@@ -116,6 +117,7 @@ class _Writer:
         symbols = {source.symbol for source in self._sources.found} | set(body.symbols)
         last_read = {node: positions[-1] for node, positions in self._reads.items()}
         self._variables = Variables(last_read, frozenset(symbols))
+        self._choices = Choices(body.items, self._reads)
 
     def forward(self) -> Forward:
         names: list[str] = []
@@ -204,6 +206,8 @@ class _Writer:
             self._loop(item)
         elif isinstance(item, Op) and is_guard(item.node):
             self._guard(item)
+        elif isinstance(item, Op) and item.node in self._choices.name_of:
+            self._choose(item)
         elif isinstance(item, Op) and _is_statement(item.node):
             self._mutation(item)
         else:
@@ -215,7 +219,14 @@ class _Writer:
         if tuple(block.key for block in self._blocks) == regions:
             return
         self._unfold_all()
-        self._blocks = tuple(Opener(region, self._with(region)) for region in regions)
+        self._blocks = tuple(map(self._opener, regions))
+
+    def _opener(self, region: Region) -> Opener:
+        if region == TRAINING:
+            return Opener(region, "if self.training:", EVALUATION)
+        if region == EVALUATION:
+            return Opener(region, "if not self.training:", TRAINING)
+        return Opener(region, self._with(region))
 
     def _with(self, region: Region) -> str:
         if region.kind != "autocast":
@@ -314,12 +325,42 @@ class _Writer:
         for node in results:
             if node is None or not self._reads[node]:
                 names.append("_")
+            elif node in self._choices.choice_of:
+                names.append(self._name_of_choice(node, position))
             else:
                 names.append(self._free_name(self._candidates(node, item), position, names))
         self._write(f"{', '.join(names)} = ", code, item, blocks)
         for node, name in zip(results, names, strict=True):
-            if node is not None and name != "_":
+            if node is not None and node in self._choices.choice_of:
+                self._variables.alias(node, name)
+            elif node is not None and name != "_":
                 self._variables.bind(node, name)
+
+    def _name_of_choice(self, node: fx.Node, position: int) -> str:
+        """The variable that holds a value of one mode and, after, that of whichever mode it is."""
+        choice = self._choices.choice_of[node]
+        if choice not in self._choices.name_of:
+            wanted = [name for name in self._candidates(choice, Op(choice)) if is_good(name)]
+            free = [
+                name
+                for name in wanted
+                if not self._is_taken(name, position, ())
+                or self._choices.may_hold(self._variables.holds.get(name, ()), node, position)
+            ]
+            name = free[0] if free else self._free_name(wanted, position, ())
+            self._choices.name_of[choice] = name
+        return self._choices.name_of[choice]
+
+    def _choose(self, op: Op) -> None:
+        """Ends a branch: its variable gets the value of a mode that did not make one of its own."""
+        self._unfold_all()
+        name = self._choices.name_of[op.node]
+        for node, mode in zip(sides_of(op.node), (TRAINING, EVALUATION), strict=True):
+            value = self.value(node)
+            if value.flat != name:
+                blocks = (*self._blocks, self._opener(mode))
+                self._write(f"{name} = ", value, op, blocks)
+        self._variables.bind(op.node, name)
 
     def _loop(self, loop: Loop) -> None:
         self._unfold_all()
@@ -362,7 +403,7 @@ class _Writer:
         names = tuple(code.flat for code in codes)
         last = self._statements[-1] if self._statements else None
         if len(results) == 1 and last is not None and last.prefix == f"{names[0]} = ":
-            if not any(block.text.startswith("for ") for block in last.blocks):
+            if not any(block.text.startswith(("for ", "if ")) for block in last.blocks):
                 # What was just named is returned at once.
                 self._statements[-1] = replace(last, prefix="return ")
                 return names
