@@ -42,11 +42,12 @@ def colocated(capture: Capture) -> list[frozenset[fx.Node]]:
 
 
 def _must_follow(node: fx.Node) -> bool:
-    """Whether the readers of a node's value have to be where it is made: it is no tensor, or its
-    shape depends on the values of tensors."""
+    """Whether the readers of a node's value have to be where it is made: it is no tensor, its
+    shape depends on the values of tensors, or one mode alone has it."""
     if not isinstance(node.meta["val"], Tensor):
         return True
-    return bool(node.meta["data_dependent"])
+    in_one_mode = any(region.is_of_one_mode for region in node.meta["regions"])
+    return in_one_mode or bool(node.meta["data_dependent"])
 
 
 def _touching(nodes: Iterable[fx.Node]) -> dict[int, list[fx.Node]]:

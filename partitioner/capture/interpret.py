@@ -171,7 +171,7 @@ class _Regions:
         self._stack.close()
         self._current = ()
         for region in regions:
-            if region.kind not in ("training", "evaluation"):
+            if not region.is_of_one_mode:
                 self._stack.enter_context(_context(region))
         self._current = regions
 

@@ -161,6 +161,10 @@ class Region:
     enabled: bool = True
     cache_enabled: bool = True
 
+    @property
+    def is_of_one_mode(self) -> bool:
+        return self.kind in ("training", "evaluation")
+
     def is_left_out(self, training: bool) -> bool:
         """Whether nothing in it is done in a mode."""
         return self.kind == ("evaluation" if training else "training")

@@ -340,7 +340,10 @@ class _Writer:
         """The variable that holds a value of one mode and, after, that of whichever mode it is."""
         choice = self._choices.choice_of[node]
         if choice not in self._choices.name_of:
-            wanted = [name for name in self._candidates(choice, Op(choice)) if is_good(name)]
+            older = [self._variables.name_of.get(side, "") for side in sides_of(choice)]
+            hint = [str(choice.meta["hint"])] if "hint" in choice.meta else []
+            names = [*hint, *older, *self._candidates(choice, Op(choice))]
+            wanted = [name for name in names if is_good(name)]
             free = [
                 name
                 for name in wanted

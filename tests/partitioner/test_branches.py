@@ -105,6 +105,54 @@ KEEPS = """\
 """
 
 
+class Noise(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 0.1 * torch.rand_like(x)
+
+
+class Depth(nn.Module):
+    """Stochastic depth, as vision models write it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return x
+        keep = torch.rand(x.shape[0], 1) + 0.5
+        return x * keep.floor()
+
+
+class Calls(nn.Module):
+    """A module called in one mode only, and one that itself does nothing in a mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.noise, self.path = nn.Linear(6, 6), Noise(), Depth()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.training:
+            x = self.noise(x)
+        return x + self.path(torch.tanh(x))
+
+
+CALLS = """\
+        x = self.first(x)  # f32[batch, 6]
+        x = self.noise(x)  # f32[batch, 6]
+        return x + self.path(torch.tanh(x))  # f32[batch, 6]
+"""
+DEPTH = """\
+        if self.training:
+            keep = torch.rand(batch, 1) + 0.5
+            x = x * keep.floor()
+        return x
+"""
+
+
+def test_a_module_that_works_in_one_mode_only_has_the_branch_inside(tmp_path: Path) -> None:
+    asyncpipe.partition(Calls(), {"x": X}, stages=1, output=tmp_path / "cut", profile="analytic")
+    text = (tmp_path / "cut" / "stage_0.py").read_text()
+    assert text.endswith(CALLS) and DEPTH in text
+
+
 @pytest.mark.parametrize(("build", "forward"), [(Both, BOTH), (Counts, COUNTS), (Keeps, KEEPS)])
 def test_branches_read_as_the_author_wrote_them(
     build: type[nn.Module], forward: str, tmp_path: Path
@@ -114,7 +162,7 @@ def test_branches_read_as_the_author_wrote_them(
     assert (tmp_path / "cut" / "stage_0.py").read_text().endswith(forward)
 
 
-@pytest.mark.parametrize("build", [Both, Counts, Keeps])
+@pytest.mark.parametrize("build", [Both, Counts, Keeps, Calls])
 def test_branches_may_be_cut(build: type[nn.Module], tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = build()
