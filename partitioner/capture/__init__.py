@@ -40,6 +40,7 @@ from .rename import renamed
 from .restore import in_mode, without_cache
 from .retry import AutomaticLeaves, FailedTrace
 from .shadow import Shadow
+from .skips import add_skip, undecided
 from .structure import plain_structure
 from .tracer import LenNeeded, Tracer
 from .values import CallRecord, IfTraining, LocalDevice, ModuleCall, Region, Size, size_text
@@ -119,14 +120,21 @@ def _capture(
         )
 
     def traced(dims: Dynamic, training: bool) -> Tracer:
-        return _trace(model, world, large, dims, is_leaf, training=training)
+        tracer = _trace(model, world, large, dims, is_leaf, training=training)
+        for number, condition in enumerate(tracer.decisions):
+            other = _trace(model, world, large, dims, is_leaf, training=training, skip=number)
+            try:
+                add_skip(tracer.graph, condition, other.graph, number)
+            except Different:
+                raise FailedTrace(undecided(condition), ()) from None
+        return tracer
 
     train = traced(dims, training=True)
     # The sizes of the other mode are compared as numbers, which is five times as fast to trace.
     evaluation = traced({}, training=False)
     difference = merge(train.graph, evaluation.graph, sizes_in(large, dims))
     captured = finished(train.graph, train.calls, train, evaluation)
-    if difference is None or _is_model(captured, inputs):
+    if difference is None or (not train.decisions and _is_model(captured, inputs)):
         return captured
     train = traced(dims, training=True)
     evaluation = traced(dims, training=False)
@@ -168,13 +176,14 @@ def _trace(
     is_leaf: LeafRule,
     *,
     training: bool,
+    skip: int | None = None,
 ) -> Tracer:
     """One run of forward in one mode, again for every module that turns out to call `len` on a
     symbolic size."""
     scopes: list[dict[str, Any]] = []
     while True:
         shadow = Shadow(world, [inputs, *_others(inputs, dims)], training)
-        tracer = Tracer(model, world, is_leaf, shadow)
+        tracer = Tracer(model, world, is_leaf, shadow, skip)
         try:
             with (
                 in_mode(model, training),

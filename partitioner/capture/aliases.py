@@ -25,6 +25,8 @@ def colocated(capture: Capture) -> list[frozenset[fx.Node]]:
     for node in nodes:
         if not is_external(node) and _must_follow(node):
             groups.join([node, *(user for user in node.users if user.op != "output")])
+    for decided in _decided(nodes).values():
+        groups.join(decided)
     for storage, touching in _touching(nodes).items():
         changes = [i for i, node in enumerate(touching) if storage in node.meta["mutates"]]
         if changes:
@@ -46,8 +48,21 @@ def _must_follow(node: fx.Node) -> bool:
     shape depends on the values of tensors, or one mode alone has it."""
     if not isinstance(node.meta["val"], Tensor):
         return True
-    in_one_mode = any(region.is_of_one_mode for region in node.meta["regions"])
-    return in_one_mode or bool(node.meta["data_dependent"])
+    if any(region.is_decided for region in node.meta["regions"]) or "decision" in node.meta:
+        return True
+    return bool(node.meta["data_dependent"])
+
+
+def _decided(nodes: Iterable[fx.Node]) -> dict[int, list[fx.Node]]:
+    """What each decision leaves out, with the decision."""
+    found: dict[int, list[fx.Node]] = defaultdict(list)
+    for node in nodes:
+        if "decision" in node.meta:
+            found[node.meta["decision"]].append(node)
+        for region in node.meta.get("regions", ()):
+            if region.kind == "unless":
+                found[region.decision].append(node)
+    return found
 
 
 def _touching(nodes: Iterable[fx.Node]) -> dict[int, list[fx.Node]]:

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from .graph import is_external
 from .merge import Different, add_meta, aligned, merged_arguments
+from .skips import unless
 from .values import CallRecord, IfTraining, ModuleCall, Region
 
 Calls = Mapping[ModuleCall, CallRecord]
@@ -89,6 +90,9 @@ class _Both:
             return
         if node.op == "output":
             raise Different
+        if node.target is unless:
+            self._write_choice(node)
+            return
         args = fx.node.map_arg(node.args, self.now[side].__getitem__)
         kwargs = fx.node.map_arg(node.kwargs, self.now[side].__getitem__)
         copy = self._copy(node, args, kwargs)
@@ -100,6 +104,15 @@ class _Both:
         if isinstance(receiver, fx.Node) and receiver.meta["val"] is node.meta["val"]:
             # It was changed in place: both modes go on with the same tensor.
             self.now[side][node] = self.now[side][receiver]
+
+    def _write_choice(self, node: fx.Node) -> None:
+        """What a decision of training leaves out is done in evaluation, which chooses too."""
+        copy = self._copy(node, fx.node.map_arg(node.args, self.now[0].__getitem__), {})
+        made = node.args[1]
+        for train, other in self.pairs:
+            if train is made:
+                self.now[1][other] = copy
+        self._stands_for(0, node, copy)
 
     def _external(self, side: int, node: fx.Node) -> None:
         key = (node.op, node.target)

@@ -17,6 +17,7 @@ from typing import Any
 from torch import fx
 
 from ..capture import IfTraining, Region
+from ..capture.skips import unless
 from .items import Item, Loop, Op, regions_of
 
 TRAINING, EVALUATION = Region("training"), Region("evaluation")
@@ -24,10 +25,22 @@ TRAINING, EVALUATION = Region("training"), Region("evaluation")
 
 def sides_of(node: fx.Node) -> tuple[fx.Node, ...]:
     """The values that a choice is between, that of training first; nothing for another node."""
+    if node.target is unless:
+        _, made, former = node.args
+        assert isinstance(made, fx.Node) and isinstance(former, fx.Node)
+        return made, former
     if node.target is operator.getitem and node.args[1] == IfTraining(0, 1):
         sides: Any = node.args[0]
         return tuple(sides)
     return ()
+
+
+def modes_of(node: fx.Node) -> tuple[Region, Region]:
+    """The blocks in which the sides of a choice are made."""
+    if node.target is unless:
+        decision = node.all_input_nodes[0].meta["decision"]
+        return Region("unless", decision=decision), Region("if", decision=decision)
+    return TRAINING, EVALUATION
 
 
 class Choices:
@@ -53,7 +66,7 @@ class Choices:
             choice = items[position].nodes[-1]
             if not isinstance(items[position], Op):
                 continue
-            for side, mode in zip(sides_of(choice), (TRAINING, EVALUATION), strict=True):
+            for side, mode in zip(sides_of(choice), modes_of(choice), strict=True):
                 others = [read for read in reads[side] if read != position]
                 if mode in made.get(side, ()) and all(self._is_in(mode, read) for read in others):
                     self.choice_of[side] = choice
@@ -62,7 +75,8 @@ class Choices:
         """Whether a variable with these values may get that of a side: after that position only
         the other mode and the choice read them."""
         choice = self.choice_of[side]
-        mode = EVALUATION if sides_of(choice)[0] is side else TRAINING
+        first, second = modes_of(choice)
+        mode = second if sides_of(choice)[0] is side else first
         later = [read for node in held for read in self._reads[node] if read > position]
         return all(
             self._is_in(mode, read) or self._items[read].nodes[-1] is choice

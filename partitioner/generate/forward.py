@@ -21,7 +21,7 @@ from ..capture.guards import is_guard, other_way
 from ..effects import AUGMENTED, is_mutating
 from . import layout
 from .canonical import Place
-from .choices import EVALUATION, TRAINING, Choices, sides_of
+from .choices import EVALUATION, TRAINING, Choices, modes_of, sides_of
 from .expressions import write_guard, write_mutation, write_operation
 from .items import (
     Body,
@@ -118,6 +118,11 @@ class _Writer:
         last_read = {node: positions[-1] for node, positions in self._reads.items()}
         self._variables = Variables(last_read, frozenset(symbols))
         self._choices = Choices(body.items, self._reads)
+        self._decided = {
+            item.node.meta["decision"]: item.node
+            for item in body.items
+            if isinstance(item, Op) and "decision" in item.node.meta
+        }
 
     def forward(self) -> Forward:
         names: list[str] = []
@@ -226,6 +231,11 @@ class _Writer:
             return Opener(region, "if self.training:", EVALUATION)
         if region == EVALUATION:
             return Opener(region, "if not self.training:", TRAINING)
+        if region.kind in ("unless", "if"):
+            decided = f"self.training and {self.value(self._decided[region.decision])}"
+            if region.kind == "unless":
+                return Opener(region, f"if not ({decided}):")
+            return Opener(region, f"if {decided}:", Region("unless", decision=region.decision))
         return Opener(region, self._with(region))
 
     def _with(self, region: Region) -> str:
@@ -358,7 +368,7 @@ class _Writer:
         """Ends a branch: its variable gets the value of a mode that did not make one of its own."""
         self._unfold_all()
         name = self._choices.name_of[op.node]
-        for node, mode in zip(sides_of(op.node), (TRAINING, EVALUATION), strict=True):
+        for node, mode in zip(sides_of(op.node), modes_of(op.node), strict=True):
             value = self.value(node)
             if value.flat != name:
                 blocks = (*self._blocks, self._opener(mode))

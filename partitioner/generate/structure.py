@@ -245,7 +245,7 @@ def _regions_around(members: Sequence[fx.Node], nodes: Sequence[fx.Node]) -> int
     common = min(shared(first, node.meta.get("regions", ())) for node in members)
     outside = [node for node in nodes if node not in inside]
     around = max((shared(first, node.meta.get("regions", ())) for node in outside), default=0)
-    decided = sum(region.is_of_one_mode for region in first[:common])
+    decided: int = sum(region.is_decided for region in first[:common])
     return min(common, max(around, decided))
 
 

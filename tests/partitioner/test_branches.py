@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import asyncpipe
 from asyncpipe.partitioner.capture import capture
+from asyncpipe.runtime.errors import CaptureError
 
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(3))
 
@@ -206,3 +207,71 @@ def test_xlnet_remembers_nothing_in_either_mode(tmp_path: Path) -> None:
     )
     assert list(plan.outputs) == ["loss", "logits"]
     assert config.use_mems_eval
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(6, 6), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(torch.relu(self.linear(x)))
+
+
+class Dropping(nn.Module):
+    """Leaves out layers at random in training, as LayerDrop does."""
+
+    def __init__(self, layerdrop: float = 0.5) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer() for _ in range(4)])
+        self.head = nn.Linear(6, 3)
+        self.layerdrop = layerdrop
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if self.training:
+                dropout_probability = torch.rand([])
+                if dropout_probability < self.layerdrop:
+                    continue
+            x = layer(x)
+        return self.head(x)
+
+
+DROPPING = """\
+        if self.training:
+            dropout_probability = torch.rand([])  # f32[]
+            dropped = dropout_probability < 0.5  # bool[]
+        if not (self.training and dropped):
+            x = self.layers[0](x)  # f32[batch, 6]
+"""
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+def test_a_layer_that_training_leaves_out_at_random_is_an_if(stages: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Dropping()
+    asyncpipe.partition(model, {"x": X}, stages=stages, output=tmp_path / "cut", profile="analytic")
+    assert DROPPING in (tmp_path / "cut" / "stage_0.py").read_text()
+    pipe = asyncpipe.load(tmp_path / "cut")
+    seen = set()
+    for training in (True, False):
+        for module in (model, *pipe.stages):
+            module.train(training)
+        for seed in range(8):
+            torch.manual_seed(seed)
+            expected = model(x=X)
+            torch.manual_seed(seed)
+            torch.testing.assert_close(pipe(x=X), expected, rtol=0, atol=0)
+            seen.add(round(float(expected.detach().sum()), 4))
+    assert len(seen) > 6
+
+
+def test_a_random_way_that_does_other_work_is_refused() -> None:
+    class Chooses(Dropping):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.layers[0](x)
+            x = self.layers[1](x) if torch.rand([]) < 0.5 else x.relu()
+            return self.head(x)
+
+    with pytest.raises(CaptureError, match="ways through forward that are more than a layer left"):
+        capture(Chooses(), {"x": X})
