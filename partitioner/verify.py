@@ -24,6 +24,7 @@ from ..runtime.plan import Plan, TensorSpec
 from ..runtime.structure import rebuilt
 from .capture import Arguments, read_arguments
 from .capture.inputs import other_sizes as sizes_unlike
+from .capture.restore import without_cache
 from .capture.structure import plain_structure
 
 
@@ -142,7 +143,7 @@ def _run_model(
     model: nn.Module, given: Arguments, inputs: Mapping[str, Tensor], training: bool
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     torch.manual_seed(1)
-    with torch.set_grad_enabled(training):
+    with torch.set_grad_enabled(training), without_cache(model):
         outputs = _leaves(given.call(model, inputs))
     if training:
         torch.autograd.backward(_total(outputs))

@@ -80,6 +80,8 @@ class Walk:
 
     def _run(self, inputs: Mapping[str, Tensor]) -> None:
         run(self.capture, inputs, training=True, env=self._values, around=self._visit)
+        for node in self._values:
+            self.costs.setdefault(node.name, NodeCost())  # It is done in evaluation only.
 
     def _visit(self, node: fx.Node, thunk: Callable[[], Any]) -> Any:
         """Makes the call on tensors without data and notes what it costs on real ones."""

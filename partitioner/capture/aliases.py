@@ -199,6 +199,8 @@ def colocated(capture: Capture) -> list[frozenset[fx.Node]]:
         source = copied_for_its_layout(node)
         if source and changed & (node.meta["storages"] | source.meta["storages"]):
             groups.join([node, *_back_to_its_maker(source)])
+    for decided in _decided(nodes).values():
+        groups.join(decided)
     for family in families(capture):
         for run in family.together():
             groups.join(run)
@@ -217,11 +219,25 @@ def in_order(capture: Capture) -> list[tuple[fx.Node, fx.Node]]:
 
 
 def _must_follow(node: fx.Node) -> bool:
-    """Whether the readers of a node's value have to be where it is made: it is no tensor, or its
-    shape depends on the values of tensors."""
+    """Whether the readers of a node's value have to be where it is made: it is no tensor, its
+    shape depends on the values of tensors, or one mode alone has it."""
     if not isinstance(node.meta["val"], Tensor):
         return True
+    if any(region.is_decided for region in node.meta["regions"]) or "decision" in node.meta:
+        return True
     return bool(node.meta["data_dependent"])
+
+
+def _decided(nodes: Iterable[fx.Node]) -> dict[int, list[fx.Node]]:
+    """What each decision leaves out, with the decision."""
+    found: dict[int, list[fx.Node]] = defaultdict(list)
+    for node in nodes:
+        if "decision" in node.meta:
+            found[node.meta["decision"]].append(node)
+        for region in node.meta.get("regions", ()):
+            if region.kind == "unless":
+                found[region.decision].append(node)
+    return found
 
 
 def _back_to_its_maker(node: fx.Node) -> Iterator[fx.Node]:

@@ -1,9 +1,8 @@
-"""Two graphs that differ under `if self.training:` -> one graph that chooses between values.
+"""Two graphs that differ under `if self.training:` -> one graph with branches.
 
-What one mode does alone is done in both, and the value that the mode wants is picked:
-`operator.getitem((train_value, evaluation_value), IfTraining(0, 1))`. State that one mode alone
-changes (`self.count += 1`) is changed in a copy, and the copy written back when the mode is that
-mode's. Only training may draw random numbers alone.
+What one mode does alone is in a region of that mode, which is `if self.training:` or its `else:`.
+Where what follows reads another value in each mode, a node picks the one of the mode:
+`operator.getitem((train_value, evaluation_value), IfTraining(0, 1))`.
 """
 
 from __future__ import annotations
@@ -16,12 +15,11 @@ from torch import Tensor, fx
 
 from .graph import is_external
 from .merge import Different, add_meta, aligned, merged_arguments
+from .skips import unless
 from .values import CallRecord, IfTraining, ModuleCall, Region
 
 Calls = Mapping[ModuleCall, CallRecord]
-# What evaluation alone does is done in training too, for nothing: more than a few nodes, or than a
-# tenth of all, is refused.
-_FEW, _SHARE = 8, 0.1
+_ALONE = (Region("training"), Region("evaluation"))
 
 
 def branched(
@@ -29,8 +27,7 @@ def branched(
 ) -> tuple[fx.Graph, dict[ModuleCall, CallRecord]]:
     """One graph for two pruned graphs of symbolic sizes, and the module calls in terms of it.
 
-    Raises Different where choosing between values is not enough: evaluation alone draws random
-    numbers or does much work, or one mode alone changes a part of a tensor.
+    Raises Different where what the two modes return cannot be one structure.
     """
     both = _Both(train, evaluation)
     both.write()
@@ -51,15 +48,11 @@ class _Both:
         self.graph = fx.Graph()
         self.sides = (list(train.nodes), list(evaluation.nodes))
         self.pairs = [pair for pair in aligned(train, evaluation) if not is_external(pair[0])]
-        calls = [node for node in evaluation.nodes if not is_external(node)]
-        if len(calls) - len(self.pairs) > max(_FEW, _SHARE * len(calls)):
-            raise Different
         # The node that stands for a node of a side: when it was made, and now.
         self.made: tuple[dict[fx.Node, fx.Node], ...] = ({}, {})
         self.now: tuple[dict[fx.Node, fx.Node], ...] = ({}, {})
         self.externals: dict[tuple[str, Any], fx.Node] = {}
         self.chosen: dict[tuple[fx.Node, fx.Node], fx.Node] = {}
-        self.copies: dict[int, tuple[fx.Node, fx.Node]] = {}
 
     def write(self) -> None:
         positions = [0, 0]
@@ -72,7 +65,6 @@ class _Both:
                         break
                     self._write_alone(side, node)
                     positions[side] += 1
-                self._write_back(side)
             if pair is not None:
                 self._write_pair(*pair)
                 positions = [position + 1 for position in positions]
@@ -85,9 +77,7 @@ class _Both:
             if train.op == "output":
                 raise
             self._write_alone(0, train)
-            self._write_back(0)
             self._write_alone(1, other)
-            self._write_back(1)
             return
         node = self._copy(train, args, kwargs)
         add_meta(node, other)
@@ -98,55 +88,31 @@ class _Both:
         if is_external(node):
             self._external(side, node)
             return
-        if node.op == "output" or (side == 1 and node.meta["random"]):
+        if node.op == "output":
             raise Different
-        if node.meta["mutates"] & node.meta["touches"]:
-            raise Different
-        for storage in node.meta["mutates"]:
-            self._copy_before_change(side, node, storage)
+        if node.target is unless:
+            self._write_choice(node)
+            return
         args = fx.node.map_arg(node.args, self.now[side].__getitem__)
         kwargs = fx.node.map_arg(node.kwargs, self.now[side].__getitem__)
         copy = self._copy(node, args, kwargs)
+        copy.meta["regions"] = (_ALONE[side], *node.meta["regions"])
         if side == 1:
             _to_evaluation(copy)
         self._stands_for(side, node, copy)
+        receiver = node.args[0] if node.args and node.meta["mutates"] else None
+        if isinstance(receiver, fx.Node) and receiver.meta["val"] is node.meta["val"]:
+            # It was changed in place: both modes go on with the same tensor.
+            self.now[side][node] = self.now[side][receiver]
 
-    def _copy_before_change(self, side: int, node: fx.Node, storage: int) -> None:
-        """Makes a change of state, or of what both modes read, a change of a copy of it."""
-        before = self.sides[side][: self.sides[side].index(node)]
-        family = [other for other in before if storage in other.meta["storages"]]
-        shared = [other for other in family if self.now[side][other] in self._of_both()]
-        if not shared or storage in self.copies:
-            return
-        tensor = family[0].meta["val"]
-        if any(other.meta["val"] is not tensor for other in family):
-            raise Different
-        current = self.now[side][family[-1]]
-        copy = self._add("call_method", "clone", (current,), like=current, at=node)
-        self.copies[storage] = (family[0], copy)
-        for other in family:
-            self.now[side][other] = copy
-
-    def _write_back(self, side: int) -> None:
-        """Ends a stretch of one mode: changed copies of state go back into the state."""
-        for storage, (root, _) in self.copies.items():
-            family = [n for n in self.now[side] if storage in n.meta["storages"]]
-            latest = self.now[side][family[-1]]
-            if not is_external(root):
-                continue
-            state = self.made[side][root]
-            pair = (latest, state) if side == 0 else (state, latest)
-            chosen = self._choose_between(*pair)
-            back = self._add("call_method", "copy_", (state, chosen), like=state, at=latest)
-            back.meta["mutates"] = state.meta["storages"]
-            if Region("no_grad") not in latest.meta["regions"]:
-                back.meta["regions"] = (*latest.meta["regions"], Region("no_grad"))
-            for other in family:
-                self.now[side][other] = state
-        self.copies.clear()
-
-    def _of_both(self) -> set[fx.Node]:
-        return {*self.externals.values(), *(set(self.now[0].values()) & set(self.now[1].values()))}
+    def _write_choice(self, node: fx.Node) -> None:
+        """What a decision of training leaves out is done in evaluation, which chooses too."""
+        copy = self._copy(node, fx.node.map_arg(node.args, self.now[0].__getitem__), {})
+        made = node.args[1]
+        for train, other in self.pairs:
+            if train is made:
+                self.now[1][other] = copy
+        self._stands_for(0, node, copy)
 
     def _external(self, side: int, node: fx.Node) -> None:
         key = (node.op, node.target)
@@ -206,12 +172,10 @@ class _Both:
         node = self.graph.create_node(op, target, args)
         node.meta.update(
             like.meta, calls=at.meta["calls"], source=at.meta["source"],
-            regions=at.meta["regions"], random=False, mutates=frozenset(), touches=frozenset(),
-            from_sizes=False,
+            regions=_without_mode(at.meta["regions"]), random=False, mutates=frozenset(),
+            touches=frozenset(), from_sizes=False,
         )  # fmt: skip
         node.meta.pop("hint", None)
-        if target == "clone":
-            node.meta["storages"] = frozenset()
         return node
 
     # Module calls
@@ -237,6 +201,10 @@ class _Both:
         if mine is None or others is None:
             return mine
         return self.chosen.get((mine, others), mine)
+
+
+def _without_mode(regions: tuple[Region, ...]) -> tuple[Region, ...]:
+    return tuple(region for region in regions if region not in _ALONE)
 
 
 def _to_evaluation(node: fx.Node) -> None:

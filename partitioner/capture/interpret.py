@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .graph import Capture, attribute
 from .restore import in_mode
@@ -39,6 +40,7 @@ def run(
     last_use = _last_uses(chosen) if env is None else {}
     reader = _Reader(capture, inputs, values, training)
     result = None
+    left_out: set[int] = set()
     with in_mode(capture.model, training), _Regions() as regions:
         for node in chosen:
             if node.op == "output":
@@ -47,6 +49,12 @@ def run(
             if node.op in ("placeholder", "get_attr"):
                 values[node] = reader.external(node)
                 continue
+            if any(
+                region.is_left_out(training) or region.decision in left_out
+                for region in node.meta["regions"]
+            ):
+                values[node] = None
+                continue
             regions.enter(_resolved(node.meta["regions"], reader.device))
 
             def thunk(node: fx.Node = node) -> Any:
@@ -54,6 +62,8 @@ def run(
                 return _call(capture.model, node, args, kwargs)
 
             values[node] = around(node, thunk) if around else thunk()
+            if "decision" in node.meta and _is_true(values[node]):
+                left_out.add(node.meta["decision"])
             for done in last_use.get(node, ()):
                 del values[done]
     return result
@@ -123,6 +133,11 @@ def _call(model: nn.Module, node: fx.Node, args: Any, kwargs: Any) -> Any:
     return runnable(node.target, args)(*args, **kwargs)
 
 
+def _is_true(value: Tensor) -> bool:
+    has_number = not value.is_meta and not isinstance(value, FakeTensor)
+    return has_number and bool(value)
+
+
 def _in_order(graph: fx.Graph, nodes: Collection[fx.Node]) -> list[fx.Node]:
     chosen = set(nodes)
     return [node for node in graph.nodes if node in chosen]
@@ -170,7 +185,8 @@ class _Regions:
         self._stack.close()
         self._current = ()
         for region in regions:
-            self._stack.enter_context(_context(region))
+            if not region.is_decided:
+                self._stack.enter_context(_context(region))
         self._current = regions
 
 

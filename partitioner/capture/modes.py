@@ -9,6 +9,7 @@ from torch import Tensor, fx, nn
 
 from ...runtime.errors import CaptureError
 from .arguments import Arguments
+from .automatic_leaves import FailedTrace
 from .branch import Calls, branched
 from .check import check_capture, is_on_meta
 from .fakes import Dynamic, FakeWorld
@@ -19,6 +20,7 @@ from .leaves import LeafRule
 from .merge import Different, merge
 from .prune import prune
 from .rename import renamed
+from .skips import add_skip, undecided
 from .tracer import Tracer
 from .traces import Trace
 
@@ -47,14 +49,21 @@ def merged_capture(
         )
 
     def traced(dims: Dynamic, training: bool) -> Tracer:
-        return trace(model, world, large, dims, is_leaf, training=training)
+        tracer = trace(model, world, large, dims, is_leaf, training=training)
+        for number, condition in enumerate(tracer.decisions):
+            other = trace(model, world, large, dims, is_leaf, training=training, skip=number)
+            try:
+                add_skip(tracer.graph, condition, other.graph, number)
+            except Different:
+                raise FailedTrace(undecided(condition), ()) from None
+        return tracer
 
     train = traced(dims, training=True)
     # The sizes of the other mode are compared as numbers, which is five times as fast to trace.
     evaluation = traced({}, training=False)
     difference = merge(train.graph, evaluation.graph, sizes_in(large.tensors, dims))
     captured = finished(train.graph, train.calls, train, evaluation)
-    if difference is None or _is_model(captured, inputs):
+    if difference is None or (not train.decisions and _is_model(captured, inputs)):
         return captured
     train = traced(dims, training=True)
     evaluation = traced(dims, training=False)

@@ -21,6 +21,7 @@ from .fakes import FakeWorld
 from .frames import short_path, source_text
 from .guards import must_fail, must_hold
 from .shadow import Shadow
+from .skips import is_drawn_below
 
 _RELATIONS: Mapping[type, Callable[..., Any]] = {
     sympy.Eq: operator.eq, sympy.Ne: operator.ne, sympy.Lt: operator.lt, sympy.Le: operator.le,
@@ -33,7 +34,8 @@ _ARITHMETIC: Mapping[type, Callable[..., Any]] = {
 
 
 class Readings:
-    """`place` gives the frames, module calls and regions of what runs now."""
+    """`place` gives the frames, module calls and regions of what runs now; `skip` is the number of
+    the random decision that is to leave something out."""
 
     def __init__(
         self,
@@ -41,7 +43,10 @@ class Readings:
         world: FakeWorld,
         shadow: Shadow,
         place: Callable[[], dict[str, Any]],
+        skip: int | None,
     ) -> None:
+        self.decisions: list[fx.Node] = []
+        self._skip = skip
         self.notes: list[str] = []
         self._bindings, self._world, self._shadow, self._place = bindings, world, shadow, place
         self._made: dict[sympy.Expr, fx.Node] = {}
@@ -93,8 +98,11 @@ class Readings:
     def _decide(self, condition: fx.Node) -> bool | None:
         if condition in self._decided:
             return self._decided[condition]
-        if _is_below_zero(condition):
+        if is_drawn_below(condition) and condition.args[1] == 0:
             return False
+        if is_drawn_below(condition):
+            self.decisions.append(condition)
+            return len(self.decisions) - 1 == self._skip
         nodes = _ancestors(condition)
         is_given = any(node.op == "placeholder" for node in nodes)
         if not is_given and any(
@@ -153,15 +161,6 @@ class Readings:
         named = part.xreplace(self._world.env.named)
         size = self._world.as_size(named)
         return self.node(part) if self._world.is_data_dependent((size,)) else size
-
-
-def _is_below_zero(condition: fx.Node) -> bool:
-    """Whether it asks if a number drawn from 0 to 1 is below 0: layers dropped never."""
-    if condition.target is not operator.lt:
-        return False
-    drawn, limit = condition.args
-    is_drawn = isinstance(drawn, fx.Node) and drawn.target is torch.rand
-    return is_drawn and isinstance(limit, (int, float)) and limit == 0
 
 
 def _ancestors(node: fx.Node) -> set[fx.Node]:

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+_CACHES = ("use_cache", "use_mems_eval", "use_mems_train")
+
 
 @contextmanager
 def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
@@ -65,16 +67,18 @@ def unchanged_attributes(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def without_cache(model: nn.Module) -> Iterator[None]:
-    """Within, models of transformers make no key-value cache, which training has no use for."""
+    """Within, models of transformers make no key-value cache and no memory of former segments,
+    which training has no use for."""
     found: list[Any] = [getattr(module, "config", None) for module in model.modules()]
-    configs = {id(config): config for config in found if getattr(config, "use_cache", None)}
-    for config in configs.values():
-        config.use_cache = False
+    configs = {id(config): config for config in found}.values()
+    on = [(config, name) for config in configs for name in _CACHES if getattr(config, name, None)]
+    for config, name in on:
+        setattr(config, name, False)
     try:
         yield
     finally:
-        for config in configs.values():
-            config.use_cache = True
+        for config, name in on:
+            setattr(config, name, True)
 
 
 _LOGGERS = ("torch._dynamo", "torch._guards", "torch.fx", "torch.fx.experimental.symbolic_shapes")

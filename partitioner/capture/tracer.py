@@ -58,7 +58,12 @@ class Tracer(TorchFunctionMode):
     """Writes down what runs while the mode is on, below the frame that made the tracer."""
 
     def __init__(
-        self, model: nn.Module, world: FakeWorld, is_leaf: LeafRule, shadow: Shadow
+        self,
+        model: nn.Module,
+        world: FakeWorld,
+        is_leaf: LeafRule,
+        shadow: Shadow,
+        skip: int | None = None,
     ) -> None:
         super().__init__()
         self.calls: dict[ModuleCall, CallRecord] = {}
@@ -70,7 +75,7 @@ class Tracer(TorchFunctionMode):
         self._bindings = Bindings(model, world, self._top)
         self._names = Names(self._top, self._bindings.bound)
         self._assigned = AssignedBuffers(self._bindings)
-        self._readings = Readings(self._bindings, world, shadow, self._place)
+        self._readings = Readings(self._bindings, world, shadow, self._place, skip)
         self._bindings.node_of_expression = self._readings.node
         world.env.decide = self._relation
         self._recording = True
@@ -85,6 +90,7 @@ class Tracer(TorchFunctionMode):
         for path, module in model.named_modules():
             self._paths.setdefault(id(module), path)
         self.graph, self.constants = self._bindings.graph, self._bindings.constants
+        self.decisions = self._readings.decisions
 
     def placeholder(self, name: str, tensor: Tensor) -> None:
         node = self._bindings.add(("placeholder", name), tensor)

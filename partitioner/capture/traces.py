@@ -41,7 +41,9 @@ class Trace(Protocol):
         is_leaf: LeafRule,
         *,
         training: bool,
-    ) -> Tracer: ...
+        skip: int | None = None,
+    ) -> Tracer:
+        """Decisions that random numbers make are as in the example, but for the one to `skip`."""
 
 
 def trace_forward(
@@ -52,6 +54,7 @@ def trace_forward(
     is_leaf: LeafRule,
     *,
     training: bool,
+    skip: int | None = None,
     forward: Callable[[Tracer, Mapping[str, Any]], Any] | None = None,
 ) -> Tracer:
     """One run of forward in one mode, again for every module that turns out to call `len` on a
@@ -59,7 +62,7 @@ def trace_forward(
     scopes: list[dict[str, Any]] = []
     while True:
         shadow = Shadow(world, given, _others(given.tensors, dims), training)
-        tracer = Tracer(model, world, is_leaf, shadow)
+        tracer = Tracer(model, world, is_leaf, shadow, skip)
         try:
             with (
                 in_mode(model, training),
@@ -99,6 +102,7 @@ def trace_dynamo(
     is_leaf: LeafRule,
     *,
     training: bool,
+    skip: int | None = None,
 ) -> Tracer:
     """Dynamo's graph of forward, run in its place."""
 
@@ -114,7 +118,9 @@ def trace_dynamo(
     def forward(tracer: Tracer, fakes: Mapping[str, Any]) -> Any:
         return replay(found, model, world, tracer, [fakes[name] for name in given.tensors])
 
-    return trace_forward(model, world, given, dims, is_leaf, training=training, forward=forward)
+    return trace_forward(
+        model, world, given, dims, is_leaf, training=training, skip=skip, forward=forward
+    )
 
 
 def _others(inputs: Mapping[str, Tensor], dims: Dynamic) -> list[dict[str, Tensor]]:

@@ -152,13 +152,25 @@ class LocalDevice:
 
 @dataclass(frozen=True)
 class Region:
-    """A `with` block around a node: `no_grad`, `enable_grad` or `autocast`."""
+    """A block around a node: `with` for `no_grad`, `enable_grad` or `autocast`, `if` for what is
+    done in one mode only, `training` or `evaluation`, and for what is done `unless` the decision
+    of that number is to leave it out."""
 
     kind: str
     device_type: str | LocalDevice | None = None
     dtype: torch.dtype | None = None
     enabled: bool = True
     cache_enabled: bool = True
+    decision: int = -1
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether what is in it is not always done."""
+        return self.kind in ("training", "evaluation", "unless")
+
+    def is_left_out(self, training: bool) -> bool:
+        """Whether nothing in it is done in a mode."""
+        return self.kind == ("evaluation" if training else "training")
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from torch import fx
 
 from ..capture import IfTraining, LocalDevice, Size
 from ..capture.guards import must_fail
+from ..capture.skips import unless
 from ..effects import AUGMENTED
 from . import layout
 from .callables import name_callable
@@ -247,6 +248,11 @@ def _function(
         train, evaluation = map(writer.write, args[0])
         inside = train.within(layout.CONDITIONAL + 1)
         text = f"{inside} if self.training else {evaluation.within(layout.CONDITIONAL)}"
+        return Code(text, layout.CONDITIONAL)
+    if target is unless:
+        condition, made, former = map(writer.write, args)
+        inside = former.within(layout.CONDITIONAL + 1)
+        text = f"{inside} if self.training and {condition.within(layout.COMPARE)} else {made}"
         return Code(text, layout.CONDITIONAL)
     if target is operator.getitem:
         receiver = writer.write(args[0]).within(layout.ATOM)

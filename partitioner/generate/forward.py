@@ -13,6 +13,7 @@ from ..capture.guards import is_guard, other_way
 from ..effects import AUGMENTED, is_mutating
 from . import layout
 from .canonical import Place
+from .choices import EVALUATION, TRAINING, Choices, modes_of, sides_of
 from .expressions import write_arguments, write_guard, write_mutation, write_operation
 from .folding import Folded, Folds, can_fold
 from .function_names import FunctionNames
@@ -108,6 +109,12 @@ class _Writer:
             self._folds,
             self._write_plain,
         )
+        self._choices = Choices(body.items, self._reads)
+        self._decided = {
+            item.node.meta["decision"]: item.node
+            for item in body.items
+            if isinstance(item, Op) and "decision" in item.node.meta
+        }
 
     def forward(self, method: str = "forward") -> Forward:
         names: list[str] = []
@@ -145,6 +152,8 @@ class _Writer:
             self._loop(item)
         elif isinstance(item, Op) and is_guard(item.node):
             self._guard(item)
+        elif isinstance(item, Op) and item.node in self._choices.name_of:
+            self._choose(item)
         elif isinstance(item, Op) and _is_statement(item.node):
             self._mutation(item)
         else:
@@ -156,7 +165,20 @@ class _Writer:
         if tuple(block.key for block in self._blocks) == regions:
             return
         self._folds.unfold_all()
-        self._blocks = tuple(Opener(region, self._with(region)) for region in regions)
+        self._blocks = tuple(map(self._opener, regions))
+
+    def _opener(self, region: Region) -> Opener:
+        if region == TRAINING:
+            return Opener(region, "if self.training:", EVALUATION)
+        if region == EVALUATION:
+            return Opener(region, "if not self.training:", TRAINING)
+        if region.kind in ("unless", "if"):
+            decision = self._names.value(self._decided[region.decision])
+            decided = f"self.training and {decision}"
+            if region.kind == "unless":
+                return Opener(region, f"if not ({decided}):")
+            return Opener(region, f"if {decided}:", Region("unless", decision=region.decision))
+        return Opener(region, self._with(region))
 
     def _with(self, region: Region) -> str:
         if region.kind != "autocast":
@@ -299,12 +321,45 @@ class _Writer:
         for node in results:
             if node is None or not self._reads.of(node):
                 names.append("_")
+            elif node in self._choices.choice_of:
+                names.append(self._name_of_choice(node, position))
             else:
                 names.append(self._names.free(self._candidates(node, item), after, names))
         self._write(f"{', '.join(names)} = ", code, item, blocks)
         for node, name in zip(results, names, strict=True):
-            if node is not None and name != "_":
+            if node is not None and node in self._choices.choice_of:
+                self._variables.alias(node, name)
+            elif node is not None and name != "_":
                 self._variables.bind(node, name)
+
+    def _name_of_choice(self, node: fx.Node, position: int) -> str:
+        """The variable that holds a value of one mode and, after, that of whichever mode it is."""
+        choice = self._choices.choice_of[node]
+        if choice not in self._choices.name_of:
+            older = [self._variables.name_of.get(side, "") for side in sides_of(choice)]
+            hint = [str(choice.meta["hint"])] if "hint" in choice.meta else []
+            names = [*hint, *older, *self._candidates(choice, Op(choice))]
+            wanted = [name for name in names if is_good(name)]
+            free = [
+                name
+                for name in wanted
+                if not self._names.is_taken(name, position)
+                or self._choices.may_hold(self._variables.holds.get(name, ()), node, position)
+            ]
+            name = free[0] if free else self._names.free(wanted, position, ())
+            self._choices.name_of[choice] = name
+        return self._choices.name_of[choice]
+
+    def _choose(self, op: Op) -> None:
+        """Ends a branch: its variable gets the value of a mode that did not make one of its own."""
+        self._folds.unfold_all()
+        name = self._choices.name_of[op.node]
+        for node, mode in zip(sides_of(op.node), modes_of(op.node), strict=True):
+            value = self._names.value(node)
+            if value.flat != name:
+                blocks = (*self._blocks, self._opener(mode))
+                self._write(f"{name} = ", value, op, blocks)
+        self._variables.bind(op.node, name)
 
     def _loop(self, loop: Loop) -> None:
         self._folds.unfold_all()
@@ -349,7 +404,7 @@ class _Writer:
         last = self._statements[-1] if self._statements else None
         is_one = len(results) == 1 and not self._is_flat
         if is_one and last is not None and last.prefix == f"{names[0]} = ":
-            if not any(block.text.startswith("for ") for block in last.blocks):
+            if not any(block.text.startswith(("for ", "if ")) for block in last.blocks):
                 # What was just named is returned at once.
                 self._statements[-1] = replace(last, prefix="return ")
                 return names

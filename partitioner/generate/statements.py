@@ -12,10 +12,12 @@ from .layout import WIDTH, Code, lay_out
 
 @dataclass(frozen=True, slots=True)
 class Opener:
-    """A line that opens a block; neighbours in blocks of equal `key` share one."""
+    """A line that opens a block; neighbours in blocks of equal `key` share one. Right after the
+    block `other` it is an `else:`."""
 
     key: object
     text: str
+    other: object = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +63,11 @@ def _block_lines(statements: Sequence[Statement], open_blocks: tuple[Opener, ...
             if one is None or other is None or one.key != other.key:
                 break
             shared += 1
-        open_blocks = statement.blocks
-        for depth in range(shared, len(statement.blocks)):
-            yield " " * (8 + 4 * depth) + statement.blocks[depth].text
+        before, open_blocks = open_blocks, statement.blocks
+        for depth in range(shared, len(open_blocks)):
+            block = open_blocks[depth]
+            is_else = depth == shared < len(before) and before[depth].key == block.other
+            yield " " * (8 + 4 * depth) + ("else:" if is_else else block.text)
         indent = 8 + 4 * len(statement.blocks)
         yield lay_out(statement.prefix, statement.code, indent=indent, comment=statement.comment)
 

@@ -349,7 +349,8 @@ def _is_contiguous(nodes: Set[fx.Node], order: Sequence[fx.Node]) -> bool:
 
 def _regions_around(members: Sequence[fx.Node], nodes: Sequence[fx.Node]) -> int:
     """How many of the regions of a call's nodes are not of its own making: the nodes around it
-    in the same function are in them too, or they are around the whole function."""
+    in the same function are in them too, or they are around the whole function. What is done in
+    one mode only is decided outside: a call that decides itself goes on in both."""
 
     def shared(left: tuple[Region, ...], right: tuple[Region, ...]) -> int:
         same = 0
@@ -364,7 +365,8 @@ def _regions_around(members: Sequence[fx.Node], nodes: Sequence[fx.Node]) -> int
     common = min(shared(first, node.meta.get("regions", ())) for node in members)
     outside = [node for node in nodes if node not in inside]
     around = max((shared(first, node.meta.get("regions", ())) for node in outside), default=0)
-    return min(common, around)
+    decided: int = sum(region.is_decided for region in first[:common])
+    return min(common, max(around, decided))
 
 
 def _own_name(node: fx.Node) -> str:
