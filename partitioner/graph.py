@@ -152,9 +152,10 @@ def _joined(
         elif not isinstance(node.meta.get("val"), Tensor):
             together.union(node, *readers)
     for before, node in itertools.pairwise(kept):
-        for lone, neighbour in ((node, before), (before, node)):
-            if not lone.users and not is_guard(lone):
-                together.union(lone, neighbour)
+        if not node.users and not is_guard(node):
+            together.union(node, before)
+    if kept and not kept[0].users and not is_guard(kept[0]):
+        together.union(*kept[:2])
     for nodes in demanded:
         together.union(*(node for node in nodes if node.name in by_name))
     quotient = nx.DiGraph()

@@ -198,7 +198,7 @@ def test_a_model_that_does_not_run_is_not_tried(monkeypatch: pytest.MonkeyPatch)
         raise AssertionError("Dynamo was asked")
 
     monkeypatch.setattr(dynamo, "torch_graph", never)
-    monkeypatch.setattr("asyncpipe.partitioner.capture.torch_graph", never)
+    monkeypatch.setattr("asyncpipe.partitioner.capture.traces.torch_graph", never)
     with pytest.raises(CaptureError, match="Wrong.forward") as caught:
         capture(*unseen.example(unseen.Wrong))
     assert "Dynamo" not in str(caught.value)
