@@ -7,7 +7,7 @@ A group is what no cut may or need separate. Reductions, in this order:
 - nodes that share a storage that is changed in place, and several results of one call, are one
 - a view joins what it is a view of; a view of a parameter or input joins its first reader
 - a value that is no tensor joins its readers
-- what the user wants in one stage is one
+- what the user wants in one stage is one, and a view in it of what is outside does not join that
 - groups on a cycle that these made are one
 
 The order of the groups is topological and otherwise the program's.
@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import networkx as nx
@@ -36,7 +36,7 @@ def build_graph(
     profile: Profile,
     name: str = "the model",
     *,
-    together: Iterable[Iterable[fx.Node]] = (),
+    together: Collection[Collection[fx.Node]] = (),
 ) -> nx.DiGraph:
     """The cost graph of a captured model, with the node and edge attributes of `costs_of`.
 
@@ -104,7 +104,7 @@ def num_bytes(node: fx.Node, sizes: Mapping[str, int]) -> int:
 
 
 def _joined(
-    capture: Capture, order: list[fx.Node], demanded: Iterable[Iterable[fx.Node]]
+    capture: Capture, order: list[fx.Node], demanded: Collection[Collection[fx.Node]]
 ) -> nx.DiGraph:
     """A graph of the groups before they are ordered: acyclic, with `members` and `first`."""
     position = {node: index for index, node in enumerate(order)}
@@ -117,11 +117,17 @@ def _joined(
             free -= group
     by_name = {node.name: node for node in order if node not in free}
     kept = list(by_name.values())
+    wanted = nx.utils.UnionFind(node for nodes in demanded for node in nodes)
+    for nodes in demanded:
+        wanted.union(*nodes)
+    home = {node: wanted[node] for nodes in demanded for node in nodes}
     for node in kept:
         readers = [reader for reader in node.users if reader.name in by_name]
         viewed = _viewed(node)
         if viewed is not None and viewed.name in by_name:
-            together.union(node, viewed)
+            # What is kept together must not pull in what it only views.
+            if node not in home or home[node] == home.get(viewed):
+                together.union(node, viewed)
         elif viewed is not None:
             together.union(node, *readers[:1])
         elif not isinstance(node.meta.get("val"), Tensor):
