@@ -10,7 +10,7 @@ A group is what no cut may or need separate. Reductions, in this order:
   input joins its first reader
 - a value that is no tensor joins its readers, a guard what it looks at
 - what nobody reads (a counter that is counted up) joins the operation before it
-- what the user wants in one stage is one
+- what the user wants in one stage is one, and a view in it of what is outside does not join that
 - groups on a cycle that these made are one
 
 The order of the groups is topological and otherwise the program's. Edges that carry nothing keep
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -44,7 +44,7 @@ def build_graph(
     name: str = "the model",
     *,
     again: Recomputation | None = None,
-    together: Iterable[Iterable[fx.Node]] = (),
+    together: Collection[Collection[fx.Node]] = (),
 ) -> nx.DiGraph:
     """The cost graph of a captured model, with the node and edge attributes of `costs_of`.
 
@@ -130,7 +130,7 @@ def _joined(
     capture: Capture,
     order: list[fx.Node],
     again: Recomputation,
-    demanded: Iterable[Iterable[fx.Node]],
+    demanded: Collection[Collection[fx.Node]],
 ) -> nx.DiGraph:
     """A graph of the groups before they are ordered: acyclic, with `members` and `first`."""
     position = {node: index for index, node in enumerate(order)}
@@ -140,11 +140,17 @@ def _joined(
     by_name = {node.name: node for node in order if node not in again.free}
     kept = list(by_name.values())
     changed = {storage for node in order for storage in node.meta["mutates"]}
+    wanted = nx.utils.UnionFind(node for nodes in demanded for node in nodes)
+    for nodes in demanded:
+        wanted.union(*nodes)
+    home = {node: wanted[node] for nodes in demanded for node in nodes}
     for node in kept:
         readers = [reader for reader in node.users if reader.name in by_name]
         viewed = None if changed & node.meta["storages"] else _viewed(node)
         if viewed is not None and viewed.name in by_name:
-            together.union(node, viewed)
+            # What is kept together must not pull in what it only views.
+            if node not in home or home[node] == home.get(viewed):
+                together.union(node, viewed)
         elif viewed is not None:
             together.union(node, *readers[:1])
         elif is_guard(node):

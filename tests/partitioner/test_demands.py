@@ -28,7 +28,8 @@ from asyncpipe.tests.partitioner.test_solve import chain_graph, contiguous, grap
 
 @cache
 def example(name: str) -> tuple[Capture, dict[str, Tensor]]:
-    model, inputs = {"gpt2": zoo.gpt2, "in place": in_place, "same line": same_line}[name]()
+    makers = {"gpt2": zoo.gpt2, "t5": zoo.t5, "in place": in_place, "same line": same_line}
+    model, inputs = makers[name]()
     return capture(model, inputs, check=False), inputs
 
 
@@ -171,6 +172,22 @@ def test_modules_kept_together_are_in_one_stage_each() -> None:
         assert len(stages_of("gpt2", block, placed)) == 1
     placed = stages("gpt2", 2, keep_together=("transformer",))
     assert stages_of("gpt2", "transformer", placed) == {0}
+
+
+def test_modules_kept_together_are_not_glued_to_those_before_them() -> None:
+    # A block of T5 begins with `hidden_states.to(torch.float32)`: a view of the block before.
+    for name, kind in (("t5", "T5Block"), ("gpt2", "GPT2Block")):
+        captured, inputs = example(name)
+        demands = find_demands(captured, (), (kind,), 2)
+        profile = profile_analytic(captured, inputs)
+        together = [nodes for _, nodes in demands.together]
+        graph = build_graph(captured, profile, together=together)
+        of_block = [
+            {group for group, names in graph.nodes(data="names") if not own.isdisjoint(names)}
+            for own in ({node.name for node in nodes} for nodes in together)
+        ]
+        assert all(len(groups) == 1 for groups in of_block)
+        assert len(set.union(*of_block)) == len(of_block) > 1
 
 
 @pytest.mark.parametrize(
