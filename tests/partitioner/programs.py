@@ -21,7 +21,8 @@ NEW: Mapping[str, _Make] = {
     "half": lambda v, w: v * 0.5,
     "copy": lambda v, w: v.clone(),
     "cat": lambda v, w: torch.cat([v, w], 1)[:, : v.shape[1]],
-    "dropout": lambda v, w: F.dropout(v, 0.5, True),
+    # How a tensor lies in memory decides which number each place draws.
+    "dropout": lambda v, w: v * F.dropout(torch.ones(v.shape), 0.5, True),
 }
 VIEWS: Mapping[str, _Make] = {
     "low": lambda v, w: v[:, : (v.shape[1] + 1) // 2],
@@ -79,7 +80,7 @@ CHANGES: Mapping[str, _Make] = {
     "zero": lambda v, w: v.zero_(),
     "hardtanh": lambda v, w: F.hardtanh(v * 1, inplace=True),
     "out": _out,
-    "noise": lambda v, w: v.add_(torch.empty_like(w).normal_()),
+    "noise": lambda v, w: v.add_(torch.empty(w.shape).normal_()),
 }
 OTHERS = ("layer", "input", "state", "remember", "training")
 

@@ -52,8 +52,7 @@ def larger() -> dict[str, Tensor]:
 
 def assert_exact(chain: Chain) -> None:
     assert_same(chain, larger(), training=True)
-    assert_same(chain, example(), training=True, by_value=True)
-    assert_same(chain, larger(), training=False)
+    assert_same(chain, example(), training=False, by_value=True)
 
 
 @pytest.mark.parametrize("name", AWKWARD)
@@ -69,6 +68,7 @@ def test_every_cut_is_exact_or_known_to_be_impossible(name: str, tmp_path: Path)
     assert refused == NOT_CUT.get(name, [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", AWKWARD)
 def test_two_cuts_are_exact(name: str, tmp_path: Path) -> None:
     found = captured(name)
