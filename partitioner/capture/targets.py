@@ -157,7 +157,18 @@ def _attention_result(
     return F.dropout(result, dropout_p) if dropout_p else result
 
 
+def _linear_result(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Shape, dtype and gradient of a product with a weight, without unfolding it."""
+    if torch.is_autocast_enabled(input.device.type) or weight.dim() != 2:
+        return F.linear(input, weight, bias)
+    given = [weight, input] if bias is None else [weight, bias, input]
+    made_from = next((tensor for tensor in given if tensor.requires_grad), weight)
+    empty = input.new_empty((*input.shape[:-1], weight.shape[0]))
+    return empty + made_from.sum().to(input.dtype)
+
+
 _SHORT_CUTS: dict[Any, Callable[..., Any]] = {
+    F.linear: _linear_result,
     F.scaled_dot_product_attention: _attention_result,
 }
 
