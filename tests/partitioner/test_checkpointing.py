@@ -247,3 +247,50 @@ def test_costs_count_what_is_computed_twice_and_not_what_is_forgotten() -> None:
     (plain_ms, plain_bytes), (checkpointed_ms, checkpointed_bytes) = costs
     assert checkpointed_ms > 1.3 * plain_ms
     assert checkpointed_bytes < plain_bytes / 3
+
+
+class Pair(nn.Module):
+    """A function of several kinds under one checkpoint, between two layers."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.kind = kind
+
+    def function(self, hidden: Tensor, mask: Tensor) -> Any:
+        match self.kind:
+            case "structure":
+                return {"a": self.second(hidden), "b": [hidden * 2, (mask, 3)]}
+            case "regions":
+                with torch.no_grad():
+                    other = self.first(hidden)
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    return (self.second(hidden + other) * mask).float()
+            case "modes":
+                return self.second(hidden) * 2 if self.training else self.first(hidden)
+            case "dropout":
+                dropped = nn.functional.dropout(hidden, 0.5, self.training)
+                return nn.functional.dropout(self.second(dropped), 0.5, self.training)
+            case "buffers":
+                return self.norm(self.second(hidden))
+            case "in place":
+                value = self.second(hidden)
+                value += 1
+                value[:, 0] = 0
+                return torch.relu_(value)
+            case "sizes":
+                return self.second(hidden.view(hidden.shape[0] * 2, -1).repeat(1, 2)) / len(mask)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Any:
+        hidden = checkpoint(self.first, x, use_reentrant=False)
+        return checkpoint(self.function, hidden, mask, use_reentrant=False)
+
+
+@pytest.mark.parametrize(
+    "kind", ["structure", "regions", "modes", "dropout", "buffers", "in place", "sizes"]
+)
+def test_a_checkpointed_function_may_do_what_forward_may(kind: str, tmp_path: Path) -> None:
+    assert_same(Pair(kind), {"x": X, "mask": MASK}, tmp_path)
+    assert "checkpoint(" in texts(tmp_path)
