@@ -28,20 +28,24 @@ def configuration_arguments(configuration: Any) -> dict[str, Any] | None:
     """The fields in which it is not what its class makes by default; None if they do not make
     one like it."""
     kind = type(configuration)
+    wanted = _fields(configuration)
     try:
         plain = _fields(kind())
-        wanted = _fields(configuration)
-        fields = {
-            name: value
-            for name, value in wanted.items()
-            if name not in plain or not _is_same(plain[name], value)
-        }
-        made = _fields(kind(**fields))
+        known = {name: value for name, value in wanted.items() if name in plain}
+        for fields in (wanted, known):
+            # What the class does not know itself may be an older name of what it does.
+            changed = {
+                name: value
+                for name, value in fields.items()
+                if name not in plain or not _is_same(plain[name], value)
+            }
+            made = _fields(kind(**changed))
+            if all(name in made and _is_same(made[name], fields[name]) for name in fields):
+                return changed
     except Exception:
         # Whatever a constructor says of made-up arguments means only that they do not do.
         return None
-    same = made.keys() >= wanted.keys() and all(_is_same(made[n], wanted[n]) for n in wanted)
-    return fields if same else None
+    return None
 
 
 def configurations_around(model: nn.Module, path: str) -> Iterator[Any]:

@@ -2,8 +2,8 @@
 
 What `--leaf` does by hand is done here for modules that decide by values or do what the tracer
 cannot see: the innermost module around the failing line first, then those around it. The root is
-never kept, nor a module that holds more than half of the model, nor one for which no constructor
-can be written.
+never kept, nor a module of modules that holds more than half of the model, nor one for which no
+constructor can be written.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import nn
 
 from ...runtime.errors import CaptureError, PlanError
 from ..constructors import construct
-from .leaves import LeafRule
+from .leaves import LeafRule, is_torch_leaf
 
 
 class FailedTrace(Exception):
@@ -56,6 +56,10 @@ class AutomaticLeaves:
         return [self._kept[kind] for kind in kinds if kind in self._kept]
 
     def _is_small(self, module: nn.Module) -> bool:
+        """Whether it holds at most half of the model, or nothing that could be cut."""
+        inside = [each for each in module.modules() if each is not module]
+        if all(is_torch_leaf(each) or not list(each.parameters()) for each in inside):
+            return True
         own, all_ = (
             sum(parameter.numel() for parameter in tree.parameters())
             for tree in (module, self._model)

@@ -102,7 +102,8 @@ class Readings:
             return False
         if is_drawn_below(condition):
             self.decisions.append(condition)
-            return len(self.decisions) - 1 == self._skip
+            self._decided[condition] = len(self.decisions) - 1 == self._skip
+            return self._decided[condition]
         nodes = _ancestors(condition)
         is_given = any(node.op == "placeholder" for node in nodes)
         if not is_given and any(

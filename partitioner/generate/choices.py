@@ -30,9 +30,9 @@ def sides_of(node: fx.Node) -> tuple[fx.Node, ...]:
         _, made, former = node.args
         assert isinstance(made, fx.Node) and isinstance(former, fx.Node)
         return made, former
+    sides: Any = node.args[0] if node.args else ()
     if node.target is operator.getitem and node.args[1] == IfTraining(0, 1):
-        sides: Any = node.args[0]
-        return tuple(sides)
+        return sides if isinstance(sides, tuple) else ()
     return ()
 
 
@@ -69,7 +69,9 @@ class Choices:
                 continue
             for side, mode in zip(sides_of(choice), modes_of(choice), strict=True):
                 others = [read for read in reads.of(side) if read != position]
-                if mode in made.get(side, ()) and all(self._is_in(mode, read) for read in others):
+                if mode in made.get(side, ()) and all(
+                    read < position and self._is_in(mode, read) for read in others
+                ):
                     self.choice_of[side] = choice
 
     def may_hold(self, held: Iterable[fx.Node], side: fx.Node, position: int) -> bool:

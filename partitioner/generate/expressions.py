@@ -244,7 +244,7 @@ def _function(
     if target in _PREFIX and len(args) == 1 and not kwargs:
         operand = writer.write(args[0])
         return Code(f"{_PREFIX[target]}{operand.within(layout.UNARY)}", layout.UNARY)
-    if target is operator.getitem and args[1] == IfTraining(0, 1):
+    if target is operator.getitem and args[1] == IfTraining(0, 1) and isinstance(args[0], tuple):
         train, evaluation = map(writer.write, args[0])
         inside = train.within(layout.CONDITIONAL + 1)
         text = f"{inside} if self.training else {evaluation.within(layout.CONDITIONAL)}"

@@ -360,9 +360,6 @@ class _Writer:
                 blocks = (*self._blocks, self._opener(mode))
                 self._write(f"{name} = ", value, op, blocks)
         self._variables.bind(op.node, name)
-        for node in sides_of(op.node):
-            if node in self._choices.choice_of:  # Its own mode may go on reading it.
-                self._variables.alias(node, name)
 
     def _loop(self, loop: Loop) -> None:
         self._folds.unfold_all()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 
 from .layout import WIDTH, Code, lay_out
 
@@ -42,34 +41,50 @@ def write_lines(statements: Sequence[Statement], *, headings: bool) -> list[str]
     """The lines of a method's body, indented. With `headings`, statements of one module and
     file of the original are a paragraph under a comment that says which."""
     if not headings:
-        return list(_block_lines(statements, ()))
+        return list(_Blocks().lines(statements))
     lines: list[str] = []
-    open_blocks: tuple[Opener, ...] = ()
+    blocks = _Blocks()
     for paragraph in _paragraphs(statements):
         heading = _heading(paragraph, is_first=not lines)
         if heading:
             lines += [""] if lines else []
             lines.append(f"        # {heading}")
-            open_blocks = ()
-        lines += _block_lines(paragraph, open_blocks)
-        open_blocks = paragraph[-1].blocks
+            blocks = _Blocks()
+        lines += blocks.lines(paragraph)
     return lines
 
 
-def _block_lines(statements: Sequence[Statement], open_blocks: tuple[Opener, ...]) -> Iterator[str]:
-    for statement in statements:
+class _Blocks:
+    """The blocks that are open, and at which depths an `else:` opened them."""
+
+    def __init__(self) -> None:
+        self._open: tuple[Opener, ...] = ()
+        self._else_at: set[int] = set()
+
+    def lines(self, statements: Sequence[Statement]) -> Iterator[str]:
+        for statement in statements:
+            yield from self._enter(statement.blocks)
+            indent = 8 + 4 * len(statement.blocks)
+            yield lay_out(
+                statement.prefix, statement.code, indent=indent, comment=statement.comment
+            )
+
+    def _enter(self, blocks: tuple[Opener, ...]) -> Iterator[str]:
+        before, self._open = self._open, blocks
         shared = 0
-        for one, other in zip_longest(open_blocks, statement.blocks):
-            if one is None or other is None or one.key != other.key:
+        for one, other in zip(before, blocks, strict=False):
+            if one.key != other.key:
                 break
             shared += 1
-        before, open_blocks = open_blocks, statement.blocks
-        for depth in range(shared, len(open_blocks)):
-            block = open_blocks[depth]
-            is_else = depth == shared < len(before) and before[depth].key == block.other
-            yield " " * (8 + 4 * depth) + ("else:" if is_else else block.text)
-        indent = 8 + 4 * len(statement.blocks)
-        yield lay_out(statement.prefix, statement.code, indent=indent, comment=statement.comment)
+        after_else = shared in self._else_at
+        self._else_at = {depth for depth in self._else_at if depth < shared}
+        for depth in range(shared, len(blocks)):
+            is_else = depth == shared < len(before) and before[depth].key == blocks[depth].other
+            if is_else and not after_else:
+                self._else_at.add(depth)
+                yield " " * (8 + 4 * depth) + "else:"
+            else:
+                yield " " * (8 + 4 * depth) + blocks[depth].text
 
 
 def _paragraphs(statements: Sequence[Statement]) -> Iterator[list[Statement]]:
