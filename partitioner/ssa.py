@@ -209,8 +209,8 @@ class _Separation:
         """Lets later stages read copies of what is in the state after its last change."""
         settled = family.settled + 1
         home = self._old_stage[family.touching[family.settled]]
-        handed: dict[fx.Node, fx.Node] = {}
         storages = {storage: self._number(storage) for storage in sorted(family.storages)}
+        handed: dict[fx.Node, fx.Node] = {}
         for reader in family.touching[settled:]:
             if self._old_stage.get(reader, self._last) == home:
                 self._rename(family, version, reader)
@@ -222,27 +222,24 @@ class _Separation:
                 if reader.op == "output" and not is_external(source):
                     continue
                 if source not in handed:
-                    is_late = family.position[source] >= settled
-                    tensor = family.tensor_of[source]
-                    latest = (
-                        self._new[source]
-                        if is_late
-                        else self._latest(family, version, tensor, settled)
-                    )
-                    beside = source if is_late else family.touching[family.settled]
-                    handed[source] = self._copied(latest, beside, home, storages)
-                    if tensor.op == "get_attr":
-                        handed[source].meta["hint"] = str(tensor.target).rpartition(".")[2]
+                    handed[source] = self._handed(family, version, source, storages)
                 self._replace(reader, source, handed[source])
 
-    def _copied(
-        self, value: fx.Node, beside: fx.Node, stage: int, storages: Mapping[int, int]
+    def _handed(
+        self, family: Family, version: _Version, source: fx.Node, storages: Mapping[int, int]
     ) -> fx.Node:
-        """A copy of a value, after the module call that another node is in."""
+        """A copy of a tensor in the state, after the module call that the last change is in."""
+        tensor, beside = family.tensor_of[source], family.touching[family.settled]
+        if family.position[source] > family.settled:
+            value, beside = self._new[source], source
+        else:
+            value = self._latest(family, version, tensor, family.settled + 1)
         call: Call = ("call_method", "clone", (value,), {})
         with self._graph.inserting_after(self._new[self._outermost(beside)[0][-1]]):
-            copied = self._add(call, value, beside, stage, storages)
+            copied = self._add(call, value, beside, self._old_stage[beside], storages)
         copied.meta["regions"] = ()
+        if tensor.op == "get_attr":
+            copied.meta["hint"] = str(tensor.target).rpartition(".")[2]
         return copied
 
     # --- nodes ------------------------------------------------------------------------------

@@ -84,6 +84,13 @@ def test_state_stays_where_it_is_changed_and_its_contents_are_sent() -> None:
     assert "self.mean" not in second
 
 
+def test_a_view_of_an_input_is_taken_anew_where_the_input_is_changed() -> None:
+    first, second, third = stages("InputAsSkip", 2, 3)
+    assert "first" not in first
+    assert "x[:, 0] = 5" in second and "first = x[:, :2]" in second
+    assert "x[:" not in third and "first.mean()" in third
+
+
 def test_what_no_cut_parts_is_as_its_author_wrote_it() -> None:
     captured = capture(build("Operators"), example(), check=False)
     nodes = computed(captured)
