@@ -7,6 +7,7 @@ was at is answered with `Died`, and a fresh process takes the next one.
 import multiprocessing
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
@@ -79,8 +80,9 @@ def _start(function: Callable[[Any], Any]) -> _Worker:
 
 
 def _serve(function: Callable[[Any], Any], pipe: Connection) -> None:
-    while (case := pipe.recv()) is not None:
-        pipe.send(function(case))
+    with suppress(EOFError, BrokenPipeError):  # the run was stopped
+        while (case := pipe.recv()) is not None:
+            pipe.send(function(case))
 
 
 def _hand(worker: _Worker, waiting: list[Any]) -> None:

@@ -19,16 +19,20 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 
 @pytest.mark.parametrize(
-    ("function", "cases", "why"),
+    ("function", "cases", "limit_s", "why"),
     [
-        (os._exit, [3], "exit status 3"),
-        (time.sleep, [0, 60], "took over 4 s"),
+        (os._exit, [3], 60.0, "exit status 3"),
+        (time.sleep, [0, 60], 8.0, "took over 8 s"),
     ],
 )
 def test_a_case_that_ends_its_process_is_named(
-    workers: ModuleType, function: Callable[[Any], Any], cases: list[int], why: str
+    workers: ModuleType,
+    function: Callable[[Any], Any],
+    cases: list[int],
+    limit_s: float,
+    why: str,
 ) -> None:
-    answers = dict(workers.each(function, cases, processes=1, limit_s=4.0))
+    answers = dict(workers.each(function, cases, processes=1, limit_s=limit_s))
     assert why in answers[cases[-1]].why
     assert all(answers[case] is None for case in cases[:-1])
 
