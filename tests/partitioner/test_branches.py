@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 import asyncpipe
 from asyncpipe.partitioner.capture import capture
+from asyncpipe.partitioner.generate.layout import Code
+from asyncpipe.partitioner.generate.statements import Opener, Statement, write_lines
 from asyncpipe.runtime.errors import CaptureError
 
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(3))
@@ -275,3 +277,13 @@ def test_a_random_way_that_does_other_work_is_refused() -> None:
 
     with pytest.raises(CaptureError, match="ways through forward that are more than a layer left"):
         capture(Chooses(), {"x": X})
+
+
+def test_a_branch_after_an_else_opens_anew() -> None:
+    training = Opener("training", "if self.training:", "evaluation")
+    evaluation = Opener("evaluation", "if not self.training:", "training")
+    blocks = (training, evaluation, training)
+    statements = [Statement("", Code(f"f{i}()"), "", (block,)) for i, block in enumerate(blocks)]
+    assert [line.strip() for line in write_lines(statements, headings=False)] == [
+        "if self.training:", "f0()", "else:", "f1()", "if self.training:", "f2()",
+    ]  # fmt: skip
