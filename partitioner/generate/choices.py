@@ -18,8 +18,10 @@ from torch import fx
 
 from ..capture import IfTraining, Region
 from ..capture.skips import unless
+from .function_names import FunctionNames
 from .items import Item, Loop, Op, regions_of
 from .reads import Reads
+from .variables import Variables, is_good
 
 TRAINING, EVALUATION = Region("training"), Region("evaluation")
 
@@ -73,6 +75,25 @@ class Choices:
                     read < position and self._is_in(mode, read) for read in others
                 ):
                     self.choice_of[side] = choice
+
+    def name(
+        self,
+        side: fx.Node,
+        wanted: Sequence[str],
+        position: int,
+        variables: Variables,
+        names: FunctionNames,
+    ) -> str:
+        """The variable that holds a value of one mode and, after, that of whichever mode it is."""
+        choice = self.choice_of[side]
+        older = [variables.name_of.get(each, "") for each in sides_of(choice)]
+        hint = [str(choice.meta["hint"])] if "hint" in choice.meta else []
+        good = [name for name in (*hint, *older, *wanted) if is_good(name)]
+        for name in good:
+            held = variables.holds.get(name, ())
+            if not names.is_taken(name, position) or self.may_hold(held, side, position):
+                return name
+        return names.free(good, position, ())
 
     def may_hold(self, held: Iterable[fx.Node], side: fx.Node, position: int) -> bool:
         """Whether a variable with these values may get that of a side: after that position only

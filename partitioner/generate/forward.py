@@ -6,14 +6,15 @@ import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from torch import fx, nn
+from torch import fx
 
-from ..capture import Capture, LocalDevice, Recompute, Region
+from ..capture import Capture, Recompute, Region
 from ..capture.guards import is_guard, other_way
 from ..effects import AUGMENTED, is_mutating
 from . import layout
+from .blocks import helper_name, open_block
 from .canonical import Place
-from .choices import EVALUATION, TRAINING, Choices, modes_of, sides_of
+from .choices import Choices, modes_of, sides_of
 from .expressions import write_arguments, write_guard, write_mutation, write_operation
 from .folding import Folded, Folds, can_fold
 from .function_names import FunctionNames
@@ -35,7 +36,7 @@ from .origins import origin_of, shape_of, type_of
 from .reads import Reads
 from .sizes import find_sources, write_sources
 from .statements import Opener, Statement, write_lines
-from .variables import Variables, candidates, is_good, item_name
+from .variables import Variables, candidates, item_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,32 +169,7 @@ class _Writer:
         self._blocks = tuple(map(self._opener, regions))
 
     def _opener(self, region: Region) -> Opener:
-        if region == TRAINING:
-            return Opener(region, "if self.training:", EVALUATION)
-        if region == EVALUATION:
-            return Opener(region, "if not self.training:", TRAINING)
-        if region.kind in ("unless", "if"):
-            decision = self._names.value(self._decided[region.decision])
-            decided = f"self.training and {decision}"
-            if region.kind == "unless":
-                return Opener(region, f"if not ({decided}):")
-            return Opener(region, f"if {decided}:", Region("unless", decision=region.decision))
-        return Opener(region, self._with(region))
-
-    def _with(self, region: Region) -> str:
-        if region.kind != "autocast":
-            return f"with torch.{region.kind}():"
-        device = region.device_type
-        is_local = isinstance(device, LocalDevice)
-        kind = f"{self._names.device()}.type" if is_local else f'"{device}"'
-        items = [Code(kind)]
-        if region.dtype is not None and region.enabled:
-            items.append(Code(f"dtype={region.dtype}"))
-        if not region.enabled:
-            items.append(Code("enabled=False"))
-        if not region.cache_enabled:
-            items.append(Code("cache_enabled=False"))
-        return f"with {call('torch.autocast', tuple(items))}:"
+        return open_block(region, self._names, self._decided)
 
     def _mutation(self, op: Op) -> None:
         node = op.node
@@ -287,13 +263,7 @@ class _Writer:
         """The method for what is recomputed, called as the author's function is."""
         body = segment.body
         if body not in self._helper_of:
-            stem = name = segment.recompute.function
-            if not is_good(stem) or stem in ("forward", "checkpoint"):
-                stem = name = "recomputed"
-            count = 1
-            while name in self._helpers or hasattr(nn.Module, name) or self._scope.has(name):
-                count += 1
-                name = f"{stem}_{count}"
+            name = helper_name(segment.recompute, self._helpers, self._scope)
             self._helpers[name] = None
             writer = _Writer(
                 self._capture, body, self._scope, self._argument_of, self._is_stage, self._is_flat,
@@ -333,20 +303,10 @@ class _Writer:
                 self._variables.bind(node, name)
 
     def _name_of_choice(self, node: fx.Node, position: int) -> str:
-        """The variable that holds a value of one mode and, after, that of whichever mode it is."""
         choice = self._choices.choice_of[node]
         if choice not in self._choices.name_of:
-            older = [self._variables.name_of.get(side, "") for side in sides_of(choice)]
-            hint = [str(choice.meta["hint"])] if "hint" in choice.meta else []
-            names = [*hint, *older, *self._candidates(choice, Op(choice))]
-            wanted = [name for name in names if is_good(name)]
-            free = [
-                name
-                for name in wanted
-                if not self._names.is_taken(name, position)
-                or self._choices.may_hold(self._variables.holds.get(name, ()), node, position)
-            ]
-            name = free[0] if free else self._names.free(wanted, position, ())
+            wanted = self._candidates(choice, Op(choice))
+            name = self._choices.name(node, wanted, position, self._variables, self._names)
             self._choices.name_of[choice] = name
         return self._choices.name_of[choice]
 
