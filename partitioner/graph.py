@@ -11,8 +11,8 @@ A group is what no cut may or need separate. Reductions, in this order:
 - a value that is no tensor joins its readers
 - groups on a cycle that these made are one
 
-The order of the groups is topological and otherwise the program's. Edges that carry nothing keep
-those in order that touch memory that is changed.
+The order of the groups is topological and otherwise the program's. Edges also keep
+those in order that touch memory that is changed, and carry a copy of it.
 """
 
 from __future__ import annotations
@@ -60,10 +60,6 @@ def build_graph(capture: Capture, profile: Profile, name: str = "the model") -> 
         for reader in node.users:
             if reader in group_of and group_of[reader] != group_of[node]:
                 _carry(graph, group_of[node], group_of[reader], node, profile.sizes)
-    for node, later in in_order(capture):
-        if node in group_of and later in group_of and group_of[node] != group_of[later]:
-            if not graph.has_edge(group_of[node], group_of[later]):
-                graph.add_edge(group_of[node], group_of[later], tensors={}, grads={})
     for group, data in graph.nodes(data=True):
         sent = {
             tensor: size
@@ -71,6 +67,15 @@ def build_graph(capture: Capture, profile: Profile, name: str = "the model") -> 
             for tensor, size in edge["tensors"].items()
         }
         data["output_bytes"] = sum(sent.values())
+    for node, later in in_order(capture):
+        if node in group_of and later in group_of and group_of[node] != group_of[later]:
+            source, target = group_of[node], group_of[later]
+            if not graph.has_edge(source, target):
+                graph.add_edge(source, target, tensors={}, grads={})
+            if later.meta["mutates"]:
+                # What is received is copied before it is changed: as much as one more transfer.
+                tensors = graph.edges[source, target]["tensors"]
+                tensors[f"copy of {node.name}"] = num_bytes(node, profile.sizes)
     return graph
 
 
