@@ -13,8 +13,8 @@ A group is what no cut may or need separate. Reductions, in this order:
 - what the user wants in one stage is one, and a view in it of what is outside does not join that
 - groups on a cycle that these made are one
 
-The order of the groups is topological and otherwise the program's. Edges that carry nothing keep
-those in order that touch memory that is changed.
+The order of the groups is topological and otherwise the program's. Edges also keep
+those in order that touch memory that is changed, and carry a copy of it.
 """
 
 from __future__ import annotations
@@ -78,9 +78,6 @@ def build_graph(
                 for source in sorted(again.sources(node), key=position.__getitem__):
                     if group_of.get(source, group_of[reader]) != group_of[reader]:
                         _carry(graph, group_of[source], group_of[reader], [source], profile.sizes)
-    for node, later in in_order(capture):
-        if node in group_of and later in group_of and group_of[node] != group_of[later]:
-            _carry(graph, group_of[node], group_of[later], (), profile.sizes)
     for group, data in graph.nodes(data=True):
         sent = {
             tensor: size
@@ -88,6 +85,14 @@ def build_graph(
             for tensor, size in edge["tensors"].items()
         }
         data["output_bytes"] = sum(sent.values())
+    for node, later in in_order(capture):
+        source, target = group_of.get(node), group_of.get(later)
+        if source is not None and target is not None and source != target:
+            _carry(graph, source, target, (), profile.sizes)
+            if later.meta["mutates"]:
+                # What is received is copied before it is changed: as much as one more transfer.
+                tensors = graph.edges[source, target]["tensors"]
+                tensors[f"copy of {node.name}"] = num_bytes(node, profile.sizes)
     return graph
 
 

@@ -19,7 +19,9 @@ from asyncpipe.partitioner.capture import Capture, capture
 from asyncpipe.partitioner.cost import Link, costs_of, stage_loads
 from asyncpipe.partitioner.demands import find_demands, groups_to_cut_before
 from asyncpipe.partitioner.graph import build_graph, stage_of_nodes
+from asyncpipe.partitioner.prices import Prices
 from asyncpipe.partitioner.profiler import profile_analytic
+from asyncpipe.partitioner.recompute import Recomputation
 from asyncpipe.partitioner.solve import solve
 from asyncpipe.runtime.errors import PlanError
 from asyncpipe.tests.partitioner import zoo
@@ -78,9 +80,10 @@ def stages(
     demands = find_demands(captured, cut_at, keep_together, number)
     profile = profile_analytic(captured, inputs)
     together = [nodes for _, nodes in demands.together]
-    graph = build_graph(captured, profile, together=together)
+    again = Recomputation(captured, Prices.of(profile))
+    graph = build_graph(captured, profile, again=again, together=together)
     solution = solve(graph, stages=number, cut_before=groups_to_cut_before(demands, graph))
-    placed = stage_of_nodes(captured, graph, solution.stage_of)
+    placed = stage_of_nodes(captured, graph, solution.stage_of, again)
     return {node.name: stage for node, stage in placed.items()}
 
 
@@ -181,7 +184,8 @@ def test_modules_kept_together_are_not_glued_to_those_before_them() -> None:
         demands = find_demands(captured, (), (kind,), 2)
         profile = profile_analytic(captured, inputs)
         together = [nodes for _, nodes in demands.together]
-        graph = build_graph(captured, profile, together=together)
+        again = Recomputation(captured, Prices.of(profile))
+    graph = build_graph(captured, profile, again=again, together=together)
         of_block = [
             {group for group, names in graph.nodes(data="names") if not own.isdisjoint(names)}
             for own in ({node.name for node in nodes} for nodes in together)
