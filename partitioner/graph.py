@@ -86,12 +86,12 @@ def build_graph(
         }
         data["output_bytes"] = sum(sent.values())
     for node, later in in_order(capture):
-        source, target = group_of.get(node), group_of.get(later)
-        if source is not None and target is not None and source != target:
-            _carry(graph, source, target, (), profile.sizes)
+        maker, changer = group_of.get(node), group_of.get(later)
+        if maker is not None and changer is not None and maker != changer:
+            _carry(graph, maker, changer, (), profile.sizes)
             if later.meta["mutates"]:
                 # What is received is copied before it is changed: as much as one more transfer.
-                tensors = graph.edges[source, target]["tensors"]
+                tensors = graph.edges[maker, changer]["tensors"]
                 tensors[f"copy of {node.name}"] = num_bytes(node, profile.sizes)
     return graph
 

@@ -1,4 +1,4 @@
-"""Regions and recomputed parts of a forward -> the lines that open blocks, and the names of parts."""
+"""Regions and recomputed parts of a forward -> lines that open blocks, and names of methods."""
 
 from __future__ import annotations
 

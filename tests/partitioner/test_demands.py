@@ -184,8 +184,7 @@ def test_modules_kept_together_are_not_glued_to_those_before_them() -> None:
         demands = find_demands(captured, (), (kind,), 2)
         profile = profile_analytic(captured, inputs)
         together = [nodes for _, nodes in demands.together]
-        again = Recomputation(captured, Prices.of(profile))
-    graph = build_graph(captured, profile, again=again, together=together)
+        graph = build_graph(captured, profile, together=together)
         of_block = [
             {group for group, names in graph.nodes(data="names") if not own.isdisjoint(names)}
             for own in ({node.name for node in nodes} for nodes in together)
