@@ -214,10 +214,10 @@ def partition_source(
     if stop_after == "plan":
         return plan
 
+    constants = extra_tensors(captured, stage_graphs)
+    plan = replace(plan, constants=tuple(constants))
     plan, files = _texts(captured, stage_graphs, plan, digest, source, code)
     tick("generate", f"{len(plan.stages)} stages, {_lines(files)} lines of Python", "verify")
-
-    constants = extra_tensors(captured, stage_graphs)
 
     def check(aside: Path) -> None:
         verified = verify(source.model, plan, aside, source.example_inputs, constants=constants)

@@ -46,8 +46,7 @@ def load_stage(
         module = load_stage_class(folder, spec)()
     aliases = shared_names(plan)
     _fill(module, weights or own, aliases, plan)
-    if own.is_dir():
-        _fill_constants(module, own)
+    _fill_constants(module, own, plan)
     return module.to(device)
 
 
@@ -127,10 +126,16 @@ def _fill(
 
 
 @torch.no_grad()
-def _fill_constants(module: nn.Module, path: Path) -> None:
+def _fill_constants(module: nn.Module, path: Path, plan: Plan) -> None:
     """Buffers outside the state_dict whose values their constructor cannot make."""
-    outside = dict(module.named_buffers()).keys() - module.state_dict().keys()
-    names = [CONSTANTS + name for name in sorted(outside)]
-    if names:
-        for name, tensor in read_tensors(path, names, optional=frozenset(names)).items():
-            module.get_buffer(name.removeprefix(CONSTANTS)).copy_(tensor)
+    held = dict(module.named_buffers()).keys() & set(plan.constants)
+    if not held:
+        return
+    if not path.is_dir():
+        raise PlanError(
+            f"{path.parent} lacks the values of {', '.join(sorted(held)[:3])}, which are in no "
+            "weights: its plan was made with --meta or --no-weights.",
+            "Partition the model again without.",
+        )
+    for name, tensor in read_tensors(path, [CONSTANTS + name for name in sorted(held)]).items():
+        module.get_buffer(name.removeprefix(CONSTANTS)).copy_(tensor)

@@ -17,7 +17,7 @@ from typing import Any
 from .errors import PlanError
 from .sizes import evaluate_size
 
-SCHEMA = 1
+SCHEMA = 2
 
 _SHORT_DTYPES = {
     "float64": "f64", "float32": "f32", "float16": "f16", "bfloat16": "bf16",
@@ -118,7 +118,8 @@ class Plan:
     arguments (None when they are just the inputs), as `structure.py` writes them: a tensor's
     name, a list, or an object that keeps the original's keys; constants stand for themselves.
     `state_keys` are the keys of the original's state_dict, in its order.
-    `unused` are those keys that no stage needs: the forward never reads them.
+    `unused` are those keys that no stage needs: the forward never reads them. `constants` are
+    tensors outside the state_dict that lie beside the weights.
     `if_sent` are the boundaries that there would be if no stage computed anything again that an
     earlier one has made; it is empty where that would be the same.
     `loss` names the output value that is the loss, or is None when a criterion outside the
@@ -150,6 +151,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     if_sent: tuple[Boundary, ...] = ()
     arguments: Mapping[str, Any] | None = None
+    constants: tuple[str, ...] = ()
     schema: int = field(default=SCHEMA)
 
     @property
@@ -275,7 +277,8 @@ def _plan_from(raw: dict[str, Any]) -> Plan:
             "state_keys": tuple(raw["state_keys"]),
             "unused": tuple(raw["unused"]),
             "notes": tuple(raw["notes"]),
-            "if_sent": tuple(map(_boundary_from, raw.get("if_sent", ()))),
+            "constants": tuple(raw["constants"]),
+            "if_sent": tuple(map(_boundary_from, raw["if_sent"])),
         }
     )
 

@@ -117,18 +117,11 @@ def _dtype_of_literal(value: Tensor) -> tuple[Code, ...]:
 
 def extra_tensors(capture: Capture, stages: Iterable[StageGraph]) -> dict[str, Tensor]:
     """The tensors outside the state_dict that the generated code needs and cannot make, by their
-    names in the original. A model on meta has none to give."""
+    names in the original; those of a model on meta have no values."""
     saved = set(capture.model.state_dict(keep_vars=True))
-    extra: dict[str, Tensor] = {}
-    for stage in stages:
-        _, attributes = used_names(capture, stage)
-        for name in attributes:
-            if name in saved:
-                continue
-            tensor = _tensor(capture, name)
-            if tensor.device.type != "meta" and rebuild(tensor) is None:
-                extra[name] = tensor.detach()
-    return extra
+    names = (name for stage in stages for name in used_names(capture, stage)[1])
+    tensors = {name: _tensor(capture, name) for name in names if name not in saved}
+    return {name: tensor.detach() for name, tensor in tensors.items() if rebuild(tensor) is None}
 
 
 def _tensor(capture: Capture, name: str) -> Tensor:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save_file, save_model
 from torch import nn
 
 import asyncpipe
@@ -110,6 +110,16 @@ def test_a_plan_made_on_meta_asks_for_weights(tmp_path: Path) -> None:
         asyncpipe.load(made)
     save_file(load_model("mlp").model.state_dict(), tmp_path / "mlp.safetensors")
     asyncpipe.load(made, weights=tmp_path / "mlp.safetensors")
+
+
+def test_constants_that_a_plan_made_on_meta_lacks_are_named(tmp_path: Path) -> None:
+    small = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2}
+    source = load_model("bert-base-uncased", model_args=small, meta=True)
+    asyncpipe.partition(source.model, source.example_inputs, stages=2, output=tmp_path / "meta")
+    real = load_model("bert-base-uncased", model_args=small).model
+    save_model(real, str(tmp_path / "real.safetensors"))
+    with pytest.raises(PlanError, match="lacks the values of bert.embeddings.position_ids"):
+        asyncpipe.load(tmp_path / "meta", weights=tmp_path / "real.safetensors")
 
 
 @pytest.mark.parametrize(
