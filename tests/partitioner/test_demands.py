@@ -214,7 +214,7 @@ def test_modules_kept_together_are_not_glued_to_those_before_them() -> None:
             2,
             ("act",),
             (),
-            r"\(test_demands.py:\d+\) and count_1 \(test_demands.py:\d+\) must stay together \(one ",
+            r"\(\S+py:\d+\) and count_1 \(test_demands.py:\d+\) must stay together \(one ",
         ),
         (
             "gpt2",
