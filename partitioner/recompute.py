@@ -131,7 +131,8 @@ class Recomputation:
             sending = _whole(self.prices.sending_ms(node))
             cut.add_edge(node, unit if can_make else "end", capacity=sending)
             if can_make and unit not in seen:
-                cut.add_edge(unit, "end", capacity=_whole(self._work_ms(unit)))
+                # One more than it takes: what costs the same is sent.
+                cut.add_edge(unit, "end", capacity=_whole(self._work_ms(unit)) + 1)
                 for name in unit.parameters:
                     holding = _whole(self.prices.holding_ms(self._tensors[name]))
                     cut.add_edge(unit, name)
@@ -191,7 +192,7 @@ class Recomputation:
             made |= self._ways[source]
         if len(made.units) > _LONGEST_RECOMPUTATION or made.received & {*unit.nodes}:
             return sent
-        return made if self._ms(made) <= self._ms(sent) else sent
+        return made if self._ms(made) < self._ms(sent) else sent
 
     def _ms(self, way: _Way) -> float:
         return (

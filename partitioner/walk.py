@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils import _pytree as pytree
 
 from .capture import Capture, IfTraining, LocalDevice, Size, run
+from .capture.graph import is_external
 from .capture.interpret import sizes_of
 from .capture.structure import map_leaves, tensors_in
 from .capture.targets import runnable
@@ -81,7 +82,8 @@ class Walk:
     def _run(self, inputs: Mapping[str, Tensor]) -> None:
         run(self.capture, inputs, training=True, env=self._values, around=self._visit)
         for node in self._values:
-            self.costs.setdefault(node.name, NodeCost())  # It is done in evaluation only.
+            if not is_external(node):
+                self.costs.setdefault(node.name, NodeCost())  # It is done in evaluation only.
 
     def _visit(self, node: fx.Node, thunk: Callable[[], Any]) -> Any:
         """Makes the call on tensors without data and notes what it costs on real ones."""

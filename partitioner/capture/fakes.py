@@ -202,7 +202,8 @@ class FakeWorld:
                 tensors[name] = fake
             yield
         finally:
-            self.env.top, self.env.is_open = None, False
+            # torch's caches keep the env, which must not keep the trace.
+            self.env.top, self.env.decide, self.env.is_open = None, None, False
             for tensors, name, real, _ in self._swaps:
                 tensors[name] = real
             for attributes, old in before:

@@ -52,6 +52,7 @@ def unchanged_attributes(model: nn.Module) -> Iterator[None]:
     changeable: list[MutableMapping[Any, Any]] = [
         mutable
         for module in model.modules()
+        if not isinstance(module, torch.jit.ScriptModule)
         for mutable in (
             module.__dict__, module._buffers, module._forward_hooks, module._forward_pre_hooks,
         )

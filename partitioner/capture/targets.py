@@ -159,7 +159,9 @@ def _attention_result(
 
 def _linear_result(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Shape, dtype and gradient of a product with a weight, without unfolding it."""
-    if torch.is_autocast_enabled(input.device.type) or weight.dim() != 2:
+    is_plain = weight.dim() == 2 and input.dtype == weight.dtype
+    fits = is_plain and input.shape[-1] == weight.shape[1]
+    if not fits or torch.is_autocast_enabled(input.device.type):
         return F.linear(input, weight, bias)
     given = [weight, input] if bias is None else [weight, bias, input]
     made_from = next((tensor for tensor in given if tensor.requires_grad), weight)

@@ -73,7 +73,9 @@ def find_capture(request: Request, method: str) -> Capture:
 
 
 def _other_ways(error: CaptureError, method: str) -> list[Callable[[Request], Capture]]:
-    if method == "tracer" or not isinstance(error, UnseenError):
+    if not isinstance(error, (UnseenError, PinnedSizeError)):
+        return []  # It is seen, and no graph can hold it.
+    if method == "tracer" or isinstance(error, PinnedSizeError):
         return [_by_leaves]
     if isinstance(error, ValuesError):
         return [_by_leaves, _by_dynamo]
