@@ -87,16 +87,21 @@ class Recomputation:
         return self._ways[node].received
 
     def choose(
-        self, wanted: Iterable[fx.Node], at_hand: Collection[fx.Node], fixed: Collection[fx.Node]
+        self,
+        wanted: Iterable[fx.Node],
+        at_hand: Collection[fx.Node],
+        fixed: Collection[fx.Node],
+        own: Collection[fx.Node],
     ) -> tuple[set[fx.Node], set[fx.Node]]:
         """What a stage receives, and what it computes again, to have the `wanted` values.
 
-        The stage has the values `at_hand`; those of `fixed` can only be sent. The choice is the
+        The stage has the values `at_hand`; those of `fixed` can only be sent, and its `own` can
+        only be made. The choice is the
         best one for all values together: a minimum cut.
         """
         pending = [node for node in wanted if node.op != "get_attr" and node not in at_hand]
         received, computed = set[fx.Node](), set[fx.Node]()
-        made = self._cut(pending, at_hand, fixed)
+        made = self._cut(pending, at_hand, fixed, own)
         while pending:
             node = pending.pop()
             if node in received or node in computed:
@@ -109,7 +114,11 @@ class Recomputation:
         return received, computed
 
     def _cut(
-        self, wanted: Iterable[fx.Node], at_hand: Collection[fx.Node], fixed: Collection[fx.Node]
+        self,
+        wanted: Iterable[fx.Node],
+        at_hand: Collection[fx.Node],
+        fixed: Collection[fx.Node],
+        own: Collection[fx.Node],
     ) -> set[_Unit]:
         """The units that are made again at the least cost.
 
@@ -128,7 +137,7 @@ class Recomputation:
                 continue
             unit = self._unit_of[node]
             can_make = unit in self._makeable and node not in fixed
-            sending = _whole(self.prices.sending_ms(node))
+            sending = _NEVER if node in own else _whole(self.prices.sending_ms(node))
             cut.add_edge(node, unit if can_make else "end", capacity=sending)
             if can_make and unit not in seen:
                 # One more than it takes: what costs the same is sent.
@@ -192,7 +201,7 @@ class Recomputation:
             made |= self._ways[source]
         if len(made.units) > _LONGEST_RECOMPUTATION or made.received & {*unit.nodes}:
             return sent
-        return made if self._ms(made) < self._ms(sent) else sent
+        return made if self._ms(made) <= self._ms(sent) else sent
 
     def _ms(self, way: _Way) -> float:
         return (

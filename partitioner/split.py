@@ -112,7 +112,8 @@ def _stages(
             members[stage].update(together)
             needed += [source for other in together for source in other.all_input_nodes]
         outside = [node for node in from_outside if node not in members[stage]]
-        received[stage], computed = again.choose(outside, members[stage], fixed)
+        own = {node for node, home in homes.items() if home == stage} - {*fixed}
+        received[stage], computed = again.choose(outside, members[stage], fixed, own)
         members[stage] |= computed
         if (missing := _input_for_sizes(capture, members[stage], received[stage])) is not None:
             received[stage].add(missing)

@@ -161,7 +161,7 @@ class _Separation:
             source = self._latest(family, before, entry, start)
             call: Call = ("call_method", "clone", (source,), {})
             with self._graph.inserting_before(version.at):
-                version.tensors[entry] = self._add(call, source, first, stage, storages)
+                version.tensors[entry] = self._add(call, source, entry, first, stage, storages)
             version.tensors[entry].meta["regions"] = ()
         return version
 
@@ -189,6 +189,7 @@ class _Separation:
                 made = self._add(
                     view_again(tensor, source),
                     self._new[tensor],
+                    tensor,
                     family.touching[version.start],
                     version.stage,
                     version.storages,
@@ -236,7 +237,8 @@ class _Separation:
             value = self._latest(family, version, tensor, family.settled + 1)
         call: Call = ("call_method", "clone", (value,), {})
         with self._graph.inserting_after(self._new[self._outermost(beside)[0][-1]]):
-            copied = self._add(call, value, beside, self._old_stage[beside], storages)
+            stage = self._old_stage[beside]
+            copied = self._add(call, value, tensor, beside, stage, storages)
         copied.meta["regions"] = ()
         if tensor.op == "get_attr":
             copied.meta["hint"] = str(tensor.target).rpartition(".")[2]
@@ -261,18 +263,20 @@ class _Separation:
         self,
         call: Call,
         like: fx.Node,
+        of: fx.Node,
         beside: fx.Node,
         stage: int,
         storages: Mapping[int, int],
     ) -> fx.Node:
-        """A node of the value of another, where the model's code has a third."""
+        """A node of the value of another, where the model's code has a third, in the memory that
+        stands for that `of` a tensor of the given capture."""
         node = self._graph.create_node(*call)
         nodes, depth = self._outermost(beside)
         node.meta.update(
             like.meta,
             calls=beside.meta["calls"][:depth],
             source=beside.meta["source"] if nodes == [beside] else None,
-            storages=frozenset(storages.get(number, number) for number in like.meta["storages"]),
+            storages=frozenset(storages.get(number, number) for number in of.meta["storages"]),
             mutates=frozenset(),
             touches=frozenset(),
             random=False,
