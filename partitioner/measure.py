@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.module_tracker import ModuleTracker
 
 from .capture.structure import tensors_in
 from .clock import clock_ms
@@ -121,7 +122,9 @@ class _Bench:
             saved[_storage(tensor)] = tensor
             return tensor
 
-        with FlopCounterMode(display=False) as flops:
+        counter = FlopCounterMode(display=False)
+        counter.mod_tracker = _NoModules()
+        with counter as flops:
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
                 result = self.operation.call(self.module, given)
             forward_flops = flops.get_total_flops()
@@ -178,6 +181,16 @@ class _Bench:
                 self.gradients[id(parameter)].add_(gradient)
             else:
                 self.gradients[id(parameter)] = gradient
+
+
+class _NoModules(ModuleTracker):
+    """Sets no hooks: they fail inside an autograd function that calls modules."""
+
+    def __enter__(self) -> _NoModules:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        pass
 
 
 def _seeds(outputs: list[Tensor]) -> list[tuple[Tensor, Tensor]]:

@@ -64,7 +64,7 @@ def write_constant(value: Any) -> Code:
         case complex():
             return Code(repr(value))
     raise PlanError(
-        f"cannot write {value!r} ({type(value).__name__}) as an argument in generated code.",
+        f"cannot write {_short(value)} ({type(value).__name__}) as an argument in generated code.",
         "Keep the module that uses it as one node: --leaf CLASS",
     )
 
@@ -78,3 +78,8 @@ def _quoted(text: str) -> str:
     if quoted.startswith("'") and '"' not in text:
         return f'"{quoted[1:-1]}"'.replace("\\'", "'")
     return quoted
+
+
+def _short(value: Any) -> str:
+    first, *more = repr(value).split("\n")
+    return f"{first[:60]}.." if more or len(first) > 60 else first
