@@ -14,9 +14,12 @@ from asyncpipe.partitioner.cost import LOCALHOST
 from asyncpipe.partitioner.generate import CODES, generate
 from asyncpipe.partitioner.graph import build_graph, stage_of_nodes
 from asyncpipe.partitioner.models import load_model
+from asyncpipe.partitioner.prices import Prices
 from asyncpipe.partitioner.profiler import profile_analytic
+from asyncpipe.partitioner.recompute import Recomputation
 from asyncpipe.partitioner.solve import solve
 from asyncpipe.partitioner.split import StageGraph, split
+from asyncpipe.partitioner.ssa import separated
 from asyncpipe.tests.partitioner.chain import HEADER
 from asyncpipe.tests.partitioner.test_generate_models import tool
 
@@ -26,9 +29,13 @@ def planned(name: str, stages: int) -> tuple[Capture, tuple[StageGraph, ...]]:
     """A published model on meta, cut as the command does."""
     source = load_model(name, meta=True)
     captured = capture(source.model, source.example_inputs, check=False)
-    graph = build_graph(captured, profile_analytic(captured, source.example_inputs))
+    profile = profile_analytic(captured, source.example_inputs)
+    again = Recomputation(captured, Prices.of(profile))
+    graph = build_graph(captured, profile, again=again)
     solution = solve(graph, stages=stages, link=LOCALHOST)
-    return captured, split(captured, stage_of_nodes(captured, graph, solution.stage_of))
+    placed = stage_of_nodes(captured, graph, solution.stage_of, again)
+    captured, placed = separated(captured, placed)
+    return captured, split(captured, placed, Recomputation(captured, Prices.of(profile)))
 
 
 def lines_of(files: dict[str, str]) -> list[int]:
