@@ -54,6 +54,17 @@ class Problem:
             found.append(distinct[key])
         return tuple(found)
 
+    @cached_property
+    def like(self) -> tuple[int, ...]:
+        """For each position, the first one at which every stage has the same score."""
+        setting = self.setting
+        simple = setting.is_asynchronous and not setting.is_limited and setting.recompute == "none"
+        first: dict[object, int] = {}
+        return tuple(
+            first.setdefault((id(seen), device.pays_transfers, simple or position), position)
+            for position, (seen, device) in enumerate(zip(self.seen, setting.devices, strict=True))
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:

@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from . import chain, uniform
+from . import chain, exact, uniform
 from .method import Method
 
 METHODS: Mapping[str, Method] = MappingProxyType(
-    {"auto": chain.place, "chain": chain.place, "uniform": uniform.place}
+    {
+        "auto": exact.place,
+        "exact": exact.place,
+        "chain": chain.place,
+        "uniform": uniform.place,
+    }
 )
 
 __all__ = ["METHODS", "Method"]
