@@ -23,9 +23,9 @@ from ..cost import Ints
 from ..evaluate import evaluate
 from ..problem import Placement, Problem
 from . import chain
-from .bounds import simple_bound_ms
+from .bounds import more_than_any_ms, simple_bound_ms
 from .downsets import Downsets, find_downsets
-from .reduce import Reduced, contracted, reduce
+from .reduce import contracted, reduce
 from .search import Found, Walk, in_order, num_pairs, search, windows
 
 MOST_DOWNSETS = 400_000
@@ -59,11 +59,16 @@ def place(problem: Problem) -> Placement:
 
 
 def _improved(
-    problem: Problem, stage_of: Sequence[int] | None, score_ms: float, bound_ms: float
+    problem: Problem,
+    stage_of: Sequence[int] | None,
+    score_ms: float,
+    bound_ms: float,
+    *,
+    join_idle: bool = True,
 ) -> tuple[Sequence[int] | None, float]:
     """The optimal stages and the bound, from a plan with this score or from none."""
-    limit_ms = min(score_ms, _more_than_any_ms(problem))
-    reduced = reduce(problem, limit_ms)
+    limit_ms = min(score_ms, more_than_any_ms(problem))
+    reduced = reduce(problem, limit_ms, join_idle=join_idle)
     walk = in_order(reduced.problem)
     downsets = find_downsets(
         reduced.problem.costs,
@@ -76,19 +81,27 @@ def _improved(
     found, bound_ms = rising_search(reduced.problem, walk, downsets, bound_ms, limit_ms)
     if found is None:
         return stage_of, bound_ms
-    if found.score_ms == np.inf:
-        return stage_of, np.inf if stage_of is None else score_ms
-    if reduced.joined_idle:
-        bound_ms = min(bound_ms, _with_idle_stages_ms(reduced.problem, walk, downsets, found))
-    return _expanded(reduced, found), bound_ms
+    if found.score_ms < np.inf:
+        stage_of, score_ms = reduced.stage_of([items for _, items in found.stages]), found.score_ms
+    if not reduced.joined_idle:
+        return stage_of, score_ms
+    bound_ms = min(score_ms, _with_idle_stages_ms(reduced.problem, walk, downsets, found, limit_ms))
+    if bound_ms >= score_ms * (1 - _ROUNDING):
+        return stage_of, score_ms
+    return _improved(problem, stage_of, score_ms, bound_ms, join_idle=False)
 
 
-def _with_idle_stages_ms(problem: Problem, walk: Walk, downsets: Downsets, found: Found) -> float:
-    """A bound for plans in which some stage holds nothing but groups that have joined others."""
-    if len(set(problem.like)) == 1:
+def _with_idle_stages_ms(
+    problem: Problem, walk: Walk, downsets: Downsets, found: Found, limit_ms: float
+) -> float:
+    """A bound, or the limit, for plans in which some stage holds nothing but groups that have
+    joined others."""
+    if len(set(problem.like)) == 1 and found.score_ms < np.inf:
+        # Stages without groups may as well be the last.
         return found.fewer_ms
-    less_ms = found.score_ms * (1 - _ROUNDING)
-    return search(problem, walk, downsets, less_ms, may_be_empty=True).score_ms
+    less_ms = min(limit_ms, found.score_ms) * (1 - _ROUNDING)
+    loose = search(problem, walk, downsets, less_ms, may_be_empty=True)
+    return min(loose.score_ms, limit_ms)
 
 
 def rising_search(
@@ -143,25 +156,6 @@ def _score_ms(problem: Problem, stage_of: Sequence[int] | None) -> float:
     if stage_of is None:
         return float(np.inf)
     return evaluate(problem, Placement(tuple(stage_of))).score_ms
-
-
-def _more_than_any_ms(problem: Problem) -> float:
-    """What no plan's score exceeds: everything is done and sent by every stage, in turn."""
-    most = max(
-        float(
-            (2 * seen.work_ms).sum() + seen.send_ms.sum() + seen.receive_ms.sum() * len(seen.groups)
-        )
-        for seen in problem.seen
-    )
-    return (2 * problem.setting.rounds + 3) * most * (1 + _ROUNDING)
-
-
-def _expanded(reduced: Reduced, found: Found) -> tuple[int, ...]:
-    """The stage of every group of the problem that was reduced."""
-    stage_of = np.zeros(int(reduced.item_of.max()) + 1, dtype=np.int64)
-    for stage, (_, items) in enumerate(found.stages):
-        stage_of[items] = stage
-    return tuple(stage_of[reduced.item_of].tolist())
 
 
 def _tidied(problem: Problem, stage_of: Sequence[int], limit_ms: float) -> tuple[int, ...]:

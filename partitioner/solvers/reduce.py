@@ -14,7 +14,7 @@ Only what cannot change the optimum is done, and each step is recorded:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import networkx as nx
@@ -36,8 +36,15 @@ class Reduced:
     joined_dear: int = 0
     dropped_memory: bool = False
 
+    def stage_of(self, stages: Sequence[Ints]) -> tuple[int, ...]:
+        """The stage of every group of the larger problem, from the items of each stage."""
+        at = np.zeros(int(self.item_of.max()) + 1, dtype=np.int64)
+        for stage, items in enumerate(stages):
+            at[items] = stage
+        return tuple(at[self.item_of].tolist())
 
-def reduce(problem: Problem, limit_ms: float) -> Reduced:
+
+def reduce(problem: Problem, limit_ms: float, *, join_idle: bool = True) -> Reduced:
     """Reductions that keep every plan whose score is within the limit, or one as good."""
     free_of_memory = _without_memory(problem)
     dropped = free_of_memory is not problem
@@ -53,7 +60,7 @@ def reduce(problem: Problem, limit_ms: float) -> Reduced:
         items, item_of = _fused(items, item_of, _dear_pairs(problem, item_of, limit_ms))
         dear += size - len(items)
         joined = 0
-        if not problem.setting.is_limited:
+        if join_idle and not problem.setting.is_limited:
             joined = _join_idle(items, item_of, problem)
             idle += joined
         if not joined or len(items) == size:
@@ -122,7 +129,10 @@ def _without_memory(problem: Problem) -> Problem:
     if not setting.is_limited:
         return problem
     everything = StageSums(
-        *(np.zeros(1) for _ in range(4)),
+        forward_ms=np.zeros(1),
+        backward_ms=np.zeros(1),
+        send_ms=np.zeros(1),
+        receive_ms=np.zeros(1),
         param_bytes=np.array([sum(held.num_bytes for held in costs.parameters)]),
         buffer_bytes=np.array([costs.buffer_bytes.sum()]),
         saved_bytes=np.array([sum(held.num_bytes for held in costs.saved)]),
@@ -147,12 +157,11 @@ def _dear_pairs(problem: Problem, item_of: Ints, limit_ms: float) -> list[tuple[
         return []
     most_ms = limit_ms / setting.rounds * (1 + _ROUNDING)
     count = int(item_of.max()) + 1
-    work = [np.bincount(item_of, seen.work_ms, minlength=count) for seen in distinct.values()]
-    if setting.overlap:
-        work = [np.zeros(count)]
     sending = np.min([seen.send_ms for seen in distinct.values()], axis=0)
     receiving = np.min([seen.receive_ms for seen in distinct.values()], axis=0)
-    least = np.min(work, axis=0)
+    least = np.zeros(count)
+    if not setting.overlap:
+        least = np.bincount(item_of, problem.least_work_ms, minlength=count).astype(np.float64)
     pairs = []
     for index, value in enumerate(problem.costs.values):
         owner = int(item_of[value.owner])
