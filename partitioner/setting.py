@@ -54,7 +54,8 @@ class Setting:
     `links[j]` joins ranks j and j + 1; None means the link of the costs everywhere.
     `optimizer_copies` are further copies of the parameters (Adam: 2); with `stash` every weight
     version in flight is kept. With `overlap` the transfers of one micro-batch go on while another
-    one is computed.
+    one is computed. `replicas` equal pipelines share the micro-batches; `exchange[j]` joins the
+    replicas of rank j, which sum their gradients over it once a step.
     """
 
     devices: tuple[Device, ...]
@@ -65,6 +66,8 @@ class Setting:
     optimizer_copies: int = 2
     stash: bool = False
     overlap: bool = False
+    replicas: int = 1
+    exchange: tuple[Link, ...] | None = None
 
     @property
     def stages(self) -> int:
@@ -79,14 +82,19 @@ class Setting:
         """Whether some device's memory has an end, so that memory can decide."""
         return any(device.memory_bytes < math.inf for device in self.devices)
 
+    @property
+    def shared_micro_batches(self) -> int:
+        """Micro-batches of a step that one of the replicas takes, the most."""
+        return -(-self.micro_batches // self.replicas)
+
     def in_flight(self, position: int) -> int:
         """The most micro-batches whose forward is done and backward is not, at that position."""
         if self.schedule in ("seq", "single"):
             return 1
         if self.schedule == "gpipe":
-            return self.micro_batches
+            return self.shared_micro_batches
         depth = max(1, self.stages - position)
-        return depth if self.is_asynchronous else min(depth, self.micro_batches)
+        return depth if self.is_asynchronous else min(depth, self.shared_micro_batches)
 
     def versions(self, position: int) -> int:
         """Weight versions kept beside the live one."""
@@ -135,7 +143,10 @@ class Setting:
         work_ms = sums.work_ms + np.where(again, sums.forward_ms, 0.0)
         if not self.devices[position].pays_transfers:
             return work_ms
-        return np.maximum(work_ms, sums.talk_ms) if self.overlap else work_ms + sums.talk_ms
+        busy_ms = np.maximum(work_ms, sums.talk_ms) if self.overlap else work_ms + sums.talk_ms
+        if self.replicas == 1 or not self.exchange:
+            return busy_ms
+        return busy_ms + self.exchange_ms(self.exchange[position], sums.param_bytes, self.replicas)
 
     def load_ms(self, position: int, sums: StageSums) -> Floats:
         """The same, and inf where the stage does not fit."""
@@ -150,16 +161,15 @@ class Setting:
         )
         return np.where(peak_bytes <= self.devices[position].memory_bytes, load_ms, np.inf)
 
-    def exchange_ms(self, link: Link, param_bytes: float, replicas: int) -> float:
+    def exchange_ms(self, link: Link, param_bytes: Floats, replicas: int) -> Floats:
         """What summing the gradients of a replicated stage takes of every micro-batch: one ring
         all-reduce a step (Patarasuk, Yuan: "Bandwidth optimal all-reduce", 2009)."""
-        if replicas == 1:
-            return 0.0
-        once_ms = link.transfer_ms(param_bytes / replicas)
-        return 2 * (replicas - 1) * once_ms / self.micro_batches
+        once_ms = link.latency_ms + 1e3 * (param_bytes / replicas) / link.bytes_per_s
+        return np.where(param_bytes, 2 * (replicas - 1) * once_ms / self.micro_batches, 0.0)
 
     def seen_at(self, costs: Costs, position: int) -> Costs:
-        """The costs as the rank at `position` sees them: its device's times, its links."""
+        """The costs as the rank at `position` sees them: its device's times, its links, and of
+        every micro-batch only the share of one replica."""
         device = self.devices[position]
         if device.kind is not None and device.kind in costs.times_on:
             forward_ms, backward_ms = costs.times_on[device.kind]
@@ -170,7 +180,10 @@ class Setting:
                 forward_ms=costs.forward_ms / device.speed,
                 backward_ms=costs.backward_ms / device.speed,
             )
-        if not self.links:
+        if self.links:
+            left, right = max(position - 1, 0), min(position, len(self.links) - 1)
+            costs = seen_over(costs, self.links[left], self.links[right])
+        if self.replicas == 1:
             return costs
-        left, right = max(position - 1, 0), min(position, len(self.links) - 1)
-        return seen_over(costs, self.links[left], self.links[right])
+        times = ("forward_ms", "backward_ms", "send_ms", "receive_ms")
+        return replace(costs, **{name: getattr(costs, name) / self.replicas for name in times})
