@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import product
 from typing import Any
 
 from ..runtime.errors import PlanError
@@ -43,6 +45,37 @@ class Cluster:
         return tuple(dict.fromkeys(device.host for device in self.devices))
 
     @cached_property
+    def kinds(self) -> tuple[tuple[object, ...], ...]:
+        """What two devices have in common that may change places: their host first."""
+        return tuple(
+            (device.host, device.kind, device.speed, device.memory_bytes, device.pays_transfers)
+            for device in self.devices
+        )
+
+    @cached_property
+    def alike_hosts(self) -> Mapping[str, str]:
+        """For each host the first one with the same devices and the same links to all others."""
+        first: dict[str, str] = {}
+        for host in self.hosts:
+            earlier = dict.fromkeys(first.values())
+            first[host] = next((one for one in earlier if self._are_alike(host, one)), host)
+        return first
+
+    def _are_alike(self, host: str, other: str) -> bool:
+        content = [
+            Counter(kind[1:] for kind in self.kinds if kind[0] == one) for one in (host, other)
+        ]
+        return (
+            content[0] == content[1]
+            and self.link_of_hosts(host, host) == self.link_of_hosts(other, other)
+            and all(
+                self.link_of_hosts(host, third) == self.link_of_hosts(other, third)
+                for third in self.hosts
+                if third not in (host, other)
+            )
+        )
+
+    @cached_property
     def slowest_link(self) -> Link:
         """The one with the least bandwidth of all that join two of the devices."""
         pairs = {(a, b) for a in range(len(self.devices)) for b in range(a)}
@@ -64,10 +97,12 @@ class Cluster:
         return replace(found, overlap=self.overlap)
 
     def setting(self, columns: Sequence[Sequence[int]], **how: Any) -> Setting:
-        """Stage j on the devices `columns[j]`, each in the pipeline of its place in the column.
+        """Stage j on the devices `columns[j]`, its replicas.
 
         A column counts as its slowest device with the least memory, and the link between two
-        columns is the slowest that any pipeline has there. `how` are the other fields of Setting.
+        columns is the slowest that is used: columns of one length are pipelines side by side,
+        of others every device of one talks with every device of the next. `how` are the other
+        fields of Setting.
         """
         members = [[self.devices[index] for index in column] for column in columns]
         return Setting(
@@ -79,7 +114,7 @@ class Cluster:
                 for column in members
             ),
             links=tuple(
-                _slowest([self.link(a, b) for a, b in zip(left, right, strict=True)])
+                _slowest([self.link(a, b) for a, b in _used_pairs(left, right)])
                 for left, right in zip(columns, columns[1:], strict=False)
             )
             or None,
@@ -87,7 +122,7 @@ class Cluster:
                 _slowest([self.link(a, b) for a, b in zip(column, column[1:], strict=False)])
                 for column in columns
             ),
-            replicas=len(columns[0]),
+            replicas=tuple(len(column) for column in columns),
             overlap=self.overlap,
             **how,
         )
@@ -105,6 +140,12 @@ def cluster_of_hosts(text: str, memory_bytes: float = math.inf) -> Cluster:
             raise PlanError(f"--hosts {text}: {host} is named twice.", HOSTS_CURE)
         devices += [Device(memory_bytes=memory_bytes, host=host)] * count
     return Cluster(tuple(devices))
+
+
+def _used_pairs(left: Sequence[int], right: Sequence[int]) -> list[tuple[int, int]]:
+    if len(left) == len(right):
+        return list(zip(left, right, strict=True))
+    return list(product(left, right))
 
 
 def _slowest(links: Sequence[Link]) -> Link:

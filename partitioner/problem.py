@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from .cost import Bools, Costs
+import numpy as np
+
+from .cost import Bools, Costs, Floats
 from .setting import Setting
 
 
@@ -33,14 +35,20 @@ class Problem:
         return self.setting.stages
 
     @cached_property
+    def least_work_ms(self) -> Floats:
+        """Forward and backward of every group on the rank that is fastest at it."""
+        least_ms: Floats = np.minimum.reduce([seen.work_ms for seen in self.seen])
+        return least_ms
+
+    @cached_property
     def seen(self) -> tuple[Costs, ...]:
         """The costs as each position sees them; equal positions share one object."""
         distinct: dict[object, Costs] = {}
         setting = self.setting
         found = []
         for position, device in enumerate(setting.devices):
-            links = setting.links or ()
-            key = (device.kind, device.speed, links[max(position - 1, 0) : position + 1])
+            joins = (setting.links or ())[max(position - 1, 0) : position + 1]
+            key = (device.kind, device.speed, setting.replicas_at(position), joins)
             if key not in distinct:
                 distinct[key] = setting.seen_at(self.costs, position)
             found.append(distinct[key])

@@ -41,7 +41,7 @@ def test_a_setting_has_the_devices_and_links_in_the_order_asked() -> None:
 
 def test_replicas_count_as_the_slowest_of_their_column() -> None:
     setting = read_cluster(EXAMPLE).setting([[0, 2], [1, 3]])
-    assert setting.replicas == 2
+    assert setting.replicas == (2, 2)
     assert [device.speed for device in setting.devices] == [0.55, 0.55]
     assert [device.memory_bytes / 2**30 for device in setting.devices] == [16, 16]
     assert setting.links == (Link(0.02, 12e9),)
