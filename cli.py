@@ -88,6 +88,10 @@ def partition_command(
     granularity: Literal["op", "module"] = "op",
     profile: Literal["measured", "analytic"] | None = None,
     threads: int | None = None,
+    device: str | None = None,
+    dtype: Literal["float32", "bfloat16"] = "float32",
+    calibrate: Annotated[bool, Parameter(negative=())] = False,
+    no_cache: Annotated[bool, Parameter(negative=())] = False,
     leaf: Annotated[list[str] | None, Parameter(negative=())] = None,
     cut_at: Annotated[list[str] | None, Parameter(negative=())] = None,
     keep_together: Annotated[list[str] | None, Parameter(negative=())] = None,
@@ -133,6 +137,15 @@ def partition_command(
         Costs measured on this machine, or predicted from FLOPs and bytes (the default on meta).
     threads
         Threads while measuring; by default what each rank will have.
+    device
+        Whose costs: cpu or cuda of this machine, or a device that is not here (a100-80g, h100,
+        rtx2080ti, v100-16g, .., or a file.toml that describes it), which is predicted.
+    dtype
+        Of the profile: float32, or bfloat16 under torch's autocast.
+    calibrate
+        Fit a predicted profile to a few operations measured here.
+    no_cache
+        Measure anew what was measured before on this machine.
     leaf
         The name of a module class that is kept as one operation.
     cut_at
@@ -174,9 +187,14 @@ def partition_command(
         "meta": meta,
         "profile": profile,
         "threads": threads,
+        "device": device,
+        "dtype": dtype,
+        "calibrate": calibrate,
+        "no_cache": no_cache,
         "leaves": leaf or (),
         "capture": capture,
         "on_tick": ticks.tick,
+        "on_progress": ticks.progress,
     }
     if stop_after in ("capture", "profile"):
         with ticks:
@@ -402,7 +420,7 @@ def _usage(text: str) -> Exception:
 
 def _command_line(name: str) -> str:
     """The command that made a plan, without what does not change it."""
-    dropped = {"--force", "--json", "--quiet", "-q", "--verbose", "-v"}
+    dropped = {"--force", "--json", "--no-cache", "--quiet", "-q", "--verbose", "-v"}
     tokens = [portable(token) for token in sys.argv[1:] if token not in dropped]
     return shlex.join([name, *tokens])
 

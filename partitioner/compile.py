@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import shlex
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -35,13 +34,13 @@ from .generate import (
 from .graph import build_graph, stage_of_nodes, with_copies
 from .models import Source, load_model, name_inputs
 from .prices import Prices
-from .profiler import Profile, profile_analytic
-from .profiler import profile as profile_measured
+from .profiling import ProfileOptions, profile_capture
 from .recompute import Recomputation
 from .solve import check_choice, solve
 from .split import StageGraph, crossing_if_sent, homes_of, split
 from .ssa import separated
 from .verify import verify
+from .walk import OnProgress
 
 
 class OnTick(Protocol):
@@ -142,6 +141,10 @@ def partition_source(
     granularity: str = "op",
     profile: str | None = None,
     threads: int | None = None,
+    device: str | None = None,
+    dtype: str = "float32",
+    calibrate: bool = False,
+    no_cache: bool = False,
     leaves: Collection[str] = (),
     cut_at: Sequence[str] = (),
     keep_together: Sequence[str] = (),
@@ -152,18 +155,21 @@ def partition_source(
     force: bool = False,
     command: str = "",
     on_tick: OnTick | None = None,
+    on_progress: OnProgress | None = None,
 ) -> Plan:
     """Captures, profiles, plans, generates and verifies; writes `output` whole or not at all.
 
     `output` defaults to `generated_models/<name>_<stages>p`. A boundary is before each module or
     operation that `cut_at` names; the operations of each module that `keep_together` names are
     in one stage. `code` is "structured" or "flat". With `stop_after="plan"` the plan is returned
-    and nothing is written.
+    and nothing is written. `profile`, `threads`, `device`, `dtype`, `calibrate` and `no_cache` are
+    those of `ProfileOptions`.
     Raises CaptureError, PlanError or ModelError, each with a cure.
     """
     check_choice("code", code, CODES)
     if stop_after is not None:
         check_choice("stop_after", stop_after, ("plan",))
+    how = ProfileOptions(profile, device, dtype, threads, calibrate, no_cache, on_progress)
     tick = Clock(on_tick)
     folder = Path(output or Path("generated_models") / f"{source.name}_{stages}p")
     on_meta = any(parameter.is_meta for parameter in source.model.parameters())
@@ -178,7 +184,7 @@ def partition_source(
     demands = find_demands(captured, cut_at, keep_together, stages)
     tick("capture", describe_capture(captured), "profile")
 
-    measured = profile_capture(captured, profile, threads, stages)
+    measured = profile_capture(captured, how, stages)
     tick("profile", measured.summary, "plan")
 
     prices = Prices.of(measured, LOCALHOST)
@@ -250,19 +256,6 @@ def graph_hash(captured: Capture) -> str:
     state = captured.model.state_dict()
     shapes = "".join(f"{name}{tuple(tensor.shape)}" for name, tensor in state.items())
     return hashlib.sha256(f"{captured.graph}{shapes}".encode()).hexdigest()
-
-
-def profile_capture(
-    captured: Capture, kind: str | None, threads: int | None, stages: int
-) -> Profile:
-    """Measured or analytic costs, analytic by default on meta."""
-    on_meta = any(parameter.is_meta for parameter in captured.model.parameters())
-    if (kind or ("analytic" if on_meta else "measured")) == "analytic":
-        return profile_analytic(captured, captured.arguments.tensors)
-    cores = os.cpu_count() or 1
-    return profile_measured(
-        captured, captured.arguments.tensors, threads=threads or max(1, cores // stages)
-    )
 
 
 def _texts(
