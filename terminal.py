@@ -132,7 +132,7 @@ def print_facts(console: Console, plan: Plan) -> None:
         f"{plan.lower_bound_ms:.1f} ms; an even split of the blocks has "
         f"{plan.even_split_ms:.1f} ms{slower}",
         describe_forecast(plan),
-        *(f"note    {note}" for note in plan.notes),
+        *(f"note    {note}" for note in (*plan.notes, *plan.explanation)),
     )
     for line in lines:
         console.print(escape(line), soft_wrap=True)

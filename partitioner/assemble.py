@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import networkx as nx
 from torch import fx
 
 from ..runtime.errors import PlanError
-from ..runtime.plan import Boundary, Plan, SharedParameter, StageSpec, TensorSpec
+from ..runtime.plan import (
+    Boundary,
+    Plan,
+    RankSpec,
+    Setting,
+    SharedParameter,
+    StageSpec,
+    TensorSpec,
+)
 from ..runtime.structure import described, names_in
 from .capture import Capture, IfTraining, ModuleCall, Size
-from .cost import stage_memory
 from .profiler import Profile
 from .solve import Solution
 from .split import StageGraph, StageTensors, stage_tensors, unused_tensors
@@ -24,7 +31,6 @@ def assemble(
     capture: Capture,
     stage_graphs: Sequence[StageGraph],
     profile: Profile,
-    graph: nx.DiGraph,
     solution: Solution,
     *,
     name: str,
@@ -39,7 +45,6 @@ def assemble(
 
     `model`, `model_args`, `command`, `criterion` and `weights` are written into it as given.
     `if_sent` are the values that would cross if no stage made any again, with their readers.
-    Peak bytes count Adam's state and, on stage j of p, p - j micro-batches in flight.
     """
     tensors = [stage_tensors(capture, stage) for stage in stage_graphs]
     boundaries = _boundaries(capture, stage_graphs)
@@ -60,7 +65,7 @@ def assemble(
         loss=_loss(outputs, (*crossing, *returned)),
         criterion=criterion,
         stages=tuple(
-            _stage(stage, held, profile, graph, solution, boundaries, modules)
+            _stage(stage, held, profile, solution, boundaries, modules)
             for stage, held, modules in zip(
                 stage_graphs, tensors, _module_labels(capture, stage_graphs), strict=True
             )
@@ -71,12 +76,17 @@ def assemble(
         lower_bound_ms=solution.lower_bound_ms,
         even_split_ms=solution.even_split_ms,
         optimal=solution.optimal,
+        setting=_setting(solution),
         profile=profile.facts,
         hashes={},
         weights=weights,
         state_keys=tuple(capture.model.state_dict()),
         unused=unused_tensors(capture, stage_graphs),
-        notes=(*capture.notes, *solution.explanation),
+        notes=capture.notes,
+        explanation=solution.explanation,
+        even_split=tuple(
+            (load.forward_ms, load.backward_ms) for load in solution.even_split.stages
+        ),
         if_sent=all_sent if set(all_sent) != set(boundaries) else (),
     )
 
@@ -85,16 +95,13 @@ def _stage(
     stage: StageGraph,
     held: StageTensors,
     profile: Profile,
-    graph: nx.DiGraph,
     solution: Solution,
     boundaries: Sequence[Boundary],
     modules: tuple[str, ...],
 ) -> StageSpec:
     costs = [profile.nodes[node.name] for node in stage.nodes]
-    groups = [data for group, data in graph.nodes(data=True) if _is_on(solution, group, stage)]
-    param_bytes, activation_bytes, peak_bytes = stage_memory(
-        groups, in_flight=len(solution.loads) - stage.index
-    )
+    load = solution.loads[stage.index]
+    forward_ms = sum(cost.forward_ms for cost in costs)
     return StageSpec(
         index=stage.index,
         file=f"stage_{stage.index}.py",
@@ -105,18 +112,37 @@ def _stage(
         parameters=held.parameters,
         buffers=held.buffers,
         draws_random=any(node.meta.get("random", False) for node in stage.nodes),
-        forward_ms=sum(cost.forward_ms for cost in costs),
-        backward_ms=sum(cost.backward_ms for cost in costs),
-        param_bytes=param_bytes,
-        activation_bytes=activation_bytes,
-        peak_bytes=peak_bytes,
+        forward_ms=forward_ms,
+        backward_ms=sum(cost.backward_ms for cost in costs) + forward_ms * load.recomputes,
+        param_bytes=load.param_bytes,
+        activation_bytes=load.activation_bytes,
+        peak_bytes=load.peak_bytes,
         sends=tuple(boundary for boundary in boundaries if boundary.source == stage.index),
         receives=tuple(boundary for boundary in boundaries if stage.index in boundary.targets),
+        memory=load.memory,
+        in_flight=load.in_flight,
+        load_ms=load.load_ms,
+        recompute=load.recomputes,
+        ranks=solution.placement.ranks_of_stage[stage.index],
     )
 
 
-def _is_on(solution: Solution, group: str, stage: StageGraph) -> bool:
-    return solution.stage_of[group] == stage.index
+def _setting(solution: Solution) -> Setting:
+    setting = solution.setting
+    limits = [None if math.isinf(d.memory_bytes) else int(d.memory_bytes) for d in setting.devices]
+    return Setting(
+        schedule=setting.schedule,
+        micro_batches=setting.micro_batches,
+        recompute=setting.recompute,
+        stash=setting.stash,
+        memory_limit=min((limit for limit in limits if limit is not None), default=None),
+        ranks=tuple(
+            RankSpec(device.name, limit, device.host)
+            for device, limit in zip(setting.devices, limits, strict=True)
+        ),
+        step_ms=solution.bottleneck_ms * setting.micro_batches,
+        step_bound_ms=solution.lower_bound_ms * setting.micro_batches,
+    )
 
 
 def _boundaries(capture: Capture, stages: Sequence[StageGraph]) -> list[Boundary]:

@@ -206,7 +206,6 @@ def partition_source(
         captured,
         stage_graphs,
         with_copies(measured, captured),
-        graph,
         solution,
         name=source.name,
         model=portable(source.spec),

@@ -1,29 +1,26 @@
-"""A cost graph, a link and a placement -> what each stage computes, sends, receives and keeps.
+"""A cost graph and a link -> arrays over its groups, and sums of them over stages.
 
-Every planning method and every report uses the formulas of this module. Symbols: S is the set of
-groups of one stage; group v takes f_v and b_v ms forward and backward; value t is made by group
-o_t and read by the groups M_t; for one micro-batch
+A value is what a cut may have to carry: made by one group and read by others. What is held is
+counted once in a stage however many of its groups name it: parameters, and what forward saves for
+backward. For a stage with the set S of groups, value t made by group o_t and read by groups M_t,
+one micro-batch,
 
-    c_t      = latency + bytes_t / bandwidth              forward, and the same for its gradient
-    work(S)  = sum over v in S of f_v + b_v
-    talk(S)  = sum over t of c_t where o_t is in S and M_t is not within S
-             + sum over t of c_t where o_t is not in S and M_t meets S
-    load(S)  = work(S) + talk(S), or max(work(S), talk(S)) on a link that overlaps with computing
+    c_t         = latency + bytes_t / bandwidth              forward, and the same for its gradient
+    forward(S)  = sum of f_v over v in S                     and backward(S) likewise
+    send(S)     = sum over t of c_t where o_t is in S and M_t is not within S
+    receive(S)  = sum over t of c_t where o_t is not in S and M_t meets S
 
 This is the cost model of Tarnawski et al., "Efficient Algorithms for Device Placement of DNN
 Graph Operators" (NeurIPS 2020): a value is paid for once by the stage that makes it and once by
-each stage that reads it. A rank that sends and receives pays for both, one after the other.
-Memory of stage j of p, with W_j micro-batches in flight:
-
-    memory(S) = params x (1 + gradient + optimizer copies + stashed versions) + buffers
-              + W_j x saved + the largest single value
+each stage that reads it. What these sums mean for the time and memory of a rank is said in
+`setting.py`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -35,6 +32,7 @@ from ..runtime.errors import PlanError
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +61,8 @@ class Value:
     """A tensor that a cut may have to carry, in positions of `Costs.groups`.
 
     `owner` stands before all `readers` for an activation and after them for a gradient that is
-    a value of its own. `readers` is sorted and has neither doubles nor the owner.
+    a value of its own. `readers` is sorted and has neither doubles nor the owner. `known_ms` is
+    what a transfer takes where the graph gives times instead of bytes.
     """
 
     name: str
@@ -71,28 +70,55 @@ class Value:
     readers: tuple[int, ...]
     forward_bytes: float
     backward_bytes: float
-    transfer_ms: float
+    known_ms: float | None = None
 
     @property
     def span(self) -> tuple[int, int]:
         """First and last position that the value joins."""
         return min(self.owner, self.readers[0]), max(self.owner, self.readers[-1])
 
+    def transfer_ms(self, link: Link) -> float:
+        """Once over `link`, and its gradient back."""
+        if self.known_ms is not None:
+            return self.known_ms
+        return link.transfer_ms(self.forward_bytes) + link.transfer_ms(self.backward_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Bytes that a stage has once if any of `groups`, rising positions, is in it."""
+
+    groups: tuple[int, ...]
+    num_bytes: float
+
 
 @dataclass(frozen=True)
 class Costs:
-    """A cost graph as arrays over its groups in topological order, for one link."""
+    """A cost graph as arrays over its groups in topological order, as one rank sees it.
+
+    `send_ms` and `receive_ms` are what each of `values` takes at its owner's and its readers' end.
+    `edges` are pairs of positions, the first before the second, that no cut may turn round.
+    `times_on` are forward and backward times of all groups on devices of other kinds.
+    """
 
     name: str
     groups: tuple[str, ...]
     labels: tuple[str, ...]
     forward_ms: Floats
     backward_ms: Floats
+    edges: tuple[tuple[int, int], ...]
     values: tuple[Value, ...]
+    send_ms: Floats
+    receive_ms: Floats
+    parameters: tuple[Held, ...]
+    saved: tuple[Held, ...]
+    buffer_bytes: Floats
+    transient_bytes: Floats
     modules: tuple[tuple[str, ...], ...]
     blocks: tuple[str, ...]
-    has_params: NDArray[np.bool_]
+    has_params: Bools
     link: Link
+    times_on: Mapping[str, tuple[Floats, Floats]]
 
     @cached_property
     def work_ms(self) -> Floats:
@@ -123,40 +149,53 @@ class Costs:
             np.maximum(torn, len(path), out=torn)
         return depth
 
+    @cached_property
+    def received_bytes(self) -> Floats:
+        """Bytes of each value that a reader holds once it has arrived."""
+        return np.array([value.forward_bytes for value in self.values], dtype=np.float64)
+
 
 @dataclass(frozen=True, slots=True)
-class StageLoad:
-    """Times of one stage for one micro-batch, and the bytes that pass its borders."""
+class StageSums:
+    """What the groups of stages add up to, for one micro-batch: arrays, one entry a stage.
 
-    forward_ms: float
-    backward_ms: float
-    send_ms: float
-    receive_ms: float
-    overlap: bool
+    `param_bytes` are of one copy; `saved_bytes` what forward keeps for backward, with what it
+    received; `received_bytes` what arrives from other stages; `transient_bytes` the most that one
+    operation needs beside.
+    """
+
+    forward_ms: Floats
+    backward_ms: Floats
+    send_ms: Floats
+    receive_ms: Floats
+    param_bytes: Floats
+    buffer_bytes: Floats
+    saved_bytes: Floats
+    received_bytes: Floats
+    transient_bytes: Floats
 
     @property
-    def work_ms(self) -> float:
+    def work_ms(self) -> Floats:
         return self.forward_ms + self.backward_ms
 
     @property
-    def talk_ms(self) -> float:
+    def talk_ms(self) -> Floats:
         return self.send_ms + self.receive_ms
 
-    @property
-    def load_ms(self) -> float:
-        if self.overlap:
-            return max(self.work_ms, self.talk_ms)
-        return self.work_ms + self.talk_ms
+    def __getitem__(self, which: Any) -> StageSums:
+        return StageSums(*(getattr(self, field.name)[which] for field in fields(self)))
 
 
 def costs_of(graph: nx.DiGraph, link: Link | None = None) -> Costs:
     """The arrays of a cost graph; what a node or edge does not say is zero.
 
-    Nodes: `forward_ms`, `backward_ms`, `output_bytes`, `parameters` {name: bytes}, `modules`
-    (enclosing modules from the block inwards), `block`, `label`. Edges: `tensors` {name: bytes}
-    that go along it, `grads` {name: bytes} that come back, `transfer_ms` {name: ms} where times
-    are known instead of bytes. An edge without `tensors` carries its source's `output_bytes`, and
-    without `grads` as much comes back if the graph has backward times.
+    Nodes: `forward_ms`, `backward_ms`, `times_on` {kind of device: (forward ms, backward ms)},
+    `output_bytes`, `parameters` {name: bytes} or `param_bytes`, `buffer_bytes`, `saved` {storage:
+    bytes} or `saved_bytes`, `transient_bytes` (or else `output_bytes`), `modules` (enclosing
+    modules from the block inwards), `block`, `label`. Edges: `tensors` {name: bytes} that go along
+    it, `grads` {name: bytes} that come back, `transfer_ms` {name: ms} where times are known
+    instead of bytes. An edge without `tensors` carries its source's `output_bytes`, and without
+    `grads` as much comes back if the graph has backward times.
 
     Raises PlanError when the graph is empty, has a cycle or a cost that is no number >= 0.
     """
@@ -164,21 +203,31 @@ def costs_of(graph: nx.DiGraph, link: Link | None = None) -> Costs:
     groups = program_order(graph)
     position = {group: index for index, group in enumerate(groups)}
     nodes = graph.nodes
-    forward, backward = (
+    forward, backward, buffers = (
         np.array([_cost(group, nodes[group], key) for group in groups], dtype=np.float64)
-        for key in ("forward_ms", "backward_ms")
+        for key in ("forward_ms", "backward_ms", "buffer_bytes")
     )
+    values = _values(graph, position, has_backward=bool(backward.any()))
+    transfer_ms = np.array([value.transfer_ms(link) for value in values], dtype=np.float64)
     return Costs(
         name=str(graph.graph.get("name", "the graph")),
         groups=tuple(map(str, groups)),
         labels=tuple(str(nodes[group].get("label", group)) for group in groups),
         forward_ms=forward,
         backward_ms=backward,
-        values=_values(graph, position, link, has_backward=bool(backward.any())),
+        edges=tuple(sorted((position[source], position[target]) for source, target in graph.edges)),
+        values=values,
+        send_ms=transfer_ms,
+        receive_ms=transfer_ms,
+        parameters=_held(parameters_of(nodes[group]) for group in groups),
+        saved=_held(_saved(nodes[group]) for group in groups),
+        buffer_bytes=buffers,
+        transient_bytes=np.array([_transient(nodes[group]) for group in groups], dtype=np.float64),
         modules=tuple(tuple(nodes[group].get("modules", ())) for group in groups),
         blocks=tuple(nodes[group].get("block", "") for group in groups),
         has_params=np.array([bool(parameters_of(nodes[group])) for group in groups]),
         link=link,
+        times_on=_times_on(graph, groups),
     )
 
 
@@ -203,54 +252,100 @@ def parameters_of(node: Mapping[str, Any]) -> dict[str, int]:
     return {"": int(node["param_bytes"])} if node.get("param_bytes") else {}
 
 
-def stage_loads(costs: Costs, stage_of: Sequence[int], stages: int) -> tuple[StageLoad, ...]:
-    """The load of every stage when group i is on stage `stage_of[i]`: the formulas above."""
-    where = np.asarray(stage_of)
-    forward = np.bincount(where, weights=costs.forward_ms, minlength=stages)
-    backward = np.bincount(where, weights=costs.backward_ms, minlength=stages)
-    send, receive = np.zeros(stages), np.zeros(stages)
-    for value in costs.values:
-        elsewhere = {int(where[reader]) for reader in value.readers} - {int(where[value.owner])}
-        if elsewhere:
-            send[where[value.owner]] += value.transfer_ms
-            receive[list(elsewhere)] += value.transfer_ms
-    return tuple(
-        StageLoad(*times, overlap=costs.link.overlap)
-        for times in zip(
-            forward.tolist(), backward.tolist(), send.tolist(), receive.tolist(), strict=True
-        )
+def stage_sums(
+    costs: Costs, stage_of: Sequence[int], stages: int, ranks: Sequence[int] | None = None
+) -> StageSums:
+    """What each stage adds up to when group i is on `stage_of[i]`.
+
+    With `ranks`, a rank for every stage, what passes within a rank is not sent, and what several
+    stages of a rank read is received by the first.
+    """
+    at = np.asarray(stage_of)
+    rank_of = range(stages) if ranks is None else ranks
+    send, receive, received = np.zeros(stages), np.zeros(stages), np.zeros(stages)
+    for index, value in enumerate(costs.values):
+        owner = int(at[value.owner])
+        reading = sorted({int(at[reader]) for reader in value.readers}, reverse=True)
+        first_on = {rank_of[stage]: stage for stage in reading}
+        first_on.pop(rank_of[owner], None)
+        if first_on:
+            readers = list(first_on.values())
+            send[owner] += costs.send_ms[index]
+            receive[readers] += costs.receive_ms[index]
+            received[readers] += value.forward_bytes
+    transient = np.zeros(stages)
+    np.maximum.at(transient, at, costs.transient_bytes)
+    return StageSums(
+        forward_ms=_sums(costs.forward_ms, at, stages),
+        backward_ms=_sums(costs.backward_ms, at, stages),
+        send_ms=send,
+        receive_ms=receive,
+        param_bytes=_held_on(costs.parameters, at, stages),
+        buffer_bytes=_sums(costs.buffer_bytes, at, stages),
+        saved_bytes=_held_on(costs.saved, at, stages),
+        received_bytes=received,
+        transient_bytes=transient,
     )
 
 
-def stage_memory(
-    nodes: Sequence[Mapping[str, Any]],
-    *,
-    in_flight: int,
-    optimizer_copies: int = 2,
-    stashed_versions: int = 0,
-) -> tuple[int, int, int]:
-    """Parameter bytes, saved bytes of one micro-batch, peak bytes of a stage's groups.
-
-    Nodes: `parameters` or `param_bytes`, `buffer_bytes`, `saved` {storage: bytes} or
-    `saved_bytes`, `output_bytes`. What several groups name is counted once. The peak is the last
-    formula above, with Adam's two copies by default.
-    """
-    parameters: dict[str, int] = {}
-    saved: dict[str, int] = {}
-    for index, node in enumerate(nodes):
-        parameters.update(_named(parameters_of(node), index))
-        saved.update(_named(node.get("saved", {"": node.get("saved_bytes", 0)}), index))
-    param_bytes, saved_bytes = sum(parameters.values()), sum(saved.values())
-    buffer_bytes = int(sum(node.get("buffer_bytes", 0) for node in nodes))
-    largest_bytes = int(max(node.get("output_bytes", 0) for node in nodes))
-    copies = 1 + 1 + optimizer_copies + stashed_versions
-    peak_bytes = param_bytes * copies + buffer_bytes + in_flight * saved_bytes + largest_bytes
-    return param_bytes, saved_bytes, peak_bytes
+def seen_over(costs: Costs, left: Link, right: Link) -> Costs:
+    """The costs as a rank sees them that has these links to the ranks before and after it."""
+    over_left, over_right = (
+        np.array([value.transfer_ms(link) for value in costs.values], dtype=np.float64)
+        for link in (left, right)
+    )
+    # What goes forward leaves to the right and comes from the left; gradients the other way.
+    forwards = np.array([value.owner < value.readers[0] for value in costs.values], dtype=bool)
+    return replace(
+        costs,
+        send_ms=np.where(forwards, over_right, over_left),
+        receive_ms=np.where(forwards, over_left, over_right),
+    )
 
 
-def _named(sizes: Mapping[str, int], index: int) -> dict[str, int]:
-    """Sizes under their names; a nameless one is this node's own."""
-    return {name or f"#{index}": int(size) for name, size in sizes.items()}
+def _sums(of_groups: Floats, at: Ints, count: int) -> Floats:
+    return np.bincount(at, weights=of_groups, minlength=count).astype(np.float64)
+
+
+def _held_on(held: Iterable[Held], at: Ints, count: int) -> Floats:
+    total = np.zeros(count)
+    for item in held:
+        total[np.unique(at[list(item.groups)])] += item.num_bytes
+    return total
+
+
+def _held(named: Iterable[Mapping[str, int]]) -> tuple[Held, ...]:
+    """What the groups name, once a name; a nameless size is its group's own."""
+    groups: dict[str, list[int]] = {}
+    sizes: dict[str, float] = {}
+    for position, sizes_of_group in enumerate(named):
+        for name, size in sizes_of_group.items():
+            key = name or f"#{position}"
+            groups.setdefault(key, []).append(position)
+            sizes[key] = max(size, sizes.get(key, 0))
+    return tuple(Held(tuple(groups[key]), size) for key, size in sizes.items() if size)
+
+
+def _saved(node: Mapping[str, Any]) -> Mapping[str, int]:
+    return node.get("saved", {"": node.get("saved_bytes", 0)})  # type: ignore[no-any-return]
+
+
+def _transient(node: Mapping[str, Any]) -> float:
+    return float(node.get("transient_bytes", node.get("output_bytes", 0)))
+
+
+def _times_on(graph: nx.DiGraph, groups: Sequence[Any]) -> dict[str, tuple[Floats, Floats]]:
+    kinds = sorted(
+        {kind for _, times in graph.nodes(data="times_on", default={}) for kind in times}
+    )
+    found = {}
+    for kind in kinds:
+        missing = [group for group in groups if kind not in graph.nodes[group].get("times_on", {})]
+        if missing:
+            raise PlanError(f"node {missing[0]} has no times on {kind}, other nodes have.")
+        pairs = np.array([graph.nodes[group]["times_on"][kind] for group in groups], np.float64)
+        found[kind] = (pairs[:, 0], pairs[:, 1])
+    return found
 
 
 def _cost(group: object, node: Mapping[str, Any], key: str) -> float:
@@ -261,7 +356,7 @@ def _cost(group: object, node: Mapping[str, Any], key: str) -> float:
 
 
 def _values(
-    graph: nx.DiGraph, position: Mapping[Any, int], link: Link, *, has_backward: bool
+    graph: nx.DiGraph, position: Mapping[Any, int], *, has_backward: bool
 ) -> tuple[Value, ...]:
     """One value a tensor, however many edges carry it."""
     forward_bytes: dict[tuple[int, str], float] = {}
@@ -291,11 +386,7 @@ def _values(
             readers=tuple(sorted(readers[key])),
             forward_bytes=forward_bytes.get(key, 0),
             backward_bytes=backward_bytes.get(key, 0),
-            transfer_ms=known_ms.get(
-                key,
-                link.transfer_ms(forward_bytes.get(key, 0))
-                + link.transfer_ms(backward_bytes.get(key, 0)),
-            ),
+            known_ms=known_ms.get(key),
         )
         for key in sorted(readers)
     )

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import networkx as nx
 
-from .cost import Link, Value, costs_of, stage_memory
+from .cost import Link, Value, costs_of
+from .setting import Setting
 from .solve import Solution, solve
 
 
@@ -48,6 +49,7 @@ class GraphPlan:
     name: str
     stages: tuple[GraphStage, ...]
     stage_of: Mapping[str, int]
+    ranks_of_stage: tuple[tuple[int, ...], ...]
     bottleneck_ms: float
     lower_bound_ms: float
     gap: float
@@ -58,8 +60,8 @@ class GraphPlan:
 
     @property
     def device_of_stage(self) -> tuple[int, ...]:
-        """The rank of each stage: one stage a rank."""
-        return tuple(range(len(self.stages)))
+        """The rank of each stage, its first one if it is replicated."""
+        return tuple(ranks[0] for ranks in self.ranks_of_stage)
 
 
 def plan_graph(
@@ -68,6 +70,7 @@ def plan_graph(
     *,
     method: str = "auto",
     link: Link | None = None,
+    setting: Setting | None = None,
     prefer_modules: float = 0.0,
     granularity: str = "op",
 ) -> GraphPlan:
@@ -81,6 +84,7 @@ def plan_graph(
         stages=stages,
         method=method,
         link=link,
+        setting=setting,
         prefer_modules=prefer_modules,
         granularity=granularity,
     )
@@ -99,8 +103,11 @@ def plan_graph(
     ]
     return GraphPlan(
         name=costs.name,
-        stages=tuple(_stage(graph, solution, index, crossings) for index in range(stages)),
+        stages=tuple(
+            _stage(graph, solution, index, crossings) for index in range(len(solution.loads))
+        ),
         stage_of=solution.stage_of,
+        ranks_of_stage=solution.placement.ranks_of_stage,
         bottleneck_ms=solution.bottleneck_ms,
         lower_bound_ms=solution.lower_bound_ms,
         gap=solution.gap,
@@ -118,20 +125,16 @@ def _targets(value: Value, where: list[int]) -> tuple[int, ...]:
 def _stage(
     graph: nx.DiGraph, solution: Solution, index: int, crossings: list[Crossing]
 ) -> GraphStage:
-    groups = [group for group in graph if solution.stage_of[str(group)] == index]
-    param_bytes, activation_bytes, peak_bytes = stage_memory(
-        [graph.nodes[group] for group in groups], in_flight=len(solution.loads) - index
-    )
     load = solution.loads[index]
     return GraphStage(
         index=index,
-        groups=tuple(map(str, groups)),
+        groups=tuple(str(group) for group in graph if solution.stage_of[str(group)] == index),
         load_ms=load.load_ms,
         forward_ms=load.forward_ms,
         backward_ms=load.backward_ms,
-        param_bytes=param_bytes,
-        activation_bytes=activation_bytes,
-        peak_bytes=peak_bytes,
+        param_bytes=load.param_bytes,
+        activation_bytes=load.activation_bytes,
+        peak_bytes=load.peak_bytes,
         sends=tuple(crossing for crossing in crossings if crossing.source == index),
         receives=tuple(crossing for crossing in crossings if index in crossing.targets),
     )

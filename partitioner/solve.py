@@ -1,4 +1,4 @@
-"""A cost graph and a number of stages -> the stage of every group, with a proved bound."""
+"""A cost graph and a setting -> the stage of every group, with a proved bound."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from dataclasses import dataclass, replace
 
 import networkx as nx
 import numpy as np
-from numpy.typing import NDArray
 
 from ..runtime.errors import PlanError
-from .cost import Costs, Link, StageLoad, costs_of, stage_loads
-from .solvers import METHODS, Rules
+from .cost import Bools, Costs, Link, costs_of
+from .evaluate import Evaluation, StageLoad, evaluate
+from .problem import Placement, Problem, Rules
+from .setting import Device, Setting
+from .solvers import METHODS
 from .solvers.bounds import lower_bound_ms
 
 GRANULARITIES = ("op", "module")
@@ -24,17 +26,23 @@ class Solution:
     """Where every group goes, what each stage costs, and how good that is proved to be.
 
     `lower_bound_ms` holds for every legal placement under the cost model, whatever the method;
-    `optimal` says that the bottleneck meets it. `even_split_ms` is the bottleneck of the split
-    that counts blocks. `explanation` is a few clauses of why.
+    `optimal` says that the bottleneck meets it. `even_split` is the split that counts blocks.
+    `explanation` is a few clauses of why.
     """
 
     stage_of: Mapping[str, int]
-    loads: tuple[StageLoad, ...]
+    placement: Placement
+    setting: Setting
+    evaluation: Evaluation
     lower_bound_ms: float
-    even_split_ms: float
+    even_split: Evaluation
     method: str
     seconds: float
     explanation: tuple[str, ...]
+
+    @property
+    def loads(self) -> tuple[StageLoad, ...]:
+        return self.evaluation.stages
 
     @property
     def loads_ms(self) -> tuple[float, ...]:
@@ -42,7 +50,11 @@ class Solution:
 
     @property
     def bottleneck_ms(self) -> float:
-        return max(self.loads_ms)
+        return self.evaluation.bottleneck_ms
+
+    @property
+    def even_split_ms(self) -> float:
+        return self.even_split.bottleneck_ms
 
     @property
     def optimal(self) -> bool:
@@ -66,15 +78,18 @@ def solve(
     stages: int,
     method: str = "auto",
     link: Link | None = None,
+    setting: Setting | None = None,
     prefer_modules: float = 0.02,
     granularity: str = "op",
     cut_before: Collection[str] = (),
 ) -> Solution:
-    """Places the groups of a cost graph on `stages` stages so that the largest load is small.
+    """Places the groups of a cost graph on `stages` ranks so that the largest load is small.
 
-    `prefer_modules` is the share of the bottleneck that may be given up to cut between blocks;
-    with `granularity="module"` a block is never cut. A cut is before every group in `cut_before`,
-    and the others are the best beside them; the bound is that of a plan which is free of them.
+    `setting` says what the ranks are and how they run: by default equal ones without a limit of
+    memory. `prefer_modules` is the share of the bottleneck that may be given up to cut between
+    blocks; with `granularity="module"` a block is never cut. A cut is before every group in
+    `cut_before`, and the others are the best beside them; the bound is that of a plan which is
+    free of them.
 
     Raises PlanError for a graph without legal costs, an unknown method or granularity, more
     stages than pieces, and demanded cuts that the method or the number of stages cannot have.
@@ -82,28 +97,31 @@ def solve(
     started = time.perf_counter()
     check_choice("method", method, METHODS)
     check_choice("granularity", granularity, GRANULARITIES)
+    link = link or Link()
     costs = costs_of(graph, link)
     may_cut = _allowed_cuts(costs, granularity)
     must_cut = _demanded_cuts(costs, cut_before)
     _check_demands(stages, must_cut, method)
     may_cut[list(must_cut)] = True
     _check_stages(costs, stages, may_cut, granularity)
-    rules = Rules(may_cut, prefer_modules)
-    free = placement = METHODS[method](costs, stages, rules)
+    setting = setting or Setting((Device(),) * stages, overlap=link.overlap)
+    problem = Problem(costs, setting, Rules(may_cut, prefer_modules))
+    free = placement = METHODS[method](problem)
     if must_cut:
-        placement = METHODS[method](costs, stages, replace(rules, must_cut=must_cut))
-    even = METHODS["uniform"](costs, stages, rules)
-    loads = stage_loads(costs, placement.stage_of, stages)
-    bound_ms = lower_bound_ms(costs, stages, free, all_cuts=bool(may_cut.all()))
+        rules = replace(problem.rules, must_cut=must_cut)
+        placement = METHODS[method](replace(problem, rules=rules))
+    evaluation = evaluate(problem, placement)
     return Solution(
         stage_of=dict(zip(costs.groups, placement.stage_of, strict=True)),
-        loads=loads,
-        lower_bound_ms=bound_ms,
-        even_split_ms=max(load.load_ms for load in stage_loads(costs, even.stage_of, stages)),
+        placement=placement,
+        setting=setting,
+        evaluation=evaluation,
+        lower_bound_ms=lower_bound_ms(problem, free),
+        even_split=evaluate(problem, METHODS["uniform"](problem)),
         method=_method_name(method),
         seconds=time.perf_counter() - started,
         explanation=(
-            *_explain(costs, placement.stage_of, loads, placement.order_optimum_ms),
+            *_explain(costs, placement, evaluation),
             *_price_of_demands(placement.order_optimum_ms, free.order_optimum_ms),
         ),
     )
@@ -115,14 +133,14 @@ def _method_name(method: str) -> str:
     return next(name for name, other in METHODS.items() if other is place and name != "auto")
 
 
-def _allowed_cuts(costs: Costs, granularity: str) -> NDArray[np.bool_]:
+def _allowed_cuts(costs: Costs, granularity: str) -> Bools:
     """Where a cut may lie; at module granularity before blocks and modules with parameters."""
     if granularity == "op":
         return np.ones(len(costs.groups) + 1, dtype=bool)
     blocks = np.array(costs.blocks)
     starts = np.ones(len(costs.groups) + 1, dtype=bool)
     starts[1:-1] = costs.has_params[1:] | (blocks[1:] != blocks[:-1])
-    allowed: NDArray[np.bool_] = starts & (costs.cut_depth == 0)
+    allowed: Bools = starts & (costs.cut_depth == 0)
     return allowed
 
 
@@ -166,7 +184,7 @@ def check_choice(what: str, name: str, names: Mapping[str, object] | tuple[str, 
     raise PlanError(f'no {what} "{name}".{hint}', f"One of: {', '.join(names)}.")
 
 
-def _check_stages(costs: Costs, stages: int, may_cut: NDArray[np.bool_], granularity: str) -> None:
+def _check_stages(costs: Costs, stages: int, may_cut: Bools, granularity: str) -> None:
     if stages < 1:
         raise PlanError(f"{stages} stages asked, a pipeline has at least 1.", "--stages 2")
     places = int(may_cut[1:-1].sum())
@@ -182,15 +200,10 @@ def _check_stages(costs: Costs, stages: int, may_cut: NDArray[np.bool_], granula
     raise PlanError(f"{stages} stages asked, but {has}.", f"{most}: --stages {places + 1}")
 
 
-def _explain(
-    costs: Costs,
-    stage_of: tuple[int, ...],
-    loads: tuple[StageLoad, ...],
-    order_optimum_ms: float | None,
-) -> list[str]:
-    times_ms = [load.load_ms for load in loads]
+def _explain(costs: Costs, placement: Placement, evaluation: Evaluation) -> list[str]:
+    times_ms = [load.load_ms for load in evaluation.stages]
     slowest = int(np.argmax(times_ms))
-    members = np.flatnonzero(np.asarray(stage_of) == slowest)
+    members = np.flatnonzero(np.asarray(placement.stage_of) == slowest)
     heaviest = int(members[costs.work_ms[members].argmax()])
     share = costs.work_ms[heaviest] / times_ms[slowest] if times_ms[slowest] else 0.0
     sentences = [
@@ -198,9 +211,10 @@ def _explain(
         f"largest part is {costs.labels[heaviest]} with {costs.work_ms[heaviest]:.2f} ms "
         f"({share:.0%})",
     ]
-    if order_optimum_ms and times_ms[slowest] > order_optimum_ms * 1.0005:
+    optimum_ms = placement.order_optimum_ms
+    if optimum_ms and times_ms[slowest] > optimum_ms * 1.0005:
         sentences.append(
-            f"{times_ms[slowest] / order_optimum_ms - 1:.1%} are given up so that the cuts tear "
-            f"fewer modules or carry fewer bytes (best cut anywhere: {order_optimum_ms:.2f} ms)"
+            f"{times_ms[slowest] / optimum_ms - 1:.1%} are given up so that the cuts tear "
+            f"fewer modules or carry fewer bytes (best cut anywhere: {optimum_ms:.2f} ms)"
         )
     return sentences

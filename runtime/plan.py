@@ -17,7 +17,7 @@ from typing import Any
 from .errors import PlanError
 from .sizes import evaluate_size
 
-SCHEMA = 2
+SCHEMA = 3
 
 _SHORT_DTYPES = {
     "float64": "f64", "float32": "f32", "float16": "f16", "bfloat16": "bf16",
@@ -61,6 +61,66 @@ class Boundary:
 
 
 @dataclass(frozen=True, slots=True)
+class StageMemory:
+    """Bytes of a rank at its peak, by what they are for; activations of all that is in flight."""
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    versions: int = 0
+    buffers: int = 0
+    activations: int = 0
+    transient: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(asdict(self).values())
+
+
+@dataclass(frozen=True, slots=True)
+class RankSpec:
+    """What the plan takes a rank to be: its device, with how much memory (None: no limit), and
+    the host that it is on ("" when all are on one)."""
+
+    device: str
+    memory_bytes: int | None = None
+    host: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """How the plan was meant to run: what its costs and its choice of cuts rest on.
+
+    `step_ms` is what a step of `micro_batches` takes under the schedule, and `step_bound_ms` what
+    is proved that no plan can be below.
+    """
+
+    schedule: str = "async-1f1b"
+    micro_batches: int = 8
+    recompute: str = "none"
+    stash: bool = False
+    memory_limit: int | None = None
+    ranks: tuple[RankSpec, ...] = ()
+    step_ms: float = 0.0
+    step_bound_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """Another plan that was looked at: what would have been, and why it was not taken."""
+
+    name: str
+    stages: int
+    bottleneck_ms: float
+    step_ms: float
+    peak_bytes: int
+    crossing_bytes: int
+    gap: float
+    seconds: float
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class StageSpec:
     """One generated stage: its file, its forward's arguments and results in order, its costs.
 
@@ -68,6 +128,9 @@ class StageSpec:
     of a boundary tensor. `outputs` are the values that forward returns (one: the value itself,
     several: a tuple, none: None), each the name of a boundary tensor or of a model output.
     Costs are for one micro-batch of the sizes in `Plan.sizes`; times in milliseconds.
+    `backward_ms` has the second forward in it where the stage `recompute`s. `peak_bytes` is the
+    sum of `memory`, with `in_flight` micro-batches. `ranks` has several where the stage is
+    replicated.
     """
 
     index: int
@@ -86,6 +149,11 @@ class StageSpec:
     peak_bytes: int
     sends: tuple[Boundary, ...]
     receives: tuple[Boundary, ...]
+    memory: StageMemory
+    in_flight: int
+    load_ms: float
+    recompute: bool = False
+    ranks: tuple[int, ...] = ()
     sha256: str = ""
 
     def named_outputs(self, result: Any) -> dict[str, Any]:
@@ -122,6 +190,8 @@ class Plan:
     tensors outside the state_dict that lie beside the weights.
     `if_sent` are the boundaries that there would be if no stage computed anything again that an
     earlier one has made; it is empty where that would be the same.
+    `explanation` says why the cuts are where they are; `even_split` are forward and backward
+    milliseconds of the stages that counting blocks would give, and `candidates` other plans.
     `loss` names the output value that is the loss, or is None when a criterion outside the
     model makes it (`criterion`).
     """
@@ -143,12 +213,16 @@ class Plan:
     lower_bound_ms: float
     even_split_ms: float
     optimal: bool
+    setting: Setting
     profile: Mapping[str, Any]
     hashes: Mapping[str, str]
     weights: str
     state_keys: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    explanation: tuple[str, ...] = ()
+    even_split: tuple[tuple[float, float], ...] = ()
+    candidates: tuple[Candidate, ...] = ()
     if_sent: tuple[Boundary, ...] = ()
     arguments: Mapping[str, Any] | None = None
     constants: tuple[str, ...] = ()
@@ -161,8 +235,8 @@ class Plan:
 
     @property
     def device_of_stage(self) -> tuple[int, ...]:
-        """The rank of each stage; here one stage a rank."""
-        return tuple(range(len(self.stages)))
+        """The rank of each stage, its first one if it is replicated."""
+        return tuple(stage.ranks[0] for stage in self.stages)
 
     @property
     def boundaries(self) -> tuple[Boundary, ...]:
@@ -277,6 +351,10 @@ def _plan_from(raw: dict[str, Any]) -> Plan:
             "state_keys": tuple(raw["state_keys"]),
             "unused": tuple(raw["unused"]),
             "notes": tuple(raw["notes"]),
+            "explanation": tuple(raw["explanation"]),
+            "even_split": tuple((forward, backward) for forward, backward in raw["even_split"]),
+            "candidates": tuple(Candidate(**candidate) for candidate in raw["candidates"]),
+            "setting": _setting_from(raw["setting"]),
             "constants": tuple(raw["constants"]),
             "if_sent": tuple(map(_boundary_from, raw["if_sent"])),
         }
@@ -285,11 +363,15 @@ def _plan_from(raw: dict[str, Any]) -> Plan:
 
 def _stage_from(raw: dict[str, Any]) -> StageSpec:
     boundaries = {key: tuple(map(_boundary_from, raw[key])) for key in ("sends", "receives")}
-    names = {key: tuple(raw[key]) for key in _STAGE_NAMES}
-    return StageSpec(**{**raw, **boundaries, **names})
+    lists = {key: tuple(raw[key]) for key in _STAGE_LISTS}
+    return StageSpec(**{**raw, **boundaries, **lists, "memory": StageMemory(**raw["memory"])})
 
 
-_STAGE_NAMES = ("modules", "inputs", "outputs", "parameters", "buffers")
+_STAGE_LISTS = ("modules", "inputs", "outputs", "parameters", "buffers", "ranks")
+
+
+def _setting_from(raw: dict[str, Any]) -> Setting:
+    return Setting(**{**raw, "ranks": tuple(RankSpec(**rank) for rank in raw["ranks"])})
 
 
 def _boundary_from(raw: dict[str, Any]) -> Boundary:

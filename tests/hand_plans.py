@@ -12,7 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from asyncpipe.runtime.plan import Boundary, Plan, SharedParameter, StageSpec, TensorSpec
+from asyncpipe.runtime.plan import (
+    Boundary,
+    Plan,
+    Setting,
+    SharedParameter,
+    StageMemory,
+    StageSpec,
+    TensorSpec,
+)
 
 BATCH, WIDTH = 3, 4
 
@@ -98,6 +106,7 @@ def hand_model(
             lower_bound_ms=1.0,
             even_split_ms=1.0,
             optimal=True,
+            setting=Setting(),
             profile={},
             hashes={},
             weights="",
@@ -130,6 +139,10 @@ def _stage_spec(index: int, stage: HandStage, boundaries: list[Boundary]) -> Sta
         peak_bytes=0,
         sends=tuple(b for b in boundaries if b.source == index),
         receives=tuple(b for b in boundaries if index in b.targets),
+        memory=StageMemory(),
+        in_flight=1,
+        load_ms=3.0,
+        ranks=(index,),
     )
 
 

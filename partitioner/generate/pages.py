@@ -22,7 +22,7 @@ def render_readme(plan: Plan) -> str:
         edges=_edges(plan),
         traffic=_traffic(plan),
         shared=_shared(plan),
-        notes=plan.notes,
+        notes=(*plan.notes, *plan.explanation),
     )
 
 
@@ -48,7 +48,7 @@ def render_report(plan: Plan) -> str:
         traffic=_traffic(plan),
         drawing=_drawing(plan),
         shared=_shared(plan),
-        notes=plan.notes,
+        notes=(*plan.notes, *plan.explanation),
     )
 
 

@@ -1,4 +1,4 @@
-"""Planning methods by name, behind one interface: costs and a number of stages -> a placement."""
+"""Planning methods by name, behind one interface: a problem -> a placement."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from . import chain, uniform
-from .method import Method, Placement, Rules
+from .method import Method
 
 METHODS: Mapping[str, Method] = MappingProxyType(
     {"auto": chain.place, "chain": chain.place, "uniform": uniform.place}
 )
 
-__all__ = ["METHODS", "Method", "Placement", "Rules"]
+__all__ = ["METHODS", "Method"]

@@ -12,35 +12,50 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..cost import Costs
-from .method import Placement
+from ..cost import Costs, Floats
+from ..problem import Placement, Problem
 
 
-def lower_bound_ms(costs: Costs, stages: int, placement: Placement, *, all_cuts: bool) -> float:
-    """The best bound known; `all_cuts` says that the method could cut between any two groups."""
-    if not costs.work_ms.sum():
-        return 0.0
-    pieces = _fixed_and_divisible(costs)
+def lower_bound_ms(problem: Problem, placement: Placement) -> float:
+    """The best bound known of the score of what `placement` could have been: of all plans with
+    one stage a rank, or, if it is not of that kind, of all plans."""
+    least_ms, rounds = problem.least_work_ms, problem.setting.rounds
+    if placement.ranks is not None:
+        return float(rounds * least_ms.sum() / problem.stages)
+    if placement.bound_ms is not None:
+        return placement.bound_ms
+    return max(rounds * _relaxed_ms(problem, least_ms), _order_ms(problem, placement))
+
+
+def _order_ms(problem: Problem, placement: Placement) -> float:
+    """What was proved of the one order, if there is no other."""
     proved = placement.order_optimum_ms
-    if all_cuts and proved is not None and all(fixed for fixed, _ in pieces):
-        return proved
-    low = max(costs.work_ms.sum() / stages, costs.work_ms.max())
-    high = float(costs.work_ms.sum())
-    if _stages_needed(pieces, low) <= stages:
+    if proved is None or not problem.rules.may_cut.all() or not all(_is_fixed(problem.costs)):
+        return 0.0
+    return proved
+
+
+def _relaxed_ms(problem: Problem, least_ms: Floats) -> float:
+    if not least_ms.sum():
+        return 0.0
+    pieces = _fixed_and_divisible(problem.costs, least_ms)
+    low = max(least_ms.sum() / problem.stages, least_ms.max())
+    high = float(least_ms.sum())
+    if _stages_needed(pieces, low) <= problem.stages:
         return float(low)
     while high - low > 1e-9 * high:
         middle = (low + high) / 2
-        if _stages_needed(pieces, middle) <= stages:
+        if _stages_needed(pieces, middle) <= problem.stages:
             high = middle
         else:
             low = middle
     return float(low)
 
 
-def _fixed_and_divisible(costs: Costs) -> list[tuple[bool, float]]:
+def _fixed_and_divisible(costs: Costs, least_ms: Floats) -> list[tuple[bool, float]]:
     """The groups in order as (is fixed, ms), neighbours that are not fixed taken together."""
     pieces: list[tuple[bool, float]] = []
-    for fixed, work_ms in zip(_is_fixed(costs), costs.work_ms.tolist(), strict=True):
+    for fixed, work_ms in zip(_is_fixed(costs), least_ms.tolist(), strict=True):
         if not fixed and pieces and not pieces[-1][0]:
             pieces[-1] = False, pieces[-1][1] + work_ms
         else:
@@ -52,9 +67,8 @@ def _is_fixed(costs: Costs) -> list[bool]:
     """Whether every earlier group is an ancestor and every later one a descendant."""
     num_groups = len(costs.groups)
     before: list[set[int]] = [set() for _ in range(num_groups)]
-    for value in costs.values:
-        for reader in value.readers:
-            before[max(reader, value.owner)].add(min(reader, value.owner))
+    for source, target in costs.edges:
+        before[target].add(source)
     ancestors = [0] * num_groups
     descendants = [0] * num_groups
     for group in range(num_groups):

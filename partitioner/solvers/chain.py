@@ -1,12 +1,12 @@
-"""Costs -> the best cut of one topological order, by dynamic programming in O(k n w).
+"""The best cut of one topological order, by dynamic programming in O(k n w).
 
-    best[s][b] = min over a < b of max(best[s - 1][a], load(a, b))
+    best[s][b] = min over a < b of max(best[s - 1][a], load_s(a, b))
 
-where load(a, b) is the load of a stage that holds positions a to b - 1, and w is the number of
+where load_s(a, b) is the load of stage s if it holds positions a to b - 1, and w is the number of
 positions that fit into one stage; where a cut is demanded, a stage ends at the latest: a is at or
 after the last demanded cut before b. It is PipeDream's recurrence (Narayanan et al., SOSP 2019,
-section 3.1) without replication and with transfers in the load. For one b the loads of all a form
-a column; the column of b + 1 follows from it by adding the values that end or begin there.
+section 3.1) without replication and with transfers and memory in the load. For one b the sums of
+all a form a column; the column of b + 1 follows from it by adding what begins or ends there.
 
 Then, among all cuts whose bottleneck is at most (1 + prefer_modules) of the optimum, the one that
 tears the fewest modules is taken, of those the one with the fewest bytes crossing, and of those
@@ -15,88 +15,160 @@ the one with the smallest bottleneck.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from ..cost import Costs, Floats, Ints
-from .method import Placement, Rules
+from ...runtime.errors import PlanError
+from ..cost import Costs, Floats, Held, Ints, StageSums
+from ..evaluate import evaluate
+from ..problem import Placement, Problem
 
 _ROUNDING = 1e-9
 
 
-def place(costs: Costs, stages: int, rules: Rules) -> Placement:
-    """The optimum over the cuts that `rules` allow, of the groups in their given order."""
-    optimum_ms = _optimum_ms(costs, stages, rules)
-    limit_ms = optimum_ms * (1 + rules.prefer_modules) * (1 + _ROUNDING)
-    cuts = _tidiest_cuts(costs, stages, rules, limit_ms)
-    where = np.searchsorted(cuts, np.arange(len(costs.groups)), side="right")
-    return Placement(tuple(where.tolist()), optimum_ms)
+def place(problem: Problem) -> Placement:
+    """The optimum over the cuts that the rules allow, of the groups in their given order.
+
+    Raises PlanError when no such cut fits into the memory of the devices.
+    """
+    optimum_ms = _optimum_ms(problem)
+    if optimum_ms == np.inf:
+        raise PlanError(f"no {problem.stages}-stage plan fits into the memory of the devices.")
+    limit_ms = optimum_ms * (1 + problem.rules.prefer_modules) * (1 + _ROUNDING)
+    cuts = _tidiest_cuts(problem, limit_ms)
+    where = np.searchsorted(cuts, np.arange(len(problem.costs.groups)), side="right")
+    return Placement(tuple(where.tolist()), order_optimum_ms=optimum_ms)
 
 
-def interval_loads(costs: Costs) -> Iterator[tuple[int, Floats]]:
-    """For each end b = 1..n, the loads of the stages that hold positions a to b - 1, a = 0..b-1."""
+def interval_sums(costs: Costs) -> Iterator[tuple[int, StageSums]]:
+    """For each end b = 1..n, the sums of the stages that hold positions a to b - 1, a = 0..b-1."""
     num_groups = len(costs.groups)
-    done = np.concatenate([[0.0], np.cumsum(costs.work_ms)])
-    changes = _talk_changes(costs)
-    talk = np.zeros(num_groups)
+    forward, backward, buffers = (
+        np.concatenate([[0.0], np.cumsum(each)])
+        for each in (costs.forward_ms, costs.backward_ms, costs.buffer_bytes)
+    )
+    changing = {
+        "send_ms": _send_changes(costs),
+        "receive_ms": _receive_changes(costs, costs.receive_ms),
+        "received_bytes": _receive_changes(costs, costs.received_bytes),
+        "param_bytes": _held_changes(costs.parameters, num_groups),
+        "saved_bytes": _held_changes(costs.saved, num_groups),
+    }
+    now = {name: np.zeros(num_groups) for name in changing}
+    transient = np.zeros(num_groups)
     for end in range(1, num_groups + 1):
-        for first, last, cost_ms in changes[end - 1]:
-            talk[first : last + 1] += cost_ms
-        work = done[end] - done[:end]
-        yield end, np.maximum(work, talk[:end]) if costs.link.overlap else work + talk[:end]
+        for name, changes in changing.items():
+            for first, last, amount in changes[end - 1]:
+                now[name][first : last + 1] += amount
+        np.maximum(transient[:end], costs.transient_bytes[end - 1], out=transient[:end])
+        yield (
+            end,
+            StageSums(
+                forward_ms=forward[end] - forward[:end],
+                backward_ms=backward[end] - backward[:end],
+                buffer_bytes=buffers[end] - buffers[:end],
+                transient_bytes=transient[:end],
+                **{name: amounts[:end] for name, amounts in now.items()},
+            ),
+        )
 
 
-def _talk_changes(costs: Costs) -> list[list[tuple[int, int, float]]]:
-    """For each position, what changes in talk(a, .) for a = first..last once a stage reaches it."""
-    changes: list[list[tuple[int, int, float]]] = [[] for _ in costs.groups]
-    for value in costs.values:
-        cost_ms, owner, readers = value.transfer_ms, value.owner, value.readers
+_Changes = list[list[tuple[int, int, float]]]  # by position: starts first..last change by amount
+
+
+def _send_changes(costs: Costs) -> _Changes:
+    """What is sent by stages with starts first..last, once they reach a position."""
+    changes: _Changes = [[] for _ in costs.groups]
+    for value, cost_ms in zip(costs.values, costs.send_ms.tolist(), strict=True):
+        owner, readers = value.owner, value.readers
         if not cost_ms:
             continue
         if owner < readers[0]:
-            # Sent by every stage that has the owner, until the last reader is in it too;
-            # received by a stage from its first reader on.
+            # By every stage that has the owner, until the last reader is in it too.
             changes[owner].append((0, owner, cost_ms))
-            for before, reader in zip((owner, *readers), readers, strict=False):
-                changes[reader].append((before + 1, reader, cost_ms))
             changes[readers[-1]].append((0, owner, -cost_ms))
         else:
-            for before, reader in zip((-1, *readers), readers, strict=False):
-                changes[reader].append((before + 1, reader, cost_ms))
-            changes[owner].append((0, readers[0], -cost_ms))
-            changes[owner].append((readers[-1] + 1, owner, cost_ms))
+            # By a stage with the owner that begins after the first reader.
+            changes[owner].append((readers[0] + 1, owner, cost_ms))
     return changes
 
 
-def _optimum_ms(costs: Costs, stages: int, rules: Rules) -> float:
-    num_groups = len(costs.groups)
-    first_fit = _first_fit(costs, _reachable_ms(costs, stages, rules), rules)
+def _receive_changes(costs: Costs, amounts: Floats) -> _Changes:
+    """The same for what is received, of each value by that amount."""
+    changes: _Changes = [[] for _ in costs.groups]
+    for value, amount in zip(costs.values, amounts.tolist(), strict=True):
+        owner, readers = value.owner, value.readers
+        if not amount:
+            continue
+        forwards = owner < readers[0]
+        # By a stage from its first reader on, if the owner is not in it.
+        before = (owner, *readers) if forwards else (-1, *readers)
+        for earlier, reader in zip(before, readers, strict=False):
+            changes[reader].append((earlier + 1, reader, amount))
+        if not forwards:
+            changes[owner].append((0, readers[-1], -amount))
+    return changes
+
+
+def _held_changes(held: Iterable[Held], num_groups: int) -> _Changes:
+    """The same for what a stage has from the first group on that names it."""
+    changes: _Changes = [[] for _ in range(num_groups)]
+    for item in held:
+        for earlier, group in zip((-1, *item.groups), item.groups, strict=False):
+            changes[group].append((earlier + 1, group, item.num_bytes))
+    return changes
+
+
+def _interval_loads(problem: Problem) -> Iterator[tuple[int, Floats]]:
+    """For each end, the score of every stage (rows) for every start (columns)."""
+    done_ms = np.concatenate([[0.0], np.cumsum(problem.least_work_ms)])
+    distinct = {id(seen): seen for seen in problem.seen}
+    columns = zip(*(interval_sums(seen) for seen in distinct.values()), strict=True)
+    for column in columns:
+        end = column[0][0]
+        sums = dict(zip(distinct, (sums for _, sums in column), strict=True))
+        yield (
+            end,
+            np.stack(
+                [
+                    problem.setting.score_ms(
+                        position, sums[id(seen)], done_ms[:end], done_ms[-1] - done_ms[end]
+                    )
+                    for position, seen in enumerate(problem.seen)
+                ]
+            ),
+        )
+
+
+def _optimum_ms(problem: Problem) -> float:
+    num_groups, stages = len(problem.costs.groups), problem.stages
+    first_fit = _first_fit(problem, _reachable_ms(problem))
     best = np.full((stages + 1, num_groups + 1), np.inf)
     best[0, 0] = 0.0
-    for end, loads in interval_loads(costs):
-        if rules.may_cut[end] or end == num_groups:
+    for end, loads in _interval_loads(problem):
+        if problem.rules.may_cut[end] or end == num_groups:
             start = first_fit[end]
-            best[1:, end] = np.maximum(best[:-1, start:end], loads[start:]).min(axis=1)
+            best[1:, end] = np.maximum(best[:-1, start:end], loads[:, start:]).min(axis=1)
     return float(best[stages, num_groups])
 
 
-def _tidiest_cuts(costs: Costs, stages: int, rules: Rules, limit_ms: float) -> list[int]:
-    num_groups = len(costs.groups)
-    first_fit = _first_fit(costs, limit_ms, rules)
-    untidy = _untidiness(costs, stages)
+def _tidiest_cuts(problem: Problem, limit_ms: float) -> list[int]:
+    num_groups, stages = len(problem.costs.groups), problem.stages
+    first_fit = _first_fit(problem, limit_ms)
+    untidy = _untidiness(problem.costs, stages)
     never = np.iinfo(np.int64).max // 2
     price = np.full((stages + 1, num_groups + 1), never, dtype=np.int64)
     bottleneck = np.full((stages + 1, num_groups + 1), np.inf)
     previous = np.zeros((stages + 1, num_groups + 1), dtype=np.int64)
     price[0, 0], bottleneck[0, 0] = 0, 0.0
-    for end, loads in interval_loads(costs):
-        if not (rules.may_cut[end] or end == num_groups):
+    for end, loads in _interval_loads(problem):
+        if not (problem.rules.may_cut[end] or end == num_groups):
             continue
         start = first_fit[end]
-        reached = loads[start:] <= limit_ms
+        reached = loads[:, start:] <= limit_ms
         prices = np.where(reached, price[:-1, start:end] + untidy[start:end], never)
-        peaks = np.maximum(bottleneck[:-1, start:end], loads[start:])
+        peaks = np.maximum(bottleneck[:-1, start:end], loads[:, start:])
         peaks[prices > prices.min(axis=1, keepdims=True)] = np.inf
         chosen = peaks.argmin(axis=1)
         rows = np.arange(stages)
@@ -117,11 +189,13 @@ def _untidiness(costs: Costs, stages: int) -> Ints:
     return price
 
 
-def _first_fit(costs: Costs, limit_ms: float, rules: Rules) -> Ints:
-    """For each end, the first start whose work alone is within the limit and after which no cut
-    is demanded: the pair window."""
-    done = np.concatenate([[0.0], np.cumsum(costs.work_ms)])
-    starts = np.searchsorted(done, done - limit_ms * (1 + _ROUNDING), side="left")
+def _first_fit(problem: Problem, limit_ms: float) -> Ints:
+    """For each end, the first start whose work alone is within the limit on the fastest rank and
+    after which no cut is demanded: the pair window."""
+    rules = problem.rules
+    done = np.concatenate([[0.0], np.cumsum(problem.least_work_ms)])
+    most_ms = limit_ms / problem.setting.rounds
+    starts = np.searchsorted(done, done - most_ms * (1 + _ROUNDING), side="left")
     # Costs of zero and rounding must not close the window: one group always fits.
     starts = np.minimum(starts, np.maximum(np.arange(len(done)) - 1, 0))
     demanded = np.array([0, *rules.must_cut])
@@ -130,9 +204,10 @@ def _first_fit(costs: Costs, limit_ms: float, rules: Rules) -> Ints:
     return windows
 
 
-def _reachable_ms(costs: Costs, stages: int, rules: Rules) -> float:
+def _reachable_ms(problem: Problem) -> float:
     """The bottleneck of one legal cut, the demanded places and some near equal shares of the
-    work: an upper bound."""
+    work: an upper bound, infinite where that cut does not fit."""
+    costs, rules, stages = problem.costs, problem.rules, problem.stages
     places = np.setdiff1d(np.flatnonzero(rules.may_cut[1:-1]) + 1, rules.must_cut)
     number = stages - 1 - len(rules.must_cut)
     done = np.concatenate([[0.0], np.cumsum(costs.work_ms)])
@@ -141,7 +216,7 @@ def _reachable_ms(costs: Costs, stages: int, rules: Rules) -> float:
     # The i-th of n cuts needs i places before it and n - 1 - i after it.
     index = np.arange(number)
     picks = np.maximum.accumulate(np.minimum(nearest, len(places) - number + index) - index)
-    chosen = sorted([*places[picks + index].tolist(), *rules.must_cut])
-    cuts = [0, *chosen, len(costs.groups)]
-    starts = dict(zip(cuts[1:], cuts[:-1], strict=True))
-    return max(float(loads[starts[end]]) for end, loads in interval_loads(costs) if end in starts)
+    cuts = sorted([*places[picks + index].tolist(), *rules.must_cut])
+    where = np.searchsorted(cuts, np.arange(len(costs.groups)), side="right").tolist()
+    evaluation = evaluate(problem, Placement(tuple(where)))
+    return evaluation.score_ms if evaluation.fits else np.inf

@@ -10,11 +10,12 @@ from __future__ import annotations
 import numpy as np
 
 from ..cost import Costs
-from .method import Placement, Rules
+from ..problem import Placement, Problem
 
 
-def place(costs: Costs, stages: int, rules: Rules) -> Placement:
+def place(problem: Problem) -> Placement:
     """An even split of the pieces; takes no costs into account and may cut anywhere."""
+    costs, stages = problem.costs, problem.stages
     for starts in (_block_starts(costs), np.flatnonzero(costs.has_params)):
         if len(starts) >= stages:
             break

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import asyncpipe
 from asyncpipe.partitioner.capture import Capture, capture
-from asyncpipe.partitioner.cost import Link, costs_of, stage_loads
+from asyncpipe.partitioner.cost import Link, costs_of
 from asyncpipe.partitioner.demands import find_demands, groups_to_cut_before
 from asyncpipe.partitioner.graph import build_graph, stage_of_nodes
 from asyncpipe.partitioner.prices import Prices
@@ -25,7 +25,8 @@ from asyncpipe.partitioner.recompute import Recomputation
 from asyncpipe.partitioner.solve import solve
 from asyncpipe.runtime.errors import PlanError
 from asyncpipe.tests.partitioner import zoo
-from asyncpipe.tests.partitioner.test_solve import chain_graph, contiguous, graphs
+from asyncpipe.tests.partitioner.placements import best_ms, contiguous, graphs, problem_of
+from asyncpipe.tests.partitioner.test_solve import chain_graph
 
 
 @cache
@@ -150,7 +151,7 @@ def test_the_other_cuts_are_the_best_beside_the_demanded_ones(graph, stages, dat
         for stage_of in contiguous(len(graph), stages)
         if all(stage_of[place] != stage_of[place - 1] for place in demanded)
     ]
-    best = min(max(load.load_ms for load in stage_loads(costs, way, stages)) for way in allowed)
+    best = best_ms(problem_of(graph, stages, link), iter(allowed))
     assert solution.bottleneck_ms == pytest.approx(best)
     assert solution.lower_bound_ms <= best * (1 + 1e-9)
     found = [solution.stage_of[group] for group in costs.groups]

@@ -38,7 +38,7 @@ def plan_of(name: str, stages: int, **options: object) -> Plan:
     placed = stage_of_nodes(captured, graph, solution.stage_of, again)
     captured, stage_graphs = cut(captured, placed)
     found = with_copies(found, captured)
-    return assemble(captured, stage_graphs, found, graph, solution, name=name, model=f"zoo:{name}")
+    return assemble(captured, stage_graphs, found, solution, name=name, model=f"zoo:{name}")
 
 
 def computed(captured: Capture) -> set[str]:

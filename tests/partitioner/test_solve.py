@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+from dataclasses import fields
 
 import networkx as nx
 import numpy as np
@@ -10,11 +10,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncpipe.partitioner.cost import Link, costs_of, stage_loads, stage_memory
+from asyncpipe.partitioner.cost import Link, StageSums, costs_of, stage_sums
 from asyncpipe.partitioner.graph_plan import plan_graph
+from asyncpipe.partitioner.setting import Device, Setting
 from asyncpipe.partitioner.solve import solve
-from asyncpipe.partitioner.solvers.chain import interval_loads
+from asyncpipe.partitioner.solvers.chain import interval_sums
 from asyncpipe.runtime.errors import PlanError
+from asyncpipe.tests.partitioner.placements import (
+    LINKS,
+    all_ordered,
+    best_ms,
+    contiguous,
+    evaluated,
+    graphs,
+    problem_of,
+)
 
 
 def chain_graph(*work_ms: float, sizes: tuple[int, ...] = ()) -> nx.DiGraph:
@@ -26,57 +36,11 @@ def chain_graph(*work_ms: float, sizes: tuple[int, ...] = ()) -> nx.DiGraph:
     return graph
 
 
-@st.composite
-def graphs(draw: st.DrawFn) -> nx.DiGraph:
-    """DAGs of up to 8 nodes with skips, values with several readers and separate gradients."""
-    num_nodes = draw(st.integers(3, 8))
-    graph = nx.DiGraph(name="random")
-    times = st.integers(0, 9)
-    for node in range(num_nodes):
-        graph.add_node(node, forward_ms=draw(times), backward_ms=draw(times))
-    for target in range(1, num_nodes):
-        for source in draw(st.sets(st.integers(0, target - 1), max_size=3)):
-            names = draw(st.sets(st.sampled_from(["x", "y"]), min_size=1))
-            edge = {"tensors": {name: draw(st.integers(1, 5)) for name in names}}
-            kind = draw(st.sampled_from(["paired", "own", "none"]))
-            if kind == "paired":
-                edge["grads"] = edge["tensors"]
-            elif kind == "own":
-                edge["grads"] = {"gradient": draw(st.integers(1, 5))}
-            else:
-                edge["grads"] = {}
-            graph.add_edge(source, target, **edge)
-    return graph
-
-
-def contiguous(num_groups: int, stages: int):
-    for cuts in itertools.combinations(range(1, num_groups), stages - 1):
-        yield np.searchsorted(cuts, np.arange(num_groups), side="right").tolist()
-
-
-def all_ordered(graph: nx.DiGraph, stages: int):
-    """Every placement in which no edge goes backwards and no stage is empty."""
-    position = {node: index for index, node in enumerate(graph)}
-    for stage_of in itertools.product(range(stages), repeat=len(graph)):
-        if len(set(stage_of)) == stages and all(
-            stage_of[position[source]] <= stage_of[position[target]]
-            for source, target in graph.edges
-        ):
-            yield stage_of
-
-
-LINKS = st.sampled_from([Link(), Link(0.5, 1e3), Link(0.0, 500.0), Link(0.25, 1e3, overlap=True)])
-
-
 @settings(max_examples=150, deadline=None)
 @given(graphs(), st.integers(1, 4), LINKS)
 def test_chain_equals_brute_force(graph, stages, link):
     stages = min(stages, len(graph))
-    costs = costs_of(graph, link)
-    best = min(
-        max(load.load_ms for load in stage_loads(costs, stage_of, stages))
-        for stage_of in contiguous(len(graph), stages)
-    )
+    best = best_ms(problem_of(graph, stages, link), contiguous(len(graph), stages))
     solution = solve(graph, stages=stages, method="chain", link=link, prefer_modules=0)
     assert solution.bottleneck_ms == pytest.approx(best)
     assert set(solution.stage_of.values()) == set(range(stages))
@@ -85,11 +49,7 @@ def test_chain_equals_brute_force(graph, stages, link):
 @settings(max_examples=60, deadline=None)
 @given(graphs(), st.integers(2, 3), LINKS)
 def test_bound_is_never_above_the_best_of_all_placements(graph, stages, link):
-    costs = costs_of(graph, link)
-    best = min(
-        max(load.load_ms for load in stage_loads(costs, stage_of, stages))
-        for stage_of in all_ordered(graph, stages)
-    )
+    best = best_ms(problem_of(graph, stages, link), all_ordered(graph, stages))
     solution = solve(graph, stages=stages, link=link, prefer_modules=0)
     assert solution.lower_bound_ms <= best * (1 + 1e-9)
     if solution.optimal:
@@ -101,10 +61,13 @@ def test_bound_is_never_above_the_best_of_all_placements(graph, stages, link):
 def test_columns_of_the_recurrence_equal_the_evaluator(graph, link):
     costs = costs_of(graph, link)
     num_groups = len(costs.groups)
-    for end, loads in interval_loads(costs):
+    for end, sums in interval_sums(costs):
         for start in range(end):
             where = [0 if i < start else 1 if i < end else 2 for i in range(num_groups)]
-            assert loads[start] == pytest.approx(stage_loads(costs, where, 3)[1].load_ms)
+            expected = stage_sums(costs, where, 3)[1]
+            for field in fields(StageSums):
+                found = getattr(sums, field.name)[start]
+                assert found == pytest.approx(getattr(expected, field.name)), field.name
 
 
 @settings(max_examples=60, deadline=None)
@@ -121,8 +84,8 @@ def test_evaluator_pays_a_value_once_a_stage():
     graph = chain_graph(1, 1, 1, 1, sizes=(1000, 10, 10, 10))
     graph.add_edge("n0", "n2")
     graph.add_edge("n0", "n3")
-    costs = costs_of(graph, Link(bytes_per_s=1e6))
-    first, second, third = stage_loads(costs, [0, 1, 2, 2], 3)
+    problem = problem_of(graph, 3, Link(bytes_per_s=1e6))
+    first, second, third = evaluated(problem, [0, 1, 2, 2]).stages
     assert first.send_ms == pytest.approx(1.0)  # n0, once for both readers
     assert second.receive_ms == pytest.approx(1.0)
     assert third.receive_ms == pytest.approx(1.0 + 0.01)  # n0 once, n1
@@ -235,8 +198,12 @@ def test_graph_plan_names_what_crosses_and_what_it_keeps():
 
 
 def test_memory_counts_what_two_groups_share_once():
-    shared = {"parameters": {"w": 100}, "saved": {"x": 10}}
-    assert stage_memory([shared, shared], in_flight=2, optimizer_copies=0) == (100, 10, 220)
+    graph = chain_graph(1, 1)
+    for node in graph:
+        graph.nodes[node].update(parameters={"w": 100}, saved={"x": 10}, transient_bytes=3)
+    sums = stage_sums(costs_of(graph), [0, 0], 1)[0]
+    setting = Setting((Device(),) * 2, optimizer_copies=1)
+    assert setting.memory_bytes(0, sums, recompute=False) == 3 * 100 + 2 * 10 + 3
 
 
 def test_two_thousand_groups_take_well_under_a_second():

@@ -11,7 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from asyncpipe.runtime.plan import Boundary, Plan, SharedParameter, StageSpec, TensorSpec
+from asyncpipe.runtime.plan import (
+    Boundary,
+    Plan,
+    Setting,
+    SharedParameter,
+    StageMemory,
+    StageSpec,
+    TensorSpec,
+)
 from asyncpipe.runtime.tensors import write_shard
 
 WIDTH = 16
@@ -216,6 +224,10 @@ def _stage(
         peak_bytes=0,
         sends=(),
         receives=(),
+        memory=StageMemory(),
+        in_flight=1,
+        load_ms=3.0,
+        ranks=(index,),
     )
 
 
@@ -252,6 +264,7 @@ def _plan(name: str, **fields: object) -> Plan:
         lower_bound_ms=3.0,
         even_split_ms=3.0,
         optimal=True,
+        setting=Setting(),
         profile={},
         hashes={},
         weights="random",

@@ -1,0 +1,130 @@
+"""A problem and a placement -> what each stage and each rank costs: the one evaluation of plans.
+
+All methods are compared by it, and their own faster sums are tested against it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ..runtime.plan import StageMemory
+from .cost import Link, StageSums, stage_sums
+from .problem import Placement, Problem
+from .setting import Setting
+
+
+@dataclass(frozen=True, slots=True)
+class StageLoad:
+    """Times of one stage for one micro-batch, and the bytes of its memory while it trains.
+
+    `backward_ms` has the second forward in it where the stage `recomputes`. `activation_bytes`
+    are of one micro-batch, those in `memory` of all that is in flight.
+    """
+
+    forward_ms: float
+    backward_ms: float
+    send_ms: float
+    receive_ms: float
+    load_ms: float
+    recomputes: bool
+    in_flight: int
+    param_bytes: int
+    activation_bytes: int
+    transient_bytes: int
+    memory: StageMemory
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.memory.total
+
+    @property
+    def work_ms(self) -> float:
+        return self.forward_ms + self.backward_ms
+
+    @property
+    def talk_ms(self) -> float:
+        return self.send_ms + self.receive_ms
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The stages of a placement and its ranks: milliseconds of one micro-batch, peak bytes.
+
+    `score_ms` is what methods make small: the bottleneck, or for a synchronous schedule a bound
+    below the step (`Setting.score_ms`); inf where a stage does not fit its rank.
+    """
+
+    stages: tuple[StageLoad, ...]
+    rank_ms: tuple[float, ...]
+    rank_bytes: tuple[int, ...]
+    fits: bool
+    score_ms: float
+
+    @property
+    def bottleneck_ms(self) -> float:
+        """The slowest rank's milliseconds; of a plan that does not `fit` too."""
+        return max(self.rank_ms)
+
+
+def evaluate(problem: Problem, placement: Placement) -> Evaluation:
+    """What the placement costs under the formulas of `cost.py` and `setting.py`.
+
+    Several stages of one rank share its time and memory. Replicas of a stage share its
+    micro-batches and sum their gradients once a step.
+    """
+    ranks = placement.ranks_of_stage
+    first_rank = [ranks_of_one[0] for ranks_of_one in ranks]
+    setting = replace(
+        problem.setting, devices=tuple(problem.setting.devices[rank] for rank in first_rank)
+    )
+    loads = []
+    scores_ms: list[float] = []
+    work_ms = np.bincount(placement.stage_of, weights=problem.least_work_ms, minlength=len(ranks))
+    rank_ms, rank_bytes = np.zeros(problem.stages), np.zeros(problem.stages)
+    transient_bytes = np.zeros(problem.stages)
+    sums_seen: dict[int, StageSums] = {}
+    for stage, of_stage in enumerate(ranks):
+        seen = problem.seen[of_stage[0]]
+        if id(seen) not in sums_seen:
+            sums_seen[id(seen)] = stage_sums(seen, placement.stage_of, len(ranks), first_rank)
+        sums = sums_seen[id(seen)][stage]
+        load = _stage_load(setting, stage, sums, seen.link, len(of_stage))
+        loads.append(load)
+        if placement.ranks is None:
+            before_ms, after_ms = work_ms[:stage].sum(), work_ms[stage + 1 :].sum()
+            scores_ms.append(float(setting.score_ms(stage, sums, before_ms, after_ms)))
+        for rank in of_stage:
+            rank_ms[rank] += load.load_ms
+            rank_bytes[rank] += load.peak_bytes - load.transient_bytes
+            transient_bytes[rank] = max(transient_bytes[rank], load.transient_bytes)
+    peaks = rank_bytes + transient_bytes
+    room = [device.memory_bytes for device in problem.setting.devices]
+    return Evaluation(
+        stages=tuple(loads),
+        rank_ms=tuple(rank_ms.tolist()),
+        rank_bytes=tuple(int(size) for size in peaks),
+        fits=all(size <= most for size, most in zip(peaks, room, strict=True)),
+        score_ms=max(scores_ms, default=setting.rounds * max(rank_ms.tolist())),
+    )
+
+
+def _stage_load(
+    setting: Setting, stage: int, sums: StageSums, link: Link, replicas: int
+) -> StageLoad:
+    recomputes = bool(setting.recomputes(stage, sums))
+    exchange_ms = setting.exchange_ms(link, float(sums.param_bytes), replicas)
+    return StageLoad(
+        forward_ms=float(sums.forward_ms),
+        backward_ms=float(sums.backward_ms + (sums.forward_ms if recomputes else 0.0)),
+        send_ms=float(sums.send_ms),
+        receive_ms=float(sums.receive_ms),
+        load_ms=float(setting.time_ms(stage, sums, again=recomputes)) / replicas + exchange_ms,
+        recomputes=recomputes,
+        in_flight=setting.in_flight(stage),
+        param_bytes=int(sums.param_bytes),
+        activation_bytes=int(sums.saved_bytes),
+        transient_bytes=int(sums.transient_bytes),
+        memory=setting.memory(stage, sums, recompute=recomputes),
+    )

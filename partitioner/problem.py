@@ -1,0 +1,80 @@
+"""What a planning method is given, and what it answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from .cost import Bools, Costs, Floats
+from .setting import Setting
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Where cuts may lie: `may_cut[c]` for a cut before position c (0..n), and the share of the
+    bottleneck that may be given up so that cuts fall between blocks. `must_cut` are positions at
+    which a cut has to be, rising."""
+
+    may_cut: Bools
+    prefer_modules: float = 0.0
+    must_cut: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Put the groups of `costs` on the ranks of `setting`, in the order of its devices."""
+
+    costs: Costs
+    setting: Setting
+    rules: Rules
+
+    @property
+    def stages(self) -> int:
+        return self.setting.stages
+
+    @cached_property
+    def least_work_ms(self) -> Floats:
+        """Forward and backward of every group on the rank that is fastest at it."""
+        least_ms: Floats = np.minimum.reduce([seen.work_ms for seen in self.seen])
+        return least_ms
+
+    @cached_property
+    def seen(self) -> tuple[Costs, ...]:
+        """The costs as each position sees them; equal positions share one object."""
+        distinct: dict[object, Costs] = {}
+        setting = self.setting
+        found = []
+        for position, device in enumerate(setting.devices):
+            links = setting.links or ()
+            key = (device.kind, device.speed, links[max(position - 1, 0) : position + 1])
+            if key not in distinct:
+                distinct[key] = setting.seen_at(self.costs, position)
+            found.append(distinct[key])
+        return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The stage of every group, in the groups' order, and where the stages run.
+
+    No edge goes to an earlier stage and no stage is empty. `ranks` are those of each stage: None
+    when stage j is on rank j alone; a rank may be named by several stages, and a stage with
+    several ranks is replicated. `bound_ms` is a proved lower bound of the bottleneck of every plan
+    with one stage a rank, `order_optimum_ms` the least of those that cut the given order (None:
+    nothing proved).
+    """
+
+    stage_of: tuple[int, ...]
+    ranks: tuple[tuple[int, ...], ...] | None = None
+    bound_ms: float | None = None
+    order_optimum_ms: float | None = None
+
+    @property
+    def stages(self) -> int:
+        return max(self.stage_of) + 1
+
+    @property
+    def ranks_of_stage(self) -> tuple[tuple[int, ...], ...]:
+        return self.ranks or tuple((stage,) for stage in range(self.stages))

@@ -1,0 +1,233 @@
+"""How a plan will run + sums of a stage -> the time and memory it takes on its rank.
+
+Position j of k is the j-th rank of the pipeline. For one micro-batch
+
+    load(S)   = work(S) + talk(S), or max(work(S), talk(S)) on a link that overlaps with computing
+    work(S)   = forward(S) + backward(S), and forward(S) once more with recomputation
+    talk(S)   = send(S) + receive(S): a rank that sends and receives pays for both in turn
+    memory(S) = params x (1 + gradient + optimizer copies + stashed versions) + buffers
+              + W_j x saved, or W_j x received + saved with recomputation
+              + the most that one operation needs beside
+
+with W_j micro-batches in flight. What a stage does not fit into is no plan: its load is infinite.
+An asynchronous pipeline without flushes gives one micro-batch every max over j of load(S_j); of
+synchronous ones the makespan counts that the simulator finds (`runtime/simulate.py`). A search
+that minimises the largest of something over the stages minimises the score of a stage: its load,
+or what a synchronous step takes at least because of it (`Setting.score_ms`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+
+from ..runtime.plan import StageMemory
+from ..runtime.schedules import ASYNCHRONOUS
+from .cost import Bools, Costs, Floats, Link, StageSums, seen_over
+
+Recompute = Literal["none", "auto", "all"]
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What carries out the stages of one rank.
+
+    `kind` names the times of the graph (`times_on`) that hold for it; without a kind it takes
+    1 / `speed` of the graph's own times. `pays_transfers` is False for a host that moves its data
+    in the time of the others, as the CPU of Tarnawski et al. (NeurIPS 2020).
+    """
+
+    name: str = "device"
+    speed: float = 1.0
+    memory_bytes: float = math.inf
+    host: str = ""
+    kind: str | None = None
+    pays_transfers: bool = True
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The ranks in their order, what joins them, the schedule, and what each rank keeps.
+
+    `links[j]` joins ranks j and j + 1; None means the link of the costs everywhere.
+    `optimizer_copies` are further copies of the parameters (Adam: 2); with `stash` every weight
+    version in flight is kept. With `overlap` the transfers of one micro-batch go on while another
+    one is computed.
+    """
+
+    devices: tuple[Device, ...]
+    links: tuple[Link, ...] | None = None
+    schedule: str = "async-1f1b"
+    micro_batches: int = 8
+    recompute: Recompute = "none"
+    optimizer_copies: int = 2
+    stash: bool = False
+    overlap: bool = False
+
+    @property
+    def stages(self) -> int:
+        return len(self.devices)
+
+    @property
+    def is_asynchronous(self) -> bool:
+        return self.schedule in ASYNCHRONOUS
+
+    @cached_property
+    def is_limited(self) -> bool:
+        """Whether some device's memory has an end, so that memory can decide."""
+        return any(device.memory_bytes < math.inf for device in self.devices)
+
+    def in_flight(self, position: int) -> int:
+        """The most micro-batches whose forward is done and backward is not, at that position."""
+        if self.schedule in ("seq", "single"):
+            return 1
+        if self.schedule == "gpipe":
+            return self.micro_batches
+        depth = max(1, self.stages - position)
+        return depth if self.is_asynchronous else min(depth, self.micro_batches)
+
+    def versions(self, position: int) -> int:
+        """Weight versions kept beside the live one."""
+        if not (self.stash and self.is_asynchronous):
+            return 0
+        return -(-(self.in_flight(position) - 1) // self.micro_batches)
+
+    def memory_bytes(self, position: int, sums: StageSums, *, recompute: bool) -> Floats:
+        """Peak bytes of the rank at `position`: the formula above."""
+        copies = 1 + 1 + self.optimizer_copies + self.versions(position)
+        activations = self._activation_bytes(position, sums, recompute=recompute)
+        return copies * sums.param_bytes + sums.buffer_bytes + activations + sums.transient_bytes
+
+    def memory(self, position: int, sums: StageSums, *, recompute: bool) -> StageMemory:
+        """The same of one stage, by what it is for."""
+        param_bytes = int(sums.param_bytes)
+        return StageMemory(
+            parameters=param_bytes,
+            gradients=param_bytes,
+            optimizer=self.optimizer_copies * param_bytes,
+            versions=self.versions(position) * param_bytes,
+            buffers=int(sums.buffer_bytes),
+            activations=int(self._activation_bytes(position, sums, recompute=recompute)),
+            transient=int(sums.transient_bytes),
+        )
+
+    def _activation_bytes(self, position: int, sums: StageSums, *, recompute: bool) -> Floats:
+        in_flight = self.in_flight(position)
+        if recompute:
+            return in_flight * sums.received_bytes + sums.saved_bytes
+        return in_flight * sums.saved_bytes
+
+    def recomputes(self, position: int, sums: StageSums) -> Bools:
+        """Whether each stage runs its forward again: only where it has to, and never where a
+        single micro-batch is in flight, which recomputation does not help."""
+        if self.recompute == "none" or self.in_flight(position) == 1:
+            return np.zeros(np.shape(sums.forward_ms), dtype=bool)
+        if self.recompute == "all":
+            return np.ones(np.shape(sums.forward_ms), dtype=bool)
+        room = self.devices[position].memory_bytes
+        return np.asarray(self.memory_bytes(position, sums, recompute=False) > room)
+
+    def time_ms(self, position: int, sums: StageSums, *, again: Bools | bool) -> Floats:
+        """Milliseconds of one micro-batch on the rank at `position`, whether it fits or not;
+        `again`: with recomputation."""
+        busy_ms = self._busy_ms(position, sums, again=again)
+        overlaps = self.overlap and self.devices[position].pays_transfers
+        return np.maximum(busy_ms, sums.talk_ms) if overlaps else busy_ms
+
+    def _busy_ms(self, position: int, sums: StageSums, *, again: Bools | bool) -> Floats:
+        """Milliseconds of the rank itself: its work, and transfers that do not overlap with it."""
+        work_ms = sums.work_ms + np.where(again, sums.forward_ms, 0.0)
+        return work_ms + sums.talk_ms if self._talks_in_turn(position) else work_ms
+
+    def _talks_in_turn(self, position: int) -> bool:
+        return self.devices[position].pays_transfers and not self.overlap
+
+    def load_ms(self, position: int, sums: StageSums) -> Floats:
+        """The same, and inf where the stage does not fit."""
+        again = self.recomputes(position, sums)
+        load_ms = self.time_ms(position, sums, again=again)
+        if not self.is_limited:
+            return load_ms
+        peak_bytes = np.where(
+            again,
+            self.memory_bytes(position, sums, recompute=True),
+            self.memory_bytes(position, sums, recompute=False),
+        )
+        return np.where(peak_bytes <= self.devices[position].memory_bytes, load_ms, np.inf)
+
+    @property
+    def rounds(self) -> int:
+        """A score is at least so many times the stage's work."""
+        return 1 if self.is_asynchronous else self.micro_batches
+
+    def score_ms(
+        self,
+        position: int,
+        sums: StageSums,
+        before_ms: Floats | float = 0.0,
+        after_ms: Floats | float = 0.0,
+    ) -> Floats:
+        """What a search has to make small: the largest over the stages is the objective of a plan,
+        or for a synchronous schedule a bound below the step that the simulator finds.
+
+        `before_ms` and `after_ms` are the least forward and backward times of all groups in
+        earlier and in later stages. With m micro-batches and W = in flight, the rank at `position`
+
+        - begins when the first one has passed the stages before, and the step ends when the last
+          one has gone back through them: before + m load + what it waits in between
+        - has done no more than the W forwards when the first backward can begin, a round trip
+          through the stages after it from the first forward on; likewise from the last forward on
+          to the last backward. These waits are one if all forwards come before all backwards
+        - has at most W micro-batches in flight: ceil(m / W) round trips follow one another
+        """
+        load_ms = self.load_ms(position, sums)
+        if self.is_asynchronous:
+            return load_ms
+        again = self.recomputes(position, sums)
+        # Either direction's transfers are at most all of them.
+        talk_ms = sums.talk_ms if self._talks_in_turn(position) else 0.0
+        ahead = self.in_flight(position) - 1
+        waits_first = np.maximum(0.0, after_ms - ahead * (sums.forward_ms + talk_ms))
+        backward_ms = sums.backward_ms + np.where(again, sums.forward_ms, 0.0)
+        waits_last = np.maximum(0.0, after_ms - ahead * (backward_ms + talk_ms))
+        if self.schedule == "gpipe":
+            waits = np.asarray(after_ms)
+        elif ahead + 1 < self.micro_batches:
+            waits = waits_first + waits_last
+        else:
+            waits = np.maximum(waits_first, waits_last)
+        work_ms = np.where(np.isinf(load_ms), np.inf, self._busy_ms(position, sums, again=again))
+        trips = -(-self.micro_batches // (ahead + 1))
+        score_ms: Floats = before_ms + np.maximum(
+            self.micro_batches * work_ms + waits, trips * (work_ms + after_ms)
+        )
+        return score_ms
+
+    def exchange_ms(self, link: Link, param_bytes: float, replicas: int) -> float:
+        """What summing the gradients of a replicated stage takes of every micro-batch: one ring
+        all-reduce a step (Patarasuk, Yuan: "Bandwidth optimal all-reduce", 2009)."""
+        if replicas == 1:
+            return 0.0
+        once_ms = link.transfer_ms(param_bytes / replicas)
+        return 2 * (replicas - 1) * once_ms / self.micro_batches
+
+    def seen_at(self, costs: Costs, position: int) -> Costs:
+        """The costs as the rank at `position` sees them: its device's times, its links."""
+        device = self.devices[position]
+        if device.kind is not None and device.kind in costs.times_on:
+            forward_ms, backward_ms = costs.times_on[device.kind]
+            costs = replace(costs, forward_ms=forward_ms, backward_ms=backward_ms)
+        elif device.speed != 1.0:
+            costs = replace(
+                costs,
+                forward_ms=costs.forward_ms / device.speed,
+                backward_ms=costs.backward_ms / device.speed,
+            )
+        if not self.links:
+            return costs
+        left, right = max(position - 1, 0), min(position, len(self.links) - 1)
+        return seen_over(costs, self.links[left], self.links[right])
