@@ -7,6 +7,7 @@ import shlex
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,6 +22,7 @@ from .capture import Capture
 from .capture import capture as capture_model
 from .cost import LOCALHOST
 from .demands import find_demands, groups_to_cut_before
+from .explain import explain as explain_plan
 from .folder import check_target, write_folder
 from .generate import (
     CODES,
@@ -29,13 +31,13 @@ from .generate import (
     extra_tensors,
     generate,
     render_readme,
-    render_report,
 )
 from .graph import build_graph, stage_of_nodes, with_copies
 from .models import Source, load_model, name_inputs
 from .prices import Prices
 from .profiling import ProfileOptions, profile_capture
 from .recompute import Recomputation
+from .report import render_report
 from .solve import check_choice, solve
 from .split import StageGraph, crossing_if_sent, homes_of, split
 from .ssa import separated
@@ -150,6 +152,7 @@ def partition_source(
     keep_together: Sequence[str] = (),
     capture: str = "auto",
     code: str = "structured",
+    explain: bool = False,
     stop_after: str | None = None,
     save_weights: bool = True,
     force: bool = False,
@@ -161,9 +164,10 @@ def partition_source(
 
     `output` defaults to `generated_models/<name>_<stages>p`. A boundary is before each module or
     operation that `cut_at` names; the operations of each module that `keep_together` names are
-    in one stage. `code` is "structured" or "flat". With `stop_after="plan"` the plan is returned
-    and nothing is written. `profile`, `threads`, `device`, `dtype`, `calibrate` and `no_cache` are
-    those of `ProfileOptions`.
+    in one stage. `code` is "structured" or "flat". With `explain` the plan tells what other
+    numbers of stages, faster links and recomputation would give. With `stop_after="plan"` the
+    plan is returned and nothing is written. `profile`, `threads`, `device`, `dtype`, `calibrate`
+    and `no_cache` are those of `ProfileOptions`.
     Raises CaptureError, PlanError or ModelError, each with a cure.
     """
     check_choice("code", code, CODES)
@@ -191,14 +195,13 @@ def partition_source(
     again = Recomputation(captured, prices)
     together = [nodes for _, nodes in demands.together]
     graph = build_graph(captured, measured, source.name, again=again, together=together)
-    solution = solve(
-        graph,
-        stages=stages,
+    solve_again = partial(
+        solve,
         method=method,
-        link=LOCALHOST,
         granularity=granularity,
         cut_before=groups_to_cut_before(demands, graph),
     )
+    solution = solve_again(graph, stages=stages, link=LOCALHOST)
     placed = stage_of_nodes(captured, graph, solution.stage_of, again)
     captured, placed = separated(captured, placed)
     stage_graphs = split(captured, placed, Recomputation(captured, prices))
@@ -215,6 +218,8 @@ def partition_source(
         weights=source.weights if save_weights else "not stored",
         if_sent=crossing_if_sent(homes_of(captured.graph, placed)),
     )
+    resolve = solve_again if explain else None
+    plan = replace(plan, findings=explain_plan(graph, solution, plan, LOCALHOST, resolve))
     tick("plan", solution.summary, "generate" if stop_after is None else "")
     if stop_after == "plan":
         return plan
@@ -295,7 +300,7 @@ def _texts(
             for stage in plan.stages
         ),
     )
-    files |= {"README.md": render_readme(plan), "report.html": render_report(plan)}
+    files |= {"README.md": render_readme(plan), "report.html": render_report(plan, files)}
     files |= {f"hf/{name}": text for name, text in source.files.items()}
     return plan, files | {"plan.json": plan.to_json()}
 
