@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from . import chain, uniform
+from . import acyclic, chain, uniform
 from .method import Method
 
 METHODS: Mapping[str, Method] = MappingProxyType(
-    {"auto": chain.place, "chain": chain.place, "uniform": uniform.place}
+    {
+        "auto": chain.place,
+        "chain": chain.place,
+        "uniform": uniform.place,
+        "acyclic": acyclic.place,
+    }
 )
 
 __all__ = ["METHODS", "Method"]
