@@ -50,12 +50,17 @@ class StageLoad:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The stages of a placement and its ranks: milliseconds of one micro-batch, peak bytes."""
+    """The stages of a placement and its ranks: milliseconds of one micro-batch, peak bytes.
+
+    `score_ms` is what methods make small: the bottleneck, or for a synchronous schedule a bound
+    below the step (`Setting.score_ms`); inf where a stage does not fit its rank.
+    """
 
     stages: tuple[StageLoad, ...]
     rank_ms: tuple[float, ...]
     rank_bytes: tuple[int, ...]
     fits: bool
+    score_ms: float
 
     @property
     def bottleneck_ms(self) -> float:
@@ -75,6 +80,8 @@ def evaluate(problem: Problem, placement: Placement) -> Evaluation:
         problem.setting, devices=tuple(problem.setting.devices[rank] for rank in first_rank)
     )
     loads = []
+    scores_ms: list[float] = []
+    work_ms = np.bincount(placement.stage_of, weights=problem.least_work_ms, minlength=len(ranks))
     rank_ms, rank_bytes = np.zeros(problem.stages), np.zeros(problem.stages)
     transient_bytes = np.zeros(problem.stages)
     sums_seen: dict[int, StageSums] = {}
@@ -82,8 +89,12 @@ def evaluate(problem: Problem, placement: Placement) -> Evaluation:
         seen = problem.seen[of_stage[0]]
         if id(seen) not in sums_seen:
             sums_seen[id(seen)] = stage_sums(seen, placement.stage_of, len(ranks), first_rank)
-        load = _stage_load(setting, stage, sums_seen[id(seen)][stage], seen.link, len(of_stage))
+        sums = sums_seen[id(seen)][stage]
+        load = _stage_load(setting, stage, sums, seen.link, len(of_stage))
         loads.append(load)
+        if placement.ranks is None:
+            before_ms, after_ms = work_ms[:stage].sum(), work_ms[stage + 1 :].sum()
+            scores_ms.append(float(setting.score_ms(stage, sums, before_ms, after_ms)))
         for rank in of_stage:
             rank_ms[rank] += load.load_ms
             rank_bytes[rank] += load.peak_bytes - load.transient_bytes
@@ -95,6 +106,7 @@ def evaluate(problem: Problem, placement: Placement) -> Evaluation:
         rank_ms=tuple(rank_ms.tolist()),
         rank_bytes=tuple(int(size) for size in peaks),
         fits=all(size <= most for size, most in zip(peaks, room, strict=True)),
+        score_ms=max(scores_ms, default=setting.rounds * max(rank_ms.tolist())),
     )
 
 

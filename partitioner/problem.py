@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from .cost import Bools, Costs
+import numpy as np
+
+from .cost import Bools, Costs, Floats
 from .setting import Setting
 
 
@@ -31,6 +33,12 @@ class Problem:
     @property
     def stages(self) -> int:
         return self.setting.stages
+
+    @cached_property
+    def least_work_ms(self) -> Floats:
+        """Forward and backward of every group on the rank that is fastest at it."""
+        least_ms: Floats = np.minimum.reduce([seen.work_ms for seen in self.seen])
+        return least_ms
 
     @cached_property
     def seen(self) -> tuple[Costs, ...]:

@@ -11,7 +11,9 @@ Position j of k is the j-th rank of the pipeline. For one micro-batch
 
 with W_j micro-batches in flight. What a stage does not fit into is no plan: its load is infinite.
 An asynchronous pipeline without flushes gives one micro-batch every max over j of load(S_j); of
-synchronous ones the makespan counts that the simulator finds (`runtime/simulate.py`).
+synchronous ones the makespan counts that the simulator finds (`runtime/simulate.py`). A search
+that minimises the largest of something over the stages minimises the score of a stage: its load,
+or what a synchronous step takes at least because of it (`Setting.score_ms`).
 """
 
 from __future__ import annotations
@@ -132,10 +134,17 @@ class Setting:
     def time_ms(self, position: int, sums: StageSums, *, again: Bools | bool) -> Floats:
         """Milliseconds of one micro-batch on the rank at `position`, whether it fits or not;
         `again`: with recomputation."""
+        busy_ms = self._busy_ms(position, sums, again=again)
+        overlaps = self.overlap and self.devices[position].pays_transfers
+        return np.maximum(busy_ms, sums.talk_ms) if overlaps else busy_ms
+
+    def _busy_ms(self, position: int, sums: StageSums, *, again: Bools | bool) -> Floats:
+        """Milliseconds of the rank itself: its work, and transfers that do not overlap with it."""
         work_ms = sums.work_ms + np.where(again, sums.forward_ms, 0.0)
-        if not self.devices[position].pays_transfers:
-            return work_ms
-        return np.maximum(work_ms, sums.talk_ms) if self.overlap else work_ms + sums.talk_ms
+        return work_ms + sums.talk_ms if self._talks_in_turn(position) else work_ms
+
+    def _talks_in_turn(self, position: int) -> bool:
+        return self.devices[position].pays_transfers and not self.overlap
 
     def load_ms(self, position: int, sums: StageSums) -> Floats:
         """The same, and inf where the stage does not fit."""
@@ -149,6 +158,54 @@ class Setting:
             self.memory_bytes(position, sums, recompute=False),
         )
         return np.where(peak_bytes <= self.devices[position].memory_bytes, load_ms, np.inf)
+
+    @property
+    def rounds(self) -> int:
+        """A score is at least so many times the stage's work."""
+        return 1 if self.is_asynchronous else self.micro_batches
+
+    def score_ms(
+        self,
+        position: int,
+        sums: StageSums,
+        before_ms: Floats | float = 0.0,
+        after_ms: Floats | float = 0.0,
+    ) -> Floats:
+        """What a search has to make small: the largest over the stages is the objective of a plan,
+        or for a synchronous schedule a bound below the step that the simulator finds.
+
+        `before_ms` and `after_ms` are the least forward and backward times of all groups in
+        earlier and in later stages. With m micro-batches and W = in flight, the rank at `position`
+
+        - begins when the first one has passed the stages before, and the step ends when the last
+          one has gone back through them: before + m load + what it waits in between
+        - has done no more than the W forwards when the first backward can begin, a round trip
+          through the stages after it from the first forward on; likewise from the last forward on
+          to the last backward. These waits are one if all forwards come before all backwards
+        - has at most W micro-batches in flight: ceil(m / W) round trips follow one another
+        """
+        load_ms = self.load_ms(position, sums)
+        if self.is_asynchronous:
+            return load_ms
+        again = self.recomputes(position, sums)
+        # Either direction's transfers are at most all of them.
+        talk_ms = sums.talk_ms if self._talks_in_turn(position) else 0.0
+        ahead = self.in_flight(position) - 1
+        waits_first = np.maximum(0.0, after_ms - ahead * (sums.forward_ms + talk_ms))
+        backward_ms = sums.backward_ms + np.where(again, sums.forward_ms, 0.0)
+        waits_last = np.maximum(0.0, after_ms - ahead * (backward_ms + talk_ms))
+        if self.schedule == "gpipe":
+            waits = np.asarray(after_ms)
+        elif ahead + 1 < self.micro_batches:
+            waits = waits_first + waits_last
+        else:
+            waits = np.maximum(waits_first, waits_last)
+        work_ms = np.where(np.isinf(load_ms), np.inf, self._busy_ms(position, sums, again=again))
+        trips = -(-self.micro_batches // (ahead + 1))
+        score_ms: Floats = before_ms + np.maximum(
+            self.micro_batches * work_ms + waits, trips * (work_ms + after_ms)
+        )
+        return score_ms
 
     def exchange_ms(self, link: Link, param_bytes: float, replicas: int) -> float:
         """What summing the gradients of a replicated stage takes of every micro-batch: one ring

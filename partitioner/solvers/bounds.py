@@ -17,14 +17,14 @@ from ..problem import Placement, Problem
 
 
 def lower_bound_ms(problem: Problem, placement: Placement) -> float:
-    """The best bound known of what `placement` could have been: of all plans with one stage a
-    rank, or, if it is not of that kind, of all plans."""
-    least_ms = np.minimum.reduce([seen.work_ms for seen in problem.seen])
+    """The best bound known of the score of what `placement` could have been: of all plans with
+    one stage a rank, or, if it is not of that kind, of all plans."""
+    least_ms, rounds = problem.least_work_ms, problem.setting.rounds
     if placement.ranks is not None:
-        return float(least_ms.sum() / problem.stages)
+        return float(rounds * least_ms.sum() / problem.stages)
     if placement.bound_ms is not None:
         return placement.bound_ms
-    return max(_relaxed_ms(problem, least_ms), _order_ms(problem, placement))
+    return max(rounds * _relaxed_ms(problem, least_ms), _order_ms(problem, placement))
 
 
 def _order_ms(problem: Problem, placement: Placement) -> float:

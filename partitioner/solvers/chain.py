@@ -121,7 +121,8 @@ def _held_changes(held: Iterable[Held], num_groups: int) -> _Changes:
 
 
 def _interval_loads(problem: Problem) -> Iterator[tuple[int, Floats]]:
-    """For each end, the load of every stage (rows) for every start (columns)."""
+    """For each end, the score of every stage (rows) for every start (columns)."""
+    done_ms = np.concatenate([[0.0], np.cumsum(problem.least_work_ms)])
     distinct = {id(seen): seen for seen in problem.seen}
     columns = zip(*(interval_sums(seen) for seen in distinct.values()), strict=True)
     for column in columns:
@@ -131,7 +132,9 @@ def _interval_loads(problem: Problem) -> Iterator[tuple[int, Floats]]:
             end,
             np.stack(
                 [
-                    problem.setting.load_ms(position, sums[id(seen)])
+                    problem.setting.score_ms(
+                        position, sums[id(seen)], done_ms[:end], done_ms[-1] - done_ms[end]
+                    )
                     for position, seen in enumerate(problem.seen)
                 ]
             ),
@@ -190,9 +193,9 @@ def _first_fit(problem: Problem, limit_ms: float) -> Ints:
     """For each end, the first start whose work alone is within the limit on the fastest rank and
     after which no cut is demanded: the pair window."""
     rules = problem.rules
-    least_ms = np.minimum.reduce([seen.work_ms for seen in problem.seen])
-    done = np.concatenate([[0.0], np.cumsum(least_ms)])
-    starts = np.searchsorted(done, done - limit_ms * (1 + _ROUNDING), side="left")
+    done = np.concatenate([[0.0], np.cumsum(problem.least_work_ms)])
+    most_ms = limit_ms / problem.setting.rounds
+    starts = np.searchsorted(done, done - most_ms * (1 + _ROUNDING), side="left")
     # Costs of zero and rounding must not close the window: one group always fits.
     starts = np.minimum(starts, np.maximum(np.arange(len(done)) - 1, 0))
     demanded = np.array([0, *rules.must_cut])
@@ -216,4 +219,4 @@ def _reachable_ms(problem: Problem) -> float:
     cuts = sorted([*places[picks + index].tolist(), *rules.must_cut])
     where = np.searchsorted(cuts, np.arange(len(costs.groups)), side="right").tolist()
     evaluation = evaluate(problem, Placement(tuple(where)))
-    return evaluation.bottleneck_ms if evaluation.fits else np.inf
+    return evaluation.score_ms if evaluation.fits else np.inf
