@@ -207,13 +207,11 @@ class Setting:
         )
         return score_ms
 
-    def exchange_ms(self, link: Link, param_bytes: float, replicas: int) -> float:
+    def exchange_ms(self, link: Link, param_bytes: Floats, replicas: int) -> Floats:
         """What summing the gradients of a replicated stage takes of every micro-batch: one ring
         all-reduce a step (Patarasuk, Yuan: "Bandwidth optimal all-reduce", 2009)."""
-        if replicas == 1:
-            return 0.0
-        once_ms = link.transfer_ms(param_bytes / replicas)
-        return 2 * (replicas - 1) * once_ms / self.micro_batches
+        once_ms = link.latency_ms + 1e3 * (param_bytes / replicas) / link.bytes_per_s
+        return np.where(param_bytes, 2 * (replicas - 1) * once_ms / self.micro_batches, 0.0)
 
     def seen_at(self, costs: Costs, position: int) -> Costs:
         """The costs as the rank at `position` sees them: its device's times, its links."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from . import acyclic, chain, uniform
+from . import acyclic, chain, metis, mpipe, pipedream, two_d_bin, uniform
 from .method import Method
 
 METHODS: Mapping[str, Method] = MappingProxyType(
@@ -13,7 +13,11 @@ METHODS: Mapping[str, Method] = MappingProxyType(
         "auto": chain.place,
         "chain": chain.place,
         "uniform": uniform.place,
+        "metis": metis.place,
         "acyclic": acyclic.place,
+        "mpipe": mpipe.place,
+        "2dbin": two_d_bin.place,
+        "pipedream": pipedream.place,
     }
 )
 

@@ -29,7 +29,7 @@ class Blocks:
     def __init__(self, costs: Costs) -> None:
         self._num_groups = len(costs.groups)
         self._in = list(range(self._num_groups))
-        self.work_ms = dict(enumerate(costs.work_ms.tolist()))
+        self.work_ms: dict[int, float] = dict(enumerate(costs.work_ms.tolist()))
         self.after: dict[int, set[int]] = {group: set() for group in self.work_ms}
         self.before: dict[int, set[int]] = {group: set() for group in self.work_ms}
         for source, target in costs.edges:
