@@ -182,7 +182,9 @@ def _moved(
     beside = [_verdict(now, then)]
     before, after = (_crossing(problem, one, stage) for one in (solution.placement, moved))
     if after.num_bytes != before.num_bytes:
-        beside.append(f"{write_bytes(after.num_bytes)} both ways instead of {write_bytes(before.num_bytes)}")
+        beside.append(
+            f"{write_bytes(after.num_bytes)} both ways instead of {write_bytes(before.num_bytes)}"
+        )
     torn = _torn(problem.costs, moved, stage) - _torn(problem.costs, solution.placement, stage)
     if torn:
         beside.append(f"it would tear {' and '.join(sorted(torn))}")
@@ -219,7 +221,9 @@ def _slowest(costs: Costs, solution: Solution) -> Finding:
     load = loads[slowest]
     members = np.flatnonzero(np.asarray(solution.placement.stage_of) == slowest)
     largest = members[np.argsort(-costs.work_ms[members], kind="stable")][:_LARGEST]
-    named = ", ".join(f"{costs.labels[group]} {write_ms(costs.work_ms[group])}" for group in largest)
+    named = ", ".join(
+        f"{costs.labels[group]} {write_ms(costs.work_ms[group])}" for group in largest
+    )
     again = " (a second forward included)" if load.recomputes else ""
     return Finding(
         "bound",

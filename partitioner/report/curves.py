@@ -77,9 +77,7 @@ class Curves:
 
 def curves(plan: Plan) -> Curves:
     """Both charts and the table of their numbers."""
-    samples = tuple(
-        _sample(plan, schedule, count) for count in _COUNTS for schedule in _SCHEDULES
-    )
+    samples = tuple(_sample(plan, schedule, count) for count in _COUNTS for schedule in _SCHEDULES)
     return Curves(
         charts=(
             _chart(
@@ -137,7 +135,9 @@ def _chart(
         bottom=bottom,
         lines=tuple(lines),
         x_ticks=tuple((x_of(count), str(count)) for count in _COUNTS),
-        y_ticks=tuple((y_of(most * quarter / 4), write(most * quarter / 4)) for quarter in range(5)),
+        y_ticks=tuple(
+            (y_of(most * quarter / 4), write(most * quarter / 4)) for quarter in range(5)
+        ),
     )
 
 

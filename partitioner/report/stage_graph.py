@@ -149,9 +149,7 @@ def _levels(pairs: Iterable[tuple[int, int]]) -> dict[tuple[int, int], int]:
     levels: dict[tuple[int, int], int] = {}
     for source, target in sorted(pairs, key=lambda pair: (pair[1] - pair[0], pair)):
         taken = {
-            level
-            for (first, last), level in levels.items()
-            if first < target and source < last
+            level for (first, last), level in levels.items() if first < target and source < last
         }
         levels[source, target] = min(set(range(len(levels) + 1)) - taken)
     return levels
