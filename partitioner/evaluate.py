@@ -86,11 +86,11 @@ def evaluate(problem: Problem, placement: Placement) -> Evaluation:
     transient_bytes = np.zeros(problem.stages)
     sums_seen: dict[int, StageSums] = {}
     for stage, of_stage in enumerate(ranks):
-        seen = problem.seen[of_stage[0]]
+        seen = problem.seen_by(of_stage)
         if id(seen) not in sums_seen:
             sums_seen[id(seen)] = stage_sums(seen, placement.stage_of, len(ranks), first_rank)
         sums = sums_seen[id(seen)][stage]
-        load = _stage_load(setting, stage, sums, seen.link, len(of_stage))
+        load = _stage_load(setting, stage, sums, problem.link_among(of_stage), len(of_stage))
         loads.append(load)
         if placement.ranks is None:
             before_ms, after_ms = work_ms[:stage].sum(), work_ms[stage + 1 :].sum()
