@@ -19,8 +19,10 @@ or what a synchronous step takes at least because of it (`Setting.score_ms`).
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
@@ -30,6 +32,11 @@ from ..runtime.schedules import ASYNCHRONOUS
 from .cost import Bools, Costs, Floats, Link, StageSums, seen_over
 
 Recompute = Literal["none", "auto", "all"]
+
+# What an optimizer keeps of each parameter: moments, momentum.
+OPTIMIZER_COPIES: Mapping[str, int] = MappingProxyType(
+    {"adamw": 2, "adam": 2, "sgd": 0, "momentum": 1}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +61,8 @@ class Setting:
     """The ranks in their order, what joins them, the schedule, and what each rank keeps.
 
     `links[j]` joins ranks j and j + 1; None means the link of the costs everywhere.
-    `optimizer_copies` are further copies of the parameters (Adam: 2); with `stash` every weight
+    With `by_load` the score of a stage is its load under a synchronous schedule too.
+    `optimizer` says how many further copies of the parameters there are; with `stash` every weight
     version in flight is kept. With `overlap` the transfers of one micro-batch go on while another
     one is computed.
     """
@@ -64,9 +72,10 @@ class Setting:
     schedule: str = "async-1f1b"
     micro_batches: int = 8
     recompute: Recompute = "none"
-    optimizer_copies: int = 2
+    optimizer: str = "adamw"
     stash: bool = False
     overlap: bool = False
+    by_load: bool = False
 
     @property
     def stages(self) -> int:
@@ -98,7 +107,7 @@ class Setting:
 
     def memory_bytes(self, position: int, sums: StageSums, *, recompute: bool) -> Floats:
         """Peak bytes of the rank at `position`: the formula above."""
-        copies = 1 + 1 + self.optimizer_copies + self.versions(position)
+        copies = 1 + 1 + OPTIMIZER_COPIES[self.optimizer] + self.versions(position)
         activations = self._activation_bytes(position, sums, recompute=recompute)
         return copies * sums.param_bytes + sums.buffer_bytes + activations + sums.transient_bytes
 
@@ -108,7 +117,7 @@ class Setting:
         return StageMemory(
             parameters=param_bytes,
             gradients=param_bytes,
-            optimizer=self.optimizer_copies * param_bytes,
+            optimizer=OPTIMIZER_COPIES[self.optimizer] * param_bytes,
             versions=self.versions(position) * param_bytes,
             buffers=int(sums.buffer_bytes),
             activations=int(self._activation_bytes(position, sums, recompute=recompute)),
@@ -141,9 +150,10 @@ class Setting:
     def _busy_ms(self, position: int, sums: StageSums, *, again: Bools | bool) -> Floats:
         """Milliseconds of the rank itself: its work, and transfers that do not overlap with it."""
         work_ms = sums.work_ms + np.where(again, sums.forward_ms, 0.0)
-        return work_ms + sums.talk_ms if self._talks_in_turn(position) else work_ms
+        return work_ms + sums.talk_ms if self.talks_in_turn(position) else work_ms
 
-    def _talks_in_turn(self, position: int) -> bool:
+    def talks_in_turn(self, position: int) -> bool:
+        """Whether the rank is busy with its transfers, so that they add to its work."""
         return self.devices[position].pays_transfers and not self.overlap
 
     def load_ms(self, position: int, sums: StageSums) -> Floats:
@@ -162,7 +172,7 @@ class Setting:
     @property
     def rounds(self) -> int:
         """A score is at least so many times the stage's work."""
-        return 1 if self.is_asynchronous else self.micro_batches
+        return 1 if self.is_asynchronous or self.by_load else self.micro_batches
 
     def score_ms(
         self,
@@ -185,11 +195,11 @@ class Setting:
         - has at most W micro-batches in flight: ceil(m / W) round trips follow one another
         """
         load_ms = self.load_ms(position, sums)
-        if self.is_asynchronous:
+        if self.is_asynchronous or self.by_load:
             return load_ms
         again = self.recomputes(position, sums)
         # Either direction's transfers are at most all of them.
-        talk_ms = sums.talk_ms if self._talks_in_turn(position) else 0.0
+        talk_ms = sums.talk_ms if self.talks_in_turn(position) else 0.0
         ahead = self.in_flight(position) - 1
         waits_first = np.maximum(0.0, after_ms - ahead * (sums.forward_ms + talk_ms))
         backward_ms = sums.backward_ms + np.where(again, sums.forward_ms, 0.0)
