@@ -26,7 +26,9 @@ _AS_FAST = 0.01
 def sentences(choice: Choice, trial: Trial, stages: int | None) -> tuple[str, ...]:
     """What a user should know of where the stages are; `stages` is what was asked for."""
     return tuple(
-        filter(None, (_hosts(choice), _order(choice), *_lone(choice, trial), _shape(choice, stages)))
+        filter(
+            None, (_hosts(choice), _order(choice), *_lone(choice, trial), _shape(choice, stages))
+        )
     )
 
 
@@ -75,9 +77,7 @@ def _order(choice: Choice) -> str:
     if listed_ms is None or listed_ms <= best_ms * (1 + _WORTH_SAYING):
         return ""
     named = [_named(choice.cluster, device) for device in choice.layout.devices]
-    order = ", ".join(
-        f"{count} x {name}" if count > 1 else name for name, count in _runs(named)
-    )
+    order = ", ".join(f"{count} x {name}" if count > 1 else name for name, count in _runs(named))
     return (
         f"the devices are in the order {order}: as listed the slowest stage would take "
         f"{listed_ms:.2f} ms ({listed_ms / best_ms - 1:.0%} more)"
@@ -105,7 +105,9 @@ def _lone(choice: Choice, trial: Trial) -> Iterator[str]:
     if not lone:
         return
     where = " and ".join(f"rank {rank} on {cluster.devices[order[rank]].host}" for rank in lone)
-    alone = f"{where} {'is' if len(lone) == 1 else 'are'} alone: all that passes there crosses hosts"
+    alone = (
+        f"{where} {'is' if len(lone) == 1 else 'are'} alone: all that passes there crosses hosts"
+    )
     split = _without_lone_ranks(cluster)
     if split is None or len(order) < len(cluster.devices):
         yield alone
@@ -128,7 +130,9 @@ def _without_lone_ranks(cluster: Cluster) -> Cluster | None:
     count = Counter(device.host for device in cluster.devices)
     for host in cluster.hosts:
         if count[host] == 1:
-            fullest = max((one for one in reversed(cluster.hosts) if one != host), key=count.__getitem__)
+            fullest = max(
+                (one for one in reversed(cluster.hosts) if one != host), key=count.__getitem__
+            )
             if count[fullest] < 3:
                 return None
             count[fullest] -= 1

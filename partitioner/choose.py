@@ -112,7 +112,8 @@ def choose(
     search = _Search(graph, cluster, method, dict(how or {}), options)
     tried: dict[Shape, _Tried] = {}
     refused: PlanError | None = None
-    for shape in shapes(len(cluster.devices), stages):
+    is_asynchronous = cluster.setting([[0]], **search.how).is_asynchronous
+    for shape in shapes(len(cluster.devices), stages, unequal=is_asynchronous):
         is_asked = stages in (None, len(shape))
         if not is_asked and len(graph) > _MOST_GROUPS_COMPARED:
             continue
@@ -144,17 +145,19 @@ def shape_ms(
         return None
 
 
-def shapes(devices: int, stages: int | None = None) -> tuple[Shape, ...]:
+def shapes(devices: int, stages: int | None = None, *, unequal: bool = True) -> tuple[Shape, ...]:
     """All shapes of at most that many devices; of many devices those that use all or single ones.
 
-    With `stages`, of other numbers of stages only those with equal replicas.
+    With `stages`, of other numbers of stages only those with equal replicas. `unequal`: single
+    stages may be replicated, which the schedule of a synchronous pipeline does not provide for.
     """
     found: dict[Shape, None] = {}
     for depth in range(1, devices + 1):
         most = devices // depth
         for replicas in range(1, most + 1) if devices <= _ALL_SHAPES else {1, most}:
             found[(replicas,) * depth] = None
-        if devices <= _MOST_DEVICES_IN_UNEQUAL_SHAPES and stages in (None, depth):
+        few = devices <= _MOST_DEVICES_IN_UNEQUAL_SHAPES
+        if unequal and few and stages in (None, depth):
             for ends in combinations(range(1, devices), depth - 1):
                 cuts = (0, *ends, devices)
                 found[tuple(b - a for a, b in zip(cuts, cuts[1:], strict=False))] = None
@@ -162,8 +165,22 @@ def shapes(devices: int, stages: int | None = None) -> tuple[Shape, ...]:
 
 
 def objective_ms(solution: Solution) -> float:
-    """What plans are compared by: the milliseconds of a micro-batch."""
-    return solution.bottleneck_ms
+    """What plans are compared by: the milliseconds of a step for each of its micro-batches."""
+    return solution.step_ms / solution.setting.micro_batches
+
+
+def _bound_ms(solution: Solution) -> float:
+    return solution.step_bound_ms / solution.setting.micro_batches
+
+
+def _with_bound(solution: Solution, bound_ms: float) -> Solution:
+    """The solution with that bound of its objective, if it is below its own."""
+    bound_ms = min(bound_ms, _bound_ms(solution))
+    return replace(
+        solution,
+        lower_bound_ms=min(bound_ms, solution.lower_bound_ms),
+        step_bound_ms=bound_ms * solution.setting.micro_batches,
+    )
 
 
 def _least(found: Mapping[Shape, Found]) -> Shape:
@@ -237,13 +254,12 @@ class _Search:
         best = min(near, key=lambda one: crossings(self.cluster, one.layout))
         solution = self._solve(best.layout, self.method, self.options)
         if tried.are_all:
-            bound_ms = min(one.solution.lower_bound_ms for one in found)
+            bound_ms = min(_bound_ms(one.solution) for one in found)
         else:
-            bound_ms = self._bound_ms(shape)
-        bound_ms = min(bound_ms, solution.lower_bound_ms)
-        return Found(best.layout, replace(solution, lower_bound_ms=bound_ms))
+            bound_ms = self._bound_of_all_ms(shape)
+        return Found(best.layout, _with_bound(solution, bound_ms))
 
-    def _bound_ms(self, shape: Shape) -> float:
+    def _bound_of_all_ms(self, shape: Shape) -> float:
         """A bound for every layout of a shape: all devices on one host with the fastest link."""
         fastest = self.cluster.fastest_link
         devices = tuple(replace(device, host="") for device in self.cluster.devices)
@@ -252,7 +268,7 @@ class _Search:
         if not are_all:
             return free_bound_ms(self.graph, self.cluster)
         search = replace(self, cluster=together, method="chain")
-        return min(one.solution.lower_bound_ms for one in search._solved(ways, "chain"))
+        return min(_bound_ms(one.solution) for one in search._solved(ways, "chain"))
 
     def _solved(self, ways: Collection[Layout], method: str) -> list[Found]:
         """Those layouts that fit. Raises PlanError if none does."""

@@ -70,9 +70,7 @@ def shape_name(shape: Sequence[int]) -> str:
     return stages if shape[0] == 1 else f"{stages} x {shape[0]} replicas"
 
 
-def layouts(
-    cluster: Cluster, shape: Sequence[int], most: int
-) -> tuple[tuple[Layout, ...], bool]:
+def layouts(cluster: Cluster, shape: Sequence[int], most: int) -> tuple[tuple[Layout, ...], bool]:
     """The distinct ways to have `shape[j]` devices for each stage j, up to `most`, and whether
     they are all."""
     if max(shape) == 1:
@@ -132,6 +130,12 @@ def crossings(cluster: Cluster, layout: Layout) -> tuple[int, int]:
         edges += sum(remote)
         borders += sum(left and right for left, right in pairwise(remote))
     return edges, borders
+
+
+def remote_edges(cluster: Cluster, order: Sequence[int]) -> tuple[tuple[str, str], ...]:
+    """The hosts on both sides of each boundary that lies between two hosts."""
+    hosts = [cluster.devices[device].host for device in order]
+    return tuple((left, right) for left, right in pairwise(hosts) if left != right)
 
 
 def lone_ranks(cluster: Cluster, order: Sequence[int]) -> tuple[int, ...]:

@@ -11,12 +11,19 @@ import networkx as nx
 import numpy as np
 
 from ..runtime.errors import PlanError
-from .cost import Bools, Costs, Link, costs_of
+from .cost import Bools, Costs, Link, costs_of, with_exchanges
 from .evaluate import Evaluation, StageLoad, evaluate
+from .makespan import (
+    Talk,
+    bottleneck_bound_ms,
+    exchanges_ms,
+    shortest_step,
+    step_bound_ms,
+    talk_of,
+)
 from .problem import Placement, Problem, Rules
 from .setting import Device, Setting
 from .solvers import METHODS
-from .solvers.bounds import lower_bound_ms
 
 GRANULARITIES = ("op", "module")
 
@@ -25,9 +32,10 @@ GRANULARITIES = ("op", "module")
 class Solution:
     """Where every group goes, what each stage costs, and how good that is proved to be.
 
-    `lower_bound_ms` holds for every legal placement under the cost model, whatever the method;
-    `optimal` says that the bottleneck meets it. `even_split` is the split that counts blocks.
-    `explanation` is a few clauses of why.
+    `lower_bound_ms` of the bottleneck and `step_bound_ms` of one optimizer step hold for every
+    legal placement under the cost model, whatever the method; `optimal` says that the objective
+    meets its bound: the bottleneck's, or the step's of a synchronous schedule. `even_split` is the
+    split that counts blocks. `explanation` is a few clauses of why.
     """
 
     stage_of: Mapping[str, int]
@@ -35,6 +43,10 @@ class Solution:
     setting: Setting
     evaluation: Evaluation
     lower_bound_ms: float
+    step_ms: float
+    step_bound_ms: float
+    talk: Talk
+    exchanges_ms: tuple[float, ...]
     even_split: Evaluation
     method: str
     seconds: float
@@ -58,18 +70,30 @@ class Solution:
 
     @property
     def optimal(self) -> bool:
-        return self.bottleneck_ms <= self.lower_bound_ms * (1 + 1e-9)
+        objective_ms, bound_ms = self._objective_and_bound_ms
+        return objective_ms <= bound_ms * (1 + 1e-9)
 
     @property
     def gap(self) -> float:
-        """How far the bottleneck is above the bound, as a share of the bound."""
-        return self.bottleneck_ms / self.lower_bound_ms - 1 if self.lower_bound_ms else 0.0
+        """How far the objective is above its bound, as a share of the bound."""
+        objective_ms, bound_ms = self._objective_and_bound_ms
+        return objective_ms / bound_ms - 1 if bound_ms else 0.0
 
     @property
     def summary(self) -> str:
-        """The bottleneck and what is proved of it, in one clause."""
+        """The objective and what is proved of it, in one clause."""
         proved = "proved the least" if self.optimal else f"at most {self.gap:.1%} above the least"
-        return f"{self.method} · slowest stage {self.bottleneck_ms:.1f} ms, {proved}"
+        slowest = f"slowest stage {self.bottleneck_ms:.1f} ms"
+        if self.setting.is_asynchronous:
+            return f"{self.method} · {slowest}, {proved}"
+        step = f"{self.setting.schedule} step {self.step_ms:.1f} ms"
+        return f"{self.method} · {step}, {proved}, {slowest}"
+
+    @property
+    def _objective_and_bound_ms(self) -> tuple[float, float]:
+        if self.setting.is_asynchronous:
+            return self.bottleneck_ms, self.lower_bound_ms
+        return self.step_ms, self.step_bound_ms
 
 
 def solve(
@@ -98,32 +122,43 @@ def solve(
     check_choice("method", method, METHODS)
     check_choice("granularity", granularity, GRANULARITIES)
     link = link or Link()
+    setting = setting or Setting((Device(),) * stages, overlap=link.overlap)
     costs = costs_of(graph, link)
+    slowest_link = max(setting.links or (link,), key=lambda each: each.transfer_ms(1e6))
+    costs = with_exchanges(costs, setting.micro_batches, slowest_link)
     may_cut = _allowed_cuts(costs, granularity)
     must_cut = _demanded_cuts(costs, cut_before)
     _check_demands(stages, must_cut, method)
     may_cut[list(must_cut)] = True
     _check_stages(costs, stages, may_cut, granularity)
-    setting = setting or Setting((Device(),) * stages, overlap=link.overlap)
     problem = Problem(costs, setting, Rules(may_cut, prefer_modules))
-    free = placement = METHODS[method](problem)
+    place = METHODS[method]
+    free = placement = place(problem)
+    demanding = replace(problem, rules=replace(problem.rules, must_cut=must_cut))
     if must_cut:
-        rules = replace(problem.rules, must_cut=must_cut)
-        placement = METHODS[method](replace(problem, rules=rules))
-    evaluation = evaluate(problem, placement)
+        placement = place(demanding)
+    bound_ms = step_bound_ms(problem, free)
+    step = shortest_step(demanding, placement, place, bound_ms)
+    placement, evaluation = step.placement, step.evaluation
     return Solution(
         stage_of=dict(zip(costs.groups, placement.stage_of, strict=True)),
         placement=placement,
         setting=setting,
         evaluation=evaluation,
-        lower_bound_ms=lower_bound_ms(problem, free),
+        lower_bound_ms=bottleneck_bound_ms(problem, free),
+        step_ms=step.step_ms,
+        step_bound_ms=bound_ms,
+        talk=talk_of(problem, placement),
+        exchanges_ms=exchanges_ms(problem, placement),
         even_split=evaluate(problem, METHODS["uniform"](problem)),
         method=_method_name(method),
         seconds=time.perf_counter() - started,
         explanation=(
-            *_explain(costs, placement, evaluation),
+            *_explain(costs, evaluation, placement),
             *_price_of_demands(placement.order_optimum_ms, free.order_optimum_ms),
-        ),
+        )
+        if setting.is_asynchronous
+        else (*_explain(costs, evaluation, placement),),
     )
 
 
@@ -200,7 +235,7 @@ def _check_stages(costs: Costs, stages: int, may_cut: Bools, granularity: str) -
     raise PlanError(f"{stages} stages asked, but {has}.", f"{most}: --stages {places + 1}")
 
 
-def _explain(costs: Costs, placement: Placement, evaluation: Evaluation) -> list[str]:
+def _explain(costs: Costs, evaluation: Evaluation, placement: Placement) -> list[str]:
     times_ms = [load.load_ms for load in evaluation.stages]
     slowest = int(np.argmax(times_ms))
     members = np.flatnonzero(np.asarray(placement.stage_of) == slowest)
