@@ -98,7 +98,7 @@ def timeline_of(problem: Problem, placement: Placement, evaluation: Evaluation) 
             )
         ),
         step_ms=tuple(
-            tied_ms + setting.sum_gradients_ms(stage, load.param_bytes)
+            tied_ms + float(setting.sum_gradients_ms(stage, load.param_bytes))
             for stage, (tied_ms, load) in enumerate(
                 zip(exchanges_ms(problem, placement), evaluation.stages, strict=True)
             )
