@@ -9,7 +9,8 @@ from typing import Unpack
 import networkx as nx
 
 from .cost import Link, Value, costs_of
-from .setting import Running, Setting
+from .running import Running
+from .setting import Setting
 from .solve import Solution, solve
 
 

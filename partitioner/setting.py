@@ -18,20 +18,17 @@ or what a synchronous step takes at least because of it (`Setting.score_ms`).
 
 from __future__ import annotations
 
-import difflib
 import math
-import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import Literal, TypedDict, cast, get_args
+from typing import Literal
 
 import numpy as np
 
-from ..runtime.errors import PlanError
 from ..runtime.plan import StageMemory
-from ..runtime.schedules import ASYNCHRONOUS, SCHEDULES
+from ..runtime.schedules import ASYNCHRONOUS
 from .cost import Bools, Costs, Floats, Link, StageSums, seen_over
 
 Recompute = Literal["none", "auto", "all"]
@@ -40,22 +37,6 @@ Recompute = Literal["none", "auto", "all"]
 OPTIMIZER_COPIES: Mapping[str, int] = MappingProxyType(
     {"adamw": 2, "adam": 2, "sgd": 0, "momentum": 1}
 )
-
-
-class Running(TypedDict, total=False):
-    """How a plan is meant to run; the names are those of the command's options.
-
-    `schedule` is asynchronous when none is named (None). `memory_limit` is of every rank: bytes, or
-    a text such as "11GiB". `recompute` is "auto" (where a stage does not fit otherwise), "all" or
-    "none"; `staleness` "none", or "stash" for one that keeps weight versions.
-    """
-
-    schedule: str | None
-    micro_batches: int
-    recompute: str
-    memory_limit: int | str | None
-    optimizer: str
-    staleness: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +64,8 @@ class Setting:
     With `by_load` the score of a stage is its load under a synchronous schedule too.
     `optimizer` says how many further copies of the parameters there are; with `stash` every weight
     version in flight is kept. With `overlap` the transfers of one micro-batch go on while another
-    one is computed.
+    one is computed. Where rank j stands for `replicas[j]` equal ones, they share its micro-batches
+    and sum their gradients over `exchange[j]` once a step.
     """
 
     devices: tuple[Device, ...]
@@ -95,6 +77,8 @@ class Setting:
     stash: bool = False
     overlap: bool = False
     by_load: bool = False
+    replicas: tuple[int, ...] = ()
+    exchange: tuple[Link, ...] | None = None
 
     @property
     def stages(self) -> int:
@@ -109,14 +93,26 @@ class Setting:
         """Whether some device's memory has an end, so that memory can decide."""
         return any(device.memory_bytes < math.inf for device in self.devices)
 
+    def replicas_at(self, position: int) -> int:
+        """How many ranks the one at `position` stands for."""
+        return self.replicas[position] if self.replicas else 1
+
+    def shares_at(self, position: int) -> int:
+        """By what the times of a micro-batch are divided there. A synchronous pipeline has a
+        part of the micro-batches instead, each at its full time."""
+        return self.replicas_at(position) if self.is_asynchronous else 1
+
     def in_flight(self, position: int) -> int:
-        """The most micro-batches whose forward is done and backward is not, at that position."""
+        """The most micro-batches whose forward is done and backward is not, at that position; of
+        replicas on each of them."""
+        replicas = self.replicas_at(position)
         if self.schedule in ("seq", "single"):
             return 1
         if self.schedule == "gpipe":
-            return self.micro_batches
-        depth = max(1, self.stages - position)
-        return depth if self.is_asynchronous else min(depth, self.micro_batches)
+            return self.rounds
+        ranks_from_here = sum(map(self.replicas_at, range(position, self.stages)))
+        depth = max(1, -(-ranks_from_here // replicas))
+        return depth if self.is_asynchronous else min(depth, self.rounds)
 
     def versions(self, position: int) -> int:
         """Weight versions kept beside the live one."""
@@ -169,7 +165,11 @@ class Setting:
     def _busy_ms(self, position: int, sums: StageSums, *, again: Bools | bool) -> Floats:
         """Milliseconds of the rank itself: its work, and transfers that do not overlap with it."""
         work_ms = sums.work_ms + np.where(again, sums.forward_ms, 0.0)
-        return work_ms + sums.talk_ms if self.talks_in_turn(position) else work_ms
+        busy_ms = work_ms + sums.talk_ms if self.talks_in_turn(position) else work_ms
+        replicas = self.replicas_at(position)
+        if replicas == 1 or not self.exchange:
+            return busy_ms
+        return busy_ms + self.exchange_ms(self.exchange[position], sums.param_bytes, replicas)
 
     def talks_in_turn(self, position: int) -> bool:
         """Whether the rank is busy with its transfers, so that they add to its work."""
@@ -190,8 +190,11 @@ class Setting:
 
     @property
     def rounds(self) -> int:
-        """A score is at least so many times the stage's work."""
-        return 1 if self.is_asynchronous or self.by_load else self.micro_batches
+        """A score is at least so many times the stage's work: the micro-batches of a step of one
+        pipeline, if it is synchronous."""
+        if self.is_asynchronous or self.by_load:
+            return 1
+        return -(-self.micro_batches // max(self.replicas or (1,)))
 
     def score_ms(
         self,
@@ -225,27 +228,27 @@ class Setting:
         waits_last = np.maximum(0.0, after_ms - ahead * (backward_ms + talk_ms))
         if self.schedule == "gpipe":
             waits = np.asarray(after_ms)
-        elif ahead + 1 < self.micro_batches:
+        elif ahead + 1 < self.rounds:
             waits = waits_first + waits_last
         else:
             waits = np.maximum(waits_first, waits_last)
         work_ms = np.where(np.isinf(load_ms), np.inf, self._busy_ms(position, sums, again=again))
-        trips = -(-self.micro_batches // (ahead + 1))
+        trips = -(-self.rounds // (ahead + 1))
         score_ms: Floats = before_ms + np.maximum(
-            self.micro_batches * work_ms + waits, trips * (work_ms + after_ms)
+            self.rounds * work_ms + waits, trips * (work_ms + after_ms)
         )
         return score_ms
 
-    def exchange_ms(self, link: Link, param_bytes: float, replicas: int) -> float:
+    def exchange_ms(self, link: Link, param_bytes: Floats, replicas: int) -> Floats:
         """What summing the gradients of a replicated stage takes of every micro-batch: one ring
         all-reduce a step (Patarasuk, Yuan: "Bandwidth optimal all-reduce", 2009)."""
-        if replicas == 1:
-            return 0.0
-        once_ms = link.transfer_ms(param_bytes / replicas)
-        return 2 * (replicas - 1) * once_ms / self.micro_batches
+        once_ms = link.latency_ms + 1e3 * (param_bytes / replicas) / link.bytes_per_s
+        shared_by = self.micro_batches if self.is_asynchronous else self.rounds
+        return np.where(param_bytes, 2 * (replicas - 1) * once_ms / shared_by, 0.0)
 
     def seen_at(self, costs: Costs, position: int) -> Costs:
-        """The costs as the rank at `position` sees them: its device's times, its links."""
+        """The costs as the rank at `position` sees them: its device's times, its links, and
+        without a synchronous schedule of every micro-batch the share of one replica."""
         device = self.devices[position]
         if device.kind is not None and device.kind in costs.times_on:
             forward_ms, backward_ms = costs.times_on[device.kind]
@@ -256,88 +259,11 @@ class Setting:
                 forward_ms=costs.forward_ms / device.speed,
                 backward_ms=costs.backward_ms / device.speed,
             )
-        if not self.links:
+        if self.links:
+            left, right = max(position - 1, 0), min(position, len(self.links) - 1)
+            costs = seen_over(costs, self.links[left], self.links[right])
+        replicas = self.shares_at(position)
+        if replicas == 1:
             return costs
-        left, right = max(position - 1, 0), min(position, len(self.links) - 1)
-        return seen_over(costs, self.links[left], self.links[right])
-
-
-def make_setting(
-    stages: int,
-    *,
-    overlap: bool = False,
-    devices: Sequence[Device] = (),
-    schedule: str | None = None,
-    micro_batches: int = 8,
-    recompute: str = "auto",
-    memory_limit: int | str | None = None,
-    optimizer: str = "adamw",
-    staleness: str = "none",
-) -> Setting:
-    """The setting of equal ranks, or of `devices`, that run so: see `Running`.
-
-    Raises PlanError for a name that there is not and a number that cannot be.
-    """
-    schedule = schedule or "async-1f1b"
-    check_choice("schedule", schedule, SCHEDULES)
-    check_choice("recompute", recompute, get_args(Recompute))
-    check_choice("optimizer", optimizer, OPTIMIZER_COPIES)
-    check_choice("staleness", staleness, ("none", "stash"))
-    if micro_batches < 1:
-        raise PlanError(f"{micro_batches} micro-batches make no step.", "--micro-batches 8")
-    if schedule == "single" and stages > 1:
-        raise PlanError(
-            f"single runs all {stages} stages in one process, so nothing is balanced.",
-            "Plan for 1f1b; asyncpipe-train --schedule single runs any plan.",
-        )
-    if staleness == "stash" and schedule not in ASYNCHRONOUS:
-        raise PlanError(
-            f"--staleness stash keeps versions of weights, and {schedule} has only one.",
-            "--schedule async-1f1b",
-        )
-    most_bytes = math.inf if memory_limit is None else parse_bytes(memory_limit)
-    return Setting(
-        devices=tuple(
-            replace(device, memory_bytes=min(device.memory_bytes, most_bytes))
-            for device in devices or (Device(),) * stages
-        ),
-        schedule=schedule,
-        micro_batches=micro_batches,
-        recompute=cast(Recompute, recompute),
-        optimizer=optimizer,
-        stash=staleness == "stash",
-        overlap=overlap,
-    )
-
-
-def parse_bytes(size: int | str) -> int:
-    """A number of bytes from "11GiB", "500 MB" or "1.5e9".
-
-    >>> parse_bytes("11GiB"), parse_bytes("500 MB"), parse_bytes(7)
-    (11811160064, 500000000, 7)
-    """
-    found = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([a-z]*)\s*", str(size), re.IGNORECASE)
-    try:
-        if found and (unit := _UNITS.get(found[2].lower())) and float(found[1]) > 0:
-            return int(float(found[1]) * unit)
-    except ValueError:
-        pass
-    raise PlanError(
-        f"--memory-limit {size} is no size of memory.", "Write it as 11GiB, 500MiB or 16GB."
-    )
-
-
-_UNITS = {"": 1, "b": 1} | {
-    prefix + suffix: base**power
-    for suffix, base in (("ib", 1024), ("b", 1000))
-    for power, prefix in enumerate("kmgt", start=1)
-}
-
-
-def check_choice(what: str, name: str, names: Collection[str]) -> None:
-    """Raises PlanError with the nearest name where there is no such one."""
-    if name in names:
-        return
-    near = difflib.get_close_matches(name, names, n=1)
-    hint = f" Did you mean {near[0]}?" if near else ""
-    raise PlanError(f'no {what} "{name}".{hint}', f"One of: {', '.join(names)}.")
+        times = ("forward_ms", "backward_ms", "send_ms", "receive_ms")
+        return replace(costs, **{name: getattr(costs, name) / replicas for name in times})

@@ -22,7 +22,8 @@ from .makespan import (
     talk_of,
 )
 from .problem import Placement, Problem, Rules
-from .setting import Running, Setting, check_choice, make_setting
+from .running import Running, check_choice, make_setting
+from .setting import Setting
 from .solvers import METHODS
 
 GRANULARITIES = ("op", "module")

@@ -14,7 +14,8 @@ from asyncpipe.partitioner.cost import Link
 from asyncpipe.partitioner.graph_plan import plan_graph
 from asyncpipe.partitioner.makespan import step_of
 from asyncpipe.partitioner.problem import Placement
-from asyncpipe.partitioner.setting import Device, Setting, make_setting
+from asyncpipe.partitioner.running import make_setting
+from asyncpipe.partitioner.setting import Device, Setting
 from asyncpipe.partitioner.solve import solve
 from asyncpipe.runtime.errors import PlanError
 from asyncpipe.tests.partitioner.placements import (
