@@ -35,7 +35,7 @@ from .solve import Solution, solve
 _TIE = 0.01
 _ORDER_SLACK = 0.002  # of the time, for fewer boundaries between hosts
 _MOST_GROUPS_SOLVED = 2_000  # groups x layouts of one shape, by the method asked for
-_MOST_GROUPS_TRIED = 3_000  # likewise by the chain DP
+_MOST_WORK = 12_000  # groups x stages x layouts of one shape, by the chain DP
 _FEWEST_LAYOUTS, _MOST_LAYOUTS = 3, 120
 _MOST_GROUPS_COMPARED = 3_000  # of a graph whose other shapes are looked at when stages are given
 _MOST_RESOLVED = 3  # layouts, after the chain DP
@@ -229,7 +229,7 @@ class _Search:
 
     def _most_layouts(self, shape: Shape) -> int:
         """Fewer where some devices would stay idle."""
-        most = min(_MOST_LAYOUTS, _MOST_GROUPS_TRIED // len(self.graph))
+        most = min(_MOST_LAYOUTS, _MOST_WORK // (len(shape) * len(self.graph)))
         are_idle = sum(shape) < len(self.cluster.devices)
         return max(_FEWEST_LAYOUTS, most // 4 if are_idle else most)
 
@@ -285,17 +285,22 @@ class _Search:
         return found
 
     def _improved(self, found: Found, method: str) -> Found:
-        """Better by exchanges of blocks of devices, until none helps."""
+        """Better by exchanges of two blocks of devices, as long as one helps and for so many."""
+        left = self._most_layouts(found.layout.shape)
         while True:
-            near = exchanged(self.cluster, found.layout.devices)
-            ways = [Layout(tuple((device,) for device in order)) for order in near]
-            try:
-                best = min(self._solved(ways, method), key=lambda one: one.objective_ms)
-            except PlanError:
+            for order in exchanged(self.cluster, found.layout.devices):
+                left -= 1
+                if left < 0:
+                    return found
+                try:
+                    other = self._solved([Layout(tuple((one,) for one in order))], method)[0]
+                except PlanError:
+                    continue
+                if other.objective_ms < found.objective_ms * (1 - 1e-9):
+                    found = other
+                    break
+            else:
                 return found
-            if best.objective_ms >= found.objective_ms * (1 - 1e-9):
-                return found
-            found = best
 
     def _solve(self, layout: Layout, method: str, options: Mapping[str, Any]) -> Solution:
         return solve(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from typing import Unpack
 
 import networkx as nx
 import numpy as np
@@ -22,7 +22,8 @@ from .makespan import (
     talk_of,
 )
 from .problem import Placement, Problem, Rules
-from .setting import Device, Setting
+from .running import Running, check_choice, make_setting
+from .setting import Setting
 from .solvers import METHODS
 
 GRANULARITIES = ("op", "module")
@@ -106,14 +107,16 @@ def solve(
     prefer_modules: float = 0.02,
     granularity: str = "op",
     cut_before: Collection[str] = (),
+    **running: Unpack[Running],
 ) -> Solution:
     """Places the groups of a cost graph on `stages` ranks so that the largest load is small.
 
-    `setting` says what the ranks are and how they run: by default equal ones without a limit of
-    memory. `prefer_modules` is the share of the bottleneck that may be given up to cut between
-    blocks; with `granularity="module"` a block is never cut. A cut is before every group in
-    `cut_before`, and the others are the best beside them; the bound is that of a plan which is
-    free of them.
+    The load is that of one micro-batch, or the simulated step where a synchronous schedule is
+    named. `setting` says what the ranks are and how they run; without one they are equal, and
+    `running` says how they run. `prefer_modules` is the share of the bottleneck that may be given
+    up to cut between blocks; with `granularity="module"` a block is never cut. A cut is before
+    every group in `cut_before`, and the others are the best beside them; the bound is that of a
+    plan which is free of them.
 
     Raises PlanError for a graph without legal costs, an unknown method or granularity, more
     stages than pieces, and demanded cuts that the method or the number of stages cannot have.
@@ -122,7 +125,7 @@ def solve(
     check_choice("method", method, METHODS)
     check_choice("granularity", granularity, GRANULARITIES)
     link = link or Link()
-    setting = setting or Setting((Device(),) * stages, overlap=link.overlap)
+    setting = setting or make_setting(stages, overlap=link.overlap, **running)
     costs = costs_of(graph, link)
     slowest_link = max(setting.links or (link,), key=lambda each: each.transfer_ms(1e6))
     costs = with_exchanges(costs, setting.micro_batches, slowest_link)
@@ -209,14 +212,6 @@ def _price_of_demands(optimum_ms: float | None, free_ms: float | None) -> list[s
         f"the demanded cuts cost {optimum_ms / free_ms - 1:.1%}: without them the slowest stage "
         f"could take {free_ms:.2f} ms"
     ]
-
-
-def check_choice(what: str, name: str, names: Mapping[str, object] | tuple[str, ...]) -> None:
-    if name in names:
-        return
-    near = difflib.get_close_matches(name, names, n=1)
-    hint = f" Did you mean {near[0]}?" if near else ""
-    raise PlanError(f'no {what} "{name}".{hint}', f"One of: {', '.join(names)}.")
 
 
 def _check_stages(costs: Costs, stages: int, may_cut: Bools, granularity: str) -> None:
