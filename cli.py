@@ -29,6 +29,7 @@ from .terminal import (
     Ticks,
     make_console,
     print_facts,
+    print_findings,
     print_folder,
     print_next,
     print_outline,
@@ -88,6 +89,10 @@ def partition_command(
     granularity: Literal["op", "module"] = "op",
     profile: Literal["measured", "analytic"] | None = None,
     threads: int | None = None,
+    device: str | None = None,
+    dtype: Literal["float32", "bfloat16"] = "float32",
+    calibrate: Annotated[bool, Parameter(negative=())] = False,
+    no_cache: Annotated[bool, Parameter(negative=())] = False,
     leaf: Annotated[list[str] | None, Parameter(negative=())] = None,
     cut_at: Annotated[list[str] | None, Parameter(negative=())] = None,
     keep_together: Annotated[list[str] | None, Parameter(negative=())] = None,
@@ -97,6 +102,7 @@ def partition_command(
     seed: int = 0,
     meta: Annotated[bool, Parameter(negative=())] = False,
     no_weights: Annotated[bool, Parameter(negative=())] = False,
+    explain: Annotated[bool, Parameter(negative=())] = False,
     force: Annotated[bool, Parameter(negative=())] = False,
     json: Annotated[bool, Parameter(negative=())] = False,
     quiet: Annotated[bool, Parameter(name=("--quiet", "-q"), negative=())] = False,
@@ -133,6 +139,15 @@ def partition_command(
         Costs measured on this machine, or predicted from FLOPs and bytes (the default on meta).
     threads
         Threads while measuring; by default what each rank will have.
+    device
+        Whose costs: cpu or cuda of this machine, or a device that is not here (a100-80g, h100,
+        rtx2080ti, v100-16g, .., or a file.toml that describes it), which is predicted.
+    dtype
+        Of the profile: float32, or bfloat16 under torch's autocast.
+    calibrate
+        Fit a predicted profile to a few operations measured here.
+    no_cache
+        Measure anew what was measured before on this machine.
     leaf
         The name of a module class that is kept as one operation.
     cut_at
@@ -151,6 +166,9 @@ def partition_command(
         Allocate no weights: plan a model that does not fit here.
     no_weights
         Do not store the weights in the folder.
+    explain
+        Say why each cut is where it is, what bounds the plan, and what one more device, a faster
+        link, recomputation or other numbers of micro-batches would give.
     force
         Write over stages edited by hand, or made from another model.
     json
@@ -174,9 +192,14 @@ def partition_command(
         "meta": meta,
         "profile": profile,
         "threads": threads,
+        "device": device,
+        "dtype": dtype,
+        "calibrate": calibrate,
+        "no_cache": no_cache,
         "leaves": leaf or (),
         "capture": capture,
         "on_tick": ticks.tick,
+        "on_progress": ticks.progress,
     }
     if stop_after in ("capture", "profile"):
         with ticks:
@@ -199,6 +222,7 @@ def partition_command(
             cut_at=cut_at or (),
             keep_together=keep_together or (),
             code=code,
+            explain=explain,
             stop_after=stop_after,
             save_weights=not no_weights,
             force=force,
@@ -210,11 +234,15 @@ def partition_command(
         print(plan.to_json(), end="")
     elif stop_after == "plan":
         print_plan(console, plan)
+        if explain:
+            print_findings(console, plan)
         print_facts(console, plan)
     elif quiet:
         print(folder)
     else:
         print_plan(console, plan)
+        if explain:
+            print_findings(console, plan)
         print_next(console, plan, folder)
     return 0
 
@@ -332,6 +360,7 @@ def inspect_command(
     /,
     *,
     stage: int | None = None,
+    explain: Annotated[bool, Parameter(negative=())] = False,
     json: Annotated[bool, Parameter(negative=())] = False,
     verbose: Annotated[bool, Parameter(name=("--verbose", "-v"), negative=())] = False,
 ) -> int:
@@ -343,6 +372,9 @@ def inspect_command(
         A generated folder, such as generated_models/gpt2_4p.
     stage
         Print the code of this stage.
+    explain
+        Say why each cut is where it is and what bounds the plan, and what would change it if the
+        model was partitioned with --explain.
     json
         Print the plan as JSON.
     verbose
@@ -360,6 +392,9 @@ def inspect_command(
             )
         code = (folder / plan.stages[stage].file).read_text(encoding="utf-8")
         console.print(Syntax(code, "python", theme="ansi_dark", background_color="default"))
+        return 0
+    if explain:
+        print_findings(console, plan)
         return 0
     print_folder(console, plan, folder)
     return 0
@@ -402,7 +437,7 @@ def _usage(text: str) -> Exception:
 
 def _command_line(name: str) -> str:
     """The command that made a plan, without what does not change it."""
-    dropped = {"--force", "--json", "--quiet", "-q", "--verbose", "-v"}
+    dropped = {"--force", "--json", "--no-cache", "--quiet", "-q", "--verbose", "-v"}
     tokens = [portable(token) for token in sys.argv[1:] if token not in dropped]
     return shlex.join([name, *tokens])
 

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    SpinnerColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Table
 
 from .runtime.plan import Plan, file_hash, spec_bytes, traffic
@@ -30,21 +38,30 @@ def make_console(*, quiet: bool = False) -> Console:
 
 
 class Ticks:
-    """One line a step of the work, written when the step is done; a spinner while it runs."""
+    """One line a step of the work, written when the step is done; a spinner while it runs, with a
+    bar where it tells how far it is."""
 
     def __init__(self, console: Console, *, silent: bool) -> None:
         self._console = console
         self._silent = silent
-        self._status = console.status("load") if console.is_terminal and not silent else None
+        self._bar: Progress | None = None
+        if console.is_terminal and not silent:
+            columns = (
+                SpinnerColumn(),
+                TextColumn("{task.description}"),
+                _BarOnceKnown(bar_width=32),
+            )
+            self._bar = Progress(*columns, console=console, transient=True)
+            self._task = self._bar.add_task("load", total=None)
 
     def __enter__(self) -> Ticks:
-        if self._status:
-            self._status.start()
+        if self._bar:
+            self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._status:
-            self._status.stop()
+        if self._bar:
+            self._bar.stop()
 
     def tick(self, name: str, detail: str, seconds: float, following: str) -> None:
         if self._silent:
@@ -52,8 +69,21 @@ class Ticks:
         self._console.print(
             f"[green]✓[/] {name:9}{escape(detail)} [dim]{seconds:.1f} s[/]", soft_wrap=True
         )
-        if self._status:
-            self._status.update(following)
+        if self._bar:
+            self._bar.remove_task(self._task)
+            self._task = self._bar.add_task(following, total=None)
+
+    def progress(self, done: int, total: int) -> None:
+        """How far the step is that runs."""
+        if self._bar:
+            self._bar.update(self._task, completed=done, total=total)
+
+
+class _BarOnceKnown(BarColumn):
+    """No bar for a step that does not tell how far it is."""
+
+    def __call__(self, task: Task) -> RenderableType:
+        return super().__call__(task) if task.total else ""
 
 
 def print_plan(console: Console, plan: Plan) -> None:
@@ -107,6 +137,26 @@ def print_facts(console: Console, plan: Plan) -> None:
     )
     for line in lines:
         console.print(escape(line), soft_wrap=True)
+
+
+_TOPICS = {
+    "cut": "Why each cut is where it is",
+    "bound": "What bounds the plan",
+    "change": "What would change it",
+}
+
+
+def print_findings(console: Console, plan: Plan) -> None:
+    """The explanation of a plan by topic, each sentence below what it is about."""
+    for topic, heading in _TOPICS.items():
+        findings = [finding for finding in plan.findings if finding.topic == topic]
+        if findings:
+            console.print(f"[bold]{heading}[/]")
+        for about, same in groupby(findings, key=lambda finding: finding.about):
+            console.print(f"  {escape(about)}", soft_wrap=True)
+            for finding in same:
+                console.print(f"    [dim]{escape(finding.text)}[/]", soft_wrap=True)
+    console.print()
 
 
 def print_next(console: Console, plan: Plan, folder: Path) -> None:

@@ -115,11 +115,13 @@ def _stage_load(
 ) -> StageLoad:
     recomputes = bool(setting.recomputes(stage, sums))
     exchange_ms = float(setting.exchange_ms(link, sums.param_bytes, replicas))
+    share = setting.shares_at(stage)
+    backward_ms = sums.backward_ms + (sums.forward_ms if recomputes else 0.0)
     return StageLoad(
-        forward_ms=float(sums.forward_ms),
-        backward_ms=float(sums.backward_ms + (sums.forward_ms if recomputes else 0.0)),
-        send_ms=float(sums.send_ms),
-        receive_ms=float(sums.receive_ms),
+        forward_ms=float(sums.forward_ms) * share,
+        backward_ms=float(backward_ms) * share,
+        send_ms=float(sums.send_ms) * share,
+        receive_ms=float(sums.receive_ms) * share,
         load_ms=float(setting.time_ms(stage, sums, again=recomputes)) / replicas + exchange_ms,
         recomputes=recomputes,
         in_flight=setting.in_flight(stage),

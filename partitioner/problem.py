@@ -48,8 +48,8 @@ class Problem:
         setting = self.setting
         found = []
         for position, device in enumerate(setting.devices):
-            links = setting.links or ()
-            key = (device.kind, device.speed, links[max(position - 1, 0) : position + 1])
+            joins = (setting.links or ())[max(position - 1, 0) : position + 1]
+            key = (device.kind, device.speed, setting.replicas_at(position), joins)
             if key not in distinct:
                 distinct[key] = setting.seen_at(self.costs, position)
             found.append(distinct[key])
