@@ -11,11 +11,13 @@ import networkx as nx
 import numpy as np
 
 from ..runtime.errors import PlanError
+from ..runtime.plan import Candidate
+from .compare import ALL, or_all
 from .cost import Bools, Costs, Link, costs_of
-from .evaluate import Evaluation, StageLoad, evaluate
+from .evaluate import Evaluation, StageLoad, crossing_bytes, evaluate
 from .problem import Placement, Problem, Rules
 from .setting import Device, Setting
-from .solvers import METHODS
+from .solvers import HEEDS_CUTS, METHODS
 from .solvers.bounds import lower_bound_ms
 
 GRANULARITIES = ("op", "module")
@@ -27,7 +29,8 @@ class Solution:
 
     `lower_bound_ms` holds for every legal placement under the cost model, whatever the method;
     `optimal` says that the bottleneck meets it. `even_split` is the split that counts blocks.
-    `explanation` is a few clauses of why.
+    `explanation` is a few clauses of why, `crossing_bytes` what goes between ranks for one
+    micro-batch, and `candidates` are what the methods gave that were compared.
     """
 
     stage_of: Mapping[str, int]
@@ -39,6 +42,18 @@ class Solution:
     method: str
     seconds: float
     explanation: tuple[str, ...]
+    crossing_bytes: int = 0
+    candidates: tuple[Candidate, ...] = ()
+
+    @property
+    def step_ms(self) -> float:
+        """What an optimizer step takes on the slowest rank."""
+        return self.bottleneck_ms * self.setting.micro_batches
+
+    @property
+    def objective_ms(self) -> float:
+        """What a plan is better by."""
+        return self.bottleneck_ms
 
     @property
     def loads(self) -> tuple[StageLoad, ...]:
@@ -72,6 +87,7 @@ class Solution:
         return f"{self.method} · slowest stage {self.bottleneck_ms:.1f} ms, {proved}"
 
 
+@or_all
 def solve(
     graph: nx.DiGraph,
     *,
@@ -95,7 +111,7 @@ def solve(
     stages than pieces, and demanded cuts that the method or the number of stages cannot have.
     """
     started = time.perf_counter()
-    check_choice("method", method, METHODS)
+    check_choice("method", method, (*METHODS, ALL))
     check_choice("granularity", granularity, GRANULARITIES)
     link = link or Link()
     costs = costs_of(graph, link)
@@ -111,6 +127,11 @@ def solve(
         rules = replace(problem.rules, must_cut=must_cut)
         placement = METHODS[method](replace(problem, rules=rules))
     evaluation = evaluate(problem, placement)
+    if not evaluation.fits:
+        raise PlanError(
+            f"what --method {method} gives for {stages} ranks does not fit into their memory.",
+            "--method auto searches all cuts.",
+        )
     return Solution(
         stage_of=dict(zip(costs.groups, placement.stage_of, strict=True)),
         placement=placement,
@@ -120,6 +141,7 @@ def solve(
         even_split=evaluate(problem, METHODS["uniform"](problem)),
         method=_method_name(method),
         seconds=time.perf_counter() - started,
+        crossing_bytes=crossing_bytes(costs, placement),
         explanation=(
             *_explain(costs, placement, evaluation),
             *_price_of_demands(placement.order_optimum_ms, free.order_optimum_ms),
@@ -154,9 +176,9 @@ def _demanded_cuts(costs: Costs, cut_before: Collection[str]) -> tuple[int, ...]
 
 
 def _check_demands(stages: int, must_cut: tuple[int, ...], method: str) -> None:
-    if must_cut and METHODS[method] is METHODS["uniform"]:
+    if must_cut and METHODS[method] not in HEEDS_CUTS:
         raise PlanError(
-            f"--method {method} counts blocks and heeds no --cut-at.",
+            f"--method {method} chooses all cuts itself and heeds no --cut-at.",
             "--method auto places the other cuts well beside the demanded ones.",
         )
     if len(must_cut) >= stages:

@@ -1,30 +1,25 @@
-"""Planning methods beside the exact one: valid, within their kind, in memory, the same each time."""
+"""Planning methods beside the exact one: valid, of their kind, in memory, the same each time."""
 
 from __future__ import annotations
 
-import builtins
 import itertools
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import fields
 
-import networkx as nx
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from asyncpipe.partitioner.cost import Link, StageSums, stage_sums
+from asyncpipe.partitioner.cost import StageSums, stage_sums
 from asyncpipe.partitioner.evaluate import evaluate
-from asyncpipe.partitioner.problem import Placement, Problem, Rules
+from asyncpipe.partitioner.problem import Placement, Problem
 from asyncpipe.partitioner.setting import Device, Setting
-from asyncpipe.partitioner.solve import solve
 from asyncpipe.partitioner.solvers import METHODS
-from asyncpipe.partitioner.solvers.coarse import contracted, on_units
+from asyncpipe.partitioner.solvers.coarse import on_units
 from asyncpipe.partitioner.solvers.merging import Blocks
-from asyncpipe.partitioner.solvers.packing import largest_first
 from asyncpipe.partitioner.solvers.parts import Parts
 from asyncpipe.partitioner.solvers.pieces import staged
-from asyncpipe.partitioner.solvers.two_d_bin import clusters_of
 from asyncpipe.runtime.errors import PlanError
 from asyncpipe.tests.partitioner.placements import (
     LINKS,
