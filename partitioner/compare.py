@@ -1,9 +1,9 @@
 """One problem, every planning method -> the best plan, with what each of the others gave.
 
 All plans are priced by the one evaluator, so the rows can be compared; what a method takes for
-granted (an order, one stage a rank, no replicas) is its own affair. A plan that is not better
-never wins by coming from a finer method: of equal ones that of the first method is taken, and
-`auto` is the first.
+granted (an order, one stage a rank) is its own affair. Of equal plans that of the first method is
+taken, and `auto` is the first. A plan with replicated stages is shown but not taken: stages are
+trained on one rank each.
 """
 
 from __future__ import annotations
@@ -49,23 +49,34 @@ def best_of(by: Callable[[str], Solution], methods: Collection[str]) -> Solution
     A method that cannot do what is asked is a candidate with its reason. Raises PlanError, the
     first method's, when none can.
     """
-    found: list[Solution] = []
-    candidates: list[Candidate] = []
-    refused: list[PlanError] = []
-    for name in _distinct(methods):
+    found: dict[str, Solution] = {}
+    refused: dict[str, PlanError] = {}
+    names = _distinct(methods)
+    for name in names:
         try:
-            solution = by(name)
+            found[name] = by(name)
         except PlanError as error:
-            refused.append(error)
-            candidates.append(_refusal(name, error))
-        else:
-            found.append(solution)
-            candidates.append(_candidate(name, solution))
+            refused[name] = error
     if not found:
-        raise refused[0]
-    least_ms = min(solution.objective_ms for solution in found)
-    best = next(one for one in found if one.objective_ms <= least_ms * (1 + _ROUNDING))
+        raise refused[names[0]]
+    found = _with_best_bound(found)
+    taken = [one for one in found.values() if not one.placement.is_replicated]
+    least_ms = min(one.objective_ms for one in taken or found.values())
+    best = next(
+        one for one in taken or found.values() if one.objective_ms <= least_ms * (1 + _ROUNDING)
+    )
+    candidates = [
+        _candidate(found[name]) if name in found else _refusal(name, refused[name])
+        for name in names
+    ]
     return replace(best, candidates=tuple(candidates))
+
+
+def _with_best_bound(found: dict[str, Solution]) -> dict[str, Solution]:
+    """What one method proves of all plans with one stage a rank holds for those of the others."""
+    plain = {name: one for name, one in found.items() if one.placement.ranks is None}
+    bound_ms = max((one.lower_bound_ms for one in plain.values()), default=0.0)
+    return found | {name: replace(one, lower_bound_ms=bound_ms) for name, one in plain.items()}
 
 
 def _distinct(methods: Collection[str]) -> list[str]:
@@ -76,15 +87,16 @@ def _distinct(methods: Collection[str]) -> list[str]:
     return list(first.values())
 
 
-def _candidate(name: str, solution: Solution) -> Candidate:
+def _candidate(solution: Solution) -> Candidate:
     ranks = solution.placement.ranks_of_stage
     notes = []
-    if len({rank for of_stage in ranks for rank in of_stage}) < len(ranks):
+    if len({of_stage[0] for of_stage in ranks}) < len(ranks):
         notes.append("several stages a rank")
-    if any(len(of_stage) > 1 for of_stage in ranks):
-        notes.append("replicas: " + ", ".join(str(len(of_stage)) for of_stage in ranks))
+    if solution.placement.is_replicated:
+        replicas = ", ".join(str(len(of_stage)) for of_stage in ranks)
+        notes.append(f"ranks of each stage: {replicas}")
     return Candidate(
-        name=name,
+        name=solution.method,
         stages=len(ranks),
         bottleneck_ms=solution.bottleneck_ms,
         step_ms=solution.step_ms,
