@@ -110,3 +110,8 @@ class Placement:
     @property
     def ranks_of_stage(self) -> tuple[tuple[int, ...], ...]:
         return self.ranks or tuple((stage,) for stage in range(self.stages))
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether some stage is on several ranks."""
+        return any(len(ranks) > 1 for ranks in self.ranks_of_stage)

@@ -22,4 +22,7 @@ METHODS: Mapping[str, Method] = MappingProxyType(
     }
 )
 
-__all__ = ["METHODS", "Method"]
+# Methods that cut the order given, and can be told where they have to.
+HEEDS_CUTS = frozenset({METHODS["auto"], METHODS["chain"], METHODS["pipedream"]})
+
+__all__ = ["HEEDS_CUTS", "METHODS", "Method"]
