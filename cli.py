@@ -29,6 +29,7 @@ from .terminal import (
     Ticks,
     make_console,
     print_facts,
+    print_findings,
     print_folder,
     print_next,
     print_outline,
@@ -101,6 +102,7 @@ def partition_command(
     seed: int = 0,
     meta: Annotated[bool, Parameter(negative=())] = False,
     no_weights: Annotated[bool, Parameter(negative=())] = False,
+    explain: Annotated[bool, Parameter(negative=())] = False,
     force: Annotated[bool, Parameter(negative=())] = False,
     json: Annotated[bool, Parameter(negative=())] = False,
     quiet: Annotated[bool, Parameter(name=("--quiet", "-q"), negative=())] = False,
@@ -164,6 +166,9 @@ def partition_command(
         Allocate no weights: plan a model that does not fit here.
     no_weights
         Do not store the weights in the folder.
+    explain
+        Say why each cut is where it is, what bounds the plan, and what one more device, a faster
+        link, recomputation or other numbers of micro-batches would give.
     force
         Write over stages edited by hand, or made from another model.
     json
@@ -217,6 +222,7 @@ def partition_command(
             cut_at=cut_at or (),
             keep_together=keep_together or (),
             code=code,
+            explain=explain,
             stop_after=stop_after,
             save_weights=not no_weights,
             force=force,
@@ -228,11 +234,15 @@ def partition_command(
         print(plan.to_json(), end="")
     elif stop_after == "plan":
         print_plan(console, plan)
+        if explain:
+            print_findings(console, plan)
         print_facts(console, plan)
     elif quiet:
         print(folder)
     else:
         print_plan(console, plan)
+        if explain:
+            print_findings(console, plan)
         print_next(console, plan, folder)
     return 0
 
@@ -350,6 +360,7 @@ def inspect_command(
     /,
     *,
     stage: int | None = None,
+    explain: Annotated[bool, Parameter(negative=())] = False,
     json: Annotated[bool, Parameter(negative=())] = False,
     verbose: Annotated[bool, Parameter(name=("--verbose", "-v"), negative=())] = False,
 ) -> int:
@@ -361,6 +372,9 @@ def inspect_command(
         A generated folder, such as generated_models/gpt2_4p.
     stage
         Print the code of this stage.
+    explain
+        Say why each cut is where it is and what bounds the plan, and what would change it if the
+        model was partitioned with --explain.
     json
         Print the plan as JSON.
     verbose
@@ -378,6 +392,9 @@ def inspect_command(
             )
         code = (folder / plan.stages[stage].file).read_text(encoding="utf-8")
         console.print(Syntax(code, "python", theme="ansi_dark", background_color="default"))
+        return 0
+    if explain:
+        print_findings(console, plan)
         return 0
     print_folder(console, plan, folder)
     return 0

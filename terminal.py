@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -136,6 +137,26 @@ def print_facts(console: Console, plan: Plan) -> None:
     )
     for line in lines:
         console.print(escape(line), soft_wrap=True)
+
+
+_TOPICS = {
+    "cut": "Why each cut is where it is",
+    "bound": "What bounds the plan",
+    "change": "What would change it",
+}
+
+
+def print_findings(console: Console, plan: Plan) -> None:
+    """The explanation of a plan by topic, each sentence below what it is about."""
+    for topic, heading in _TOPICS.items():
+        findings = [finding for finding in plan.findings if finding.topic == topic]
+        if findings:
+            console.print(f"[bold]{heading}[/]")
+        for about, same in groupby(findings, key=lambda finding: finding.about):
+            console.print(f"  {escape(about)}", soft_wrap=True)
+            for finding in same:
+                console.print(f"    [dim]{escape(finding.text)}[/]", soft_wrap=True)
+    console.print()
 
 
 def print_next(console: Console, plan: Plan, folder: Path) -> None:

@@ -7,6 +7,7 @@ import shlex
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,6 +22,7 @@ from .capture import Capture
 from .capture import capture as capture_model
 from .cost import LOCALHOST
 from .demands import find_demands, groups_to_cut_before
+from .explain import explain as explain_plan
 from .folder import check_target, write_folder
 from .generate import (
     CODES,
@@ -29,7 +31,6 @@ from .generate import (
     extra_tensors,
     generate,
     render_readme,
-    render_report,
 )
 from .graph import build_graph, stage_of_nodes, with_copies
 from .models import Source, load_model, name_inputs
@@ -37,6 +38,7 @@ from .prices import Prices
 from .profiler import Profile
 from .profiling import ProfileOptions, cut_and_time, profile_capture
 from .recompute import Recomputation
+from .report import render_report
 from .settle import Cut
 from .solve import check_choice, solve
 from .split import StageGraph, crossing_if_sent, homes_of, split
@@ -152,6 +154,7 @@ def partition_source(
     keep_together: Sequence[str] = (),
     capture: str = "auto",
     code: str = "structured",
+    explain: bool = False,
     stop_after: str | None = None,
     save_weights: bool = True,
     force: bool = False,
@@ -163,9 +166,10 @@ def partition_source(
 
     `output` defaults to `generated_models/<name>_<stages>p`. A boundary is before each module or
     operation that `cut_at` names; the operations of each module that `keep_together` names are
-    in one stage. `code` is "structured" or "flat". With `stop_after="plan"` the plan is returned
-    and nothing is written. `profile`, `threads`, `device`, `dtype`, `calibrate` and `no_cache` are
-    those of `ProfileOptions`.
+    in one stage. `code` is "structured" or "flat". With `explain` the plan tells what other
+    numbers of stages, faster links and recomputation would give. With `stop_after="plan"` the
+    plan is returned and nothing is written. `profile`, `threads`, `device`, `dtype`, `calibrate`
+    and `no_cache` are those of `ProfileOptions`.
     Raises CaptureError, PlanError or ModelError, each with a cure.
     """
     check_choice("code", code, CODES)
@@ -192,17 +196,17 @@ def partition_source(
     prices = Prices.of(measured, LOCALHOST)
     again = Recomputation(captured, prices)
     together = [nodes for _, nodes in demands.together]
+    graph_of = partial(build_graph, captured, name=source.name, again=again, together=together)
+    solve_again = partial(
+        solve,
+        method=method,
+        granularity=granularity,
+        cut_before=groups_to_cut_before(demands, graph_of(measured)),
+    )
 
     def cut(costs: Profile) -> Cut:
-        graph = build_graph(captured, costs, source.name, again=again, together=together)
-        solution = solve(
-            graph,
-            stages=stages,
-            method=method,
-            link=LOCALHOST,
-            granularity=granularity,
-            cut_before=groups_to_cut_before(demands, graph),
-        )
+        graph = graph_of(costs)
+        solution = solve_again(graph, stages=stages, link=LOCALHOST)
         placed = stage_of_nodes(captured, graph, solution.stage_of, again)
         divided, placed = separated(captured, placed)
         stage_graphs = split(divided, placed, Recomputation(divided, prices))
@@ -223,6 +227,8 @@ def partition_source(
         weights=source.weights if save_weights else "not stored",
         if_sent=crossing_if_sent(homes_of(captured.graph, chosen.placed)),
     )
+    resolve = solve_again if explain else None
+    plan = replace(plan, findings=explain_plan(chosen.graph, solution, plan, LOCALHOST, resolve))
     tick("plan", solution.summary, "generate" if stop_after is None else "")
     if stop_after == "plan":
         return plan
@@ -303,7 +309,7 @@ def _texts(
             for stage in plan.stages
         ),
     )
-    files |= {"README.md": render_readme(plan), "report.html": render_report(plan)}
+    files |= {"README.md": render_readme(plan), "report.html": render_report(plan, files)}
     files |= {f"hf/{name}": text for name, text in source.files.items()}
     return plan, files | {"plan.json": plan.to_json()}
 

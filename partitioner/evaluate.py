@@ -86,11 +86,11 @@ def evaluate(problem: Problem, placement: Placement) -> Evaluation:
     transient_bytes = np.zeros(problem.stages)
     sums_seen: dict[int, StageSums] = {}
     for stage, of_stage in enumerate(ranks):
-        seen = problem.seen[of_stage[0]]
+        seen = problem.seen_by(of_stage)
         if id(seen) not in sums_seen:
             sums_seen[id(seen)] = stage_sums(seen, placement.stage_of, len(ranks), first_rank)
         sums = sums_seen[id(seen)][stage]
-        load = _stage_load(setting, stage, sums, seen.link, len(of_stage))
+        load = _stage_load(setting, stage, sums, problem.link_among(of_stage), len(of_stage))
         loads.append(load)
         if placement.ranks is None:
             before_ms, after_ms = work_ms[:stage].sum(), work_ms[stage + 1 :].sum()
@@ -114,12 +114,14 @@ def _stage_load(
     setting: Setting, stage: int, sums: StageSums, link: Link, replicas: int
 ) -> StageLoad:
     recomputes = bool(setting.recomputes(stage, sums))
-    exchange_ms = setting.exchange_ms(link, float(sums.param_bytes), replicas)
+    exchange_ms = float(setting.exchange_ms(link, sums.param_bytes, replicas))
+    share = setting.shares_at(stage)
+    backward_ms = sums.backward_ms + (sums.forward_ms if recomputes else 0.0)
     return StageLoad(
-        forward_ms=float(sums.forward_ms),
-        backward_ms=float(sums.backward_ms + (sums.forward_ms if recomputes else 0.0)),
-        send_ms=float(sums.send_ms),
-        receive_ms=float(sums.receive_ms),
+        forward_ms=float(sums.forward_ms) * share,
+        backward_ms=float(backward_ms) * share,
+        send_ms=float(sums.send_ms) * share,
+        receive_ms=float(sums.receive_ms) * share,
         load_ms=float(setting.time_ms(stage, sums, again=recomputes)) / replicas + exchange_ms,
         recomputes=recomputes,
         in_flight=setting.in_flight(stage),

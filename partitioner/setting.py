@@ -56,7 +56,8 @@ class Setting:
     `links[j]` joins ranks j and j + 1; None means the link of the costs everywhere.
     `optimizer_copies` are further copies of the parameters (Adam: 2); with `stash` every weight
     version in flight is kept. With `overlap` the transfers of one micro-batch go on while another
-    one is computed.
+    one is computed. Where rank j stands for `replicas[j]` equal ones, they share its micro-batches
+    and sum their gradients over `exchange[j]` once a step.
     """
 
     devices: tuple[Device, ...]
@@ -67,6 +68,8 @@ class Setting:
     optimizer_copies: int = 2
     stash: bool = False
     overlap: bool = False
+    replicas: tuple[int, ...] = ()
+    exchange: tuple[Link, ...] | None = None
 
     @property
     def stages(self) -> int:
@@ -81,14 +84,26 @@ class Setting:
         """Whether some device's memory has an end, so that memory can decide."""
         return any(device.memory_bytes < math.inf for device in self.devices)
 
+    def replicas_at(self, position: int) -> int:
+        """How many ranks the one at `position` stands for."""
+        return self.replicas[position] if self.replicas else 1
+
+    def shares_at(self, position: int) -> int:
+        """By what the times of a micro-batch are divided there. A synchronous pipeline has a
+        part of the micro-batches instead, each at its full time."""
+        return self.replicas_at(position) if self.is_asynchronous else 1
+
     def in_flight(self, position: int) -> int:
-        """The most micro-batches whose forward is done and backward is not, at that position."""
+        """The most micro-batches whose forward is done and backward is not, at that position; of
+        replicas on each of them."""
+        replicas = self.replicas_at(position)
         if self.schedule in ("seq", "single"):
             return 1
         if self.schedule == "gpipe":
-            return self.micro_batches
-        depth = max(1, self.stages - position)
-        return depth if self.is_asynchronous else min(depth, self.micro_batches)
+            return self.rounds
+        ranks_from_here = sum(map(self.replicas_at, range(position, self.stages)))
+        depth = max(1, -(-ranks_from_here // replicas))
+        return depth if self.is_asynchronous else min(depth, self.rounds)
 
     def versions(self, position: int) -> int:
         """Weight versions kept beside the live one."""
@@ -141,7 +156,11 @@ class Setting:
     def _busy_ms(self, position: int, sums: StageSums, *, again: Bools | bool) -> Floats:
         """Milliseconds of the rank itself: its work, and transfers that do not overlap with it."""
         work_ms = sums.work_ms + np.where(again, sums.forward_ms, 0.0)
-        return work_ms + sums.talk_ms if self._talks_in_turn(position) else work_ms
+        busy_ms = work_ms + sums.talk_ms if self._talks_in_turn(position) else work_ms
+        replicas = self.replicas_at(position)
+        if replicas == 1 or not self.exchange:
+            return busy_ms
+        return busy_ms + self.exchange_ms(self.exchange[position], sums.param_bytes, replicas)
 
     def _talks_in_turn(self, position: int) -> bool:
         return self.devices[position].pays_transfers and not self.overlap
@@ -161,8 +180,9 @@ class Setting:
 
     @property
     def rounds(self) -> int:
-        """A score is at least so many times the stage's work."""
-        return 1 if self.is_asynchronous else self.micro_batches
+        """A score is at least so many times the stage's work: the micro-batches of a step of one
+        pipeline, if it is synchronous."""
+        return 1 if self.is_asynchronous else -(-self.micro_batches // max(self.replicas or (1,)))
 
     def score_ms(
         self,
@@ -196,27 +216,27 @@ class Setting:
         waits_last = np.maximum(0.0, after_ms - ahead * (backward_ms + talk_ms))
         if self.schedule == "gpipe":
             waits = np.asarray(after_ms)
-        elif ahead + 1 < self.micro_batches:
+        elif ahead + 1 < self.rounds:
             waits = waits_first + waits_last
         else:
             waits = np.maximum(waits_first, waits_last)
         work_ms = np.where(np.isinf(load_ms), np.inf, self._busy_ms(position, sums, again=again))
-        trips = -(-self.micro_batches // (ahead + 1))
+        trips = -(-self.rounds // (ahead + 1))
         score_ms: Floats = before_ms + np.maximum(
-            self.micro_batches * work_ms + waits, trips * (work_ms + after_ms)
+            self.rounds * work_ms + waits, trips * (work_ms + after_ms)
         )
         return score_ms
 
-    def exchange_ms(self, link: Link, param_bytes: float, replicas: int) -> float:
+    def exchange_ms(self, link: Link, param_bytes: Floats, replicas: int) -> Floats:
         """What summing the gradients of a replicated stage takes of every micro-batch: one ring
         all-reduce a step (Patarasuk, Yuan: "Bandwidth optimal all-reduce", 2009)."""
-        if replicas == 1:
-            return 0.0
-        once_ms = link.transfer_ms(param_bytes / replicas)
-        return 2 * (replicas - 1) * once_ms / self.micro_batches
+        once_ms = link.latency_ms + 1e3 * (param_bytes / replicas) / link.bytes_per_s
+        shared_by = self.micro_batches if self.is_asynchronous else self.rounds
+        return np.where(param_bytes, 2 * (replicas - 1) * once_ms / shared_by, 0.0)
 
     def seen_at(self, costs: Costs, position: int) -> Costs:
-        """The costs as the rank at `position` sees them: its device's times, its links."""
+        """The costs as the rank at `position` sees them: its device's times, its links, and
+        without a synchronous schedule of every micro-batch the share of one replica."""
         device = self.devices[position]
         if device.kind is not None and device.kind in costs.times_on:
             forward_ms, backward_ms = costs.times_on[device.kind]
@@ -227,7 +247,11 @@ class Setting:
                 forward_ms=costs.forward_ms / device.speed,
                 backward_ms=costs.backward_ms / device.speed,
             )
-        if not self.links:
+        if self.links:
+            left, right = max(position - 1, 0), min(position, len(self.links) - 1)
+            costs = seen_over(costs, self.links[left], self.links[right])
+        replicas = self.shares_at(position)
+        if replicas == 1:
             return costs
-        left, right = max(position - 1, 0), min(position, len(self.links) - 1)
-        return seen_over(costs, self.links[left], self.links[right])
+        times = ("forward_ms", "backward_ms", "send_ms", "receive_ms")
+        return replace(costs, **{name: getattr(costs, name) / replicas for name in times})

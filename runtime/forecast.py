@@ -56,6 +56,31 @@ def forecast_step(
     return Forecast(timeline.makespan_ms / count, idle, timeline)
 
 
+@dataclass(frozen=True, slots=True)
+class OneStep:
+    """One optimizer step, from when to when in a timeline, and the share of it that ranks wait."""
+
+    start_ms: float
+    end_ms: float
+    idle_share: float
+    timeline: Timeline
+
+    @property
+    def step_ms(self) -> float:
+        return self.end_ms - self.start_ms
+
+
+def forecast_one_step(plan: Plan, schedule: str, micro_batches: int) -> OneStep:
+    """A step of a synchronous schedule, or one in the middle of a long asynchronous run."""
+    # Every stage has to make a step before the first one makes its last forward.
+    steps = 4 + -(-2 * len(plan.stages) // micro_batches)
+    found = forecast_step(plan, schedule, micro_batches, steps=steps)
+    if schedule not in ASYNCHRONOUS:
+        timeline = found.timeline
+        return OneStep(timeline.start_ms, timeline.end_ms, found.idle_share, timeline)
+    return OneStep(*found.timeline.steady_step, found.idle_share, found.timeline)
+
+
 def describe_forecast(plan: Plan, micro_batches: tuple[int, ...] = (8, 32)) -> str:
     """One sentence: what a 1f1b step takes at a few numbers of micro-batches, and asynchronous."""
     parts = []

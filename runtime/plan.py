@@ -121,6 +121,30 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
+class Finding:
+    """One answer of the explanation: a sentence with its numbers.
+
+    `topic` is "cut" (why a cut is where it is), "bound" (what the slowest stage rests on) or
+    "change" (what another plan would give); `about` names the cut, bound or change.
+    `bottleneck_ms` is the slowest stage of the plan that the sentence speaks of, if it is another.
+    """
+
+    topic: str
+    about: str
+    text: str
+    bottleneck_ms: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A module of a stage, or its other operations together, with the times of a micro-batch."""
+
+    name: str
+    forward_ms: float
+    backward_ms: float
+
+
+@dataclass(frozen=True, slots=True)
 class StageSpec:
     """One generated stage: its file, its forward's arguments and results in order, its costs.
 
@@ -130,7 +154,7 @@ class StageSpec:
     Costs are for one micro-batch of the sizes in `Plan.sizes`; times in milliseconds.
     `backward_ms` has the second forward in it where the stage `recompute`s. `peak_bytes` is the
     sum of `memory`, with `in_flight` micro-batches. `ranks` has several where the stage is
-    replicated.
+    replicated. `parts` are what the stage consists of, and their times add up to its own.
     """
 
     index: int
@@ -154,6 +178,7 @@ class StageSpec:
     load_ms: float
     recompute: bool = False
     ranks: tuple[int, ...] = ()
+    parts: tuple[Part, ...] = ()
     sha256: str = ""
 
     def named_outputs(self, result: Any) -> dict[str, Any]:
@@ -190,7 +215,8 @@ class Plan:
     tensors outside the state_dict that lie beside the weights.
     `if_sent` are the boundaries that there would be if no stage computed anything again that an
     earlier one has made; it is empty where that would be the same.
-    `explanation` says why the cuts are where they are; `even_split` are forward and backward
+    `explanation` says in a few clauses why the cuts are where they are, `findings` says it at
+    length, with what would change; `even_split` are forward and backward
     milliseconds of the stages that counting blocks would give, and `candidates` other plans.
     `loss` names the output value that is the loss, or is None when a criterion outside the
     model makes it (`criterion`).
@@ -221,6 +247,7 @@ class Plan:
     unused: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     explanation: tuple[str, ...] = ()
+    findings: tuple[Finding, ...] = ()
     even_split: tuple[tuple[float, float], ...] = ()
     candidates: tuple[Candidate, ...] = ()
     if_sent: tuple[Boundary, ...] = ()
@@ -352,6 +379,7 @@ def _plan_from(raw: dict[str, Any]) -> Plan:
             "unused": tuple(raw["unused"]),
             "notes": tuple(raw["notes"]),
             "explanation": tuple(raw["explanation"]),
+            "findings": tuple(Finding(**finding) for finding in raw["findings"]),
             "even_split": tuple((forward, backward) for forward, backward in raw["even_split"]),
             "candidates": tuple(Candidate(**candidate) for candidate in raw["candidates"]),
             "setting": _setting_from(raw["setting"]),
@@ -364,7 +392,9 @@ def _plan_from(raw: dict[str, Any]) -> Plan:
 def _stage_from(raw: dict[str, Any]) -> StageSpec:
     boundaries = {key: tuple(map(_boundary_from, raw[key])) for key in ("sends", "receives")}
     lists = {key: tuple(raw[key]) for key in _STAGE_LISTS}
-    return StageSpec(**{**raw, **boundaries, **lists, "memory": StageMemory(**raw["memory"])})
+    parts = tuple(Part(**part) for part in raw["parts"])
+    memory = StageMemory(**raw["memory"])
+    return StageSpec(**{**raw, **boundaries, **lists, "memory": memory, "parts": parts})
 
 
 _STAGE_LISTS = ("modules", "inputs", "outputs", "parameters", "buffers", "ranks")
