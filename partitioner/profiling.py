@@ -101,11 +101,13 @@ def cut_and_time(
     and takes no more than `TIMED_UP_TO_MS` a micro-batch.
     """
     is_quick = measured.forward_ms + measured.backward_ms <= TIMED_UP_TO_MS
-    is_here = is_on(captured.model, torch.device(measured.device))
-    if measured.kind != "measured" or not is_quick or not is_here:
+    if measured.kind != "measured" or not is_quick:
+        return measured, cut(measured)
+    device = torch.device(measured.device)
+    if not is_on(captured.model, device):
         return measured, cut(measured)
     cache = ProfileCache.of(
-        torch.device(measured.device),
+        device,
         measured.threads,
         measured.dtype,
         read=not options.no_cache,
