@@ -13,6 +13,7 @@ from torch import fx
 from ..runtime.errors import PlanError
 from ..runtime.plan import (
     Boundary,
+    Part,
     Plan,
     RankSpec,
     Setting,
@@ -25,6 +26,9 @@ from .capture import Capture, IfTraining, ModuleCall, Size
 from .profiler import Profile
 from .solve import Solution
 from .split import StageGraph, StageTensors, stage_tensors, unused_tensors
+from .walk import NodeCost
+
+_NO_MODULE = "other operations"
 
 
 def assemble(
@@ -65,9 +69,9 @@ def assemble(
         loss=_loss(outputs, (*crossing, *returned)),
         criterion=criterion,
         stages=tuple(
-            _stage(stage, held, profile, solution, boundaries, modules)
-            for stage, held, modules in zip(
-                stage_graphs, tensors, _module_labels(capture, stage_graphs), strict=True
+            _stage(stage, held, profile, solution, boundaries, labels)
+            for stage, held, labels in zip(
+                stage_graphs, tensors, _node_labels(stage_graphs), strict=True
             )
         ),
         shared=_shared_parameters(capture, tensors),
@@ -84,6 +88,7 @@ def assemble(
         unused=unused_tensors(capture, stage_graphs),
         notes=capture.notes,
         explanation=solution.explanation,
+        candidates=solution.candidates,
         even_split=tuple(
             (load.forward_ms, load.backward_ms) for load in solution.even_split.stages
         ),
@@ -97,7 +102,7 @@ def _stage(
     profile: Profile,
     solution: Solution,
     boundaries: Sequence[Boundary],
-    modules: tuple[str, ...],
+    labels: Sequence[str | None],
 ) -> StageSpec:
     costs = [profile.nodes[node.name] for node in stage.nodes]
     load = solution.loads[stage.index]
@@ -106,7 +111,7 @@ def _stage(
         index=stage.index,
         file=f"stage_{stage.index}.py",
         class_name=f"Stage{stage.index}",
-        modules=modules,
+        modules=_in_rows(dict.fromkeys(label for label in labels if label)),
         inputs=tuple(node.name for node in stage.inputs),
         outputs=tuple(node.name for node in stage.outputs),
         parameters=held.parameters,
@@ -122,9 +127,27 @@ def _stage(
         memory=load.memory,
         in_flight=load.in_flight,
         load_ms=load.load_ms,
+        forward_talk_ms=solution.talk.forward_ms[stage.index],
+        backward_talk_ms=solution.talk.backward_ms[stage.index],
+        exchange_ms=solution.exchanges_ms[stage.index],
         recompute=load.recomputes,
         ranks=solution.placement.ranks_of_stage[stage.index],
+        parts=_parts(labels, costs, again=load.recomputes),
     )
+
+
+def _parts(
+    labels: Iterable[str | None], costs: Iterable[NodeCost], *, again: bool
+) -> tuple[Part, ...]:
+    """The costs of nodes by their labels; `again`: backward runs forward once more."""
+    times: dict[str, tuple[float, float]] = {}
+    for label, cost in zip(labels, costs, strict=True):
+        forward_ms, backward_ms = times.get(label or _NO_MODULE, (0.0, 0.0))
+        times[label or _NO_MODULE] = (
+            forward_ms + cost.forward_ms,
+            backward_ms + cost.backward_ms + cost.forward_ms * again,
+        )
+    return tuple(Part(name, *both) for name, both in times.items())
 
 
 def _setting(solution: Solution) -> Setting:
@@ -135,13 +158,18 @@ def _setting(solution: Solution) -> Setting:
         micro_batches=setting.micro_batches,
         recompute=setting.recompute,
         stash=setting.stash,
+        optimizer=setting.optimizer,
         memory_limit=min((limit for limit in limits if limit is not None), default=None),
         ranks=tuple(
             RankSpec(device.name, limit, device.host)
             for device, limit in zip(setting.devices, limits, strict=True)
         ),
-        step_ms=solution.bottleneck_ms * setting.micro_batches,
-        step_bound_ms=solution.lower_bound_ms * setting.micro_batches,
+        transfer_ms=tuple(
+            (*edge, transfer_ms)
+            for edge, transfer_ms in sorted(solution.talk.overlapped_ms.items())
+        ),
+        step_ms=solution.step_ms,
+        step_bound_ms=solution.step_bound_ms,
     )
 
 
@@ -251,8 +279,8 @@ class _Whole:
         return str(node.target) if node.op == "call_module" else None
 
 
-def _module_labels(capture: Capture, stages: Sequence[StageGraph]) -> list[tuple[str, ...]]:
-    """For every stage the modules it consists of, numbered ones in a row as `h.0-3`."""
+def _node_labels(stages: Sequence[StageGraph]) -> list[list[str | None]]:
+    """For every node of every stage the module it is counted under, None for no whole one."""
     stages_of: dict[fx.Node, list[int]] = {}
     for stage in stages:
         for node in stage.nodes:
@@ -264,13 +292,13 @@ def _module_labels(capture: Capture, stages: Sequence[StageGraph]) -> list[tuple
             for call in node.meta.get("calls", ()):
                 homes.setdefault(call, set()).update(indices)
     whole = _Whole({call: min(found) for call, found in homes.items() if len(found) == 1})
-    labels = []
-    for stage in stages:
-        found = [
-            whole.label(node, stage.index) for node in stage.nodes if len(stages_of[node]) == 1
+    return [
+        [
+            whole.label(node, stage.index) if len(stages_of[node]) == 1 else None
+            for node in stage.nodes
         ]
-        labels.append(_in_rows(dict.fromkeys(label for label in found if label)))
-    return labels
+        for stage in stages
+    ]
 
 
 def _in_rows(labels: Iterable[str]) -> tuple[str, ...]:

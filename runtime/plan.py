@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import PlanError
+from .schedules import ASYNCHRONOUS
 from .sizes import evaluate_size
 
 SCHEMA = 3
@@ -91,6 +92,7 @@ class RankSpec:
 class Setting:
     """How the plan was meant to run: what its costs and its choice of cuts rest on.
 
+    `transfer_ms` are (source, target, milliseconds) of transfers that go on while ranks compute.
     `step_ms` is what a step of `micro_batches` takes under the schedule, and `step_bound_ms` what
     is proved that no plan can be below.
     """
@@ -99,8 +101,10 @@ class Setting:
     micro_batches: int = 8
     recompute: str = "none"
     stash: bool = False
+    optimizer: str = "adamw"
     memory_limit: int | None = None
     ranks: tuple[RankSpec, ...] = ()
+    transfer_ms: tuple[tuple[int, int, float], ...] = ()
     step_ms: float = 0.0
     step_bound_ms: float = 0.0
 
@@ -121,6 +125,30 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
+class Finding:
+    """One answer of the explanation: a sentence with its numbers.
+
+    `topic` is "cut" (why a cut is where it is), "bound" (what the slowest stage rests on) or
+    "change" (what another plan would give); `about` names the cut, bound or change.
+    `bottleneck_ms` is the slowest stage of the plan that the sentence speaks of, if it is another.
+    """
+
+    topic: str
+    about: str
+    text: str
+    bottleneck_ms: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A module of a stage, or its other operations together, with the times of a micro-batch."""
+
+    name: str
+    forward_ms: float
+    backward_ms: float
+
+
+@dataclass(frozen=True, slots=True)
 class StageSpec:
     """One generated stage: its file, its forward's arguments and results in order, its costs.
 
@@ -128,9 +156,11 @@ class StageSpec:
     of a boundary tensor. `outputs` are the values that forward returns (one: the value itself,
     several: a tuple, none: None), each the name of a boundary tensor or of a model output.
     Costs are for one micro-batch of the sizes in `Plan.sizes`; times in milliseconds.
-    `backward_ms` has the second forward in it where the stage `recompute`s. `peak_bytes` is the
-    sum of `memory`, with `in_flight` micro-batches. `ranks` has several where the stage is
-    replicated.
+    `backward_ms` has the second forward in it where the stage `recompute`s; the `talk_ms` are what
+    the rank spends on transfers beside either, and `exchange_ms` on gradients of shared parameters,
+    once a step. `peak_bytes` is the sum of `memory`, with `in_flight` micro-batches. `ranks` has
+    several where the stage is replicated. `parts` are what the stage consists of, and their times
+    add up to its own.
     """
 
     index: int
@@ -152,8 +182,12 @@ class StageSpec:
     memory: StageMemory
     in_flight: int
     load_ms: float
+    forward_talk_ms: float = 0.0
+    backward_talk_ms: float = 0.0
+    exchange_ms: float = 0.0
     recompute: bool = False
     ranks: tuple[int, ...] = ()
+    parts: tuple[Part, ...] = ()
     sha256: str = ""
 
     def named_outputs(self, result: Any) -> dict[str, Any]:
@@ -190,7 +224,8 @@ class Plan:
     tensors outside the state_dict that lie beside the weights.
     `if_sent` are the boundaries that there would be if no stage computed anything again that an
     earlier one has made; it is empty where that would be the same.
-    `explanation` says why the cuts are where they are; `even_split` are forward and backward
+    `explanation` says in a few clauses why the cuts are where they are, `findings` says it at
+    length, with what would change; `even_split` are forward and backward
     milliseconds of the stages that counting blocks would give, and `candidates` other plans.
     `loss` names the output value that is the loss, or is None when a criterion outside the
     model makes it (`criterion`).
@@ -221,6 +256,7 @@ class Plan:
     unused: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     explanation: tuple[str, ...] = ()
+    findings: tuple[Finding, ...] = ()
     even_split: tuple[tuple[float, float], ...] = ()
     candidates: tuple[Candidate, ...] = ()
     if_sent: tuple[Boundary, ...] = ()
@@ -230,8 +266,12 @@ class Plan:
 
     @property
     def gap(self) -> float:
-        """How far the bottleneck is above the proved lower bound, as a share (0.02 is 2 %)."""
-        return self.bottleneck_ms / self.lower_bound_ms - 1 if self.lower_bound_ms else 0.0
+        """How far the objective is above its proved lower bound, as a share (0.02 is 2 %): the
+        bottleneck, or the step of a synchronous schedule."""
+        if self.setting.schedule in ASYNCHRONOUS:
+            return self.bottleneck_ms / self.lower_bound_ms - 1 if self.lower_bound_ms else 0.0
+        bound_ms = self.setting.step_bound_ms
+        return self.setting.step_ms / bound_ms - 1 if bound_ms else 0.0
 
     @property
     def device_of_stage(self) -> tuple[int, ...]:
@@ -352,6 +392,7 @@ def _plan_from(raw: dict[str, Any]) -> Plan:
             "unused": tuple(raw["unused"]),
             "notes": tuple(raw["notes"]),
             "explanation": tuple(raw["explanation"]),
+            "findings": tuple(Finding(**finding) for finding in raw["findings"]),
             "even_split": tuple((forward, backward) for forward, backward in raw["even_split"]),
             "candidates": tuple(Candidate(**candidate) for candidate in raw["candidates"]),
             "setting": _setting_from(raw["setting"]),
@@ -364,14 +405,18 @@ def _plan_from(raw: dict[str, Any]) -> Plan:
 def _stage_from(raw: dict[str, Any]) -> StageSpec:
     boundaries = {key: tuple(map(_boundary_from, raw[key])) for key in ("sends", "receives")}
     lists = {key: tuple(raw[key]) for key in _STAGE_LISTS}
-    return StageSpec(**{**raw, **boundaries, **lists, "memory": StageMemory(**raw["memory"])})
+    parts = tuple(Part(**part) for part in raw["parts"])
+    memory = StageMemory(**raw["memory"])
+    return StageSpec(**{**raw, **boundaries, **lists, "memory": memory, "parts": parts})
 
 
 _STAGE_LISTS = ("modules", "inputs", "outputs", "parameters", "buffers", "ranks")
 
 
 def _setting_from(raw: dict[str, Any]) -> Setting:
-    return Setting(**{**raw, "ranks": tuple(RankSpec(**rank) for rank in raw["ranks"])})
+    ranks = tuple(RankSpec(**rank) for rank in raw["ranks"])
+    transfers = tuple((source, target, ms) for source, target, ms in raw["transfer_ms"])
+    return Setting(**{**raw, "ranks": ranks, "transfer_ms": transfers})
 
 
 def _boundary_from(raw: dict[str, Any]) -> Boundary:

@@ -76,6 +76,17 @@ class Timeline:
         return sum(shares) / self.ranks
 
     @property
+    def steady_step(self) -> tuple[float, float]:
+        """From when to when one optimizer step goes in the steady state: between two step ends
+        of the first rank. The whole timeline where there is none, as for a synchronous schedule.
+        """
+        steps = [self._step_ends(rank) for rank in range(self.ranks)]
+        steady_from = max((ends[0] for ends in steps if ends), default=0.0)
+        steady_to = min(self._last_forward(rank) for rank in range(self.ranks))
+        inside = [end for end in steps[0] if steady_from <= end <= steady_to]
+        return (inside[-2], inside[-1]) if len(inside) >= 2 else (self.start_ms, self.end_ms)
+
+    @property
     def peak_in_flight(self) -> tuple[int, ...]:
         """The most micro-batches that each stage held between forward and backward."""
         stages = 1 + max((event.action.stage for event in self.events), default=-1)

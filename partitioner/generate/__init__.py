@@ -8,7 +8,7 @@ members       what a class holds -> the lines of __init__
 forward       body -> the lines of forward (reads, folding, function_names, variables, expressions,
               sizes, origins, statements)
 stage_file    all of it -> the text of a file
-pages         plan -> README.md and report.html
+pages         plan -> README.md (report.html: the package report beside this one)
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..capture import Capture
 from ..split import StageGraph
 from .buffers import extra_tensors
 from .header import Header, StageCard
-from .pages import render_readme, render_report
+from .pages import render_readme
 from .simplify import simplify
 from .stage_file import StageWriter
 from .templating import TEMPLATES
@@ -33,7 +33,6 @@ __all__ = [
     "extra_tensors",
     "generate",
     "render_readme",
-    "render_report",
 ]
 
 

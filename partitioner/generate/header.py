@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from ..capture import Capture
 from ..split import StageGraph, stage_tensors
+from ..wording import write_bytes
 from .layout import WIDTH
 
 
@@ -173,11 +174,3 @@ def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     ]
-
-
-def write_bytes(count: float) -> str:
-    """`19.8 KiB`, `497.8 MiB`."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count:.0f} bytes"

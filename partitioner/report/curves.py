@@ -1,0 +1,147 @@
+"""A plan -> idle share and time against the number of micro-batches, in SVG units."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ...runtime.forecast import forecast_one_step
+from ...runtime.plan import Plan
+from ..wording import write_ms, write_share
+
+_SCHEDULES = ("1f1b", "async-1f1b")
+_COUNTS = (1, 2, 4, 8, 16, 32, 64)
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 480, 220, 58, 14, 12, 34
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What one step of a schedule takes with so many micro-batches."""
+
+    schedule: str
+    micro_batches: int
+    step_ms: float
+    idle_share: float
+
+    @property
+    def each_ms(self) -> float:
+        return self.step_ms / self.micro_batches
+
+    @property
+    def step(self) -> str:
+        return write_ms(self.step_ms)
+
+    @property
+    def idle(self) -> str:
+        return write_share(self.idle_share)
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    x: float
+    y: float
+    title: str
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One schedule in one chart."""
+
+    schedule: str
+    number: int
+    path: str
+    points: tuple[Point, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    heading: str
+    width: int
+    height: int
+    left: int
+    right: int
+    bottom: int
+    lines: tuple[Line, ...]
+    x_ticks: tuple[tuple[float, str], ...]
+    y_ticks: tuple[tuple[float, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Curves:
+    charts: tuple[Chart, ...]
+    samples: tuple[Sample, ...]
+    table: tuple[tuple[int, tuple[Sample, ...]], ...]
+    schedules: tuple[str, ...] = _SCHEDULES
+
+
+def curves(plan: Plan) -> Curves:
+    """Both charts and the table of their numbers."""
+    samples = tuple(_sample(plan, schedule, count) for count in _COUNTS for schedule in _SCHEDULES)
+    return Curves(
+        charts=(
+            _chart(
+                "Idle share", samples, lambda sample: sample.idle_share, lambda y: write_share(y)
+            ),
+            _chart("Time a micro-batch", samples, lambda sample: sample.each_ms, write_ms),
+        ),
+        samples=samples,
+        table=tuple(
+            (count, tuple(sample for sample in samples if sample.micro_batches == count))
+            for count in _COUNTS
+        ),
+    )
+
+
+def _sample(plan: Plan, schedule: str, count: int) -> Sample:
+    step = forecast_one_step(plan, schedule, count)
+    return Sample(schedule, count, step.step_ms, step.idle_share)
+
+
+def _chart(
+    heading: str,
+    samples: Sequence[Sample],
+    height_of: Callable[[Sample], float],
+    write: Callable[[float], str],
+) -> Chart:
+    most = _round_up(max(map(height_of, samples)) or 1.0)
+    bottom, right = _HEIGHT - _BOTTOM, _WIDTH - _RIGHT
+
+    def x_of(count: int) -> float:
+        return round(_LEFT + (right - _LEFT) * _COUNTS.index(count) / (len(_COUNTS) - 1), 2)
+
+    def y_of(height: float) -> float:
+        return round(bottom - (bottom - _TOP) * height / most, 2)
+
+    lines = []
+    for number, schedule in enumerate(_SCHEDULES):
+        points = tuple(
+            Point(
+                x_of(sample.micro_batches),
+                y_of(height_of(sample)),
+                f"{schedule}, {sample.micro_batches} micro-batches: {write(height_of(sample))}",
+            )
+            for sample in samples
+            if sample.schedule == schedule
+        )
+        path = "M" + "L".join(f"{point.x} {point.y}" for point in points)
+        lines.append(Line(schedule, number, path, points))
+    return Chart(
+        heading=heading,
+        width=_WIDTH,
+        height=_HEIGHT,
+        left=_LEFT,
+        right=right,
+        bottom=bottom,
+        lines=tuple(lines),
+        x_ticks=tuple((x_of(count), str(count)) for count in _COUNTS),
+        y_ticks=tuple(
+            (y_of(most * quarter / 4), write(most * quarter / 4)) for quarter in range(5)
+        ),
+    )
+
+
+def _round_up(most: float) -> float:
+    """The next of 1, 2, 4, 6, 8 or 10 times a power of ten."""
+    power = 10.0 ** math.floor(math.log10(most))
+    return next(power * factor for factor in (1, 2, 4, 6, 8, 10) if most <= power * factor)

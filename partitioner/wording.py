@@ -1,0 +1,47 @@
+"""Numbers of plans -> the words in which pages and explanations say them."""
+
+from __future__ import annotations
+
+
+def write_ms(time_ms: float) -> str:
+    """Four digits, and no more after the point than two.
+
+    >>> write_ms(0.123), write_ms(12.34), write_ms(601.19), write_ms(6321.4)
+    ('0.12 ms', '12.34 ms', '601.2 ms', '6321 ms')
+    """
+    return f"{time_ms:.{2 if time_ms < 100 else 1 if time_ms < 1000 else 0}f} ms"
+
+
+def write_change(before_ms: float, after_ms: float) -> str:
+    """
+    >>> write_change(10.0, 12.5), write_change(10.0, 9.0), write_change(10.0, 10.0)
+    ('10.00 ms to 12.50 ms', '10.00 ms to 9.00 ms', '10.00 ms as before')
+    """
+    before, after = write_ms(before_ms), write_ms(after_ms)
+    return f"{before} to {after}" if before != after else f"{before} as before"
+
+
+def write_share(share: float) -> str:
+    """
+    >>> write_share(0.614), write_share(0.0123), write_share(0.0004), write_share(0.0)
+    ('61 %', '1.2 %', 'under 0.1 %', '0 %')
+    """
+    if 0 < share < 0.0005:
+        return "under 0.1 %"
+    return f"{100 * share:.{0 if share >= 0.0995 or not share else 1}f} %"
+
+
+def write_bytes(count: float) -> str:
+    """`19.8 KiB`, `497.8 MiB`."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count:.0f} bytes"
+
+
+def counted(number: int, what: str, plural: str = "") -> str:
+    """
+    >>> counted(1, "stage"), counted(4, "stage"), counted(2, "micro-batch", "micro-batches")
+    ('1 stage', '4 stages', '2 micro-batches')
+    """
+    return f"{number} {what if number == 1 else plural or what + 's'}"
