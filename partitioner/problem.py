@@ -59,7 +59,9 @@ class Problem:
     def is_simple(self) -> bool:
         """Whether a stage's score depends on its device and links only, not on its place."""
         setting = self.setting
-        return setting.is_asynchronous and not setting.is_limited and setting.recompute == "none"
+        is_load = setting.is_asynchronous or setting.by_load
+        never_twice = not setting.is_limited and setting.recompute != "all"
+        return is_load and never_twice and not setting.replicas
 
     @cached_property
     def like(self) -> tuple[int, ...]:

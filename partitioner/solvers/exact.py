@@ -25,7 +25,7 @@ from ..problem import Placement, Problem
 from . import chain
 from .bounds import more_than_any_ms, simple_bound_ms
 from .downsets import Downsets, find_downsets
-from .reduce import contracted, reduce
+from .reduce import contracted, reduce, without_memory
 from .search import Found, Walk, in_order, num_pairs, search, windows
 
 MOST_DOWNSETS = 400_000
@@ -42,6 +42,7 @@ def place(problem: Problem) -> Placement:
     """
     if not problem.rules.may_cut.all() or problem.rules.must_cut:
         return chain.place(problem)
+    problem = without_memory(problem)
     stage_of = _best_of_order(problem)
     score_ms = _score_ms(problem, stage_of)
     bound_ms = simple_bound_ms(problem)

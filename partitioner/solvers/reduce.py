@@ -2,7 +2,8 @@
 
 Only what cannot change the optimum is done, and each step is recorded:
 
-- Memory that everything together fits into decides nothing, and is taken as unlimited.
+- Memory that everything together fits into decides nothing, and is taken as unlimited
+  (`without_memory`).
 - A value that costs its owner more than the limit to send, or a reader to receive, with nothing
   but the owner's or the reader's own work beside, crosses no cut of a plan within the limit: they
   are one, with all that lies between them.
@@ -34,7 +35,6 @@ class Reduced:
     item_of: Ints
     joined_idle: int = 0
     joined_dear: int = 0
-    dropped_memory: bool = False
 
     def stage_of(self, stages: Sequence[Ints]) -> tuple[int, ...]:
         """The stage of every group of the larger problem, from the items of each stage."""
@@ -46,10 +46,9 @@ class Reduced:
 
 def reduce(problem: Problem, limit_ms: float, *, join_idle: bool = True) -> Reduced:
     """Reductions that keep every plan whose score is within the limit, or one as good."""
-    free_of_memory = _without_memory(problem)
-    dropped = free_of_memory is not problem
-    problem = free_of_memory
     least_ms = problem.least_work_ms
+    setting = problem.setting
+    join_idle = join_idle and not setting.is_limited and not setting.replicas
     items = nx.DiGraph()
     items.add_nodes_from(range(len(least_ms)))
     items.add_edges_from(problem.costs.edges)
@@ -60,18 +59,18 @@ def reduce(problem: Problem, limit_ms: float, *, join_idle: bool = True) -> Redu
         items, item_of = _fused(items, item_of, _dear_pairs(problem, item_of, limit_ms))
         dear += size - len(items)
         joined = 0
-        if join_idle and not problem.setting.is_limited:
+        if join_idle:
             joined = _join_idle(items, item_of, problem)
             idle += joined
         if not joined or len(items) == size:
             break
     if len(items) < problem.stages:
-        return Reduced(problem, np.arange(len(least_ms)), dropped_memory=dropped)
+        return Reduced(problem, np.arange(len(least_ms)))
     order = _order(items, item_of)
     item_of = order[item_of]
     smaller = contracted(problem.costs, item_of)
     rules = Rules(np.ones(len(smaller.groups) + 1, dtype=bool))
-    return Reduced(Problem(smaller, problem.setting, rules), item_of, idle, dear, dropped)
+    return Reduced(Problem(smaller, problem.setting, rules), item_of, idle, dear)
 
 
 def contracted(costs: Costs, item_of: Ints) -> Costs:
@@ -123,7 +122,7 @@ def _held(held: Iterable[Held], item_of: Ints) -> tuple[Held, ...]:
     )
 
 
-def _without_memory(problem: Problem) -> Problem:
+def without_memory(problem: Problem) -> Problem:
     """The problem without limits, if one stage of everything would be within each of them."""
     costs, setting = problem.costs, problem.setting
     if not setting.is_limited:

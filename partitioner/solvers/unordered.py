@@ -16,7 +16,7 @@ from . import chain
 from .bounds import more_than_any_ms, simple_bound_ms
 from .downsets import find_downsets
 from .exact import MOST_DOWNSETS, rising_search
-from .reduce import reduce
+from .reduce import reduce, without_memory
 from .search import Walk, in_any_order, windows
 
 
@@ -27,11 +27,13 @@ def place_unordered(problem: Problem) -> tuple[tuple[int, ...], Placement]:
     between all devices must be the same; the rules of the problem are not asked.
     Raises PlanError where links differ, nothing fits, or the graph has too many downsets.
     """
-    if problem.setting.links and len(set(problem.setting.links)) > 1:
+    setting = problem.setting
+    if setting.replicas or len(set(setting.links or ())) > 1:
         raise PlanError(
-            "devices in any order need the same link between all of them.",
+            "devices in any order need one rank each and the same link between all of them.",
             "Give the devices in their order.",
         )
+    problem = without_memory(problem)
     limit_ms = min(chain.optimum(problem), more_than_any_ms(problem))
     # A stage of idle groups alone is a device that might stay unused, unless their number counts.
     reduced = reduce(problem, limit_ms, join_idle=problem.is_simple)
