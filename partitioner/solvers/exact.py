@@ -22,7 +22,7 @@ from ...runtime.errors import PlanError
 from ..cost import Ints
 from ..evaluate import evaluate
 from ..problem import Placement, Problem
-from . import chain
+from . import chain, milp
 from .bounds import more_than_any_ms, simple_bound_ms
 from .downsets import Downsets, find_downsets
 from .reduce import contracted, reduce, without_memory
@@ -31,6 +31,7 @@ from .search import Found, Walk, in_order, num_pairs, search, windows
 MOST_DOWNSETS = 400_000
 _MOST_PAIRS = 1_000_000_000
 _FEW_PAIRS = 1_000_000
+_MOST_VARIABLES = 60_000
 _ROUNDING = 1e-9
 
 
@@ -77,11 +78,11 @@ def _improved(
         windows(reduced.problem, walk, limit_ms),
         most=MOST_DOWNSETS,
     )
-    if downsets is None:
-        return stage_of, bound_ms
-    found, bound_ms = rising_search(reduced.problem, walk, downsets, bound_ms, limit_ms)
-    if found is None:
-        return stage_of, bound_ms
+    found = None
+    if downsets is not None:
+        found, bound_ms = rising_search(reduced.problem, walk, downsets, bound_ms, limit_ms)
+    if downsets is None or found is None:
+        return _by_program(problem, stage_of, limit_ms, bound_ms)
     if found.score_ms < np.inf:
         stage_of, score_ms = reduced.stage_of([items for _, items in found.stages]), found.score_ms
     if not reduced.joined_idle:
@@ -90,6 +91,24 @@ def _improved(
     if bound_ms >= score_ms * (1 - _ROUNDING):
         return stage_of, score_ms
     return _improved(problem, stage_of, score_ms, bound_ms, join_idle=False)
+
+
+def _by_program(
+    problem: Problem, stage_of: Sequence[int] | None, limit_ms: float, bound_ms: float
+) -> tuple[Sequence[int] | None, float]:
+    """The same by the mixed-integer program, where that is not too large either."""
+    reduced = reduce(problem, limit_ms, join_idle=False)
+    size = len(reduced.problem.costs.groups) * problem.stages
+    if size > _MOST_VARIABLES or limit_ms <= bound_ms * (1 + milp.GAP):
+        return stage_of, bound_ms
+    known = None
+    if stage_of is not None:
+        _, first = np.unique(reduced.item_of, return_index=True)
+        known = np.asarray(stage_of)[first].tolist()
+    improved = milp.improve(reduced.problem, known, limit_ms)
+    if improved.stage_of is not None:
+        stage_of = tuple(np.asarray(improved.stage_of)[reduced.item_of].tolist())
+    return stage_of, max(bound_ms, improved.bound_ms)
 
 
 def _with_idle_stages_ms(
@@ -124,23 +143,24 @@ def _limits(
 ) -> Iterator[tuple[float, int]]:
     """Limits that rise from near the bound to the last, which decides, and the pairs of each.
 
-    A wider limit means more pairs. Only one that has far fewer than the last is worth a try.
+    A wider limit means more pairs. Only one that has far fewer than the last is worth a try, and
+    far more than the one before.
     """
 
     def pairs(limit_ms: float) -> int:
         within = downsets.within(windows(problem, walk, limit_ms))
         return num_pairs(problem, within, limit_ms)
 
-    at_last, done, share = pairs(limit_ms), _FEW_PAIRS, 0.001
+    at_last, done, share = pairs(limit_ms), _FEW_PAIRS, 0.0005
     while bound_ms * (1 + share) < limit_ms:
         trial_ms = bound_ms * (1 + share)
         count = pairs(trial_ms)
-        if 4 * count > at_last:
+        if 3 * count > at_last:
             break
         if count > done:
             yield trial_ms, count
-            done = 4 * count
-        share *= 2
+            done = 3 * count
+        share *= 1.4
     yield limit_ms, at_last
 
 

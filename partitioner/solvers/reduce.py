@@ -139,7 +139,7 @@ def without_memory(problem: Problem) -> Problem:
         transient_bytes=np.array([costs.transient_bytes.max()]),
     )
     for position, device in enumerate(setting.devices):
-        for recompute in (False, True):
+        for recompute in {False, setting.recompute == "all"}:
             if setting.memory_bytes(position, everything, recompute=recompute)[0] > (
                 device.memory_bytes
             ):
