@@ -30,8 +30,8 @@ from ..evaluate import evaluate
 from ..problem import Placement, Problem
 from .bounds import ratios
 
-SECONDS = 40.0
-GAP = 1e-4
+SECONDS = 30.0
+GAP = 1e-6
 _ROUNDING = 1e-9
 
 
