@@ -29,7 +29,7 @@ from .reduce import contracted, reduce, without_memory
 from .search import Found, Walk, in_order, num_pairs, search, windows
 
 MOST_DOWNSETS = 150_000
-_MOST_PAIRS = 400_000_000
+_MOST_PAIRS = 250_000_000
 _FEW_PAIRS = 1_000_000
 _MOST_VARIABLES = 60_000
 _ROUNDING = 1e-9

@@ -31,7 +31,7 @@ from ..problem import Placement, Problem
 from .bounds import ratios
 
 SECONDS = 30.0
-GAP = 1e-6
+GAP = 1e-4
 _ROUNDING = 1e-9
 
 
