@@ -63,7 +63,8 @@ class Value:
     `owner` stands before all `readers` for an activation and after them for a gradient that is
     a value of its own. `readers` is sorted and has neither doubles nor the owner. `known_ms` is
     what a transfer takes where the graph gives times instead of bytes. An exchange is what stages
-    that hold one parameter give each other of its gradient; it orders nothing.
+    that hold one parameter give each other of its gradient; it orders nothing. `is_saved`: the
+    owner keeps it for its own backward.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Value:
     backward_bytes: float
     known_ms: float | None = None
     is_exchange: bool = False
+    is_saved: bool = False
 
     @property
     def span(self) -> tuple[int, int]:
@@ -162,8 +164,9 @@ class StageSums:
     """What the groups of stages add up to, for one micro-batch: arrays, one entry a stage.
 
     `param_bytes` are of one copy; `saved_bytes` what forward keeps for backward, with what it
-    received; `received_bytes` what arrives from other stages; `transient_bytes` the most that one
-    operation needs beside.
+    received; `received_bytes` what arrives from other stages and `sent_bytes` what goes to them,
+    `root_bytes` that part of it which is not saved; `transient_bytes` the most that one operation
+    needs beside.
     """
 
     forward_ms: Floats
@@ -175,6 +178,8 @@ class StageSums:
     saved_bytes: Floats
     received_bytes: Floats
     transient_bytes: Floats
+    sent_bytes: Floats | float = 0.0
+    root_bytes: Floats | float = 0.0
 
     @property
     def work_ms(self) -> Floats:
@@ -185,7 +190,8 @@ class StageSums:
         return self.send_ms + self.receive_ms
 
     def __getitem__(self, which: Any) -> StageSums:
-        return StageSums(*(getattr(self, field.name)[which] for field in fields(self)))
+        found = (np.asarray(getattr(self, field.name)) for field in fields(self))
+        return StageSums(*(amounts[which] if amounts.ndim else amounts for amounts in found))
 
 
 def costs_of(graph: nx.DiGraph, link: Link | None = None) -> Costs:
@@ -264,7 +270,7 @@ def stage_sums(
     """
     at = np.asarray(stage_of)
     rank_of = range(stages) if ranks is None else ranks
-    send, receive, received = np.zeros(stages), np.zeros(stages), np.zeros(stages)
+    send, receive, sent, roots, received = (np.zeros(stages) for _ in range(5))
     for index, value in enumerate(costs.values):
         owner = int(at[value.owner])
         reading = sorted({int(at[reader]) for reader in value.readers}, reverse=True)
@@ -273,6 +279,8 @@ def stage_sums(
         if first_on:
             readers = list(first_on.values())
             send[owner] += costs.send_ms[index]
+            sent[owner] += value.forward_bytes
+            roots[owner] += 0 if value.is_saved else value.forward_bytes
             receive[readers] += costs.receive_ms[index]
             received[readers] += value.forward_bytes
     transient = np.zeros(stages)
@@ -287,6 +295,8 @@ def stage_sums(
         saved_bytes=_held_on(costs.saved, at, stages),
         received_bytes=received,
         transient_bytes=transient,
+        sent_bytes=sent,
+        root_bytes=roots,
     )
 
 
@@ -392,6 +402,7 @@ def _values(
     forward_bytes: dict[tuple[int, str], float] = {}
     backward_bytes: dict[tuple[int, str], float] = {}
     known_ms: dict[tuple[int, str], float] = {}
+    saved_by = {position[node]: _saved(data) for node, data in graph.nodes(data=True)}
     readers: dict[tuple[int, str], set[int]] = {}
     for source, target, edge in graph.edges(data=True):
         given = edge.get("bytes", graph.nodes[source].get("output_bytes", 0))
@@ -417,6 +428,7 @@ def _values(
             forward_bytes=forward_bytes.get(key, 0),
             backward_bytes=backward_bytes.get(key, 0),
             known_ms=known_ms.get(key),
+            is_saved=key[1] in saved_by[key[0]],
         )
         for key in sorted(readers)
     )

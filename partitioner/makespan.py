@@ -70,7 +70,7 @@ def step_of(problem: Problem, placement: Placement) -> Step:
     """What one optimizer step of the placement takes: for an asynchronous schedule, and where
     several stages share a rank, the slowest rank's time for all micro-batches."""
     evaluation = evaluate(problem, placement)
-    rounds = problem.setting.micro_batches
+    rounds = problem.setting.micro_batches_each
     of_stage = placement.ranks_of_stage
     if problem.setting.is_asynchronous or len({rank for of in of_stage for rank in of}) < sum(
         map(len, of_stage)
@@ -100,7 +100,9 @@ def timeline_of(problem: Problem, placement: Placement, evaluation: Evaluation) 
         step_ms=exchanges_ms(problem, placement),
         transfer_ms=talk.overlapped_ms,
     )
-    schedule = make_schedule(setting.schedule, stages=stages, micro_batches=setting.micro_batches)
+    schedule = make_schedule(
+        setting.schedule, stages=stages, micro_batches=setting.micro_batches_each
+    )
     shared = {
         tuple(sorted({placement.stage_of[group] for group in (value.owner, *value.readers)}))
         for value in problem.costs.values
