@@ -199,11 +199,12 @@ def costs_of(graph: nx.DiGraph, link: Link | None = None) -> Costs:
 
     Nodes: `forward_ms`, `backward_ms`, `times_on` {kind of device: (forward ms, backward ms)},
     `output_bytes`, `parameters` {name: bytes} or `param_bytes`, `buffer_bytes`, `saved` {storage:
-    bytes} or `saved_bytes`, `transient_bytes` (or else `output_bytes`), `modules` (enclosing
-    modules from the block inwards), `block`, `label`. Edges: `tensors` {name: bytes} that go along
-    it, `grads` {name: bytes} that come back, `transfer_ms` {name: ms} where times are known
-    instead of bytes. An edge without `tensors` carries its source's `output_bytes`, and without
-    `grads` as much comes back if the graph has backward times.
+    bytes} or `saved_bytes`, `saved_as` {tensor: storage that it is in}, `transient_bytes` (or else
+    `output_bytes`), `modules` (enclosing modules from the block inwards), `block`, `label`.
+    Edges: `tensors` {name: bytes} that go along it, `grads` {name: bytes} that come back,
+    `transfer_ms` {name: ms} where times are known instead of bytes. An edge without `tensors`
+    carries its source's `output_bytes`, and without `grads` as much comes back if the graph has
+    backward times.
 
     Raises PlanError when the graph is empty, has a cycle or a cost that is no number >= 0.
     """
@@ -402,7 +403,7 @@ def _values(
     forward_bytes: dict[tuple[int, str], float] = {}
     backward_bytes: dict[tuple[int, str], float] = {}
     known_ms: dict[tuple[int, str], float] = {}
-    saved_by = {position[node]: _saved(data) for node, data in graph.nodes(data=True)}
+    nodes = {position[node]: data for node, data in graph.nodes(data=True)}
     readers: dict[tuple[int, str], set[int]] = {}
     for source, target, edge in graph.edges(data=True):
         given = edge.get("bytes", graph.nodes[source].get("output_bytes", 0))
@@ -428,7 +429,7 @@ def _values(
             forward_bytes=forward_bytes.get(key, 0),
             backward_bytes=backward_bytes.get(key, 0),
             known_ms=known_ms.get(key),
-            is_saved=key[1] in saved_by[key[0]],
+            is_saved=nodes[key[0]].get("saved_as", {}).get(key[1], key[1]) in _saved(nodes[key[0]]),
         )
         for key in sorted(readers)
     )
