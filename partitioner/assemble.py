@@ -88,6 +88,7 @@ def assemble(
         unused=unused_tensors(capture, stage_graphs),
         notes=capture.notes,
         explanation=solution.explanation,
+        candidates=solution.candidates,
         even_split=tuple(
             (load.forward_ms, load.backward_ms) for load in solution.even_split.stages
         ),

@@ -35,10 +35,12 @@ from .generate import (
 from .graph import build_graph, stage_of_nodes, with_copies
 from .models import Source, load_model, name_inputs
 from .prices import Prices
-from .profiling import ProfileOptions, profile_capture
+from .profiler import Profile
+from .profiling import ProfileOptions, cut_and_time, profile_capture
 from .recompute import Recomputation
 from .report import render_report
 from .running import Running, check_choice, make_setting
+from .settle import Cut
 from .solve import solve
 from .split import StageGraph, crossing_if_sent, homes_of, split
 from .ssa import separated
@@ -191,24 +193,31 @@ def partition_source(
     demands = find_demands(captured, cut_at, keep_together, stages)
     tick("capture", describe_capture(captured), "profile")
 
-    measured = profile_capture(captured, how, stages)
+    measured = profile_capture(captured, how, stages, whole=False)
     tick("profile", measured.summary, "plan")
 
     prices = Prices.of(measured, LOCALHOST)
     again = Recomputation(captured, prices)
     together = [nodes for _, nodes in demands.together]
-    graph = build_graph(captured, measured, source.name, again=again, together=together)
+    graph_of = partial(build_graph, captured, name=source.name, again=again, together=together)
     solve_again = partial(
         solve,
         method=method,
         granularity=granularity,
-        cut_before=groups_to_cut_before(demands, graph),
+        cut_before=groups_to_cut_before(demands, graph_of(measured)),
         **running,
     )
-    solution = solve_again(graph, stages=stages, link=LOCALHOST)
-    placed = stage_of_nodes(captured, graph, solution.stage_of, again)
-    captured, placed = separated(captured, placed)
-    stage_graphs = split(captured, placed, Recomputation(captured, prices))
+
+    def cut(costs: Profile) -> Cut:
+        graph = graph_of(costs)
+        solution = solve_again(graph, stages=stages, link=LOCALHOST)
+        placed = stage_of_nodes(captured, graph, solution.stage_of, again)
+        divided, placed = separated(captured, placed)
+        stage_graphs = split(divided, placed, Recomputation(divided, prices))
+        return Cut(divided, stage_graphs, placed, graph, solution)
+
+    measured, chosen = cut_and_time(captured, cut, measured, how, LOCALHOST)
+    captured, stage_graphs, solution = chosen.captured, chosen.stages, chosen.solution
     plan = assemble(
         captured,
         stage_graphs,
@@ -220,10 +229,10 @@ def partition_source(
         command=command or _command(source.spec, stages, cut_at, keep_together, code, running),
         criterion=loss or source.criterion,
         weights=source.weights if save_weights else "not stored",
-        if_sent=crossing_if_sent(homes_of(captured.graph, placed)),
+        if_sent=crossing_if_sent(homes_of(captured.graph, chosen.placed)),
     )
     resolve = solve_again if explain else None
-    plan = replace(plan, findings=explain_plan(graph, solution, plan, LOCALHOST, resolve))
+    plan = replace(plan, findings=explain_plan(chosen.graph, solution, plan, LOCALHOST, resolve))
     tick("plan", solution.summary, "generate" if stop_after is None else "")
     if stop_after == "plan":
         return plan

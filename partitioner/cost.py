@@ -154,9 +154,15 @@ class Costs:
         return depth
 
     @cached_property
-    def received_bytes(self) -> Floats:
-        """Bytes of each value that a reader holds once it has arrived."""
+    def value_bytes(self) -> Floats:
+        """Bytes of each value, which its owner sends and a reader holds once it has arrived."""
         return np.array([value.forward_bytes for value in self.values], dtype=np.float64)
+
+    @cached_property
+    def root_bytes(self) -> Floats:
+        """The same of those that the owner does not save anyway."""
+        saved = np.array([value.is_saved for value in self.values], dtype=bool)
+        return np.where(saved, 0.0, self.value_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,8 +286,8 @@ def stage_sums(
         if first_on:
             readers = list(first_on.values())
             send[owner] += costs.send_ms[index]
-            sent[owner] += value.forward_bytes
-            roots[owner] += 0 if value.is_saved else value.forward_bytes
+            sent[owner] += costs.value_bytes[index]
+            roots[owner] += costs.root_bytes[index]
             receive[readers] += costs.receive_ms[index]
             received[readers] += value.forward_bytes
     transient = np.zeros(stages)

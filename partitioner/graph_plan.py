@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Unpack
 
 import networkx as nx
 
+from ..runtime.plan import Candidate
 from .cost import Link, Value, costs_of
 from .running import Running
 from .setting import Setting
@@ -62,11 +64,15 @@ class GraphPlan:
     method: str
     seconds: float
     explanation: tuple[str, ...]
+    candidates: tuple[Candidate, ...] = ()
 
     @property
     def device_of_stage(self) -> tuple[int, ...]:
         """The rank of each stage, its first one if it is replicated."""
         return tuple(ranks[0] for ranks in self.ranks_of_stage)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n"
 
 
 def plan_graph(
@@ -125,6 +131,7 @@ def plan_graph(
         method=solution.method,
         seconds=solution.seconds,
         explanation=solution.explanation,
+        candidates=solution.candidates,
     )
 
 

@@ -70,7 +70,7 @@ def step_of(problem: Problem, placement: Placement) -> Step:
     """What one optimizer step of the placement takes: for an asynchronous schedule, and where
     several stages share a rank, the slowest rank's time for all micro-batches."""
     evaluation = evaluate(problem, placement)
-    rounds = problem.setting.micro_batches_each
+    rounds = problem.setting.shared_micro_batches
     of_stage = placement.ranks_of_stage
     if problem.setting.is_asynchronous or len({rank for of in of_stage for rank in of}) < sum(
         map(len, of_stage)
@@ -97,11 +97,16 @@ def timeline_of(problem: Problem, placement: Placement, evaluation: Evaluation) 
                 evaluation.stages, talk.backward_ms, replicas, strict=True
             )
         ),
-        step_ms=exchanges_ms(problem, placement),
+        step_ms=tuple(
+            tied_ms + float(setting.sum_gradients_ms(stage, load.param_bytes))
+            for stage, (tied_ms, load) in enumerate(
+                zip(exchanges_ms(problem, placement), evaluation.stages, strict=True)
+            )
+        ),
         transfer_ms=talk.overlapped_ms,
     )
     schedule = make_schedule(
-        setting.schedule, stages=stages, micro_batches=setting.micro_batches_each
+        setting.schedule, stages=stages, micro_batches=setting.shared_micro_batches
     )
     shared = {
         tuple(sorted({placement.stage_of[group] for group in (value.owner, *value.readers)}))

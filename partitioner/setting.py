@@ -117,10 +117,10 @@ class Setting:
         if self.schedule in ("seq", "single"):
             return 1
         if self.schedule == "gpipe":
-            return self.micro_batches_each
+            return self.shared_micro_batches
         ranks_from_here = sum(map(self.replicas_at, range(position, self.stages)))
         depth = max(1, -(-ranks_from_here // replicas))
-        return depth if self.is_asynchronous else min(depth, self.micro_batches_each)
+        return depth if self.is_asynchronous else min(depth, self.shared_micro_batches)
 
     def versions(self, position: int) -> int:
         """Weight versions kept beside the live one."""
@@ -158,8 +158,8 @@ class Setting:
 
     def _transport_bytes(self, position: int, sums: StageSums, *, recompute: bool) -> Floats:
         in_flight = self.in_flight(position)
-        each = DEPTH if self.is_asynchronous else min(DEPTH, self.micro_batches_each)
-        ahead = DEPTH if self.is_asynchronous else min(DEPTH, self.micro_batches_each - in_flight)
+        each = DEPTH if self.is_asynchronous else min(DEPTH, self.shared_micro_batches)
+        ahead = DEPTH if self.is_asynchronous else min(DEPTH, self.shared_micro_batches - in_flight)
         # Of what was sent last, the micro-batches in flight are kept for backward anyway.
         sent_before = DEPTH if recompute else max(0, DEPTH - in_flight)
         on_the_way: Floats = (ahead + DEPTH) * sums.received_bytes + (
@@ -188,10 +188,8 @@ class Setting:
         """Milliseconds of the rank itself: its work, and transfers that do not overlap with it."""
         work_ms = sums.work_ms + np.where(again, sums.forward_ms, 0.0)
         busy_ms = work_ms + sums.talk_ms if self.talks_in_turn(position) else work_ms
-        replicas = self.replicas_at(position)
-        if replicas == 1 or not self.exchange:
-            return busy_ms
-        return busy_ms + self.exchange_ms(self.exchange[position], sums.param_bytes, replicas)
+        shared_by = self.micro_batches if self.is_asynchronous else self.shared_micro_batches
+        return busy_ms + self.sum_gradients_ms(position, sums.param_bytes) / shared_by
 
     def talks_in_turn(self, position: int) -> bool:
         """Whether the rank is busy with its transfers, so that they add to its work."""
@@ -212,13 +210,12 @@ class Setting:
 
     @property
     def rounds(self) -> int:
-        """A score is at least so many times the stage's work: the micro-batches of a step of one
-        pipeline, if it is synchronous."""
-        return 1 if self.is_asynchronous or self.by_load else self.micro_batches_each
+        """A score is at least so many times the stage's work."""
+        return 1 if self.is_asynchronous or self.by_load else self.shared_micro_batches
 
     @property
-    def micro_batches_each(self) -> int:
-        """The micro-batches of a step that one of several equal pipelines has."""
+    def shared_micro_batches(self) -> int:
+        """Micro-batches of a step that one pipeline takes, if several share them."""
         return -(-self.micro_batches // max(self.replicas or (1,)))
 
     def score_ms(
@@ -253,14 +250,14 @@ class Setting:
         waits_last = np.maximum(0.0, after_ms - ahead * (backward_ms + talk_ms))
         if self.schedule == "gpipe":
             waits = np.asarray(after_ms)
-        elif ahead + 1 < self.rounds:
+        elif ahead + 1 < self.shared_micro_batches:
             waits = waits_first + waits_last
         else:
             waits = np.maximum(waits_first, waits_last)
         work_ms = np.where(np.isinf(load_ms), np.inf, self._busy_ms(position, sums, again=again))
-        trips = -(-self.rounds // (ahead + 1))
+        trips = -(-self.shared_micro_batches // (ahead + 1))
         score_ms: Floats = before_ms + np.maximum(
-            self.rounds * work_ms + waits, trips * (work_ms + after_ms)
+            self.shared_micro_batches * work_ms + waits, trips * (work_ms + after_ms)
         )
         return score_ms
 
@@ -268,8 +265,15 @@ class Setting:
         """What summing the gradients of a replicated stage takes of every micro-batch: one ring
         all-reduce a step (Patarasuk, Yuan: "Bandwidth optimal all-reduce", 2009)."""
         once_ms = link.latency_ms + 1e3 * (param_bytes / replicas) / link.bytes_per_s
-        shared_by = self.micro_batches if self.is_asynchronous else self.rounds
-        return np.where(param_bytes, 2 * (replicas - 1) * once_ms / shared_by, 0.0)
+        return np.where(param_bytes, 2 * (replicas - 1) * once_ms / self.micro_batches, 0.0)
+
+    def sum_gradients_ms(self, position: int, param_bytes: Floats | float) -> Floats | float:
+        """The same once a step, of the ranks that the one at `position` stands for."""
+        replicas = self.replicas_at(position)
+        if replicas == 1 or not self.exchange:
+            return 0.0
+        each_ms = self.exchange_ms(self.exchange[position], np.asarray(param_bytes), replicas)
+        return self.micro_batches * each_ms
 
     def seen_at(self, costs: Costs, position: int) -> Costs:
         """The costs as the rank at `position` sees them: its device's times, its links, and

@@ -11,8 +11,10 @@ import networkx as nx
 import numpy as np
 
 from ..runtime.errors import PlanError
+from ..runtime.plan import Candidate
+from .compare import ALL, or_all
 from .cost import Bools, Costs, Link, costs_of, with_exchanges
-from .evaluate import Evaluation, StageLoad, evaluate
+from .evaluate import Evaluation, StageLoad, crossing_bytes, evaluate
 from .makespan import (
     Talk,
     bottleneck_bound_ms,
@@ -24,7 +26,7 @@ from .makespan import (
 from .problem import Placement, Problem, Rules
 from .running import Running, check_choice, make_setting
 from .setting import Setting
-from .solvers import METHODS
+from .solvers import HEEDS_CUTS, METHODS
 
 GRANULARITIES = ("op", "module")
 
@@ -36,7 +38,9 @@ class Solution:
     `lower_bound_ms` of the bottleneck and `step_bound_ms` of one optimizer step hold for every
     legal placement under the cost model, whatever the method; `optimal` says that the objective
     meets its bound: the bottleneck's, or the step's of a synchronous schedule. `even_split` is the
-    split that counts blocks. `explanation` is a few clauses of why.
+    split that counts blocks. `explanation` is a few clauses of why, `crossing_bytes` what goes
+    between ranks for one micro-batch, and `candidates` are what the methods gave that were
+    compared.
     """
 
     stage_of: Mapping[str, int]
@@ -52,6 +56,8 @@ class Solution:
     method: str
     seconds: float
     explanation: tuple[str, ...]
+    crossing_bytes: int = 0
+    candidates: tuple[Candidate, ...] = ()
 
     @property
     def loads(self) -> tuple[StageLoad, ...]:
@@ -91,12 +97,18 @@ class Solution:
         return f"{self.method} · {step}, {proved}, {slowest}"
 
     @property
+    def objective_ms(self) -> float:
+        """What a plan is better by."""
+        return self._objective_and_bound_ms[0]
+
+    @property
     def _objective_and_bound_ms(self) -> tuple[float, float]:
         if self.setting.is_asynchronous:
             return self.bottleneck_ms, self.lower_bound_ms
         return self.step_ms, self.step_bound_ms
 
 
+@or_all
 def solve(
     graph: nx.DiGraph,
     *,
@@ -122,7 +134,7 @@ def solve(
     stages than pieces, and demanded cuts that the method or the number of stages cannot have.
     """
     started = time.perf_counter()
-    check_choice("method", method, METHODS)
+    check_choice("method", method, (*METHODS, ALL))
     check_choice("granularity", granularity, GRANULARITIES)
     link = link or Link()
     setting = setting or make_setting(stages, overlap=link.overlap, **running)
@@ -143,6 +155,11 @@ def solve(
     bound_ms = step_bound_ms(problem, free)
     step = shortest_step(demanding, placement, place, bound_ms)
     placement, evaluation = step.placement, step.evaluation
+    if not evaluation.fits:
+        raise PlanError(
+            f"what --method {method} gives for {stages} ranks does not fit into their memory.",
+            "--method auto searches all cuts.",
+        )
     return Solution(
         stage_of=dict(zip(costs.groups, placement.stage_of, strict=True)),
         placement=placement,
@@ -162,6 +179,7 @@ def solve(
         )
         if setting.is_asynchronous
         else (*_explain(costs, evaluation, placement),),
+        crossing_bytes=crossing_bytes(costs, placement),
     )
 
 
@@ -192,9 +210,9 @@ def _demanded_cuts(costs: Costs, cut_before: Collection[str]) -> tuple[int, ...]
 
 
 def _check_demands(stages: int, must_cut: tuple[int, ...], method: str) -> None:
-    if must_cut and METHODS[method] is METHODS["uniform"]:
+    if must_cut and METHODS[method] not in HEEDS_CUTS:
         raise PlanError(
-            f"--method {method} counts blocks and heeds no --cut-at.",
+            f"--method {method} chooses all cuts itself and heeds no --cut-at.",
             "--method auto places the other cuts well beside the demanded ones.",
         )
     if len(must_cut) >= stages:
