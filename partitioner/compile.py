@@ -33,6 +33,7 @@ from .generate import (
     render_readme,
 )
 from .graph import build_graph, stage_of_nodes, with_copies
+from .infeasible import explained
 from .models import Source, load_model, name_inputs
 from .prices import Prices
 from .profiler import Profile
@@ -210,7 +211,8 @@ def partition_source(
 
     def cut(costs: Profile) -> Cut:
         graph = graph_of(costs)
-        solution = solve_again(graph, stages=stages, link=LOCALHOST)
+        with explained():
+            solution = solve_again(graph, stages=stages, link=LOCALHOST)
         placed = stage_of_nodes(captured, graph, solution.stage_of, again)
         divided, placed = separated(captured, placed)
         stage_graphs = split(divided, placed, Recomputation(divided, prices))

@@ -123,6 +123,7 @@ class Costs:
     has_params: Bools
     link: Link
     times_on: Mapping[str, tuple[Floats, Floats]]
+    micro_batch_size: int | None = None
 
     @cached_property
     def work_ms(self) -> Floats:
@@ -243,6 +244,7 @@ def costs_of(graph: nx.DiGraph, link: Link | None = None) -> Costs:
         has_params=np.array([bool(parameters_of(nodes[group])) for group in groups]),
         link=link,
         times_on=_times_on(graph, groups),
+        micro_batch_size=graph.graph.get("micro_batch_size"),
     )
 
 

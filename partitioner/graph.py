@@ -62,7 +62,7 @@ def build_graph(
     owners = _TensorNames(capture.model)
     makers = storage_makers(capture.graph)
     position = {node: index for index, node in enumerate(order)}
-    graph = nx.DiGraph(name=name)
+    graph = nx.DiGraph(name=name, micro_batch_size=profile.sizes.get("batch"))
     group_of: dict[fx.Node, str] = {}
     for members in groups:
         group = members[0].name

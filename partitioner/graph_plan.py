@@ -11,6 +11,7 @@ import networkx as nx
 
 from ..runtime.plan import Candidate
 from .cost import Link, Value, costs_of
+from .infeasible import explained
 from .running import Running
 from .setting import Setting
 from .solve import Solution, solve
@@ -92,16 +93,17 @@ def plan_graph(
     plan is meant to run, as for `solve`. Raises PlanError as
     `solve` does.
     """
-    solution = solve(
-        graph,
-        stages=stages,
-        method=method,
-        link=link,
-        setting=setting,
-        prefer_modules=prefer_modules,
-        granularity=granularity,
-        **running,
-    )
+    with explained():
+        solution = solve(
+            graph,
+            stages=stages,
+            method=method,
+            link=link,
+            setting=setting,
+            prefer_modules=prefer_modules,
+            granularity=granularity,
+            **running,
+        )
     costs = costs_of(graph, link)
     where = [solution.stage_of[group] for group in costs.groups]
     crossings = [

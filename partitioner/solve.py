@@ -15,6 +15,7 @@ from ..runtime.plan import Candidate
 from .compare import ALL, or_all
 from .cost import Bools, Costs, Link, costs_of, with_exchanges
 from .evaluate import Evaluation, StageLoad, crossing_bytes, evaluate
+from .infeasible import NothingFits
 from .makespan import (
     Talk,
     bottleneck_bound_ms,
@@ -23,7 +24,7 @@ from .makespan import (
     step_bound_ms,
     talk_of,
 )
-from .problem import Placement, Problem, Rules
+from .problem import DoesNotFit, Placement, Problem, Rules
 from .running import Running, check_choice, make_setting
 from .setting import Setting
 from .solvers import HEEDS_CUTS, METHODS
@@ -148,18 +149,18 @@ def solve(
     _check_stages(costs, stages, may_cut, granularity)
     problem = Problem(costs, setting, Rules(may_cut, prefer_modules))
     place = METHODS[method]
-    free = placement = place(problem)
     demanding = replace(problem, rules=replace(problem.rules, must_cut=must_cut))
-    if must_cut:
-        placement = place(demanding)
+    try:
+        free = placement = place(problem)
+        if must_cut:
+            placement = place(demanding)
+    except DoesNotFit as error:
+        raise NothingFits(demanding, method) from error
     bound_ms = step_bound_ms(problem, free)
     step = shortest_step(demanding, placement, place, bound_ms)
     placement, evaluation = step.placement, step.evaluation
     if not evaluation.fits:
-        raise PlanError(
-            f"what --method {method} gives for {stages} ranks does not fit into their memory.",
-            "--method auto searches all cuts.",
-        )
+        raise NothingFits(demanding, method)
     return Solution(
         stage_of=dict(zip(costs.groups, placement.stage_of, strict=True)),
         placement=placement,

@@ -19,10 +19,9 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from ...runtime.errors import PlanError
 from ..cost import Costs, Floats, Held, Ints, StageSums
 from ..evaluate import evaluate
-from ..problem import Placement, Problem
+from ..problem import DoesNotFit, Placement, Problem
 
 _ROUNDING = 1e-9
 
@@ -30,13 +29,13 @@ _ROUNDING = 1e-9
 def place(problem: Problem) -> Placement:
     """The optimum over the cuts that the rules allow, of the groups in their given order.
 
-    Raises PlanError when no such cut fits into the memory of the devices.
+    Raises DoesNotFit when no such cut fits into the memory of the devices.
     """
     optimum_ms = optimum(problem)
     limit_ms = optimum_ms * (1 + problem.rules.prefer_modules) * (1 + _ROUNDING)
     stage_of = tidiest(problem, limit_ms) if optimum_ms < np.inf else None
     if stage_of is None:
-        raise PlanError(f"no {problem.stages}-stage plan fits into the memory of the devices.")
+        raise DoesNotFit(f"no {problem.stages}-stage plan fits into the memory of the devices.")
     return Placement(stage_of, order_optimum_ms=optimum_ms)
 
 

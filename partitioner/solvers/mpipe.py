@@ -24,7 +24,7 @@ from dataclasses import replace
 
 from ...runtime.errors import PlanError
 from ..evaluate import Evaluation, evaluate
-from ..problem import Placement, Problem
+from ..problem import DoesNotFit, Placement, Problem
 from . import chain
 from .coarse import by_pieces, on_units
 from .coarsening import blocks_of
@@ -44,7 +44,7 @@ _ROUNDING = 1e-9
 def place(problem: Problem) -> Placement:
     """The best of the plans found for several numbers of blocks.
 
-    Raises PlanError when none of them fits into the memory of the devices.
+    Raises DoesNotFit when none of them fits into the memory of the devices.
     """
     for share in _TIGHTER:
         # How many stages there will be, and so what is in flight, is not known while searching.
@@ -55,7 +55,7 @@ def place(problem: Problem) -> Placement:
         ]
         if found:
             return _preferred(problem, found)
-    raise PlanError(
+    raise DoesNotFit(
         f"no plan with several stages on each of {problem.stages} ranks that was found fits into "
         "the memory of the devices."
     )
