@@ -228,8 +228,13 @@ class _Unit:
     def of(cls, num_bytes: float) -> _Unit:
         return next(cls(name, size) for name, size in _UNITS if num_bytes >= size or size == 1)
 
-    def write(self, num_bytes: float) -> str:
-        return f"{num_bytes / self.size:.1f}".removesuffix(".0")
+    def write(self, num_bytes: float, unlike: str = "") -> str:
+        """With one digit after the point, or as many as it takes to be `unlike` another."""
+        for digits in range(1, 6):
+            text = f"{num_bytes / self.size:.{digits}f}".removesuffix(".0")
+            if text != unlike:
+                break
+        return text
 
 
 def _what_is_needed(problem: Problem, placement: Placement) -> str:
@@ -243,9 +248,10 @@ def _what_is_needed(problem: Problem, placement: Placement) -> str:
     unit = _Unit.of(load.peak_bytes)
     part = unit.write(load.memory.activations)
     flying = counted(load.in_flight, "micro-batch", "micro-batches")
+    needed = unit.write(load.peak_bytes, unlike=unit.write(devices[worst].memory_bytes))
     return (
         f"no {problem.stages}-stage plan fits {_limits(devices)}: the best needs "
-        f"{unit.write(load.peak_bytes)} {unit.name} on stage {worst} ({part} of it activations of "
+        f"{needed} {unit.name} on stage {worst} ({part} of it activations of "
         f"{flying} in flight)."
     )
 
