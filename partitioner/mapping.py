@@ -18,7 +18,7 @@ from itertools import accumulate, islice, pairwise, permutations
 
 from .cluster import Cluster
 
-_MOST_SEQUENCES = 120
+_MOST_SEQUENCES, _MOST_ALIKE = 120, 24
 
 Order = tuple[int, ...]
 
@@ -94,9 +94,12 @@ def layouts(cluster: Cluster, shape: Sequence[int], most: int) -> tuple[tuple[La
 
 def orders(cluster: Cluster, count: int, most: int) -> tuple[tuple[Order, ...], bool]:
     """Distinct orders of `count` of the devices, and whether they are all: while those are few."""
-    devices, hosts = len(cluster.devices), len(cluster.hosts)
-    alike = math.prod(map(math.factorial, Counter(cluster.kinds).values()))
-    if math.perm(devices, count) <= most * alike * math.factorial(hosts):
+    members = Counter(cluster.kinds).values()
+    sequences = min(
+        len(members) ** count,
+        math.factorial(sum(members)) // math.prod(map(math.factorial, members)),
+    )
+    if sequences <= most * min(math.factorial(len(cluster.hosts)), _MOST_ALIKE):
         found = _distinct(cluster, _all_orders(cluster, count))
         if len(found) <= most:
             return found, True
