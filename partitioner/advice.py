@@ -7,28 +7,24 @@ it pays for a slow link on both sides, one after the other, while its neighbours
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 from ..runtime.plan import Candidate, RankSpec
-from .choose import Choice, Found, Shape
+from .choose import Choice
 from .cluster import Cluster
-from .cost import Costs
-from .mapping import lone_ranks, remote_edges, shape_name
+from .layout_search import Found
+from .mapping import Shape, lone_ranks, remote_edges, shape_name
 from .solve import Solution
-
-Trial = Callable[[Cluster, Shape], float | None]
 
 _WORTH_SAYING = 0.005
 _AS_FAST = 0.01
 
 
-def sentences(choice: Choice, trial: Trial, stages: int | None) -> tuple[str, ...]:
+def sentences(choice: Choice, stages: int | None) -> tuple[str, ...]:
     """What a user should know of where the stages are; `stages` is what was asked for."""
     return tuple(
-        filter(
-            None, (_hosts(choice), _order(choice), *_lone(choice, trial), _shape(choice, stages))
-        )
+        filter(None, (_hosts(choice), _order(choice), *_lone(choice), _shape(choice, stages)))
     )
 
 
@@ -45,11 +41,11 @@ def rank_specs(choice: Choice) -> tuple[RankSpec, ...]:
     )
 
 
-def candidates(choice: Choice, costs: Costs) -> tuple[Candidate, ...]:
+def shape_candidates(choice: Choice) -> tuple[Candidate, ...]:
     """The shapes that were not taken."""
     taken = choice.layout.shape
     return tuple(
-        _candidate(shape_name(shape), found.solution, costs, _note(choice, found))
+        _candidate(shape_name(shape), found.solution, _note(choice, found))
         for shape, found in sorted(choice.by_shape.items())
         if shape != taken
     )
@@ -98,7 +94,7 @@ def _runs(names: list[str]) -> Iterator[tuple[str, int]]:
             start = position
 
 
-def _lone(choice: Choice, trial: Trial) -> Iterator[str]:
+def _lone(choice: Choice) -> Iterator[str]:
     """Ranks alone on their host, and a split of the ranks over the hosts that has none."""
     cluster, order = choice.cluster, choice.layout.devices
     lone = lone_ranks(cluster, order)
@@ -114,7 +110,7 @@ def _lone(choice: Choice, trial: Trial) -> Iterator[str]:
         return
     count = Counter(device.host for device in split.devices)
     hosts = ",".join(f"{host}:{count[host]}" for host in split.hosts)
-    other_ms = trial(split, choice.layout.shape)
+    other_ms = choice.least_ms(split)
     if other_ms is None or other_ms > choice.found.objective_ms * (1 + _WORTH_SAYING):
         yield alone
         return
@@ -188,20 +184,14 @@ def _note(choice: Choice, found: Found) -> str:
     return f"{ratio:+.1%} a micro-batch on {sum(found.layout.shape)} devices"
 
 
-def _candidate(name: str, solution: Solution, costs: Costs, note: str) -> Candidate:
-    at = solution.placement.stage_of
-    crossing = sum(
-        len({at[reader] for reader in value.readers} - {at[value.owner]})
-        * (value.forward_bytes + value.backward_bytes)
-        for value in costs.values
-    )
+def _candidate(name: str, solution: Solution, note: str) -> Candidate:
     return Candidate(
         name=name,
         stages=solution.placement.stages,
         bottleneck_ms=solution.bottleneck_ms,
         step_ms=solution.step_ms,
         peak_bytes=max(solution.evaluation.rank_bytes),
-        crossing_bytes=int(crossing),
+        crossing_bytes=solution.crossing_bytes,
         gap=solution.gap,
         seconds=0.0,
         note=note,

@@ -21,6 +21,7 @@ from .cluster import Cluster
 _MOST_SEQUENCES, _MOST_ALIKE = 120, 24
 
 Order = tuple[int, ...]
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
