@@ -19,12 +19,30 @@ from .solve import Solution
 
 _WORTH_SAYING = 0.005
 _AS_FAST = 0.01
+_MOST_SHOWN = 8
+
+
+def advised(choice: Choice, solution: Solution, stages: int | None) -> Solution:
+    """The solution with what is said of its devices; `stages` is what was asked for."""
+    ranks = choice.layout.ranks
+    return replace(
+        solution,
+        explanation=(*solution.explanation, *sentences(choice, stages)),
+        candidates=(*solution.candidates, *shape_candidates(choice)),
+        rank_specs=rank_specs(choice),
+        stage_ranks=tuple(
+            tuple(rank for position in of_stage for rank in ranks[position])
+            for of_stage in solution.placement.ranks_of_stage
+        ),
+    )
 
 
 def sentences(choice: Choice, stages: int | None) -> tuple[str, ...]:
     """What a user should know of where the stages are; `stages` is what was asked for."""
     return tuple(
-        filter(None, (_hosts(choice), _order(choice), *_lone(choice), _shape(choice, stages)))
+        filter(
+            None, (_hosts(choice), _order(choice), *_lone(choice), shape_sentence(choice, stages))
+        )
     )
 
 
@@ -42,13 +60,10 @@ def rank_specs(choice: Choice) -> tuple[RankSpec, ...]:
 
 
 def shape_candidates(choice: Choice) -> tuple[Candidate, ...]:
-    """The shapes that were not taken."""
-    taken = choice.layout.shape
-    return tuple(
-        _candidate(shape_name(shape), found.solution, _note(choice, found))
-        for shape, found in sorted(choice.by_shape.items())
-        if shape != taken
-    )
+    """The best shapes that were not taken."""
+    others = [shape for shape in choice.by_shape if shape != choice.layout.shape]
+    best = sorted(others, key=lambda shape: choice.by_shape[shape].objective_ms)[:_MOST_SHOWN]
+    return tuple(_candidate(choice, choice.by_shape[shape]) for shape in sorted(best))
 
 
 def _hosts(choice: Choice) -> str:
@@ -120,18 +135,17 @@ def _lone(choice: Choice) -> Iterator[str]:
 
 
 def _without_lone_ranks(cluster: Cluster) -> Cluster | None:
-    """The same devices with one of the fullest host moved to each host that has only one."""
+    """The same devices with one of the least full host that can give one moved to each host that
+    has only one."""
     if len({kind[1:] for kind in cluster.kinds}) > 1:
         return None
     count = Counter(device.host for device in cluster.devices)
     for host in cluster.hosts:
         if count[host] == 1:
-            fullest = max(
-                (one for one in reversed(cluster.hosts) if one != host), key=count.__getitem__
-            )
-            if count[fullest] < 3:
+            givers = [other for other in cluster.hosts if count[other] > 2]
+            if not givers:
                 return None
-            count[fullest] -= 1
+            count[min(givers, key=count.__getitem__)] -= 1
             count[host] += 1
     device = cluster.devices[0]
     return replace(
@@ -142,7 +156,7 @@ def _without_lone_ranks(cluster: Cluster) -> Cluster | None:
     )
 
 
-def _shape(choice: Choice, stages: int | None) -> str:
+def shape_sentence(choice: Choice, stages: int | None) -> str:
     """Whether another shape would be better or do with fewer devices."""
     taken, best_ms = choice.layout.shape, choice.found.objective_ms
     others = {shape: one for shape, one in choice.by_shape.items() if shape != taken}
@@ -179,20 +193,19 @@ def _in_words(shape: Shape) -> str:
     return shape_name(shape) + (" (no pipeline)" if len(shape) == 1 else "")
 
 
-def _note(choice: Choice, found: Found) -> str:
-    ratio = found.objective_ms / choice.found.objective_ms - 1
-    return f"{ratio:+.1%} a micro-batch on {sum(found.layout.shape)} devices"
-
-
-def _candidate(name: str, solution: Solution, note: str) -> Candidate:
+def _candidate(choice: Choice, found: Found) -> Candidate:
+    solution, shape = found.solution, found.layout.shape
+    more = found.objective_ms / choice.found.objective_ms - 1
+    number = sum(shape)
     return Candidate(
-        name=name,
-        stages=solution.placement.stages,
+        name=shape_name(shape),
+        stages=len(shape),
         bottleneck_ms=solution.bottleneck_ms,
         step_ms=solution.step_ms,
         peak_bytes=max(solution.evaluation.rank_bytes),
         crossing_bytes=solution.crossing_bytes,
         gap=solution.gap,
-        seconds=0.0,
-        note=note,
+        seconds=solution.seconds,
+        note=f"{abs(more):.0%} {'more' if more > 0 else 'less'} time a micro-batch, on {number} "
+        f"device{'s' * (number > 1)}",
     )

@@ -87,7 +87,7 @@ class Search:
             found = sorted(again, key=lambda one: one.objective_ms) + found[_MOST_RESOLVED:]
         if not tried.are_all and max(shape) == 1:
             found = [self._improved(found[0], self.method if tried.is_final else "chain"), *found]
-        slack = min(self.options.get("prefer_modules", 0.0), _ORDER_SLACK) + 1e-9
+        slack = min(self.options.get("prefer_modules", _ORDER_SLACK), _ORDER_SLACK) + 1e-9
         near = [one for one in found if one.objective_ms <= found[0].objective_ms * (1 + slack)]
         best = min(near, key=lambda one: crossings(self.cluster, one.layout))
         solution = self.solve(best.layout)
@@ -105,8 +105,10 @@ class Search:
         ways, are_all = layouts(together, shape, self._most_layouts(shape))
         if not are_all:
             return free_bound_ms(self.graph, self.cluster)
-        search = replace(self, cluster=together, method="chain")
-        return min(_bound_ms(one.solution) for one in search._solved(ways, "chain"))
+        search = replace(self, cluster=together)
+        is_small = len(self.graph) * len(ways) <= _MOST_GROUPS_SOLVED
+        found = search._solved(ways, self.method if is_small else "chain")
+        return min(_bound_ms(one.solution) for one in found)
 
     def _solved(self, ways: Collection[Layout], method: str) -> list[Found]:
         """Those layouts that fit. Raises PlanError if none does."""
