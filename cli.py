@@ -81,6 +81,8 @@ def partition_command(
     model: str | None = None,
     graph: Path | None = None,
     stages: int | None = None,
+    devices: Path | None = None,
+    hosts: str | None = None,
     output: Path | None = None,
     model_arg: Annotated[list[str] | None, Parameter(negative=())] = None,
     input: Annotated[list[str] | None, Parameter(negative=())] = None,
@@ -127,7 +129,12 @@ def partition_command(
     graph
         Instead of a model: plan a cost graph (our JSON, dnn-partitioning's, PipeDream's graph.txt).
     stages
-        How many stages to cut it into; not needed with --stop-after capture or profile.
+        How many stages to cut it into; not needed with --stop-after capture or profile, and
+        chosen when it is left out with --devices or --hosts.
+    devices
+        A TOML file of the devices, hosts and links to plan for.
+    hosts
+        Equal devices in short: h1:4,h2:2 are four ranks on host h1 and two on h2.
     output
         The folder to write; by default generated_models/<name>_<stages>p.
     model_arg
@@ -206,7 +213,9 @@ def partition_command(
         raise _usage("Either --model or --graph is needed: what to cut into stages.")
     console = make_console()
     if graph is not None:
-        return _plan_graph(console, graph, stages, method, granularity, json=json)
+        return _plan_graph(
+            console, graph, stages, _devices(devices, hosts), method, granularity, json=json
+        )
     assert model is not None
     from .partitioner.compile import partition_spec
     from .partitioner.outline import outline_spec
@@ -238,12 +247,14 @@ def partition_command(
         else:
             print_outline(console, outline)
         return 0
-    if stages is None:
+    on = _devices(devices, hosts)
+    if stages is None and on is None:
         raise _usage("--stages is needed: the number of stages to cut the model into.")
     with ticks:
         plan = partition_spec(
             model,
             stages=stages,
+            devices=on,
             output=output,
             loss=loss,
             method=method,
@@ -264,7 +275,7 @@ def partition_command(
             command=_command_line("asyncpipe-partition"),
             **shared,
         )
-    folder = output or Path("generated_models") / f"{plan.name}_{stages}p"
+    folder = output or Path("generated_models") / f"{plan.name}_{len(plan.stages)}p"
     if json:
         print(plan.to_json(), end="")
     elif stop_after == "plan":
@@ -282,16 +293,37 @@ def partition_command(
     return 0
 
 
+def _devices(path: Path | None, hosts: str | None) -> Any:
+    """The devices to plan for, as --devices or --hosts gives them; None for equal ranks."""
+    from .partitioner.cluster import cluster_of_hosts
+    from .partitioner.cluster_file import read_cluster
+
+    if path is not None and hosts is not None:
+        raise _usage("--devices and --hosts both say what there is: leave one out.")
+    if hosts is not None:
+        return cluster_of_hosts(hosts)
+    return read_cluster(path) if path is not None else None
+
+
 def _plan_graph(
-    console: Console, path: Path, stages: int | None, method: str, granularity: str, *, json: bool
+    console: Console,
+    path: Path,
+    stages: int | None,
+    devices: Any,
+    method: str,
+    granularity: str,
+    *,
+    json: bool,
 ) -> int:
     """Plans a cost graph alone; nothing is written."""
     from .partitioner.graph_files import read_graph
     from .partitioner.graph_plan import plan_graph
 
-    if stages is None:
+    if stages is None and devices is None:
         raise _usage("--stages is needed: the number of stages to cut the graph into.")
-    plan = plan_graph(read_graph(path), stages, method=method, granularity=granularity)
+    plan = plan_graph(
+        read_graph(path), stages, devices=devices, method=method, granularity=granularity
+    )
     if json:
         print(plan.to_json(), end="")
     else:

@@ -11,7 +11,7 @@ import networkx as nx
 import numpy as np
 
 from ..runtime.errors import PlanError
-from ..runtime.plan import Candidate
+from ..runtime.plan import Candidate, RankSpec
 from .compare import ALL, or_all
 from .cost import Bools, Costs, Link, costs_of, with_exchanges
 from .evaluate import Evaluation, StageLoad, crossing_bytes, evaluate
@@ -41,7 +41,8 @@ class Solution:
     meets its bound: the bottleneck's, or the step's of a synchronous schedule. `even_split` is the
     split that counts blocks. `explanation` is a few clauses of why, `crossing_bytes` what goes
     between ranks for one micro-batch, and `candidates` are what the methods gave that were
-    compared.
+    compared. On devices of a file `rank_specs` are all of them that are used, `stage_ranks` those
+    of each stage.
     """
 
     stage_of: Mapping[str, int]
@@ -59,6 +60,12 @@ class Solution:
     explanation: tuple[str, ...]
     crossing_bytes: int = 0
     candidates: tuple[Candidate, ...] = ()
+    rank_specs: tuple[RankSpec, ...] = ()
+    stage_ranks: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def ranks_of_stage(self) -> tuple[tuple[int, ...], ...]:
+        return self.stage_ranks or self.placement.ranks_of_stage
 
     @property
     def loads(self) -> tuple[StageLoad, ...]:
@@ -175,11 +182,11 @@ def solve(
         method=_method_name(method),
         seconds=time.perf_counter() - started,
         explanation=(
-            *_explain(costs, evaluation, placement),
+            *_explain(problem, evaluation, placement),
             *_price_of_demands(placement.order_optimum_ms, free.order_optimum_ms),
         )
         if setting.is_asynchronous
-        else (*_explain(costs, evaluation, placement),),
+        else (*_explain(problem, evaluation, placement),),
         crossing_bytes=crossing_bytes(costs, placement),
     )
 
@@ -249,9 +256,10 @@ def _check_stages(costs: Costs, stages: int, may_cut: Bools, granularity: str) -
     raise PlanError(f"{stages} stages asked, but {has}.", f"{most}: --stages {places + 1}")
 
 
-def _explain(costs: Costs, evaluation: Evaluation, placement: Placement) -> list[str]:
+def _explain(problem: Problem, evaluation: Evaluation, placement: Placement) -> list[str]:
     times_ms = [load.load_ms for load in evaluation.stages]
     slowest = int(np.argmax(times_ms))
+    costs = problem.seen[placement.ranks_of_stage[slowest][0]]
     members = np.flatnonzero(np.asarray(placement.stage_of) == slowest)
     heaviest = int(members[costs.work_ms[members].argmax()])
     share = costs.work_ms[heaviest] / times_ms[slowest] if times_ms[slowest] else 0.0
