@@ -90,7 +90,8 @@ class _BarOnceKnown(BarColumn):
 def print_plan(console: Console, plan: Plan) -> None:
     """The stage table, with each stage's share of the slowest one."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for heading in ("stage", "modules"):
+    plain = all(stage.ranks == (stage.index,) for stage in plan.stages)
+    for heading in ("stage", "modules") if plain else ("stage", "rank", "modules"):
         table.add_column(heading)
     for heading in ("params", "forward", "backward"):
         table.add_column(heading, justify="right")
@@ -102,6 +103,7 @@ def print_plan(console: Console, plan: Plan) -> None:
         share = (stage.forward_ms + stage.backward_ms) / slowest
         table.add_row(
             str(stage.index),
+            *(() if plain else (", ".join(map(str, stage.ranks)),)),
             escape(" ".join(stage.modules)),
             _count(stage.param_bytes // 4),
             f"{stage.forward_ms:.1f} ms",
@@ -132,7 +134,7 @@ def print_candidates(console: Console, candidates: Sequence[Candidate], taken: s
             one.name,
             str(one.stages),
             f"{one.bottleneck_ms:.2f} ms",
-            f"{one.gap:.1%}",
+            f"{max(0.0, one.gap):.1%}",
             _bytes(one.peak_bytes) or "-",
             _bytes(one.crossing_bytes) or "-",
             f"{one.seconds:.2f} s",
