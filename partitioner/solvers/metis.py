@@ -89,11 +89,13 @@ def _cut(pymetis: ModuleType, costs: Costs, parts: int, seed: int) -> list[int]:
         for group, others in enumerate(around)
         for other in others
     ]
-    heaviest = float(costs.work_ms.max()) or 1.0
+    # Nothing is gained by a group that is heavier than a part; METIS would complain of it.
+    work_ms = np.minimum(costs.work_ms, costs.work_ms.sum() / parts)
+    heaviest = float(work_ms.max()) or 1.0
     _, membership = pymetis.part_graph(
         min(parts, len(costs.groups)),
         pymetis.CSRAdjacency(starts, [other for others in around for other in others]),
-        vweights=[1 + round(_MOST * work / heaviest) for work in costs.work_ms.tolist()],
+        vweights=[1 + round(_MOST * work / heaviest) for work in work_ms.tolist()],
         eweights=edge_weights,
         options=pymetis.Options(seed=seed),
     )
