@@ -3,7 +3,7 @@
     coarsen    to L blocks without cycles (`coarsening.py`)
     assign     blocks to ranks, the largest first, under the memory of each (`packing.py`)
     refine     the blocks, and then the groups at the borders of what a rank has, by chains of
-               moves that are judged by the load of the evaluator
+               moves, and exchanges where there are few, judged by the load of the evaluator
     stages     the pieces of every rank in which no edge leads back (`pieces.py`)
 
 for every L in a list and a few seeds; the best plan by the evaluator is taken, of plans that are
@@ -28,7 +28,7 @@ from ..problem import Placement, Problem
 from . import chain
 from .coarse import by_pieces, on_units
 from .coarsening import blocks_of
-from .moves import Budget, chains, descend
+from .moves import Budget, chains, descend, swap
 from .packing import demands, largest_first
 from .parts import Parts
 from .pieces import staged
@@ -38,6 +38,7 @@ SEEDS = 2
 TRIALS = 8_000
 _TIGHTER = (1.0, 0.85, 0.7)
 _ROUNDING = 1e-9
+_FEW = 64
 
 
 @by_pieces
@@ -108,6 +109,9 @@ def _refined(problem: Problem, rank_of: Sequence[int]) -> list[int]:
     parts, budget = Parts(problem, rank_of), Budget(TRIALS)
     descend(parts, _around, budget)
     chains(parts, _around, budget)
+    if len(rank_of) <= _FEW:
+        swap(parts, budget)
+        chains(parts, _around, budget)
     return parts.part_of
 
 
