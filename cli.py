@@ -89,6 +89,12 @@ def partition_command(
     loss: str | None = None,
     method: str = "auto",
     granularity: Literal["op", "module"] = "op",
+    schedule: str | None = None,
+    micro_batches: int = 8,
+    staleness: str = "none",
+    optimizer: str = "adamw",
+    recompute: str = "auto",
+    memory_limit: str | None = None,
     profile: Literal["measured", "analytic"] | None = None,
     threads: int | None = None,
     device: str | None = None,
@@ -140,6 +146,19 @@ def partition_command(
         2dbin, pipedream (replicated stages), or all: the best of these, with a table.
     granularity
         Where a cut may be: between any two operations, or only between whole blocks.
+    schedule
+        The schedule to balance the stages for: async-1f1b (when none is named), 1f1b, gpipe, seq.
+    micro_batches
+        Micro-batches of one optimizer step.
+    staleness
+        stash: count the weight versions that it keeps.
+    optimizer
+        Whose copies of the weights are counted: adamw, adam, momentum (of sgd), sgd.
+    recompute
+        Which stages run forward again instead of keeping activations: auto (those that do not fit
+        otherwise), all, none.
+    memory_limit
+        The most that a rank may need, such as 11GiB or 500MB.
     profile
         Costs measured on this machine, or predicted from FLOPs and bytes (the default on meta).
     threads
@@ -234,6 +253,12 @@ def partition_command(
             code=code,
             explain=explain,
             stop_after=stop_after,
+            schedule=schedule,
+            micro_batches=micro_batches,
+            staleness=staleness,
+            optimizer=optimizer,
+            recompute=recompute,
+            memory_limit=memory_limit,
             save_weights=not no_weights,
             force=force,
             command=_command_line("asyncpipe-partition"),

@@ -76,7 +76,11 @@ def _with_best_bound(found: dict[str, Solution]) -> dict[str, Solution]:
     """What one method proves of all plans with one stage a rank holds for those of the others."""
     plain = {name: one for name, one in found.items() if one.placement.ranks is None}
     bound_ms = max((one.lower_bound_ms for one in plain.values()), default=0.0)
-    return found | {name: replace(one, lower_bound_ms=bound_ms) for name, one in plain.items()}
+    step_ms = max((one.step_bound_ms for one in plain.values()), default=0.0)
+    return found | {
+        name: replace(one, lower_bound_ms=bound_ms, step_bound_ms=step_ms)
+        for name, one in plain.items()
+    }
 
 
 def _distinct(methods: Collection[str]) -> list[str]:

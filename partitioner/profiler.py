@@ -40,6 +40,7 @@ class Profile:
     `forward_scale` and `backward_scale` are what the measured parts were multiplied with so that
     their sum is the whole; 1 when the whole could not be timed. `unmeasured` nodes count as free:
     they do not accept arguments that are made up. `content` says of each node what was measured.
+    `stage_scales` are how many times the sum of its parts each stage took, where stages were timed.
     """
 
     nodes: Mapping[str, NodeCost]
@@ -54,6 +55,7 @@ class Profile:
     seconds: float
     dtype: str = "float32"
     content: Mapping[str, str] = field(default_factory=dict)
+    stage_scales: tuple[float, ...] = ()
 
     @property
     def forward_ms(self) -> float:
@@ -81,6 +83,7 @@ class Profile:
             "backward_ms": round(self.backward_ms, 4),
             "forward_scale": round(self.forward_scale, 4),
             "backward_scale": round(self.backward_scale, 4),
+            "stage_scales": [round(scale, 4) for scale in self.stage_scales],
             "flops": self.flops,
             "unmeasured": list(self.unmeasured),
         }
@@ -97,6 +100,8 @@ class Profile:
 
 
 CPU_CORE = device_spec("cpu-core")
+TIMED_UP_TO_MS = 3000.0
+"""Models and stages are timed as wholes where a micro-batch of the model takes no longer."""
 
 
 def profile(
@@ -107,7 +112,7 @@ def profile(
     device: str = "cpu",
     dtype: str = "float32",
     repeats: Repeats | None = None,
-    whole_up_to_ms: float = 3000.0,
+    whole_up_to_ms: float = TIMED_UP_TO_MS,
     cached: bool | None = None,
     on_progress: OnProgress | None = None,
 ) -> Profile:
@@ -139,7 +144,7 @@ def profile(
             on_progress=on_progress,
         )
         walk.visit_all(inputs)
-        is_timed = _is_on(capture.model, where) and _sum_ms(walk.costs) <= whole_up_to_ms
+        is_timed = is_on(capture.model, where) and _sum_ms(walk.costs) <= whole_up_to_ms
         whole = None
         if is_timed:
             whole = _whole(walk, cache, lambda: time_whole(capture, inputs, where, dtype=dtype))
@@ -218,7 +223,7 @@ def _sum_ms(costs: Mapping[str, NodeCost]) -> float:
     return sum(cost.forward_ms + cost.backward_ms for cost in costs.values())
 
 
-def _is_on(model: nn.Module, device: torch.device) -> bool:
+def is_on(model: nn.Module, device: torch.device) -> bool:
     return all(parameter.device.type == device.type for parameter in model.parameters())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,10 +11,15 @@ import torch
 from ..runtime.errors import PlanError
 from .calibrate import calibrated, this_cpu
 from .capture import Capture
+from .cost import Link
 from .device_specs import DeviceSpec, device_spec
 from .precision import check_dtype
-from .profiler import CPU_CORE, Profile, profile, profile_analytic
+from .profile_cache import ProfileCache
+from .profiler import CPU_CORE, TIMED_UP_TO_MS, Profile, is_on, profile, profile_analytic
+from .settle import Cut, settled
+from .stage_times import time_stages
 from .walk import OnProgress, is_on_meta
+from .whole import WholeTimes
 
 KINDS = ("measured", "analytic")
 _HERE = ("cpu", "cuda")
@@ -43,8 +49,11 @@ class ProfileOptions:
             device_spec(self.device).flops(self.dtype)
 
 
-def profile_capture(captured: Capture, options: ProfileOptions, stages: int) -> Profile:
-    """The costs of a captured model, for ranks of one stage each.
+def profile_capture(
+    captured: Capture, options: ProfileOptions, stages: int, *, whole: bool = True
+) -> Profile:
+    """The costs of a captured model, for ranks of one stage each; with `whole` they add up to the
+    time of the whole model.
 
     Raises PlanError for options that do not fit each other or the machine.
     """
@@ -73,9 +82,53 @@ def profile_capture(captured: Capture, options: ProfileOptions, stages: int) -> 
         threads=threads,
         device=device,
         dtype=options.dtype,
+        whole_up_to_ms=TIMED_UP_TO_MS if whole else 0.0,
         cached=not options.no_cache,
         on_progress=options.on_progress,
     )
+
+
+def cut_and_time(
+    captured: Capture,
+    cut: Callable[[Profile], Cut],
+    measured: Profile,
+    options: ProfileOptions,
+    link: Link,
+) -> tuple[Profile, Cut]:
+    """The cut for a profile, and the profile that agrees with its stages.
+
+    They are timed as wholes where that can be done: the model is on the device that was measured,
+    and takes no more than `TIMED_UP_TO_MS` a micro-batch.
+    """
+    is_quick = measured.forward_ms + measured.backward_ms <= TIMED_UP_TO_MS
+    if measured.kind != "measured" or not is_quick:
+        return measured, cut(measured)
+    device = torch.device(measured.device)
+    if not is_on(captured.model, device):
+        return measured, cut(measured)
+    cache = ProfileCache.of(
+        device,
+        measured.threads,
+        measured.dtype,
+        read=not options.no_cache,
+    )
+
+    def time(made: Cut) -> Sequence[WholeTimes]:
+        return time_stages(
+            made.captured,
+            made.stages,
+            made.captured.arguments.tensors,
+            in_flight=[load.in_flight for load in made.solution.loads],
+            threads=measured.threads,
+            dtype=measured.dtype,
+            content=measured.content,
+            cache=cache,
+            on_progress=options.on_progress,
+        )
+
+    costs, chosen = settled(cut, measured, time, link)
+    cache.save()
+    return costs, chosen
 
 
 def _kind(captured: Capture, options: ProfileOptions) -> str:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from . import acyclic, chain, metis, mpipe, pipedream, two_d_bin, uniform
+from . import acyclic, chain, exact, metis, mpipe, pipedream, two_d_bin, uniform
 from .method import Method
 
 METHODS: Mapping[str, Method] = MappingProxyType(
     {
-        "auto": chain.place,
+        "auto": exact.place,
+        "exact": exact.place,
         "chain": chain.place,
         "uniform": uniform.place,
         "metis": metis.place,
