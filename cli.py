@@ -205,9 +205,41 @@ def partition_command(
     if (model is None) == (graph is None):
         raise _usage("Either --model or --graph is needed: what to cut into stages.")
     console = make_console()
-    if graph is not None:
-        return _plan_graph(console, graph, stages, method, granularity, json=json)
-    assert model is not None
+    placing: dict[str, Any] = {
+        "method": method,
+        "granularity": granularity,
+        "schedule": schedule,
+        "micro_batches": micro_batches,
+        "staleness": staleness,
+        "optimizer": optimizer,
+        "recompute": recompute,
+        "memory_limit": memory_limit,
+    }
+    if model is None:
+        assert graph is not None
+        of_models = {
+            "--output": output,
+            "--model-arg": model_arg,
+            "--input": input,
+            "--micro-batch-size": micro_batch_size,
+            "--loss": loss,
+            "--profile": profile,
+            "--threads": threads,
+            "--device": device,
+            "--calibrate": calibrate,
+            "--no-cache": no_cache,
+            "--leaf": leaf,
+            "--keep-together": keep_together,
+            "--stop-after": stop_after,
+            "--meta": meta,
+            "--no-weights": no_weights,
+            "--explain": explain,
+            "--force": force,
+        }
+        for flag, value in of_models.items():
+            if value:
+                raise _usage(f"{flag} is of a model; with --graph nothing is captured or written.")
+        return _plan_graph(console, graph, stages, json=json, cut_before=cut_at or (), **placing)
     from .partitioner.compile import partition_spec
     from .partitioner.outline import outline_spec
 
@@ -246,22 +278,15 @@ def partition_command(
             stages=stages,
             output=output,
             loss=loss,
-            method=method,
-            granularity=granularity,
             cut_at=cut_at or (),
             keep_together=keep_together or (),
             code=code,
             explain=explain,
             stop_after=stop_after,
-            schedule=schedule,
-            micro_batches=micro_batches,
-            staleness=staleness,
-            optimizer=optimizer,
-            recompute=recompute,
-            memory_limit=memory_limit,
             save_weights=not no_weights,
             force=force,
             command=_command_line("asyncpipe-partition"),
+            **placing,
             **shared,
         )
     folder = output or Path("generated_models") / f"{plan.name}_{stages}p"
@@ -283,7 +308,7 @@ def partition_command(
 
 
 def _plan_graph(
-    console: Console, path: Path, stages: int | None, method: str, granularity: str, *, json: bool
+    console: Console, path: Path, stages: int | None, *, json: bool, **placing: Any
 ) -> int:
     """Plans a cost graph alone; nothing is written."""
     from .partitioner.graph_files import read_graph
@@ -291,7 +316,7 @@ def _plan_graph(
 
     if stages is None:
         raise _usage("--stages is needed: the number of stages to cut the graph into.")
-    plan = plan_graph(read_graph(path), stages, method=method, granularity=granularity)
+    plan = plan_graph(read_graph(path), stages, **placing)
     if json:
         print(plan.to_json(), end="")
     else:
