@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Unpack
@@ -89,6 +89,7 @@ def plan_graph(
     setting: Setting | None = None,
     prefer_modules: float = 0.0,
     granularity: str = "op",
+    cut_before: Collection[str] = (),
     **running: Unpack[Running],
 ) -> GraphPlan:
     """Plans a cost graph: see `costs_of` for what its nodes and edges may say.
@@ -102,6 +103,7 @@ def plan_graph(
         "method": method,
         "prefer_modules": prefer_modules,
         "granularity": granularity,
+        "cut_before": cut_before,
         **running,
     }
     cluster = cluster_of(devices, stages)

@@ -257,21 +257,27 @@ def _check_stages(costs: Costs, stages: int, may_cut: Bools, granularity: str) -
 
 
 def _explain(problem: Problem, evaluation: Evaluation, placement: Placement) -> list[str]:
-    times_ms = [load.load_ms for load in evaluation.stages]
-    slowest = int(np.argmax(times_ms))
-    costs = problem.seen[placement.ranks_of_stage[slowest][0]]
-    members = np.flatnonzero(np.asarray(placement.stage_of) == slowest)
+    of_rank: dict[int, list[int]] = {}
+    for stage, ranks in enumerate(placement.ranks_of_stage):
+        of_rank.setdefault(ranks[0], []).append(stage)
+    rank = max(of_rank, key=lambda rank: evaluation.rank_ms[rank])
+    stages, slowest_ms = of_rank[rank], evaluation.rank_ms[rank]
+    costs = problem.seen[rank]
+    who = f"stage {stages[0]}"
+    if len(stages) > 1:
+        who = f"rank {rank} with stages {', '.join(map(str, stages))}"
+    members = np.flatnonzero(np.isin(placement.stage_of, stages))
     heaviest = int(members[costs.work_ms[members].argmax()])
-    share = costs.work_ms[heaviest] / times_ms[slowest] if times_ms[slowest] else 0.0
+    work_ms = costs.work_ms[heaviest] / len(placement.ranks_of_stage[stages[0]])
+    share = work_ms / slowest_ms if slowest_ms else 0.0
     sentences = [
-        f"stage {slowest} is the slowest with {times_ms[slowest]:.2f} ms a micro-batch; its "
-        f"largest part is {costs.labels[heaviest]} with {costs.work_ms[heaviest]:.2f} ms "
-        f"({share:.0%})",
+        f"{who} is the slowest with {slowest_ms:.2f} ms a micro-batch; its largest part is "
+        f"{costs.labels[heaviest]} with {work_ms:.2f} ms ({share:.0%})",
     ]
     optimum_ms = placement.order_optimum_ms
-    if optimum_ms and times_ms[slowest] > optimum_ms * 1.0005:
+    if optimum_ms and slowest_ms > optimum_ms * 1.0005:
         sentences.append(
-            f"{times_ms[slowest] / optimum_ms - 1:.1%} are given up so that the cuts tear "
+            f"{slowest_ms / optimum_ms - 1:.1%} are given up so that the cuts tear "
             f"fewer modules or carry fewer bytes (best cut anywhere: {optimum_ms:.2f} ms)"
         )
     return sentences
