@@ -76,11 +76,26 @@ class Cluster:
         )
 
     @cached_property
+    def _links_used(self) -> list[Link]:
+        """What joins two of the devices, the fastest first."""
+        pairs = [(a, b) for a in range(len(self.devices)) for b in range(a)]
+        distinct = dict.fromkeys(self.link(*pair) for pair in pairs)
+        return sorted(distinct, key=lambda link: link.transfer_ms(1e6)) or [
+            Link(overlap=self.overlap)
+        ]
+
+    @property
     def slowest_link(self) -> Link:
-        """The one with the least bandwidth of all that join two of the devices."""
-        pairs = {(a, b) for a in range(len(self.devices)) for b in range(a)}
-        links = [self.link(*pair) for pair in sorted(pairs)]
-        return min(links, key=lambda link: link.bytes_per_s, default=Link(overlap=self.overlap))
+        """Of all that join two of the devices."""
+        return self._links_used[-1]
+
+    @property
+    def fastest_link(self) -> Link:
+        """The least latency and the most bandwidth of any."""
+        return Link(
+            latency_ms=min(link.latency_ms for link in self._links_used),
+            bytes_per_s=max(link.bytes_per_s for link in self._links_used),
+        )
 
     def link(self, first: int, second: int) -> Link:
         """What joins two devices."""

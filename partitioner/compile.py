@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Unpack
 
 from torch import Tensor, nn
 
@@ -39,8 +39,9 @@ from .profiler import Profile
 from .profiling import ProfileOptions, cut_and_time, profile_capture
 from .recompute import Recomputation
 from .report import render_report
+from .running import Running, check_choice, make_setting
 from .settle import Cut
-from .solve import check_choice, solve
+from .solve import solve
 from .split import StageGraph, crossing_if_sent, homes_of, split
 from .ssa import separated
 from .verify import verify
@@ -161,6 +162,7 @@ def partition_source(
     command: str = "",
     on_tick: OnTick | None = None,
     on_progress: OnProgress | None = None,
+    **running: Unpack[Running],
 ) -> Plan:
     """Captures, profiles, plans, generates and verifies; writes `output` whole or not at all.
 
@@ -169,12 +171,13 @@ def partition_source(
     in one stage. `code` is "structured" or "flat". With `explain` the plan tells what other
     numbers of stages, faster links and recomputation would give. With `stop_after="plan"` the
     plan is returned and nothing is written. `profile`, `threads`, `device`, `dtype`, `calibrate`
-    and `no_cache` are those of `ProfileOptions`.
+    and `no_cache` are those of `ProfileOptions`, `running` says how the plan is meant to run.
     Raises CaptureError, PlanError or ModelError, each with a cure.
     """
     check_choice("code", code, CODES)
     if stop_after is not None:
         check_choice("stop_after", stop_after, ("plan",))
+    make_setting(stages, **running)  # what is wrong is said before the work
     how = ProfileOptions(profile, device, dtype, threads, calibrate, no_cache, on_progress)
     tick = Clock(on_tick)
     folder = Path(output or Path("generated_models") / f"{source.name}_{stages}p")
@@ -202,6 +205,7 @@ def partition_source(
         method=method,
         granularity=granularity,
         cut_before=groups_to_cut_before(demands, graph_of(measured)),
+        **running,
     )
 
     def cut(costs: Profile) -> Cut:
@@ -222,7 +226,7 @@ def partition_source(
         name=source.name,
         model=portable(source.spec),
         model_args=dict(model_args or {}),
-        command=command or _command(source.spec, stages, cut_at, keep_together, code),
+        command=command or _command(source.spec, stages, cut_at, keep_together, code, running),
         criterion=loss or source.criterion,
         weights=source.weights if save_weights else "not stored",
         if_sent=crossing_if_sent(homes_of(captured.graph, chosen.placed)),
@@ -341,12 +345,20 @@ def _write_weights(
 
 
 def _command(
-    spec: str, stages: int, cut_at: Sequence[str], keep_together: Sequence[str], code: str
+    spec: str,
+    stages: int,
+    cut_at: Sequence[str],
+    keep_together: Sequence[str],
+    code: str,
+    running: Running,
 ) -> str:
     """The command that would have made a plan that was made from Python."""
     tokens = ["asyncpipe-partition", "--model", portable(spec), "--stages", str(stages)]
     tokens += [token for name in cut_at for token in ("--cut-at", name)]
     tokens += [token for name in keep_together for token in ("--keep-together", name)]
+    for name, value in running.items():
+        if value is not None:
+            tokens += [f"--{name.replace('_', '-')}", str(value)]
     return shlex.join(tokens + (["--code", code] if code != "structured" else []))
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..runtime.plan import StageMemory
-from .cost import Link, StageSums, stage_sums
+from .cost import Costs, Link, StageSums, stage_sums
 from .problem import Placement, Problem
 from .setting import Setting
 
@@ -108,6 +108,18 @@ def evaluate(problem: Problem, placement: Placement) -> Evaluation:
         fits=all(size <= most for size, most in zip(peaks, room, strict=True)),
         score_ms=max(scores_ms, default=setting.rounds * max(rank_ms.tolist())),
     )
+
+
+def crossing_bytes(costs: Costs, placement: Placement) -> int:
+    """Bytes that go from rank to rank for one micro-batch, both directions together; to each of
+    several readers, and within a rank not at all."""
+    first_rank = [ranks[0] for ranks in placement.ranks_of_stage]
+    at = [first_rank[stage] for stage in placement.stage_of]
+    total = 0.0
+    for value in costs.values:
+        others = {at[reader] for reader in value.readers} - {at[value.owner]}
+        total += len(others) * (value.forward_bytes + value.backward_bytes)
+    return int(total)
 
 
 def _stage_load(

@@ -18,7 +18,7 @@ from itertools import accumulate, islice, pairwise, permutations
 
 from .cluster import Cluster
 
-MOST_ORDERS = 120
+_MOST_SEQUENCES = 120
 
 Order = tuple[int, ...]
 
@@ -70,12 +70,12 @@ def shape_name(shape: Sequence[int]) -> str:
     return stages if shape[0] == 1 else f"{stages} x {shape[0]} replicas"
 
 
-def layouts(cluster: Cluster, shape: Sequence[int]) -> tuple[Layout, ...]:
-    """The distinct ways to have `shape[j]` devices for each stage j."""
+def layouts(cluster: Cluster, shape: Sequence[int], most: int) -> tuple[tuple[Layout, ...], bool]:
+    """The distinct ways to have `shape[j]` devices for each stage j, up to `most`, and whether
+    they are all."""
     if max(shape) == 1:
-        return tuple(
-            Layout(tuple((device,) for device in order)) for order in orders(cluster, len(shape))
-        )
+        found_orders, are_all = orders(cluster, len(shape), most)
+        return tuple(Layout(tuple((one,) for one in order)) for order in found_orders), are_all
     found: dict[object, Layout] = {}
     for order in _block_orders(cluster, sum(shape)):
         ends = list(accumulate(shape))
@@ -89,18 +89,18 @@ def layouts(cluster: Cluster, shape: Sequence[int]) -> tuple[Layout, ...]:
             if all(len({device.kind for device in column}) == 1 for column in devices):
                 named = _signature(cluster, [index for column in columns for index in column])
                 found.setdefault(named, Layout(columns))
-    return tuple(found.values())
+    return tuple(found.values())[:most], len(set(cluster.kinds)) == 1
 
 
-def orders(cluster: Cluster, count: int) -> tuple[Order, ...]:
-    """Distinct orders of `count` of the devices: all, or those of blocks when they are many."""
-    kinds = Counter(cluster.kinds)
-    if math.perm(len(cluster.devices), count) / math.prod(map(math.factorial, kinds.values())) > (
-        MOST_ORDERS * math.factorial(len(cluster.hosts))
-    ):
-        return _distinct(cluster, _block_orders(cluster, count))
-    found = _distinct(cluster, _all_orders(cluster, count))
-    return found if len(found) <= MOST_ORDERS else _distinct(cluster, _block_orders(cluster, count))
+def orders(cluster: Cluster, count: int, most: int) -> tuple[tuple[Order, ...], bool]:
+    """Distinct orders of `count` of the devices, and whether they are all: while those are few."""
+    devices, hosts = len(cluster.devices), len(cluster.hosts)
+    alike = math.prod(map(math.factorial, Counter(cluster.kinds).values()))
+    if math.perm(devices, count) <= most * alike * math.factorial(hosts):
+        found = _distinct(cluster, _all_orders(cluster, count))
+        if len(found) <= most:
+            return found, True
+    return _distinct(cluster, _block_orders(cluster, count))[:most], False
 
 
 def exchanged(cluster: Cluster, order: Order) -> tuple[Order, ...]:
@@ -119,6 +119,17 @@ def exchanged(cluster: Cluster, order: Order) -> tuple[Order, ...]:
             swapped[first], swapped[second] = blocks[second], blocks[first]
             found.append(tuple(device for block in swapped for device in block))
     return _distinct(cluster, found)
+
+
+def crossings(cluster: Cluster, layout: Layout) -> tuple[int, int]:
+    """How many boundaries lie between two hosts, and how many ranks have two of those."""
+    edges = borders = 0
+    for pipeline in zip(*layout.columns, strict=False):
+        hosts = [cluster.devices[device].host for device in pipeline]
+        remote = [left != right for left, right in pairwise(hosts)]
+        edges += sum(remote)
+        borders += sum(left and right for left, right in pairwise(remote))
+    return edges, borders
 
 
 def remote_edges(cluster: Cluster, order: Sequence[int]) -> tuple[tuple[str, str], ...]:
@@ -172,7 +183,7 @@ def _block_orders(cluster: Cluster, count: int) -> Iterator[Order]:
         for device in used:
             of_host = hosts.setdefault(cluster.devices[device].host, {})
             of_host.setdefault(kinds[device], []).append(device)
-        for sequence in islice(permutations(hosts), MOST_ORDERS):
+        for sequence in islice(permutations(hosts), _MOST_SEQUENCES):
             for turned in (False, True):
                 order: list[int] = []
                 for host in sequence:

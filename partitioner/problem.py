@@ -55,6 +55,17 @@ class Problem:
             found.append(distinct[key])
         return tuple(found)
 
+    @cached_property
+    def like(self) -> tuple[int, ...]:
+        """For each position, the first one at which every stage has the same score."""
+        setting = self.setting
+        simple = setting.is_asynchronous and not setting.is_limited and setting.recompute == "none"
+        first: dict[object, int] = {}
+        return tuple(
+            first.setdefault((id(seen), device.pays_transfers, simple or position), position)
+            for position, (seen, device) in enumerate(zip(self.seen, setting.devices, strict=True))
+        )
+
     def seen_by(self, ranks: Sequence[int]) -> Costs:
         """The costs as ranks in a row see them that share a stage: those of the first, with what
         comes in at the first and goes out at the last."""
@@ -99,3 +110,8 @@ class Placement:
     @property
     def ranks_of_stage(self) -> tuple[tuple[int, ...], ...]:
         return self.ranks or tuple((stage,) for stage in range(self.stages))
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether some stage is on several ranks."""
+        return any(len(ranks) > 1 for ranks in self.ranks_of_stage)

@@ -19,8 +19,10 @@ or what a synchronous step takes at least because of it (`Setting.score_ms`).
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
@@ -30,6 +32,11 @@ from ..runtime.schedules import ASYNCHRONOUS
 from .cost import Bools, Costs, Floats, Link, StageSums, seen_over
 
 Recompute = Literal["none", "auto", "all"]
+
+# What an optimizer keeps of each parameter: moments, momentum.
+OPTIMIZER_COPIES: Mapping[str, int] = MappingProxyType(
+    {"adamw": 2, "adam": 2, "sgd": 0, "momentum": 1}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +61,8 @@ class Setting:
     """The ranks in their order, what joins them, the schedule, and what each rank keeps.
 
     `links[j]` joins ranks j and j + 1; None means the link of the costs everywhere.
-    `optimizer_copies` are further copies of the parameters (Adam: 2); with `stash` every weight
+    With `by_load` the score of a stage is its load under a synchronous schedule too.
+    `optimizer` says how many further copies of the parameters there are; with `stash` every weight
     version in flight is kept. With `overlap` the transfers of one micro-batch go on while another
     one is computed. Where rank j stands for `replicas[j]` equal ones, they share its micro-batches
     and sum their gradients over `exchange[j]` once a step.
@@ -65,9 +73,10 @@ class Setting:
     schedule: str = "async-1f1b"
     micro_batches: int = 8
     recompute: Recompute = "none"
-    optimizer_copies: int = 2
+    optimizer: str = "adamw"
     stash: bool = False
     overlap: bool = False
+    by_load: bool = False
     replicas: tuple[int, ...] = ()
     exchange: tuple[Link, ...] | None = None
 
@@ -100,10 +109,10 @@ class Setting:
         if self.schedule in ("seq", "single"):
             return 1
         if self.schedule == "gpipe":
-            return self.rounds
+            return self.shared_micro_batches
         ranks_from_here = sum(map(self.replicas_at, range(position, self.stages)))
         depth = max(1, -(-ranks_from_here // replicas))
-        return depth if self.is_asynchronous else min(depth, self.rounds)
+        return depth if self.is_asynchronous else min(depth, self.shared_micro_batches)
 
     def versions(self, position: int) -> int:
         """Weight versions kept beside the live one."""
@@ -113,7 +122,7 @@ class Setting:
 
     def memory_bytes(self, position: int, sums: StageSums, *, recompute: bool) -> Floats:
         """Peak bytes of the rank at `position`: the formula above."""
-        copies = 1 + 1 + self.optimizer_copies + self.versions(position)
+        copies = 1 + 1 + OPTIMIZER_COPIES[self.optimizer] + self.versions(position)
         activations = self._activation_bytes(position, sums, recompute=recompute)
         return copies * sums.param_bytes + sums.buffer_bytes + activations + sums.transient_bytes
 
@@ -123,7 +132,7 @@ class Setting:
         return StageMemory(
             parameters=param_bytes,
             gradients=param_bytes,
-            optimizer=self.optimizer_copies * param_bytes,
+            optimizer=OPTIMIZER_COPIES[self.optimizer] * param_bytes,
             versions=self.versions(position) * param_bytes,
             buffers=int(sums.buffer_bytes),
             activations=int(self._activation_bytes(position, sums, recompute=recompute)),
@@ -156,13 +165,12 @@ class Setting:
     def _busy_ms(self, position: int, sums: StageSums, *, again: Bools | bool) -> Floats:
         """Milliseconds of the rank itself: its work, and transfers that do not overlap with it."""
         work_ms = sums.work_ms + np.where(again, sums.forward_ms, 0.0)
-        busy_ms = work_ms + sums.talk_ms if self._talks_in_turn(position) else work_ms
-        replicas = self.replicas_at(position)
-        if replicas == 1 or not self.exchange:
-            return busy_ms
-        return busy_ms + self.exchange_ms(self.exchange[position], sums.param_bytes, replicas)
+        busy_ms = work_ms + sums.talk_ms if self.talks_in_turn(position) else work_ms
+        shared_by = self.micro_batches if self.is_asynchronous else self.shared_micro_batches
+        return busy_ms + self.sum_gradients_ms(position, sums.param_bytes) / shared_by
 
-    def _talks_in_turn(self, position: int) -> bool:
+    def talks_in_turn(self, position: int) -> bool:
+        """Whether the rank is busy with its transfers, so that they add to its work."""
         return self.devices[position].pays_transfers and not self.overlap
 
     def load_ms(self, position: int, sums: StageSums) -> Floats:
@@ -180,9 +188,13 @@ class Setting:
 
     @property
     def rounds(self) -> int:
-        """A score is at least so many times the stage's work: the micro-batches of a step of one
-        pipeline, if it is synchronous."""
-        return 1 if self.is_asynchronous else -(-self.micro_batches // max(self.replicas or (1,)))
+        """A score is at least so many times the stage's work."""
+        return 1 if self.is_asynchronous or self.by_load else self.shared_micro_batches
+
+    @property
+    def shared_micro_batches(self) -> int:
+        """Micro-batches of a step that one pipeline takes, if several share them."""
+        return -(-self.micro_batches // max(self.replicas or (1,)))
 
     def score_ms(
         self,
@@ -205,25 +217,25 @@ class Setting:
         - has at most W micro-batches in flight: ceil(m / W) round trips follow one another
         """
         load_ms = self.load_ms(position, sums)
-        if self.is_asynchronous:
+        if self.is_asynchronous or self.by_load:
             return load_ms
         again = self.recomputes(position, sums)
         # Either direction's transfers are at most all of them.
-        talk_ms = sums.talk_ms if self._talks_in_turn(position) else 0.0
+        talk_ms = sums.talk_ms if self.talks_in_turn(position) else 0.0
         ahead = self.in_flight(position) - 1
         waits_first = np.maximum(0.0, after_ms - ahead * (sums.forward_ms + talk_ms))
         backward_ms = sums.backward_ms + np.where(again, sums.forward_ms, 0.0)
         waits_last = np.maximum(0.0, after_ms - ahead * (backward_ms + talk_ms))
         if self.schedule == "gpipe":
             waits = np.asarray(after_ms)
-        elif ahead + 1 < self.rounds:
+        elif ahead + 1 < self.shared_micro_batches:
             waits = waits_first + waits_last
         else:
             waits = np.maximum(waits_first, waits_last)
         work_ms = np.where(np.isinf(load_ms), np.inf, self._busy_ms(position, sums, again=again))
-        trips = -(-self.rounds // (ahead + 1))
+        trips = -(-self.shared_micro_batches // (ahead + 1))
         score_ms: Floats = before_ms + np.maximum(
-            self.rounds * work_ms + waits, trips * (work_ms + after_ms)
+            self.shared_micro_batches * work_ms + waits, trips * (work_ms + after_ms)
         )
         return score_ms
 
@@ -231,8 +243,15 @@ class Setting:
         """What summing the gradients of a replicated stage takes of every micro-batch: one ring
         all-reduce a step (Patarasuk, Yuan: "Bandwidth optimal all-reduce", 2009)."""
         once_ms = link.latency_ms + 1e3 * (param_bytes / replicas) / link.bytes_per_s
-        shared_by = self.micro_batches if self.is_asynchronous else self.rounds
-        return np.where(param_bytes, 2 * (replicas - 1) * once_ms / shared_by, 0.0)
+        return np.where(param_bytes, 2 * (replicas - 1) * once_ms / self.micro_batches, 0.0)
+
+    def sum_gradients_ms(self, position: int, param_bytes: Floats | float) -> Floats | float:
+        """The same once a step, of the ranks that the one at `position` stands for."""
+        replicas = self.replicas_at(position)
+        if replicas == 1 or not self.exchange:
+            return 0.0
+        each_ms = self.exchange_ms(self.exchange[position], np.asarray(param_bytes), replicas)
+        return self.micro_batches * each_ms
 
     def seen_at(self, costs: Costs, position: int) -> Costs:
         """The costs as the rank at `position` sees them: its device's times, its links, and

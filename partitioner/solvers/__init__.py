@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from . import acyclic, chain, metis, mpipe, pipedream, two_d_bin, uniform
+from . import acyclic, chain, exact, metis, mpipe, pipedream, two_d_bin, uniform
 from .method import Method
 
 METHODS: Mapping[str, Method] = MappingProxyType(
     {
-        "auto": chain.place,
+        "auto": exact.place,
+        "exact": exact.place,
         "chain": chain.place,
         "uniform": uniform.place,
         "metis": metis.place,
@@ -21,4 +22,7 @@ METHODS: Mapping[str, Method] = MappingProxyType(
     }
 )
 
-__all__ = ["METHODS", "Method"]
+# Methods that cut the order given, and can be told where they have to.
+HEEDS_CUTS = frozenset({METHODS["auto"], METHODS["chain"], METHODS["pipedream"]})
+
+__all__ = ["HEEDS_CUTS", "METHODS", "Method"]

@@ -83,7 +83,7 @@ def _cut(pymetis: ModuleType, costs: Costs, parts: int, seed: int) -> list[int]:
         around[source].append(target)
         around[target].append(source)
     starts = np.cumsum([0, *map(len, around)]).tolist()
-    scale = _MOST / max(weight.values(), default=1.0)
+    scale = _MOST / (max(weight.values(), default=0.0) or 1.0)
     edge_weights = [
         1 + round(scale * weight[min(group, other), max(group, other)])
         for group, others in enumerate(around)
@@ -92,9 +92,8 @@ def _cut(pymetis: ModuleType, costs: Costs, parts: int, seed: int) -> list[int]:
     heaviest = float(costs.work_ms.max()) or 1.0
     _, membership = pymetis.part_graph(
         min(parts, len(costs.groups)),
-        xadj=starts,
-        adjncy=[other for others in around for other in others],
-        vweights=[round(_MOST * work / heaviest) for work in costs.work_ms.tolist()],
+        pymetis.CSRAdjacency(starts, [other for others in around for other in others]),
+        vweights=[1 + round(_MOST * work / heaviest) for work in costs.work_ms.tolist()],
         eweights=edge_weights,
         options=pymetis.Options(seed=seed),
     )
