@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from .runtime.plan import Plan, file_hash, spec_bytes, traffic
+from .runtime.plan import TOPICS, Plan, file_hash, spec_bytes, traffic
 
 if TYPE_CHECKING:
     from .partitioner.outline import Outline
@@ -110,16 +110,9 @@ def print_facts(console: Console, plan: Plan) -> None:
         console.print(escape(line), soft_wrap=True)
 
 
-_TOPICS = {
-    "cut": "Why each cut is where it is",
-    "bound": "What bounds the plan",
-    "change": "What would change it",
-}
-
-
 def print_findings(console: Console, plan: Plan) -> None:
     """The explanation of a plan by topic, each sentence below what it is about."""
-    for topic, heading in _TOPICS.items():
+    for topic, heading in TOPICS.items():
         findings = [finding for finding in plan.findings if finding.topic == topic]
         if findings:
             console.print(f"[bold]{heading}[/]")

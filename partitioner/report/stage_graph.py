@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ...runtime.plan import Plan, StageSpec, spec_bytes
 from ..wording import write_bytes, write_ms
 
-_WIDTH, _HEIGHT, _GAP = 158, 92, 74
+_WIDTH, _HEIGHT, _GAP = 158, 92, 64
 _LEVEL = 24  # between two arcs one above the other
 _STEP = _WIDTH + _GAP
 _LETTERS = 23  # that fit into a box
@@ -149,9 +149,7 @@ def _levels(pairs: Iterable[tuple[int, int]]) -> dict[tuple[int, int], int]:
     levels: dict[tuple[int, int], int] = {}
     for source, target in sorted(pairs, key=lambda pair: (pair[1] - pair[0], pair)):
         taken = {
-            level
-            for (first, last), level in levels.items()
-            if first < target and source < last
+            level for (first, last), level in levels.items() if first < target and source < last
         }
         levels[source, target] = min(set(range(len(levels) + 1)) - taken)
     return levels
