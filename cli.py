@@ -31,6 +31,7 @@ from .terminal import (
     print_facts,
     print_findings,
     print_folder,
+    print_graph_plan,
     print_next,
     print_outline,
     print_plan,
@@ -77,7 +78,8 @@ def inspect() -> None:
 @partition_app.default
 def partition_command(
     *,
-    model: str,
+    model: str | None = None,
+    graph: Path | None = None,
     stages: int | None = None,
     output: Path | None = None,
     model_arg: Annotated[list[str] | None, Parameter(negative=())] = None,
@@ -87,8 +89,18 @@ def partition_command(
     loss: str | None = None,
     method: str = "auto",
     granularity: Literal["op", "module"] = "op",
+    schedule: str | None = None,
+    micro_batches: int = 8,
+    staleness: str = "none",
+    optimizer: str = "adamw",
+    recompute: str = "auto",
+    memory_limit: str | None = None,
     profile: Literal["measured", "analytic"] | None = None,
     threads: int | None = None,
+    device: str | None = None,
+    dtype: Literal["float32", "bfloat16"] = "float32",
+    calibrate: Annotated[bool, Parameter(negative=())] = False,
+    no_cache: Annotated[bool, Parameter(negative=())] = False,
     leaf: Annotated[list[str] | None, Parameter(negative=())] = None,
     cut_at: Annotated[list[str] | None, Parameter(negative=())] = None,
     keep_together: Annotated[list[str] | None, Parameter(negative=())] = None,
@@ -112,6 +124,8 @@ def partition_command(
         A published configuration (gpt2 .. gpt2-xl, bert-base-uncased, t5-small .., vit-base,
         llama-7b ..), a built-in (mlp, resnet50, ..), a folder or hub name of transformers, or
         your own: package.module:factory or path/file.py:factory.
+    graph
+        Instead of a model: plan a cost graph (our JSON, dnn-partitioning's, PipeDream's graph.txt).
     stages
         How many stages to cut it into; not needed with --stop-after capture or profile.
     output
@@ -128,13 +142,36 @@ def partition_command(
     loss
         The loss, when the model does not return one: cross_entropy, mse or path/file.py:function.
     method
-        How to place the cuts: auto, chain, uniform.
+        How to place the cuts: auto, chain, uniform, metis, acyclic, mpipe (several stages a rank),
+        2dbin, pipedream (replicated stages), or all: the best of these, with a table.
     granularity
         Where a cut may be: between any two operations, or only between whole blocks.
+    schedule
+        The schedule to balance the stages for: async-1f1b (when none is named), 1f1b, gpipe, seq.
+    micro_batches
+        Micro-batches of one optimizer step.
+    staleness
+        stash: count the weight versions that it keeps.
+    optimizer
+        Whose copies of the weights are counted: adamw, adam, momentum (of sgd), sgd.
+    recompute
+        Which stages run forward again instead of keeping activations: auto (those that do not fit
+        otherwise), all, none.
+    memory_limit
+        The most that a rank may need, such as 11GiB or 500MB.
     profile
         Costs measured on this machine, or predicted from FLOPs and bytes (the default on meta).
     threads
         Threads while measuring; by default what each rank will have.
+    device
+        Whose costs: cpu or cuda of this machine, or a device that is not here (a100-80g, h100,
+        rtx2080ti, v100-16g, .., or a file.toml that describes it), which is predicted.
+    dtype
+        Of the profile: float32, or bfloat16 under torch's autocast.
+    calibrate
+        Fit a predicted profile to a few operations measured here.
+    no_cache
+        Measure anew what was measured before on this machine.
     leaf
         The name of a module class that is kept as one operation.
     cut_at
@@ -165,10 +202,15 @@ def partition_command(
     verbose
         Show the traceback of an error.
     """
+    if (model is None) == (graph is None):
+        raise _usage("Either --model or --graph is needed: what to cut into stages.")
+    console = make_console()
+    if graph is not None:
+        return _plan_graph(console, graph, stages, method, granularity, json=json)
+    assert model is not None
     from .partitioner.compile import partition_spec
     from .partitioner.outline import outline_spec
 
-    console = make_console()
     ticks = Ticks(console, silent=json or quiet)
     shared: dict[str, Any] = {
         "model_args": dict(_key_value("--model-arg", text) for text in model_arg or ()),
@@ -179,17 +221,22 @@ def partition_command(
         "meta": meta,
         "profile": profile,
         "threads": threads,
+        "device": device,
+        "dtype": dtype,
+        "calibrate": calibrate,
+        "no_cache": no_cache,
         "leaves": leaf or (),
         "capture": capture,
         "on_tick": ticks.tick,
+        "on_progress": ticks.progress,
     }
     if stop_after in ("capture", "profile"):
         with ticks:
-            graph = outline_spec(model, with_profile=stop_after == "profile", **shared)
+            outline = outline_spec(model, with_profile=stop_after == "profile", **shared)
         if json:
-            print(graph.to_json(), end="")
+            print(outline.to_json(), end="")
         else:
-            print_outline(console, graph)
+            print_outline(console, outline)
         return 0
     if stages is None:
         raise _usage("--stages is needed: the number of stages to cut the model into.")
@@ -206,6 +253,12 @@ def partition_command(
             code=code,
             explain=explain,
             stop_after=stop_after,
+            schedule=schedule,
+            micro_batches=micro_batches,
+            staleness=staleness,
+            optimizer=optimizer,
+            recompute=recompute,
+            memory_limit=memory_limit,
             save_weights=not no_weights,
             force=force,
             command=_command_line("asyncpipe-partition"),
@@ -226,6 +279,23 @@ def partition_command(
         if explain:
             print_findings(console, plan)
         print_next(console, plan, folder)
+    return 0
+
+
+def _plan_graph(
+    console: Console, path: Path, stages: int | None, method: str, granularity: str, *, json: bool
+) -> int:
+    """Plans a cost graph alone; nothing is written."""
+    from .partitioner.graph_files import read_graph
+    from .partitioner.graph_plan import plan_graph
+
+    if stages is None:
+        raise _usage("--stages is needed: the number of stages to cut the graph into.")
+    plan = plan_graph(read_graph(path), stages, method=method, granularity=granularity)
+    if json:
+        print(plan.to_json(), end="")
+    else:
+        print_graph_plan(console, plan)
     return 0
 
 
@@ -419,7 +489,7 @@ def _usage(text: str) -> Exception:
 
 def _command_line(name: str) -> str:
     """The command that made a plan, without what does not change it."""
-    dropped = {"--force", "--json", "--quiet", "-q", "--verbose", "-v"}
+    dropped = {"--force", "--json", "--no-cache", "--quiet", "-q", "--verbose", "-v"}
     tokens = [portable(token) for token in sys.argv[1:] if token not in dropped]
     return shlex.join([name, *tokens])
 

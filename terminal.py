@@ -8,14 +8,22 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    SpinnerColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Table
 
-from .runtime.plan import TOPICS, Plan, file_hash, spec_bytes, traffic
+from .runtime.plan import TOPICS, Candidate, Plan, file_hash, spec_bytes, traffic
 
 if TYPE_CHECKING:
+    from .partitioner.graph_plan import GraphPlan
     from .partitioner.outline import Outline
     from .runtime.training.metrics import EvalRecord, Reporter, StepRecord, Summary
     from .runtime.training.settings import Settings
@@ -31,21 +39,30 @@ def make_console(*, quiet: bool = False) -> Console:
 
 
 class Ticks:
-    """One line a step of the work, written when the step is done; a spinner while it runs."""
+    """One line a step of the work, written when the step is done; a spinner while it runs, with a
+    bar where it tells how far it is."""
 
     def __init__(self, console: Console, *, silent: bool) -> None:
         self._console = console
         self._silent = silent
-        self._status = console.status("load") if console.is_terminal and not silent else None
+        self._bar: Progress | None = None
+        if console.is_terminal and not silent:
+            columns = (
+                SpinnerColumn(),
+                TextColumn("{task.description}"),
+                _BarOnceKnown(bar_width=32),
+            )
+            self._bar = Progress(*columns, console=console, transient=True)
+            self._task = self._bar.add_task("load", total=None)
 
     def __enter__(self) -> Ticks:
-        if self._status:
-            self._status.start()
+        if self._bar:
+            self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._status:
-            self._status.stop()
+        if self._bar:
+            self._bar.stop()
 
     def tick(self, name: str, detail: str, seconds: float, following: str) -> None:
         if self._silent:
@@ -53,8 +70,21 @@ class Ticks:
         self._console.print(
             f"[green]✓[/] {name:9}{escape(detail)} [dim]{seconds:.1f} s[/]", soft_wrap=True
         )
-        if self._status:
-            self._status.update(following)
+        if self._bar:
+            self._bar.remove_task(self._task)
+            self._task = self._bar.add_task(following, total=None)
+
+    def progress(self, done: int, total: int) -> None:
+        """How far the step is that runs."""
+        if self._bar:
+            self._bar.update(self._task, completed=done, total=total)
+
+
+class _BarOnceKnown(BarColumn):
+    """No bar for a step that does not tell how far it is."""
+
+    def __call__(self, task: Task) -> RenderableType:
+        return super().__call__(task) if task.total else ""
 
 
 def print_plan(console: Console, plan: Plan) -> None:
@@ -85,6 +115,71 @@ def print_plan(console: Console, plan: Plan) -> None:
     console.print()
 
 
+def print_candidates(console: Console, candidates: Sequence[Candidate], taken: str) -> None:
+    """What each method gave, the one taken in bold; nothing where none were compared."""
+    if not candidates:
+        return
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("method")
+    for heading in ("stages", "slowest", "above bound", "peak memory", "crossing", "planned in"):
+        table.add_column(heading, justify="right")
+    table.add_column("")
+    for one in candidates:
+        if not one.stages:
+            table.add_row(one.name, *["-"] * 6, escape(one.note), style="dim")
+            continue
+        table.add_row(
+            one.name,
+            str(one.stages),
+            f"{one.bottleneck_ms:.2f} ms",
+            f"{one.gap:.1%}",
+            _bytes(one.peak_bytes) or "-",
+            _bytes(one.crossing_bytes) or "-",
+            f"{one.seconds:.2f} s",
+            escape(one.note),
+            style="bold" if one.name == taken else None,
+        )
+    console.print(table)
+    console.print()
+
+
+def print_graph_plan(console: Console, plan: GraphPlan) -> None:
+    """The stages of a planned cost graph, how good they are, and what other methods gave."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for heading in ("stage", "rank", "groups"):
+        table.add_column(heading)
+    for heading in ("forward", "backward"):
+        table.add_column(heading, justify="right")
+    table.add_column("load")
+    for heading in ("peak memory", "sends"):
+        table.add_column(heading, justify="right")
+    slowest = max(stage.load_ms for stage in plan.stages) or 1.0
+    for stage in plan.stages:
+        number = len(stage.groups)
+        groups = stage.groups[0] if number == 1 else f"{stage.groups[0]} .. {stage.groups[-1]}"
+        table.add_row(
+            str(stage.index),
+            ", ".join(map(str, plan.ranks_of_stage[stage.index])),
+            escape(f"{groups} ({number})"),
+            f"{stage.forward_ms:.2f} ms",
+            f"{stage.backward_ms:.2f} ms",
+            f"{'█' * round(20 * stage.load_ms / slowest):░<20} {stage.load_ms:.2f} ms",
+            _bytes(stage.peak_bytes) or "-",
+            _bytes(sum(one.forward_bytes * len(one.targets) for one in stage.sends)) or "-",
+        )
+    console.print()
+    console.print(table)
+    console.print()
+    print_candidates(console, plan.candidates, plan.method)
+    proved = "proved the least" if plan.optimal else f"at most {plan.gap:.1%} above the least"
+    console.print(
+        f"{escape(plan.name)} · {plan.method} · slowest rank {plan.bottleneck_ms:.2f} ms, {proved} "
+        f"(bound {plan.lower_bound_ms:.2f} ms) · planned in {plan.seconds:.2f} s"
+    )
+    for note in plan.explanation:
+        console.print(escape(f"note    {note}"), soft_wrap=True)
+
+
 def print_outline(console: Console, outline: Outline) -> None:
     """The graph by module; the headings of modules stand out."""
     console.print()
@@ -97,6 +192,7 @@ def print_facts(console: Console, plan: Plan) -> None:
     """How good the plan is and what a run of it would be."""
     from .runtime.forecast import describe_forecast
 
+    print_candidates(console, plan.candidates, plan.method)
     ratio = plan.even_split_ms / plan.bottleneck_ms if plan.bottleneck_ms else 1.0
     slower = f": {ratio:.2f}× as slow" if ratio >= 1 else ""
     lines = (

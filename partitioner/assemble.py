@@ -88,6 +88,7 @@ def assemble(
         unused=unused_tensors(capture, stage_graphs),
         notes=capture.notes,
         explanation=solution.explanation,
+        candidates=solution.candidates,
         even_split=tuple(
             (load.forward_ms, load.backward_ms) for load in solution.even_split.stages
         ),
@@ -126,6 +127,9 @@ def _stage(
         memory=load.memory,
         in_flight=load.in_flight,
         load_ms=load.load_ms,
+        forward_talk_ms=solution.talk.forward_ms[stage.index],
+        backward_talk_ms=solution.talk.backward_ms[stage.index],
+        exchange_ms=solution.exchanges_ms[stage.index],
         recompute=load.recomputes,
         ranks=solution.placement.ranks_of_stage[stage.index],
         parts=_parts(labels, costs, again=load.recomputes),
@@ -154,13 +158,18 @@ def _setting(solution: Solution) -> Setting:
         micro_batches=setting.micro_batches,
         recompute=setting.recompute,
         stash=setting.stash,
+        optimizer=setting.optimizer,
         memory_limit=min((limit for limit in limits if limit is not None), default=None),
         ranks=tuple(
             RankSpec(device.name, limit, device.host)
             for device, limit in zip(setting.devices, limits, strict=True)
         ),
-        step_ms=solution.bottleneck_ms * setting.micro_batches,
-        step_bound_ms=solution.lower_bound_ms * setting.micro_batches,
+        transfer_ms=tuple(
+            (*edge, transfer_ms)
+            for edge, transfer_ms in sorted(solution.talk.overlapped_ms.items())
+        ),
+        step_ms=solution.step_ms,
+        step_bound_ms=solution.step_bound_ms,
     )
 
 

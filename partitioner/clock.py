@@ -3,28 +3,53 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
 
 
-def clock_ms(device: torch.device) -> Callable[[], float]:
-    """A clock in milliseconds that waits for the device.
+class Clock(Protocol):
+    """Marks moments in the work of a device, and tells the milliseconds between two of them."""
 
-    On a CPU with one thread it counts the time that this process computed, so that other programs
-    on the machine do not enter into a profile; a rank has its core for itself.
-    """
-    if device.type == "cuda":
+    def mark(self) -> Any: ...
 
-        def synchronized_ms() -> float:
-            torch.cuda.synchronize(device)
-            return 1e3 * time.perf_counter()
+    def ms(self, start: Any, end: Any) -> float: ...
 
-        return synchronized_ms
-    if torch.get_num_threads() == 1:
-        return lambda: 1e3 * time.process_time()
-    return lambda: 1e3 * time.perf_counter()
+
+class _CpuClock:
+    """On a CPU with one thread it counts the time that this process computed, so that other
+    programs on the machine do not enter into a profile; a rank has its core for itself."""
+
+    def __init__(self) -> None:
+        alone = torch.get_num_threads() == 1
+        self.mark = time.process_time if alone else time.perf_counter
+
+    def ms(self, start: float, end: float) -> float:
+        return 1e3 * (end - start)
+
+
+class _CudaClock:
+    """Events in the device's stream: what the device did between them, launches that it waited
+    for included. Reading the time waits for the second event and for nothing else."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.current_stream(device)
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        return event
+
+    def ms(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        end.synchronize()
+        return float(start.elapsed_time(end))
+
+
+def clock_of(device: torch.device) -> Clock:
+    """The clock for work on `device`, at the present number of threads."""
+    return _CudaClock(device) if device.type == "cuda" else _CpuClock()
 
 
 @contextmanager

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import shlex
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Unpack
 
 from torch import Tensor, nn
 
@@ -36,14 +35,17 @@ from .generate import (
 from .graph import build_graph, stage_of_nodes, with_copies
 from .models import Source, load_model, name_inputs
 from .prices import Prices
-from .profiler import Profile, profile_analytic
-from .profiler import profile as profile_measured
+from .profiler import Profile
+from .profiling import ProfileOptions, cut_and_time, profile_capture
 from .recompute import Recomputation
 from .report import render_report
-from .solve import check_choice, solve
+from .running import Running, check_choice, make_setting
+from .settle import Cut
+from .solve import solve
 from .split import StageGraph, crossing_if_sent, homes_of, split
 from .ssa import separated
 from .verify import verify
+from .walk import OnProgress
 
 
 class OnTick(Protocol):
@@ -144,6 +146,10 @@ def partition_source(
     granularity: str = "op",
     profile: str | None = None,
     threads: int | None = None,
+    device: str | None = None,
+    dtype: str = "float32",
+    calibrate: bool = False,
+    no_cache: bool = False,
     leaves: Collection[str] = (),
     cut_at: Sequence[str] = (),
     keep_together: Sequence[str] = (),
@@ -155,6 +161,8 @@ def partition_source(
     force: bool = False,
     command: str = "",
     on_tick: OnTick | None = None,
+    on_progress: OnProgress | None = None,
+    **running: Unpack[Running],
 ) -> Plan:
     """Captures, profiles, plans, generates and verifies; writes `output` whole or not at all.
 
@@ -162,12 +170,15 @@ def partition_source(
     operation that `cut_at` names; the operations of each module that `keep_together` names are
     in one stage. `code` is "structured" or "flat". With `explain` the plan tells what other
     numbers of stages, faster links and recomputation would give. With `stop_after="plan"` the
-    plan is returned and nothing is written.
+    plan is returned and nothing is written. `profile`, `threads`, `device`, `dtype`, `calibrate`
+    and `no_cache` are those of `ProfileOptions`, `running` says how the plan is meant to run.
     Raises CaptureError, PlanError or ModelError, each with a cure.
     """
     check_choice("code", code, CODES)
     if stop_after is not None:
         check_choice("stop_after", stop_after, ("plan",))
+    make_setting(stages, **running)  # what is wrong is said before the work
+    how = ProfileOptions(profile, device, dtype, threads, calibrate, no_cache, on_progress)
     tick = Clock(on_tick)
     folder = Path(output or Path("generated_models") / f"{source.name}_{stages}p")
     on_meta = any(parameter.is_meta for parameter in source.model.parameters())
@@ -182,23 +193,31 @@ def partition_source(
     demands = find_demands(captured, cut_at, keep_together, stages)
     tick("capture", describe_capture(captured), "profile")
 
-    measured = profile_capture(captured, profile, threads, stages)
+    measured = profile_capture(captured, how, stages, whole=False)
     tick("profile", measured.summary, "plan")
 
     prices = Prices.of(measured, LOCALHOST)
     again = Recomputation(captured, prices)
     together = [nodes for _, nodes in demands.together]
-    graph = build_graph(captured, measured, source.name, again=again, together=together)
+    graph_of = partial(build_graph, captured, name=source.name, again=again, together=together)
     solve_again = partial(
         solve,
         method=method,
         granularity=granularity,
-        cut_before=groups_to_cut_before(demands, graph),
+        cut_before=groups_to_cut_before(demands, graph_of(measured)),
+        **running,
     )
-    solution = solve_again(graph, stages=stages, link=LOCALHOST)
-    placed = stage_of_nodes(captured, graph, solution.stage_of, again)
-    captured, placed = separated(captured, placed)
-    stage_graphs = split(captured, placed, Recomputation(captured, prices))
+
+    def cut(costs: Profile) -> Cut:
+        graph = graph_of(costs)
+        solution = solve_again(graph, stages=stages, link=LOCALHOST)
+        placed = stage_of_nodes(captured, graph, solution.stage_of, again)
+        divided, placed = separated(captured, placed)
+        stage_graphs = split(divided, placed, Recomputation(divided, prices))
+        return Cut(divided, stage_graphs, placed, graph, solution)
+
+    measured, chosen = cut_and_time(captured, cut, measured, how, LOCALHOST)
+    captured, stage_graphs, solution = chosen.captured, chosen.stages, chosen.solution
     plan = assemble(
         captured,
         stage_graphs,
@@ -207,13 +226,13 @@ def partition_source(
         name=source.name,
         model=portable(source.spec),
         model_args=dict(model_args or {}),
-        command=command or _command(source.spec, stages, cut_at, keep_together, code),
+        command=command or _command(source.spec, stages, cut_at, keep_together, code, running),
         criterion=loss or source.criterion,
         weights=source.weights if save_weights else "not stored",
-        if_sent=crossing_if_sent(homes_of(captured.graph, placed)),
+        if_sent=crossing_if_sent(homes_of(captured.graph, chosen.placed)),
     )
     resolve = solve_again if explain else None
-    plan = replace(plan, findings=explain_plan(graph, solution, plan, LOCALHOST, resolve))
+    plan = replace(plan, findings=explain_plan(chosen.graph, solution, plan, LOCALHOST, resolve))
     tick("plan", solution.summary, "generate" if stop_after is None else "")
     if stop_after == "plan":
         return plan
@@ -254,19 +273,6 @@ def graph_hash(captured: Capture) -> str:
     state = captured.model.state_dict()
     shapes = "".join(f"{name}{tuple(tensor.shape)}" for name, tensor in state.items())
     return hashlib.sha256(f"{captured.graph}{shapes}".encode()).hexdigest()
-
-
-def profile_capture(
-    captured: Capture, kind: str | None, threads: int | None, stages: int
-) -> Profile:
-    """Measured or analytic costs, analytic by default on meta."""
-    on_meta = any(parameter.is_meta for parameter in captured.model.parameters())
-    if (kind or ("analytic" if on_meta else "measured")) == "analytic":
-        return profile_analytic(captured, captured.arguments.tensors)
-    cores = os.cpu_count() or 1
-    return profile_measured(
-        captured, captured.arguments.tensors, threads=threads or max(1, cores // stages)
-    )
 
 
 def _texts(
@@ -339,12 +345,20 @@ def _write_weights(
 
 
 def _command(
-    spec: str, stages: int, cut_at: Sequence[str], keep_together: Sequence[str], code: str
+    spec: str,
+    stages: int,
+    cut_at: Sequence[str],
+    keep_together: Sequence[str],
+    code: str,
+    running: Running,
 ) -> str:
     """The command that would have made a plan that was made from Python."""
     tokens = ["asyncpipe-partition", "--model", portable(spec), "--stages", str(stages)]
     tokens += [token for name in cut_at for token in ("--cut-at", name)]
     tokens += [token for name in keep_together for token in ("--keep-together", name)]
+    for name, value in running.items():
+        if value is not None:
+            tokens += [f"--{name.replace('_', '-')}", str(value)]
     return shlex.join(tokens + (["--code", code] if code != "structured" else []))
 
 

@@ -62,7 +62,8 @@ class Value:
 
     `owner` stands before all `readers` for an activation and after them for a gradient that is
     a value of its own. `readers` is sorted and has neither doubles nor the owner. `known_ms` is
-    what a transfer takes where the graph gives times instead of bytes.
+    what a transfer takes where the graph gives times instead of bytes. An exchange is what stages
+    that hold one parameter give each other of its gradient; it orders nothing.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Value:
     forward_bytes: float
     backward_bytes: float
     known_ms: float | None = None
+    is_exchange: bool = False
 
     @property
     def span(self) -> tuple[int, int]:
@@ -300,6 +302,34 @@ def seen_over(costs: Costs, left: Link, right: Link) -> Costs:
         costs,
         send_ms=np.where(forwards, over_right, over_left),
         receive_ms=np.where(forwards, over_left, over_right),
+    )
+
+
+def with_exchanges(costs: Costs, micro_batches: int, link: Link) -> Costs:
+    """The costs with an exchange over `link` for every parameter that several groups name.
+
+    Once a step each holder sends its gradient and receives the other's: as much for every
+    micro-batch as an m-th of two transfers. Of three holders and more each pays as for two.
+    """
+    exchanges = tuple(
+        Value(
+            name=f"gradient of a parameter of {costs.groups[shared.groups[0]]}",
+            owner=shared.groups[0],
+            readers=shared.groups[1:],
+            forward_bytes=0,
+            backward_bytes=0,
+            known_ms=2 * link.transfer_ms(shared.num_bytes) / micro_batches,
+            is_exchange=True,
+        )
+        for shared in costs.parameters
+        if len(shared.groups) > 1
+    )
+    times_ms = np.array([value.known_ms for value in exchanges], dtype=np.float64)
+    return replace(
+        costs,
+        values=costs.values + exchanges,
+        send_ms=np.concatenate([costs.send_ms, times_ms]),
+        receive_ms=np.concatenate([costs.receive_ms, times_ms]),
     )
 
 

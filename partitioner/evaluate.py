@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..runtime.plan import StageMemory
-from .cost import Link, StageSums, stage_sums
+from .cost import Costs, Link, StageSums, stage_sums
 from .problem import Placement, Problem
 from .setting import Setting
 
@@ -50,12 +50,17 @@ class StageLoad:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The stages of a placement and its ranks: milliseconds of one micro-batch, peak bytes."""
+    """The stages of a placement and its ranks: milliseconds of one micro-batch, peak bytes.
+
+    `score_ms` is what methods make small: the bottleneck, or for a synchronous schedule a bound
+    below the step (`Setting.score_ms`); inf where a stage does not fit its rank.
+    """
 
     stages: tuple[StageLoad, ...]
     rank_ms: tuple[float, ...]
     rank_bytes: tuple[int, ...]
     fits: bool
+    score_ms: float
 
     @property
     def bottleneck_ms(self) -> float:
@@ -75,15 +80,21 @@ def evaluate(problem: Problem, placement: Placement) -> Evaluation:
         problem.setting, devices=tuple(problem.setting.devices[rank] for rank in first_rank)
     )
     loads = []
+    scores_ms: list[float] = []
+    work_ms = np.bincount(placement.stage_of, weights=problem.least_work_ms, minlength=len(ranks))
     rank_ms, rank_bytes = np.zeros(problem.stages), np.zeros(problem.stages)
     transient_bytes = np.zeros(problem.stages)
     sums_seen: dict[int, StageSums] = {}
     for stage, of_stage in enumerate(ranks):
-        seen = problem.seen[of_stage[0]]
+        seen = problem.seen_by(of_stage)
         if id(seen) not in sums_seen:
             sums_seen[id(seen)] = stage_sums(seen, placement.stage_of, len(ranks), first_rank)
-        load = _stage_load(setting, stage, sums_seen[id(seen)][stage], seen.link, len(of_stage))
+        sums = sums_seen[id(seen)][stage]
+        load = _stage_load(setting, stage, sums, problem.link_among(of_stage), len(of_stage))
         loads.append(load)
+        if placement.ranks is None:
+            before_ms, after_ms = work_ms[:stage].sum(), work_ms[stage + 1 :].sum()
+            scores_ms.append(float(setting.score_ms(stage, sums, before_ms, after_ms)))
         for rank in of_stage:
             rank_ms[rank] += load.load_ms
             rank_bytes[rank] += load.peak_bytes - load.transient_bytes
@@ -95,19 +106,34 @@ def evaluate(problem: Problem, placement: Placement) -> Evaluation:
         rank_ms=tuple(rank_ms.tolist()),
         rank_bytes=tuple(int(size) for size in peaks),
         fits=all(size <= most for size, most in zip(peaks, room, strict=True)),
+        score_ms=max(scores_ms, default=setting.rounds * max(rank_ms.tolist())),
     )
+
+
+def crossing_bytes(costs: Costs, placement: Placement) -> int:
+    """Bytes that go from rank to rank for one micro-batch, both directions together; to each of
+    several readers, and within a rank not at all."""
+    first_rank = [ranks[0] for ranks in placement.ranks_of_stage]
+    at = [first_rank[stage] for stage in placement.stage_of]
+    total = 0.0
+    for value in costs.values:
+        others = {at[reader] for reader in value.readers} - {at[value.owner]}
+        total += len(others) * (value.forward_bytes + value.backward_bytes)
+    return int(total)
 
 
 def _stage_load(
     setting: Setting, stage: int, sums: StageSums, link: Link, replicas: int
 ) -> StageLoad:
     recomputes = bool(setting.recomputes(stage, sums))
-    exchange_ms = setting.exchange_ms(link, float(sums.param_bytes), replicas)
+    exchange_ms = float(setting.exchange_ms(link, sums.param_bytes, replicas))
+    share = setting.shares_at(stage)
+    backward_ms = sums.backward_ms + (sums.forward_ms if recomputes else 0.0)
     return StageLoad(
-        forward_ms=float(sums.forward_ms),
-        backward_ms=float(sums.backward_ms + (sums.forward_ms if recomputes else 0.0)),
-        send_ms=float(sums.send_ms),
-        receive_ms=float(sums.receive_ms),
+        forward_ms=float(sums.forward_ms) * share,
+        backward_ms=float(backward_ms) * share,
+        send_ms=float(sums.send_ms) * share,
+        receive_ms=float(sums.receive_ms) * share,
         load_ms=float(setting.time_ms(stage, sums, again=recomputes)) / replicas + exchange_ms,
         recomputes=recomputes,
         in_flight=setting.in_flight(stage),

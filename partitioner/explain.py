@@ -10,9 +10,9 @@ import networkx as nx
 import numpy as np
 
 from ..runtime.plan import Finding, Plan
-from .cost import Floats, Link, costs_of
+from .cost import Floats, Link
 from .explain_cuts import explain_cuts
-from .problem import Problem, Rules
+from .problem import Problem
 from .solve import Solution
 from .what_if import Resolve, explain_changes, explain_micro_batches
 from .wording import counted, write_ms, write_share
@@ -26,24 +26,21 @@ def explain(
 ) -> tuple[Finding, ...]:
     """All that is found about a plan: its cuts, its bound and numbers of micro-batches; given
     `resolve`, which is `solve` with the plan's other arguments, also what else would change it."""
-    costs = costs_of(graph, link)
-    anywhere = np.ones(len(costs.groups) + 1, dtype=bool)
-    problem = Problem(costs, solution.setting, Rules(anywhere))
     return (
-        *explain_cuts(problem, solution),
-        *explain_bound(problem, solution),
+        *explain_cuts(solution),
+        *explain_bound(solution),
         *(explain_changes(graph, solution, link, resolve) if resolve else ()),
         *explain_micro_batches(plan),
     )
 
 
-def explain_bound(problem: Problem, solution: Solution) -> list[Finding]:
+def explain_bound(solution: Solution) -> list[Finding]:
     """What the slowest stage consists of, which lower bound is the tight one, and what lies
     between an equal share of the work and the slowest stage."""
     return [
-        _slowest(problem, solution),
-        _tightest_bound(problem, solution),
-        _above_equal_share(problem, solution),
+        _slowest(solution),
+        _tightest_bound(solution),
+        _above_equal_share(solution),
     ]
 
 
@@ -54,13 +51,13 @@ def _on_slowest_rank(solution: Solution) -> tuple[int, list[int]]:
     return rank, [stage for stage, of_stage in enumerate(ranks) if rank in of_stage]
 
 
-def _slowest(problem: Problem, solution: Solution) -> Finding:
+def _slowest(solution: Solution) -> Finding:
     rank, stages = _on_slowest_rank(solution)
     loads = [solution.loads[stage] for stage in stages]
     load_ms, work_ms, talk_ms = (
         sum(getattr(load, part) for load in loads) for part in ("load_ms", "work_ms", "talk_ms")
     )
-    costs = problem.seen[rank]
+    costs = solution.problem.seen[rank]
     members = np.flatnonzero(np.isin(solution.placement.stage_of, stages))
     largest = members[np.argsort(-costs.work_ms[members], kind="stable")][:_LARGEST]
     named = ", ".join(
@@ -84,7 +81,8 @@ def _least_ms(problem: Problem) -> Floats:
     return least
 
 
-def _tightest_bound(problem: Problem, solution: Solution) -> Finding:
+def _tightest_bound(solution: Solution) -> Finding:
+    problem = solution.problem
     least_ms = _least_ms(problem)
     share_ms = float(least_ms.sum()) / problem.stages
     largest = int(least_ms.argmax())
@@ -111,8 +109,8 @@ def _tightest_bound(problem: Problem, solution: Solution) -> Finding:
     return Finding("bound", "the lower bound", f"{parts}; {decides}.", round(bound_ms, 6))
 
 
-def _above_equal_share(problem: Problem, solution: Solution) -> Finding:
-    share_ms = float(_least_ms(problem).sum()) / problem.stages
+def _above_equal_share(solution: Solution) -> Finding:
+    share_ms = float(_least_ms(solution.problem).sum()) / solution.problem.stages
     _, stages = _on_slowest_rank(solution)
     loads = [solution.loads[stage] for stage in stages]
     waiting_ms = max(0.0, sum(load.load_ms - load.work_ms for load in loads))
@@ -122,9 +120,15 @@ def _above_equal_share(problem: Problem, solution: Solution) -> Finding:
         if solution.optimal
         else f"the plan is at most {write_share(solution.gap)} above the best there is"
     )
+    step = (
+        ""
+        if solution.setting.is_asynchronous
+        else f" A {solution.setting.schedule} step takes {write_ms(solution.step_ms)}, and that of "
+        f"no plan can be below {write_ms(solution.step_bound_ms)}."
+    )
     return Finding(
         "bound",
         "the proof",
         f"{status}: its slowest stage is {write_ms(above_ms)} above the equal share, "
-        f"{write_ms(waiting_ms)} of it transfers.",
+        f"{write_ms(waiting_ms)} of it transfers.{step}",
     )

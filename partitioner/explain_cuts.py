@@ -1,6 +1,6 @@
 """A problem and where its groups went -> why each cut is where it is.
 
-A cut that lay elsewhere is evaluated as the plan was (`evaluate.py`): one operation or one block
+A cut that lay elsewhere is evaluated as the plan was (`makespan.py`): one operation or one block
 is given to the neighbour, with all in its stage that it cannot be parted from.
 """
 
@@ -13,24 +13,25 @@ import numpy as np
 
 from ..runtime.plan import Finding
 from .cost import Costs
-from .evaluate import Evaluation, evaluate
+from .makespan import Step, step_of
 from .problem import Placement, Problem
 from .solve import Solution
 from .wording import counted, write_bytes, write_change, write_ms, write_share
 
 
-def explain_cuts(problem: Problem, solution: Solution) -> list[Finding]:
+def explain_cuts(solution: Solution) -> list[Finding]:
     """For every two neighbouring stages what crosses between them, and what the plan would be
     with the cut one group or one block earlier or later."""
     return [
         finding
         for stage in range(solution.placement.stages - 1)
-        for finding in _explain_cut(problem, solution, stage)
+        for finding in _explain_cut(solution, stage)
     ]
 
 
-def _explain_cut(problem: Problem, solution: Solution, stage: int) -> list[Finding]:
-    costs, placement = problem.costs, solution.placement
+def _explain_cut(solution: Solution, stage: int) -> list[Finding]:
+    problem, placement = solution.problem, solution.placement
+    costs = problem.costs
     about = f"between stages {stage} and {stage + 1}"
     at = placement.stage_of
     last = max(group for group, where in enumerate(at) if where == stage)
@@ -40,7 +41,7 @@ def _explain_cut(problem: Problem, solution: Solution, stage: int) -> list[Findi
     for words, groups, target in moves(costs, placement, stage):
         moved = moved_to(placement, groups, target)
         if moved is not None:
-            findings.append(_moved(problem, solution, stage, about, words, moved))
+            findings.append(_moved(solution, stage, about, words, moved))
     return findings
 
 
@@ -73,7 +74,8 @@ def _crossing(problem: Problem, placement: Placement, stage: int) -> _Crossing:
     crossing = [
         index
         for index, value in enumerate(costs.values)
-        if len({at[group] <= stage for group in (value.owner, *value.readers)}) == 2
+        if not value.is_exchange
+        and len({at[group] <= stage for group in (value.owner, *value.readers)}) == 2
     ]
     return _Crossing(
         count=len(crossing),
@@ -138,15 +140,13 @@ def moved_to(placement: Placement, groups: frozenset[int], target: int) -> Place
     return replace(placement, stage_of=moved) if is_whole else None
 
 
-def _moved(
-    problem: Problem, solution: Solution, stage: int, about: str, words: str, moved: Placement
-) -> Finding:
-    now, then = solution.evaluation, evaluate(problem, moved)
+def _moved(solution: Solution, stage: int, about: str, words: str, moved: Placement) -> Finding:
+    problem, now, then = solution.problem, solution.evaluation, step_of(solution.problem, moved)
     loads = "; ".join(
-        f"stage {one} {write_change(now.stages[one].load_ms, then.stages[one].load_ms)}"
+        f"stage {one} {write_change(now.stages[one].load_ms, then.evaluation.stages[one].load_ms)}"
         for one in (stage, stage + 1)
     )
-    beside = [_verdict(now, then)]
+    beside = [_verdict(solution, then)]
     before, after = (_crossing(problem, one, stage) for one in (solution.placement, moved))
     if after.num_bytes != before.num_bytes:
         beside.append(
@@ -156,7 +156,7 @@ def _moved(
     if torn:
         beside.append(f"it would tear {' and '.join(sorted(torn))}")
     text = f"{words}: {loads}; {', '.join(beside)}."
-    return Finding("cut", about, text, round(then.bottleneck_ms, 6))
+    return Finding("cut", about, text, round(then.evaluation.bottleneck_ms, 6))
 
 
 def _torn(costs: Costs, placement: Placement, stage: int) -> set[str]:
@@ -167,13 +167,20 @@ def _torn(costs: Costs, placement: Placement, stage: int) -> set[str]:
     return (sides[0] & sides[1]) - {""}
 
 
-def _verdict(now: Evaluation, then: Evaluation) -> str:
-    if now.fits and not then.fits:
+def _verdict(solution: Solution, then: Step) -> str:
+    """What becomes of that which the plan was chosen for: the slowest stage, or the step."""
+    if solution.evaluation.fits and not then.evaluation.fits:
         return "it would not fit into memory"
-    grown_ms = then.bottleneck_ms - now.bottleneck_ms
+    if solution.setting.is_asynchronous:
+        name, before_ms = "the slowest stage", solution.bottleneck_ms
+        after_ms = then.evaluation.bottleneck_ms
+    else:
+        name, before_ms = f"the {solution.setting.schedule} step", solution.step_ms
+        after_ms = then.step_ms
+    grown_ms = after_ms - before_ms
     if abs(grown_ms) < 0.005:
-        return "the slowest stage stays as it is"
+        return f"{name} stays as it is"
     return (
-        f"the slowest stage takes {write_ms(abs(grown_ms))} {'more' if grown_ms > 0 else 'less'} "
-        f"({write_share(abs(grown_ms) / now.bottleneck_ms)})"
+        f"{name} takes {write_ms(abs(grown_ms))} {'more' if grown_ms > 0 else 'less'} "
+        f"({write_share(abs(grown_ms) / before_ms)})"
     )

@@ -52,7 +52,7 @@ def build_graph(
     makes `again`, but what it makes it from. `together` are sets of nodes that the user wants in
     one stage.
     Further node attributes: `label` (for people), `names` (fx nodes), `saved` {storage: bytes},
-    `saved_bytes`, `param_bytes`, `buffer_bytes`, `flops`, `depth`.
+    `saved_bytes`, `transient_bytes`, `param_bytes`, `buffer_bytes`, `flops`, `depth`.
     """
     order = [node for node in capture.graph.nodes if node.op not in (*_EXTERNAL, "output")]
     again = again or Recomputation(capture, Prices.of(profile))
@@ -239,6 +239,7 @@ def _costs(members: list[fx.Node], profile: Profile, owners: _TensorNames) -> di
         "names": [node.name for node in members],
         "saved": saved,
         "saved_bytes": sum(saved.values()),
+        "transient_bytes": max(cost.transient_bytes for cost in costs),
         "parameters": parameters,
         "param_bytes": sum(parameters.values()),
         "buffer_bytes": sum(buffers.values()),

@@ -121,42 +121,73 @@ def _total(text: str) -> int:
 
 
 def _from_dnn_partitioning(raw: dict[str, Any], name: str) -> nx.DiGraph:
-    """Accelerator times (`fpgaLatency`); a colour class, with its backward nodes, is one group.
+    """Accelerator times (`fpgaLatency`), those of the CPU as `times_on`; a colour class, with its
+    backward nodes, is one group.
 
     Edge costs are times already, the same for all edges out of a node. What goes to an earlier
-    group is a gradient. The forward edges order the groups; groups on a cycle of them are one.
+    group is a gradient. The forward edges order the groups, and for a group that has no forward
+    node the backward edges turned round; groups on a cycle are one. A node's `size` is all the
+    memory that it needs. The devices of the file are in `graph.graph["devices"]`.
     """
     nodes = {node["id"]: node for node in raw["nodes"]}
     colour = {id_: node.get("colorClass", f"node {id_}") for id_, node in nodes.items()}
-    forward = nx.DiGraph()
-    forward.add_nodes_from(colour.values())
+    in_forward = {colour[id_] for id_, node in nodes.items() if not node["isBackwardNode"]}
+    order = nx.DiGraph()
+    order.add_nodes_from(colour.values())
     for edge in raw["edges"]:
         ends = edge["sourceId"], edge["destId"]
-        if not any(nodes[end]["isBackwardNode"] for end in ends):
-            forward.add_edge(*(colour[end] for end in ends))
-    fused = nx.condensation(forward)
+        backward = [nodes[end]["isBackwardNode"] for end in ends]
+        source, target = (colour[end] for end in ends)
+        if not any(backward):
+            order.add_edge(source, target)
+        elif all(backward) and not {source, target} <= in_forward:
+            order.add_edge(target, source)
+    fused = nx.condensation(order)
     group_of = {id_: fused.graph["mapping"][colour[id_]] for id_ in nodes}
-    graph = nx.DiGraph(name=name)
+    members: dict[int, list[Any]] = {}
+    for id_, node in nodes.items():
+        members.setdefault(group_of[id_], []).append(node)
+    devices = {
+        "accelerators": int(raw["maxFPGAs"]),
+        "cpus": int(raw.get("maxCPUs", 0)),
+        "memory_bytes": float(raw["maxSizePerFPGA"]),
+    }
+    graph = nx.DiGraph(name=name, devices=devices)
     for group in nx.lexicographical_topological_sort(fused):
-        members = [node for id_, node in nodes.items() if group_of[id_] == group]
+        of_group = members[group]
+        forward_ms, backward_ms = _latencies(of_group, "fpgaLatency")
         graph.add_node(
             group,
-            forward_ms=sum(n["fpgaLatency"] for n in members if not n["isBackwardNode"]),
-            backward_ms=sum(n["fpgaLatency"] for n in members if n["isBackwardNode"]),
-            param_bytes=int(sum(n["size"] for n in members)),
-            names=[n["name"] for n in members],
+            forward_ms=forward_ms,
+            backward_ms=backward_ms,
+            times_on={"cpu": _latencies(of_group, "cpuLatency")},
+            buffer_bytes=int(sum(node["size"] for node in of_group)),
+            names=[node["name"] for node in of_group],
         )
+    place = {group: index for index, group in enumerate(graph)}
     for edge in raw["edges"]:
-        _carry(graph, group_of, edge)
+        _carry(graph, place, group_of, edge)
     return _renamed(graph)
 
 
-def _carry(graph: nx.DiGraph, group_of: Mapping[int, int], edge: Mapping[str, Any]) -> None:
+def _latencies(nodes: Iterable[Mapping[str, Any]], key: str) -> tuple[float, float]:
+    """Forward and backward times of a group."""
+    times = [0.0, 0.0]
+    for node in nodes:
+        times[bool(node["isBackwardNode"])] += node[key]
+    return times[0], times[1]
+
+
+def _carry(
+    graph: nx.DiGraph,
+    order: Mapping[int, int],
+    group_of: Mapping[int, int],
+    edge: Mapping[str, Any],
+) -> None:
     """Adds what one edge carries to the edge between its two groups, in program order."""
     source, target = group_of[edge["sourceId"]], group_of[edge["destId"]]
     if source == target:
         return
-    order = {group: index for index, group in enumerate(graph)}
     along = order[source] < order[target]
     ends = (source, target) if along else (target, source)
     if not graph.has_edge(*ends):

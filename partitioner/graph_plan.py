@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Unpack
 
 import networkx as nx
 
+from ..runtime.plan import Candidate
 from .cost import Link, Value, costs_of
+from .running import Running
 from .setting import Setting
 from .solve import Solution, solve
 
@@ -38,6 +42,7 @@ class GraphStage:
     param_bytes: int
     activation_bytes: int
     peak_bytes: int
+    recompute: bool
     sends: tuple[Crossing, ...]
     receives: tuple[Crossing, ...]
 
@@ -52,16 +57,22 @@ class GraphPlan:
     ranks_of_stage: tuple[tuple[int, ...], ...]
     bottleneck_ms: float
     lower_bound_ms: float
+    step_ms: float
+    step_bound_ms: float
     gap: float
     optimal: bool
     method: str
     seconds: float
     explanation: tuple[str, ...]
+    candidates: tuple[Candidate, ...] = ()
 
     @property
     def device_of_stage(self) -> tuple[int, ...]:
         """The rank of each stage, its first one if it is replicated."""
         return tuple(ranks[0] for ranks in self.ranks_of_stage)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n"
 
 
 def plan_graph(
@@ -73,10 +84,12 @@ def plan_graph(
     setting: Setting | None = None,
     prefer_modules: float = 0.0,
     granularity: str = "op",
+    **running: Unpack[Running],
 ) -> GraphPlan:
     """Plans a cost graph: see `costs_of` for what its nodes and edges may say.
 
-    Without `link` transfers are free, unless the graph's edges give times. Raises PlanError as
+    Without `link` transfers are free, unless the graph's edges give times; `running` says how the
+    plan is meant to run, as for `solve`. Raises PlanError as
     `solve` does.
     """
     solution = solve(
@@ -87,6 +100,7 @@ def plan_graph(
         setting=setting,
         prefer_modules=prefer_modules,
         granularity=granularity,
+        **running,
     )
     costs = costs_of(graph, link)
     where = [solution.stage_of[group] for group in costs.groups]
@@ -110,11 +124,14 @@ def plan_graph(
         ranks_of_stage=solution.placement.ranks_of_stage,
         bottleneck_ms=solution.bottleneck_ms,
         lower_bound_ms=solution.lower_bound_ms,
+        step_ms=solution.step_ms,
+        step_bound_ms=solution.step_bound_ms,
         gap=solution.gap,
         optimal=solution.optimal,
         method=solution.method,
         seconds=solution.seconds,
         explanation=solution.explanation,
+        candidates=solution.candidates,
     )
 
 
@@ -135,6 +152,7 @@ def _stage(
         param_bytes=load.param_bytes,
         activation_bytes=load.activation_bytes,
         peak_bytes=load.peak_bytes,
+        recompute=load.recomputes,
         sends=tuple(crossing for crossing in crossings if crossing.source == index),
         receives=tuple(crossing for crossing in crossings if index in crossing.targets),
     )

@@ -16,11 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.module_tracker import ModuleTracker
 
 from .capture.structure import tensors_in
-from .clock import clock_ms
+from .clock import clock_of
+from .live_bytes import counting
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +30,10 @@ class OperationCost:
     """Costs of one call; what it saves for backward is named by where it comes from.
 
     `saved_arguments` are positions among the call's tensors; `internal_bytes` are storages that
-    are neither an argument, a parameter nor the result. `is_view` says that the result is in the
-    memory of an argument, which is as before: such a call counts as free.
+    are neither an argument, a parameter nor the result. `transient_bytes` are the most that live
+    inside the forward or the backward beyond all these, gradients on their way among them.
+    `is_view` says that the result is in the memory of an argument, which is as before: such a
+    call counts as free.
     """
 
     forward_ms: float = 0.0
@@ -38,10 +42,19 @@ class OperationCost:
     backward_flops: int = 0
     moved_bytes: int = 0
     internal_bytes: int = 0
+    transient_bytes: int = 0
     saved_arguments: tuple[int, ...] = ()
     saves_result: bool = False
     is_view: bool = False
     has_backward: bool = False
+
+    @classmethod
+    def read(cls, stored: Any) -> OperationCost | None:
+        """The cost that was stored as a JSON object; None for anything else."""
+        try:
+            return cls(**{**stored, "saved_arguments": tuple(stored["saved_arguments"])})
+        except (TypeError, KeyError):
+            return None
 
 
 @dataclass(frozen=True)
@@ -88,9 +101,13 @@ def measure(operation: Operation, device: torch.device, repeats: Repeats) -> Ope
     )
 
 
-def estimate(operation: Operation) -> OperationCost:
-    """The same without times and without running anything: the operation on meta tensors."""
-    return _Bench(operation, torch.device("meta")).look()
+def estimate(operation: Operation, dtype: str = "float32") -> OperationCost:
+    """The same without times and without running anything, on tensors without data; under
+    autocast to `dtype` they stand for some on a CPU, since it does nothing on meta."""
+    if dtype == "float32":
+        return _Bench(operation, torch.device("meta")).look()
+    with FakeTensorMode():
+        return _Bench(operation, torch.device("cpu")).look()
 
 
 class _Bench:
@@ -98,7 +115,8 @@ class _Bench:
 
     def __init__(self, operation: Operation, device: torch.device) -> None:
         self.operation = operation
-        self.now_ms = clock_ms(device)
+        self.device = device
+        self.clock = clock_of(device)
         self.module = None if operation.module is None else _own_copy(operation.module, device)
         self.tensors = [_made_up(tensor, device) for tensor in operation.tensors]
         self.wanted = [tensor for tensor in self.tensors if tensor.requires_grad]
@@ -122,26 +140,43 @@ class _Bench:
             saved[_storage(tensor)] = tensor
             return tensor
 
+        own = [] if self.module is None else [*self.module.parameters(), *self.module.buffers()]
         counter = FlopCounterMode(display=False)
         counter.mod_tracker = _NoModules()
-        with counter as flops:
+        with counter as flops, counting(self.device, [*given, *own]) as counted:
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
                 result = self.operation.call(self.module, given)
-            forward_flops = flops.get_total_flops()
+            forward_flops, kept_bytes = flops.get_total_flops(), counted.live
+            forward_bytes = counted.peak - kept_bytes
             outputs = list(tensors_in(result))
+            facts = self._facts(given, versions, outputs, saved, own)
+            saved.clear()  # backward may free what it has read
+            counted.reset()
             self._backward(_seeds(outputs))
-            backward_flops = flops.get_total_flops() - forward_flops
+            backward_bytes = counted.peak - kept_bytes
+        return replace(
+            facts,
+            forward_flops=forward_flops,
+            backward_flops=flops.get_total_flops() - forward_flops,
+            transient_bytes=max(forward_bytes, backward_bytes),
+        )
+
+    def _facts(
+        self,
+        given: list[Tensor],
+        versions: list[int],
+        outputs: list[Tensor],
+        saved: dict[int, Tensor],
+        own: list[Tensor],
+    ) -> OperationCost:
         self.mutates = any(
             tensor._version != version for tensor, version in zip(given, versions, strict=True)
         )
         where = {_storage(tensor): index for index, tensor in enumerate(given)}
         made = {_storage(tensor) for tensor in outputs} - where.keys()
-        own = [] if self.module is None else [*self.module.parameters(), *self.module.buffers()]
         known = where.keys() | made | {_storage(tensor) for tensor in own}
         is_view = bool(outputs) and not made and not self.mutates
         return OperationCost(
-            forward_flops=forward_flops,
-            backward_flops=backward_flops,
             moved_bytes=sum(map(num_bytes, [*given, *outputs, *own])),
             internal_bytes=sum(
                 tensor.untyped_storage().nbytes()
@@ -159,13 +194,15 @@ class _Bench:
         given = list(self.tensors)
         if self.mutates:
             given = [tensor.clone() for tensor in given]
-        started = self.now_ms()
+        mark, marks = self.clock.mark, []
+        marks.append(mark())
         outputs = list(tensors_in(self.operation.call(self.module, given)))
-        middle = self.now_ms()
+        marks.append(mark())
         seeds = _seeds(outputs)
-        between = self.now_ms()
+        marks.append(mark())
         self._backward(seeds)
-        return middle - started, self.now_ms() - between
+        marks.append(mark())
+        return self.clock.ms(*marks[:2]), self.clock.ms(*marks[2:])
 
     def _backward(self, seeds: list[tuple[Tensor, Tensor]]) -> None:
         if not seeds or not self.wanted:

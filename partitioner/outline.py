@@ -23,11 +23,11 @@ from .compile import (
     describe_capture,
     given_source,
     load_ticked,
-    profile_capture,
 )
 from .models import Source
 from .module_tree import Operation, Part, write_tree
-from .walk import NodeCost
+from .profiling import ProfileOptions, profile_capture
+from .walk import NodeCost, OnProgress
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,23 +82,27 @@ def outline_spec(
     spec: str,
     *,
     with_profile: bool,
-    profile: str | None = None,
-    threads: int | None = None,
-    leaves: Sequence[str] = (),
-    capture: str = "auto",
+    model_args: Mapping[str, Any] | None = None,
+    inputs: Mapping[str, str] | None = None,
+    micro_batch_size: int | None = None,
+    seq: int = 128,
+    seed: int = 0,
+    meta: bool = False,
     on_tick: OnTick | None = None,
     **options: Any,
 ) -> Outline:
     """`asyncpipe-partition --stop-after capture`, or `profile`."""
-    return outline_source(
-        load_ticked(spec, on_tick, **options),
-        with_profile=with_profile,
-        profile=profile,
-        threads=threads,
-        leaves=leaves,
-        capture=capture,
-        on_tick=on_tick,
+    source = load_ticked(
+        spec,
+        on_tick,
+        model_args=model_args,
+        inputs=inputs,
+        micro_batch_size=micro_batch_size,
+        seq=seq,
+        seed=seed,
+        meta=meta,
     )
+    return outline_source(source, with_profile=with_profile, on_tick=on_tick, **options)
 
 
 def outline_source(
@@ -107,9 +111,14 @@ def outline_source(
     with_profile: bool,
     profile: str | None = None,
     threads: int | None = None,
+    device: str | None = None,
+    dtype: str = "float32",
+    calibrate: bool = False,
+    no_cache: bool = False,
     leaves: Sequence[str] = (),
     capture: str = "auto",
     on_tick: OnTick | None = None,
+    on_progress: OnProgress | None = None,
 ) -> Outline:
     """Captures, profiles if asked to, and writes nothing."""
     tick = Clock(on_tick)
@@ -119,7 +128,8 @@ def outline_source(
     tick("capture", describe_capture(captured), "profile" if with_profile else "")
     costs: Mapping[str, NodeCost] = {}
     if with_profile:
-        measured = profile_capture(captured, profile, threads, stages=1)
+        how = ProfileOptions(profile, device, dtype, threads, calibrate, no_cache, on_progress)
+        measured = profile_capture(captured, how, stages=1)
         tick("profile", measured.summary, "")
         costs = measured.nodes
     return outline_of(captured, source.name, costs)

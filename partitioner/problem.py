@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from .cost import Bools, Costs
+import numpy as np
+
+from .cost import Bools, Costs, Floats, Link, seen_over
 from .setting import Setting
 
 
@@ -33,18 +36,55 @@ class Problem:
         return self.setting.stages
 
     @cached_property
+    def least_work_ms(self) -> Floats:
+        """Forward and backward of every group on the rank that is fastest at it."""
+        least_ms: Floats = np.minimum.reduce([seen.work_ms for seen in self.seen])
+        return least_ms
+
+    @cached_property
     def seen(self) -> tuple[Costs, ...]:
         """The costs as each position sees them; equal positions share one object."""
         distinct: dict[object, Costs] = {}
         setting = self.setting
         found = []
         for position, device in enumerate(setting.devices):
-            links = setting.links or ()
-            key = (device.kind, device.speed, links[max(position - 1, 0) : position + 1])
+            joins = (setting.links or ())[max(position - 1, 0) : position + 1]
+            key = (device.kind, device.speed, setting.replicas_at(position), joins)
             if key not in distinct:
                 distinct[key] = setting.seen_at(self.costs, position)
             found.append(distinct[key])
         return tuple(found)
+
+    @cached_property
+    def like(self) -> tuple[int, ...]:
+        """For each position, the first one at which every stage has the same score."""
+        setting = self.setting
+        simple = setting.is_asynchronous and not setting.is_limited and setting.recompute == "none"
+        first: dict[object, int] = {}
+        return tuple(
+            first.setdefault((id(seen), device.pays_transfers, simple or position), position)
+            for position, (seen, device) in enumerate(zip(self.seen, setting.devices, strict=True))
+        )
+
+    def seen_by(self, ranks: Sequence[int]) -> Costs:
+        """The costs as ranks in a row see them that share a stage: those of the first, with what
+        comes in at the first and goes out at the last."""
+        first, last, links = ranks[0], ranks[-1], self.setting.links
+        if first == last or not links:
+            return self.seen[first]
+        key = first, links[max(first - 1, 0)], links[min(last, len(links) - 1)]
+        if key not in self._seen_by_several:
+            self._seen_by_several[key] = seen_over(self.seen[first], *key[1:])
+        return self._seen_by_several[key]
+
+    @cached_property
+    def _seen_by_several(self) -> dict[tuple[int, Link, Link], Costs]:
+        return {}
+
+    def link_among(self, ranks: Sequence[int]) -> Link:
+        """The slowest link between ranks in a row."""
+        links = (self.setting.links or ())[ranks[0] : ranks[-1]]
+        return max(links, key=lambda link: link.transfer_ms(1e6), default=self.costs.link)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,3 +110,8 @@ class Placement:
     @property
     def ranks_of_stage(self) -> tuple[tuple[int, ...], ...]:
         return self.ranks or tuple((stage,) for stage in range(self.stages))
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether some stage is on several ranks."""
+        return any(len(ranks) > 1 for ranks in self.ranks_of_stage)

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -24,8 +24,12 @@ from torch import nn
 from .capture import Capture, Recompute
 from .capture.interpret import sizes_of
 from .clock import threads_set
-from .measure import OperationCost, Repeats, estimate, measure
-from .walk import NodeCost, Walk
+from .device_specs import DeviceSpec, device_spec
+from .measure import Repeats, measure
+from .precision import check_dtype
+from .profile_cache import ProfileCache, content_key, is_lasting
+from .roofline import predict
+from .walk import NodeCost, OnProgress, Walk
 from .whole import WholeTimes, state_kept, time_whole
 
 
@@ -35,7 +39,8 @@ class Profile:
 
     `forward_scale` and `backward_scale` are what the measured parts were multiplied with so that
     their sum is the whole; 1 when the whole could not be timed. `unmeasured` nodes count as free:
-    they do not accept arguments that are made up.
+    they do not accept arguments that are made up. `content` says of each node what was measured.
+    `stage_scales` are how many times the sum of its parts each stage took, where stages were timed.
     """
 
     nodes: Mapping[str, NodeCost]
@@ -48,6 +53,9 @@ class Profile:
     backward_scale: float
     unmeasured: tuple[str, ...]
     seconds: float
+    dtype: str = "float32"
+    content: Mapping[str, str] = field(default_factory=dict)
+    stage_scales: tuple[float, ...] = ()
 
     @property
     def forward_ms(self) -> float:
@@ -67,6 +75,7 @@ class Profile:
         return {
             "kind": self.kind,
             "device": self.device,
+            "dtype": self.dtype,
             "threads": self.threads,
             "sizes": dict(self.sizes),
             "distinct": self.distinct,
@@ -74,6 +83,7 @@ class Profile:
             "backward_ms": round(self.backward_ms, 4),
             "forward_scale": round(self.forward_scale, 4),
             "backward_scale": round(self.backward_scale, 4),
+            "stage_scales": [round(scale, 4) for scale in self.stage_scales],
             "flops": self.flops,
             "unmeasured": list(self.unmeasured),
         }
@@ -81,6 +91,7 @@ class Profile:
     @property
     def summary(self) -> str:
         threads = f", {self.threads} thread{'s' * (self.threads != 1)}" if self.threads else ""
+        threads += f", {self.dtype}" * (self.dtype != "float32")
         return (
             f"{len(self.nodes)} operators, {self.distinct} distinct, {self.kind} on "
             f"{self.device}{threads} · forward {self.forward_ms:.1f} ms, backward "
@@ -88,17 +99,9 @@ class Profile:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Device:
-    """A device that need not be here: its peak speed, memory bandwidth and cost of one call."""
-
-    name: str
-    flops_per_s: float
-    bytes_per_s: float
-    call_ms: float
-
-
-CPU_CORE = Device("one cpu core", flops_per_s=50e9, bytes_per_s=10e9, call_ms=0.005)
+CPU_CORE = device_spec("cpu-core")
+TIMED_UP_TO_MS = 3000.0
+"""Models and stages are timed as wholes where a micro-batch of the model takes no longer."""
 
 
 def profile(
@@ -107,17 +110,23 @@ def profile(
     *,
     threads: int | None = None,
     device: str = "cpu",
+    dtype: str = "float32",
     repeats: Repeats | None = None,
-    whole_up_to_ms: float = 3000.0,
+    whole_up_to_ms: float = TIMED_UP_TO_MS,
+    cached: bool | None = None,
+    on_progress: OnProgress | None = None,
 ) -> Profile:
     """Measures the captured model on `device` with `threads` threads a rank.
 
     `inputs` are forward's keyword arguments at the size of one micro-batch, on the model's
-    device. A model whose parts take more than `whole_up_to_ms` is not timed as a whole. The model
-    runs in training mode; its parameters, buffers, gradients, mode and the random state are as
-    before afterwards.
+    device. Under `dtype` bfloat16 all is measured under torch's autocast to it. A model whose
+    parts take more than `whole_up_to_ms` is not timed as a whole. With `cached` what was measured
+    before is read from the user's cache, else it is measured anew; both keep what they measure
+    there, None does not. The model runs in training mode; its parameters, buffers, gradients, mode
+    and the random state are as before afterwards.
     """
     started = time.perf_counter()
+    check_dtype(dtype)
     where = torch.device(device)
     with (
         threads_set(threads) as used,
@@ -125,36 +134,56 @@ def profile(
         state_kept(capture.model),
     ):
         often = repeats or Repeats()
-        walk = Walk(capture, lambda operation: measure(operation, where, often), where)
+        cache = None if cached is None else ProfileCache.of(where, used, dtype, read=cached)
+        walk = Walk(
+            capture,
+            lambda operation: measure(operation, where, often),
+            where,
+            dtype=dtype,
+            cache=cache,
+            on_progress=on_progress,
+        )
         walk.visit_all(inputs)
-        is_timed = _is_on(capture.model, where) and _sum_ms(walk.costs) <= whole_up_to_ms
-        whole = time_whole(capture, inputs, where) if is_timed else None
+        is_timed = is_on(capture.model, where) and _sum_ms(walk.costs) <= whole_up_to_ms
+        whole = None
+        if is_timed:
+            whole = _whole(walk, cache, lambda: time_whole(capture, inputs, where, dtype=dtype))
+        if cache:
+            cache.save()
     costs, forward_scale, backward_scale = _scaled(walk.costs, whole)
     return Profile(
         nodes=MappingProxyType(_with_recomputation(capture, costs)),
         kind="measured",
         device=device,
+        dtype=dtype,
         threads=used,
         sizes=sizes_of(capture, inputs),
         distinct=len(walk.known),
         forward_scale=forward_scale,
         backward_scale=backward_scale,
         unmeasured=tuple(walk.unmeasured),
+        content=MappingProxyType(walk.content),
         seconds=time.perf_counter() - started,
     )
 
 
 def profile_analytic(
-    capture: Capture, inputs: Mapping[str, Any], device: Device = CPU_CORE
+    capture: Capture,
+    inputs: Mapping[str, Any],
+    device: DeviceSpec = CPU_CORE,
+    *,
+    dtype: str = "float32",
+    on_progress: OnProgress | None = None,
 ) -> Profile:
-    """The same from FLOPs and bytes for a device that is described: the roofline of each call.
-
-    A call takes as long as its arithmetic or its memory traffic, whichever is longer; nothing is
-    run. Williams, Waterman, Patterson: "Roofline" (CACM 2009).
-    """
+    """The same from FLOPs and bytes for a device that is described; nothing is run."""
     started = time.perf_counter()
+    check_dtype(dtype)
     walk = Walk(
-        capture, lambda operation: _roofline(estimate(operation), device), torch.device("meta")
+        capture,
+        lambda operation: predict(operation, device, dtype),
+        torch.device("meta"),
+        dtype=dtype,
+        on_progress=on_progress,
     )
     # Even on tensors without data, a counter of batches counts.
     with state_kept(capture.model):
@@ -163,21 +192,38 @@ def profile_analytic(
         nodes=MappingProxyType(_with_recomputation(capture, walk.costs)),
         kind="analytic",
         device=device.name,
+        dtype=dtype,
         threads=0,
         sizes=sizes_of(capture, inputs),
         distinct=len(walk.known),
         forward_scale=1.0,
         backward_scale=1.0,
         unmeasured=tuple(walk.unmeasured),
+        content=MappingProxyType(walk.content),
         seconds=time.perf_counter() - started,
     )
+
+
+def _whole(
+    walk: Walk, cache: ProfileCache | None, measured: Callable[[], WholeTimes]
+) -> WholeTimes:
+    """The times of the whole model, from the cache if it was timed before."""
+    content = "\n".join(walk.content.values())
+    if cache is None or not is_lasting(content):
+        return measured()
+    key = content_key(f"whole\n{walk.capture.graph}\n{content}")
+    if (found := cache.get(key)) is not None:
+        return WholeTimes(*found)
+    whole = measured()
+    cache.put(key, [whole.forward_ms, whole.backward_ms])
+    return whole
 
 
 def _sum_ms(costs: Mapping[str, NodeCost]) -> float:
     return sum(cost.forward_ms + cost.backward_ms for cost in costs.values())
 
 
-def _is_on(model: nn.Module, device: torch.device) -> bool:
+def is_on(model: nn.Module, device: torch.device) -> bool:
     return all(parameter.device.type == device.type for parameter in model.parameters())
 
 
@@ -223,15 +269,3 @@ def _with_recomputation(capture: Capture, costs: Mapping[str, NodeCost]) -> dict
             },
         )
     return result
-
-
-def _roofline(cost: OperationCost, device: Device) -> OperationCost:
-    if cost.is_view:
-        return cost
-    traffic_ms = 1e3 * cost.moved_bytes / device.bytes_per_s
-    forward_ms = max(1e3 * cost.forward_flops / device.flops_per_s, traffic_ms) + device.call_ms
-    if not cost.has_backward:
-        return replace(cost, forward_ms=forward_ms)
-    # Backward reads what forward read and wrote, and writes gradients of as much.
-    backward_ms = max(1e3 * cost.backward_flops / device.flops_per_s, 2 * traffic_ms)
-    return replace(cost, forward_ms=forward_ms, backward_ms=backward_ms + device.call_ms)

@@ -11,14 +11,18 @@ Position j of k is the j-th rank of the pipeline. For one micro-batch
 
 with W_j micro-batches in flight. What a stage does not fit into is no plan: its load is infinite.
 An asynchronous pipeline without flushes gives one micro-batch every max over j of load(S_j); of
-synchronous ones the makespan counts that the simulator finds (`runtime/simulate.py`).
+synchronous ones the makespan counts that the simulator finds (`runtime/simulate.py`). A search
+that minimises the largest of something over the stages minimises the score of a stage: its load,
+or what a synchronous step takes at least because of it (`Setting.score_ms`).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
@@ -28,6 +32,11 @@ from ..runtime.schedules import ASYNCHRONOUS
 from .cost import Bools, Costs, Floats, Link, StageSums, seen_over
 
 Recompute = Literal["none", "auto", "all"]
+
+# What an optimizer keeps of each parameter: moments, momentum.
+OPTIMIZER_COPIES: Mapping[str, int] = MappingProxyType(
+    {"adamw": 2, "adam": 2, "sgd": 0, "momentum": 1}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +61,11 @@ class Setting:
     """The ranks in their order, what joins them, the schedule, and what each rank keeps.
 
     `links[j]` joins ranks j and j + 1; None means the link of the costs everywhere.
-    `optimizer_copies` are further copies of the parameters (Adam: 2); with `stash` every weight
+    With `by_load` the score of a stage is its load under a synchronous schedule too.
+    `optimizer` says how many further copies of the parameters there are; with `stash` every weight
     version in flight is kept. With `overlap` the transfers of one micro-batch go on while another
-    one is computed.
+    one is computed. Where rank j stands for `replicas[j]` equal ones, they share its micro-batches
+    and sum their gradients over `exchange[j]` once a step.
     """
 
     devices: tuple[Device, ...]
@@ -62,9 +73,12 @@ class Setting:
     schedule: str = "async-1f1b"
     micro_batches: int = 8
     recompute: Recompute = "none"
-    optimizer_copies: int = 2
+    optimizer: str = "adamw"
     stash: bool = False
     overlap: bool = False
+    by_load: bool = False
+    replicas: tuple[int, ...] = ()
+    exchange: tuple[Link, ...] | None = None
 
     @property
     def stages(self) -> int:
@@ -79,14 +93,26 @@ class Setting:
         """Whether some device's memory has an end, so that memory can decide."""
         return any(device.memory_bytes < math.inf for device in self.devices)
 
+    def replicas_at(self, position: int) -> int:
+        """How many ranks the one at `position` stands for."""
+        return self.replicas[position] if self.replicas else 1
+
+    def shares_at(self, position: int) -> int:
+        """By what the times of a micro-batch are divided there. A synchronous pipeline has a
+        part of the micro-batches instead, each at its full time."""
+        return self.replicas_at(position) if self.is_asynchronous else 1
+
     def in_flight(self, position: int) -> int:
-        """The most micro-batches whose forward is done and backward is not, at that position."""
+        """The most micro-batches whose forward is done and backward is not, at that position; of
+        replicas on each of them."""
+        replicas = self.replicas_at(position)
         if self.schedule in ("seq", "single"):
             return 1
         if self.schedule == "gpipe":
-            return self.micro_batches
-        depth = max(1, self.stages - position)
-        return depth if self.is_asynchronous else min(depth, self.micro_batches)
+            return self.shared_micro_batches
+        ranks_from_here = sum(map(self.replicas_at, range(position, self.stages)))
+        depth = max(1, -(-ranks_from_here // replicas))
+        return depth if self.is_asynchronous else min(depth, self.shared_micro_batches)
 
     def versions(self, position: int) -> int:
         """Weight versions kept beside the live one."""
@@ -96,7 +122,7 @@ class Setting:
 
     def memory_bytes(self, position: int, sums: StageSums, *, recompute: bool) -> Floats:
         """Peak bytes of the rank at `position`: the formula above."""
-        copies = 1 + 1 + self.optimizer_copies + self.versions(position)
+        copies = 1 + 1 + OPTIMIZER_COPIES[self.optimizer] + self.versions(position)
         activations = self._activation_bytes(position, sums, recompute=recompute)
         return copies * sums.param_bytes + sums.buffer_bytes + activations + sums.transient_bytes
 
@@ -106,7 +132,7 @@ class Setting:
         return StageMemory(
             parameters=param_bytes,
             gradients=param_bytes,
-            optimizer=self.optimizer_copies * param_bytes,
+            optimizer=OPTIMIZER_COPIES[self.optimizer] * param_bytes,
             versions=self.versions(position) * param_bytes,
             buffers=int(sums.buffer_bytes),
             activations=int(self._activation_bytes(position, sums, recompute=recompute)),
@@ -132,10 +158,20 @@ class Setting:
     def time_ms(self, position: int, sums: StageSums, *, again: Bools | bool) -> Floats:
         """Milliseconds of one micro-batch on the rank at `position`, whether it fits or not;
         `again`: with recomputation."""
+        busy_ms = self._busy_ms(position, sums, again=again)
+        overlaps = self.overlap and self.devices[position].pays_transfers
+        return np.maximum(busy_ms, sums.talk_ms) if overlaps else busy_ms
+
+    def _busy_ms(self, position: int, sums: StageSums, *, again: Bools | bool) -> Floats:
+        """Milliseconds of the rank itself: its work, and transfers that do not overlap with it."""
         work_ms = sums.work_ms + np.where(again, sums.forward_ms, 0.0)
-        if not self.devices[position].pays_transfers:
-            return work_ms
-        return np.maximum(work_ms, sums.talk_ms) if self.overlap else work_ms + sums.talk_ms
+        busy_ms = work_ms + sums.talk_ms if self.talks_in_turn(position) else work_ms
+        shared_by = self.micro_batches if self.is_asynchronous else self.shared_micro_batches
+        return busy_ms + self.sum_gradients_ms(position, sums.param_bytes) / shared_by
+
+    def talks_in_turn(self, position: int) -> bool:
+        """Whether the rank is busy with its transfers, so that they add to its work."""
+        return self.devices[position].pays_transfers and not self.overlap
 
     def load_ms(self, position: int, sums: StageSums) -> Floats:
         """The same, and inf where the stage does not fit."""
@@ -150,16 +186,76 @@ class Setting:
         )
         return np.where(peak_bytes <= self.devices[position].memory_bytes, load_ms, np.inf)
 
-    def exchange_ms(self, link: Link, param_bytes: float, replicas: int) -> float:
+    @property
+    def rounds(self) -> int:
+        """A score is at least so many times the stage's work."""
+        return 1 if self.is_asynchronous or self.by_load else self.shared_micro_batches
+
+    @property
+    def shared_micro_batches(self) -> int:
+        """Micro-batches of a step that one pipeline takes, if several share them."""
+        return -(-self.micro_batches // max(self.replicas or (1,)))
+
+    def score_ms(
+        self,
+        position: int,
+        sums: StageSums,
+        before_ms: Floats | float = 0.0,
+        after_ms: Floats | float = 0.0,
+    ) -> Floats:
+        """What a search has to make small: the largest over the stages is the objective of a plan,
+        or for a synchronous schedule a bound below the step that the simulator finds.
+
+        `before_ms` and `after_ms` are the least forward and backward times of all groups in
+        earlier and in later stages. With m micro-batches and W = in flight, the rank at `position`
+
+        - begins when the first one has passed the stages before, and the step ends when the last
+          one has gone back through them: before + m load + what it waits in between
+        - has done no more than the W forwards when the first backward can begin, a round trip
+          through the stages after it from the first forward on; likewise from the last forward on
+          to the last backward. These waits are one if all forwards come before all backwards
+        - has at most W micro-batches in flight: ceil(m / W) round trips follow one another
+        """
+        load_ms = self.load_ms(position, sums)
+        if self.is_asynchronous or self.by_load:
+            return load_ms
+        again = self.recomputes(position, sums)
+        # Either direction's transfers are at most all of them.
+        talk_ms = sums.talk_ms if self.talks_in_turn(position) else 0.0
+        ahead = self.in_flight(position) - 1
+        waits_first = np.maximum(0.0, after_ms - ahead * (sums.forward_ms + talk_ms))
+        backward_ms = sums.backward_ms + np.where(again, sums.forward_ms, 0.0)
+        waits_last = np.maximum(0.0, after_ms - ahead * (backward_ms + talk_ms))
+        if self.schedule == "gpipe":
+            waits = np.asarray(after_ms)
+        elif ahead + 1 < self.shared_micro_batches:
+            waits = waits_first + waits_last
+        else:
+            waits = np.maximum(waits_first, waits_last)
+        work_ms = np.where(np.isinf(load_ms), np.inf, self._busy_ms(position, sums, again=again))
+        trips = -(-self.shared_micro_batches // (ahead + 1))
+        score_ms: Floats = before_ms + np.maximum(
+            self.shared_micro_batches * work_ms + waits, trips * (work_ms + after_ms)
+        )
+        return score_ms
+
+    def exchange_ms(self, link: Link, param_bytes: Floats, replicas: int) -> Floats:
         """What summing the gradients of a replicated stage takes of every micro-batch: one ring
         all-reduce a step (Patarasuk, Yuan: "Bandwidth optimal all-reduce", 2009)."""
-        if replicas == 1:
+        once_ms = link.latency_ms + 1e3 * (param_bytes / replicas) / link.bytes_per_s
+        return np.where(param_bytes, 2 * (replicas - 1) * once_ms / self.micro_batches, 0.0)
+
+    def sum_gradients_ms(self, position: int, param_bytes: Floats | float) -> Floats | float:
+        """The same once a step, of the ranks that the one at `position` stands for."""
+        replicas = self.replicas_at(position)
+        if replicas == 1 or not self.exchange:
             return 0.0
-        once_ms = link.transfer_ms(param_bytes / replicas)
-        return 2 * (replicas - 1) * once_ms / self.micro_batches
+        each_ms = self.exchange_ms(self.exchange[position], np.asarray(param_bytes), replicas)
+        return self.micro_batches * each_ms
 
     def seen_at(self, costs: Costs, position: int) -> Costs:
-        """The costs as the rank at `position` sees them: its device's times, its links."""
+        """The costs as the rank at `position` sees them: its device's times, its links, and
+        without a synchronous schedule of every micro-batch the share of one replica."""
         device = self.devices[position]
         if device.kind is not None and device.kind in costs.times_on:
             forward_ms, backward_ms = costs.times_on[device.kind]
@@ -170,7 +266,11 @@ class Setting:
                 forward_ms=costs.forward_ms / device.speed,
                 backward_ms=costs.backward_ms / device.speed,
             )
-        if not self.links:
+        if self.links:
+            left, right = max(position - 1, 0), min(position, len(self.links) - 1)
+            costs = seen_over(costs, self.links[left], self.links[right])
+        replicas = self.shares_at(position)
+        if replicas == 1:
             return costs
-        left, right = max(position - 1, 0), min(position, len(self.links) - 1)
-        return seen_over(costs, self.links[left], self.links[right])
+        times = ("forward_ms", "backward_ms", "send_ms", "receive_ms")
+        return replace(costs, **{name: getattr(costs, name) / replicas for name in times})

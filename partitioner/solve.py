@@ -2,43 +2,63 @@
 
 from __future__ import annotations
 
-import difflib
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from typing import Unpack
 
 import networkx as nx
 import numpy as np
 
 from ..runtime.errors import PlanError
-from .cost import Bools, Costs, Link, costs_of
-from .evaluate import Evaluation, StageLoad, evaluate
+from ..runtime.plan import Candidate
+from .compare import ALL, or_all
+from .cost import Bools, Costs, Link, costs_of, with_exchanges
+from .evaluate import Evaluation, StageLoad, crossing_bytes, evaluate
+from .makespan import (
+    Talk,
+    bottleneck_bound_ms,
+    exchanges_ms,
+    shortest_step,
+    step_bound_ms,
+    talk_of,
+)
 from .problem import Placement, Problem, Rules
-from .setting import Device, Setting
-from .solvers import METHODS
-from .solvers.bounds import lower_bound_ms
+from .running import Running, check_choice, make_setting
+from .setting import Setting
+from .solvers import HEEDS_CUTS, METHODS
 
 GRANULARITIES = ("op", "module")
 
 
 @dataclass(frozen=True)
 class Solution:
-    """Where every group goes, what each stage costs, and how good that is proved to be.
+    """Where the groups of `problem` go, what each stage costs, and how good that is proved to be.
 
-    `lower_bound_ms` holds for every legal placement under the cost model, whatever the method;
-    `optimal` says that the bottleneck meets it. `even_split` is the split that counts blocks.
-    `explanation` is a few clauses of why.
+    `lower_bound_ms` of the bottleneck and `step_bound_ms` of one optimizer step hold for every
+    legal placement under the cost model, whatever the method; `optimal` says that the objective
+    meets its bound: the bottleneck's, or the step's of a synchronous schedule. `even_split` is the
+    split that counts blocks. `explanation` is a few clauses of why, `crossing_bytes` what goes
+    between ranks for one micro-batch, and `candidates` are what the methods gave that were
+    compared.
     """
 
     stage_of: Mapping[str, int]
+    problem: Problem
     placement: Placement
     setting: Setting
     evaluation: Evaluation
     lower_bound_ms: float
+    step_ms: float
+    step_bound_ms: float
+    talk: Talk
+    exchanges_ms: tuple[float, ...]
     even_split: Evaluation
     method: str
     seconds: float
     explanation: tuple[str, ...]
+    crossing_bytes: int = 0
+    candidates: tuple[Candidate, ...] = ()
 
     @property
     def loads(self) -> tuple[StageLoad, ...]:
@@ -58,20 +78,38 @@ class Solution:
 
     @property
     def optimal(self) -> bool:
-        return self.bottleneck_ms <= self.lower_bound_ms * (1 + 1e-9)
+        objective_ms, bound_ms = self._objective_and_bound_ms
+        return objective_ms <= bound_ms * (1 + 1e-9)
 
     @property
     def gap(self) -> float:
-        """How far the bottleneck is above the bound, as a share of the bound."""
-        return self.bottleneck_ms / self.lower_bound_ms - 1 if self.lower_bound_ms else 0.0
+        """How far the objective is above its bound, as a share of the bound."""
+        objective_ms, bound_ms = self._objective_and_bound_ms
+        return objective_ms / bound_ms - 1 if bound_ms else 0.0
 
     @property
     def summary(self) -> str:
-        """The bottleneck and what is proved of it, in one clause."""
+        """The objective and what is proved of it, in one clause."""
         proved = "proved the least" if self.optimal else f"at most {self.gap:.1%} above the least"
-        return f"{self.method} · slowest stage {self.bottleneck_ms:.1f} ms, {proved}"
+        slowest = f"slowest stage {self.bottleneck_ms:.1f} ms"
+        if self.setting.is_asynchronous:
+            return f"{self.method} · {slowest}, {proved}"
+        step = f"{self.setting.schedule} step {self.step_ms:.1f} ms"
+        return f"{self.method} · {step}, {proved}, {slowest}"
+
+    @property
+    def objective_ms(self) -> float:
+        """What a plan is better by."""
+        return self._objective_and_bound_ms[0]
+
+    @property
+    def _objective_and_bound_ms(self) -> tuple[float, float]:
+        if self.setting.is_asynchronous:
+            return self.bottleneck_ms, self.lower_bound_ms
+        return self.step_ms, self.step_bound_ms
 
 
+@or_all
 def solve(
     graph: nx.DiGraph,
     *,
@@ -82,48 +120,68 @@ def solve(
     prefer_modules: float = 0.02,
     granularity: str = "op",
     cut_before: Collection[str] = (),
+    **running: Unpack[Running],
 ) -> Solution:
     """Places the groups of a cost graph on `stages` ranks so that the largest load is small.
 
-    `setting` says what the ranks are and how they run: by default equal ones without a limit of
-    memory. `prefer_modules` is the share of the bottleneck that may be given up to cut between
-    blocks; with `granularity="module"` a block is never cut. A cut is before every group in
-    `cut_before`, and the others are the best beside them; the bound is that of a plan which is
-    free of them.
+    The load is that of one micro-batch, or the simulated step where a synchronous schedule is
+    named. `setting` says what the ranks are and how they run; without one they are equal, and
+    `running` says how they run. `prefer_modules` is the share of the bottleneck that may be given
+    up to cut between blocks; with `granularity="module"` a block is never cut. A cut is before
+    every group in `cut_before`, and the others are the best beside them; the bound is that of a
+    plan which is free of them.
 
     Raises PlanError for a graph without legal costs, an unknown method or granularity, more
     stages than pieces, and demanded cuts that the method or the number of stages cannot have.
     """
     started = time.perf_counter()
-    check_choice("method", method, METHODS)
+    check_choice("method", method, (*METHODS, ALL))
     check_choice("granularity", granularity, GRANULARITIES)
     link = link or Link()
+    setting = setting or make_setting(stages, overlap=link.overlap, **running)
     costs = costs_of(graph, link)
+    slowest_link = max(setting.links or (link,), key=lambda each: each.transfer_ms(1e6))
+    costs = with_exchanges(costs, setting.micro_batches, slowest_link)
     may_cut = _allowed_cuts(costs, granularity)
     must_cut = _demanded_cuts(costs, cut_before)
     _check_demands(stages, must_cut, method)
     may_cut[list(must_cut)] = True
     _check_stages(costs, stages, may_cut, granularity)
-    setting = setting or Setting((Device(),) * stages, overlap=link.overlap)
     problem = Problem(costs, setting, Rules(may_cut, prefer_modules))
-    free = placement = METHODS[method](problem)
+    place = METHODS[method]
+    free = placement = place(problem)
+    demanding = replace(problem, rules=replace(problem.rules, must_cut=must_cut))
     if must_cut:
-        rules = replace(problem.rules, must_cut=must_cut)
-        placement = METHODS[method](replace(problem, rules=rules))
-    evaluation = evaluate(problem, placement)
+        placement = place(demanding)
+    bound_ms = step_bound_ms(problem, free)
+    step = shortest_step(demanding, placement, place, bound_ms)
+    placement, evaluation = step.placement, step.evaluation
+    if not evaluation.fits:
+        raise PlanError(
+            f"what --method {method} gives for {stages} ranks does not fit into their memory.",
+            "--method auto searches all cuts.",
+        )
     return Solution(
         stage_of=dict(zip(costs.groups, placement.stage_of, strict=True)),
+        problem=problem,
         placement=placement,
         setting=setting,
         evaluation=evaluation,
-        lower_bound_ms=lower_bound_ms(problem, free),
+        lower_bound_ms=bottleneck_bound_ms(problem, free),
+        step_ms=step.step_ms,
+        step_bound_ms=bound_ms,
+        talk=talk_of(problem, placement),
+        exchanges_ms=exchanges_ms(problem, placement),
         even_split=evaluate(problem, METHODS["uniform"](problem)),
         method=_method_name(method),
         seconds=time.perf_counter() - started,
         explanation=(
-            *_explain(costs, placement, evaluation),
+            *_explain(costs, evaluation, placement),
             *_price_of_demands(placement.order_optimum_ms, free.order_optimum_ms),
-        ),
+        )
+        if setting.is_asynchronous
+        else (*_explain(costs, evaluation, placement),),
+        crossing_bytes=crossing_bytes(costs, placement),
     )
 
 
@@ -154,9 +212,9 @@ def _demanded_cuts(costs: Costs, cut_before: Collection[str]) -> tuple[int, ...]
 
 
 def _check_demands(stages: int, must_cut: tuple[int, ...], method: str) -> None:
-    if must_cut and METHODS[method] is METHODS["uniform"]:
+    if must_cut and METHODS[method] not in HEEDS_CUTS:
         raise PlanError(
-            f"--method {method} counts blocks and heeds no --cut-at.",
+            f"--method {method} chooses all cuts itself and heeds no --cut-at.",
             "--method auto places the other cuts well beside the demanded ones.",
         )
     if len(must_cut) >= stages:
@@ -176,14 +234,6 @@ def _price_of_demands(optimum_ms: float | None, free_ms: float | None) -> list[s
     ]
 
 
-def check_choice(what: str, name: str, names: Mapping[str, object] | tuple[str, ...]) -> None:
-    if name in names:
-        return
-    near = difflib.get_close_matches(name, names, n=1)
-    hint = f" Did you mean {near[0]}?" if near else ""
-    raise PlanError(f'no {what} "{name}".{hint}', f"One of: {', '.join(names)}.")
-
-
 def _check_stages(costs: Costs, stages: int, may_cut: Bools, granularity: str) -> None:
     if stages < 1:
         raise PlanError(f"{stages} stages asked, a pipeline has at least 1.", "--stages 2")
@@ -200,7 +250,7 @@ def _check_stages(costs: Costs, stages: int, may_cut: Bools, granularity: str) -
     raise PlanError(f"{stages} stages asked, but {has}.", f"{most}: --stages {places + 1}")
 
 
-def _explain(costs: Costs, placement: Placement, evaluation: Evaluation) -> list[str]:
+def _explain(costs: Costs, evaluation: Evaluation, placement: Placement) -> list[str]:
     times_ms = [load.load_ms for load in evaluation.stages]
     slowest = int(np.argmax(times_ms))
     members = np.flatnonzero(np.asarray(placement.stage_of) == slowest)

@@ -119,7 +119,7 @@ def _verify_numbers(
     constants: Mapping[str, Tensor],
 ) -> Verified:
     for stage in stages:
-        _adopt(stage, model, constants)
+        adopt(stage, model, constants)
     inputs = {spec.name: resize(given.tensors[spec.name], spec, sizes) for spec in plan.inputs}
     largest = 0.0
     for training in (False, True):
@@ -290,7 +290,7 @@ def _verify_shapes(
     return Verified(sizes, len(expected), 0, 0.0)
 
 
-def _adopt(stage: nn.Module, model: nn.Module, constants: Mapping[str, Tensor]) -> None:
+def adopt(stage: nn.Module, model: nn.Module, constants: Mapping[str, Tensor]) -> None:
     """Gives the stage the model's own parameters and copies of its buffers and constants."""
     for name, _ in list(stage.named_parameters(remove_duplicate=False)):
         path, _, leaf = name.rpartition(".")

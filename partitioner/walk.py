@@ -8,13 +8,21 @@ same.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 
 from .capture import Capture, IfTraining, LocalDevice, Size, run
@@ -22,7 +30,16 @@ from .capture.graph import is_external
 from .capture.interpret import sizes_of
 from .capture.structure import map_leaves, tensors_in
 from .capture.targets import runnable
+from .content import describe_function, describe_module
 from .measure import Operation, OperationCost, num_bytes
+from .precision import mixed_precision
+from .profile_cache import ProfileCache, content_key, is_lasting
+
+
+class OnProgress(Protocol):
+    """Told how much of a step of the work is done."""
+
+    def __call__(self, done: int, total: int, /) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +47,8 @@ class NodeCost:
     """Costs of one node for one micro-batch.
 
     `saved` are the storages kept for backward, parameters left out, by the name of the node that
-    made them; storages of the same name are the same one.
+    made them; storages of the same name are the same one. `transient_bytes` are the most that
+    live during the call or its backward beyond arguments, result, `saved` and parameters.
     """
 
     forward_ms: float = 0.0
@@ -38,7 +56,13 @@ class NodeCost:
     flops: int = 0
     backward_flops: int = 0
     moved_bytes: int = 0
+    transient_bytes: int = 0
     saved: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def recompute_ms(self) -> float:
+        """Backward where the activations are computed again: a forward with gradients first."""
+        return self.forward_ms + self.backward_ms
 
 
 def is_on_meta(model: nn.Module) -> bool:
@@ -49,8 +73,10 @@ def is_on_meta(model: nn.Module) -> bool:
 class Walk:
     """Goes through the graph once and asks for the cost of every call that it has not seen yet.
 
-    Afterwards `costs` has every computed node by name, `known` every distinct call, `unmeasured`
-    the nodes whose call does not accept arguments that are made up.
+    Afterwards `costs` has every computed node by name, `content` what was called in words that
+    mean the same elsewhere, `known` every distinct call, `unmeasured` the nodes whose call does
+    not accept arguments that are made up. Under `dtype` other than float32 all is done under
+    torch's autocast to it.
     """
 
     def __init__(
@@ -58,29 +84,43 @@ class Walk:
         capture: Capture,
         cost_of: Callable[[Operation], OperationCost],
         device: torch.device,
+        *,
+        dtype: str = "float32",
+        cache: ProfileCache | None = None,
+        on_progress: OnProgress | None = None,
     ) -> None:
         self.capture = capture
         self.cost_of = cost_of
         self.device = device
-        self.known: dict[Hashable, OperationCost] = {}
+        self.dtype = dtype
+        self.cache = cache
+        self.on_progress = on_progress
+        self.known: dict[str, OperationCost] = {}
+        self.content: dict[str, str] = {}
         self.costs: dict[str, NodeCost] = {}
         self.unmeasured: list[str] = []
         self._makers = _makers(capture.graph)
         self._values: dict[fx.Node, Any] = {}
+        self._calls = 0
         self._sizes: dict[str, int] = {}
 
     def visit_all(self, inputs: Mapping[str, Any]) -> None:
         """Runs the graph in training mode on tensors without data, at the sizes of `inputs`."""
         self._sizes = sizes_of(self.capture, inputs)
         tensors = {spec.name: inputs[spec.name] for spec in self.capture.inputs}
-        if is_on_meta(self.capture.model):
-            self._run({name: tensor.to("meta") for name, tensor in tensors.items()})
-        else:
+        if not is_on_meta(self.capture.model):
             with FakeTensorMode(allow_non_fake_inputs=True) as fakes:
                 self._run({name: fakes.from_tensor(tensor) for name, tensor in tensors.items()})
+        elif self.dtype == "float32":
+            self._run({name: tensor.to("meta") for name, tensor in tensors.items()})
+        else:  # autocast does nothing on meta
+            with FakeTensorMode(allow_non_fake_inputs=True), _as_on_cpu(self.capture.model):
+                self._run({name: _on_cpu(tensor) for name, tensor in tensors.items()})
 
     def _run(self, inputs: Mapping[str, Tensor]) -> None:
-        run(self.capture, inputs, training=True, env=self._values, around=self._visit)
+        self._calls = sum(node.op.startswith("call") for node in self.capture.graph.nodes)
+        with mixed_precision(self.dtype, "cpu", self.device.type, cached=False):
+            run(self.capture, inputs, training=True, env=self._values, around=self._visit)
         for node in self._values:
             if not is_external(node):
                 self.costs.setdefault(node.name, NodeCost())  # It is done in evaluation only.
@@ -90,25 +130,29 @@ class Walk:
         call = _Call.of(node, self.capture.model, self._resolved((node.args, node.kwargs)))
         try:
             result = thunk()
-        except Exception:
-            # What depends on values cannot run without them: its result is made up.
+        except Exception as error:
+            if not _needs_values(error):
+                raise
             result = self._made_up(node)
         if node.target is operator.getitem and not isinstance(call.leaves[0], Tensor):
             self.costs[node.name] = NodeCost()
             return result
         with unset_fake_temporarily():
-            signature = call.signature()
-            if signature not in self.known:
-                self.known[signature] = self._cost(call)
-        cost = self.known[signature]
+            self.content[node.name] = call.content
+            if call.content not in self.known:
+                self.known[call.content] = self._cost(call)
+        cost = self.known[call.content]
         self.costs[node.name] = NodeCost(
             forward_ms=cost.forward_ms,
             backward_ms=cost.backward_ms,
             flops=cost.forward_flops,
             backward_flops=cost.backward_flops,
             moved_bytes=cost.moved_bytes,
+            transient_bytes=cost.transient_bytes,
             saved=self._saved(call, cost, result),
         )
+        if self.on_progress:
+            self.on_progress(len(self.costs), self._calls)
         return result
 
     def _made_up(self, node: fx.Node) -> Any:
@@ -123,12 +167,19 @@ class Walk:
         return node.meta.get("example")
 
     def _cost(self, call: _Call) -> OperationCost:
-        """The cost of a call; none for one that does not accept made-up arguments."""
+        """The cost of a call, from the cache if it is there; none for one that does not accept
+        made-up arguments."""
+        key = content_key(call.content) if self.cache and is_lasting(call.content) else None
+        if self.cache and key and (found := OperationCost.read(self.cache.get(key))):
+            return found
         try:
-            return self.cost_of(call.operation())
+            cost = self.cost_of(call.operation())
         except (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError):
             self.unmeasured.append(call.node.name)
             return OperationCost()
+        if self.cache and key:
+            self.cache.put(key, asdict(cost))
+        return cost
 
     def _saved(self, call: _Call, cost: OperationCost, result: Any) -> dict[str, int]:
         """The storages that a call keeps for backward, named by what made them."""
@@ -200,21 +251,22 @@ class _Call:
     def is_parameter(self) -> tuple[bool, ...]:
         return tuple(source is not None and source.op == "get_attr" for source in self.sources)
 
-    def signature(self) -> Hashable:
-        """What decides the call's cost."""
+    @cached_property
+    def content(self) -> str:
+        """What decides the call's cost, in words."""
         arguments = tuple(
-            (tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad)
+            (tuple(leaf.shape), leaf.stride(), str(leaf.dtype), leaf.requires_grad)
             if isinstance(leaf, Tensor)
             else repr(leaf)
             for leaf in self.leaves
         )
-        return (
-            str(self.node.target) if self.module is None else _configuration(self.module),
-            arguments,
-            str(self.structure),
-            self.is_parameter,
-            self.node.meta.get("regions", ()),
+        called = (
+            describe_function(self.node.target)
+            if self.module is None
+            else describe_module(self.module)
         )
+        regions = self.node.meta.get("regions", ())
+        return repr((called, arguments, str(self.structure), self.is_parameter, regions))
 
     def operation(self) -> Operation:
         def again(module: nn.Module | None, tensors: Sequence[Tensor]) -> Any:
@@ -250,13 +302,29 @@ def _makers(graph: fx.Graph) -> dict[fx.Node, str | None]:
     return makers
 
 
-def _configuration(module: nn.Module) -> Hashable:
-    plain = (bool, int, float, str, type(None))
-    settings = {key: value for key, value in vars(module).items() if isinstance(value, plain)}
-    tensors = [*module.named_parameters(), *module.named_buffers()]
-    return (
-        type(module),
-        repr(module),
-        repr(sorted(settings.items())),
-        tuple((name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in tensors),
+def _needs_values(error: Exception) -> bool:
+    """Whether a call failed because its tensors have no data."""
+    if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
+        return True
+    return isinstance(error, (RuntimeError, NotImplementedError)) and any(
+        word in str(error)
+        for word in ("meta tensor", "FakeTensor", "data-dependent", "meta backend")
     )
+
+
+@contextmanager
+def _as_on_cpu(model: nn.Module) -> Iterator[None]:
+    """Within, a model on meta has parameters and buffers that stand for some on a CPU; a
+    FakeTensorMode must be on."""
+    stand_ins = {
+        name: nn.Parameter(_on_cpu(parameter), parameter.requires_grad)
+        for name, parameter in model.named_parameters()
+    } | {name: _on_cpu(buffer) for name, buffer in model.named_buffers()}
+    with _reparametrize_module(model, stand_ins, tie_weights=True):
+        yield
+
+
+def _on_cpu(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(
+        tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu"
+    ).requires_grad_(tensor.requires_grad)

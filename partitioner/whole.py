@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .capture import Capture, run
-from .clock import clock_ms
+from .clock import Clock, clock_of
+from .precision import mixed_precision
 
 
 @dataclass(frozen=True, slots=True)
 class WholeTimes:
-    """Milliseconds of one micro-batch through the whole model in training mode."""
+    """Milliseconds of one micro-batch through a whole model or stage in training mode."""
 
     forward_ms: float
     backward_ms: float
@@ -29,6 +30,7 @@ def time_whole(
     inputs: Mapping[str, Any],
     device: torch.device,
     *,
+    dtype: str = "float32",
     enough_ms: float = 1500.0,
 ) -> WholeTimes:
     """Runs the graph forward and backward, after one run to warm up, until `enough_ms` are spent.
@@ -37,33 +39,35 @@ def time_whole(
     a step; the first run touches their memory, which for a GPT-2 doubles the time of its backward.
     Buffers and gradients are the caller's to keep; inputs that the model changes are copies.
     """
-    now_ms = clock_ms(device)
+    clock = clock_of(device)
     inputs = {
         name: value.clone() if isinstance(value, Tensor) else value
         for name, value in inputs.items()
     }
-    _run(capture, inputs, now_ms)
+    _run(capture, inputs, dtype, clock)
     times: list[tuple[float, float]] = []
     while len(times) < 3 or (len(times) < 7 and sum(map(sum, times)) < enough_ms):
-        times.append(_run(capture, inputs, now_ms))
+        times.append(_run(capture, inputs, dtype, clock))
     forward_ms, backward_ms = zip(*times, strict=True)
     return WholeTimes(statistics.median(forward_ms), statistics.median(backward_ms))
 
 
 def _run(
-    capture: Capture, inputs: Mapping[str, Any], now_ms: Callable[[], float]
+    capture: Capture, inputs: Mapping[str, Any], dtype: str, clock: Clock
 ) -> tuple[float, float]:
-    started = now_ms()
-    outputs = _started_from(run(capture, inputs, training=True))
-    middle = now_ms()
+    started = clock.mark()
+    device = next(capture.model.parameters(), torch.empty(0)).device
+    with mixed_precision(dtype, device.type):
+        outputs = started_from(run(capture, inputs, training=True))
+    middle = clock.mark()
     seeds = [torch.ones_like(output) for output in outputs]
-    between = now_ms()
+    between = clock.mark()
     if outputs:
         torch.autograd.backward(outputs, seeds)
-    return middle - started, now_ms() - between
+    return clock.ms(started, middle), clock.ms(between, clock.mark())
 
 
-def _started_from(result: Any) -> list[Tensor]:
+def started_from(result: Any) -> list[Tensor]:
     """What backward starts from: the loss if there is one, else every output with a gradient."""
     if isinstance(result, Mapping) and isinstance(result.get("loss"), Tensor):
         result = result["loss"]

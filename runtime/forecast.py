@@ -30,9 +30,10 @@ def forecast_step(
 ) -> Forecast:
     """Simulates `steps` steps (one, unless asynchronous) at the plan's costs.
 
-    `processors` is the number of cores that the ranks share, None for one each; `step_ms` the
-    optimizer's milliseconds of every stage. For an asynchronous schedule the idle share is that
-    of the steady state, fill and drain left out.
+    A rank is busy with its transfers as the plan says, and at the end of a step with the gradients
+    of shared parameters. `processors` is the number of cores that the ranks share, None for one
+    each; `step_ms` the optimizer's milliseconds of every stage. For an asynchronous schedule the
+    idle share is that of the steady state, fill and drain left out.
     """
     stages = len(plan.stages)
     count = steps if schedule in ASYNCHRONOUS else 1
@@ -40,10 +41,15 @@ def forecast_step(
         schedule, stages=stages, micro_batches=micro_batches * count, step_every=micro_batches
     )
     costs = Costs(
-        forward_ms=tuple(stage.forward_ms for stage in plan.stages),
-        backward_ms=tuple(stage.backward_ms for stage in plan.stages),
-        step_ms=tuple(step_ms) if step_ms is not None else (0.0,) * stages,
+        forward_ms=tuple(stage.forward_ms + stage.forward_talk_ms for stage in plan.stages),
+        backward_ms=tuple(stage.backward_ms + stage.backward_talk_ms for stage in plan.stages),
+        step_ms=tuple(
+            stage.exchange_ms + optimizer_ms
+            for stage, optimizer_ms in zip(plan.stages, step_ms or (0.0,) * stages, strict=True)
+        ),
+        transfer_ms={(source, target): ms for source, target, ms in plan.setting.transfer_ms},
     )
+    shared = [parameter.stages for parameter in plan.shared if len(parameter.stages) > 1]
     edges = {(edge.source, target) for edge in plan.boundaries for target in edge.targets}
     gradients = {
         (edge.source, target)
@@ -51,7 +57,9 @@ def forecast_step(
         for target in edge.targets
         if edge.tensor.requires_grad
     }
-    timeline = simulate(made, costs, edges, grad_edges=gradients, processors=processors)
+    timeline = simulate(
+        made, costs, edges, grad_edges=gradients, shared_stages=shared, processors=processors
+    )
     idle = timeline.steady_idle_share if count > 1 else timeline.idle_share
     return Forecast(timeline.makespan_ms / count, idle, timeline)
 

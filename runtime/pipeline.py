@@ -240,6 +240,8 @@ class Pipeline:
                 weights=bound,
                 generator=generator,
                 training=run.training,
+                # With one micro-batch in flight nothing is saved that is not used at once.
+                recompute=stage.spec.recompute and run.schedule.in_flight[action.stage] > 1,
             )
         for channel in run.mailbox.outgoing("activation", action.stage):
             if generator and channel.name == GENERATOR_STATE:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import PlanError
+from .schedules import ASYNCHRONOUS
 from .sizes import evaluate_size
 
 SCHEMA = 3
@@ -91,6 +92,7 @@ class RankSpec:
 class Setting:
     """How the plan was meant to run: what its costs and its choice of cuts rest on.
 
+    `transfer_ms` are (source, target, milliseconds) of transfers that go on while ranks compute.
     `step_ms` is what a step of `micro_batches` takes under the schedule, and `step_bound_ms` what
     is proved that no plan can be below.
     """
@@ -99,8 +101,10 @@ class Setting:
     micro_batches: int = 8
     recompute: str = "none"
     stash: bool = False
+    optimizer: str = "adamw"
     memory_limit: int | None = None
     ranks: tuple[RankSpec, ...] = ()
+    transfer_ms: tuple[tuple[int, int, float], ...] = ()
     step_ms: float = 0.0
     step_bound_ms: float = 0.0
 
@@ -159,9 +163,11 @@ class StageSpec:
     of a boundary tensor. `outputs` are the values that forward returns (one: the value itself,
     several: a tuple, none: None), each the name of a boundary tensor or of a model output.
     Costs are for one micro-batch of the sizes in `Plan.sizes`; times in milliseconds.
-    `backward_ms` has the second forward in it where the stage `recompute`s. `peak_bytes` is the
-    sum of `memory`, with `in_flight` micro-batches. `ranks` has several where the stage is
-    replicated. `parts` are what the stage consists of, and their times add up to its own.
+    `backward_ms` has the second forward in it where the stage `recompute`s; the `talk_ms` are what
+    the rank spends on transfers beside either, and `exchange_ms` on gradients of shared parameters,
+    once a step. `peak_bytes` is the sum of `memory`, with `in_flight` micro-batches. `ranks` has
+    several where the stage is replicated. `parts` are what the stage consists of, and their times
+    add up to its own.
     """
 
     index: int
@@ -183,6 +189,9 @@ class StageSpec:
     memory: StageMemory
     in_flight: int
     load_ms: float
+    forward_talk_ms: float = 0.0
+    backward_talk_ms: float = 0.0
+    exchange_ms: float = 0.0
     recompute: bool = False
     ranks: tuple[int, ...] = ()
     parts: tuple[Part, ...] = ()
@@ -264,8 +273,12 @@ class Plan:
 
     @property
     def gap(self) -> float:
-        """How far the bottleneck is above the proved lower bound, as a share (0.02 is 2 %)."""
-        return self.bottleneck_ms / self.lower_bound_ms - 1 if self.lower_bound_ms else 0.0
+        """How far the objective is above its proved lower bound, as a share (0.02 is 2 %): the
+        bottleneck, or the step of a synchronous schedule."""
+        if self.setting.schedule in ASYNCHRONOUS:
+            return self.bottleneck_ms / self.lower_bound_ms - 1 if self.lower_bound_ms else 0.0
+        bound_ms = self.setting.step_bound_ms
+        return self.setting.step_ms / bound_ms - 1 if bound_ms else 0.0
 
     @property
     def device_of_stage(self) -> tuple[int, ...]:
@@ -408,7 +421,9 @@ _STAGE_LISTS = ("modules", "inputs", "outputs", "parameters", "buffers", "ranks"
 
 
 def _setting_from(raw: dict[str, Any]) -> Setting:
-    return Setting(**{**raw, "ranks": tuple(RankSpec(**rank) for rank in raw["ranks"])})
+    ranks = tuple(RankSpec(**rank) for rank in raw["ranks"])
+    transfers = tuple((source, target, ms) for source, target, ms in raw["transfer_ms"])
+    return Setting(**{**raw, "ranks": ranks, "transfer_ms": transfers})
 
 
 def _boundary_from(raw: dict[str, Any]) -> Boundary:

@@ -2,7 +2,8 @@
 
 What a stage receives is cut off from the sender's graph: boundary tensors that need a gradient
 become leaves, and their `.grad` is what goes back. Forward keeps these leaves and the outputs
-that a gradient will come for; backward frees them.
+that a gradient will come for; backward frees them. A stage that recomputes keeps only what a
+second forward needs (`replay.py`), and runs it when the backward begins.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from .errors import AsyncPipeError
 from .feed import LossOf, Values
 from .plan import StageSpec
 from .random_state import GeneratorState
+from .replay import Buffers, Found, nothing_saved
 from .versions import Weights
 
 
@@ -30,13 +32,30 @@ class StageError(AsyncPipeError):
 
 @dataclass(frozen=True, slots=True)
 class _InFlight:
-    """What backward needs: leaves by input name, roots by output name, the loss, and the weights
-    that forward read, which what is recomputed has to read again."""
+    """What backward needs: roots by output name and the loss."""
 
-    leaves: dict[str, Tensor]
     roots: dict[str, Tensor]
     loss: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Passage:
+    """What a forward was given: leaves by input name, all arguments, what the feed gave, and the
+    weights that it read, which what is recomputed has to read again."""
+
+    leaves: dict[str, Tensor]
+    arguments: tuple[Tensor, ...]
+    fed: Values
     weights: Weights | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Repeatable:
+    """What a second forward needs beside: where the random numbers began, and buffers."""
+
+    generator: GeneratorState | None
+    buffers: dict[str, Tensor]
+    then: Found
 
 
 class Stage:
@@ -57,12 +76,14 @@ class Stage:
         self.loss_of = loss_of
         self.grad_inputs = tuple(b.tensor.name for b in spec.receives if b.tensor.requires_grad)
         self._grad_outputs = tuple(b.tensor.name for b in spec.sends if b.tensor.requires_grad)
-        self._in_flight: dict[int, _InFlight] = {}
+        self._buffers = Buffers(module)
+        self._passages: dict[int, _Passage] = {}
+        self._kept: dict[int, _InFlight | _Repeatable] = {}
 
     @property
     def in_flight(self) -> int:
         """Micro-batches that went forward and not yet backward."""
-        return len(self._in_flight)
+        return len(self._passages)
 
     def forward(
         self,
@@ -73,30 +94,35 @@ class Stage:
         weights: Weights | None = None,
         generator: GeneratorState | None = None,
         training: bool = True,
+        recompute: bool = False,
     ) -> tuple[dict[str, Tensor], Tensor | None]:
         """Runs the module; its outputs by name and the loss if it is made here, both detached.
 
         `inputs` are model inputs and boundary tensors by name, `fed` what the feed gave,
         `weights` what to read instead of the module's parameters, `generator` where its random
-        numbers come from. Without `training` nothing is kept for a backward. Raises StageError.
+        numbers come from. Without `training` nothing is kept for a backward, with `recompute`
+        only what a second forward needs. Raises StageError.
         """
         leaves = {
             name: inputs[name].detach().requires_grad_() for name in self.grad_inputs if training
         }
         values = {**inputs, **leaves}
-        arguments = tuple(values[name] for name in self.spec.inputs)
-        drawing = generator.drawing() if generator else nullcontext()
+        passage = _Passage(leaves, tuple(values[name] for name in self.spec.inputs), fed, weights)
+        kept: _InFlight | _Repeatable
         try:
-            with torch.set_grad_enabled(training), drawing:
-                outputs = self.spec.named_outputs(self._call(weights, arguments))
-                loss = self.loss_of(outputs, fed) if self.loss_of else None
+            if training and recompute:
+                begin = generator and GeneratorState(generator.device, generator.state)
+                with self._buffers.remembered() as found, nothing_saved():
+                    outputs, loss = self._run(passage, generator)
+                kept = _Repeatable(begin, found, self._buffers.now())
+            else:
+                with torch.set_grad_enabled(training):
+                    outputs, loss = self._run(passage, generator)
+                kept = self._roots(outputs, loss)
         except Exception as error:
             raise self._error("forward", micro_batch, error) from error
         if training:
-            roots = {
-                name: outputs[name] for name in self._grad_outputs if outputs[name].requires_grad
-            }
-            self._in_flight[micro_batch] = _InFlight(leaves, roots, loss, weights)
+            self._passages[micro_batch], self._kept[micro_batch] = passage, kept
         detached = {name: output.detach() for name, output in outputs.items()}
         return detached, None if loss is None else loss.detach()
 
@@ -110,26 +136,47 @@ class Stage:
         divided by `loss_divisor`. An input that does not reach the loss gets zeros. Raises
         StageError.
         """
-        flight = self._in_flight.pop(micro_batch)
-        roots = [(root, _sum(gradients[name])) for name, root in flight.roots.items()]
-        if flight.loss is not None and flight.loss.requires_grad:
-            roots.append((flight.loss, torch.ones_like(flight.loss) / loss_divisor))
+        passage, kept = self._passages.pop(micro_batch), self._kept.pop(micro_batch)
         try:
+            flight = self._repeated(passage, kept) if isinstance(kept, _Repeatable) else kept
+            roots = [(root, _sum(gradients[name])) for name, root in flight.roots.items()]
+            if flight.loss is not None and flight.loss.requires_grad:
+                roots.append((flight.loss, torch.ones_like(flight.loss) / loss_divisor))
             if roots:
                 tensors, tensor_gradients = zip(*roots, strict=True)
-                with self._reading(flight.weights):
+                with self._reading(passage.weights):
                     torch.autograd.backward(tensors, tensor_gradients)
         except Exception as error:
             raise self._error("backward", micro_batch, error) from error
         return {
             name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-            for name, leaf in flight.leaves.items()
+            for name, leaf in passage.leaves.items()
         }
 
-    def _call(self, weights: Weights | None, arguments: tuple[Tensor, ...]) -> Any:
-        if weights is None:
+    def _run(
+        self,
+        passage: _Passage,
+        generator: GeneratorState | None,
+        buffers: Mapping[str, Tensor] | None = None,
+    ) -> tuple[dict[str, Tensor], Tensor | None]:
+        """The module's outputs by name and the loss; `buffers` stand in for the module's own."""
+        with generator.drawing() if generator else nullcontext():
+            result = self._call({**(passage.weights or {}), **(buffers or {})}, passage.arguments)
+            outputs = self.spec.named_outputs(result)
+            return outputs, self.loss_of(outputs, passage.fed) if self.loss_of else None
+
+    def _repeated(self, passage: _Passage, kept: _Repeatable) -> _InFlight:
+        self._buffers.check(kept.then, kept.buffers)
+        return self._roots(*self._run(passage, kept.generator, kept.buffers))
+
+    def _roots(self, outputs: Mapping[str, Tensor], loss: Tensor | None) -> _InFlight:
+        grad = (name for name in self._grad_outputs if outputs[name].requires_grad)
+        return _InFlight({name: outputs[name] for name in grad}, loss)
+
+    def _call(self, tensors: Mapping[str, Tensor], arguments: tuple[Tensor, ...]) -> Any:
+        if not tensors:
             return self.module(*arguments)
-        return functional_call(self.module, dict(weights), arguments)
+        return functional_call(self.module, dict(tensors), arguments)
 
     def _reading(self, weights: Weights | None) -> AbstractContextManager[None]:
         """Within, the module has these weights instead of its own."""

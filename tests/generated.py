@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +48,11 @@ def _pairs(i: int) -> Inputs:
     return {"input_ids": source["input_ids"], "labels": target["labels"]}
 
 
-def _pictures(i: int) -> Inputs:
+def _pictures(i: int, *, samples: int = 4, size: int = 16) -> Inputs:
     generator = torch.Generator().manual_seed(100 + i)
     return {
-        "pixel_values": torch.randn(4, 3, 16, 16, generator=generator),
-        "labels": torch.randint(5, (4,), generator=generator),
+        "pixel_values": torch.randn(samples, 3, size, size, generator=generator),
+        "labels": torch.randint(5, (samples,), generator=generator),
     }
 
 
@@ -74,6 +75,11 @@ def _resnet() -> nn.Module:
     return ResNet(**small, num_classes=5)
 
 
+def _larger_resnet() -> nn.Module:
+    torch.manual_seed(0)
+    return ResNet(blocks=(1, 1, 1, 1), planes=(16, 32, 64, 64), block="bottleneck", num_classes=5)
+
+
 CASES: Mapping[str, Case] = {
     "gpt2": Case(_published("gpt2", n_layer=3, n_embd=16, n_head=2, vocab_size=61), _tokens),
     "t5": Case(
@@ -91,6 +97,15 @@ CASES: Mapping[str, Case] = {
     ),
     "resnet": Case(_resnet, _pictures),
     "mlp": Case(_residual_mlp, _vectors, "cross_entropy"),
+}
+
+# Large enough that what a rank holds is its tensors, and not what surrounds them.
+LARGER: Mapping[str, Case] = {
+    "wider gpt2": Case(
+        _published("gpt2", n_layer=4, n_embd=64, n_head=4, vocab_size=503),
+        partial(_tokens, samples=4, length=48, vocabulary=503),
+    ),
+    "larger resnet": Case(_larger_resnet, partial(_pictures, samples=8, size=48)),
 }
 
 

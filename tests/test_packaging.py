@@ -52,6 +52,8 @@ def test_a_wheel_installed_elsewhere_runs_both_commands(tmp_path: Path) -> None:
         assert f"asyncpipe/{path.relative_to(ROOT)}" in names
     for path in (ROOT / "templates").glob("*.j2"):
         assert f"asyncpipe/templates/{path.name}" in names
+    for path in (ROOT / "partitioner" / "devices").glob("*.toml"):
+        assert f"asyncpipe/partitioner/devices/{path.name}" in names
     assert not [name for name in names if name.split("/")[1] in {"tests", "generated_models"}]
 
     home = tmp_path / "elsewhere"

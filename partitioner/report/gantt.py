@@ -84,12 +84,13 @@ def _gantt(
     timeline = step.timeline
     shown = [event for event in timeline.events if _is_in(event, step)]
     several = len(plan.stages) > timeline.ranks
+    is_plain = plan.device_of_stage == tuple(range(len(plan.stages)))
     boxes = [_box(event, step, scale, count, several=several) for event in shown]
     rows = tuple(
         Row(
             y=rank * _ROW,
             text_y=rank * _ROW + 16,
-            label=f"rank {rank}",
+            label=f"{'rank' if is_plain else 'stage'} {rank}",
             idle=write_share(_idle_share(timeline.of_rank(rank), step)),
         )
         for rank in range(timeline.ranks)

@@ -145,7 +145,7 @@ def _topics(findings: tuple[Finding, ...]) -> list[Topic]:
 @dataclass(frozen=True, slots=True)
 class CandidateRow:
     name: str
-    stages: int
+    stages: str
     slowest: str
     step: str
     memory: str
@@ -155,9 +155,12 @@ class CandidateRow:
 
 
 def _candidate_row(candidate: Candidate) -> CandidateRow:
+    """Without stages there is no such plan, and the note says why."""
+    if not candidate.stages:
+        return CandidateRow(candidate.name, *("none", "", "", "", "", ""), candidate.note)
     return CandidateRow(
         name=candidate.name,
-        stages=candidate.stages,
+        stages=str(candidate.stages),
         slowest=write_ms(candidate.bottleneck_ms),
         step=write_ms(candidate.step_ms),
         memory=write_bytes(candidate.peak_bytes),

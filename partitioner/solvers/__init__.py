@@ -5,11 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from . import chain, uniform
+from . import acyclic, chain, exact, metis, mpipe, pipedream, two_d_bin, uniform
 from .method import Method
 
 METHODS: Mapping[str, Method] = MappingProxyType(
-    {"auto": chain.place, "chain": chain.place, "uniform": uniform.place}
+    {
+        "auto": exact.place,
+        "exact": exact.place,
+        "chain": chain.place,
+        "uniform": uniform.place,
+        "metis": metis.place,
+        "acyclic": acyclic.place,
+        "mpipe": mpipe.place,
+        "2dbin": two_d_bin.place,
+        "pipedream": pipedream.place,
+    }
 )
 
-__all__ = ["METHODS", "Method"]
+# Methods that cut the order given, and can be told where they have to.
+HEEDS_CUTS = frozenset({METHODS["auto"], METHODS["chain"], METHODS["pipedream"]})
+
+__all__ = ["HEEDS_CUTS", "METHODS", "Method"]

@@ -17,14 +17,33 @@ from ..problem import Placement, Problem
 
 
 def lower_bound_ms(problem: Problem, placement: Placement) -> float:
-    """The best bound known of what `placement` could have been: of all plans with one stage a
-    rank, or, if it is not of that kind, of all plans."""
-    least_ms = np.minimum.reduce([seen.work_ms for seen in problem.seen])
+    """The best bound known of the score of what `placement` could have been: of all plans with
+    one stage a rank, or, if it is not of that kind, of all plans."""
     if placement.ranks is not None:
-        return float(least_ms.sum() / problem.stages)
+        return float(problem.setting.rounds * problem.least_work_ms.sum() / problem.stages)
     if placement.bound_ms is not None:
         return placement.bound_ms
-    return max(_relaxed_ms(problem, least_ms), _order_ms(problem, placement))
+    return max(simple_bound_ms(problem), _order_ms(problem, placement))
+
+
+def simple_bound_ms(problem: Problem) -> float:
+    """What follows from the work alone, for all plans with one stage a rank."""
+    least_ms = problem.least_work_ms
+    shared_ms = float(least_ms.sum() / ratios(problem).sum())
+    return problem.setting.rounds * max(_relaxed_ms(problem, least_ms), shared_ms)
+
+
+def ratios(problem: Problem) -> Floats:
+    """For each position, the most work, as the fastest device counts it, that it does in a time
+    of 1."""
+    least_ms = problem.least_work_ms
+    busy = least_ms > 0
+    return np.array(
+        [
+            (least_ms[busy] / seen.work_ms[busy]).max() if busy.any() else 1.0
+            for seen in problem.seen
+        ]
+    )
 
 
 def _order_ms(problem: Problem, placement: Placement) -> float:

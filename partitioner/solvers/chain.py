@@ -32,18 +32,19 @@ def place(problem: Problem) -> Placement:
 
     Raises PlanError when no such cut fits into the memory of the devices.
     """
-    optimum_ms = _optimum_ms(problem)
-    if optimum_ms == np.inf:
-        raise PlanError(f"no {problem.stages}-stage plan fits into the memory of the devices.")
+    optimum_ms = optimum(problem)
     limit_ms = optimum_ms * (1 + problem.rules.prefer_modules) * (1 + _ROUNDING)
-    cuts = _tidiest_cuts(problem, limit_ms)
-    where = np.searchsorted(cuts, np.arange(len(problem.costs.groups)), side="right")
-    return Placement(tuple(where.tolist()), order_optimum_ms=optimum_ms)
+    stage_of = tidiest(problem, limit_ms) if optimum_ms < np.inf else None
+    if stage_of is None:
+        raise PlanError(f"no {problem.stages}-stage plan fits into the memory of the devices.")
+    return Placement(stage_of, order_optimum_ms=optimum_ms)
 
 
-def interval_sums(costs: Costs) -> Iterator[tuple[int, StageSums]]:
-    """For each end b = 1..n, the sums of the stages that hold positions a to b - 1, a = 0..b-1."""
+def interval_sums(costs: Costs, first: Ints | None = None) -> Iterator[tuple[int, StageSums]]:
+    """For each end b = 1..n, the sums of the stages that hold positions a to b - 1, with a from
+    `first[b]` (rising; or else 0) to b - 1."""
     num_groups = len(costs.groups)
+    starts = np.zeros(num_groups + 1, dtype=np.int64) if first is None else first
     forward, backward, buffers = (
         np.concatenate([[0.0], np.cumsum(each)])
         for each in (costs.forward_ms, costs.backward_ms, costs.buffer_bytes)
@@ -57,19 +58,21 @@ def interval_sums(costs: Costs) -> Iterator[tuple[int, StageSums]]:
     }
     now = {name: np.zeros(num_groups) for name in changing}
     transient = np.zeros(num_groups)
-    for end in range(1, num_groups + 1):
+    for end, start in enumerate(starts[1:].tolist(), start=1):
         for name, changes in changing.items():
-            for first, last, amount in changes[end - 1]:
-                now[name][first : last + 1] += amount
-        np.maximum(transient[:end], costs.transient_bytes[end - 1], out=transient[:end])
+            for earliest, last, amount in changes[end - 1]:
+                # No later column looks before this window.
+                now[name][max(earliest, start) : last + 1] += amount
+        window = slice(start, end)
+        np.maximum(transient[window], costs.transient_bytes[end - 1], out=transient[window])
         yield (
             end,
             StageSums(
-                forward_ms=forward[end] - forward[:end],
-                backward_ms=backward[end] - backward[:end],
-                buffer_bytes=buffers[end] - buffers[:end],
-                transient_bytes=transient[:end],
-                **{name: amounts[:end] for name, amounts in now.items()},
+                forward_ms=forward[end] - forward[window],
+                backward_ms=backward[end] - backward[window],
+                buffer_bytes=buffers[end] - buffers[window],
+                transient_bytes=transient[window],
+                **{name: amounts[window] for name, amounts in now.items()},
             ),
         )
 
@@ -120,62 +123,66 @@ def _held_changes(held: Iterable[Held], num_groups: int) -> _Changes:
     return changes
 
 
-def _interval_loads(problem: Problem) -> Iterator[tuple[int, Floats]]:
-    """For each end, the load of every stage (rows) for every start (columns)."""
+def _interval_scores(problem: Problem, first: Ints) -> Iterator[tuple[int, Floats]]:
+    """For each end, the score of every stage (rows) for every start in its window (columns)."""
+    done_ms = np.concatenate([[0.0], np.cumsum(problem.least_work_ms)])
     distinct = {id(seen): seen for seen in problem.seen}
-    columns = zip(*(interval_sums(seen) for seen in distinct.values()), strict=True)
+    like = problem.like
+    columns = zip(*(interval_sums(seen, first) for seen in distinct.values()), strict=True)
     for column in columns:
         end = column[0][0]
         sums = dict(zip(distinct, (sums for _, sums in column), strict=True))
-        yield (
-            end,
-            np.stack(
-                [
-                    problem.setting.load_ms(position, sums[id(seen)])
-                    for position, seen in enumerate(problem.seen)
-                ]
-            ),
-        )
+        before_ms, after_ms = done_ms[first[end] : end], done_ms[-1] - done_ms[end]
+        scores = {
+            position: problem.setting.score_ms(
+                position, sums[id(problem.seen[position])], before_ms, after_ms
+            )
+            for position in set(like)
+        }
+        yield end, np.stack([scores[position] for position in like])
 
 
-def _optimum_ms(problem: Problem) -> float:
+def optimum(problem: Problem) -> float:
+    """The least score of the cuts that the rules allow, inf if none fits."""
     num_groups, stages = len(problem.costs.groups), problem.stages
     first_fit = _first_fit(problem, _reachable_ms(problem))
     best = np.full((stages + 1, num_groups + 1), np.inf)
     best[0, 0] = 0.0
-    for end, loads in _interval_loads(problem):
+    for end, scores in _interval_scores(problem, first_fit):
         if problem.rules.may_cut[end] or end == num_groups:
-            start = first_fit[end]
-            best[1:, end] = np.maximum(best[:-1, start:end], loads[:, start:]).min(axis=1)
+            best[1:, end] = np.maximum(best[:-1, first_fit[end] : end], scores).min(axis=1)
     return float(best[stages, num_groups])
 
 
-def _tidiest_cuts(problem: Problem, limit_ms: float) -> list[int]:
+def tidiest(problem: Problem, limit_ms: float) -> tuple[int, ...] | None:
+    """The stages of the tidiest cut whose score is within the limit; None if there is none."""
     num_groups, stages = len(problem.costs.groups), problem.stages
     first_fit = _first_fit(problem, limit_ms)
     untidy = _untidiness(problem.costs, stages)
     never = np.iinfo(np.int64).max // 2
     price = np.full((stages + 1, num_groups + 1), never, dtype=np.int64)
-    bottleneck = np.full((stages + 1, num_groups + 1), np.inf)
+    highest = np.full((stages + 1, num_groups + 1), np.inf)
     previous = np.zeros((stages + 1, num_groups + 1), dtype=np.int64)
-    price[0, 0], bottleneck[0, 0] = 0, 0.0
-    for end, loads in _interval_loads(problem):
+    price[0, 0], highest[0, 0] = 0, 0.0
+    for end, scores in _interval_scores(problem, first_fit):
         if not (problem.rules.may_cut[end] or end == num_groups):
             continue
         start = first_fit[end]
-        reached = loads[:, start:] <= limit_ms
-        prices = np.where(reached, price[:-1, start:end] + untidy[start:end], never)
-        peaks = np.maximum(bottleneck[:-1, start:end], loads[:, start:])
+        prices = np.where(scores <= limit_ms, price[:-1, start:end] + untidy[start:end], never)
+        peaks = np.maximum(highest[:-1, start:end], scores)
         peaks[prices > prices.min(axis=1, keepdims=True)] = np.inf
         chosen = peaks.argmin(axis=1)
         rows = np.arange(stages)
         price[1:, end] = np.minimum(prices[rows, chosen], never)
-        bottleneck[1:, end] = peaks[rows, chosen]
+        highest[1:, end] = peaks[rows, chosen]
         previous[1:, end] = start + chosen
+    if price[stages, num_groups] >= never:
+        return None
     cuts = [num_groups]
     for stage in range(stages, 0, -1):
         cuts.append(int(previous[stage, cuts[-1]]))
-    return cuts[-2:0:-1]
+    where = np.searchsorted(cuts[-2:0:-1], np.arange(num_groups), side="right")
+    return tuple(where.tolist())
 
 
 def _untidiness(costs: Costs, stages: int) -> Ints:
@@ -190,9 +197,9 @@ def _first_fit(problem: Problem, limit_ms: float) -> Ints:
     """For each end, the first start whose work alone is within the limit on the fastest rank and
     after which no cut is demanded: the pair window."""
     rules = problem.rules
-    least_ms = np.minimum.reduce([seen.work_ms for seen in problem.seen])
-    done = np.concatenate([[0.0], np.cumsum(least_ms)])
-    starts = np.searchsorted(done, done - limit_ms * (1 + _ROUNDING), side="left")
+    done = np.concatenate([[0.0], np.cumsum(problem.least_work_ms)])
+    most_ms = limit_ms / problem.setting.rounds
+    starts = np.searchsorted(done, done - most_ms * (1 + _ROUNDING), side="left")
     # Costs of zero and rounding must not close the window: one group always fits.
     starts = np.minimum(starts, np.maximum(np.arange(len(done)) - 1, 0))
     demanded = np.array([0, *rules.must_cut])
@@ -216,4 +223,4 @@ def _reachable_ms(problem: Problem) -> float:
     cuts = sorted([*places[picks + index].tolist(), *rules.must_cut])
     where = np.searchsorted(cuts, np.arange(len(costs.groups)), side="right").tolist()
     evaluation = evaluate(problem, Placement(tuple(where)))
-    return evaluation.bottleneck_ms if evaluation.fits else np.inf
+    return evaluation.score_ms if evaluation.fits else np.inf

@@ -11,10 +11,12 @@ import numpy as np
 
 from ..cost import Costs
 from ..problem import Placement, Problem
+from .coarse import by_pieces
 
 
+@by_pieces
 def place(problem: Problem) -> Placement:
-    """An even split of the pieces; takes no costs into account and may cut anywhere."""
+    """An even split of the pieces; takes no costs into account."""
     costs, stages = problem.costs, problem.stages
     for starts in (_block_starts(costs), np.flatnonzero(costs.has_params)):
         if len(starts) >= stages:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import partial
 
 import networkx as nx
@@ -127,7 +128,7 @@ def test_moved_cuts_are_legal_and_cost_what_is_said(graph, stages, link):
     stages = min(stages, len(graph))
     solution = solve(graph, stages=stages, link=link, prefer_modules=0.0)
     problem = problem_of(graph, stages, link)
-    said = [finding for finding in explain_cuts(problem, solution) if finding.bottleneck_ms]
+    said = [finding for finding in explain_cuts(solution) if finding.bottleneck_ms]
     costed = []
     for stage in range(stages - 1):
         for _, groups, target in moves(problem.costs, solution.placement, stage):
@@ -145,7 +146,7 @@ def test_moved_cuts_are_legal_and_cost_what_is_said(graph, stages, link):
 def test_a_cut_is_explained_by_both_neighbours_the_bytes_and_the_block_that_would_be_torn():
     graph = blocks((2, 2), (2, 2), size=1000)
     solution = solve(graph, stages=2, link=Link(bytes_per_s=1e6), prefer_modules=0.0)
-    found = explain_cuts(problem_of(graph, 2, Link(bytes_per_s=1e6)), solution)
+    found = explain_cuts(solution)
     assert [finding.text for finding in found] == [
         "after 0.1, before 1.0: 1 value crosses, 1000 bytes forward and 1000 bytes back, 2.00 ms.",
         "one operation earlier, 0.1 to stage 1: stage 0 14.00 ms to 8.00 ms; stage 1 14.00 ms to "
@@ -162,7 +163,7 @@ def test_more_bytes_and_a_lack_of_memory_are_named():
     room = max(free.evaluation.rank_bytes)
     tight = Setting((Device(memory_bytes=room),) * 2)
     solution = solve(graph, stages=2, link=LINK, setting=tight, prefer_modules=0.0)
-    found = explain_cuts(problem_of(graph, 2, LINK, tight), solution)
+    found = explain_cuts(solution)
     later = next(finding for finding in found if "one operation later" in finding.text)
     assert "7.8 KiB both ways instead of 20 bytes" in later.text
     assert "it would not fit into memory" in later.text
@@ -171,7 +172,7 @@ def test_more_bytes_and_a_lack_of_memory_are_named():
 def bound_of(*works: float, stages: int) -> str:
     graph = blocks(*((work,) for work in works), size=0)
     solution = solve(graph, stages=stages, prefer_modules=0.0)
-    return explain_bound(problem_of(graph, stages), solution)[1].text
+    return explain_bound(solution)[1].text
 
 
 def test_the_bound_that_decides_is_named():
@@ -187,14 +188,8 @@ def test_the_slowest_rank_is_explained_with_all_its_stages():
     problem = problem_of(graph, 2)
     solution = solve(graph, stages=2, prefer_modules=0.0)
     placement = Placement((0, 1, 2), ranks=((0,), (1,), (0,)))
-    shared = Solution(
-        **{
-            **{name: getattr(solution, name) for name in solution.__dataclass_fields__},
-            "placement": placement,
-            "evaluation": evaluate(problem, placement),
-        }
-    )
-    text = explain_bound(problem, shared)[0].text
+    shared = replace(solution, placement=placement, evaluation=evaluate(problem, placement))
+    text = explain_bound(shared)[0].text
     assert text.startswith("rank 0 with stages 0 and 2 takes 18.00 ms a micro-batch: 18.00 ms")
     assert "Its largest parts are 2.0 15.00 ms, 0.0 3.00 ms" in text
 

@@ -11,8 +11,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from asyncpipe.partitioner.capture import Capture, capture
+from asyncpipe.partitioner.device_specs import DeviceSpec
 from asyncpipe.partitioner.measure import Operation, Repeats, estimate, measure
-from asyncpipe.partitioner.profiler import Device, Profile, profile, profile_analytic
+from asyncpipe.partitioner.profiler import Profile, profile, profile_analytic
 from asyncpipe.partitioner.whole import WholeTimes
 from asyncpipe.tests.partitioner.zoo import ZOO
 
@@ -140,7 +141,9 @@ def test_a_profile_leaves_the_model_as_it_was():
 def test_parts_are_scaled_to_the_whole(monkeypatch):
     whole = WholeTimes(forward_ms=12.0, backward_ms=34.0)
     monkeypatch.setattr(
-        "asyncpipe.partitioner.profiler.time_whole", lambda *arguments: whole, raising=True
+        "asyncpipe.partitioner.profiler.time_whole",
+        lambda *arguments, **options: whole,
+        raising=True,
     )
     captured, inputs, _ = measured("mlp")
     found = profile(captured, inputs, repeats=QUICK)
@@ -220,7 +223,9 @@ def test_the_analytic_profile_agrees_with_the_measured_one_on_flops_and_memory(n
 
 def test_an_analytic_profile_is_the_roofline_of_each_call():
     captured, inputs, _ = measured("mlp")
-    slow = profile_analytic(captured, inputs, Device("slow", 1e6, 1e18, 0.0))
+    slow = profile_analytic(
+        captured, inputs, DeviceSpec("slow", {"float32": 1e6}, 1e18, 2**30, 0.0)
+    )
     (head,) = (node.name for node in captured.graph.nodes if node.target == "head")
     assert slow.nodes[head].forward_ms == pytest.approx(1e3 * slow.nodes[head].flops / 1e6)
 

@@ -202,7 +202,7 @@ def test_memory_counts_what_two_groups_share_once():
     for node in graph:
         graph.nodes[node].update(parameters={"w": 100}, saved={"x": 10}, transient_bytes=3)
     sums = stage_sums(costs_of(graph), [0, 0], 1)[0]
-    setting = Setting((Device(),) * 2, optimizer_copies=1)
+    setting = Setting((Device(),) * 2, optimizer="momentum")
     assert setting.memory_bytes(0, sums, recompute=False) == 3 * 100 + 2 * 10 + 3
 
 

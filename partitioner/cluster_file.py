@@ -1,0 +1,162 @@
+"""A TOML file of devices and links -> a `Cluster`.
+
+    [[devices]]                     # two cards of one host
+    name = "RTX 3090"
+    host = "tower"
+    count = 2
+    speed = 1.0                     # beside the device of the profile
+    memory_gib = 24
+
+    [[links]]
+    between = ["tower", "attic"]    # or within = "tower"; "*" is every host
+    bandwidth_gb_s = 1.1
+    latency_us = 60
+
+A device may instead name `spec`, a device known by name or described in a file
+(`device_specs.py`), whose memory and predicted times it then has, or `kind`, the name that the
+nodes of a cost graph give their times on it. The most particular line about a link holds.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..runtime.errors import PlanError
+from .cluster import ANY_HOST, HOSTS_CURE, Cluster, Pair, rising
+from .cost import Link
+from .device_specs import device_spec
+from .setting import Device
+
+_TABLES = ("devices", "links", "overlap")
+_DEVICE_KEYS = ("name", "host", "count", "speed", "memory_gib", "spec", "kind")
+_LINK_KEYS = ("within", "between", "bandwidth_gb_s", "latency_us")
+
+
+def read_cluster(path: str | Path) -> Cluster:
+    """The devices and links of a TOML file.
+
+    Raises PlanError, with what the file should say, for whatever it does not say well.
+    """
+    try:
+        raw = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise PlanError(
+            f"device file {path} cannot be read: {error.strerror}.", HOSTS_CURE
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise PlanError(f"{path} is not TOML: {error}.") from error
+    _check_keys(raw, _TABLES, str(path), "the file")
+    tables = {name: _tables(raw, name, str(path)) for name in ("devices", "links")}
+    if not tables["devices"]:
+        raise PlanError(f"{path} has no devices.", 'Write [[devices]] and name = "..." below it.')
+    overlap = raw.get("overlap", False)
+    if not isinstance(overlap, bool):
+        raise PlanError(f"{path}: overlap = {overlap!r} is neither true nor false.")
+    devices = [
+        device
+        for number, table in enumerate(tables["devices"])
+        for device in _devices(table, f"{path}: device {number + 1}", Path(path).parent)
+    ]
+    hosts = tuple(dict.fromkeys(device.host for device in devices))
+    within: dict[str, Link] = {}
+    between: dict[Pair, Link] = {}
+    for number, table in enumerate(tables["links"]):
+        where = f"{path}: link {number + 1}"
+        named = _hosts_of(table, where, hosts)
+        found, key = (within, named[0]) if "within" in table else (between, rising(*named))
+        if key in found:
+            raise PlanError(f"{where} joins what an earlier one joins.", "Leave one of the two.")
+        found[key] = _link(table, where)  # type: ignore[index]
+    return Cluster(tuple(devices), within, between, overlap)
+
+
+def _devices(table: Mapping[str, Any], where: str, folder: Path) -> list[Device]:
+    _check_keys(table, _DEVICE_KEYS, where, "a device")
+    texts = {key: table.get(key, "") for key in ("name", "host", "spec", "kind")}
+    for key, text in texts.items():
+        if not isinstance(text, str) or (key in table and not text):
+            raise PlanError(f"{where}: {key} = {text!r} is not a name.", f'Write {key} = "..."')
+    if texts["spec"] and texts["kind"]:
+        raise PlanError(f"{where} has both spec and kind.", "kind is for cost graphs: leave one.")
+    if not texts["name"] and not texts["spec"]:
+        raise PlanError(f"{where} has no name.", 'Write name = "..." below [[devices]].')
+    count = table.get("count", 1)
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise PlanError(f"{where}: count = {count!r} is not a number of devices.", "count = 2")
+    memory_bytes, kind = math.inf, texts["kind"] or None
+    if texts["spec"]:
+        name = texts["spec"]
+        name = str(folder / name) if name.endswith(".toml") else name
+        memory_bytes = device_spec(name).memory_bytes
+        kind = None if "speed" in table else name
+    if "memory_gib" in table:
+        memory_bytes = int(_number(table, "memory_gib", where) * 2**30)
+    device = Device(
+        name=texts["name"] or texts["spec"],
+        speed=_number(table, "speed", where) if "speed" in table else 1.0,
+        memory_bytes=memory_bytes,
+        host=texts["host"],
+        kind=kind,
+    )
+    return [device] * count
+
+
+def _hosts_of(table: Mapping[str, Any], where: str, hosts: Sequence[str]) -> list[str]:
+    """The hosts that a link joins: one that it is within, or two."""
+    _check_keys(table, _LINK_KEYS, where, "a link")
+    if ("within" in table) == ("between" in table):
+        raise PlanError(
+            f"{where} needs either within or between.",
+            'Write within = "HOST" or between = ["HOST", "HOST"]; "*" is every host.',
+        )
+    named = [table["within"]] if "within" in table else table["between"]
+    if named == ANY_HOST:
+        named = [ANY_HOST, ANY_HOST]
+    if not isinstance(named, list) or len(named) != (1 if "within" in table else 2):
+        raise PlanError(f"{where}: between = {named!r} is not two hosts.", 'between = ["a", "b"]')
+    for host in named:
+        if host != ANY_HOST and host not in hosts:
+            meant = _meant(str(host), filter(None, hosts), "Hosts")
+            raise PlanError(f"{where}: no device is on host {host!r}.", meant)
+    if len(named) == 2 and named[0] == named[1] != ANY_HOST:
+        raise PlanError(f"{where} is between {named[0]} and itself.", f'within = "{named[0]}"')
+    return named
+
+
+def _link(table: Mapping[str, Any], where: str) -> Link:
+    if "bandwidth_gb_s" not in table:
+        raise PlanError(f"{where} has no bandwidth_gb_s.", "bandwidth_gb_s = 12 (10^9 bytes/s)")
+    latency_us = _number(table, "latency_us", where, least=0) if "latency_us" in table else 0.0
+    return Link(latency_us / 1e3, 1e9 * _number(table, "bandwidth_gb_s", where))
+
+
+def _tables(raw: Mapping[str, Any], name: str, where: str) -> list[Mapping[str, Any]]:
+    tables = raw.get(name, [])
+    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+        raise PlanError(f"{where}: {name} is no list of tables.", f"Write [[{name}]], twice [.")
+    return tables
+
+
+def _check_keys(table: Mapping[str, Any], known: Sequence[str], where: str, what: str) -> None:
+    for key in table:
+        if key not in known:
+            raise PlanError(f"{where}: {what} has no {key}.", _meant(key, known, "Keys"))
+
+
+def _number(table: Mapping[str, Any], key: str, where: str, least: float = 1e-12) -> float:
+    value = table[key]
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not least <= value < math.inf:
+        raise PlanError(f"{where}: {key} = {value!r} is not a number above 0.", f"{key} = 1")
+    return float(value)
+
+
+def _meant(word: str, known: Iterable[str], what: str) -> str:
+    names = list(known)
+    near = difflib.get_close_matches(word, names, n=1)
+    return f"Did you mean {near[0]}?" if near else f"{what}: {', '.join(names) or 'none named'}."

@@ -1,0 +1,111 @@
+"""How the user means a plan to run, in the words of the command -> the setting of its ranks."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import TypedDict, cast, get_args
+
+from ..runtime.errors import PlanError
+from ..runtime.schedules import ASYNCHRONOUS, SCHEDULES
+from .setting import OPTIMIZER_COPIES, Device, Recompute, Setting
+
+
+class Running(TypedDict, total=False):
+    """How a plan is meant to run; the names are those of the command's options.
+
+    `schedule` is asynchronous when none is named (None). `memory_limit` is of every rank: bytes, or
+    a text such as "11GiB". `recompute` is "auto" (where a stage does not fit otherwise), "all" or
+    "none"; `staleness` "none", or "stash" for one that keeps weight versions.
+    """
+
+    schedule: str | None
+    micro_batches: int
+    recompute: str
+    memory_limit: int | str | None
+    optimizer: str
+    staleness: str
+
+
+def make_setting(
+    stages: int,
+    *,
+    overlap: bool = False,
+    devices: Sequence[Device] = (),
+    schedule: str | None = None,
+    micro_batches: int = 8,
+    recompute: str = "auto",
+    memory_limit: int | str | None = None,
+    optimizer: str = "adamw",
+    staleness: str = "none",
+) -> Setting:
+    """The setting of equal ranks, or of `devices`, that run so: see `Running`.
+
+    Raises PlanError for a name that there is not and a number that cannot be.
+    """
+    schedule = schedule or "async-1f1b"
+    check_choice("schedule", schedule, SCHEDULES)
+    check_choice("recompute", recompute, get_args(Recompute))
+    check_choice("optimizer", optimizer, OPTIMIZER_COPIES)
+    check_choice("staleness", staleness, ("none", "stash"))
+    if micro_batches < 1:
+        raise PlanError(f"{micro_batches} micro-batches make no step.", "--micro-batches 8")
+    if schedule == "single" and stages > 1:
+        raise PlanError(
+            f"single runs all {stages} stages in one process, so nothing is balanced.",
+            "Plan for 1f1b; asyncpipe-train --schedule single runs any plan.",
+        )
+    if staleness == "stash" and schedule not in ASYNCHRONOUS:
+        raise PlanError(
+            f"--staleness stash keeps versions of weights, and {schedule} has only one.",
+            "--schedule async-1f1b",
+        )
+    most_bytes = math.inf if memory_limit is None else parse_bytes(memory_limit)
+    return Setting(
+        devices=tuple(
+            replace(device, memory_bytes=min(device.memory_bytes, most_bytes))
+            for device in devices or (Device(),) * stages
+        ),
+        schedule=schedule,
+        micro_batches=micro_batches,
+        recompute=cast(Recompute, recompute),
+        optimizer=optimizer,
+        stash=staleness == "stash",
+        overlap=overlap,
+    )
+
+
+def parse_bytes(size: int | str) -> int:
+    """A number of bytes from "11GiB", "500 MB" or "1.5e9".
+
+    >>> parse_bytes("11GiB"), parse_bytes("500 MB"), parse_bytes(7)
+    (11811160064, 500000000, 7)
+    """
+    found = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([a-z]*)\s*", str(size), re.IGNORECASE)
+    try:
+        if found and (unit := _UNITS.get(found[2].lower())) and float(found[1]) > 0:
+            return int(float(found[1]) * unit)
+    except ValueError:
+        pass
+    raise PlanError(
+        f"--memory-limit {size} is no size of memory.", "Write it as 11GiB, 500MiB or 16GB."
+    )
+
+
+_UNITS = {"": 1, "b": 1} | {
+    prefix + suffix: base**power
+    for suffix, base in (("ib", 1024), ("b", 1000))
+    for power, prefix in enumerate("kmgt", start=1)
+}
+
+
+def check_choice(what: str, name: str, names: Collection[str]) -> None:
+    """Raises PlanError with the nearest name where there is no such one."""
+    if name in names:
+        return
+    near = difflib.get_close_matches(name, names, n=1)
+    hint = f" Did you mean {near[0]}?" if near else ""
+    raise PlanError(f'no {what} "{name}".{hint}', f"One of: {', '.join(names)}.")

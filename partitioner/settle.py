@@ -1,0 +1,101 @@
+"""A profile and a way to cut -> a cut whose stages were timed, and the profile that agrees.
+
+A plan is made from the costs of operations; its stages are timed as wholes; the costs of each
+stage are scaled to its time; and with these costs the plan is made again. If that moves no cut,
+costs and plan agree. If it moves some for a gain, the new stages are timed too, and of the plans
+that were timed the one with the fastest slowest stage is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import networkx as nx
+import numpy as np
+from torch import fx
+
+from .capture import Capture
+from .cost import Link, costs_of
+from .evaluate import evaluate
+from .graph import with_copies
+from .problem import Problem, Rules
+from .profiler import Profile
+from .solve import Solution
+from .split import StageGraph
+from .stage_times import rescaled
+from .whole import WholeTimes
+
+_WORTH = 0.02
+"""The share of the slowest stage that a new plan has to promise before its stages are timed."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A captured model cut into stages: the graph that was planned on, and what came of it."""
+
+    captured: Capture
+    stages: tuple[StageGraph, ...]
+    placed: Mapping[fx.Node, int]
+    graph: nx.DiGraph
+    solution: Solution
+
+
+def settled(
+    cut: Callable[[Profile], Cut],
+    profile: Profile,
+    time: Callable[[Cut], Sequence[WholeTimes]],
+    link: Link,
+    *,
+    rounds: int = 2,
+) -> tuple[Profile, Cut]:
+    """Cuts, times and cuts again, `rounds` times at most.
+
+    The groups that `cut` places are the same for every profile. The solution that is returned is
+    that of the profile that is returned, and its bound holds for it.
+    """
+    parts, current = profile, cut(profile)
+    timed: list[tuple[Cut, Sequence[WholeTimes]]] = []
+    for _ in range(rounds):
+        timed.append((current, time(current)))
+        profile = _corrected(parts, *timed[-1])
+        after = cut(profile)
+        if _same(after, current):
+            return profile, after
+        now_ms = _evaluated(current.solution, after, link).bottleneck_ms
+        if after.solution.bottleneck_ms > (1 - _WORTH) * now_ms:
+            break
+        current = after
+    best, times = min(timed, key=lambda pair: _slowest_ms(pair[1]))
+    profile = _corrected(parts, best, times)
+    after = cut(profile)
+    if _same(after, best):
+        return profile, after
+    return profile, replace(
+        best, graph=after.graph, solution=_evaluated(best.solution, after, link)
+    )
+
+
+def _corrected(profile: Profile, cut: Cut, times: Sequence[WholeTimes]) -> Profile:
+    return rescaled(with_copies(profile, cut.captured), cut.stages, times)
+
+
+def _same(cut: Cut, other: Cut) -> bool:
+    return cut.solution.placement == other.solution.placement
+
+
+def _slowest_ms(times: Sequence[WholeTimes]) -> float:
+    return max(time.forward_ms + time.backward_ms for time in times)
+
+
+def _evaluated(solution: Solution, under: Cut, link: Link) -> Solution:
+    """A solution under the costs of another one: its own placement, the other's bound."""
+    costs = costs_of(under.graph, link)
+    anywhere = Rules(np.ones(len(costs.groups) + 1, dtype=bool))
+    evaluation = evaluate(Problem(costs, solution.setting, anywhere), solution.placement)
+    return replace(
+        solution,
+        evaluation=evaluation,
+        lower_bound_ms=min(under.solution.lower_bound_ms, evaluation.bottleneck_ms),
+        even_split=under.solution.even_split,
+    )

@@ -1,0 +1,177 @@
+"""The optimum over all plans with one stage a rank, and its proof: the method `auto`.
+
+1. The best cut of the given order (`chain.py`) is a plan, so the optimum is at most its score T.
+2. Reductions that no plan within T can tell (`reduce.py`).
+3. The search over downsets (`search.py`), with a limit that grows from the simple bound to T: where
+   it finds nothing the limit is a proved bound, and the first limit with a plan has the optimum.
+4. Where there are too many downsets, a mixed-integer program with a time limit (`milp.py`): its
+   best plan, and the bound that it has proved.
+
+The bound holds for every plan in which no edge goes backwards. Among plans within
+`prefer_modules` of the optimum the tidiest cut of one order is taken, as `chain.py` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from ...runtime.errors import PlanError
+from ..cost import Ints
+from ..evaluate import evaluate
+from ..problem import Placement, Problem
+from . import chain
+from .bounds import simple_bound_ms
+from .downsets import Downsets, find_downsets
+from .reduce import Reduced, contracted, reduce
+from .search import Found, Walk, in_order, num_pairs, search, windows
+
+MOST_DOWNSETS = 400_000
+_MOST_PAIRS = 1_000_000_000
+_FEW_PAIRS = 1_000_000
+_ROUNDING = 1e-9
+
+
+def place(problem: Problem) -> Placement:
+    """The optimum with its proof, or the best plan found and a bound.
+
+    Where the rules leave no free choice of cuts, the best cut of the given order that they allow.
+    Raises PlanError when nothing fits into the memory of the devices.
+    """
+    if not problem.rules.may_cut.all() or problem.rules.must_cut:
+        return chain.place(problem)
+    stage_of = _best_of_order(problem)
+    score_ms = _score_ms(problem, stage_of)
+    bound_ms = simple_bound_ms(problem)
+    if score_ms > bound_ms * (1 + _ROUNDING):
+        stage_of, bound_ms = _improved(problem, stage_of, score_ms, bound_ms)
+    if stage_of is None:
+        raise PlanError(f"no {problem.stages}-stage plan fits into the memory of the devices.")
+    score_ms = _score_ms(problem, stage_of)
+    limit_ms = score_ms * (1 + problem.rules.prefer_modules) * (1 + _ROUNDING)
+    return Placement(
+        _tidied(problem, stage_of, limit_ms),
+        bound_ms=min(bound_ms, score_ms),
+        order_optimum_ms=score_ms,
+    )
+
+
+def _improved(
+    problem: Problem, stage_of: Sequence[int] | None, score_ms: float, bound_ms: float
+) -> tuple[Sequence[int] | None, float]:
+    """The optimal stages and the bound, from a plan with this score or from none."""
+    limit_ms = min(score_ms, _more_than_any_ms(problem))
+    reduced = reduce(problem, limit_ms)
+    walk = in_order(reduced.problem)
+    downsets = find_downsets(
+        reduced.problem.costs,
+        reduced.problem.least_work_ms,
+        windows(reduced.problem, walk, limit_ms),
+        most=MOST_DOWNSETS,
+    )
+    if downsets is None:
+        return stage_of, bound_ms
+    found, bound_ms = rising_search(reduced.problem, walk, downsets, bound_ms, limit_ms)
+    if found is None:
+        return stage_of, bound_ms
+    if found.score_ms == np.inf:
+        return stage_of, np.inf if stage_of is None else score_ms
+    if reduced.joined_idle:
+        bound_ms = min(bound_ms, _with_idle_stages_ms(reduced.problem, walk, downsets, found))
+    return _expanded(reduced, found), bound_ms
+
+
+def _with_idle_stages_ms(problem: Problem, walk: Walk, downsets: Downsets, found: Found) -> float:
+    """A bound for plans in which some stage holds nothing but groups that have joined others."""
+    if len(set(problem.like)) == 1:
+        return found.fewer_ms
+    less_ms = found.score_ms * (1 - _ROUNDING)
+    return search(problem, walk, downsets, less_ms, may_be_empty=True).score_ms
+
+
+def rising_search(
+    problem: Problem, walk: Walk, downsets: Downsets, bound_ms: float, limit_ms: float
+) -> tuple[Found | None, float]:
+    """Searches with limits from the bound to `limit_ms`; None when that became too much work."""
+    for trial_ms, pairs in _limits(problem, walk, downsets, bound_ms, limit_ms):
+        if pairs > _MOST_PAIRS:
+            return None, bound_ms
+        found = search(problem, walk, downsets, trial_ms)
+        if found.score_ms < np.inf:
+            return found, found.score_ms
+        bound_ms = max(bound_ms, trial_ms)
+    return Found(np.inf), bound_ms
+
+
+def _limits(
+    problem: Problem, walk: Walk, downsets: Downsets, bound_ms: float, limit_ms: float
+) -> Iterator[tuple[float, int]]:
+    """Limits that rise from near the bound to the last, which decides, and the pairs of each.
+
+    A wider limit means more pairs. Only one that has far fewer than the last is worth a try.
+    """
+
+    def pairs(limit_ms: float) -> int:
+        within = downsets.within(windows(problem, walk, limit_ms))
+        return num_pairs(problem, within, limit_ms)
+
+    at_last, done, share = pairs(limit_ms), _FEW_PAIRS, 0.001
+    while bound_ms * (1 + share) < limit_ms:
+        trial_ms = bound_ms * (1 + share)
+        count = pairs(trial_ms)
+        if 4 * count > at_last:
+            break
+        if count > done:
+            yield trial_ms, count
+            done = 4 * count
+        share *= 2
+    yield limit_ms, at_last
+
+
+def _best_of_order(problem: Problem) -> Sequence[int] | None:
+    """The best cut of the given order, None if none fits."""
+    try:
+        only_cost = replace(problem, rules=replace(problem.rules, prefer_modules=0.0))
+        return chain.place(only_cost).stage_of
+    except PlanError:
+        return None
+
+
+def _score_ms(problem: Problem, stage_of: Sequence[int] | None) -> float:
+    if stage_of is None:
+        return float(np.inf)
+    return evaluate(problem, Placement(tuple(stage_of))).score_ms
+
+
+def _more_than_any_ms(problem: Problem) -> float:
+    """What no plan's score exceeds: everything is done and sent by every stage, in turn."""
+    most = max(
+        float(
+            (2 * seen.work_ms).sum() + seen.send_ms.sum() + seen.receive_ms.sum() * len(seen.groups)
+        )
+        for seen in problem.seen
+    )
+    return (2 * problem.setting.rounds + 3) * most * (1 + _ROUNDING)
+
+
+def _expanded(reduced: Reduced, found: Found) -> tuple[int, ...]:
+    """The stage of every group of the problem that was reduced."""
+    stage_of = np.zeros(int(reduced.item_of.max()) + 1, dtype=np.int64)
+    for stage, (_, items) in enumerate(found.stages):
+        stage_of[items] = stage
+    return tuple(stage_of[reduced.item_of].tolist())
+
+
+def _tidied(problem: Problem, stage_of: Sequence[int], limit_ms: float) -> tuple[int, ...]:
+    """The tidiest cut within the limit of the given order, or else of an order of the plan's."""
+    count = len(problem.costs.groups)
+    tidy = chain.tidiest(problem, limit_ms)
+    if tidy is not None:
+        return tidy
+    order: Ints = np.lexsort((np.arange(count), np.asarray(stage_of)))
+    place_of = np.argsort(order)
+    tidy = chain.tidiest(replace(problem, costs=contracted(problem.costs, place_of)), limit_ms)
+    assert tidy is not None, "the plan itself is a cut of its order"
+    return tuple(tidy[place] for place in place_of)

@@ -1,0 +1,221 @@
+"""A problem -> a smaller one with the same optimum, and the item that each group is part of.
+
+Only what cannot change the optimum is done, and each step is recorded:
+
+- Memory that everything together fits into decides nothing, and is taken as unlimited.
+- A value that costs its owner more than the limit to send, or a reader to receive, with nothing
+  but the owner's or the reader's own work beside, crosses no cut of a plan within the limit: they
+  are one, with all that lies between them.
+- A group without work and with a single neighbour joins it: on another stage it would only cost
+  transfers. The one plan that this loses has a stage of nothing else; `Reduced.joined_idle` says
+  that it has to be looked at.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import networkx as nx
+import numpy as np
+
+from ..cost import Costs, Floats, Held, Ints, StageSums
+from ..problem import Problem, Rules
+
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """The smaller problem, the item of each group of the larger one, and what was done."""
+
+    problem: Problem
+    item_of: Ints
+    joined_idle: int = 0
+    joined_dear: int = 0
+    dropped_memory: bool = False
+
+
+def reduce(problem: Problem, limit_ms: float) -> Reduced:
+    """Reductions that keep every plan whose score is within the limit, or one as good."""
+    free_of_memory = _without_memory(problem)
+    dropped = free_of_memory is not problem
+    problem = free_of_memory
+    least_ms = problem.least_work_ms
+    items = nx.DiGraph()
+    items.add_nodes_from(range(len(least_ms)))
+    items.add_edges_from(problem.costs.edges)
+    item_of = np.arange(len(least_ms))
+    idle = dear = 0
+    while True:
+        size = len(items)
+        items, item_of = _fused(items, item_of, _dear_pairs(problem, item_of, limit_ms))
+        dear += size - len(items)
+        joined = 0
+        if not problem.setting.is_limited:
+            joined = _join_idle(items, item_of, problem)
+            idle += joined
+        if not joined or len(items) == size:
+            break
+    if len(items) < problem.stages:
+        return Reduced(problem, np.arange(len(least_ms)), dropped_memory=dropped)
+    order = _order(items, item_of)
+    item_of = order[item_of]
+    smaller = contracted(problem.costs, item_of)
+    rules = Rules(np.ones(len(smaller.groups) + 1, dtype=bool))
+    return Reduced(Problem(smaller, problem.setting, rules), item_of, idle, dear, dropped)
+
+
+def contracted(costs: Costs, item_of: Ints) -> Costs:
+    """The costs of items instead of groups; items are numbered in a topological order."""
+    count = int(item_of.max()) + 1
+    first = np.full(count, len(item_of), dtype=np.int64)
+    np.minimum.at(first, item_of, np.arange(len(item_of)))
+    values, kept = [], []
+    for index, value in enumerate(costs.values):
+        owner = int(item_of[value.owner])
+        readers = tuple(sorted({int(item_of[reader]) for reader in value.readers} - {owner}))
+        if readers:
+            values.append(replace(value, owner=owner, readers=readers))
+            kept.append(index)
+    edges = {(int(item_of[a]), int(item_of[b])) for a, b in costs.edges}
+    transient = np.zeros(count)
+    np.maximum.at(transient, item_of, costs.transient_bytes)
+    parameters = np.zeros(count, dtype=bool)
+    np.logical_or.at(parameters, item_of, costs.has_params)
+
+    def total(amounts: Floats) -> Floats:
+        return np.bincount(item_of, weights=amounts, minlength=count).astype(np.float64)
+
+    return replace(
+        costs,
+        groups=tuple(costs.groups[group] for group in first),
+        labels=tuple(costs.labels[group] for group in first),
+        forward_ms=total(costs.forward_ms),
+        backward_ms=total(costs.backward_ms),
+        edges=tuple(sorted((a, b) for a, b in edges if a != b)),
+        values=tuple(values),
+        send_ms=costs.send_ms[kept],
+        receive_ms=costs.receive_ms[kept],
+        parameters=_held(costs.parameters, item_of),
+        saved=_held(costs.saved, item_of),
+        buffer_bytes=total(costs.buffer_bytes),
+        transient_bytes=transient,
+        modules=tuple(costs.modules[group] for group in first),
+        blocks=tuple(costs.blocks[group] for group in first),
+        has_params=parameters,
+        times_on={kind: (total(f), total(b)) for kind, (f, b) in costs.times_on.items()},
+    )
+
+
+def _held(held: Iterable[Held], item_of: Ints) -> tuple[Held, ...]:
+    return tuple(
+        Held(tuple(sorted({int(item_of[group]) for group in one.groups})), one.num_bytes)
+        for one in held
+    )
+
+
+def _without_memory(problem: Problem) -> Problem:
+    """The problem without limits, if one stage of everything would be within each of them."""
+    costs, setting = problem.costs, problem.setting
+    if not setting.is_limited:
+        return problem
+    everything = StageSums(
+        *(np.zeros(1) for _ in range(4)),
+        param_bytes=np.array([sum(held.num_bytes for held in costs.parameters)]),
+        buffer_bytes=np.array([costs.buffer_bytes.sum()]),
+        saved_bytes=np.array([sum(held.num_bytes for held in costs.saved)]),
+        received_bytes=np.array([costs.received_bytes.sum()]),
+        transient_bytes=np.array([costs.transient_bytes.max()]),
+    )
+    for position, device in enumerate(setting.devices):
+        for recompute in (False, True):
+            if setting.memory_bytes(position, everything, recompute=recompute)[0] > (
+                device.memory_bytes
+            ):
+                return problem
+    devices = tuple(replace(device, memory_bytes=math.inf) for device in setting.devices)
+    return replace(problem, setting=replace(setting, devices=devices))
+
+
+def _dear_pairs(problem: Problem, item_of: Ints, limit_ms: float) -> list[tuple[int, int]]:
+    """Pairs (owner, reader) of items that no plan within the limit can part."""
+    setting, distinct = problem.setting, {id(seen): seen for seen in problem.seen}
+    pays = all(device.pays_transfers for device in setting.devices)
+    if not pays or (setting.overlap and not setting.is_asynchronous):
+        return []
+    most_ms = limit_ms / setting.rounds * (1 + _ROUNDING)
+    count = int(item_of.max()) + 1
+    work = [np.bincount(item_of, seen.work_ms, minlength=count) for seen in distinct.values()]
+    if setting.overlap:
+        work = [np.zeros(count)]
+    sending = np.min([seen.send_ms for seen in distinct.values()], axis=0)
+    receiving = np.min([seen.receive_ms for seen in distinct.values()], axis=0)
+    least = np.min(work, axis=0)
+    pairs = []
+    for index, value in enumerate(problem.costs.values):
+        owner = int(item_of[value.owner])
+        stays = least[owner] + sending[index] > most_ms
+        for group in value.readers:
+            reader = int(item_of[group])
+            if reader != owner and (stays or least[reader] + receiving[index] > most_ms):
+                pairs.append((owner, reader))
+    return pairs
+
+
+def _fused(
+    items: nx.DiGraph, item_of: Ints, pairs: list[tuple[int, int]]
+) -> tuple[nx.DiGraph, Ints]:
+    """The items with those of each pair made one, and all on the way between them."""
+    if not pairs:
+        return items, item_of
+    tied = items.copy()
+    for one, other in pairs:
+        tied.add_edges_from([(one, other), (other, one)])
+    fused = nx.condensation(tied)
+    number = np.zeros(int(item_of.max()) + 1, dtype=np.int64)
+    for item, component in fused.graph["mapping"].items():
+        number[item] = component
+    smaller = nx.DiGraph()
+    smaller.add_nodes_from(fused)
+    smaller.add_edges_from(fused.edges)
+    return smaller, number[item_of]
+
+
+def _join_idle(items: nx.DiGraph, item_of: Ints, problem: Problem) -> int:
+    """Joins items without work to their only neighbour, in place; how many."""
+    most_ms = np.maximum.reduce([seen.work_ms for seen in problem.seen])
+    count = int(item_of.max()) + 1
+    busy = np.bincount(item_of, most_ms, minlength=count) > 0
+    waiting = [item for item in items if not busy[item]]
+    home = np.arange(count)
+    joined = 0
+    while waiting:
+        item = waiting.pop()
+        neighbours = set(items.pred[item]) | set(items.succ[item]) if item in items else set()
+        if len(neighbours) != 1:
+            continue
+        (other,) = neighbours
+        items.remove_node(item)
+        home[item] = other
+        joined += 1
+        if not busy[other]:
+            waiting.append(other)
+    for item in range(count):
+        while home[item] != home[home[item]]:
+            home[item] = home[home[item]]
+    item_of[:] = home[item_of]
+    return joined
+
+
+def _order(items: nx.DiGraph, item_of: Ints) -> Ints:
+    """The new number of each item: its place in the topological order nearest to the given one."""
+    count = int(item_of.max()) + 1
+    first = np.full(count, len(item_of), dtype=np.int64)
+    np.minimum.at(first, item_of, np.arange(len(item_of)))
+    number = np.zeros(count, dtype=np.int64)
+    ordered = nx.lexicographical_topological_sort(items, key=lambda item: first[item])
+    for place, item in enumerate(ordered):
+        number[item] = place
+    return number

@@ -1,0 +1,210 @@
+"""A problem and its downsets -> the best plan whose score is within a limit, or that there is none.
+
+    best[s][I] = min over downsets J < I of max(best[s - 1][J], score of stage s on I - J)
+
+with best[0][{}] = 0. It is the recurrence of Tarnawski et al., "Efficient Algorithms for Device
+Placement of DNN Graph Operators" (NeurIPS 2020, section 4), exact for plans with one stage a rank
+and no edge backwards. Three windows, all exact for scores within the limit T, make it quick:
+
+- slack: the work of I is within what s stages hold that are filled to T, and what is left is
+  within what the others hold;
+- pairs: the work of I - J is within T;
+- what exceeds T is dropped.
+
+So the answer is the optimum if that is within T, and otherwise the proof that it is above.
+Where any device may come next, a state s is not the number of stages but how many devices of each
+kind are used (`Walk`). All pairs of a block of downsets are evaluated at once (`pairs.py`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..cost import Floats, Ints
+from ..problem import Problem
+from .bounds import ratios
+from .downsets import Downsets, Windows
+from .pairs import PairSums
+
+_ROUNDING = 1e-9
+_PAIRS_AT_ONCE = 400_000
+
+
+@dataclass(frozen=True)
+class Walk:
+    """The states of a search and its steps (from, to, position of the stage), from < to.
+
+    `reach` is how much work of the fastest device the stages up to each state do in the time that
+    the fastest takes for 1; `ends` are the states in which a plan may be complete.
+    """
+
+    steps: tuple[tuple[int, int, int], ...]
+    reach: Floats
+    total: float
+    ends: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Found:
+    """The least score, inf if all are above the limit, and its stages: (position, groups).
+
+    `fewer_ms` is the least score of plans that stop in an earlier state.
+    """
+
+    score_ms: float
+    stages: tuple[tuple[int, Ints], ...] = ()
+    fewer_ms: float = np.inf
+
+
+def in_order(problem: Problem) -> Walk:
+    """One stage on each position, from the first to the last."""
+    reach = np.concatenate([[0.0], np.cumsum(ratios(problem))])
+    steps = tuple((state, state + 1, state) for state in range(problem.stages))
+    return Walk(steps, reach, float(reach[-1]), (problem.stages,))
+
+
+def in_any_order(problem: Problem, kind_of: Sequence[int]) -> Walk:
+    """Devices of each kind in any order, and as many as there are at most."""
+    kinds = sorted(set(kind_of))
+    devices = [[p for p, kind in enumerate(kind_of) if kind == one] for one in kinds]
+    counts = list(itertools.product(*(range(len(one) + 1) for one in devices)))
+    counts.sort(key=sum)
+    number = {count: state for state, count in enumerate(counts)}
+    speeds = ratios(problem)
+    steps = []
+    for count in counts:
+        for kind, used in enumerate(count):
+            if used:
+                fewer = (*count[:kind], used - 1, *count[kind + 1 :])
+                steps.append((number[fewer], number[count], devices[kind][used - 1]))
+    of_kind = np.array([speeds[one[0]] for one in devices])
+    reach = np.array(counts) @ of_kind
+    return Walk(tuple(steps), reach, float(reach.max()), tuple(range(1, len(counts))))
+
+
+def windows(problem: Problem, walk: Walk, limit_ms: float) -> Windows:
+    """The slack windows of the states."""
+    work_ms = limit_ms / problem.setting.rounds
+    total = float(problem.least_work_ms.sum())
+    blur = _ROUNDING * total
+    return Windows(total - (walk.total - walk.reach) * work_ms - blur, walk.reach * work_ms + blur)
+
+
+def num_pairs(problem: Problem, downsets: Downsets, limit_ms: float) -> int:
+    """How many pairs a search within the limit looks at, at most."""
+    most_ms = limit_ms / problem.setting.rounds * (1 + _ROUNDING)
+    starts = np.searchsorted(downsets.work, downsets.work - most_ms)
+    return int((np.arange(len(downsets)) - starts).sum())
+
+
+def search(
+    problem: Problem,
+    walk: Walk,
+    downsets: Downsets,
+    limit_ms: float,
+    *,
+    may_be_empty: bool = False,
+) -> Found:
+    """The best plan within the limit. With `may_be_empty` stages may have no groups, and only the
+    score is found."""
+    inside = windows(problem, walk, limit_ms)
+    if inside.low[0] > 0:
+        return Found(np.inf)
+    downsets = downsets.within(inside)
+    table = _Table(problem, walk, downsets, limit_ms)
+    table.fill(inside, may_be_empty=may_be_empty)
+    end = min(walk.ends, key=lambda state: float(table.best[state, -1]))
+    score_ms = float(table.best[end, -1])
+    if score_ms == np.inf or may_be_empty:
+        return Found(score_ms)
+    return Found(score_ms, tuple(table.stages(end)), float(table.best[:end, -1].min()))
+
+
+class _Table:
+    """best[s][I] of the recurrence."""
+
+    def __init__(self, problem: Problem, walk: Walk, downsets: Downsets, limit_ms: float) -> None:
+        self.problem, self.walk, self.downsets = problem, walk, downsets
+        self.limit_ms = limit_ms * (1 + _ROUNDING)
+        self.window_ms = self.limit_ms / problem.setting.rounds
+        self.total_ms = float(problem.least_work_ms.sum())
+        self.kinds = {id(seen): seen for seen in problem.seen}
+        kinds = list(self.kinds.values())
+        self.pairs = PairSums(kinds, downsets, memory=problem.setting.is_limited)
+        self.best = np.full((len(walk.reach), len(downsets)), np.inf)
+        self.best[0, 0] = 0.0
+
+    def fill(self, inside: Windows, *, may_be_empty: bool) -> None:
+        work = self.downsets.work
+        alive = np.zeros(len(work), dtype=bool)
+        alive[0] = True
+        start = 1
+        while start < len(work):
+            first = int(np.searchsorted(work, work[start] - self.window_ms * (1 + _ROUNDING)))
+            before = first + np.flatnonzero(alive[first:start])
+            count = int(np.clip(_PAIRS_AT_ONCE // (len(before) + 1), 16, 512))
+            rows = np.arange(start, min(start + count, len(work)))
+            columns = np.concatenate([before, rows])
+            self._fill_rows(inside, rows, columns, may_be_empty=may_be_empty)
+            alive[rows] = np.isfinite(self.best[:, rows]).any(axis=0)
+            start += len(rows)
+
+    def _fill_rows(self, inside: Windows, rows: Ints, columns: Ints, *, may_be_empty: bool) -> None:
+        work = self.downsets.work[rows]
+        reached = [
+            (source, target, position, held)
+            for source, target, position in self.walk.steps
+            if len(
+                held := np.flatnonzero((work >= inside.low[target]) & (work <= inside.high[target]))
+            )
+        ]
+        scores = self._scores(rows, columns, {position for _, _, position, _ in reached})
+        # In the order of the states, so that those of the same rows are complete.
+        for source, target, position, held in sorted(reached, key=lambda step: step[1]):
+            score_ms = scores[self.problem.like[position]][held]
+            found = np.maximum(self.best[source, columns], score_ms).min(axis=1)
+            if may_be_empty:
+                found = np.minimum(found, self.best[source, rows[held]])
+            found[found > self.limit_ms] = np.inf
+            self.best[target, rows[held]] = np.minimum(self.best[target, rows[held]], found)
+
+    def _scores(self, rows: Ints, columns: Ints, positions: set[int]) -> dict[int, Floats]:
+        """The scores of the stages from columns to rows, by position; inf where there is none."""
+        sums = dict(zip(self.kinds, self.pairs.sums(rows, columns), strict=True))
+        legal = self.pairs.legal(rows, columns)
+        before_ms = self.downsets.work[None, columns]
+        after_ms = self.total_ms - self.downsets.work[rows, None]
+        scores = {}
+        for position in sorted({self.problem.like[position] for position in positions}):
+            of_kind = sums[id(self.problem.seen[position])]
+            score_ms = self.problem.setting.score_ms(position, of_kind, before_ms, after_ms)
+            scores[position] = np.where(legal, score_ms, np.inf)
+        return scores
+
+    def stages(self, state: int) -> list[tuple[int, Ints]]:
+        """The stages of the best plan, found again from its end."""
+        row, found = len(self.downsets) - 1, []
+        while row:
+            columns = np.flatnonzero(np.isfinite(self.best[:, :row]).any(axis=0))
+            rows = np.array([row])
+            into = [step for step in self.walk.steps if step[1] == state]
+            scores = self._scores(rows, columns, {position for _, _, position in into})
+            choices = [
+                np.maximum(self.best[source, columns], scores[self.problem.like[position]][0])
+                for source, _, position in into
+            ]
+            chosen = int(np.argmin([choice.min() for choice in choices]))
+            state, _, position = into[chosen]
+            column = int(columns[choices[chosen].argmin()])
+            found.append((position, self._between(column, row)))
+            row = column
+        return found[::-1]
+
+    def _between(self, column: int, row: int) -> Ints:
+        bits = self.downsets.bits[:, row] & ~self.downsets.bits[:, column]
+        flags = np.unpackbits(bits.view(np.uint8), bitorder="little")
+        return np.flatnonzero(flags[: self.downsets.num_groups])

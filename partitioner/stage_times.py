@@ -1,0 +1,252 @@
+"""Stages of a captured model -> how long each takes forward and backward, as a rank runs it.
+
+The sum of the parts is not the whole: what lies between operations, and what of memory and caches
+one leaves to the next, belongs to the stage. So the code that is generated for it runs: received
+values are leaves, gradients come in at what it sends, gradients of weights add up, and as many
+micro-batches are in flight as the schedule has there.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from ..runtime.loading import SkipRandomInit
+from ..runtime.user_code import hashed_name, import_file
+from .capture import Capture
+from .clock import Clock, clock_of, threads_set
+from .generate import Header, extra_tensors, generate
+from .precision import mixed_precision
+from .profile_cache import ProfileCache, content_key, is_lasting
+from .profiler import Profile
+from .split import StageGraph, names_of_outputs
+from .verify import adopt
+from .walk import NodeCost, OnProgress
+from .whole import WholeTimes, state_kept
+
+_LEAST, _MOST = 3, 9
+
+
+def time_stages(
+    captured: Capture,
+    stages: Sequence[StageGraph],
+    inputs: Mapping[str, Any],
+    *,
+    in_flight: Sequence[int],
+    threads: int | None = None,
+    dtype: str = "float32",
+    content: Mapping[str, str] | None = None,
+    cache: ProfileCache | None = None,
+    on_progress: OnProgress | None = None,
+    enough_ms: float = 1000.0,
+) -> tuple[WholeTimes, ...]:
+    """Runs each stage alone, on the model's device, and takes the median of its micro-batches.
+
+    `inputs` are forward's tensors by name at the size of one micro-batch, `in_flight` how many
+    micro-batches each stage holds between forward and backward. A stage is timed until
+    `enough_ms` are spent, after a round that warms it up. What is in the `cache` is not timed
+    again; `content` says of each node what it computes. The model is as before afterwards.
+    """
+    keys = [
+        _key(stage, held, content or {}) if cache else None
+        for stage, held in zip(stages, in_flight, strict=True)
+    ]
+    known = [_known(cache, key) for key in keys]
+    if None not in known:
+        return tuple(times for times in known if times)
+    device = next(captured.model.parameters()).device
+    with threads_set(threads), torch.random.fork_rng(devices=[]), state_kept(captured.model):
+        modules = _modules(captured, stages)
+        values = {name: value.clone() for name, value in inputs.items()}
+        times = []
+        for stage, module, held, key, found in zip(
+            stages, modules, in_flight, keys, known, strict=True
+        ):
+            bench = _Bench(captured, stage, module, values, device, dtype)
+            if found is None:
+                times.append(bench.time(held, enough_ms))
+            else:
+                bench.forward()
+                times.append(found)
+            values |= bench.sent
+            if cache and key:
+                cache.put(key, [times[-1].forward_ms, times[-1].backward_ms])
+            if on_progress:
+                on_progress(len(times), len(stages))
+    return tuple(times)
+
+
+def rescaled(
+    profile: Profile, stages: Sequence[StageGraph], times: Sequence[WholeTimes]
+) -> Profile:
+    """The profile whose parts add up to the time of each stage.
+
+    What several stages compute counts in each of them, and is scaled with the first.
+    """
+    nodes = dict(profile.nodes)
+    done: set[str] = set()
+    scales = []
+    for stage, time in zip(stages, times, strict=True):
+        own = [node.name for node in stage.nodes if node.name in nodes and node.name not in done]
+        again = [nodes[node.name] for node in stage.nodes if node.name in done]
+        parts_ms = sum(_work_ms(nodes[name]) for name in own) + sum(map(_work_ms, again))
+        scales.append((time.forward_ms + time.backward_ms) / parts_ms if parts_ms else 1.0)
+        done.update(own)
+        forward = _ratio(
+            time.forward_ms - sum(cost.forward_ms for cost in again),
+            sum(nodes[name].forward_ms for name in own),
+        )
+        backward = _ratio(
+            time.backward_ms - sum(cost.backward_ms for cost in again),
+            sum(nodes[name].backward_ms for name in own),
+        )
+        for name in own:
+            cost = nodes[name]
+            nodes[name] = replace(
+                cost,
+                forward_ms=cost.forward_ms * forward,
+                backward_ms=cost.backward_ms * backward,
+            )
+    return replace(profile, nodes=MappingProxyType(nodes), stage_scales=tuple(scales))
+
+
+def _known(cache: ProfileCache | None, key: str | None) -> WholeTimes | None:
+    found = cache.get(key) if cache and key else None
+    return None if found is None else WholeTimes(*found)
+
+
+def _key(stage: StageGraph, in_flight: int, content: Mapping[str, str]) -> str | None:
+    """A name for the stage's times that lasts, if all that it computes has one."""
+    lines = [f"stage with {in_flight} in flight of {[node.name for node in stage.outputs]}"]
+    lines += [f"{node.format_node()} {content.get(node.name, '')}" for node in stage.nodes]
+    text = "\n".join(lines)
+    return content_key(text) if is_lasting(text) else None
+
+
+def _work_ms(cost: NodeCost) -> float:
+    return cost.forward_ms + cost.backward_ms
+
+
+def _ratio(whole_ms: float, parts_ms: float) -> float:
+    return max(0.0, whole_ms) / parts_ms if parts_ms else 1.0
+
+
+def _modules(captured: Capture, stages: Sequence[StageGraph]) -> list[nn.Module]:
+    """The stages as they are generated, on the model's own parameters."""
+    files = generate(captured, stages, Header(model="", command="", version=""))
+    constants = extra_tensors(captured, stages)
+    modules: list[nn.Module] = []
+    with tempfile.TemporaryDirectory() as folder, SkipRandomInit():
+        for stage in stages:
+            path = Path(folder) / f"stage_{stage.index}.py"
+            path.write_text(files[path.name], encoding="utf-8")
+            code = import_file(path, hashed_name("asyncpipe_timed", path))
+            modules.append(getattr(code, f"Stage{stage.index}")())
+    for module in modules:
+        adopt(module, captured.model, constants)
+    return modules
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    leaves: list[Tensor]
+    roots: list[Tensor]
+
+
+class _Bench:
+    """One stage with what it receives."""
+
+    def __init__(
+        self,
+        captured: Capture,
+        stage: StageGraph,
+        module: nn.Module,
+        values: Mapping[str, Any],
+        device: torch.device,
+        dtype: str,
+    ) -> None:
+        self.stage, self.module = stage, module.to(device).train()
+        self.device, self.dtype = device, dtype
+        self.clock: Clock = clock_of(device)
+        self.received = [values[_name(node)] for node in stage.inputs]
+        self.takes_gradient = [node.op != "placeholder" and _learns(node) for node in stage.inputs]
+        self.roots = _roots(captured, stage)
+        self.sent: dict[str, Tensor] = {}
+
+    def forward(self) -> None:
+        """Once, for what it sends."""
+        self._forward(deque(), [])
+
+    def time(self, in_flight: int, enough_ms: float) -> WholeTimes:
+        """The medians over the micro-batches after the first round."""
+        waiting: deque[_InFlight] = deque()
+        forward_ms: list[float] = []
+        backward_ms: list[float] = []
+        while len(forward_ms) < in_flight - 1:
+            self._forward(waiting, forward_ms)
+        while len(backward_ms) < 1 + _MOST:
+            self._forward(waiting, forward_ms)
+            self._backward(waiting, backward_ms)
+            spent_ms = sum(forward_ms[in_flight:]) + sum(backward_ms[1:])
+            if len(backward_ms) > _LEAST and spent_ms > enough_ms:
+                break
+        return WholeTimes(
+            statistics.median(forward_ms[in_flight:]), statistics.median(backward_ms[1:])
+        )
+
+    def _forward(self, waiting: deque[_InFlight], times_ms: list[float]) -> None:
+        start = self.clock.mark()
+        arguments = [
+            value.detach().requires_grad_(wanted)
+            for value, wanted in zip(self.received, self.takes_gradient, strict=True)
+        ]
+        with mixed_precision(self.dtype, self.device.type):
+            result = self.module(*arguments)
+        end = self.clock.mark()
+        outputs = [result] if len(self.stage.outputs) == 1 else list(result or ())
+        times_ms.append(self.clock.ms(start, end))
+        named = dict(zip(map(_name, self.stage.outputs), outputs, strict=True))
+        self.sent = {name: value.detach() for name, value in named.items()}
+        roots = [named[name] for name in self.roots if named[name].requires_grad]
+        leaves = [leaf for leaf in arguments if leaf.requires_grad]
+        waiting.append(_InFlight(leaves, roots))
+
+    def _backward(self, waiting: deque[_InFlight], times_ms: list[float]) -> None:
+        done = waiting.popleft()
+        seeds = [torch.ones_like(root) for root in done.roots]
+        start = self.clock.mark()
+        if done.roots:
+            torch.autograd.backward(done.roots, seeds)
+        del done
+        times_ms.append(self.clock.ms(start, self.clock.mark()))
+
+
+def _name(node: fx.Node) -> str:
+    return str(node.target) if node.op == "placeholder" else node.name
+
+
+def _learns(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def _roots(captured: Capture, stage: StageGraph) -> list[str]:
+    """What backward starts from: what is sent on and has a gradient, and the loss, or without one
+    all that the model returns."""
+    returned = names_of_outputs(captured)
+    (output,) = captured.graph.find_nodes(op="output")
+    losses = {node for node, name in returned.items() if name == "loss"}
+    later = {
+        node for node in stage.outputs if set(node.users) - {*stage.nodes, output} and _learns(node)
+    }
+    ends = losses or set(output.all_input_nodes)
+    return [_name(node) for node in stage.outputs if node in later | ends and _learns(node)]
