@@ -267,7 +267,7 @@ def test_a_drawn_asynchronous_step_is_busy_for_what_is_not_idle(plan):
         for stage in plan.stages
     )
     assert least_ms * (1 - 1e-9) <= gantt.step_ms <= 1.1 * least_ms
-    busy = sum(box.width for box in gantt.boxes if box.kind != "S")
+    busy = sum(box.width for box in gantt.boxes)
     width = gantt.end_x - 52
     assert 1 - busy / (width * len(gantt.rows)) == pytest.approx(gantt.idle_share, abs=0.02)
     assert min(box.x for box in gantt.boxes) >= 52
