@@ -231,9 +231,11 @@ def partition_source(
         weights=source.weights if save_weights else "not stored",
         if_sent=crossing_if_sent(homes_of(captured.graph, chosen.placed)),
     )
+    tick("plan", solution.summary, "explain" if explain else "generate")
     resolve = solve_again if explain else None
     plan = replace(plan, findings=explain_plan(chosen.graph, solution, plan, LOCALHOST, resolve))
-    tick("plan", solution.summary, "generate" if stop_after is None else "")
+    if explain:
+        tick("explain", f"{len(plan.findings)} findings, each evaluated or solved", "generate")
     if stop_after == "plan":
         return plan
 
