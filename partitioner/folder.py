@@ -7,6 +7,7 @@ without being told to.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
@@ -15,29 +16,28 @@ from pathlib import Path
 from ..runtime.errors import PlanError
 from ..runtime.plan import Plan, file_hash, read_plan
 
+FILES = frozenset({"plan.json", "README.md", "report.html", "__init__.py"})
 FOLDERS = frozenset({"weights", "hf", "__pycache__"})
-"""Folders that a generated folder may hold beside its files."""
+"""What a generated folder may hold beside its stages."""
 
 
 def check_target(folder: Path, new: Mapping[str, object], *, force: bool) -> None:
     """Whether `folder` may be replaced: absent, empty, or generated from the same model.
 
     `new` says of the model about to be written its `model`, `model_args` and hash of the `graph`.
-    Raises PlanError for foreign files (always), for a plan of
-    another model and for stages edited by hand (both unless `force`).
+    Raises PlanError for foreign files (always), and unless `force` for a plan of another model,
+    one that cannot be read, and stages edited by hand.
     """
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     if not (folder / "plan.json").is_file():
         raise foreign_files(folder, sorted(path.name for path in folder.iterdir()))
-    plan = read_plan(folder)
-    written = {"plan.json", "README.md", "report.html", "__init__.py"}
-    written |= {stage.file for stage in plan.stages}
-    foreign = sorted(path.name for path in folder.iterdir() if path.name not in written | FOLDERS)
+    foreign = sorted(path.name for path in folder.iterdir() if not _is_ours(path.name))
     if foreign:
         raise foreign_files(folder, foreign)
     if force:
         return
+    plan = read_plan(folder)
     changes = _changes(plan, new)
     if changes:
         raise PlanError(
@@ -50,6 +50,12 @@ def check_target(folder: Path, new: Mapping[str, object], *, force: bool) -> Non
                 f"{path} was edited by hand. Nothing was changed.",
                 "Choose another --output, or give --force to write over it.",
             )
+
+
+def _is_ours(name: str) -> bool:
+    """Whether a generated folder may hold a file or folder of that name, whatever its plan says:
+    that may be damaged, or another version's."""
+    return name in FILES | FOLDERS or bool(re.fullmatch(r"stage_\d+\.py", name))
 
 
 def foreign_files(folder: Path, names: list[str]) -> PlanError:

@@ -108,6 +108,17 @@ def test_e6_a_plan_of_another_model_is_not_overwritten_without_force(tmp_path: P
     assert run(tmp_path, "partition", *deeper, "--force").returncode == 0
 
 
+def test_a_folder_of_another_version_is_written_over_with_force(tmp_path: Path) -> None:
+    assert run(tmp_path, "partition", *MLP, "--stages", "2").returncode == 0
+    plan = tmp_path / "generated_models/residual_mlp_2p/plan.json"
+    schema = json.loads(plan.read_text())["schema"]
+    plan.write_text(json.dumps({"schema": schema - 1, "command": "asyncpipe-partition x"}))
+    text = error(run(tmp_path, "partition", *MLP, "--stages", "2"))
+    assert f"has schema {schema - 1}" in text and "asyncpipe-partition x --force" in text
+    assert run(tmp_path, "partition", *MLP, "--stages", "2", "--force").returncode == 0
+    assert json.loads(plan.read_text())["schema"] == schema
+
+
 def test_e7_a_folder_with_foreign_files_is_left_alone(tmp_path: Path) -> None:
     folder = tmp_path / "generated_models" / "residual_mlp_2p"
     folder.mkdir(parents=True)
