@@ -206,7 +206,7 @@ def partition_command(
         raise _usage("Either --model or --graph is needed: what to cut into stages.")
     console = make_console()
     if graph is not None:
-        return _plan_graph(console, graph, stages, method, granularity, json=json)
+        return _plan_graph(console, graph, stages, method, granularity, explain=explain, json=json)
     assert model is not None
     from .partitioner.compile import partition_spec
     from .partitioner.outline import outline_spec
@@ -270,20 +270,27 @@ def partition_command(
     elif stop_after == "plan":
         print_plan(console, plan)
         if explain:
-            print_findings(console, plan)
+            print_findings(console, plan.findings)
         print_facts(console, plan)
     elif quiet:
         print(folder)
     else:
         print_plan(console, plan)
         if explain:
-            print_findings(console, plan)
+            print_findings(console, plan.findings)
         print_next(console, plan, folder)
     return 0
 
 
 def _plan_graph(
-    console: Console, path: Path, stages: int | None, method: str, granularity: str, *, json: bool
+    console: Console,
+    path: Path,
+    stages: int | None,
+    method: str,
+    granularity: str,
+    *,
+    explain: bool,
+    json: bool,
 ) -> int:
     """Plans a cost graph alone; nothing is written."""
     from .partitioner.graph_files import read_graph
@@ -291,11 +298,14 @@ def _plan_graph(
 
     if stages is None:
         raise _usage("--stages is needed: the number of stages to cut the graph into.")
-    plan = plan_graph(read_graph(path), stages, method=method, granularity=granularity)
+    plan = plan_graph(
+        read_graph(path), stages, method=method, granularity=granularity, explain=explain
+    )
     if json:
         print(plan.to_json(), end="")
     else:
         print_graph_plan(console, plan)
+        print_findings(console, plan.findings)
     return 0
 
 
@@ -446,7 +456,7 @@ def inspect_command(
         console.print(Syntax(code, "python", theme="ansi_dark", background_color="default"))
         return 0
     if explain:
-        print_findings(console, plan)
+        print_findings(console, plan.findings)
         return 0
     print_folder(console, plan, folder)
     return 0

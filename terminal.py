@@ -20,7 +20,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from .runtime.plan import TOPICS, Candidate, Plan, file_hash, spec_bytes, traffic
+from .runtime.plan import TOPICS, Candidate, Finding, Plan, file_hash, spec_bytes, traffic
 
 if TYPE_CHECKING:
     from .partitioner.graph_plan import GraphPlan
@@ -206,13 +206,13 @@ def print_facts(console: Console, plan: Plan) -> None:
         console.print(escape(line), soft_wrap=True)
 
 
-def print_findings(console: Console, plan: Plan) -> None:
+def print_findings(console: Console, findings: Sequence[Finding]) -> None:
     """The explanation of a plan by topic, each sentence below what it is about."""
     for topic, heading in TOPICS.items():
-        findings = [finding for finding in plan.findings if finding.topic == topic]
-        if findings:
+        of_topic = [finding for finding in findings if finding.topic == topic]
+        if of_topic:
             console.print(f"[bold]{heading}[/]")
-        for about, same in groupby(findings, key=lambda finding: finding.about):
+        for about, same in groupby(of_topic, key=lambda finding: finding.about):
             console.print(f"  {escape(about)}", soft_wrap=True)
             for finding in same:
                 console.print(f"    [dim]{escape(finding.text)}[/]", soft_wrap=True)

@@ -46,6 +46,7 @@ from .split import StageGraph, crossing_if_sent, homes_of, split
 from .ssa import separated
 from .verify import verify
 from .walk import OnProgress
+from .what_if import explain_micro_batches
 
 
 class OnTick(Protocol):
@@ -233,7 +234,8 @@ def partition_source(
     )
     tick("plan", solution.summary, "explain" if explain else "generate")
     resolve = solve_again if explain else None
-    plan = replace(plan, findings=explain_plan(chosen.graph, solution, plan, LOCALHOST, resolve))
+    findings = explain_plan(chosen.graph, solution, LOCALHOST, resolve)
+    plan = replace(plan, findings=(*findings, *explain_micro_batches(plan)))
     if explain:
         tick("explain", f"{len(plan.findings)} findings, each evaluated or solved", "generate")
     if stop_after == "plan":

@@ -9,12 +9,12 @@ from __future__ import annotations
 import networkx as nx
 import numpy as np
 
-from ..runtime.plan import Finding, Plan
+from ..runtime.plan import Finding
 from .cost import Floats, Link
 from .explain_cuts import explain_cuts
 from .problem import Problem
 from .solve import Solution
-from .what_if import Resolve, explain_changes, explain_micro_batches
+from .what_if import Resolve, explain_changes
 from .wording import counted, write_ms, write_share
 
 _LARGEST = 3
@@ -22,15 +22,14 @@ _TIGHT = 1 + 1e-3
 
 
 def explain(
-    graph: nx.DiGraph, solution: Solution, plan: Plan, link: Link, resolve: Resolve | None = None
+    graph: nx.DiGraph, solution: Solution, link: Link, resolve: Resolve | None = None
 ) -> tuple[Finding, ...]:
-    """All that is found about a plan: its cuts, its bound and numbers of micro-batches; given
-    `resolve`, which is `solve` with the plan's other arguments, also what else would change it."""
+    """Why the cuts are where they are and what bounds the plan; given `resolve`, which is `solve`
+    with the plan's other arguments, also what other settings would change."""
     return (
         *explain_cuts(solution),
         *explain_bound(solution),
         *(explain_changes(graph, solution, link, resolve) if resolve else ()),
-        *explain_micro_batches(plan),
     )
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Unpack
 
 import networkx as nx
 
-from ..runtime.plan import Candidate
+from ..runtime.plan import Candidate, Finding
 from .cost import Link, Value, costs_of
+from .explain import explain as explain_plan
 from .running import Running
 from .setting import Setting
 from .solve import Solution, solve
@@ -64,6 +66,7 @@ class GraphPlan:
     method: str
     seconds: float
     explanation: tuple[str, ...]
+    findings: tuple[Finding, ...] = ()
     candidates: tuple[Candidate, ...] = ()
 
     @property
@@ -84,24 +87,23 @@ def plan_graph(
     setting: Setting | None = None,
     prefer_modules: float = 0.0,
     granularity: str = "op",
+    explain: bool = False,
     **running: Unpack[Running],
 ) -> GraphPlan:
     """Plans a cost graph: see `costs_of` for what its nodes and edges may say.
 
     Without `link` transfers are free, unless the graph's edges give times; `running` says how the
-    plan is meant to run, as for `solve`. Raises PlanError as
-    `solve` does.
+    plan is meant to run, as for `solve`. With `explain` it says why the cuts are where they are,
+    what bounds it, and what would change it. Raises PlanError as `solve` does.
     """
-    solution = solve(
-        graph,
-        stages=stages,
+    solve_again = partial(
+        solve,
         method=method,
-        link=link,
-        setting=setting,
         prefer_modules=prefer_modules,
         granularity=granularity,
         **running,
     )
+    solution = solve_again(graph, stages=stages, link=link, setting=setting)
     costs = costs_of(graph, link)
     where = [solution.stage_of[group] for group in costs.groups]
     crossings = [
@@ -131,6 +133,7 @@ def plan_graph(
         method=solution.method,
         seconds=solution.seconds,
         explanation=solution.explanation,
+        findings=explain_plan(graph, solution, link or Link(), solve_again) if explain else (),
         candidates=solution.candidates,
     )
 

@@ -3,8 +3,10 @@
 import json
 from pathlib import Path
 
+import networkx as nx
 import pytest
 
+from asyncpipe.partitioner.graph_files import write_graph
 from asyncpipe.runtime.plan import TOPICS, read_plan
 from asyncpipe.tests.test_cli import MLP, run
 
@@ -56,3 +58,17 @@ def test_findings_are_in_the_json_that_inspect_prints(made):
     ]
     about = next(one for one in found if one["about"] == "one more device (4)")
     assert about["bottleneck_ms"] > 0
+
+
+def test_a_cost_graph_is_explained_too(tmp_path):
+    graph = nx.DiGraph(name="toy")
+    for index, forward_ms in enumerate((3.0, 1.0, 2.0, 4.0)):
+        graph.add_node(f"n{index}", forward_ms=forward_ms)
+    nx.add_path(graph, ["n0", "n1", "n2", "n3"])
+    write_graph(graph, tmp_path / "toy.json")
+    command = ("partition", "--graph", "toy.json", "--stages", "2")
+    printed = run(tmp_path, *command, "--explain").stdout
+    assert "one more device (3)\n    slowest stage 6.00 ms to 4.00 ms, 1.50 times" in printed
+    assert "Why each cut" not in run(tmp_path, *command).stdout
+    found = json.loads(run(tmp_path, *command, "--explain", "--json").stdout)["findings"]
+    assert found and all(one["text"] in printed for one in found)
