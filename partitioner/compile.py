@@ -217,7 +217,7 @@ def partition_source(
         stage_graphs = split(divided, placed, Recomputation(divided, prices))
         return Cut(divided, stage_graphs, placed, graph, solution)
 
-    measured, chosen = cut_and_time(captured, cut, measured, how, LOCALHOST)
+    measured, chosen = cut_and_time(captured, cut, measured, how)
     captured, stage_graphs, solution = chosen.captured, chosen.stages, chosen.solution
     plan = assemble(
         captured,

@@ -176,11 +176,11 @@ def solve(
         method=_method_name(method),
         seconds=time.perf_counter() - started,
         explanation=(
-            *_explain(costs, evaluation, placement),
+            *explain_shortly(costs, evaluation, placement),
             *_price_of_demands(placement.order_optimum_ms, free.order_optimum_ms),
         )
         if setting.is_asynchronous
-        else (*_explain(costs, evaluation, placement),),
+        else (*explain_shortly(costs, evaluation, placement),),
         crossing_bytes=crossing_bytes(costs, placement),
     )
 
@@ -250,7 +250,8 @@ def _check_stages(costs: Costs, stages: int, may_cut: Bools, granularity: str) -
     raise PlanError(f"{stages} stages asked, but {has}.", f"{most}: --stages {places + 1}")
 
 
-def _explain(costs: Costs, evaluation: Evaluation, placement: Placement) -> list[str]:
+def explain_shortly(costs: Costs, evaluation: Evaluation, placement: Placement) -> tuple[str, ...]:
+    """The slowest stage with its largest group, and what was given up for tidier cuts."""
     times_ms = [load.load_ms for load in evaluation.stages]
     slowest = int(np.argmax(times_ms))
     members = np.flatnonzero(np.asarray(placement.stage_of) == slowest)
@@ -267,4 +268,4 @@ def _explain(costs: Costs, evaluation: Evaluation, placement: Placement) -> list
             f"{times_ms[slowest] / optimum_ms - 1:.1%} are given up so that the cuts tear "
             f"fewer modules or carry fewer bytes (best cut anywhere: {optimum_ms:.2f} ms)"
         )
-    return sentences
+    return tuple(sentences)
