@@ -240,14 +240,13 @@ def partition_command(
             "--stop-after": stop_after,
             "--meta": meta,
             "--no-weights": no_weights,
-            "--explain": explain,
             "--force": force,
         }
         for flag, value in of_models.items():
             if value:
                 raise _usage(f"{flag} is of a model; with --graph nothing is captured or written.")
         placing |= {"devices": _devices(devices, hosts), "cut_before": cut_at or ()}
-        return _plan_graph(console, graph, stages, json=json, **placing)
+        return _plan_graph(console, graph, stages, json=json, explain=explain, **placing)
     from .partitioner.compile import partition_spec
     from .partitioner.outline import outline_spec
 
@@ -305,14 +304,14 @@ def partition_command(
     elif stop_after == "plan":
         print_plan(console, plan)
         if explain:
-            print_findings(console, plan)
+            print_findings(console, plan.findings)
         print_facts(console, plan)
     elif quiet:
         print(folder)
     else:
         print_plan(console, plan)
         if explain:
-            print_findings(console, plan)
+            print_findings(console, plan.findings)
         print_next(console, plan, folder)
     return 0
 
@@ -343,6 +342,7 @@ def _plan_graph(
         print(plan.to_json(), end="")
     else:
         print_graph_plan(console, plan)
+        print_findings(console, plan.findings)
     return 0
 
 
@@ -493,7 +493,7 @@ def inspect_command(
         console.print(Syntax(code, "python", theme="ansi_dark", background_color="default"))
         return 0
     if explain:
-        print_findings(console, plan)
+        print_findings(console, plan.findings)
         return 0
     print_folder(console, plan, folder)
     return 0
