@@ -8,8 +8,13 @@ from functools import cached_property
 
 import numpy as np
 
+from ..runtime.errors import PlanError
 from .cost import Bools, Costs, Floats, Link, seen_over
 from .setting import Setting
+
+
+class DoesNotFit(PlanError):
+    """A method has found no plan that is within the memory of the ranks."""
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,9 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from ...runtime.errors import PlanError
 from ..cost import Costs, Floats, Held, Ints, StageSums
 from ..evaluate import evaluate
-from ..problem import Placement, Problem
+from ..problem import DoesNotFit, Placement, Problem
 from .bounds import more_than_any_ms, ratios
 
 _ROUNDING = 1e-9
@@ -31,13 +30,13 @@ _ROUNDING = 1e-9
 def place(problem: Problem) -> Placement:
     """The optimum over the cuts that the rules allow, of the groups in their given order.
 
-    Raises PlanError when no such cut fits into the memory of the devices.
+    Raises DoesNotFit when no such cut fits into the memory of the devices.
     """
     optimum_ms = optimum(problem)
     limit_ms = optimum_ms * (1 + problem.rules.prefer_modules) * (1 + _ROUNDING)
     stage_of = tidiest(problem, limit_ms) if optimum_ms < np.inf else None
     if stage_of is None:
-        raise PlanError(f"no {problem.stages}-stage plan fits into the memory of the devices.")
+        raise DoesNotFit(f"no {problem.stages}-stage plan fits into the memory of the devices.")
     return Placement(stage_of, order_optimum_ms=optimum_ms)
 
 
@@ -51,9 +50,11 @@ def interval_sums(costs: Costs, first: Ints | None = None) -> Iterator[tuple[int
         for each in (costs.forward_ms, costs.backward_ms, costs.buffer_bytes)
     )
     changing = {
-        "send_ms": _send_changes(costs),
+        "send_ms": _send_changes(costs, costs.send_ms),
+        "sent_bytes": _send_changes(costs, costs.value_bytes),
+        "root_bytes": _send_changes(costs, costs.root_bytes),
         "receive_ms": _receive_changes(costs, costs.receive_ms),
-        "received_bytes": _receive_changes(costs, costs.received_bytes),
+        "received_bytes": _receive_changes(costs, costs.value_bytes),
         "param_bytes": _held_changes(costs.parameters, num_groups),
         "saved_bytes": _held_changes(costs.saved, num_groups),
     }
@@ -81,20 +82,21 @@ def interval_sums(costs: Costs, first: Ints | None = None) -> Iterator[tuple[int
 _Changes = list[list[tuple[int, int, float]]]  # by position: starts first..last change by amount
 
 
-def _send_changes(costs: Costs) -> _Changes:
-    """What is sent by stages with starts first..last, once they reach a position."""
+def _send_changes(costs: Costs, amounts: Floats) -> _Changes:
+    """What is sent by stages with starts first..last, once they reach a position, of each value
+    by that amount."""
     changes: _Changes = [[] for _ in costs.groups]
-    for value, cost_ms in zip(costs.values, costs.send_ms.tolist(), strict=True):
+    for value, amount in zip(costs.values, amounts.tolist(), strict=True):
         owner, readers = value.owner, value.readers
-        if not cost_ms:
+        if not amount:
             continue
         if owner < readers[0]:
             # By every stage that has the owner, until the last reader is in it too.
-            changes[owner].append((0, owner, cost_ms))
-            changes[readers[-1]].append((0, owner, -cost_ms))
+            changes[owner].append((0, owner, amount))
+            changes[readers[-1]].append((0, owner, -amount))
         else:
             # By a stage with the owner that begins after the first reader.
-            changes[owner].append((readers[0] + 1, owner, cost_ms))
+            changes[owner].append((readers[0] + 1, owner, amount))
     return changes
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from ...runtime.errors import PlanError
 from ..cost import Ints
 from ..evaluate import evaluate
-from ..problem import Placement, Problem
+from ..problem import DoesNotFit, Placement, Problem
 from . import chain, milp
 from .bounds import more_than_any_ms, simple_bound_ms
 from .downsets import Downsets, find_downsets
@@ -39,7 +39,7 @@ def place(problem: Problem) -> Placement:
     """The optimum with its proof, or the best plan found and a bound.
 
     Where the rules leave no free choice of cuts, the best cut of the given order that they allow.
-    Raises PlanError when nothing fits into the memory of the devices.
+    Raises DoesNotFit when nothing fits into the memory of the devices.
     """
     if not problem.rules.may_cut.all() or problem.rules.must_cut:
         return chain.place(problem)
@@ -50,7 +50,7 @@ def place(problem: Problem) -> Placement:
     if score_ms > bound_ms * (1 + _ROUNDING):
         stage_of, bound_ms = _improved(problem, stage_of, score_ms, bound_ms)
     if stage_of is None:
-        raise PlanError(f"no {problem.stages}-stage plan fits into the memory of the devices.")
+        raise DoesNotFit(f"no {problem.stages}-stage plan fits into the memory of the devices.")
     score_ms = _score_ms(problem, stage_of)
     limit_ms = score_ms * (1 + problem.rules.prefer_modules) * (1 + _ROUNDING)
     return Placement(

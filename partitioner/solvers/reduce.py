@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 import networkx as nx
 import numpy as np
 
-from ..cost import Costs, Floats, Held, Ints, StageSums
+from ..cost import Costs, Floats, Held, Ints, StageSums, Value
 from ..problem import Problem, Rules
 
 _ROUNDING = 1e-9
@@ -80,8 +80,7 @@ def contracted(costs: Costs, item_of: Ints) -> Costs:
     np.minimum.at(first, item_of, np.arange(len(item_of)))
     values, kept = [], []
     for index, value in enumerate(costs.values):
-        owner = int(item_of[value.owner])
-        readers = tuple(sorted({int(item_of[reader]) for reader in value.readers} - {owner}))
+        owner, readers = _ends(value, item_of)
         if readers:
             values.append(replace(value, owner=owner, readers=readers))
             kept.append(index)
@@ -115,6 +114,17 @@ def contracted(costs: Costs, item_of: Ints) -> Costs:
     )
 
 
+def _ends(value: Value, item_of: Ints) -> tuple[int, tuple[int, ...]]:
+    """The item that has a value and the others that read it; an exchange has no direction, and no
+    edge says which end comes first."""
+    owner = int(item_of[value.owner])
+    readers = {int(item_of[reader]) for reader in value.readers} - {owner}
+    if value.is_exchange:
+        owner, *others = sorted({owner, *readers})
+        return owner, tuple(others)
+    return owner, tuple(sorted(readers))
+
+
 def _held(held: Iterable[Held], item_of: Ints) -> tuple[Held, ...]:
     return tuple(
         Held(tuple(sorted({int(item_of[group]) for group in one.groups})), one.num_bytes)
@@ -135,8 +145,10 @@ def without_memory(problem: Problem) -> Problem:
         param_bytes=np.array([sum(held.num_bytes for held in costs.parameters)]),
         buffer_bytes=np.array([costs.buffer_bytes.sum()]),
         saved_bytes=np.array([sum(held.num_bytes for held in costs.saved)]),
-        received_bytes=np.array([costs.received_bytes.sum()]),
+        received_bytes=np.array([costs.value_bytes.sum()]),
         transient_bytes=np.array([costs.transient_bytes.max()]),
+        sent_bytes=np.array([costs.value_bytes.sum()]),
+        root_bytes=np.array([costs.root_bytes.sum()]),
     )
     for position, device in enumerate(setting.devices):
         for recompute in {False, setting.recompute == "all"}:
