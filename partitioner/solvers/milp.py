@@ -48,7 +48,7 @@ def improve(
     stage_of: Sequence[int] | None,
     limit_ms: float,
     *,
-    seconds: float = SECONDS,
+    seconds: float,
     gap: float = GAP,
 ) -> Improved:
     """Looks for a plan better than `stage_of`, whose score is the limit, until it is proved within

@@ -196,7 +196,7 @@ def test_the_program_gives_what_the_search_gives(case):
     if problem.stages == 1 or problem.setting.is_limited or problem.setting.replicas:
         return
     best = least_score_ms(graph, problem)
-    found = milp.improve(problem, None, more_than_any_ms(problem), gap=0.0)
+    found = milp.improve(problem, None, more_than_any_ms(problem), seconds=60.0, gap=0.0)
     assert found.bound_ms <= best * (1 + 1e-6)
     if problem.setting.is_asynchronous and problem.setting.recompute != "all":
         assert evaluate(problem, Placement(found.stage_of)).score_ms == pytest.approx(best, 1e-5)
@@ -237,8 +237,9 @@ def test_too_many_downsets_leave_a_plan_that_is_proved(monkeypatch):
     assert by_program.bound_ms <= by_search.order_optimum_ms
 
 
-def test_more_branches_than_could_be_searched_are_planned_near_the_bound():
-    graph = branches(10, 8)
+def test_more_branches_than_could_be_searched_are_planned_near_the_bound(monkeypatch):
+    monkeypatch.setattr(milp, "SECONDS", 3.0)
+    graph = branches(10, 4)
     solution = solve(graph, stages=4, prefer_modules=0)
     assert solution.gap < 0.01
     chain = solve(graph, stages=4, method="chain", prefer_modules=0)
