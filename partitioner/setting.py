@@ -101,9 +101,14 @@ class Setting:
         """Whether some device's memory has an end, so that memory can decide."""
         return any(device.memory_bytes < math.inf for device in self.devices)
 
+    @cached_property
+    def is_of_profile(self) -> bool:
+        """Whether every device takes the graph's own times."""
+        return all(device.kind is None and device.speed == 1 for device in self.devices)
+
     def replicas_at(self, position: int) -> int:
         """How many ranks the one at `position` stands for."""
-        return self.replicas[position] if self.replicas else 1
+        return self.replicas[position] if position < len(self.replicas) else 1
 
     def shares_at(self, position: int) -> int:
         """By what the times of a micro-batch are divided there. A synchronous pipeline has a

@@ -176,14 +176,14 @@ class PairSums:
         self, item: _Item, rows: Ints
     ) -> Iterator[tuple[bool, tuple[int, ...], Bools, Floats]]:
         """How the item is crossed by rows: the test of columns, by which rows, and its weight."""
-        has = np.stack([self.downsets.has(group, rows) for group in item.members])
-        some, every = has.any(axis=0), has.all(axis=0)
+        has: Bools = np.stack([self.downsets.has(group, rows) for group in item.members])
+        some, every = np.any(has, axis=0), np.all(has, axis=0)
         guard: tuple[int, ...] = ()
         if item.owner < 0:
-            crossed = some & ~every
+            crossed: Bools = some & ~every
         else:
             owner = self.downsets.has(item.owner, rows)
-            crossed = some & ~owner if item.is_gradient else owner & ~every
+            crossed = (some & ~owner) if item.is_gradient else (owner & ~every)
             if not item.is_gradient:
                 guard = (item.owner,)
         if not crossed.any():

@@ -51,7 +51,7 @@ def place(problem: Problem) -> Placement:
             found.append((evaluation.score_ms, placement.stages, clusters, placement))
     if not found:
         raise DoesNotFit(
-            f"--method 2dbin found no way into the memory of {problem.stages} devices.",
+            f"no plan of --method 2dbin fits into the memory of {problem.stages} devices.",
             "--method auto searches all cuts.",
         )
     return min(found, key=lambda one: one[:3])[-1]
