@@ -109,6 +109,8 @@ def partition_spec(
     **options: Any,
 ) -> Plan:
     """`asyncpipe-partition`: finds the model that `spec` names, then `partition_source`."""
+    running = {name: options[name] for name in Running.__annotations__ if name in options}
+    make_setting(stages or 1, **running)  # what is wrong is said before anything is loaded
     source = load_ticked(
         spec,
         on_tick,
