@@ -112,6 +112,23 @@ def announce(
     )
     if few:
         reporter.on_warning(few)
+    if planned := describe_replicas(plan, schedule):
+        reporter.on_warning(planned)
+
+
+def describe_replicas(plan: Plan, schedule: Schedule) -> str:
+    """What is run instead of a plan with replicas, in a sentence; "" for one without."""
+    counts = [len(stage.ranks) for stage in plan.stages]
+    if max(counts) <= 1:
+        return ""
+    alike = len(set(counts)) == 1
+    number = str(counts[0]) if alike else " and ".join(map(str, sorted(set(counts))))
+    ranks = len(schedule.ranks)
+    return (
+        f"the plan has {number} replicas of {'each stage' if alike else 'stages'}, which are not "
+        f"run yet: one {'rank' if ranks == 1 else f'pipeline of {ranks} ranks'} takes all "
+        "micro-batches."
+    )
 
 
 def describe_data(data: Data, plan: Plan, schedule: Schedule, settings: Settings) -> str:
