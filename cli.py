@@ -212,11 +212,41 @@ def partition_command(
     if (model is None) == (graph is None):
         raise _usage("Either --model or --graph is needed: what to cut into stages.")
     console = make_console()
-    if graph is not None:
-        return _plan_graph(
-            console, graph, stages, _devices(devices, hosts), method, granularity, json=json
-        )
-    assert model is not None
+    placing: dict[str, Any] = {
+        "method": method,
+        "granularity": granularity,
+        "schedule": schedule,
+        "micro_batches": micro_batches,
+        "staleness": staleness,
+        "optimizer": optimizer,
+        "recompute": recompute,
+        "memory_limit": memory_limit,
+    }
+    if model is None:
+        assert graph is not None
+        of_models = {
+            "--output": output,
+            "--model-arg": model_arg,
+            "--input": input,
+            "--micro-batch-size": micro_batch_size,
+            "--loss": loss,
+            "--profile": profile,
+            "--threads": threads,
+            "--device": device,
+            "--calibrate": calibrate,
+            "--no-cache": no_cache,
+            "--leaf": leaf,
+            "--keep-together": keep_together,
+            "--stop-after": stop_after,
+            "--meta": meta,
+            "--no-weights": no_weights,
+            "--force": force,
+        }
+        for flag, value in of_models.items():
+            if value:
+                raise _usage(f"{flag} is of a model; with --graph nothing is captured or written.")
+        placing |= {"devices": _devices(devices, hosts), "cut_before": cut_at or ()}
+        return _plan_graph(console, graph, stages, json=json, explain=explain, **placing)
     from .partitioner.compile import partition_spec
     from .partitioner.outline import outline_spec
 
@@ -257,22 +287,15 @@ def partition_command(
             devices=on,
             output=output,
             loss=loss,
-            method=method,
-            granularity=granularity,
             cut_at=cut_at or (),
             keep_together=keep_together or (),
             code=code,
             explain=explain,
             stop_after=stop_after,
-            schedule=schedule,
-            micro_batches=micro_batches,
-            staleness=staleness,
-            optimizer=optimizer,
-            recompute=recompute,
-            memory_limit=memory_limit,
             save_weights=not no_weights,
             force=force,
             command=_command_line("asyncpipe-partition"),
+            **placing,
             **shared,
         )
     folder = output or Path("generated_models") / f"{plan.name}_{len(plan.stages)}p"
@@ -281,14 +304,14 @@ def partition_command(
     elif stop_after == "plan":
         print_plan(console, plan)
         if explain:
-            print_findings(console, plan)
+            print_findings(console, plan.findings)
         print_facts(console, plan)
     elif quiet:
         print(folder)
     else:
         print_plan(console, plan)
         if explain:
-            print_findings(console, plan)
+            print_findings(console, plan.findings)
         print_next(console, plan, folder)
     return 0
 
@@ -306,28 +329,20 @@ def _devices(path: Path | None, hosts: str | None) -> Any:
 
 
 def _plan_graph(
-    console: Console,
-    path: Path,
-    stages: int | None,
-    devices: Any,
-    method: str,
-    granularity: str,
-    *,
-    json: bool,
+    console: Console, path: Path, stages: int | None, *, json: bool, **placing: Any
 ) -> int:
     """Plans a cost graph alone; nothing is written."""
     from .partitioner.graph_files import read_graph
     from .partitioner.graph_plan import plan_graph
 
-    if stages is None and devices is None:
+    if stages is None and placing["devices"] is None:
         raise _usage("--stages is needed: the number of stages to cut the graph into.")
-    plan = plan_graph(
-        read_graph(path), stages, devices=devices, method=method, granularity=granularity
-    )
+    plan = plan_graph(read_graph(path), stages, **placing)
     if json:
         print(plan.to_json(), end="")
     else:
         print_graph_plan(console, plan)
+        print_findings(console, plan.findings)
     return 0
 
 
@@ -478,7 +493,7 @@ def inspect_command(
         console.print(Syntax(code, "python", theme="ansi_dark", background_color="default"))
         return 0
     if explain:
-        print_findings(console, plan)
+        print_findings(console, plan.findings)
         return 0
     print_folder(console, plan, folder)
     return 0

@@ -35,6 +35,7 @@ from .generate import (
     render_readme,
 )
 from .graph import build_graph, stage_of_nodes, with_copies
+from .infeasible import explained
 from .models import Source, load_model, name_inputs
 from .planner import cluster_of, planner_for, with_times_on
 from .prices import Prices
@@ -49,6 +50,7 @@ from .split import StageGraph, crossing_if_sent, homes_of, split
 from .ssa import separated
 from .verify import verify
 from .walk import OnProgress
+from .what_if import explain_micro_batches
 
 
 class OnTick(Protocol):
@@ -230,13 +232,14 @@ def partition_source(
 
     def cut(costs: Profile) -> Cut:
         graph = with_times_on(graph_of(costs), predicted)
-        solution = planner.plan(graph)
+        with explained():
+            solution = planner.plan(graph)
         placed = stage_of_nodes(captured, graph, solution.stage_of, again)
         divided, placed = separated(captured, placed)
         stage_graphs = split(divided, placed, Recomputation(divided, prices))
         return Cut(divided, stage_graphs, placed, graph, solution)
 
-    measured, chosen = cut_and_time(captured, cut, measured, how, planner.link)
+    measured, chosen = cut_and_time(captured, cut, measured, how)
     captured, stage_graphs = chosen.captured, chosen.stages
     solution = planner.advised(chosen.graph, chosen.solution)
     folder = target(len(stage_graphs))
@@ -254,9 +257,12 @@ def partition_source(
         weights=source.weights if save_weights else "not stored",
         if_sent=crossing_if_sent(homes_of(captured.graph, chosen.placed)),
     )
+    tick("plan", solution.summary, "explain" if explain else "generate")
     resolve = partial(solve, **options) if explain else None
-    plan = replace(plan, findings=explain_plan(chosen.graph, solution, plan, planner.link, resolve))
-    tick("plan", solution.summary, "generate" if stop_after is None else "")
+    findings = explain_plan(chosen.graph, solution, planner.link, resolve)
+    plan = replace(plan, findings=(*findings, *explain_micro_batches(plan)))
+    if explain:
+        tick("explain", f"{len(plan.findings)} findings, each evaluated or solved", "generate")
     if stop_after == "plan":
         return plan
 

@@ -112,22 +112,19 @@ def announce(
     )
     if few:
         reporter.on_warning(few)
-    if planned := describe_replicas(plan, schedule):
-        reporter.on_warning(planned)
+    if copies := replicas_warning(plan):
+        reporter.on_warning(copies)
 
 
-def describe_replicas(plan: Plan, schedule: Schedule) -> str:
-    """What is run instead of a plan with replicas, in a sentence; "" for one without."""
-    counts = [len(stage.ranks) for stage in plan.stages]
-    if max(counts) <= 1:
+def replicas_warning(plan: Plan) -> str:
+    """Of a plan that has stages on several ranks; "" if it has none."""
+    replicated = [stage for stage in plan.stages if len(stage.ranks) > 1]
+    if not replicated:
         return ""
-    alike = len(set(counts)) == 1
-    number = str(counts[0]) if alike else " and ".join(map(str, sorted(set(counts))))
-    ranks = len(schedule.ranks)
+    stages = ", ".join(f"stage {stage.index} on {len(stage.ranks)} ranks" for stage in replicated)
     return (
-        f"the plan has {number} replicas of {'each stage' if alike else 'stages'}, which are not "
-        f"run yet: one {'rank' if ranks == 1 else f'pipeline of {ranks} ranks'} takes all "
-        "micro-batches."
+        f"the plan has {stages}, but training runs one replica of each stage, so a step takes "
+        "longer than planned."
     )
 
 
