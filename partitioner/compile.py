@@ -230,7 +230,9 @@ def partition_source(
         kind: graph_of(profile_analytic(captured, captured.arguments.tensors, spec, dtype=dtype))
         for kind, spec in zip(kinds, map(device_spec, kinds), strict=True)
     }
-    planner = planner_for(with_times_on(graph_of(measured), predicted), cluster, stages, options)
+    graph = with_times_on(graph_of(measured), predicted)
+    with explained():
+        planner = planner_for(graph, cluster, stages, options)
 
     def cut(costs: Profile) -> Cut:
         graph = with_times_on(graph_of(costs), predicted)

@@ -73,7 +73,7 @@ class Search:
 
     def tried(self, shape: Shape, *, is_asked: bool) -> Tried:
         """A shape on its layouts. Raises PlanError if it fits on none."""
-        most = self._most_layouts(shape) if is_asked else _FEWEST_LAYOUTS
+        most = self._most_layouts(shape) if is_asked else 2
         ways, are_all = layouts(self.cluster, shape, most)
         is_small = len(self.graph) * len(ways) <= _MOST_GROUPS_SOLVED
         found = self._solved(ways, self.method if is_small else "chain")
