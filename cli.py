@@ -142,8 +142,9 @@ def partition_command(
     loss
         The loss, when the model does not return one: cross_entropy, mse or path/file.py:function.
     method
-        How to place the cuts: auto, chain, uniform, metis, acyclic, mpipe (several stages a rank),
-        2dbin, pipedream (replicated stages), or all: the best of these, with a table.
+        How to place the cuts: auto (the optimum, with its proof), chain, uniform, metis, acyclic,
+        mpipe and 2dbin (several stages a rank), pipedream (replicated stages), or all: the best of
+        these that trains as planned, with a table of them.
     granularity
         Where a cut may be: between any two operations, or only between whole blocks.
     schedule

@@ -20,6 +20,7 @@ from ..runtime.tensors import tensor_bytes, write_index, write_shard
 from .assemble import assemble
 from .capture import Capture
 from .capture import capture as capture_model
+from .compare import ALL
 from .cost import LOCALHOST
 from .demands import find_demands, groups_to_cut_before
 from .explain import explain as explain_plan
@@ -231,7 +232,8 @@ def partition_source(
         weights=source.weights if save_weights else "not stored",
         if_sent=crossing_if_sent(homes_of(captured.graph, chosen.placed)),
     )
-    resolve = solve_again if explain else None
+    # What else there could be is told of plans by one method: all would take as long each time.
+    resolve = partial(solve_again, method="auto" if method == ALL else method) if explain else None
     plan = replace(plan, findings=explain_plan(chosen.graph, solution, plan, LOCALHOST, resolve))
     tick("plan", solution.summary, "generate" if stop_after is None else "")
     if stop_after == "plan":

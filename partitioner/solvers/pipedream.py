@@ -126,7 +126,7 @@ class _Search:
     def _load_ms(self, behind: int, ranks: range, sums: StageSums) -> Floats:
         """Time of one micro-batch of stages on those ranks, inf where they do not fit."""
         setting = self._problem.setting
-        alone = replace(setting, devices=(setting.devices[ranks[0]],) * (behind + 1))
+        alone = setting.at([ranks[0]] * (behind + 1))
         exchange_ms = setting.exchange_ms(
             self._problem.link_among(ranks), sums.param_bytes, len(ranks)
         )
