@@ -81,6 +81,8 @@ def partition_command(
     model: str | None = None,
     graph: Path | None = None,
     stages: int | None = None,
+    devices: Path | None = None,
+    hosts: str | None = None,
     output: Path | None = None,
     model_arg: Annotated[list[str] | None, Parameter(negative=())] = None,
     input: Annotated[list[str] | None, Parameter(negative=())] = None,
@@ -127,7 +129,12 @@ def partition_command(
     graph
         Instead of a model: plan a cost graph (our JSON, dnn-partitioning's, PipeDream's graph.txt).
     stages
-        How many stages to cut it into; not needed with --stop-after capture or profile.
+        How many stages to cut it into; not needed with --stop-after capture or profile, and
+        chosen when it is left out with --devices or --hosts.
+    devices
+        A TOML file of the devices, hosts and links to plan for.
+    hosts
+        Equal devices in short: h1:4,h2:2 are four ranks on host h1 and two on h2.
     output
         The folder to write; by default generated_models/<name>_<stages>p.
     model_arg
@@ -240,7 +247,10 @@ def partition_command(
         for flag, value in of_models.items():
             if value:
                 raise _usage(f"{flag} is of a model; with --graph nothing is captured or written.")
-        return _plan_graph(console, graph, stages, json=json, cut_before=cut_at or (), **placing)
+        on = _devices(devices, hosts)
+        return _plan_graph(
+            console, graph, stages, on, json=json, cut_before=cut_at or (), **placing
+        )
     from .partitioner.compile import partition_spec
     from .partitioner.outline import outline_spec
 
@@ -271,12 +281,14 @@ def partition_command(
         else:
             print_outline(console, outline)
         return 0
-    if stages is None:
+    on = _devices(devices, hosts)
+    if stages is None and on is None:
         raise _usage("--stages is needed: the number of stages to cut the model into.")
     with ticks:
         plan = partition_spec(
             model,
             stages=stages,
+            devices=on,
             output=output,
             loss=loss,
             cut_at=cut_at or (),
@@ -290,7 +302,7 @@ def partition_command(
             **placing,
             **shared,
         )
-    folder = output or Path("generated_models") / f"{plan.name}_{stages}p"
+    folder = output or Path("generated_models") / f"{plan.name}_{len(plan.stages)}p"
     if json:
         print(plan.to_json(), end="")
     elif stop_after == "plan":
@@ -308,16 +320,28 @@ def partition_command(
     return 0
 
 
+def _devices(path: Path | None, hosts: str | None) -> Any:
+    """The devices to plan for, as --devices or --hosts gives them; None for equal ranks."""
+    from .partitioner.cluster import cluster_of_hosts
+    from .partitioner.cluster_file import read_cluster
+
+    if path is not None and hosts is not None:
+        raise _usage("--devices and --hosts both say what there is: leave one out.")
+    if hosts is not None:
+        return cluster_of_hosts(hosts)
+    return read_cluster(path) if path is not None else None
+
+
 def _plan_graph(
-    console: Console, path: Path, stages: int | None, *, json: bool, **placing: Any
+    console: Console, path: Path, stages: int | None, devices: Any, *, json: bool, **placing: Any
 ) -> int:
     """Plans a cost graph alone; nothing is written."""
     from .partitioner.graph_files import read_graph
     from .partitioner.graph_plan import plan_graph
 
-    if stages is None:
+    if stages is None and devices is None:
         raise _usage("--stages is needed: the number of stages to cut the graph into.")
-    plan = plan_graph(read_graph(path), stages, **placing)
+    plan = plan_graph(read_graph(path), stages, devices=devices, **placing)
     if json:
         print(plan.to_json(), end="")
     else:

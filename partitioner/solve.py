@@ -11,10 +11,11 @@ import networkx as nx
 import numpy as np
 
 from ..runtime.errors import PlanError
-from ..runtime.plan import Candidate
+from ..runtime.plan import Candidate, RankSpec
 from .compare import ALL, or_all
 from .cost import Bools, Costs, Link, costs_of, with_exchanges
 from .evaluate import Evaluation, StageLoad, crossing_bytes, evaluate
+from .infeasible import NothingFits
 from .makespan import (
     Talk,
     bottleneck_bound_ms,
@@ -23,7 +24,7 @@ from .makespan import (
     step_bound_ms,
     talk_of,
 )
-from .problem import Placement, Problem, Rules
+from .problem import DoesNotFit, Placement, Problem, Rules
 from .running import Running, check_choice, make_setting
 from .setting import Setting
 from .solvers import HEEDS_CUTS, METHODS
@@ -40,7 +41,8 @@ class Solution:
     meets its bound: the bottleneck's, or the step's of a synchronous schedule. `even_split` is the
     split that counts blocks. `explanation` is a few clauses of why, `crossing_bytes` what goes
     between ranks for one micro-batch, and `candidates` are what the methods gave that were
-    compared.
+    compared. On devices of a file `rank_specs` are all of them that are used, `stage_ranks` those
+    of each stage.
     """
 
     stage_of: Mapping[str, int]
@@ -58,6 +60,12 @@ class Solution:
     explanation: tuple[str, ...]
     crossing_bytes: int = 0
     candidates: tuple[Candidate, ...] = ()
+    rank_specs: tuple[RankSpec, ...] = ()
+    stage_ranks: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def ranks_of_stage(self) -> tuple[tuple[int, ...], ...]:
+        return self.stage_ranks or self.placement.ranks_of_stage
 
     @property
     def loads(self) -> tuple[StageLoad, ...]:
@@ -148,18 +156,18 @@ def solve(
     _check_stages(costs, stages, may_cut, granularity)
     problem = Problem(costs, setting, Rules(may_cut, prefer_modules))
     place = METHODS[method]
-    free = placement = place(problem)
     demanding = replace(problem, rules=replace(problem.rules, must_cut=must_cut))
-    if must_cut:
-        placement = place(demanding)
+    try:
+        free = placement = place(problem)
+        if must_cut:
+            placement = place(demanding)
+    except DoesNotFit as error:
+        raise NothingFits(demanding, method) from error
     bound_ms = step_bound_ms(problem, free)
     step = shortest_step(demanding, placement, place, bound_ms)
     placement, evaluation = step.placement, step.evaluation
     if not evaluation.fits:
-        raise PlanError(
-            f"what --method {method} gives for {stages} ranks does not fit into their memory.",
-            "--method auto searches all cuts.",
-        )
+        raise NothingFits(demanding, method)
     return Solution(
         stage_of=dict(zip(costs.groups, placement.stage_of, strict=True)),
         placement=placement,
@@ -174,11 +182,11 @@ def solve(
         method=_method_name(method),
         seconds=time.perf_counter() - started,
         explanation=(
-            *_explain(costs, evaluation, placement),
+            *_explain(problem, evaluation, placement),
             *_price_of_demands(placement.order_optimum_ms, free.order_optimum_ms),
         )
         if setting.is_asynchronous
-        else (*_explain(costs, evaluation, placement),),
+        else (*_explain(problem, evaluation, placement),),
         crossing_bytes=crossing_bytes(costs, placement),
     )
 
@@ -248,12 +256,13 @@ def _check_stages(costs: Costs, stages: int, may_cut: Bools, granularity: str) -
     raise PlanError(f"{stages} stages asked, but {has}.", f"{most}: --stages {places + 1}")
 
 
-def _explain(costs: Costs, evaluation: Evaluation, placement: Placement) -> list[str]:
+def _explain(problem: Problem, evaluation: Evaluation, placement: Placement) -> list[str]:
     of_rank: dict[int, list[int]] = {}
     for stage, ranks in enumerate(placement.ranks_of_stage):
         of_rank.setdefault(ranks[0], []).append(stage)
     rank = max(of_rank, key=lambda rank: evaluation.rank_ms[rank])
     stages, slowest_ms = of_rank[rank], evaluation.rank_ms[rank]
+    costs = problem.seen[rank]
     who = f"stage {stages[0]}"
     if len(stages) > 1:
         who = f"rank {rank} with stages {', '.join(map(str, stages))}"

@@ -24,9 +24,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from ...runtime.errors import PlanError
 from ..evaluate import Evaluation, crossing_bytes, evaluate
-from ..problem import Placement, Problem
+from ..problem import DoesNotFit, Placement, Problem
 from . import chain
 from .coarse import by_pieces, on_units
 from .coarsening import blocks_of
@@ -48,7 +47,7 @@ _STAGE_TRIALS = 200
 def place(problem: Problem) -> Placement:
     """The best of the plans found for several numbers of blocks.
 
-    Raises PlanError when none of them fits into the memory of the devices.
+    Raises DoesNotFit when none of them fits into the memory of the devices.
     """
     for share in _TIGHTER:
         # How many stages there will be, and so what is in flight, is not known while searching.
@@ -59,7 +58,7 @@ def place(problem: Problem) -> Placement:
         ]
         if found:
             return _with_fewer_stages(problem, *_preferred(problem, found))
-    raise PlanError(
+    raise DoesNotFit(
         f"no plan with several stages on each of {problem.stages} ranks that was found fits into "
         "the memory of the devices."
     )
@@ -128,7 +127,7 @@ def _assignments(problem: Problem) -> Iterator[list[int]]:
     """The rank of every group, from several starts."""
     try:
         contiguous = list(chain.place(problem).stage_of)
-    except PlanError:
+    except DoesNotFit:
         pass
     else:
         yield contiguous

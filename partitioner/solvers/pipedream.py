@@ -25,10 +25,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from ...runtime.errors import PlanError
 from ..cost import Floats, Ints, StageSums
 from ..evaluate import evaluate
-from ..problem import Placement, Problem
+from ..problem import DoesNotFit, Placement, Problem
 from ..setting import Device
 from . import chain
 from .chain import interval_sums
@@ -39,7 +38,7 @@ _ROUNDING = 1e-9
 def place(problem: Problem) -> Placement:
     """The optimum over the cuts that the rules allow and over the replicas of each stage.
 
-    Raises PlanError when no such plan fits into the memory of the devices.
+    Raises DoesNotFit when no such plan fits into the memory of the devices.
     """
     stages = _Search(problem).stages()
     starts = [start for start, _ in stages[1:]]
@@ -76,7 +75,7 @@ class _Search:
             self._extend(end, loads_ms)
         final = self._best[0, :, -1]
         if final.min() == np.inf:
-            raise PlanError(
+            raise DoesNotFit(
                 f"no plan of {self._problem.stages} ranks, with or without replicas, fits into "
                 "the memory of the devices."
             )
@@ -147,7 +146,7 @@ class _Search:
         problem, rules = self._problem, self._problem.rules
         try:
             known_ms = evaluate(problem, chain.place(problem)).bottleneck_ms
-        except PlanError:
+        except DoesNotFit:
             known_ms = np.inf
         done_ms = np.concatenate([[0.0], np.cumsum(problem.least_work_ms)])
         most_ms = known_ms * (1 + _ROUNDING) * np.arange(1, problem.stages + 1)[:, None]
