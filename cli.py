@@ -241,16 +241,13 @@ def partition_command(
             "--stop-after": stop_after,
             "--meta": meta,
             "--no-weights": no_weights,
-            "--explain": explain,
             "--force": force,
         }
         for flag, value in of_models.items():
             if value:
                 raise _usage(f"{flag} is of a model; with --graph nothing is captured or written.")
-        on = _devices(devices, hosts)
-        return _plan_graph(
-            console, graph, stages, on, json=json, cut_before=cut_at or (), **placing
-        )
+        placing |= {"devices": _devices(devices, hosts), "cut_before": cut_at or ()}
+        return _plan_graph(console, graph, stages, json=json, explain=explain, **placing)
     from .partitioner.compile import partition_spec
     from .partitioner.outline import outline_spec
 
@@ -302,20 +299,20 @@ def partition_command(
             **placing,
             **shared,
         )
-    folder = output or Path("generated_models") / f"{plan.name}_{len(plan.stages)}p"
+    folder = output or Path("generated_models") / f"{plan.name}_{stages or len(plan.stages)}p"
     if json:
         print(plan.to_json(), end="")
     elif stop_after == "plan":
         print_plan(console, plan)
         if explain:
-            print_findings(console, plan)
+            print_findings(console, plan.findings)
         print_facts(console, plan)
     elif quiet:
         print(folder)
     else:
         print_plan(console, plan)
         if explain:
-            print_findings(console, plan)
+            print_findings(console, plan.findings)
         print_next(console, plan, folder)
     return 0
 
@@ -333,19 +330,20 @@ def _devices(path: Path | None, hosts: str | None) -> Any:
 
 
 def _plan_graph(
-    console: Console, path: Path, stages: int | None, devices: Any, *, json: bool, **placing: Any
+    console: Console, path: Path, stages: int | None, *, json: bool, **placing: Any
 ) -> int:
     """Plans a cost graph alone; nothing is written."""
     from .partitioner.graph_files import read_graph
     from .partitioner.graph_plan import plan_graph
 
-    if stages is None and devices is None:
+    if stages is None and placing["devices"] is None:
         raise _usage("--stages is needed: the number of stages to cut the graph into.")
-    plan = plan_graph(read_graph(path), stages, devices=devices, **placing)
+    plan = plan_graph(read_graph(path), stages, **placing)
     if json:
         print(plan.to_json(), end="")
     else:
         print_graph_plan(console, plan)
+        print_findings(console, plan.findings)
     return 0
 
 
@@ -496,7 +494,7 @@ def inspect_command(
         console.print(Syntax(code, "python", theme="ansi_dark", background_color="default"))
         return 0
     if explain:
-        print_findings(console, plan)
+        print_findings(console, plan.findings)
         return 0
     print_folder(console, plan, folder)
     return 0

@@ -20,7 +20,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from .runtime.plan import Candidate, Plan, file_hash, spec_bytes, traffic
+from .runtime.plan import TOPICS, Candidate, Finding, Plan, file_hash, spec_bytes, traffic
 
 if TYPE_CHECKING:
     from .partitioner.graph_plan import GraphPlan
@@ -212,20 +212,13 @@ def print_facts(console: Console, plan: Plan) -> None:
         console.print(escape(line), soft_wrap=True)
 
 
-_TOPICS = {
-    "cut": "Why each cut is where it is",
-    "bound": "What bounds the plan",
-    "change": "What would change it",
-}
-
-
-def print_findings(console: Console, plan: Plan) -> None:
+def print_findings(console: Console, findings: Sequence[Finding]) -> None:
     """The explanation of a plan by topic, each sentence below what it is about."""
-    for topic, heading in _TOPICS.items():
-        findings = [finding for finding in plan.findings if finding.topic == topic]
-        if findings:
+    for topic, heading in TOPICS.items():
+        of_topic = [finding for finding in findings if finding.topic == topic]
+        if of_topic:
             console.print(f"[bold]{heading}[/]")
-        for about, same in groupby(findings, key=lambda finding: finding.about):
+        for about, same in groupby(of_topic, key=lambda finding: finding.about):
             console.print(f"  {escape(about)}", soft_wrap=True)
             for finding in same:
                 console.print(f"    [dim]{escape(finding.text)}[/]", soft_wrap=True)

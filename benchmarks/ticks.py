@@ -1,32 +1,41 @@
 """Seconds of each step of asyncpipe-partition: gpt2 with weights, gpt2-xl without (meta).
 
-Every run is a process of its own, as a user's is: the load includes importing transformers.
+Every run is a process of its own, as a user's is: `start` is importing asyncpipe (torch is there),
+and the load includes importing transformers. gpt2 is measured by a first run, and by a second one,
+which finds what it measured in the cache; the two plans are compared.
 
     python benchmarks/ticks.py
 """
 
 import multiprocessing
+import os
 import statistics
 import tempfile
+import time
 from pathlib import Path
 
 from machine import write_result
 
-from asyncpipe.partitioner.compile import partition_spec
-
-CASES = {"gpt2": ("gpt2", False), "gpt2-xl (meta)": ("gpt2-xl", True)}
+CASES = {
+    "gpt2": ("gpt2", False),
+    "gpt2, from cache": ("gpt2", False),
+    "gpt2-xl (meta)": ("gpt2-xl", True),
+}
 REPEATS = 3
 
 
-def partition(model: str, meta: bool) -> dict[str, float]:
+def partition(model: str, meta: bool, output: Path, cache: Path) -> dict[str, float]:
     """The seconds of each step, and their sum."""
-    seconds: dict[str, float] = {}
+    os.environ["ASYNCPIPE_CACHE"] = str(cache)
+    began = time.perf_counter()
+    from asyncpipe.partitioner.compile import partition_spec
+
+    seconds = {"start": round(time.perf_counter() - began, 2)}
 
     def tick(step: str, _detail: str, took: float, _following: str) -> None:
         seconds[step] = round(took, 2)
 
-    with tempfile.TemporaryDirectory() as folder:
-        partition_spec(model, stages=4, output=Path(folder) / "made", meta=meta, on_tick=tick)
+    partition_spec(model, stages=4, output=output, meta=meta, on_tick=tick)
     return seconds | {"total": round(sum(seconds.values()), 2)}
 
 
@@ -34,8 +43,13 @@ def main() -> None:
     raw: dict[str, list[dict[str, float]]] = {name: [] for name in CASES}
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as fresh:
         for _ in range(REPEATS):
-            for name, case in CASES.items():
-                raw[name].append(fresh.apply(partition, case))
+            with tempfile.TemporaryDirectory() as folder:
+                for name, case in CASES.items():
+                    made = Path(folder) / name.partition(",")[0] / str(len(name))
+                    run = (*case, made, Path(folder) / "cache")
+                    raw[name].append(fresh.apply(partition, run))
+                plans = {path.read_text() for path in Path(folder).glob("gpt2/*/plan.json")}
+                assert len(plans) == 1, "the plan from the cache is another one"
     table = {
         name: {step: statistics.median(run[step] for run in runs) for step in runs[0]}
         for name, runs in raw.items()

@@ -51,6 +51,7 @@ from .split import StageGraph, crossing_if_sent, homes_of, split
 from .ssa import separated
 from .verify import verify
 from .walk import OnProgress
+from .what_if import explain_micro_batches
 
 
 class OnTick(Protocol):
@@ -239,10 +240,10 @@ def partition_source(
         stage_graphs = split(divided, placed, Recomputation(divided, prices))
         return Cut(divided, stage_graphs, placed, graph, solution)
 
-    measured, chosen = cut_and_time(captured, cut, measured, how, planner.link)
+    measured, chosen = cut_and_time(captured, cut, measured, how)
     captured, stage_graphs = chosen.captured, chosen.stages
     solution = planner.advised(chosen.graph, chosen.solution)
-    folder = target(len(stage_graphs))
+    folder = target(stages or len(stage_graphs))
     plan = assemble(
         captured,
         stage_graphs,
@@ -252,16 +253,21 @@ def partition_source(
         model=portable(source.spec),
         model_args=dict(model_args or {}),
         command=command
-        or _command(source.spec, len(stage_graphs), cut_at, keep_together, code, running),
+        or _command(
+            source.spec, stages or len(stage_graphs), method, cut_at, keep_together, code, running
+        ),
         criterion=loss or source.criterion,
         weights=source.weights if save_weights else "not stored",
         if_sent=crossing_if_sent(homes_of(captured.graph, chosen.placed)),
     )
     # What else there could be is told of plans by one method: all would take as long each time.
     options |= {"method": "auto" if method == ALL else method}
+    tick("plan", solution.summary, "explain" if explain else "generate")
     resolve = partial(solve, **options) if explain else None
-    plan = replace(plan, findings=explain_plan(chosen.graph, solution, plan, planner.link, resolve))
-    tick("plan", solution.summary, "generate" if stop_after is None else "")
+    findings = explain_plan(chosen.graph, solution, planner.link, resolve)
+    plan = replace(plan, findings=(*findings, *explain_micro_batches(plan)))
+    if explain:
+        tick("explain", f"{len(plan.findings)} findings, each evaluated or solved", "generate")
     if stop_after == "plan":
         return plan
 
@@ -375,6 +381,7 @@ def _write_weights(
 def _command(
     spec: str,
     stages: int,
+    method: str,
     cut_at: Sequence[str],
     keep_together: Sequence[str],
     code: str,
@@ -382,6 +389,7 @@ def _command(
 ) -> str:
     """The command that would have made a plan that was made from Python."""
     tokens = ["asyncpipe-partition", "--model", portable(spec), "--stages", str(stages)]
+    tokens += ["--method", method] if method != "auto" else []
     tokens += [token for name in cut_at for token in ("--cut-at", name)]
     tokens += [token for name in keep_together for token in ("--keep-together", name)]
     for name, value in running.items():

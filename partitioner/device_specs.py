@@ -113,7 +113,7 @@ def parse_device(raw: Mapping[str, Any], where: str, name: str = "") -> DeviceSp
         },
         bytes_per_s=1e9 * _positive(raw["bandwidth_gb_s"], f"{where}: bandwidth_gb_s"),
         memory_bytes=int(_positive(raw["memory_gib"], f"{where}: memory_gib") * 2**30),
-        call_ms=1e-3 * _positive(raw["call_us"], f"{where}: call_us"),
+        call_ms=_positive(raw["call_us"], f"{where}: call_us") / 1e3,
         **{key: _share(raw[key], f"{where}: {key}") for key in _SHARES if key in raw},
     )
 

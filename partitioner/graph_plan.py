@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
 import networkx as nx
 
-from ..runtime.plan import Candidate
+from ..runtime.plan import Candidate, Finding
 from .cluster import Cluster
 from .cost import Link, Value, costs_of
+from .explain import explain as explain_plan
 from .infeasible import explained
 from .planner import cluster_of, planner_for
 from .running import Running
@@ -68,6 +70,7 @@ class GraphPlan:
     method: str
     seconds: float
     explanation: tuple[str, ...]
+    findings: tuple[Finding, ...] = ()
     candidates: tuple[Candidate, ...] = ()
 
     @property
@@ -90,14 +93,16 @@ def plan_graph(
     prefer_modules: float = 0.0,
     granularity: str = "op",
     cut_before: Collection[str] = (),
+    explain: bool = False,
     **running: Unpack[Running],
 ) -> GraphPlan:
     """Plans a cost graph: see `costs_of` for what its nodes and edges may say.
 
     Without `link` transfers are free, unless the graph's edges give times; `running` says how the
     plan is meant to run, as for `solve`. With `devices`, or a file that describes them, they are
-    chosen from, and so is the number of stages if none is given. Raises PlanError as `solve` and
-    `choose` do.
+    chosen from, and so is the number of stages if none is given. With `explain` it says why the
+    cuts are where they are, what bounds it, and what would change it. Raises PlanError as `solve`
+    and `choose` do.
     """
     options: dict[str, Any] = {
         "method": method,
@@ -107,10 +112,11 @@ def plan_graph(
         **running,
     }
     cluster = cluster_of(devices, stages)
+    on_link, solve_again = link or Link(), partial(solve, **options)
     with explained():
         if cluster is not None:
             planner = planner_for(graph, cluster, stages, options)
-            solution = planner.advised(graph, planner.plan(graph))
+            solution, on_link = planner.advised(graph, planner.plan(graph)), planner.link
         elif stages is not None:
             solution = solve(graph, stages=stages, link=link, setting=setting, **options)
     costs = costs_of(graph, link)
@@ -142,6 +148,7 @@ def plan_graph(
         method=solution.method,
         seconds=solution.seconds,
         explanation=solution.explanation,
+        findings=explain_plan(graph, solution, on_link, solve_again) if explain else (),
         candidates=solution.candidates,
     )
 

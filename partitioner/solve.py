@@ -34,7 +34,7 @@ GRANULARITIES = ("op", "module")
 
 @dataclass(frozen=True)
 class Solution:
-    """Where every group goes, what each stage costs, and how good that is proved to be.
+    """Where the groups of `problem` go, what each stage costs, and how good that is proved to be.
 
     `lower_bound_ms` of the bottleneck and `step_bound_ms` of one optimizer step hold for every
     legal placement under the cost model, whatever the method; `optimal` says that the objective
@@ -46,6 +46,7 @@ class Solution:
     """
 
     stage_of: Mapping[str, int]
+    problem: Problem
     placement: Placement
     setting: Setting
     evaluation: Evaluation
@@ -170,6 +171,7 @@ def solve(
         raise NothingFits(demanding, method)
     return Solution(
         stage_of=dict(zip(costs.groups, placement.stage_of, strict=True)),
+        problem=problem,
         placement=placement,
         setting=setting,
         evaluation=evaluation,
@@ -182,11 +184,11 @@ def solve(
         method=_method_name(method),
         seconds=time.perf_counter() - started,
         explanation=(
-            *_explain(problem, evaluation, placement),
+            *explain_shortly(problem, evaluation, placement),
             *_price_of_demands(placement.order_optimum_ms, free.order_optimum_ms),
         )
         if setting.is_asynchronous
-        else (*_explain(problem, evaluation, placement),),
+        else explain_shortly(problem, evaluation, placement),
         crossing_bytes=crossing_bytes(costs, placement),
     )
 
@@ -256,7 +258,10 @@ def _check_stages(costs: Costs, stages: int, may_cut: Bools, granularity: str) -
     raise PlanError(f"{stages} stages asked, but {has}.", f"{most}: --stages {places + 1}")
 
 
-def _explain(problem: Problem, evaluation: Evaluation, placement: Placement) -> list[str]:
+def explain_shortly(
+    problem: Problem, evaluation: Evaluation, placement: Placement
+) -> tuple[str, ...]:
+    """The slowest rank with its largest group, and what was given up for tidier cuts."""
     of_rank: dict[int, list[int]] = {}
     for stage, ranks in enumerate(placement.ranks_of_stage):
         of_rank.setdefault(ranks[0], []).append(stage)
@@ -280,4 +285,4 @@ def _explain(problem: Problem, evaluation: Evaluation, placement: Placement) -> 
             f"{slowest_ms / optimum_ms - 1:.1%} are given up so that the cuts tear "
             f"fewer modules or carry fewer bytes (best cut anywhere: {optimum_ms:.2f} ms)"
         )
-    return sentences
+    return tuple(sentences)

@@ -91,7 +91,13 @@ def _import_stage(path: Path) -> ModuleType:
 class SkipRandomInit(TorchFunctionMode):
     """Leaves fresh parameters uninitialised: every one of them is about to be read from a file."""
 
-    _SKIPPED = frozenset({"uniform_", "normal_", "trunc_normal_"})
+    # Those of torch.nn.init are seen here in place of the methods that they call.
+    _SKIPPED = frozenset(
+        {
+            *("uniform_", "normal_", "trunc_normal_"),
+            *("kaiming_uniform_", "kaiming_normal_", "xavier_uniform_", "xavier_normal_"),
+        }
+    )
 
     def __torch_function__(
         self,

@@ -188,7 +188,7 @@ def _against(total: int, limit: int | None) -> str:
     if limit is None:
         return "no limit given"
     if total > limit:
-        return f"{write_bytes(total - limit)} more than the {write_bytes(limit)} there are"
+        return f"{write_bytes(total - limit)} over {write_bytes(limit)}"
     return f"{write_share(total / limit)} of {write_bytes(limit)}"
 
 

@@ -11,6 +11,7 @@ import asyncpipe
 from asyncpipe.partitioner.folder import write_folder
 from asyncpipe.partitioner.verify import compare, other_sizes, resize, verify
 from asyncpipe.runtime.errors import PlanError
+from asyncpipe.runtime.loading import SkipRandomInit
 from asyncpipe.runtime.plan import TensorSpec, read_plan
 from asyncpipe.tests.generated import CASES, cut
 
@@ -136,3 +137,25 @@ def test_a_failed_check_leaves_nothing_behind(existed: bool, tmp_path: Path) -> 
     assert left == ({"made"} if existed else set())
     if existed:
         assert (folder / "plan.json").read_text() == "old"
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -1.0])
+def test_a_value_that_is_no_number_or_far_off_is_found(wrong: float) -> None:
+    right = torch.tensor([0.5, -0.25, 0.125])
+    other = right.clone()
+    other[1] = wrong
+    with pytest.raises(PlanError, match="the output y of the generated stages differs"):
+        compare({"y": right}, {"y": other}, 1e-4, "output")
+    assert compare({"y": right}, {"y": right * (1 + 1e-6)}, 1e-4, "output") < 1e-5
+    assert compare({"y": right * 1j}, {"y": right * 1j}, 1e-4, "output") == 0
+
+
+def test_stages_are_built_without_drawing_random_numbers() -> None:
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    with SkipRandomInit():
+        torch.nn.Linear(3, 4)
+        torch.nn.Conv2d(3, 4, 3)
+        torch.nn.Embedding(3, 4)
+        torch.nn.MultiheadAttention(8, 2)
+    assert torch.equal(torch.get_rng_state(), before)

@@ -1,0 +1,338 @@
+"""What plans say against what runs take: times of stages, steps, and memory, rank by rank.
+
+Every plan is run by one process a stage, each with one thread, under 1f1b over gloo. A stage's
+time is the CPU time of its process in forwards and backwards, and a step is wall time. Memory is
+the most that a process held beyond what it held before it loaded its stage, in a short run of its
+own whose allocator gives back at once what is freed: else glibc keeps a tenth beside. Five plans of
+two stages are made for each model: the planner's own, and four that cut elsewhere; the one that
+is predicted to be fastest should be. Simulated steps have the optimizers as measured.
+
+    python benchmarks/prediction.py
+    python benchmarks/prediction.py --quick --models gpt2 --stages 2
+"""
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from machine import busy_core_seconds, write_result
+
+from asyncpipe.partitioner.capture import Capture, capture
+from asyncpipe.partitioner.compile import partition_source
+from asyncpipe.partitioner.models import Source, load_model
+from asyncpipe.partitioner.profiler import Profile, profile
+from asyncpipe.runtime.errors import AsyncPipeError
+from asyncpipe.runtime.forecast import forecast_step
+from asyncpipe.runtime.loading import load_stage
+from asyncpipe.runtime.lowering import lower
+from asyncpipe.runtime.pipeline import Pipeline, StepOptimizers, forward_edges, gradient_edges
+from asyncpipe.runtime.plan import Plan, read_plan
+from asyncpipe.runtime.schedules import make_schedule
+from asyncpipe.runtime.transports.gloo import GlooTransport
+
+SIZES: dict[str, dict[str, int]] = {
+    "gpt2": {"micro_batch_size": 1, "seq": 128},
+    "bert-base-uncased": {"micro_batch_size": 1, "seq": 128},
+    "t5-small": {"micro_batch_size": 2, "seq": 128},
+    "resnet50": {"micro_batch_size": 2},
+    "wide-resnet50": {"micro_batch_size": 1},
+}
+SHIFTS = (-0.2, -0.1, 0.1, 0.2)
+"""How far the other plans cut from the middle of the model's time."""
+CORES = os.cpu_count() or 1
+GIVES_BACK = "MALLOC_MMAP_THRESHOLD_"
+
+
+class TimedOptimizers(StepOptimizers):
+    """Steps a stage's optimizer, and keeps the CPU seconds that it takes."""
+
+    def __init__(self, stage: int, module: torch.nn.Module) -> None:
+        super().__init__({stage: torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)})
+        self.seconds: list[float] = []
+
+    def on_step(self, stage: int, version: int) -> None:
+        start = time.thread_time()
+        super().on_step(stage, version)
+        self.optimizers[stage].zero_grad(set_to_none=False)
+        self.seconds.append(time.thread_time() - start)
+
+
+def worker(
+    rank: int, folder: Path, rendezvous: str, inputs: Any, micro_batches: int, steps: int, told: Any
+) -> None:
+    """One rank: a step that warms up, then `steps` that count."""
+    torch.set_num_threads(1)
+    plan = read_plan(folder)
+    ranks = len(plan.stages)
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=ranks)
+    torch.nn.Linear(64, 64)(torch.randn(8, 64)).sum().backward()
+    before = resident_bytes()
+    stage = load_stage(folder, plan, rank).train()
+    made = make_schedule("1f1b", stages=ranks, micro_batches=micro_batches)
+    schedule = lower(made, forward_edges(plan), grad_edges=gradient_edges(plan))
+    pipe = Pipeline(plan, {rank: stage}, GlooTransport())
+    observer = TimedOptimizers(rank, stage)
+    samples = []
+    for number in range(1 + steps):
+        if number == 1:
+            forget_peak()
+        dist.barrier()
+        busy, own, start = busy_core_seconds(), sum(os.times()[:2]), time.perf_counter()
+        report = pipe.run(schedule, lambda i: inputs, observer=observer)
+        dist.barrier()
+        wall_s = time.perf_counter() - start
+        used = torch.tensor([sum(os.times()[:2]) - own], dtype=torch.float64)
+        dist.all_reduce(used)
+        samples.append(
+            {
+                "step_ms": 1e3 * wall_s,
+                "stage_ms": 1e3 * (report.cpu_s - observer.seconds[-1]) / micro_batches,
+                "optimizer_ms": 1e3 * observer.seconds[-1],
+                "others_share": max(0.0, busy_core_seconds() - busy - used.item())
+                / (CORES * wall_s),
+            }
+        )
+    median = {key: statistics.median(sample[key] for sample in samples[1:]) for key in samples[0]}
+    all_ranks: list[Any] = [None] * ranks
+    dist.all_gather_object(all_ranks, median | {"peak_bytes": peak_bytes() - before})
+    if rank == 0:
+        told.put(all_ranks)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def resident_bytes() -> int:
+    return _status("RssAnon")
+
+
+def peak_bytes() -> int:
+    """The most that was resident since `forget_peak`, files that are mapped in left out."""
+    return _status("VmHWM") - _status("RssFile") - _status("RssShmem")
+
+
+def forget_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def _status(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return 1024 * int(line.split()[1])
+    raise RuntimeError(f"this system does not tell {field} of a process")
+
+
+def run_both(folder: Path, inputs: Any, arguments: argparse.Namespace) -> list[dict[str, float]]:
+    """What each rank measured of a generated folder: times, and memory in a run of its own."""
+    times = run(folder, inputs, arguments.micro_batches, arguments.steps)
+    os.environ[GIVES_BACK] = "65536"
+    try:
+        memory = run(folder, inputs, len(times), 1)
+    finally:
+        del os.environ[GIVES_BACK]
+    return [
+        timed | {"peak_bytes": held["peak_bytes"]}
+        for timed, held in zip(times, memory, strict=True)
+    ]
+
+
+def run(folder: Path, inputs: Any, micro_batches: int, steps: int) -> list[dict[str, float]]:
+    context = mp.get_context("spawn")
+    told = context.SimpleQueue()
+    with tempfile.TemporaryDirectory() as temporary:
+        rendezvous = f"file://{temporary}/rendezvous"
+        processes = [
+            context.Process(
+                target=worker,
+                args=(rank, folder, rendezvous, inputs, micro_batches, steps, told),
+            )
+            for rank in range(len(read_plan(folder).stages))
+        ]
+        for process in processes:
+            process.start()
+        while told.empty():
+            if any(process.exitcode for process in processes):
+                raise SystemExit(f"a rank of {folder.name} ended early")
+            time.sleep(0.05)
+        measured: list[dict[str, float]] = told.get()
+        for process in processes:
+            process.join()
+    return measured
+
+
+def compare(
+    source: Source, folder: Path, stages: int, arguments: argparse.Namespace, **options: Any
+) -> dict[str, Any]:
+    """Plans, runs, and puts both beside each other."""
+    plan = partition_source(source, stages=stages, output=folder, threads=1, **options)
+    inputs = read_inputs(source, plan)
+    ranks = run_both(folder, inputs, arguments)
+    simulated = forecast_step(
+        plan,
+        "1f1b",
+        arguments.micro_batches,
+        processors=CORES,
+        step_ms=[rank["optimizer_ms"] for rank in ranks],
+    ).step_ms
+    return {
+        "cuts": [" ".join(stage.modules) for stage in plan.stages],
+        "stage_scales": plan.profile["stage_scales"],
+        "step_ms": pair(simulated, statistics.median(rank["step_ms"] for rank in ranks)),
+        "stage_ms": [
+            pair(stage.forward_ms + stage.backward_ms, rank["stage_ms"])
+            for stage, rank in zip(plan.stages, ranks, strict=True)
+        ],
+        "peak_mib": [
+            pair(stage.peak_bytes / 2**20, rank["peak_bytes"] / 2**20)
+            for stage, rank in zip(plan.stages, ranks, strict=True)
+        ],
+        "optimizer_ms": [round(rank["optimizer_ms"], 2) for rank in ranks],
+        "others_share": round(max(rank["others_share"] for rank in ranks), 3),
+    }
+
+
+def read_inputs(source: Source, plan: Plan) -> dict[str, torch.Tensor]:
+    """The model inputs by the plan's names; the examples are at a micro-batch's size."""
+    captured = captured_of(source)
+    return {spec.name: captured.arguments.tensors[spec.name] for spec in plan.inputs}
+
+
+_CAPTURED: dict[int, Capture] = {}
+
+
+def captured_of(source: Source) -> Capture:
+    if id(source) not in _CAPTURED:
+        _CAPTURED.clear()
+        _CAPTURED[id(source)] = capture(source.model, source.example_inputs, check=False)
+    return _CAPTURED[id(source)]
+
+
+def pair(predicted: float, measured: float) -> dict[str, float]:
+    return {
+        "predicted": round(predicted, 2),
+        "measured": round(measured, 2),
+        "error": round(predicted / measured - 1, 4),
+    }
+
+
+def other_cuts(source: Source) -> list[str]:
+    """Blocks before which the model's time is nearest to the shifted middles."""
+    captured = captured_of(source)
+    costs = profile(
+        captured, captured.arguments.tensors, threads=1, cached=True, whole_up_to_ms=0.0
+    )
+    before = starts_of_blocks(captured, costs)
+    found: list[str] = []
+    for shift in SHIFTS:
+        free = {name: share for name, share in before.items() if name not in found}
+        found.append(min(free, key=lambda name: abs(free[name] - 0.5 - shift)))
+    return found
+
+
+def starts_of_blocks(captured: Capture, costs: Profile) -> dict[str, float]:
+    """Each module of a list, and the share of the time that lies before it."""
+    total = costs.forward_ms + costs.backward_ms
+    shares: dict[str, float] = {}
+    spent = 0.0
+    for node in captured.graph.nodes:
+        for call in node.meta.get("calls", ()):
+            if call.path.rpartition(".")[2].isdigit() and spent:
+                shares.setdefault(call.path, spent / total)
+        if node.name in costs.nodes:
+            spent += costs.nodes[node.name].forward_ms + costs.nodes[node.name].backward_ms
+    return shares
+
+
+def candidates(
+    source: Source, folder: Path, best: dict[str, Any], arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """The planner's own plan of two stages beside four that cut elsewhere."""
+    plans = {"auto": best}
+    for name in other_cuts(source):
+        try:
+            plans[name] = compare(source, folder / name, 2, arguments, cut_at=[name])
+        except AsyncPipeError as error:
+            print(f"  no cut before {name}: {error.what}")
+    steps = {name: plan["step_ms"] for name, plan in plans.items()}
+    predicted = min(steps, key=lambda name: steps[name]["predicted"])
+    measured = min(steps, key=lambda name: steps[name]["measured"])
+    behind = steps[predicted]["measured"] / steps[measured]["measured"] - 1
+    print(
+        f"  best of {len(steps)}: predicted {predicted}, measured {measured}"
+        + (f" ({behind:.1%} faster)" if behind else "")
+    )
+    return {
+        "steps": steps,
+        "predicted_best": predicted,
+        "measured_best": measured,
+        "behind": round(behind, 4),
+        "plans": {name: plan for name, plan in plans.items() if name != "auto"},
+    }
+
+
+def worst(row: dict[str, Any], what: str) -> float:
+    figures = row[what] if isinstance(row[what], list) else [row[what]]
+    return max((figure["error"] for figure in figures), key=abs)
+
+
+def show(model: str, stages: int, row: dict[str, Any]) -> None:
+    times = ", ".join(f"{s['predicted']:.0f}/{s['measured']:.0f}" for s in row["stage_ms"])
+    memory = ", ".join(f"{p['predicted']:.0f}/{p['measured']:.0f}" for p in row["peak_mib"])
+    step = row["step_ms"]
+    print(
+        f"{model:18} {stages}  stages {times} ms ({worst(row, 'stage_ms'):+.1%})  "
+        f"step {step['predicted']:.0f}/{step['measured']:.0f} ms ({step['error']:+.1%})  "
+        f"peak {memory} MiB ({worst(row, 'peak_mib'):+.1%})  others {row['others_share']:.0%}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--models", nargs="+", choices=list(SIZES), default=list(SIZES))
+    parser.add_argument("--stages", nargs="+", type=int, default=[2, 4])
+    parser.add_argument("--micro-batches", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="one step of four; no other plans")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.micro_batches, arguments.steps = 4, 1
+    print("predicted/measured (worst error)")
+    rows = []
+    for model in arguments.models:
+        source = load_model(model, **SIZES[model])
+        for stages in arguments.stages:
+            with tempfile.TemporaryDirectory() as temporary:
+                row = compare(source, Path(temporary) / "auto", stages, arguments)
+                show(model, stages, row)
+                if stages == 2 and not arguments.quick:
+                    row["candidates"] = candidates(source, Path(temporary), row, arguments)
+            rows.append({"model": model, "stages": stages, **SIZES[model], **row})
+    summary = {
+        what: max(abs(worst(row, what)) for row in rows)
+        for what in ("stage_ms", "step_ms", "peak_mib")
+    }
+    print("largest error:  " + "  ".join(f"{what} {error:.1%}" for what, error in summary.items()))
+    if not arguments.quick:
+        write_result(
+            "prediction",
+            {
+                "micro_batches": arguments.micro_batches,
+                "schedule": "1f1b",
+                "largest_error": summary,
+                "rows": rows,
+            },
+        )
+
+
+if __name__ == "__main__":
+    main()
