@@ -23,7 +23,7 @@ takes at least because of it (`Setting.score_ms`).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from types import MappingProxyType
@@ -100,6 +100,16 @@ class Setting:
     def is_limited(self) -> bool:
         """Whether some device's memory has an end, so that memory can decide."""
         return any(device.memory_bytes < math.inf for device in self.devices)
+
+    def at(self, positions: Iterable[int]) -> Setting:
+        """The same where stages are on the ranks at those positions, which may repeat."""
+        chosen = tuple(positions)
+        return replace(
+            self,
+            devices=tuple(self.devices[position] for position in chosen),
+            replicas=tuple(self.replicas[position] for position in chosen if self.replicas),
+            exchange=self.exchange and tuple(self.exchange[position] for position in chosen),
+        )
 
     @cached_property
     def is_of_profile(self) -> bool:
