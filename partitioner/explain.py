@@ -1,236 +1,76 @@
-"""A problem and where its groups went -> why each cut is there and what bounds the slowest stage.
+"""A graph and its solution -> why the plan is as it is, what bounds it, and what would change it.
 
-Nothing is guessed: a cut that lay elsewhere is evaluated as the plan was (`evaluate.py`). What a
-plan of another kind would give is planned anew in `what_if.py`.
+Nothing is guessed: cuts that lay elsewhere are evaluated (`explain_cuts.py`), plans of another
+kind are solved and simulated (`what_if.py`), and bounds are recomputed here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-
 import networkx as nx
 import numpy as np
 
-from ..runtime.plan import Finding, Plan
-from .cost import Costs, Floats, Link, costs_of
-from .evaluate import Evaluation, evaluate
-from .problem import Placement, Problem, Rules
+from ..runtime.plan import Finding
+from .cost import Floats, Link
+from .explain_cuts import explain_cuts
+from .problem import Problem
 from .solve import Solution
-from .what_if import Resolve, explain_changes, explain_micro_batches
-from .wording import counted, write_bytes, write_change, write_ms, write_share
+from .what_if import Resolve, explain_changes
+from .wording import counted, write_ms, write_share
 
 _LARGEST = 3
 _TIGHT = 1 + 1e-3
 
 
 def explain(
-    graph: nx.DiGraph, solution: Solution, plan: Plan, link: Link, resolve: Resolve | None = None
+    graph: nx.DiGraph, solution: Solution, link: Link, resolve: Resolve | None = None
 ) -> tuple[Finding, ...]:
-    """All that is found about a plan: its cuts, its bound and numbers of micro-batches; given
-    `resolve`, which is `solve` with the plan's other arguments, also what else would change it."""
-    costs = costs_of(graph, link)
-    anywhere = np.ones(len(costs.groups) + 1, dtype=bool)
-    problem = Problem(costs, solution.setting, Rules(anywhere))
+    """Why the cuts are where they are and what bounds the plan; given `resolve`, which is `solve`
+    with the plan's other arguments, also what other settings would change."""
     return (
-        *explain_cuts(problem, solution),
-        *explain_bound(problem, solution),
+        *explain_cuts(solution),
+        *explain_bound(solution),
         *(explain_changes(graph, solution, link, resolve) if resolve else ()),
-        *explain_micro_batches(plan),
     )
 
 
-def explain_cuts(problem: Problem, solution: Solution) -> list[Finding]:
-    """For every two neighbouring stages what crosses between them, and what the plan would be
-    with the cut one group or one block earlier or later."""
-    return [
-        finding
-        for stage in range(solution.placement.stages - 1)
-        for finding in _explain_cut(problem, solution, stage)
-    ]
-
-
-def explain_bound(problem: Problem, solution: Solution) -> list[Finding]:
+def explain_bound(solution: Solution) -> list[Finding]:
     """What the slowest stage consists of, which lower bound is the tight one, and what lies
     between an equal share of the work and the slowest stage."""
     return [
-        _slowest(problem.costs, solution),
-        _tightest_bound(problem, solution),
-        _above_equal_share(problem, solution),
+        _slowest(solution),
+        _tightest_bound(solution),
+        _above_equal_share(solution),
     ]
 
 
-# --- cuts ---------------------------------------------------------------------------------------
+def _on_slowest_rank(solution: Solution) -> tuple[int, list[int]]:
+    """The slowest rank and its stages."""
+    rank = int(np.argmax(solution.evaluation.rank_ms))
+    ranks = solution.placement.ranks_of_stage
+    return rank, [stage for stage, of_stage in enumerate(ranks) if rank in of_stage]
 
 
-def _explain_cut(problem: Problem, solution: Solution, stage: int) -> list[Finding]:
-    costs, placement = problem.costs, solution.placement
-    about = f"between stages {stage} and {stage + 1}"
-    at = placement.stage_of
-    last = max(group for group, where in enumerate(at) if where == stage)
-    first = min(group for group, where in enumerate(at) if where == stage + 1)
-    where = f"after {costs.labels[last]}, before {costs.labels[first]}"
-    findings = [Finding("cut", about, f"{where}: {_crossing(problem, placement, stage)}.")]
-    for words, groups, target in _moves(costs, placement, stage):
-        moved = moved_to(placement, groups, target)
-        if moved is not None:
-            findings.append(_moved(problem, solution, stage, about, words, moved))
-    return findings
-
-
-@dataclass(frozen=True, slots=True)
-class _Crossing:
-    """What goes over one cut for a micro-batch, passing through included."""
-
-    count: int
-    forward_bytes: float
-    backward_bytes: float
-    time_ms: float
-
-    @property
-    def num_bytes(self) -> float:
-        return self.forward_bytes + self.backward_bytes
-
-    def __str__(self) -> str:
-        if not self.count:
-            return "nothing crosses"
-        return (
-            f"{counted(self.count, 'value')} cross{'es' if self.count == 1 else ''}, "
-            f"{write_bytes(self.forward_bytes)} forward and {write_bytes(self.backward_bytes)} "
-            f"back, {write_ms(self.time_ms)}"
-        )
-
-
-def _crossing(problem: Problem, placement: Placement, stage: int) -> _Crossing:
-    costs, at = problem.seen[stage], placement.stage_of
-    crossing = [
-        index
-        for index, value in enumerate(costs.values)
-        if len({at[group] <= stage for group in (value.owner, *value.readers)}) == 2
-    ]
-    return _Crossing(
-        count=len(crossing),
-        forward_bytes=sum(costs.values[index].forward_bytes for index in crossing),
-        backward_bytes=sum(costs.values[index].backward_bytes for index in crossing),
-        time_ms=float(costs.send_ms[crossing].sum()),
+def _slowest(solution: Solution) -> Finding:
+    rank, stages = _on_slowest_rank(solution)
+    loads = [solution.loads[stage] for stage in stages]
+    load_ms, work_ms, talk_ms = (
+        sum(getattr(load, part) for load in loads) for part in ("load_ms", "work_ms", "talk_ms")
     )
-
-
-def _moves(
-    costs: Costs, placement: Placement, stage: int
-) -> Iterable[tuple[str, frozenset[int], int]]:
-    """The cut after `stage` moved by one group and by one block, either way: words, the groups
-    that change sides, and the stage that they go to."""
-    readers, sources = _neighbours(costs)
-    at = np.asarray(placement.stage_of)
-    sides: tuple[tuple[str, int, int, Callable[[Iterable[int]], int], list[set[int]]], ...] = (
-        ("earlier", stage, stage + 1, max, readers),
-        ("later", stage + 1, stage, min, sources),
-    )
-    for way, source, target, nearest, follow in sides:
-        inside = set(np.flatnonzero(at == source).tolist())
-        working = [group for group in inside if costs.work_ms[group] > 0]
-        if not working:
-            continue
-        group = nearest(working)
-        one = _with_all(follow, {group}, inside)
-        yield f"one operation {way}, {costs.labels[group]} to stage {target}", one, target
-        block = costs.blocks[group]
-        of_block = {other for other in inside if costs.blocks[other] == block}
-        whole = _with_all(follow, of_block, inside) if block else one
-        if whole != one:
-            yield f"one block {way}, {block} to stage {target}", whole, target
-
-
-def _neighbours(costs: Costs) -> tuple[list[set[int]], list[set[int]]]:
-    """The readers and the sources of every group."""
-    readers: list[set[int]] = [set() for _ in costs.groups]
-    sources: list[set[int]] = [set() for _ in costs.groups]
-    for source, target in costs.edges:
-        readers[source].add(target)
-        sources[target].add(source)
-    return readers, sources
-
-
-def _with_all(follow: list[set[int]], groups: set[int], inside: set[int]) -> frozenset[int]:
-    """The groups and all that follow from them inside a stage: they have to move with them."""
-    found, rest = set(groups), list(groups)
-    while rest:
-        new = (follow[rest.pop()] & inside) - found
-        found |= new
-        rest += new
-    return frozenset(found)
-
-
-def moved_to(placement: Placement, groups: frozenset[int], target: int) -> Placement | None:
-    """The placement with `groups` in stage `target`; None if that left a stage empty."""
-    moved = tuple(
-        target if group in groups else stage for group, stage in enumerate(placement.stage_of)
-    )
-    is_whole = len(set(moved)) == placement.stages
-    return replace(placement, stage_of=moved) if is_whole else None
-
-
-def _moved(
-    problem: Problem, solution: Solution, stage: int, about: str, words: str, moved: Placement
-) -> Finding:
-    now, then = solution.evaluation, evaluate(problem, moved)
-    loads = "; ".join(
-        f"stage {one} {write_change(now.stages[one].load_ms, then.stages[one].load_ms)}"
-        for one in (stage, stage + 1)
-    )
-    beside = [_verdict(now, then)]
-    before, after = (_crossing(problem, one, stage) for one in (solution.placement, moved))
-    if after.num_bytes != before.num_bytes:
-        beside.append(
-            f"{write_bytes(after.num_bytes)} both ways instead of {write_bytes(before.num_bytes)}"
-        )
-    torn = _torn(problem.costs, moved, stage) - _torn(problem.costs, solution.placement, stage)
-    if torn:
-        beside.append(f"it would tear {' and '.join(sorted(torn))}")
-    text = f"{words}: {loads}; {', '.join(beside)}."
-    return Finding("cut", about, text, round(then.bottleneck_ms, 6))
-
-
-def _torn(costs: Costs, placement: Placement, stage: int) -> set[str]:
-    """The blocks that lie on both sides of the cut after `stage`."""
-    sides: list[set[str]] = [set(), set()]
-    for block, where in zip(costs.blocks, placement.stage_of, strict=True):
-        sides[where > stage].add(block)
-    return (sides[0] & sides[1]) - {""}
-
-
-def _verdict(now: Evaluation, then: Evaluation) -> str:
-    if now.fits and not then.fits:
-        return "it would not fit into memory"
-    grown_ms = then.bottleneck_ms - now.bottleneck_ms
-    if abs(grown_ms) < 0.005:
-        return "the slowest stage stays as it is"
-    return (
-        f"the slowest stage takes {write_ms(abs(grown_ms))} {'more' if grown_ms > 0 else 'less'} "
-        f"({write_share(abs(grown_ms) / now.bottleneck_ms)})"
-    )
-
-
-# --- bounds -------------------------------------------------------------------------------------
-
-
-def _slowest(costs: Costs, solution: Solution) -> Finding:
-    loads = solution.loads
-    slowest = int(np.argmax(solution.loads_ms))
-    load = loads[slowest]
-    members = np.flatnonzero(np.asarray(solution.placement.stage_of) == slowest)
+    costs = solution.problem.seen[rank]
+    members = np.flatnonzero(np.isin(solution.placement.stage_of, stages))
     largest = members[np.argsort(-costs.work_ms[members], kind="stable")][:_LARGEST]
     named = ", ".join(
         f"{costs.labels[group]} {write_ms(costs.work_ms[group])}" for group in largest
     )
-    again = " (a second forward included)" if load.recomputes else ""
+    numbers = " and ".join(map(str, stages))
+    name = f"stage {numbers}" if len(stages) == 1 else f"rank {rank} with stages {numbers}"
+    again = " (a second forward included)" if any(load.recomputes for load in loads) else ""
+    together = " at the same time" if load_ms < (work_ms + talk_ms) * (1 - 1e-9) else ""
     return Finding(
         "bound",
         "the slowest stage",
-        f"stage {slowest} takes {write_ms(load.load_ms)} a micro-batch: {write_ms(load.work_ms)} "
-        f"of computing{again} and {write_ms(load.talk_ms)} of transfers. Its largest parts are "
-        f"{named}.",
+        f"{name} takes {write_ms(load_ms)} a micro-batch: {write_ms(work_ms)} of computing{again} "
+        f"and {write_ms(talk_ms)} of transfers{together}. Its largest parts are {named}.",
     )
 
 
@@ -240,7 +80,8 @@ def _least_ms(problem: Problem) -> Floats:
     return least
 
 
-def _tightest_bound(problem: Problem, solution: Solution) -> Finding:
+def _tightest_bound(solution: Solution) -> Finding:
+    problem = solution.problem
     least_ms = _least_ms(problem)
     share_ms = float(least_ms.sum()) / problem.stages
     largest = int(least_ms.argmax())
@@ -267,18 +108,26 @@ def _tightest_bound(problem: Problem, solution: Solution) -> Finding:
     return Finding("bound", "the lower bound", f"{parts}; {decides}.", round(bound_ms, 6))
 
 
-def _above_equal_share(problem: Problem, solution: Solution) -> Finding:
-    share_ms = float(_least_ms(problem).sum()) / problem.stages
-    slowest = solution.loads[int(np.argmax(solution.loads_ms))]
-    above_ms = solution.bottleneck_ms - share_ms
+def _above_equal_share(solution: Solution) -> Finding:
+    share_ms = float(_least_ms(solution.problem).sum()) / solution.problem.stages
+    _, stages = _on_slowest_rank(solution)
+    loads = [solution.loads[stage] for stage in stages]
+    waiting_ms = max(0.0, sum(load.load_ms - load.work_ms for load in loads))
+    above_ms = max(0.0, solution.bottleneck_ms - share_ms)
     status = (
         "the plan is proved the best there is under these costs"
         if solution.optimal
         else f"the plan is at most {write_share(solution.gap)} above the best there is"
     )
+    step = (
+        ""
+        if solution.setting.is_asynchronous
+        else f" A {solution.setting.schedule} step takes {write_ms(solution.step_ms)}, and that of "
+        f"no plan can be below {write_ms(solution.step_bound_ms)}."
+    )
     return Finding(
         "bound",
         "the proof",
-        f"{status}: its slowest stage is {write_ms(max(above_ms, 0.0))} above the equal share, "
-        f"{write_ms(slowest.talk_ms)} of it transfers.",
+        f"{status}: its slowest stage is {write_ms(above_ms)} above the equal share, "
+        f"{write_ms(waiting_ms)} of it transfers.{step}",
     )

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
-from typing import Unpack
+from functools import partial
+from pathlib import Path
+from typing import Any, Unpack
 
 import networkx as nx
 
-from ..runtime.plan import Candidate
+from ..runtime.plan import Candidate, Finding
+from .cluster import Cluster
 from .cost import Link, Value, costs_of
+from .explain import explain as explain_plan
+from .infeasible import explained
+from .planner import cluster_of, planner_for
 from .running import Running
 from .setting import Setting
 from .solve import Solution, solve
@@ -64,6 +70,7 @@ class GraphPlan:
     method: str
     seconds: float
     explanation: tuple[str, ...]
+    findings: tuple[Finding, ...] = ()
     candidates: tuple[Candidate, ...] = ()
 
     @property
@@ -77,31 +84,41 @@ class GraphPlan:
 
 def plan_graph(
     graph: nx.DiGraph,
-    stages: int,
+    stages: int | None = None,
     *,
     method: str = "auto",
+    devices: Cluster | str | Path | None = None,
     link: Link | None = None,
     setting: Setting | None = None,
     prefer_modules: float = 0.0,
     granularity: str = "op",
+    cut_before: Collection[str] = (),
+    explain: bool = False,
     **running: Unpack[Running],
 ) -> GraphPlan:
     """Plans a cost graph: see `costs_of` for what its nodes and edges may say.
 
     Without `link` transfers are free, unless the graph's edges give times; `running` says how the
-    plan is meant to run, as for `solve`. Raises PlanError as
-    `solve` does.
+    plan is meant to run, as for `solve`. With `devices`, or a file that describes them, they are
+    chosen from, and so is the number of stages if none is given. With `explain` it says why the
+    cuts are where they are, what bounds it, and what would change it. Raises PlanError as `solve`
+    and `choose` do.
     """
-    solution = solve(
-        graph,
-        stages=stages,
-        method=method,
-        link=link,
-        setting=setting,
-        prefer_modules=prefer_modules,
-        granularity=granularity,
+    options: dict[str, Any] = {
+        "method": method,
+        "prefer_modules": prefer_modules,
+        "granularity": granularity,
+        "cut_before": cut_before,
         **running,
-    )
+    }
+    cluster = cluster_of(devices, stages)
+    on_link, solve_again = link or Link(), partial(solve, **options)
+    with explained():
+        if cluster is not None:
+            planner = planner_for(graph, cluster, stages, options)
+            solution, on_link = planner.advised(graph, planner.plan(graph)), planner.link
+        elif stages is not None:
+            solution = solve(graph, stages=stages, link=link, setting=setting, **options)
     costs = costs_of(graph, link)
     where = [solution.stage_of[group] for group in costs.groups]
     crossings = [
@@ -121,7 +138,7 @@ def plan_graph(
             _stage(graph, solution, index, crossings) for index in range(len(solution.loads))
         ),
         stage_of=solution.stage_of,
-        ranks_of_stage=solution.placement.ranks_of_stage,
+        ranks_of_stage=solution.ranks_of_stage,
         bottleneck_ms=solution.bottleneck_ms,
         lower_bound_ms=solution.lower_bound_ms,
         step_ms=solution.step_ms,
@@ -131,6 +148,7 @@ def plan_graph(
         method=solution.method,
         seconds=solution.seconds,
         explanation=solution.explanation,
+        findings=explain_plan(graph, solution, on_link, solve_again) if explain else (),
         candidates=solution.candidates,
     )
 

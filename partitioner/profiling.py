@@ -11,7 +11,6 @@ import torch
 from ..runtime.errors import PlanError
 from .calibrate import calibrated, this_cpu
 from .capture import Capture
-from .cost import Link
 from .device_specs import DeviceSpec, device_spec
 from .precision import check_dtype
 from .profile_cache import ProfileCache
@@ -93,7 +92,6 @@ def cut_and_time(
     cut: Callable[[Profile], Cut],
     measured: Profile,
     options: ProfileOptions,
-    link: Link,
 ) -> tuple[Profile, Cut]:
     """The cut for a profile, and the profile that agrees with its stages.
 
@@ -126,7 +124,7 @@ def cut_and_time(
             on_progress=options.on_progress,
         )
 
-    costs, chosen = settled(cut, measured, time, link)
+    costs, chosen = settled(cut, measured, time)
     cache.save()
     return costs, chosen
 

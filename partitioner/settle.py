@@ -3,25 +3,23 @@
 A plan is made from the costs of operations; its stages are timed as wholes; the costs of each
 stage are scaled to its time; and with these costs the plan is made again. If that moves no cut,
 costs and plan agree. If it moves some for a gain, the new stages are timed too, and of the plans
-that were timed the one with the fastest slowest stage is taken.
+that were timed the one whose slowest rank is fastest is taken.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import networkx as nx
-import numpy as np
 from torch import fx
 
 from .capture import Capture
-from .cost import Link, costs_of
-from .evaluate import evaluate
 from .graph import with_copies
-from .problem import Problem, Rules
+from .makespan import exchanges_ms, step_of, talk_of
 from .profiler import Profile
-from .solve import Solution
+from .solve import Solution, explain_shortly
 from .split import StageGraph
 from .stage_times import rescaled
 from .whole import WholeTimes
@@ -45,7 +43,6 @@ def settled(
     cut: Callable[[Profile], Cut],
     profile: Profile,
     time: Callable[[Cut], Sequence[WholeTimes]],
-    link: Link,
     *,
     rounds: int = 2,
 ) -> tuple[Profile, Cut]:
@@ -62,18 +59,16 @@ def settled(
         after = cut(profile)
         if _same(after, current):
             return profile, after
-        now_ms = _evaluated(current.solution, after, link).bottleneck_ms
+        now_ms = _evaluated(current.solution, after).bottleneck_ms
         if after.solution.bottleneck_ms > (1 - _WORTH) * now_ms:
             break
         current = after
-    best, times = min(timed, key=lambda pair: _slowest_ms(pair[1]))
+    best, times = min(timed, key=lambda pair: _slowest_ms(*pair))
     profile = _corrected(parts, best, times)
     after = cut(profile)
     if _same(after, best):
         return profile, after
-    return profile, replace(
-        best, graph=after.graph, solution=_evaluated(best.solution, after, link)
-    )
+    return profile, replace(best, graph=after.graph, solution=_evaluated(best.solution, after))
 
 
 def _corrected(profile: Profile, cut: Cut, times: Sequence[WholeTimes]) -> Profile:
@@ -81,21 +76,35 @@ def _corrected(profile: Profile, cut: Cut, times: Sequence[WholeTimes]) -> Profi
 
 
 def _same(cut: Cut, other: Cut) -> bool:
-    return cut.solution.placement == other.solution.placement
+    one, two = cut.solution.placement, other.solution.placement
+    return (one.stage_of, one.ranks_of_stage) == (two.stage_of, two.ranks_of_stage)
 
 
-def _slowest_ms(times: Sequence[WholeTimes]) -> float:
-    return max(time.forward_ms + time.backward_ms for time in times)
+def _slowest_ms(cut: Cut, times: Sequence[WholeTimes]) -> float:
+    """The rank that computes longest for one micro-batch; replicas share theirs."""
+    rank_ms: dict[int, float] = defaultdict(float)
+    for ranks, time in zip(cut.solution.placement.ranks_of_stage, times, strict=True):
+        for rank in ranks:
+            rank_ms[rank] += (time.forward_ms + time.backward_ms) / len(ranks)
+    return max(rank_ms.values())
 
 
-def _evaluated(solution: Solution, under: Cut, link: Link) -> Solution:
-    """A solution under the costs of another one: its own placement, the other's bound."""
-    costs = costs_of(under.graph, link)
-    anywhere = Rules(np.ones(len(costs.groups) + 1, dtype=bool))
-    evaluation = evaluate(Problem(costs, solution.setting, anywhere), solution.placement)
+def _evaluated(solution: Solution, under: Cut) -> Solution:
+    """A solution under the costs of another one: its own placement, the other's bounds."""
+    problem, best = under.solution.problem, under.solution
+    optimum_ms = best.placement.order_optimum_ms
+    placement = replace(solution.placement, bound_ms=None, order_optimum_ms=optimum_ms)
+    step = step_of(problem, placement)
     return replace(
         solution,
-        evaluation=evaluation,
-        lower_bound_ms=min(under.solution.lower_bound_ms, evaluation.bottleneck_ms),
-        even_split=under.solution.even_split,
+        problem=problem,
+        placement=placement,
+        evaluation=step.evaluation,
+        lower_bound_ms=min(best.lower_bound_ms, step.evaluation.bottleneck_ms),
+        step_ms=step.step_ms,
+        step_bound_ms=min(best.step_bound_ms, step.step_ms),
+        talk=talk_of(problem, placement),
+        exchanges_ms=exchanges_ms(problem, placement),
+        even_split=best.even_split,
+        explanation=explain_shortly(problem, step.evaluation, placement),
     )

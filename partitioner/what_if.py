@@ -79,7 +79,7 @@ def _others(graph: nx.DiGraph, solution: Solution, link: Link) -> Iterator[_Othe
                 _faster(link, factor),
                 replace(setting, links=links),
             )
-    if setting.recompute == "none":
+    if not any(load.recomputes for load in solution.loads):
         name = "recomputation in every stage with several micro-batches in flight"
         yield name, graph, stages, link, replace(setting, recompute="all")
     else:
@@ -94,7 +94,8 @@ def _longer(setting: Setting) -> Setting:
 
 def _shorter(setting: Setting) -> Setting:
     links = setting.links and setting.links[:-1]
-    return replace(setting, devices=setting.devices[:-1], links=links)
+    replicas = setting.replicas[:-1]
+    return replace(setting, devices=setting.devices[:-1], links=links, replicas=replicas)
 
 
 def _faster(link: Link, factor: int) -> Link:
@@ -126,12 +127,15 @@ def _change(
         other = resolve(graph, stages=stages, link=link, setting=setting)
     except PlanError as error:
         return Finding("change", about, f"there is no such plan: {error.what}")
-    before_ms, after_ms = solution.bottleneck_ms, other.bottleneck_ms
     peaks = [max(one.evaluation.rank_bytes) for one in (solution, other)]
     memory = " to ".join(dict.fromkeys(write_bytes(peak) for peak in peaks))
-    speed = before_ms / after_ms if after_ms else 1.0
-    text = (
-        f"slowest stage {write_change(before_ms, after_ms)}, {speed:.2f} times the throughput; "
-        f"fullest rank {memory}{'' if ' to ' in memory else ' as before'}."
+    speed = solution.objective_ms / other.objective_ms if other.objective_ms else 1.0
+    step = (
+        "" if setting.is_asynchronous else f"step {write_change(solution.step_ms, other.step_ms)}, "
     )
-    return Finding("change", about, text, round(after_ms, 6))
+    text = (
+        f"slowest stage {write_change(solution.bottleneck_ms, other.bottleneck_ms)}, {step}"
+        f"{speed:.2f} times the throughput; fullest rank "
+        f"{memory}{'' if ' to ' in memory else ' as before'}."
+    )
+    return Finding("change", about, text, round(other.bottleneck_ms, 6))

@@ -71,6 +71,7 @@ class StageMemory:
     versions: int = 0
     buffers: int = 0
     activations: int = 0
+    transport: int = 0
     transient: int = 0
 
     @property
@@ -124,13 +125,20 @@ class Candidate:
     note: str = ""
 
 
+TOPICS = {
+    "cut": "Why each cut is where it is",
+    "bound": "What bounds the plan",
+    "change": "What would change it",
+}
+"""What an explanation speaks of, with the headings above it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
     """One answer of the explanation: a sentence with its numbers.
 
-    `topic` is "cut" (why a cut is where it is), "bound" (what the slowest stage rests on) or
-    "change" (what another plan would give); `about` names the cut, bound or change.
-    `bottleneck_ms` is the slowest stage of the plan that the sentence speaks of, if it is another.
+    `topic` is one of `TOPICS`; `about` names the cut, bound or change. `bottleneck_ms` is the
+    slowest stage of the plan that the sentence speaks of, or the bound, if it speaks of one.
     """
 
     topic: str

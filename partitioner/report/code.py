@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import groupby
+from typing import Any
 
 from markupsafe import Markup, escape
 from pygments.lexers import PythonLexer
-from pygments.token import Comment, Keyword, Name, Number, String, _TokenType
+from pygments.token import Comment, Keyword, Name, Number, String
 
-_CLASSES: tuple[tuple[_TokenType, str], ...] = (
+_CLASSES: tuple[tuple[Any, str], ...] = (
     (Comment, "c"),
     (Keyword, "k"),
     (String, "s"),
@@ -35,5 +36,5 @@ def _spans(code: str) -> Iterator[Markup]:
         yield Markup('<i class="{}">{}</i>').format(name, text) if name else text
 
 
-def _class_of(kind: _TokenType) -> str:
+def _class_of(kind: Any) -> str:
     return next((name for parent, name in _CLASSES if kind in parent), "")

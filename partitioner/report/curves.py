@@ -80,10 +80,8 @@ def curves(plan: Plan) -> Curves:
     samples = tuple(_sample(plan, schedule, count) for count in _COUNTS for schedule in _SCHEDULES)
     return Curves(
         charts=(
-            _chart(
-                "Idle share", samples, lambda sample: sample.idle_share, lambda y: write_share(y)
-            ),
-            _chart("Time a micro-batch", samples, lambda sample: sample.each_ms, write_ms),
+            _chart("Idle share", samples, lambda sample: sample.idle_share, write_share),
+            _chart("Time of one micro-batch", samples, lambda sample: sample.each_ms, write_ms),
         ),
         samples=samples,
         table=tuple(
@@ -135,8 +133,9 @@ def _chart(
         bottom=bottom,
         lines=tuple(lines),
         x_ticks=tuple((x_of(count), str(count)) for count in _COUNTS),
-        y_ticks=tuple(
-            (y_of(most * quarter / 4), write(most * quarter / 4)) for quarter in range(5)
+        y_ticks=(
+            (float(bottom), "0"),
+            *((y_of(most * part / 4), write(most * part / 4)) for part in range(1, 5)),
         ),
     )
 

@@ -19,13 +19,14 @@ SCHEDULES = ("gpipe", "1f1b", "async-1f1b")
 _MOST = 16  # micro-batches that are drawn
 
 _WIDTH, _LEFT, _ROW, _BOX = 1000, 52, 28, 22
-_LETTER = 8  # the width of a digit in a box, with what is around it
+_LETTER, _AROUND = 7, 3  # the width of a digit in a box, and what is beside it
 _NAMES = {"F": "forward", "B": "backward", "S": "step"}
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """One action of a rank; its label is the micro-batch where there is room for it."""
+    """One action of a rank; its label is the place of the micro-batch in its optimizer step,
+    where there is room for it."""
 
     kind: str
     x: float
@@ -83,12 +84,13 @@ def _gantt(
     timeline = step.timeline
     shown = [event for event in timeline.events if _is_in(event, step)]
     several = len(plan.stages) > timeline.ranks
-    boxes = [_box(event, step, scale, several=several) for event in shown]
+    is_plain = plan.device_of_stage == tuple(range(len(plan.stages)))
+    boxes = [_box(event, step, scale, count, several=several) for event in shown]
     rows = tuple(
         Row(
             y=rank * _ROW,
             text_y=rank * _ROW + 16,
-            label=f"rank {rank}",
+            label=f"{'rank' if is_plain else 'stage'} {rank}",
             idle=write_share(_idle_share(timeline.of_rank(rank), step)),
         )
         for rank in range(timeline.ranks)
@@ -113,20 +115,20 @@ def _is_in(event: Event, step: OneStep) -> bool:
     return event.end_ms > step.start_ms and event.start_ms < step.end_ms
 
 
-def _box(event: Event, step: OneStep, scale: float, *, several: bool) -> Box:
+def _box(event: Event, step: OneStep, scale: float, micro_batches: int, *, several: bool) -> Box:
     action = event.action
     start = max(event.start_ms, step.start_ms) - step.start_ms
     end = min(event.end_ms, step.end_ms) - step.start_ms
     width = max((end - start) * scale, 3.0 if action.kind == "S" else 0.0)
     what = f"{_NAMES[action.kind]} {action.index}" + (f" of stage {action.stage}" * several)
-    label = str(action.index) if action.kind != "S" else ""
+    label = str(action.index % micro_batches) if action.kind != "S" else ""
     from_ms, to_ms = event.start_ms - step.start_ms, event.end_ms - step.start_ms
     return Box(
         kind=action.kind,
         x=round(_LEFT + min(start * scale, _WIDTH - _LEFT - width), 2),
         y=event.rank * _ROW,
         width=round(width, 2),
-        label=label if width >= _LETTER * len(label) + 3 else "",
+        label=label if width >= _LETTER * len(label) + _AROUND else "",
         title=f"rank {event.rank}, {what}: {write_ms(from_ms)} to {write_ms(to_ms)}",
     )
 

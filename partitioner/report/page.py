@@ -10,7 +10,7 @@ from itertools import groupby
 from markupsafe import Markup
 
 from ... import __version__
-from ...runtime.plan import Candidate, Finding, Plan, spec_bytes, traffic
+from ...runtime.plan import TOPICS, Candidate, Finding, Plan, spec_bytes, traffic
 from ..generate.pages import shared_sentences, title_of
 from ..generate.templating import TEMPLATES
 from ..wording import write_bytes, write_ms, write_share
@@ -20,12 +20,6 @@ from .curves import curves
 from .gantt import gantts
 from .stage_details import stage_details
 from .stage_graph import stage_graph
-
-_TOPICS = {
-    "cut": "Why each cut is where it is",
-    "bound": "What bounds the plan",
-    "change": "What would change it",
-}
 
 
 def render_report(plan: Plan, code: Mapping[str, str]) -> str:
@@ -56,7 +50,6 @@ def render_report(plan: Plan, code: Mapping[str, str]) -> str:
         gantts=drawings,
         curves=by_count,
         topics=_topics(plan.findings),
-        has_changes=any(finding.topic == "change" for finding in plan.findings),
         candidates=[_candidate_row(candidate) for candidate in plan.candidates],
         stages=stage_details(plan, code),
         notes=(*shared_sentences(plan), *plan.notes, *plan.explanation),
@@ -126,24 +119,33 @@ def _computed_again(plan: Plan) -> list[tuple[int, int, str, str]]:
     ]
 
 
-def _topics(findings: tuple[Finding, ...]) -> list[tuple[str, list[tuple[str, list[str]]]]]:
-    """Headings, below them what the findings are about, and their sentences."""
+@dataclass(frozen=True, slots=True)
+class Topic:
+    """A heading, below it what the findings are about with their sentences. Where something has
+    several sentences, all but the first are folded away."""
+
+    heading: str
+    abouts: tuple[tuple[str, tuple[str, ...]], ...]
+    is_folded: bool
+
+
+def _topics(findings: tuple[Finding, ...]) -> list[Topic]:
     found = []
-    for topic, heading in _TOPICS.items():
+    for topic, heading in TOPICS.items():
         of_topic = [finding for finding in findings if finding.topic == topic]
-        abouts = [
-            (about, [finding.text for finding in same])
+        abouts = tuple(
+            (about, tuple(finding.text for finding in same))
             for about, same in groupby(of_topic, key=lambda finding: finding.about)
-        ]
+        )
         if abouts:
-            found.append((heading, abouts))
+            found.append(Topic(heading, abouts, any(len(texts) > 1 for _, texts in abouts)))
     return found
 
 
 @dataclass(frozen=True, slots=True)
 class CandidateRow:
     name: str
-    stages: int
+    stages: str
     slowest: str
     step: str
     memory: str
@@ -153,9 +155,12 @@ class CandidateRow:
 
 
 def _candidate_row(candidate: Candidate) -> CandidateRow:
+    """Without stages there is no such plan, and the note says why."""
+    if not candidate.stages:
+        return CandidateRow(candidate.name, *("none", "", "", "", "", ""), candidate.note)
     return CandidateRow(
         name=candidate.name,
-        stages=candidate.stages,
+        stages=str(candidate.stages),
         slowest=write_ms(candidate.bottleneck_ms),
         step=write_ms(candidate.step_ms),
         memory=write_bytes(candidate.peak_bytes),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ...runtime.plan import Plan, StageSpec, spec_bytes
 from ..wording import write_bytes, write_ms
 
-_WIDTH, _HEIGHT, _GAP = 158, 92, 74
+_WIDTH, _HEIGHT, _GAP = 158, 92, 64
 _LEVEL = 24  # between two arcs one above the other
 _STEP = _WIDTH + _GAP
 _LETTERS = 23  # that fit into a box

@@ -9,7 +9,6 @@ from torch import nn
 
 import asyncpipe
 from asyncpipe.partitioner.capture import Capture, capture
-from asyncpipe.partitioner.cost import Link
 from asyncpipe.partitioner.graph import build_graph, stage_of_nodes
 from asyncpipe.partitioner.prices import Prices
 from asyncpipe.partitioner.profiler import Profile, profile_analytic
@@ -168,7 +167,7 @@ class Clockwork:
 def test_a_plan_whose_times_agree_is_timed_once() -> None:
     captured, costs = tower()
     clockwork = Clockwork(lambda name: 3.0)
-    found, chosen = settled(cutter(captured, 2), costs, clockwork, Link())
+    found, chosen = settled(cutter(captured, 2), costs, clockwork)
     assert clockwork.timed == [[3, 3]] and [len(s.nodes) for s in chosen.stages] == [3, 3]
     assert found.stage_scales == pytest.approx((1.0, 1.0))
 
@@ -177,7 +176,7 @@ def test_a_cut_moves_to_where_the_times_are_and_agrees_with_them() -> None:
     captured, costs = tower()
     slow = {node.name for node in list(captured.graph.nodes)[1:3]}  # the first two layers
     clockwork = Clockwork(lambda name: 9.0 if name in slow else 3.0)
-    found, chosen = settled(cutter(captured, 2), costs, clockwork, Link())
+    found, chosen = settled(cutter(captured, 2), costs, clockwork)
     assert clockwork.timed == [[3, 3], [2, 4]]
     assert [len(stage.nodes) for stage in chosen.stages] == [2, 4]
     assert [sum(pair) for pair in sums(found, chosen)] == pytest.approx([18.0, 12.0])
@@ -201,13 +200,17 @@ def test_the_better_of_two_timed_plans_is_kept_with_its_own_times() -> None:
         ]
 
     timed: list[list[int]] = []
-    found, chosen = settled(cutter(captured, 2), costs, time, Link())
+    found, chosen = settled(cutter(captured, 2), costs, time)
     assert timed == [[3, 3], [2, 4]]
     # 17 ms; with the third layer in the other stage that takes 20 ms.
     assert [len(stage.nodes) for stage in chosen.stages] == [3, 3]
     assert [sum(pair) for pair in sums(found, chosen)] == pytest.approx([17.0, 9.0])
     assert chosen.solution.loads_ms == pytest.approx((17.0, 9.0))
     assert chosen.solution.lower_bound_ms <= chosen.solution.bottleneck_ms
+    # What is said of the plan is said with the costs that it was timed with.
+    assert chosen.solution.problem.costs.work_ms.sum() == pytest.approx(26.0)
+    assert "slowest with 17.00 ms" in chosen.solution.explanation[0]
+    assert chosen.solution.step_ms == pytest.approx(8 * 17.0)
 
 
 def test_the_plan_has_the_times_of_its_stages_and_says_what_was_corrected(tmp_path) -> None:
