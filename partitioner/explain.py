@@ -15,7 +15,7 @@ from .explain_cuts import explain_cuts
 from .problem import Problem
 from .solve import Solution
 from .what_if import Resolve, explain_changes
-from .wording import counted, write_ms, write_share
+from .wording import counted, write_gap, write_ms
 
 _LARGEST = 3
 _TIGHT = 1 + 1e-3
@@ -117,7 +117,7 @@ def _above_equal_share(solution: Solution) -> Finding:
     status = (
         "the plan is proved the best there is under these costs"
         if solution.optimal
-        else f"the plan is at most {write_share(solution.gap)} above the best there is"
+        else f"the plan is {write_gap(solution.gap)} above the best there is"
     )
     step = (
         ""
@@ -129,5 +129,5 @@ def _above_equal_share(solution: Solution) -> Finding:
         "bound",
         "the proof",
         f"{status}: its slowest stage is {write_ms(above_ms)} above the equal share, "
-        f"{write_ms(waiting_ms)} of it transfers.{step}",
+        f"with {write_ms(waiting_ms)} of transfers.{step}",
     )

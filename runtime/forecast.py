@@ -81,7 +81,7 @@ class OneStep:
 def forecast_one_step(plan: Plan, schedule: str, micro_batches: int) -> OneStep:
     """A step of a synchronous schedule, or one in the middle of a long asynchronous run."""
     # Every stage has to make a step before the first one makes its last forward.
-    steps = 4 + -(-2 * len(plan.stages) // micro_batches)
+    steps = 3 + -(-2 * len(plan.stages) // micro_batches)
     found = forecast_step(plan, schedule, micro_batches, steps=steps)
     if schedule not in ASYNCHRONOUS:
         timeline = found.timeline
