@@ -81,6 +81,8 @@ def partition_command(
     model: str | None = None,
     graph: Path | None = None,
     stages: int | None = None,
+    devices: Path | None = None,
+    hosts: str | None = None,
     output: Path | None = None,
     model_arg: Annotated[list[str] | None, Parameter(negative=())] = None,
     input: Annotated[list[str] | None, Parameter(negative=())] = None,
@@ -127,7 +129,12 @@ def partition_command(
     graph
         Instead of a model: plan a cost graph (our JSON, dnn-partitioning's, PipeDream's graph.txt).
     stages
-        How many stages to cut it into; not needed with --stop-after capture or profile.
+        How many stages to cut it into; not needed with --stop-after capture or profile, and
+        chosen when it is left out with --devices or --hosts.
+    devices
+        A TOML file of the devices, hosts and links to plan for.
+    hosts
+        Equal devices in short: h1:4,h2:2 are four ranks on host h1 and two on h2.
     output
         The folder to write; by default generated_models/<name>_<stages>p.
     model_arg
@@ -205,9 +212,41 @@ def partition_command(
     if (model is None) == (graph is None):
         raise _usage("Either --model or --graph is needed: what to cut into stages.")
     console = make_console()
-    if graph is not None:
-        return _plan_graph(console, graph, stages, method, granularity, explain=explain, json=json)
-    assert model is not None
+    placing: dict[str, Any] = {
+        "method": method,
+        "granularity": granularity,
+        "schedule": schedule,
+        "micro_batches": micro_batches,
+        "staleness": staleness,
+        "optimizer": optimizer,
+        "recompute": recompute,
+        "memory_limit": memory_limit,
+    }
+    if model is None:
+        assert graph is not None
+        of_models = {
+            "--output": output,
+            "--model-arg": model_arg,
+            "--input": input,
+            "--micro-batch-size": micro_batch_size,
+            "--loss": loss,
+            "--profile": profile,
+            "--threads": threads,
+            "--device": device,
+            "--calibrate": calibrate,
+            "--no-cache": no_cache,
+            "--leaf": leaf,
+            "--keep-together": keep_together,
+            "--stop-after": stop_after,
+            "--meta": meta,
+            "--no-weights": no_weights,
+            "--force": force,
+        }
+        for flag, value in of_models.items():
+            if value:
+                raise _usage(f"{flag} is of a model; with --graph nothing is captured or written.")
+        placing |= {"devices": _devices(devices, hosts), "cut_before": cut_at or ()}
+        return _plan_graph(console, graph, stages, json=json, explain=explain, **placing)
     from .partitioner.compile import partition_spec
     from .partitioner.outline import outline_spec
 
@@ -238,33 +277,28 @@ def partition_command(
         else:
             print_outline(console, outline)
         return 0
-    if stages is None:
+    on = _devices(devices, hosts)
+    if stages is None and on is None:
         raise _usage("--stages is needed: the number of stages to cut the model into.")
     with ticks:
         plan = partition_spec(
             model,
             stages=stages,
+            devices=on,
             output=output,
             loss=loss,
-            method=method,
-            granularity=granularity,
             cut_at=cut_at or (),
             keep_together=keep_together or (),
             code=code,
             explain=explain,
             stop_after=stop_after,
-            schedule=schedule,
-            micro_batches=micro_batches,
-            staleness=staleness,
-            optimizer=optimizer,
-            recompute=recompute,
-            memory_limit=memory_limit,
             save_weights=not no_weights,
             force=force,
             command=_command_line("asyncpipe-partition"),
+            **placing,
             **shared,
         )
-    folder = output or Path("generated_models") / f"{plan.name}_{stages}p"
+    folder = output or Path("generated_models") / f"{plan.name}_{len(plan.stages)}p"
     if json:
         print(plan.to_json(), end="")
     elif stop_after == "plan":
@@ -282,25 +316,28 @@ def partition_command(
     return 0
 
 
+def _devices(path: Path | None, hosts: str | None) -> Any:
+    """The devices to plan for, as --devices or --hosts gives them; None for equal ranks."""
+    from .partitioner.cluster import cluster_of_hosts
+    from .partitioner.cluster_file import read_cluster
+
+    if path is not None and hosts is not None:
+        raise _usage("--devices and --hosts both say what there is: leave one out.")
+    if hosts is not None:
+        return cluster_of_hosts(hosts)
+    return read_cluster(path) if path is not None else None
+
+
 def _plan_graph(
-    console: Console,
-    path: Path,
-    stages: int | None,
-    method: str,
-    granularity: str,
-    *,
-    explain: bool,
-    json: bool,
+    console: Console, path: Path, stages: int | None, *, json: bool, **placing: Any
 ) -> int:
     """Plans a cost graph alone; nothing is written."""
     from .partitioner.graph_files import read_graph
     from .partitioner.graph_plan import plan_graph
 
-    if stages is None:
+    if stages is None and placing["devices"] is None:
         raise _usage("--stages is needed: the number of stages to cut the graph into.")
-    plan = plan_graph(
-        read_graph(path), stages, method=method, granularity=granularity, explain=explain
-    )
+    plan = plan_graph(read_graph(path), stages, **placing)
     if json:
         print(plan.to_json(), end="")
     else:

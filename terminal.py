@@ -90,7 +90,8 @@ class _BarOnceKnown(BarColumn):
 def print_plan(console: Console, plan: Plan) -> None:
     """The stage table, with each stage's share of the slowest one."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for heading in ("stage", "modules"):
+    plain = all(stage.ranks == (stage.index,) for stage in plan.stages)
+    for heading in ("stage", "modules") if plain else ("stage", "rank", "modules"):
         table.add_column(heading)
     for heading in ("params", "forward", "backward"):
         table.add_column(heading, justify="right")
@@ -102,6 +103,7 @@ def print_plan(console: Console, plan: Plan) -> None:
         share = (stage.forward_ms + stage.backward_ms) / slowest
         table.add_row(
             str(stage.index),
+            *(() if plain else (", ".join(map(str, stage.ranks)),)),
             escape(" ".join(stage.modules)),
             _count(stage.param_bytes // 4),
             f"{stage.forward_ms:.1f} ms",
@@ -121,18 +123,20 @@ def print_candidates(console: Console, candidates: Sequence[Candidate], taken: s
         return
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("method")
-    for heading in ("stages", "slowest", "above bound", "peak memory", "crossing", "planned in"):
+    numbers = ("stages", "slowest rank", "step", "above bound", "peak memory", "crossing", "in")
+    for heading in numbers:
         table.add_column(heading, justify="right")
     table.add_column("")
     for one in candidates:
         if not one.stages:
-            table.add_row(one.name, *["-"] * 6, escape(one.note), style="dim")
+            table.add_row(one.name, *["-"] * len(numbers), escape(one.note), style="dim")
             continue
         table.add_row(
             one.name,
             str(one.stages),
             f"{one.bottleneck_ms:.2f} ms",
-            f"{one.gap:.1%}",
+            f"{one.step_ms:.1f} ms",
+            f"{max(0.0, one.gap):.1%}",
             _bytes(one.peak_bytes) or "-",
             _bytes(one.crossing_bytes) or "-",
             f"{one.seconds:.2f} s",
@@ -173,8 +177,10 @@ def print_graph_plan(console: Console, plan: GraphPlan) -> None:
     print_candidates(console, plan.candidates, plan.method)
     proved = "proved the least" if plan.optimal else f"at most {plan.gap:.1%} above the least"
     console.print(
-        f"{escape(plan.name)} · {plan.method} · slowest rank {plan.bottleneck_ms:.2f} ms, {proved} "
-        f"(bound {plan.lower_bound_ms:.2f} ms) · planned in {plan.seconds:.2f} s"
+        f"{escape(plan.name)} · {plan.method} · slowest rank {plan.bottleneck_ms:.2f} ms (bound "
+        f"{plan.lower_bound_ms:.2f} ms) · step {plan.step_ms:.1f} ms (bound "
+        f"{plan.step_bound_ms:.1f} ms), {proved} · planned in {plan.seconds:.2f} s",
+        soft_wrap=True,
     )
     for note in plan.explanation:
         console.print(escape(f"note    {note}"), soft_wrap=True)

@@ -7,27 +7,41 @@ it pays for a slow link on both sides, one after the other, while its neighbours
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 from ..runtime.plan import Candidate, RankSpec
-from .choose import Choice, Found, Shape
+from .choose import Choice
 from .cluster import Cluster
-from .cost import Costs
-from .mapping import lone_ranks, remote_edges, shape_name
+from .layout_search import Found
+from .mapping import Shape, lone_ranks, remote_edges, shape_name
 from .solve import Solution
-
-Trial = Callable[[Cluster, Shape], float | None]
 
 _WORTH_SAYING = 0.005
 _AS_FAST = 0.01
+_MOST_SHOWN = 8
 
 
-def sentences(choice: Choice, trial: Trial, stages: int | None) -> tuple[str, ...]:
+def advised(choice: Choice, solution: Solution, stages: int | None) -> Solution:
+    """The solution with what is said of its devices; `stages` is what was asked for."""
+    ranks = choice.layout.ranks
+    return replace(
+        solution,
+        explanation=(*solution.explanation, *sentences(choice, stages)),
+        candidates=(*solution.candidates, *shape_candidates(choice)),
+        rank_specs=rank_specs(choice),
+        stage_ranks=tuple(
+            tuple(rank for position in of_stage for rank in ranks[position])
+            for of_stage in solution.placement.ranks_of_stage
+        ),
+    )
+
+
+def sentences(choice: Choice, stages: int | None) -> tuple[str, ...]:
     """What a user should know of where the stages are; `stages` is what was asked for."""
     return tuple(
         filter(
-            None, (_hosts(choice), _order(choice), *_lone(choice, trial), _shape(choice, stages))
+            None, (_hosts(choice), _order(choice), *_lone(choice), shape_sentence(choice, stages))
         )
     )
 
@@ -45,14 +59,11 @@ def rank_specs(choice: Choice) -> tuple[RankSpec, ...]:
     )
 
 
-def candidates(choice: Choice, costs: Costs) -> tuple[Candidate, ...]:
-    """The shapes that were not taken."""
-    taken = choice.layout.shape
-    return tuple(
-        _candidate(shape_name(shape), found.solution, costs, _note(choice, found))
-        for shape, found in sorted(choice.by_shape.items())
-        if shape != taken
-    )
+def shape_candidates(choice: Choice) -> tuple[Candidate, ...]:
+    """The best shapes that were not taken."""
+    others = [shape for shape in choice.by_shape if shape != choice.layout.shape]
+    best = sorted(others, key=lambda shape: choice.by_shape[shape].objective_ms)[:_MOST_SHOWN]
+    return tuple(_candidate(choice, choice.by_shape[shape]) for shape in sorted(best))
 
 
 def _hosts(choice: Choice) -> str:
@@ -98,7 +109,7 @@ def _runs(names: list[str]) -> Iterator[tuple[str, int]]:
             start = position
 
 
-def _lone(choice: Choice, trial: Trial) -> Iterator[str]:
+def _lone(choice: Choice) -> Iterator[str]:
     """Ranks alone on their host, and a split of the ranks over the hosts that has none."""
     cluster, order = choice.cluster, choice.layout.devices
     lone = lone_ranks(cluster, order)
@@ -114,7 +125,7 @@ def _lone(choice: Choice, trial: Trial) -> Iterator[str]:
         return
     count = Counter(device.host for device in split.devices)
     hosts = ",".join(f"{host}:{count[host]}" for host in split.hosts)
-    other_ms = trial(split, choice.layout.shape)
+    other_ms = choice.least_ms(split)
     if other_ms is None or other_ms > choice.found.objective_ms * (1 + _WORTH_SAYING):
         yield alone
         return
@@ -124,18 +135,17 @@ def _lone(choice: Choice, trial: Trial) -> Iterator[str]:
 
 
 def _without_lone_ranks(cluster: Cluster) -> Cluster | None:
-    """The same devices with one of the fullest host moved to each host that has only one."""
+    """The same devices with one of the least full host that can give one moved to each host that
+    has only one."""
     if len({kind[1:] for kind in cluster.kinds}) > 1:
         return None
     count = Counter(device.host for device in cluster.devices)
     for host in cluster.hosts:
         if count[host] == 1:
-            fullest = max(
-                (one for one in reversed(cluster.hosts) if one != host), key=count.__getitem__
-            )
-            if count[fullest] < 3:
+            givers = [other for other in cluster.hosts if count[other] > 2]
+            if not givers:
                 return None
-            count[fullest] -= 1
+            count[min(givers, key=count.__getitem__)] -= 1
             count[host] += 1
     device = cluster.devices[0]
     return replace(
@@ -146,7 +156,7 @@ def _without_lone_ranks(cluster: Cluster) -> Cluster | None:
     )
 
 
-def _shape(choice: Choice, stages: int | None) -> str:
+def shape_sentence(choice: Choice, stages: int | None) -> str:
     """Whether another shape would be better or do with fewer devices."""
     taken, best_ms = choice.layout.shape, choice.found.objective_ms
     others = {shape: one for shape, one in choice.by_shape.items() if shape != taken}
@@ -183,26 +193,19 @@ def _in_words(shape: Shape) -> str:
     return shape_name(shape) + (" (no pipeline)" if len(shape) == 1 else "")
 
 
-def _note(choice: Choice, found: Found) -> str:
-    ratio = found.objective_ms / choice.found.objective_ms - 1
-    return f"{ratio:+.1%} a micro-batch on {sum(found.layout.shape)} devices"
-
-
-def _candidate(name: str, solution: Solution, costs: Costs, note: str) -> Candidate:
-    at = solution.placement.stage_of
-    crossing = sum(
-        len({at[reader] for reader in value.readers} - {at[value.owner]})
-        * (value.forward_bytes + value.backward_bytes)
-        for value in costs.values
-    )
+def _candidate(choice: Choice, found: Found) -> Candidate:
+    solution, shape = found.solution, found.layout.shape
+    more = found.objective_ms / choice.found.objective_ms - 1
+    number = sum(shape)
     return Candidate(
-        name=name,
-        stages=solution.placement.stages,
+        name=shape_name(shape),
+        stages=len(shape),
         bottleneck_ms=solution.bottleneck_ms,
         step_ms=solution.step_ms,
         peak_bytes=max(solution.evaluation.rank_bytes),
-        crossing_bytes=int(crossing),
+        crossing_bytes=solution.crossing_bytes,
         gap=solution.gap,
-        seconds=0.0,
-        note=note,
+        seconds=solution.seconds,
+        note=f"{abs(more):.0%} {'more' if more > 0 else 'less'} time a micro-batch, on {number} "
+        f"device{'s' * (number > 1)}",
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
@@ -23,6 +23,7 @@ from ..runtime.plan import (
 )
 from ..runtime.structure import described, names_in
 from .capture import Capture, IfTraining, ModuleCall, Size
+from .evaluate import StageLoad
 from .profiler import Profile
 from .solve import Solution
 from .split import StageGraph, StageTensors, stage_tensors, unused_tensors
@@ -104,8 +105,10 @@ def _stage(
     boundaries: Sequence[Boundary],
     labels: Sequence[str | None],
 ) -> StageSpec:
-    costs = [profile.nodes[node.name] for node in stage.nodes]
     load = solution.loads[stage.index]
+    costs = [profile.nodes[node.name] for node in stage.nodes]
+    if not solution.setting.is_of_profile:
+        costs = _on_device(costs, load)
     forward_ms = sum(cost.forward_ms for cost in costs)
     return StageSpec(
         index=stage.index,
@@ -131,9 +134,22 @@ def _stage(
         backward_talk_ms=solution.talk.backward_ms[stage.index],
         exchange_ms=solution.exchanges_ms[stage.index],
         recompute=load.recomputes,
-        ranks=solution.placement.ranks_of_stage[stage.index],
+        ranks=solution.ranks_of_stage[stage.index],
         parts=_parts(labels, costs, again=load.recomputes),
     )
+
+
+def _on_device(costs: Sequence[NodeCost], load: StageLoad) -> list[NodeCost]:
+    """The costs of a stage's nodes, made to add up to what they take on the stage's device."""
+    forward_ms = sum(cost.forward_ms for cost in costs)
+    backward_ms = sum(cost.backward_ms for cost in costs)
+    again_ms = load.forward_ms if load.recomputes else 0.0
+    forward = load.forward_ms / forward_ms if forward_ms else 1.0
+    backward = (load.backward_ms - again_ms) / backward_ms if backward_ms else 1.0
+    return [
+        replace(cost, forward_ms=forward * cost.forward_ms, backward_ms=backward * cost.backward_ms)
+        for cost in costs
+    ]
 
 
 def _parts(
@@ -160,7 +176,8 @@ def _setting(solution: Solution) -> Setting:
         stash=setting.stash,
         optimizer=setting.optimizer,
         memory_limit=min((limit for limit in limits if limit is not None), default=None),
-        ranks=tuple(
+        ranks=solution.rank_specs
+        or tuple(
             RankSpec(device.name, limit, device.host)
             for device, limit in zip(setting.devices, limits, strict=True)
         ),

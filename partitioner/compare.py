@@ -2,8 +2,9 @@
 
 All plans are priced by the one evaluator, so the rows can be compared; what a method takes for
 granted (an order, one stage a rank) is its own affair. Of equal plans that of the first method is
-taken, and `auto` is the first. A plan with replicated stages is shown but not taken: stages are
-trained on one rank each.
+taken, and `auto` is the first. Shown but not taken are plans with replicated stages, of which one
+replica is trained, and for a synchronous schedule those with several stages on a rank, whose step
+is not simulated: what they wait is not in their time.
 """
 
 from __future__ import annotations
@@ -60,11 +61,9 @@ def best_of(by: Callable[[str], Solution], methods: Collection[str]) -> Solution
     if not found:
         raise refused[names[0]]
     found = _with_best_bound(found)
-    taken = [one for one in found.values() if not one.placement.is_replicated]
-    least_ms = min(one.objective_ms for one in taken or found.values())
-    best = next(
-        one for one in taken or found.values() if one.objective_ms <= least_ms * (1 + _ROUNDING)
-    )
+    eligible = [one for one in found.values() if _runs_as_priced(one)] or list(found.values())
+    least_ms = min(one.objective_ms for one in eligible)
+    best = next(one for one in eligible if one.objective_ms <= least_ms * (1 + _ROUNDING))
     candidates = [
         _candidate(found[name]) if name in found else _refusal(name, refused[name])
         for name in names
@@ -72,11 +71,23 @@ def best_of(by: Callable[[str], Solution], methods: Collection[str]) -> Solution
     return replace(best, candidates=tuple(candidates))
 
 
+def _runs_as_priced(solution: Solution) -> bool:
+    """Whether training the plan takes what its evaluation says."""
+    placement = solution.placement
+    if solution.setting.is_asynchronous:
+        return not placement.is_replicated
+    return placement.ranks is None
+
+
 def _with_best_bound(found: dict[str, Solution]) -> dict[str, Solution]:
     """What one method proves of all plans with one stage a rank holds for those of the others."""
     plain = {name: one for name, one in found.items() if one.placement.ranks is None}
     bound_ms = max((one.lower_bound_ms for one in plain.values()), default=0.0)
-    return found | {name: replace(one, lower_bound_ms=bound_ms) for name, one in plain.items()}
+    step_ms = max((one.step_bound_ms for one in plain.values()), default=0.0)
+    return found | {
+        name: replace(one, lower_bound_ms=bound_ms, step_bound_ms=step_ms)
+        for name, one in plain.items()
+    }
 
 
 def _distinct(methods: Collection[str]) -> list[str]:
@@ -91,7 +102,8 @@ def _candidate(solution: Solution) -> Candidate:
     ranks = solution.placement.ranks_of_stage
     notes = []
     if len({of_stage[0] for of_stage in ranks}) < len(ranks):
-        notes.append("several stages a rank")
+        waits = "" if solution.setting.is_asynchronous else ", without what they wait"
+        notes.append("several stages a rank" + waits)
     if solution.placement.is_replicated:
         replicas = ", ".join(str(len(of_stage)) for of_stage in ranks)
         notes.append(f"ranks of each stage: {replicas}")

@@ -20,8 +20,10 @@ from ..runtime.tensors import tensor_bytes, write_index, write_shard
 from .assemble import assemble
 from .capture import Capture
 from .capture import capture as capture_model
+from .cluster import Cluster
 from .cost import LOCALHOST
 from .demands import find_demands, groups_to_cut_before
+from .device_specs import device_spec
 from .explain import explain as explain_plan
 from .folder import check_target, write_folder
 from .generate import (
@@ -33,9 +35,11 @@ from .generate import (
     render_readme,
 )
 from .graph import build_graph, stage_of_nodes, with_copies
+from .infeasible import explained
 from .models import Source, load_model, name_inputs
+from .planner import cluster_of, planner_for, with_times_on
 from .prices import Prices
-from .profiler import Profile
+from .profiler import Profile, profile_analytic
 from .profiling import ProfileOptions, cut_and_time, profile_capture
 from .recompute import Recomputation
 from .report import render_report
@@ -59,7 +63,7 @@ def partition(
     model: nn.Module,
     example_inputs: Mapping[str, Any] | tuple[Any, ...],
     *,
-    stages: int,
+    stages: int | None = None,
     output: str | Path | None = None,
     name: str | None = None,
     **options: Any,
@@ -93,7 +97,7 @@ def given_source(
 def partition_spec(
     spec: str,
     *,
-    stages: int,
+    stages: int | None = None,
     output: str | Path | None = None,
     model_args: Mapping[str, Any] | None = None,
     inputs: Mapping[str, str] | None = None,
@@ -139,7 +143,8 @@ def load_ticked(spec: str, on_tick: OnTick | None, **options: Any) -> Source:
 def partition_source(
     source: Source,
     *,
-    stages: int,
+    stages: int | None = None,
+    devices: Cluster | str | Path | None = None,
     output: str | Path | None = None,
     model_args: Mapping[str, Any] | None = None,
     loss: str | None = None,
@@ -167,58 +172,77 @@ def partition_source(
 ) -> Plan:
     """Captures, profiles, plans, generates and verifies; writes `output` whole or not at all.
 
-    `output` defaults to `generated_models/<name>_<stages>p`. A boundary is before each module or
-    operation that `cut_at` names; the operations of each module that `keep_together` names are
-    in one stage. `code` is "structured" or "flat". With `explain` the plan tells what other
-    numbers of stages, faster links and recomputation would give. With `stop_after="plan"` the
-    plan is returned and nothing is written. `profile`, `threads`, `device`, `dtype`, `calibrate`
-    and `no_cache` are those of `ProfileOptions`, `running` says how the plan is meant to run.
+    `devices`, or a file of them, are what the plan may use; without `stages` their number is
+    chosen too. `output` defaults to `generated_models/<name>_<stages>p`. A boundary is before each
+    module or operation that `cut_at` names; the operations of each module that `keep_together`
+    names are in one stage. `code` is "structured" or "flat". With `explain` the plan tells what
+    other numbers of stages, faster links and recomputation would give. With `stop_after="plan"`
+    the plan is returned and nothing is written. `profile`, `threads`, `device`, `dtype`,
+    `calibrate` and `no_cache` are those of `ProfileOptions`, `running` says how the plan is meant
+    to run.
     Raises CaptureError, PlanError or ModelError, each with a cure.
     """
     check_choice("code", code, CODES)
     if stop_after is not None:
         check_choice("stop_after", stop_after, ("plan",))
-    make_setting(stages, **running)  # what is wrong is said before the work
+    cluster = cluster_of(devices, stages)
+    ranks = stages or len(cluster.devices if cluster else ())
+    make_setting(ranks, **running)  # what is wrong is said before the work
     how = ProfileOptions(profile, device, dtype, threads, calibrate, no_cache, on_progress)
     tick = Clock(on_tick)
-    folder = Path(output or Path("generated_models") / f"{source.name}_{stages}p")
     on_meta = any(parameter.is_meta for parameter in source.model.parameters())
 
     captured = capture_model(
         source.model, source.example_inputs, leaves=leaves, check=False, method=capture
     )  # verify below compares more
     digest = graph_hash(captured)
-    if stop_after is None:
-        model_facts = {"model": portable(source.spec), "model_args": dict(model_args or {})}
-        check_target(folder, {**model_facts, "graph": digest}, force=force)
-    demands = find_demands(captured, cut_at, keep_together, stages)
+    model_facts = {"model": portable(source.spec), "model_args": dict(model_args or {})}
+
+    def target(stages: int) -> Path:
+        """The folder to write, of which it is known that it may be written."""
+        folder = Path(output or Path("generated_models") / f"{source.name}_{stages}p")
+        if stop_after is None:
+            check_target(folder, {**model_facts, "graph": digest}, force=force)
+        return folder
+
+    if stages or output:
+        target(ranks)
+    demands = find_demands(captured, cut_at, keep_together, ranks)
     tick("capture", describe_capture(captured), "profile")
 
-    measured = profile_capture(captured, how, stages, whole=False)
+    measured = profile_capture(captured, how, ranks, whole=False)
     tick("profile", measured.summary, "plan")
 
     prices = Prices.of(measured, LOCALHOST)
     again = Recomputation(captured, prices)
     together = [nodes for _, nodes in demands.together]
     graph_of = partial(build_graph, captured, name=source.name, again=again, together=together)
-    solve_again = partial(
-        solve,
-        method=method,
-        granularity=granularity,
-        cut_before=groups_to_cut_before(demands, graph_of(measured)),
+    options: dict[str, Any] = {
+        "method": method,
+        "granularity": granularity,
+        "cut_before": groups_to_cut_before(demands, graph_of(measured)),
         **running,
-    )
+    }
+    kinds = sorted({one.kind for one in cluster.devices if one.kind} if cluster else ())
+    predicted = {
+        kind: graph_of(profile_analytic(captured, captured.arguments.tensors, spec, dtype=dtype))
+        for kind, spec in zip(kinds, map(device_spec, kinds), strict=True)
+    }
+    planner = planner_for(with_times_on(graph_of(measured), predicted), cluster, stages, options)
 
     def cut(costs: Profile) -> Cut:
-        graph = graph_of(costs)
-        solution = solve_again(graph, stages=stages, link=LOCALHOST)
+        graph = with_times_on(graph_of(costs), predicted)
+        with explained():
+            solution = planner.plan(graph)
         placed = stage_of_nodes(captured, graph, solution.stage_of, again)
         divided, placed = separated(captured, placed)
         stage_graphs = split(divided, placed, Recomputation(divided, prices))
         return Cut(divided, stage_graphs, placed, graph, solution)
 
     measured, chosen = cut_and_time(captured, cut, measured, how)
-    captured, stage_graphs, solution = chosen.captured, chosen.stages, chosen.solution
+    captured, stage_graphs = chosen.captured, chosen.stages
+    solution = planner.advised(chosen.graph, chosen.solution)
+    folder = target(len(stage_graphs))
     plan = assemble(
         captured,
         stage_graphs,
@@ -227,14 +251,15 @@ def partition_source(
         name=source.name,
         model=portable(source.spec),
         model_args=dict(model_args or {}),
-        command=command or _command(source.spec, stages, cut_at, keep_together, code, running),
+        command=command
+        or _command(source.spec, len(stage_graphs), cut_at, keep_together, code, running),
         criterion=loss or source.criterion,
         weights=source.weights if save_weights else "not stored",
         if_sent=crossing_if_sent(homes_of(captured.graph, chosen.placed)),
     )
     tick("plan", solution.summary, "explain" if explain else "generate")
-    resolve = solve_again if explain else None
-    findings = explain_plan(chosen.graph, solution, LOCALHOST, resolve)
+    resolve = partial(solve, **options) if explain else None
+    findings = explain_plan(chosen.graph, solution, planner.link, resolve)
     plan = replace(plan, findings=(*findings, *explain_micro_batches(plan)))
     if explain:
         tick("explain", f"{len(plan.findings)} findings, each evaluated or solved", "generate")

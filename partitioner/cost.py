@@ -63,7 +63,8 @@ class Value:
     `owner` stands before all `readers` for an activation and after them for a gradient that is
     a value of its own. `readers` is sorted and has neither doubles nor the owner. `known_ms` is
     what a transfer takes where the graph gives times instead of bytes. An exchange is what stages
-    that hold one parameter give each other of its gradient; it orders nothing.
+    that hold one parameter give each other of its gradient; it orders nothing. `is_saved`: the
+    owner keeps it for its own backward.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Value:
     backward_bytes: float
     known_ms: float | None = None
     is_exchange: bool = False
+    is_saved: bool = False
 
     @property
     def span(self) -> tuple[int, int]:
@@ -121,6 +123,7 @@ class Costs:
     has_params: Bools
     link: Link
     times_on: Mapping[str, tuple[Floats, Floats]]
+    micro_batch_size: int | None = None
 
     @cached_property
     def work_ms(self) -> Floats:
@@ -152,9 +155,15 @@ class Costs:
         return depth
 
     @cached_property
-    def received_bytes(self) -> Floats:
-        """Bytes of each value that a reader holds once it has arrived."""
+    def value_bytes(self) -> Floats:
+        """Bytes of each value, which its owner sends and a reader holds once it has arrived."""
         return np.array([value.forward_bytes for value in self.values], dtype=np.float64)
+
+    @cached_property
+    def root_bytes(self) -> Floats:
+        """The same of those that the owner does not save anyway."""
+        saved = np.array([value.is_saved for value in self.values], dtype=bool)
+        return np.where(saved, 0.0, self.value_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +171,9 @@ class StageSums:
     """What the groups of stages add up to, for one micro-batch: arrays, one entry a stage.
 
     `param_bytes` are of one copy; `saved_bytes` what forward keeps for backward, with what it
-    received; `received_bytes` what arrives from other stages; `transient_bytes` the most that one
-    operation needs beside.
+    received; `received_bytes` what arrives from other stages and `sent_bytes` what goes to them,
+    `root_bytes` that part of it which is not saved; `transient_bytes` the most that one operation
+    needs beside.
     """
 
     forward_ms: Floats
@@ -175,6 +185,8 @@ class StageSums:
     saved_bytes: Floats
     received_bytes: Floats
     transient_bytes: Floats
+    sent_bytes: Floats | float = 0.0
+    root_bytes: Floats | float = 0.0
 
     @property
     def work_ms(self) -> Floats:
@@ -185,7 +197,8 @@ class StageSums:
         return self.send_ms + self.receive_ms
 
     def __getitem__(self, which: Any) -> StageSums:
-        return StageSums(*(getattr(self, field.name)[which] for field in fields(self)))
+        found = (np.asarray(getattr(self, field.name)) for field in fields(self))
+        return StageSums(*(amounts[which] if amounts.ndim else amounts for amounts in found))
 
 
 def costs_of(graph: nx.DiGraph, link: Link | None = None) -> Costs:
@@ -193,11 +206,12 @@ def costs_of(graph: nx.DiGraph, link: Link | None = None) -> Costs:
 
     Nodes: `forward_ms`, `backward_ms`, `times_on` {kind of device: (forward ms, backward ms)},
     `output_bytes`, `parameters` {name: bytes} or `param_bytes`, `buffer_bytes`, `saved` {storage:
-    bytes} or `saved_bytes`, `transient_bytes` (or else `output_bytes`), `modules` (enclosing
-    modules from the block inwards), `block`, `label`. Edges: `tensors` {name: bytes} that go along
-    it, `grads` {name: bytes} that come back, `transfer_ms` {name: ms} where times are known
-    instead of bytes. An edge without `tensors` carries its source's `output_bytes`, and without
-    `grads` as much comes back if the graph has backward times.
+    bytes} or `saved_bytes`, `saved_as` {tensor: storage that it is in}, `transient_bytes` (or else
+    `output_bytes`), `modules` (enclosing modules from the block inwards), `block`, `label`.
+    Edges: `tensors` {name: bytes} that go along it, `grads` {name: bytes} that come back,
+    `transfer_ms` {name: ms} where times are known instead of bytes. An edge without `tensors`
+    carries its source's `output_bytes`, and without `grads` as much comes back if the graph has
+    backward times.
 
     Raises PlanError when the graph is empty, has a cycle or a cost that is no number >= 0.
     """
@@ -230,6 +244,7 @@ def costs_of(graph: nx.DiGraph, link: Link | None = None) -> Costs:
         has_params=np.array([bool(parameters_of(nodes[group])) for group in groups]),
         link=link,
         times_on=_times_on(graph, groups),
+        micro_batch_size=graph.graph.get("micro_batch_size"),
     )
 
 
@@ -264,7 +279,7 @@ def stage_sums(
     """
     at = np.asarray(stage_of)
     rank_of = range(stages) if ranks is None else ranks
-    send, receive, received = np.zeros(stages), np.zeros(stages), np.zeros(stages)
+    send, receive, sent, roots, received = (np.zeros(stages) for _ in range(5))
     for index, value in enumerate(costs.values):
         owner = int(at[value.owner])
         reading = sorted({int(at[reader]) for reader in value.readers}, reverse=True)
@@ -273,6 +288,8 @@ def stage_sums(
         if first_on:
             readers = list(first_on.values())
             send[owner] += costs.send_ms[index]
+            sent[owner] += costs.value_bytes[index]
+            roots[owner] += costs.root_bytes[index]
             receive[readers] += costs.receive_ms[index]
             received[readers] += value.forward_bytes
     transient = np.zeros(stages)
@@ -287,6 +304,8 @@ def stage_sums(
         saved_bytes=_held_on(costs.saved, at, stages),
         received_bytes=received,
         transient_bytes=transient,
+        sent_bytes=sent,
+        root_bytes=roots,
     )
 
 
@@ -392,6 +411,7 @@ def _values(
     forward_bytes: dict[tuple[int, str], float] = {}
     backward_bytes: dict[tuple[int, str], float] = {}
     known_ms: dict[tuple[int, str], float] = {}
+    nodes = {position[node]: data for node, data in graph.nodes(data=True)}
     readers: dict[tuple[int, str], set[int]] = {}
     for source, target, edge in graph.edges(data=True):
         given = edge.get("bytes", graph.nodes[source].get("output_bytes", 0))
@@ -417,6 +437,7 @@ def _values(
             forward_bytes=forward_bytes.get(key, 0),
             backward_bytes=backward_bytes.get(key, 0),
             known_ms=known_ms.get(key),
+            is_saved=nodes[key[0]].get("saved_as", {}).get(key[1], key[1]) in _saved(nodes[key[0]]),
         )
         for key in sorted(readers)
     )

@@ -33,7 +33,7 @@ from .capture.guards import is_guard
 from .prices import Prices, num_bytes
 from .profiler import CPU_CORE, Profile
 from .recompute import Recomputation
-from .walk import NodeCost
+from .walk import NodeCost, storage_makers
 
 _EXTERNAL = ("placeholder", "get_attr")
 
@@ -52,6 +52,7 @@ def build_graph(
     makes `again`, but what it makes it from. `together` are sets of nodes that the user wants in
     one stage.
     Further node attributes: `label` (for people), `names` (fx nodes), `saved` {storage: bytes},
+    `saved_as` {tensor: storage that it is in},
     `saved_bytes`, `transient_bytes`, `param_bytes`, `buffer_bytes`, `flops`, `depth`.
     """
     order = [node for node in capture.graph.nodes if node.op not in (*_EXTERNAL, "output")]
@@ -59,8 +60,9 @@ def build_graph(
     groups = _ordered_groups(_joined(capture, order, again, together))
     blocks = _blocks(capture)
     owners = _TensorNames(capture.model)
+    makers = storage_makers(capture.graph)
     position = {node: index for index, node in enumerate(order)}
-    graph = nx.DiGraph(name=name)
+    graph = nx.DiGraph(name=name, micro_batch_size=profile.sizes.get("batch"))
     group_of: dict[fx.Node, str] = {}
     for members in groups:
         group = members[0].name
@@ -68,6 +70,7 @@ def build_graph(
             group,
             label=_called(members, profile),
             **_costs(members, profile, owners),
+            saved_as=_saved_as(members, makers),
             **_place(members, blocks),
         )
         group_of |= dict.fromkeys(members, group)
@@ -244,6 +247,12 @@ def _costs(members: list[fx.Node], profile: Profile, owners: _TensorNames) -> di
         "param_bytes": sum(parameters.values()),
         "buffer_bytes": sum(buffers.values()),
     }
+
+
+def _saved_as(members: list[fx.Node], makers: Mapping[fx.Node, str | None]) -> dict[str, str]:
+    """Names in `saved` of what stands in the memory of another node."""
+    found = ((node.name, makers[node]) for node in members)
+    return {name: maker for name, maker in found if maker and maker != name}
 
 
 class _TensorNames:

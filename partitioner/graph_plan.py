@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Unpack
+from pathlib import Path
+from typing import Any, Unpack
 
 import networkx as nx
 
 from ..runtime.plan import Candidate, Finding
+from .cluster import Cluster
 from .cost import Link, Value, costs_of
 from .explain import explain as explain_plan
+from .infeasible import explained
+from .planner import cluster_of, planner_for
 from .running import Running
 from .setting import Setting
 from .solve import Solution, solve
@@ -80,30 +84,41 @@ class GraphPlan:
 
 def plan_graph(
     graph: nx.DiGraph,
-    stages: int,
+    stages: int | None = None,
     *,
     method: str = "auto",
+    devices: Cluster | str | Path | None = None,
     link: Link | None = None,
     setting: Setting | None = None,
     prefer_modules: float = 0.0,
     granularity: str = "op",
+    cut_before: Collection[str] = (),
     explain: bool = False,
     **running: Unpack[Running],
 ) -> GraphPlan:
     """Plans a cost graph: see `costs_of` for what its nodes and edges may say.
 
     Without `link` transfers are free, unless the graph's edges give times; `running` says how the
-    plan is meant to run, as for `solve`. With `explain` it says why the cuts are where they are,
-    what bounds it, and what would change it. Raises PlanError as `solve` does.
+    plan is meant to run, as for `solve`. With `devices`, or a file that describes them, they are
+    chosen from, and so is the number of stages if none is given. With `explain` it says why the
+    cuts are where they are, what bounds it, and what would change it. Raises PlanError as `solve`
+    and `choose` do.
     """
-    solve_again = partial(
-        solve,
-        method=method,
-        prefer_modules=prefer_modules,
-        granularity=granularity,
+    options: dict[str, Any] = {
+        "method": method,
+        "prefer_modules": prefer_modules,
+        "granularity": granularity,
+        "cut_before": cut_before,
         **running,
-    )
-    solution = solve_again(graph, stages=stages, link=link, setting=setting)
+    }
+    cluster = cluster_of(devices, stages)
+    on_link, solve_again = link or Link(), partial(solve, **options)
+    with explained():
+        if cluster is not None:
+            planner = planner_for(graph, cluster, stages, options)
+            solution, on_link = planner.advised(graph, planner.plan(graph)), planner.link
+        elif stages is not None:
+            solution = solve(graph, stages=stages, link=link, setting=setting, **options)
     costs = costs_of(graph, link)
     where = [solution.stage_of[group] for group in costs.groups]
     crossings = [
@@ -123,7 +138,7 @@ def plan_graph(
             _stage(graph, solution, index, crossings) for index in range(len(solution.loads))
         ),
         stage_of=solution.stage_of,
-        ranks_of_stage=solution.placement.ranks_of_stage,
+        ranks_of_stage=solution.ranks_of_stage,
         bottleneck_ms=solution.bottleneck_ms,
         lower_bound_ms=solution.lower_bound_ms,
         step_ms=solution.step_ms,
@@ -133,7 +148,7 @@ def plan_graph(
         method=solution.method,
         seconds=solution.seconds,
         explanation=solution.explanation,
-        findings=explain_plan(graph, solution, link or Link(), solve_again) if explain else (),
+        findings=explain_plan(graph, solution, on_link, solve_again) if explain else (),
         candidates=solution.candidates,
     )
 

@@ -70,7 +70,7 @@ def step_of(problem: Problem, placement: Placement) -> Step:
     """What one optimizer step of the placement takes: for an asynchronous schedule, and where
     several stages share a rank, the slowest rank's time for all micro-batches."""
     evaluation = evaluate(problem, placement)
-    rounds = problem.setting.micro_batches
+    rounds = problem.setting.shared_micro_batches
     of_stage = placement.ranks_of_stage
     if problem.setting.is_asynchronous or len({rank for of in of_stage for rank in of}) < sum(
         map(len, of_stage)

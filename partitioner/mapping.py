@@ -18,9 +18,10 @@ from itertools import accumulate, islice, pairwise, permutations
 
 from .cluster import Cluster
 
-_MOST_SEQUENCES = 120
+_MOST_SEQUENCES, _MOST_ALIKE = 120, 24
 
 Order = tuple[int, ...]
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -76,31 +77,53 @@ def layouts(cluster: Cluster, shape: Sequence[int], most: int) -> tuple[tuple[La
     if max(shape) == 1:
         found_orders, are_all = orders(cluster, len(shape), most)
         return tuple(Layout(tuple((one,) for one in order)) for order in found_orders), are_all
+    are_all = _sequences(cluster, sum(shape)) <= most * _MOST_ALIKE
+    sequences = (_all_orders if are_all else _block_orders)(cluster, sum(shape))
     found: dict[object, Layout] = {}
-    for order in _block_orders(cluster, sum(shape)):
-        ends = list(accumulate(shape))
-        ways = [tuple(order[end - size : end] for end, size in zip(ends, shape, strict=True))]
-        if len(set(shape)) == 1:
-            stages = len(shape)
-            pipelines = [order[first : first + stages] for first in range(0, len(order), stages)]
-            ways.append(tuple(zip(*pipelines, strict=True)))
-        for columns in ways:
-            devices = [[cluster.devices[index] for index in column] for column in columns]
-            if all(len({device.kind for device in column}) == 1 for column in devices):
-                named = _signature(cluster, [index for column in columns for index in column])
-                found.setdefault(named, Layout(columns))
-    return tuple(found.values())[:most], len(set(cluster.kinds)) == 1
+    for order in sequences:
+        for layout in _layouts_of(order, shape):
+            kinds = [{cluster.devices[index].kind for index in of} for of in layout.columns]
+            if all(len(kinds_of_one) == 1 for kinds_of_one in kinds):
+                found.setdefault(_layout_signature(cluster, layout), layout)
+    return tuple(found.values())[:most], are_all and len(found) <= most
+
+
+def _layouts_of(order: Order, shape: Sequence[int]) -> Iterator[Layout]:
+    """Stage after stage in that order, and if all have as many pipeline after pipeline."""
+    ends = list(accumulate(shape))
+    yield Layout(tuple(order[end - size : end] for end, size in zip(ends, shape, strict=True)))
+    if len(set(shape)) == 1:
+        stages = len(shape)
+        pipelines = [order[first : first + stages] for first in range(0, len(order), stages)]
+        yield Layout(tuple(zip(*pipelines, strict=True)))
+
+
+def _layout_signature(cluster: Cluster, layout: Layout) -> object:
+    """A layout without the order of pipelines, or of the replicas of single stages."""
+    kinds = cluster.kinds
+    if layout.pipelines:
+        pipelines = zip(*layout.columns, strict=True)
+        first = sorted(pipelines, key=lambda one: repr([kinds[index] for index in one]))
+        return _signature(cluster, [index for pipeline in first for index in pipeline])
+    columns = [sorted(column, key=lambda index: repr(kinds[index])) for column in layout.columns]
+    return _signature(cluster, [index for column in columns for index in column])
 
 
 def orders(cluster: Cluster, count: int, most: int) -> tuple[tuple[Order, ...], bool]:
     """Distinct orders of `count` of the devices, and whether they are all: while those are few."""
-    devices, hosts = len(cluster.devices), len(cluster.hosts)
-    alike = math.prod(map(math.factorial, Counter(cluster.kinds).values()))
-    if math.perm(devices, count) <= most * alike * math.factorial(hosts):
+    alike = min(math.factorial(len(cluster.hosts)), _MOST_ALIKE)
+    if _sequences(cluster, count) <= most * alike:
         found = _distinct(cluster, _all_orders(cluster, count))
         if len(found) <= most:
             return found, True
     return _distinct(cluster, _block_orders(cluster, count))[:most], False
+
+
+def _sequences(cluster: Cluster, count: int) -> int:
+    """At most so many distinct sequences of `count` devices."""
+    members = Counter(cluster.kinds).values()
+    distinct: int = math.factorial(sum(members)) // math.prod(map(math.factorial, members))
+    return min(len(members) ** count, distinct)
 
 
 def exchanged(cluster: Cluster, order: Order) -> tuple[Order, ...]:

@@ -8,8 +8,13 @@ from functools import cached_property
 
 import numpy as np
 
+from ..runtime.errors import PlanError
 from .cost import Bools, Costs, Floats, Link, seen_over
 from .setting import Setting
+
+
+class DoesNotFit(PlanError):
+    """A method has found no plan that is within the memory of the ranks."""
 
 
 @dataclass(frozen=True)
@@ -55,15 +60,24 @@ class Problem:
             found.append(distinct[key])
         return tuple(found)
 
+    @property
+    def is_simple(self) -> bool:
+        """Whether a stage's score depends on its device and links only, not on its place."""
+        setting = self.setting
+        is_load = setting.is_asynchronous or setting.by_load
+        never_twice = not setting.is_limited and setting.recompute != "all"
+        return is_load and never_twice and not setting.replicas
+
     @cached_property
     def like(self) -> tuple[int, ...]:
         """For each position, the first one at which every stage has the same score."""
-        setting = self.setting
-        simple = setting.is_asynchronous and not setting.is_limited and setting.recompute == "none"
+        simple = self.is_simple
         first: dict[object, int] = {}
         return tuple(
             first.setdefault((id(seen), device.pays_transfers, simple or position), position)
-            for position, (seen, device) in enumerate(zip(self.seen, setting.devices, strict=True))
+            for position, (seen, device) in enumerate(
+                zip(self.seen, self.setting.devices, strict=True)
+            )
         )
 
     def seen_by(self, ranks: Sequence[int]) -> Costs:

@@ -7,13 +7,17 @@ Position j of k is the j-th rank of the pipeline. For one micro-batch
     talk(S)   = send(S) + receive(S): a rank that sends and receives pays for both in turn
     memory(S) = params x (1 + gradient + optimizer copies + stashed versions) + buffers
               + W_j x saved, or W_j x received + saved with recomputation
-              + the most that one operation needs beside
+              + boundary tensors on their way + the most that one operation needs beside
 
-with W_j micro-batches in flight. What a stage does not fit into is no plan: its load is infinite.
-An asynchronous pipeline without flushes gives one micro-batch every max over j of load(S_j); of
-synchronous ones the makespan counts that the simulator finds (`runtime/simulate.py`). A search
-that minimises the largest of something over the stages minimises the score of a stage: its load,
-or what a synchronous step takes at least because of it (`Setting.score_ms`).
+with W_j micro-batches in flight. On their way are tensors and gradients whose receive is posted
+ahead, `DEPTH` of each edge and direction; those that were sent last, as many; and what was sent of
+every micro-batch in flight, where the backward begins, unless it is recomputed.
+
+What a stage does not fit into is no plan: its load is infinite. An asynchronous pipeline without
+flushes gives one micro-batch every max over j of load(S_j); of synchronous ones the makespan
+counts that the simulator finds (`runtime/simulate.py`). A search that minimises the largest of
+something over the stages minimises the score of a stage: its load, or what a synchronous step
+takes at least because of it (`Setting.score_ms`).
 """
 
 from __future__ import annotations
@@ -37,6 +41,10 @@ Recompute = Literal["none", "auto", "all"]
 OPTIMIZER_COPIES: Mapping[str, int] = MappingProxyType(
     {"adamw": 2, "adam": 2, "sgd": 0, "momentum": 1}
 )
+
+
+# Messages of an edge that a transport has posted ahead, and that it keeps after sending.
+DEPTH = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +101,14 @@ class Setting:
         """Whether some device's memory has an end, so that memory can decide."""
         return any(device.memory_bytes < math.inf for device in self.devices)
 
+    @cached_property
+    def is_of_profile(self) -> bool:
+        """Whether every device takes the graph's own times."""
+        return all(device.kind is None and device.speed == 1 for device in self.devices)
+
     def replicas_at(self, position: int) -> int:
         """How many ranks the one at `position` stands for."""
-        return self.replicas[position] if self.replicas else 1
+        return self.replicas[position] if position < len(self.replicas) else 1
 
     def shares_at(self, position: int) -> int:
         """By what the times of a micro-batch are divided there. A synchronous pipeline has a
@@ -124,7 +137,9 @@ class Setting:
         """Peak bytes of the rank at `position`: the formula above."""
         copies = 1 + 1 + OPTIMIZER_COPIES[self.optimizer] + self.versions(position)
         activations = self._activation_bytes(position, sums, recompute=recompute)
-        return copies * sums.param_bytes + sums.buffer_bytes + activations + sums.transient_bytes
+        transport = self._transport_bytes(position, sums, recompute=recompute)
+        fixed = copies * sums.param_bytes + sums.buffer_bytes
+        return fixed + activations + transport + sums.transient_bytes
 
     def memory(self, position: int, sums: StageSums, *, recompute: bool) -> StageMemory:
         """The same of one stage, by what it is for."""
@@ -136,6 +151,7 @@ class Setting:
             versions=self.versions(position) * param_bytes,
             buffers=int(sums.buffer_bytes),
             activations=int(self._activation_bytes(position, sums, recompute=recompute)),
+            transport=int(self._transport_bytes(position, sums, recompute=recompute)),
             transient=int(sums.transient_bytes),
         )
 
@@ -144,6 +160,17 @@ class Setting:
         if recompute:
             return in_flight * sums.received_bytes + sums.saved_bytes
         return in_flight * sums.saved_bytes
+
+    def _transport_bytes(self, position: int, sums: StageSums, *, recompute: bool) -> Floats:
+        in_flight = self.in_flight(position)
+        each = DEPTH if self.is_asynchronous else min(DEPTH, self.shared_micro_batches)
+        ahead = DEPTH if self.is_asynchronous else min(DEPTH, self.shared_micro_batches - in_flight)
+        # Of what was sent last, the micro-batches in flight are kept for backward anyway.
+        sent_before = DEPTH if recompute else max(0, DEPTH - in_flight)
+        on_the_way: Floats = (ahead + DEPTH) * sums.received_bytes + (
+            each + sent_before
+        ) * np.asarray(sums.sent_bytes)
+        return on_the_way if recompute else on_the_way + in_flight * np.asarray(sums.root_bytes)
 
     def recomputes(self, position: int, sums: StageSums) -> Bools:
         """Whether each stage runs its forward again: only where it has to, and never where a

@@ -100,5 +100,5 @@ def _evaluated(solution: Solution, under: Cut) -> Solution:
         talk=talk_of(problem, placement),
         exchanges_ms=exchanges_ms(problem, placement),
         even_split=best.even_split,
-        explanation=explain_shortly(problem.costs, step.evaluation, placement),
+        explanation=explain_shortly(problem, step.evaluation, placement),
     )

@@ -11,10 +11,11 @@ import networkx as nx
 import numpy as np
 
 from ..runtime.errors import PlanError
-from ..runtime.plan import Candidate
+from ..runtime.plan import Candidate, RankSpec
 from .compare import ALL, or_all
 from .cost import Bools, Costs, Link, costs_of, with_exchanges
 from .evaluate import Evaluation, StageLoad, crossing_bytes, evaluate
+from .infeasible import NothingFits
 from .makespan import (
     Talk,
     bottleneck_bound_ms,
@@ -23,7 +24,7 @@ from .makespan import (
     step_bound_ms,
     talk_of,
 )
-from .problem import Placement, Problem, Rules
+from .problem import DoesNotFit, Placement, Problem, Rules
 from .running import Running, check_choice, make_setting
 from .setting import Setting
 from .solvers import HEEDS_CUTS, METHODS
@@ -40,7 +41,8 @@ class Solution:
     meets its bound: the bottleneck's, or the step's of a synchronous schedule. `even_split` is the
     split that counts blocks. `explanation` is a few clauses of why, `crossing_bytes` what goes
     between ranks for one micro-batch, and `candidates` are what the methods gave that were
-    compared.
+    compared. On devices of a file `rank_specs` are all of them that are used, `stage_ranks` those
+    of each stage.
     """
 
     stage_of: Mapping[str, int]
@@ -59,6 +61,12 @@ class Solution:
     explanation: tuple[str, ...]
     crossing_bytes: int = 0
     candidates: tuple[Candidate, ...] = ()
+    rank_specs: tuple[RankSpec, ...] = ()
+    stage_ranks: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def ranks_of_stage(self) -> tuple[tuple[int, ...], ...]:
+        return self.stage_ranks or self.placement.ranks_of_stage
 
     @property
     def loads(self) -> tuple[StageLoad, ...]:
@@ -149,18 +157,18 @@ def solve(
     _check_stages(costs, stages, may_cut, granularity)
     problem = Problem(costs, setting, Rules(may_cut, prefer_modules))
     place = METHODS[method]
-    free = placement = place(problem)
     demanding = replace(problem, rules=replace(problem.rules, must_cut=must_cut))
-    if must_cut:
-        placement = place(demanding)
+    try:
+        free = placement = place(problem)
+        if must_cut:
+            placement = place(demanding)
+    except DoesNotFit as error:
+        raise NothingFits(demanding, method) from error
     bound_ms = step_bound_ms(problem, free)
     step = shortest_step(demanding, placement, place, bound_ms)
     placement, evaluation = step.placement, step.evaluation
     if not evaluation.fits:
-        raise PlanError(
-            f"what --method {method} gives for {stages} ranks does not fit into their memory.",
-            "--method auto searches all cuts.",
-        )
+        raise NothingFits(demanding, method)
     return Solution(
         stage_of=dict(zip(costs.groups, placement.stage_of, strict=True)),
         problem=problem,
@@ -176,11 +184,11 @@ def solve(
         method=_method_name(method),
         seconds=time.perf_counter() - started,
         explanation=(
-            *explain_shortly(costs, evaluation, placement),
+            *explain_shortly(problem, evaluation, placement),
             *_price_of_demands(placement.order_optimum_ms, free.order_optimum_ms),
         )
         if setting.is_asynchronous
-        else (*explain_shortly(costs, evaluation, placement),),
+        else explain_shortly(problem, evaluation, placement),
         crossing_bytes=crossing_bytes(costs, placement),
     )
 
@@ -250,22 +258,31 @@ def _check_stages(costs: Costs, stages: int, may_cut: Bools, granularity: str) -
     raise PlanError(f"{stages} stages asked, but {has}.", f"{most}: --stages {places + 1}")
 
 
-def explain_shortly(costs: Costs, evaluation: Evaluation, placement: Placement) -> tuple[str, ...]:
-    """The slowest stage with its largest group, and what was given up for tidier cuts."""
-    times_ms = [load.load_ms for load in evaluation.stages]
-    slowest = int(np.argmax(times_ms))
-    members = np.flatnonzero(np.asarray(placement.stage_of) == slowest)
+def explain_shortly(
+    problem: Problem, evaluation: Evaluation, placement: Placement
+) -> tuple[str, ...]:
+    """The slowest rank with its largest group, and what was given up for tidier cuts."""
+    of_rank: dict[int, list[int]] = {}
+    for stage, ranks in enumerate(placement.ranks_of_stage):
+        of_rank.setdefault(ranks[0], []).append(stage)
+    rank = max(of_rank, key=lambda rank: evaluation.rank_ms[rank])
+    stages, slowest_ms = of_rank[rank], evaluation.rank_ms[rank]
+    costs = problem.seen[rank]
+    who = f"stage {stages[0]}"
+    if len(stages) > 1:
+        who = f"rank {rank} with stages {', '.join(map(str, stages))}"
+    members = np.flatnonzero(np.isin(placement.stage_of, stages))
     heaviest = int(members[costs.work_ms[members].argmax()])
-    share = costs.work_ms[heaviest] / times_ms[slowest] if times_ms[slowest] else 0.0
+    work_ms = costs.work_ms[heaviest] / len(placement.ranks_of_stage[stages[0]])
+    share = work_ms / slowest_ms if slowest_ms else 0.0
     sentences = [
-        f"stage {slowest} is the slowest with {times_ms[slowest]:.2f} ms a micro-batch; its "
-        f"largest part is {costs.labels[heaviest]} with {costs.work_ms[heaviest]:.2f} ms "
-        f"({share:.0%})",
+        f"{who} is the slowest with {slowest_ms:.2f} ms a micro-batch; its largest part is "
+        f"{costs.labels[heaviest]} with {work_ms:.2f} ms ({share:.0%})",
     ]
     optimum_ms = placement.order_optimum_ms
-    if optimum_ms and times_ms[slowest] > optimum_ms * 1.0005:
+    if optimum_ms and slowest_ms > optimum_ms * 1.0005:
         sentences.append(
-            f"{times_ms[slowest] / optimum_ms - 1:.1%} are given up so that the cuts tear "
+            f"{slowest_ms / optimum_ms - 1:.1%} are given up so that the cuts tear "
             f"fewer modules or carry fewer bytes (best cut anywhere: {optimum_ms:.2f} ms)"
         )
     return tuple(sentences)

@@ -99,7 +99,7 @@ class Walk:
         self.content: dict[str, str] = {}
         self.costs: dict[str, NodeCost] = {}
         self.unmeasured: list[str] = []
-        self._makers = _makers(capture.graph)
+        self._makers = storage_makers(capture.graph)
         self._values: dict[fx.Node, Any] = {}
         self._calls = 0
         self._sizes: dict[str, int] = {}
@@ -289,7 +289,7 @@ class _Call:
         return lambda *args, **kwargs: runnable(function, args)(*args, **kwargs)
 
 
-def _makers(graph: fx.Graph) -> dict[fx.Node, str | None]:
+def storage_makers(graph: fx.Graph) -> dict[fx.Node, str | None]:
     """Which node made the memory of each node's tensor; None for a parameter or buffer."""
     first: dict[int, fx.Node] = {}
     makers: dict[fx.Node, str | None] = {}

@@ -94,7 +94,8 @@ def _longer(setting: Setting) -> Setting:
 
 def _shorter(setting: Setting) -> Setting:
     links = setting.links and setting.links[:-1]
-    return replace(setting, devices=setting.devices[:-1], links=links)
+    replicas = setting.replicas[:-1]
+    return replace(setting, devices=setting.devices[:-1], links=links, replicas=replicas)
 
 
 def _faster(link: Link, factor: int) -> Link:

@@ -99,7 +99,7 @@ class Pipeline:
     ) -> None:
         self.plan = plan
         self.transport = transport
-        self.rank_of_stage = tuple(rank_of_stage or plan.device_of_stage)
+        self.rank_of_stage = tuple(rank_of_stage or range(len(plan.stages)))
         self.criterion = criterion
         self.device = torch.device(device)
         self.dtype = dtype

@@ -71,6 +71,7 @@ class StageMemory:
     versions: int = 0
     buffers: int = 0
     activations: int = 0
+    transport: int = 0
     transient: int = 0
 
     @property

@@ -272,3 +272,69 @@ def test_the_plan_is_steered_by_name_and_records_it(tmp_path: Path) -> None:
     assert "--cut-at blocks.1" in text and "relu_2 = torch.relu(up_2)  # f32[batch, 128]" in text
     message = error(run(tmp_path, "partition", *MLP, "--stages", "2", "--cut-at", "block.1"))
     assert "Did you mean blocks.1" in message and "--stop-after capture" in message
+
+
+def test_a_cost_graph_alone_is_planned(tmp_path: Path) -> None:
+    nodes = [{"name": f"n{index}", "forward_ms": work} for index, work in enumerate((3, 4, 3))]
+    edges = [{"source": f"n{index}", "target": f"n{index + 1}"} for index in range(2)]
+    graph = {"format": "asyncpipe cost graph", "schema": 1, "nodes": nodes, "edges": edges}
+    (tmp_path / "toy.json").write_text(json.dumps(graph))
+    arguments = ["--graph", "toy.json", "--stages", "2"]
+    table = run(tmp_path, "partition", *arguments)
+    assert table.returncode == 0, table.stderr
+    assert "slowest rank 7.00 ms" in table.stdout and "proved the least" in table.stdout
+    compared = run(tmp_path, "partition", *arguments, "--method", "all", "--json")
+    plan = json.loads(compared.stdout)
+    assert plan["method"] == "mpipe" and plan["ranks_of_stage"] == [[0], [1], [0]]
+    assert {one["name"]: one["bottleneck_ms"] for one in plan["candidates"]}["mpipe"] == 6
+    assert not list(tmp_path.glob("generated_models"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--stages", "2"], "Either --model or --graph"),
+        (["--graph", "toy.json", "--model", "gpt2", "--stages", "2"], "Either --model or --graph"),
+        (["--graph", "toy.json"], "--stages is needed"),
+        (["--graph", "toy.json", "--stages", "2", "--meta"], "--meta is of a model"),
+    ],
+)
+def test_a_graph_is_planned_instead_of_a_model(
+    tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    assert message in error(run(tmp_path, "partition", *arguments), code=2)
+
+
+@pytest.mark.slow
+def test_two_stages_of_one_rank_train_as_the_plain_model(tmp_path: Path) -> None:
+    """Mixed-pipe puts the outer layers on one rank: three processes, two devices of the plan."""
+    (tmp_path / "uneven.py").write_text(
+        "import torch\n"
+        "from torch import nn\n\n\n"
+        "def build():\n"
+        "    layers = nn.Sequential(nn.Linear(768, 1024), nn.Linear(1024, 1024), "
+        "nn.Linear(1024, 768))\n"
+        "    return layers, {'input': torch.randn(64, 768)}\n\n\n"
+        "def data():\n"
+        "    generator = torch.Generator().manual_seed(3)\n"
+        "    pairs = torch.randn(256, 2, 768, generator=generator)\n"
+        "    return [{'input': x, 'target': y} for x, y in pairs]\n"
+    )
+    options = ["--model", "uneven.py:build", "--loss", "mse", "--output", "made", "--json"]
+    made = run(
+        tmp_path, "partition", *options, "--stages", "2", "--method", "mpipe", "--profile=analytic"
+    )
+    assert made.returncode == 0, made.stderr
+    assert [stage["ranks"] for stage in json.loads(made.stdout)["stages"]] == [[0], [1], [0]]
+    losses = {}
+    for schedule in ("1f1b", "single"):
+        trained = run(
+            tmp_path, "train", "made", "--schedule", schedule, "--data", "uneven.py:data",
+            "--steps", "3", "--micro-batches", "4", "--lr", "0.001", "--json",
+            "--eval-batches", "0", "--output", schedule,
+        )  # fmt: skip
+        assert trained.returncode == 0, trained.stderr
+        events = [json.loads(line) for line in trained.stdout.splitlines()]
+        losses[schedule] = [event["loss"] for event in events if event["event"] == "step"]
+    assert len(losses["1f1b"]) == 3
+    assert losses["1f1b"] == pytest.approx(losses["single"], rel=1e-5)

@@ -17,6 +17,7 @@ KINDS = {
     "versions": "V",
     "buffers": "B",
     "activations": "A",
+    "transport": "R",
     "transient": "T",
 }
 """What memory is for, with the letter that stands in the bars."""
@@ -28,6 +29,7 @@ MEANINGS = {
     "versions": "stashed weight versions",
     "buffers": "buffers",
     "activations": "activations of all micro-batches in flight",
+    "transport": "boundary tensors sent, or to be received",
     "transient": "the most that one operation needs beside",
 }
 

@@ -22,12 +22,13 @@ from graphlib import CycleError, TopologicalSorter
 
 from ...runtime.errors import PlanError
 from ..cost import Costs
+from ..evaluate import crossing_bytes
 from ..problem import Placement, Problem
 from . import chain
 from .coarse import by_pieces, depth_first, expanded, on_units, topological
 from .merging import Blocks, match
 from .moves import Budget, Order, chains, descend
-from .parts import Parts, Score
+from .parts import Parts
 
 RESTARTS = 6
 ORDERS = 13
@@ -37,24 +38,22 @@ _SMALL = 200
 
 @by_pieces
 def place(problem: Problem) -> Placement:
-    """The best of a few restarts, each with blocks and orders of its own.
+    """The best of a few restarts, each with blocks and orders of its own; of about equal ones
+    (`Rules.prefer_modules`) that which carries the fewest bytes.
 
     Raises PlanError when none fits into the memory of the devices.
     """
     found = [_restart(problem, random.Random(seed)) for seed in range(RESTARTS)]
-    (excess, _), _, placement = min(found, key=lambda one: one[:2])
+    excess, (best_ms, *_) = min(parts.score for parts in found)
     if excess:
-        raise does_not_fit(problem)
-    return placement
+        raise PlanError(f"no {problem.stages}-stage plan fits into the memory of the devices.")
+    limit_ms = best_ms * (1 + problem.rules.prefer_modules)
+    near = [parts for parts in found if not parts.score[0] and parts.score[1][0] <= limit_ms]
+    placements = [Placement(tuple(parts.part_of)) for parts in near]
+    return min(placements, key=lambda one: (crossing_bytes(problem.costs, one), one.stage_of))
 
 
-def does_not_fit(problem: Problem) -> PlanError:
-    return PlanError(f"no {problem.stages}-stage plan fits into the memory of the devices.")
-
-
-def _restart(
-    problem: Problem, generator: random.Random
-) -> tuple[Score, tuple[int, ...], Placement]:
+def _restart(problem: Problem, generator: random.Random) -> Parts:
     levels, coarsest = _levels(problem, generator)
     budget = Budget(TRIALS)
     parts = _first_cut(coarsest, generator)
@@ -62,8 +61,7 @@ def _restart(
         parts = _refine(parts, budget)
         if finer is not None and unit_of is not None:
             parts = Parts(finer, [parts.part_of[unit] for unit in unit_of])
-    stage_of = tuple(parts.part_of)
-    return parts.score, stage_of, Placement(stage_of)
+    return parts
 
 
 def _levels(

@@ -33,6 +33,16 @@ def simple_bound_ms(problem: Problem) -> float:
     return problem.setting.rounds * max(_relaxed_ms(problem, least_ms), shared_ms)
 
 
+def more_than_any_ms(problem: Problem) -> float:
+    """What no plan's score exceeds: all is done twice, sent and received by every stage."""
+    most_ms = max(
+        2 * float(seen.work_ms.sum())
+        + len(seen.groups) * float(seen.send_ms.sum() + seen.receive_ms.sum())
+        for seen in problem.seen
+    )
+    return (2 * problem.setting.rounds + 3) * most_ms * (1 + 1e-9)
+
+
 def ratios(problem: Problem) -> Floats:
     """For each position, the most work, as the fastest device counts it, that it does in a time
     of 1."""

@@ -19,10 +19,10 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from ...runtime.errors import PlanError
 from ..cost import Costs, Floats, Held, Ints, StageSums
 from ..evaluate import evaluate
-from ..problem import Placement, Problem
+from ..problem import DoesNotFit, Placement, Problem
+from .bounds import more_than_any_ms, ratios
 
 _ROUNDING = 1e-9
 
@@ -30,13 +30,13 @@ _ROUNDING = 1e-9
 def place(problem: Problem) -> Placement:
     """The optimum over the cuts that the rules allow, of the groups in their given order.
 
-    Raises PlanError when no such cut fits into the memory of the devices.
+    Raises DoesNotFit when no such cut fits into the memory of the devices.
     """
     optimum_ms = optimum(problem)
     limit_ms = optimum_ms * (1 + problem.rules.prefer_modules) * (1 + _ROUNDING)
     stage_of = tidiest(problem, limit_ms) if optimum_ms < np.inf else None
     if stage_of is None:
-        raise PlanError(f"no {problem.stages}-stage plan fits into the memory of the devices.")
+        raise DoesNotFit(f"no {problem.stages}-stage plan fits into the memory of the devices.")
     return Placement(stage_of, order_optimum_ms=optimum_ms)
 
 
@@ -50,9 +50,11 @@ def interval_sums(costs: Costs, first: Ints | None = None) -> Iterator[tuple[int
         for each in (costs.forward_ms, costs.backward_ms, costs.buffer_bytes)
     )
     changing = {
-        "send_ms": _send_changes(costs),
+        "send_ms": _send_changes(costs, costs.send_ms),
+        "sent_bytes": _send_changes(costs, costs.value_bytes),
+        "root_bytes": _send_changes(costs, costs.root_bytes),
         "receive_ms": _receive_changes(costs, costs.receive_ms),
-        "received_bytes": _receive_changes(costs, costs.received_bytes),
+        "received_bytes": _receive_changes(costs, costs.value_bytes),
         "param_bytes": _held_changes(costs.parameters, num_groups),
         "saved_bytes": _held_changes(costs.saved, num_groups),
     }
@@ -80,20 +82,21 @@ def interval_sums(costs: Costs, first: Ints | None = None) -> Iterator[tuple[int
 _Changes = list[list[tuple[int, int, float]]]  # by position: starts first..last change by amount
 
 
-def _send_changes(costs: Costs) -> _Changes:
-    """What is sent by stages with starts first..last, once they reach a position."""
+def _send_changes(costs: Costs, amounts: Floats) -> _Changes:
+    """What is sent by stages with starts first..last, once they reach a position, of each value
+    by that amount."""
     changes: _Changes = [[] for _ in costs.groups]
-    for value, cost_ms in zip(costs.values, costs.send_ms.tolist(), strict=True):
+    for value, amount in zip(costs.values, amounts.tolist(), strict=True):
         owner, readers = value.owner, value.readers
-        if not cost_ms:
+        if not amount:
             continue
         if owner < readers[0]:
             # By every stage that has the owner, until the last reader is in it too.
-            changes[owner].append((0, owner, cost_ms))
-            changes[readers[-1]].append((0, owner, -cost_ms))
+            changes[owner].append((0, owner, amount))
+            changes[readers[-1]].append((0, owner, -amount))
         else:
             # By a stage with the owner that begins after the first reader.
-            changes[owner].append((readers[0] + 1, owner, cost_ms))
+            changes[owner].append((readers[0] + 1, owner, amount))
     return changes
 
 
@@ -123,34 +126,43 @@ def _held_changes(held: Iterable[Held], num_groups: int) -> _Changes:
     return changes
 
 
-def _interval_scores(problem: Problem, first: Ints) -> Iterator[tuple[int, Floats]]:
-    """For each end, the score of every stage (rows) for every start in its window (columns)."""
+def _interval_scores(
+    problem: Problem, first: Ints, limit_ms: float
+) -> Iterator[tuple[int, slice, Floats]]:
+    """For each end at which some stages may end within the limit, these stages, and their scores
+    (rows) for every start in the window (columns)."""
+    earliest, latest = _slack(problem, limit_ms)
     done_ms = np.concatenate([[0.0], np.cumsum(problem.least_work_ms)])
     distinct = {id(seen): seen for seen in problem.seen}
     like = problem.like
     columns = zip(*(interval_sums(seen, first) for seen in distinct.values()), strict=True)
     for column in columns:
         end = column[0][0]
+        if earliest[end] > latest[end]:
+            continue
+        ending = slice(int(earliest[end]), int(latest[end]) + 1)
         sums = dict(zip(distinct, (sums for _, sums in column), strict=True))
         before_ms, after_ms = done_ms[first[end] : end], done_ms[-1] - done_ms[end]
         scores = {
             position: problem.setting.score_ms(
                 position, sums[id(problem.seen[position])], before_ms, after_ms
             )
-            for position in set(like)
+            for position in set(like[ending])
         }
-        yield end, np.stack([scores[position] for position in like])
+        yield end, ending, np.stack([scores[position] for position in like[ending]])
 
 
 def optimum(problem: Problem) -> float:
     """The least score of the cuts that the rules allow, inf if none fits."""
     num_groups, stages = len(problem.costs.groups), problem.stages
-    first_fit = _first_fit(problem, _reachable_ms(problem))
+    limit_ms = min(_reachable_ms(problem), more_than_any_ms(problem))
+    first_fit = _first_fit(problem, limit_ms)
     best = np.full((stages + 1, num_groups + 1), np.inf)
     best[0, 0] = 0.0
-    for end, scores in _interval_scores(problem, first_fit):
+    for end, stage, scores in _interval_scores(problem, first_fit, limit_ms):
         if problem.rules.may_cut[end] or end == num_groups:
-            best[1:, end] = np.maximum(best[:-1, first_fit[end] : end], scores).min(axis=1)
+            before = best[stage, first_fit[end] : end]
+            best[stage.start + 1 : stage.stop + 1, end] = np.maximum(before, scores).min(axis=1)
     return float(best[stages, num_groups])
 
 
@@ -164,23 +176,24 @@ def tidiest(problem: Problem, limit_ms: float) -> tuple[int, ...] | None:
     highest = np.full((stages + 1, num_groups + 1), np.inf)
     previous = np.zeros((stages + 1, num_groups + 1), dtype=np.int64)
     price[0, 0], highest[0, 0] = 0, 0.0
-    for end, scores in _interval_scores(problem, first_fit):
+    for end, stage, scores in _interval_scores(problem, first_fit, limit_ms):
         if not (problem.rules.may_cut[end] or end == num_groups):
             continue
         start = first_fit[end]
-        prices = np.where(scores <= limit_ms, price[:-1, start:end] + untidy[start:end], never)
-        peaks = np.maximum(highest[:-1, start:end], scores)
+        prices = np.where(scores <= limit_ms, price[stage, start:end] + untidy[start:end], never)
+        peaks = np.maximum(highest[stage, start:end], scores)
         peaks[prices > prices.min(axis=1, keepdims=True)] = np.inf
         chosen = peaks.argmin(axis=1)
-        rows = np.arange(stages)
-        price[1:, end] = np.minimum(prices[rows, chosen], never)
-        highest[1:, end] = peaks[rows, chosen]
-        previous[1:, end] = start + chosen
+        rows = np.arange(len(chosen))
+        ended = slice(stage.start + 1, stage.stop + 1)
+        price[ended, end] = np.minimum(prices[rows, chosen], never)
+        highest[ended, end] = peaks[rows, chosen]
+        previous[ended, end] = start + chosen
     if price[stages, num_groups] >= never:
         return None
     cuts = [num_groups]
-    for stage in range(stages, 0, -1):
-        cuts.append(int(previous[stage, cuts[-1]]))
+    for number in range(stages, 0, -1):
+        cuts.append(int(previous[number, cuts[-1]]))
     where = np.searchsorted(cuts[-2:0:-1], np.arange(num_groups), side="right")
     return tuple(where.tolist())
 
@@ -206,6 +219,17 @@ def _first_fit(problem: Problem, limit_ms: float) -> Ints:
     before = np.searchsorted(demanded, np.arange(len(done)), side="left") - 1
     windows: Ints = np.maximum(starts, demanded[np.maximum(before, 0)])
     return windows
+
+
+def _slack(problem: Problem, limit_ms: float) -> tuple[Ints, Ints]:
+    """For each end, the first and the last stage that may end there: those up to it hold what
+    comes before, and those after it what is left, if each is filled to the limit."""
+    reach = np.cumsum(ratios(problem)) * limit_ms / problem.setting.rounds * (1 + _ROUNDING)
+    done = np.concatenate([[0.0], np.cumsum(problem.least_work_ms)])
+    blur = _ROUNDING * done[-1]
+    earliest = np.searchsorted(reach, done - blur, side="left")
+    latest = np.searchsorted(reach, reach[-1] - (done[-1] - done) + blur, side="right") - 1
+    return earliest, np.minimum(latest, problem.stages - 1)
 
 
 def _reachable_ms(problem: Problem) -> float:

@@ -15,8 +15,9 @@ among the blocks of the model.
 
 from __future__ import annotations
 
+import heapq
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 
@@ -99,19 +100,16 @@ def _grow(blocks: Blocks, centres: list[int]) -> None:
 
 
 def _merge_smallest(blocks: Blocks, number: int) -> None:
-    """The smallest block that has a neighbour it may join does so, until `number` are left."""
-    while len(blocks) > number:
-        pair = next(_smallest_pairs(blocks), None)
-        if pair is None:
-            return
-        blocks.merge(*pair)
-
-
-def _smallest_pairs(blocks: Blocks) -> Iterator[tuple[int, int]]:
-    def by_work(block: int) -> tuple[float, int]:
-        return blocks.work_ms[block], block
-
-    for block in sorted(blocks.work_ms, key=by_work):
-        for other in sorted(blocks.neighbours(block), key=by_work):
+    """The smallest block joins the smallest neighbour that it may, until `number` are left."""
+    smallest = [(work_ms, block) for block, work_ms in blocks.work_ms.items()]
+    heapq.heapify(smallest)
+    while smallest and len(blocks) > number:
+        work_ms, block = heapq.heappop(smallest)
+        if blocks.work_ms.get(block) != work_ms:
+            continue  # it has been merged since
+        around = sorted((blocks.work_ms[other], other) for other in blocks.neighbours(block))
+        for _, other in around:
             if blocks.may_merge(block, other):
-                yield block, other
+                blocks.merge(block, other)
+                heapq.heappush(smallest, (blocks.work_ms[block], block))
+                break

@@ -59,7 +59,8 @@ class Downsets:
     def has(self, group: int, which: slice | Ints = slice(None)) -> Bools:
         """Whether each of the downsets has the group."""
         word = self.bits[group >> 6, which]
-        return (word >> np.uint64(group & 63)) & np.uint64(1) != 0
+        has: Bools = (word >> np.uint64(group & 63)) & np.uint64(1) != 0
+        return has
 
     def sums(self, amounts: Floats) -> Floats:
         """What the groups' amounts add up to in each downset."""
@@ -119,7 +120,8 @@ def find_downsets(costs: Costs, amounts: Floats, windows: Windows, *, most: int)
     # Whole numbers, so that a superset never has the smaller sum for rounding.
     unit = float(amounts.sum()) * 2.0**-50 or 1.0
     weight = [int(amount / unit) for amount in amounts.tolist()]
-    limits = list(zip(windows.low / unit, windows.high / unit, strict=True))
+    lows, highs = (windows.low / unit).tolist(), (windows.high / unit).tolist()
+    limits = list(zip(lows, highs, strict=True))
     rows, works = bytearray(), []
     found = 0
     # A level: downset -> the groups that may be added, and its work.
@@ -146,11 +148,11 @@ def find_downsets(costs: Costs, amounts: Floats, windows: Windows, *, most: int)
                             now_ready |= 1 << target
                     following[larger] = now_ready, work + weight[group]
         level = following
-    work = np.array(works, dtype=np.float64) * unit
+    sums = np.array(works, dtype=np.float64) * unit
     # Found by rising size: a stable sort keeps subsets first among equals.
-    order = np.argsort(work, kind="stable")
-    table = np.frombuffer(bytes(rows), dtype="<u8").reshape(len(work), -1)
-    return Downsets(np.ascontiguousarray(table[order].T).astype(np.uint64), work[order], num_groups)
+    order = np.argsort(sums, kind="stable")
+    table = np.frombuffer(bytes(rows), dtype="<u8").reshape(len(sums), -1)
+    return Downsets(np.ascontiguousarray(table[order].T).astype(np.uint64), sums[order], num_groups)
 
 
 def mask_of(groups: Sequence[int]) -> dict[int, np.uint64]:

@@ -21,16 +21,17 @@ import numpy as np
 from ...runtime.errors import PlanError
 from ..cost import Ints
 from ..evaluate import evaluate
-from ..problem import Placement, Problem
-from . import chain
-from .bounds import simple_bound_ms
+from ..problem import DoesNotFit, Placement, Problem
+from . import chain, milp
+from .bounds import more_than_any_ms, simple_bound_ms
 from .downsets import Downsets, find_downsets
-from .reduce import Reduced, contracted, reduce
+from .reduce import contracted, reduce, without_memory
 from .search import Found, Walk, in_order, num_pairs, search, windows
 
 MOST_DOWNSETS = 400_000
 _MOST_PAIRS = 1_000_000_000
 _FEW_PAIRS = 1_000_000
+_MOST_VARIABLES = 60_000
 _ROUNDING = 1e-9
 
 
@@ -38,17 +39,18 @@ def place(problem: Problem) -> Placement:
     """The optimum with its proof, or the best plan found and a bound.
 
     Where the rules leave no free choice of cuts, the best cut of the given order that they allow.
-    Raises PlanError when nothing fits into the memory of the devices.
+    Raises DoesNotFit when nothing fits into the memory of the devices.
     """
     if not problem.rules.may_cut.all() or problem.rules.must_cut:
         return chain.place(problem)
+    problem = without_memory(problem)
     stage_of = _best_of_order(problem)
     score_ms = _score_ms(problem, stage_of)
     bound_ms = simple_bound_ms(problem)
     if score_ms > bound_ms * (1 + _ROUNDING):
         stage_of, bound_ms = _improved(problem, stage_of, score_ms, bound_ms)
     if stage_of is None:
-        raise PlanError(f"no {problem.stages}-stage plan fits into the memory of the devices.")
+        raise DoesNotFit(f"no {problem.stages}-stage plan fits into the memory of the devices.")
     score_ms = _score_ms(problem, stage_of)
     limit_ms = score_ms * (1 + problem.rules.prefer_modules) * (1 + _ROUNDING)
     return Placement(
@@ -59,11 +61,16 @@ def place(problem: Problem) -> Placement:
 
 
 def _improved(
-    problem: Problem, stage_of: Sequence[int] | None, score_ms: float, bound_ms: float
+    problem: Problem,
+    stage_of: Sequence[int] | None,
+    score_ms: float,
+    bound_ms: float,
+    *,
+    join_idle: bool = True,
 ) -> tuple[Sequence[int] | None, float]:
     """The optimal stages and the bound, from a plan with this score or from none."""
-    limit_ms = min(score_ms, _more_than_any_ms(problem))
-    reduced = reduce(problem, limit_ms)
+    limit_ms = min(score_ms, more_than_any_ms(problem))
+    reduced = reduce(problem, limit_ms, join_idle=join_idle)
     walk = in_order(reduced.problem)
     downsets = find_downsets(
         reduced.problem.costs,
@@ -71,24 +78,50 @@ def _improved(
         windows(reduced.problem, walk, limit_ms),
         most=MOST_DOWNSETS,
     )
-    if downsets is None:
-        return stage_of, bound_ms
-    found, bound_ms = rising_search(reduced.problem, walk, downsets, bound_ms, limit_ms)
-    if found is None:
-        return stage_of, bound_ms
-    if found.score_ms == np.inf:
-        return stage_of, np.inf if stage_of is None else score_ms
-    if reduced.joined_idle:
-        bound_ms = min(bound_ms, _with_idle_stages_ms(reduced.problem, walk, downsets, found))
-    return _expanded(reduced, found), bound_ms
+    found = None
+    if downsets is not None:
+        found, bound_ms = rising_search(reduced.problem, walk, downsets, bound_ms, limit_ms)
+    if downsets is None or found is None:
+        return _by_program(problem, stage_of, limit_ms, bound_ms)
+    if found.score_ms < np.inf:
+        stage_of, score_ms = reduced.stage_of([items for _, items in found.stages]), found.score_ms
+    if not reduced.joined_idle:
+        return stage_of, score_ms
+    bound_ms = min(score_ms, _with_idle_stages_ms(reduced.problem, walk, downsets, found, limit_ms))
+    if bound_ms >= score_ms * (1 - _ROUNDING):
+        return stage_of, score_ms
+    return _improved(problem, stage_of, score_ms, bound_ms, join_idle=False)
 
 
-def _with_idle_stages_ms(problem: Problem, walk: Walk, downsets: Downsets, found: Found) -> float:
-    """A bound for plans in which some stage holds nothing but groups that have joined others."""
-    if len(set(problem.like)) == 1:
+def _by_program(
+    problem: Problem, stage_of: Sequence[int] | None, limit_ms: float, bound_ms: float
+) -> tuple[Sequence[int] | None, float]:
+    """The same by the mixed-integer program, where that is not too large either."""
+    reduced = reduce(problem, limit_ms, join_idle=False)
+    size = len(reduced.problem.costs.groups) * problem.stages
+    if size > _MOST_VARIABLES or limit_ms <= bound_ms * (1 + milp.GAP):
+        return stage_of, bound_ms
+    known = None
+    if stage_of is not None:
+        _, first = np.unique(reduced.item_of, return_index=True)
+        known = np.asarray(stage_of)[first].tolist()
+    improved = milp.improve(reduced.problem, known, limit_ms)
+    if improved.stage_of is not None:
+        stage_of = tuple(np.asarray(improved.stage_of)[reduced.item_of].tolist())
+    return stage_of, max(bound_ms, improved.bound_ms)
+
+
+def _with_idle_stages_ms(
+    problem: Problem, walk: Walk, downsets: Downsets, found: Found, limit_ms: float
+) -> float:
+    """A bound, or the limit, for plans in which some stage holds nothing but groups that have
+    joined others."""
+    if len(set(problem.like)) == 1 and found.score_ms < np.inf:
+        # Stages without groups may as well be the last.
         return found.fewer_ms
-    less_ms = found.score_ms * (1 - _ROUNDING)
-    return search(problem, walk, downsets, less_ms, may_be_empty=True).score_ms
+    less_ms = min(limit_ms, found.score_ms) * (1 - _ROUNDING)
+    loose = search(problem, walk, downsets, less_ms, may_be_empty=True)
+    return min(loose.score_ms, limit_ms)
 
 
 def rising_search(
@@ -110,23 +143,24 @@ def _limits(
 ) -> Iterator[tuple[float, int]]:
     """Limits that rise from near the bound to the last, which decides, and the pairs of each.
 
-    A wider limit means more pairs. Only one that has far fewer than the last is worth a try.
+    A wider limit means more pairs. Only one that has far fewer than the last is worth a try, and
+    far more than the one before.
     """
 
     def pairs(limit_ms: float) -> int:
         within = downsets.within(windows(problem, walk, limit_ms))
         return num_pairs(problem, within, limit_ms)
 
-    at_last, done, share = pairs(limit_ms), _FEW_PAIRS, 0.001
+    at_last, done, share = pairs(limit_ms), _FEW_PAIRS, 0.0005
     while bound_ms * (1 + share) < limit_ms:
         trial_ms = bound_ms * (1 + share)
         count = pairs(trial_ms)
-        if 4 * count > at_last:
+        if 3 * count > at_last:
             break
         if count > done:
             yield trial_ms, count
-            done = 4 * count
-        share *= 2
+            done = 3 * count
+        share *= 1.4
     yield limit_ms, at_last
 
 
@@ -143,25 +177,6 @@ def _score_ms(problem: Problem, stage_of: Sequence[int] | None) -> float:
     if stage_of is None:
         return float(np.inf)
     return evaluate(problem, Placement(tuple(stage_of))).score_ms
-
-
-def _more_than_any_ms(problem: Problem) -> float:
-    """What no plan's score exceeds: everything is done and sent by every stage, in turn."""
-    most = max(
-        float(
-            (2 * seen.work_ms).sum() + seen.send_ms.sum() + seen.receive_ms.sum() * len(seen.groups)
-        )
-        for seen in problem.seen
-    )
-    return (2 * problem.setting.rounds + 3) * most * (1 + _ROUNDING)
-
-
-def _expanded(reduced: Reduced, found: Found) -> tuple[int, ...]:
-    """The stage of every group of the problem that was reduced."""
-    stage_of = np.zeros(int(reduced.item_of.max()) + 1, dtype=np.int64)
-    for stage, (_, items) in enumerate(found.stages):
-        stage_of[items] = stage
-    return tuple(stage_of[reduced.item_of].tolist())
 
 
 def _tidied(problem: Problem, stage_of: Sequence[int], limit_ms: float) -> tuple[int, ...]:

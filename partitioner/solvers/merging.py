@@ -3,8 +3,10 @@
 Two blocks become one only if no path leaves one and comes back to the other through a third.
 For an edge u -> v that holds if u has no other successor or v no other predecessor, which is
 looked at first, and is else searched for (the cycle detection of Herrmann et al., "Multilevel
-Algorithms for Acyclic Partitioning of Directed Acyclic Graphs", SISC 2019, section 4.1). The
-search looks at no more than `_LOOK` blocks; where that does not decide, the blocks stay apart.
+Algorithms for Acyclic Partitioning of Directed Acyclic Graphs", SISC 2019, section 4.1). A
+topological order of the blocks is kept up to date through merges, as Pearce and Kelly ("A Dynamic
+Topological Sort Algorithm for Directed Acyclic Graphs", JEA 2006) do through new edges: only what
+lies between u and v in it is searched and put in order again.
 """
 
 from __future__ import annotations
@@ -15,9 +17,6 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from ..cost import Costs
-from .coarse import topological
-
-_LOOK = 2000
 
 
 class Blocks:
@@ -29,6 +28,8 @@ class Blocks:
     def __init__(self, costs: Costs) -> None:
         self._num_groups = len(costs.groups)
         self._in = list(range(self._num_groups))
+        self._place = list(range(self._num_groups))
+        self._at: list[int | None] = list(range(self._num_groups))
         self.work_ms: dict[int, float] = dict(enumerate(costs.work_ms.tolist()))
         self.after: dict[int, set[int]] = {group: set() for group in self.work_ms}
         self.before: dict[int, set[int]] = {group: set() for group in self.work_ms}
@@ -64,21 +65,11 @@ class Blocks:
         first, second = (one, other) if other in self.after[one] else (other, one)
         if len(self.after[first]) == 1 or len(self.before[second]) == 1:
             return True
-        seen = set(self.after[first]) - {second}
-        front = list(seen)
-        while front:
-            for block in self.after[front.pop()]:
-                if block == second:
-                    return False
-                if block not in seen:
-                    seen.add(block)
-                    front.append(block)
-            if len(seen) > _LOOK:
-                return False
-        return True
+        return second not in self._reached(first, second)
 
     def merge(self, one: int, other: int) -> None:
         """Makes `other` a part of `one`."""
+        self._put_in_order(one, other)
         self._in[other] = one
         self.work_ms[one] += self.work_ms.pop(other)
         for near, far in ((self.after, self.before), (self.before, self.after)):
@@ -93,14 +84,39 @@ class Blocks:
                         pair = _pair(block, one)
                         self.weight[pair] = self.weight.get(pair, 0.0) + moved_ms
 
+    def _reached(self, first: int, second: int) -> set[int]:
+        """The blocks up to the place of `second` that paths from `first` lead to, but for the
+        edge between the two."""
+        last = self._place[second]
+        front = [
+            block for block in self.after[first] if block != second and self._place[block] <= last
+        ]
+        seen = set(front)
+        while front:
+            for block in self.after[front.pop()]:
+                if block not in seen and self._place[block] <= last:
+                    seen.add(block)
+                    front.append(block)
+        return seen
+
+    def _put_in_order(self, one: int, other: int) -> None:
+        """Gives `one` and what lies between the two new places, as if both were one."""
+        first, second = sorted((one, other), key=self._place.__getitem__)
+        places = range(self._place[first], self._place[second] + 1)
+        between = _present(self._at[places.start + 1 : places.stop - 1])
+        later = self._reached(first, second)
+        ordered = [block for block in between if block not in later]
+        ordered += [one, *(block for block in between if block in later)]
+        for place in places:
+            self._at[place] = None
+        for place, block in zip(places, ordered, strict=False):
+            self._at[place] = block
+            self._place[block] = place
+
     def numbered(self) -> list[int]:
         """The block of every group, the blocks numbered in a topological order."""
-        home = [self._home(group) for group in range(self._num_groups)]
-        names = sorted(set(home))
-        number = {block: index for index, block in enumerate(names)}
-        edges = [(number[block], number[far]) for block in names for far in self.after[block]]
-        place = topological(len(names), edges, key=lambda index: names[index])
-        return [place[number[block]] for block in home]
+        number = {block: index for index, block in enumerate(_present(self._at))}
+        return [number[self._home(group)] for group in range(self._num_groups)]
 
     def _home(self, group: int) -> int:
         block = group
@@ -108,6 +124,10 @@ class Blocks:
             block = self._in[block]
         self._in[group] = block
         return block
+
+
+def _present(blocks: Iterable[int | None]) -> list[int]:
+    return [block for block in blocks if block is not None]
 
 
 def match(blocks: Blocks, most_ms: float, generator: random.Random) -> None:

@@ -21,7 +21,7 @@ from types import ModuleType
 import numpy as np
 
 from ...runtime.errors import PlanError
-from ..cost import Costs
+from ..cost import Costs, Floats
 from ..problem import Placement, Problem
 from . import chain
 from .coarse import by_pieces, expanded, on_units, topological
@@ -89,15 +89,29 @@ def _cut(pymetis: ModuleType, costs: Costs, parts: int, seed: int) -> list[int]:
         for group, others in enumerate(around)
         for other in others
     ]
-    heaviest = float(costs.work_ms.max()) or 1.0
+    # METIS prints complaints if parts may be of a single group, and the order needs no such parts.
+    parts = min(parts, len(costs.groups) // 4)
+    if parts < 2:
+        return [0] * len(costs.groups)
+    work_ms = _at_most_half_a_part(costs.work_ms, parts)
+    heaviest = float(work_ms.max()) or 1.0
     _, membership = pymetis.part_graph(
-        min(parts, len(costs.groups)),
+        parts,
         pymetis.CSRAdjacency(starts, [other for others in around for other in others]),
-        vweights=[1 + round(_MOST * work / heaviest) for work in costs.work_ms.tolist()],
+        vweights=[1 + round(_MOST * work / heaviest) for work in work_ms.tolist()],
         eweights=edge_weights,
         options=pymetis.Options(seed=seed),
     )
     return list(membership)
+
+
+def _at_most_half_a_part(work_ms: Floats, parts: int) -> Floats:
+    """The work of every group, of the heaviest only as much as half of an even share of it all."""
+    while True:
+        most_ms = work_ms.sum() / (2 * parts)
+        if work_ms.max() <= most_ms * 1.01:
+            return work_ms
+        work_ms = np.minimum(work_ms, most_ms)
 
 
 def _crossing(costs: Costs) -> dict[tuple[int, int], float]:

@@ -81,6 +81,31 @@ def chains(parts: Parts, neighbourhood: Neighbourhood, budget: Budget) -> None:
         pass
 
 
+def swap(parts: Parts, budget: Budget) -> None:
+    """Exchanges of a group of the slowest part for one of another, the best first, while the score
+    gets less; order does not matter to it."""
+    while not budget.is_spent:
+        slowest = parts.slowest
+        best: tuple[Score, int, int] | None = None
+        own = [group for group, part in enumerate(parts.part_of) if part == slowest]
+        for other, part in enumerate(parts.part_of):
+            if part == slowest:
+                continue
+            parts.move(other, slowest)
+            for group in own:
+                budget.spend()
+                found = parts.score_after(group, part), group, other
+                if best is None or found < best:
+                    best = found
+            parts.move(other, part)
+        if best is None or best[0] >= parts.score:
+            return
+        _, group, other = best
+        part = parts.part_of[other]
+        parts.move(other, slowest)
+        parts.move(group, part)
+
+
 def _chain(parts: Parts, neighbourhood: Neighbourhood, budget: Budget) -> bool:
     """One chain; whether the score is less than before."""
     start = best = parts.score

@@ -30,7 +30,7 @@ import numpy as np
 from ..cost import Bools, Costs, Floats, Held, Ints, StageSums
 from .downsets import Downsets, mask_of
 
-_TALK, _PARAMS, _SAVED, _RECEIVED = range(4)
+_TALK, _PARAMS, _SAVED, _RECEIVED, _SENT, _ROOTS = range(6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class PairSums:
 
     def __init__(self, kinds: Sequence[Costs], downsets: Downsets, *, memory: bool) -> None:
         self.downsets, self.memory = downsets, memory
-        fields = 4 if memory else 1
+        fields = 6 if memory else 1
         self._of_rows = np.zeros((len(kinds), fields, len(downsets)))
         self._of_columns = np.zeros((len(kinds), fields, len(downsets)))
         self._additive = [
@@ -107,6 +107,8 @@ class PairSums:
                 saved_bytes=found[_SAVED] if self.memory else none,
                 received_bytes=found[_RECEIVED] if self.memory else none,
                 transient_bytes=transient,
+                sent_bytes=found[_SENT] if self.memory else none,
+                root_bytes=found[_ROOTS] if self.memory else none,
             )
             for (forward, backward), found in zip(self._additive, fields, strict=True)
         ]
@@ -174,14 +176,14 @@ class PairSums:
         self, item: _Item, rows: Ints
     ) -> Iterator[tuple[bool, tuple[int, ...], Bools, Floats]]:
         """How the item is crossed by rows: the test of columns, by which rows, and its weight."""
-        has = np.stack([self.downsets.has(group, rows) for group in item.members])
-        some, every = has.any(axis=0), has.all(axis=0)
+        has: Bools = np.stack([self.downsets.has(group, rows) for group in item.members])
+        some, every = np.any(has, axis=0), np.all(has, axis=0)
         guard: tuple[int, ...] = ()
         if item.owner < 0:
-            crossed = some & ~every
+            crossed: Bools = some & ~every
         else:
             owner = self.downsets.has(item.owner, rows)
-            crossed = some & ~owner if item.is_gradient else owner & ~every
+            crossed = (some & ~owner) if item.is_gradient else (owner & ~every)
             if not item.is_gradient:
                 guard = (item.owner,)
         if not crossed.any():
@@ -225,7 +227,9 @@ def _items(kinds: Sequence[Costs], fields: int) -> Iterator[_Item]:
             weights[kind, _TALK] += costs.receive_ms[index]
             sends[kind, _TALK] += costs.send_ms[index]
         if fields > 1:
-            weights[:, _RECEIVED] += value.forward_bytes
+            weights[:, _RECEIVED] += kinds[0].value_bytes[index]
+            sends[:, _SENT] += kinds[0].value_bytes[index]
+            sends[:, _ROOTS] += kinds[0].root_bytes[index]
     if fields > 1:
         of_fields: tuple[tuple[int, tuple[Held, ...]], ...] = (
             (_PARAMS, kinds[0].parameters),

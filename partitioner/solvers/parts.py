@@ -43,7 +43,7 @@ class Parts:
             self._touching[value.owner].append(index)
             self._readers.append(at)
         self._held = tuple(_HeldIn(held, self.part_of, count) for held in _kinds(costs))
-        self._sums = [[0.0] * count for _ in range(6)]
+        self._sums = [[0.0] * count for _ in range(8)]
         for group, part in enumerate(self.part_of):
             self._add_group(group, part, 1)
         for index in range(len(costs.values)):
@@ -104,11 +104,13 @@ class Parts:
 
     def sums(self, part: int) -> StageSums:
         """What a part adds up to."""
-        forward, backward, send, receive, buffers, received = (of[part] for of in self._sums)
+        forward, backward, send, receive, buffers, received, sent, roots = (
+            of[part] for of in self._sums
+        )
         parameters, saved = (held.total[part] for held in self._held)
         as_floats = (
             forward, backward, send, receive, parameters, buffers, saved, received,
-            self._transient(part),
+            self._transient(part), sent, roots,
         )  # fmt: skip
         return StageSums(*map(np.float64, as_floats))  # type: ignore[arg-type]
 
@@ -129,7 +131,7 @@ class Parts:
         return float(self.problem.costs.transient_bytes[own].max(initial=0.0))
 
     def _add_group(self, group: int, part: int, sign: int) -> None:
-        forward, backward, _, _, buffers, _ = self._sums
+        forward, backward, _, _, buffers, *_ = self._sums
         table = self._tables[part]
         forward[part] += sign * table.forward_ms[group]
         backward[part] += sign * table.backward_ms[group]
@@ -140,9 +142,11 @@ class Parts:
         if self.part_of[self.problem.costs.values[index].owner] == part:
             if len(at) > 1 or part not in at:
                 self._sums[2][part] += sign * table.send_ms[index]
+                self._sums[6][part] += sign * table.value_bytes[index]
+                self._sums[7][part] += sign * table.root_bytes[index]
         elif part in at:
             self._sums[3][part] += sign * table.receive_ms[index]
-            self._sums[5][part] += sign * table.received_bytes[index]
+            self._sums[5][part] += sign * table.value_bytes[index]
 
 
 class _Table:
@@ -154,7 +158,8 @@ class _Table:
         self.send_ms = seen.send_ms.tolist()
         self.receive_ms = seen.receive_ms.tolist()
         self.buffer_bytes = seen.buffer_bytes.tolist()
-        self.received_bytes = seen.received_bytes.tolist()
+        self.value_bytes = seen.value_bytes.tolist()
+        self.root_bytes = seen.root_bytes.tolist()
 
 
 class _HeldIn:

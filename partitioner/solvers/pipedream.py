@@ -28,7 +28,7 @@ import numpy as np
 from ...runtime.errors import PlanError
 from ..cost import Floats, Ints, StageSums
 from ..evaluate import evaluate
-from ..problem import Placement, Problem
+from ..problem import DoesNotFit, Placement, Problem
 from ..setting import Device
 from . import chain
 from .chain import interval_sums
@@ -39,7 +39,7 @@ _ROUNDING = 1e-9
 def place(problem: Problem) -> Placement:
     """The optimum over the cuts that the rules allow and over the replicas of each stage.
 
-    Raises PlanError when no such plan fits into the memory of the devices.
+    Raises DoesNotFit when no such plan fits into the memory of the devices.
     """
     stages = _Search(problem).stages()
     starts = [start for start, _ in stages[1:]]
@@ -76,7 +76,7 @@ class _Search:
             self._extend(end, loads_ms)
         final = self._best[0, :, -1]
         if final.min() == np.inf:
-            raise PlanError(
+            raise DoesNotFit(
                 f"no plan of {self._problem.stages} ranks, with or without replicas, fits into "
                 "the memory of the devices."
             )

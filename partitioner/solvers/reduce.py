@@ -2,7 +2,8 @@
 
 Only what cannot change the optimum is done, and each step is recorded:
 
-- Memory that everything together fits into decides nothing, and is taken as unlimited.
+- Memory that everything together fits into decides nothing, and is taken as unlimited
+  (`without_memory`).
 - A value that costs its owner more than the limit to send, or a reader to receive, with nothing
   but the owner's or the reader's own work beside, crosses no cut of a plan within the limit: they
   are one, with all that lies between them.
@@ -14,13 +15,13 @@ Only what cannot change the optimum is done, and each step is recorded:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import networkx as nx
 import numpy as np
 
-from ..cost import Costs, Floats, Held, Ints, StageSums
+from ..cost import Costs, Floats, Held, Ints, StageSums, Value
 from ..problem import Problem, Rules
 
 _ROUNDING = 1e-9
@@ -34,15 +35,20 @@ class Reduced:
     item_of: Ints
     joined_idle: int = 0
     joined_dear: int = 0
-    dropped_memory: bool = False
+
+    def stage_of(self, stages: Sequence[Ints]) -> tuple[int, ...]:
+        """The stage of every group of the larger problem, from the items of each stage."""
+        at = np.zeros(int(self.item_of.max()) + 1, dtype=np.int64)
+        for stage, items in enumerate(stages):
+            at[items] = stage
+        return tuple(at[self.item_of].tolist())
 
 
-def reduce(problem: Problem, limit_ms: float) -> Reduced:
+def reduce(problem: Problem, limit_ms: float, *, join_idle: bool = True) -> Reduced:
     """Reductions that keep every plan whose score is within the limit, or one as good."""
-    free_of_memory = _without_memory(problem)
-    dropped = free_of_memory is not problem
-    problem = free_of_memory
     least_ms = problem.least_work_ms
+    setting = problem.setting
+    join_idle = join_idle and not setting.is_limited and not setting.replicas
     items = nx.DiGraph()
     items.add_nodes_from(range(len(least_ms)))
     items.add_edges_from(problem.costs.edges)
@@ -53,18 +59,18 @@ def reduce(problem: Problem, limit_ms: float) -> Reduced:
         items, item_of = _fused(items, item_of, _dear_pairs(problem, item_of, limit_ms))
         dear += size - len(items)
         joined = 0
-        if not problem.setting.is_limited:
+        if join_idle:
             joined = _join_idle(items, item_of, problem)
             idle += joined
         if not joined or len(items) == size:
             break
     if len(items) < problem.stages:
-        return Reduced(problem, np.arange(len(least_ms)), dropped_memory=dropped)
+        return Reduced(problem, np.arange(len(least_ms)))
     order = _order(items, item_of)
     item_of = order[item_of]
     smaller = contracted(problem.costs, item_of)
     rules = Rules(np.ones(len(smaller.groups) + 1, dtype=bool))
-    return Reduced(Problem(smaller, problem.setting, rules), item_of, idle, dear, dropped)
+    return Reduced(Problem(smaller, problem.setting, rules), item_of, idle, dear)
 
 
 def contracted(costs: Costs, item_of: Ints) -> Costs:
@@ -74,8 +80,7 @@ def contracted(costs: Costs, item_of: Ints) -> Costs:
     np.minimum.at(first, item_of, np.arange(len(item_of)))
     values, kept = [], []
     for index, value in enumerate(costs.values):
-        owner = int(item_of[value.owner])
-        readers = tuple(sorted({int(item_of[reader]) for reader in value.readers} - {owner}))
+        owner, readers = _ends(value, item_of)
         if readers:
             values.append(replace(value, owner=owner, readers=readers))
             kept.append(index)
@@ -109,6 +114,17 @@ def contracted(costs: Costs, item_of: Ints) -> Costs:
     )
 
 
+def _ends(value: Value, item_of: Ints) -> tuple[int, tuple[int, ...]]:
+    """The item that has a value and the others that read it; an exchange has no direction, and no
+    edge says which end comes first."""
+    owner = int(item_of[value.owner])
+    readers = {int(item_of[reader]) for reader in value.readers} - {owner}
+    if value.is_exchange:
+        owner, *others = sorted({owner, *readers})
+        return owner, tuple(others)
+    return owner, tuple(sorted(readers))
+
+
 def _held(held: Iterable[Held], item_of: Ints) -> tuple[Held, ...]:
     return tuple(
         Held(tuple(sorted({int(item_of[group]) for group in one.groups})), one.num_bytes)
@@ -116,21 +132,26 @@ def _held(held: Iterable[Held], item_of: Ints) -> tuple[Held, ...]:
     )
 
 
-def _without_memory(problem: Problem) -> Problem:
+def without_memory(problem: Problem) -> Problem:
     """The problem without limits, if one stage of everything would be within each of them."""
     costs, setting = problem.costs, problem.setting
     if not setting.is_limited:
         return problem
     everything = StageSums(
-        *(np.zeros(1) for _ in range(4)),
+        forward_ms=np.zeros(1),
+        backward_ms=np.zeros(1),
+        send_ms=np.zeros(1),
+        receive_ms=np.zeros(1),
         param_bytes=np.array([sum(held.num_bytes for held in costs.parameters)]),
         buffer_bytes=np.array([costs.buffer_bytes.sum()]),
         saved_bytes=np.array([sum(held.num_bytes for held in costs.saved)]),
-        received_bytes=np.array([costs.received_bytes.sum()]),
+        received_bytes=np.array([costs.value_bytes.sum()]),
         transient_bytes=np.array([costs.transient_bytes.max()]),
+        sent_bytes=np.array([costs.value_bytes.sum()]),
+        root_bytes=np.array([costs.root_bytes.sum()]),
     )
     for position, device in enumerate(setting.devices):
-        for recompute in (False, True):
+        for recompute in {False, setting.recompute == "all"}:
             if setting.memory_bytes(position, everything, recompute=recompute)[0] > (
                 device.memory_bytes
             ):
@@ -147,12 +168,11 @@ def _dear_pairs(problem: Problem, item_of: Ints, limit_ms: float) -> list[tuple[
         return []
     most_ms = limit_ms / setting.rounds * (1 + _ROUNDING)
     count = int(item_of.max()) + 1
-    work = [np.bincount(item_of, seen.work_ms, minlength=count) for seen in distinct.values()]
-    if setting.overlap:
-        work = [np.zeros(count)]
     sending = np.min([seen.send_ms for seen in distinct.values()], axis=0)
     receiving = np.min([seen.receive_ms for seen in distinct.values()], axis=0)
-    least = np.min(work, axis=0)
+    least = np.zeros(count)
+    if not setting.overlap:
+        least = np.bincount(item_of, problem.least_work_ms, minlength=count).astype(np.float64)
     pairs = []
     for index, value in enumerate(problem.costs.values):
         owner = int(item_of[value.owner])

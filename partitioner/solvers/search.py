@@ -20,12 +20,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..cost import Floats, Ints
+from ..cost import Costs, Floats, Ints
 from ..problem import Problem
+from ..setting import Setting
 from .bounds import ratios
 from .downsets import Downsets, Windows
 from .pairs import PairSums
@@ -35,13 +36,23 @@ _PAIRS_AT_ONCE = 400_000
 
 
 @dataclass(frozen=True)
-class Walk:
-    """The states of a search and its steps (from, to, position of the stage), from < to.
+class Stage:
+    """What a stage costs at a place in the pipeline: position `position` of `setting`."""
 
-    `reach` is how much work of the fastest device the stages up to each state do in the time that
-    the fastest takes for 1; `ends` are the states in which a plan may be complete.
+    setting: Setting
+    position: int
+    costs: Costs
+
+
+@dataclass(frozen=True)
+class Walk:
+    """The states of a search and its steps (from, to, index in `stages`), from < to.
+
+    `reach` is how much work, as the fastest device counts it, the stages up to each state do in a
+    time of 1; `ends` are the states in which a plan may be complete.
     """
 
+    stages: tuple[Stage, ...]
     steps: tuple[tuple[int, int, int], ...]
     reach: Floats
     total: float
@@ -50,7 +61,8 @@ class Walk:
 
 @dataclass(frozen=True)
 class Found:
-    """The least score, inf if all are above the limit, and its stages: (position, groups).
+    """The least score, inf if all are above the limit, and its stages: an index in `Walk.stages`
+    and the groups of each.
 
     `fewer_ms` is the least score of plans that stop in an earlier state.
     """
@@ -62,28 +74,42 @@ class Found:
 
 def in_order(problem: Problem) -> Walk:
     """One stage on each position, from the first to the last."""
+    stages = tuple(
+        Stage(problem.setting, position, seen) for position, seen in enumerate(problem.seen)
+    )
+    steps = tuple((state, state + 1, like) for state, like in enumerate(problem.like))
     reach = np.concatenate([[0.0], np.cumsum(ratios(problem))])
-    steps = tuple((state, state + 1, state) for state in range(problem.stages))
-    return Walk(steps, reach, float(reach[-1]), (problem.stages,))
+    return Walk(stages, steps, reach, float(reach[-1]), (problem.stages,))
 
 
-def in_any_order(problem: Problem, kind_of: Sequence[int]) -> Walk:
-    """Devices of each kind in any order, and as many as there are at most."""
-    kinds = sorted(set(kind_of))
-    devices = [[p for p, kind in enumerate(kind_of) if kind == one] for one in kinds]
-    counts = list(itertools.product(*(range(len(one) + 1) for one in devices)))
-    counts.sort(key=sum)
+def in_any_order(problem: Problem, kinds: Sequence[Sequence[int]], length: int | None) -> Walk:
+    """`length` stages on devices in any order, of the positions of each kind as many as there are
+    at most; with None any number of stages, where no score depends on that.
+
+    The state is how many of each kind are used.
+    """
+    setting, speeds = problem.setting, ratios(problem)[[positions[0] for positions in kinds]]
+    longest = length or sum(map(len, kinds))
+    stages = []
+    for positions in kinds:
+        alike = replace(setting, devices=(setting.devices[positions[0]],) * longest)
+        stages += [Stage(alike, place, problem.seen[positions[0]]) for place in range(longest)]
+    counts = sorted(itertools.product(*(range(len(positions) + 1) for positions in kinds)), key=sum)
+    counts = [count for count in counts if sum(count) <= longest]
     number = {count: state for state, count in enumerate(counts)}
-    speeds = ratios(problem)
-    steps = []
-    for count in counts:
-        for kind, used in enumerate(count):
-            if used:
-                fewer = (*count[:kind], used - 1, *count[kind + 1 :])
-                steps.append((number[fewer], number[count], devices[kind][used - 1]))
-    of_kind = np.array([speeds[one[0]] for one in devices])
-    reach = np.array(counts) @ of_kind
-    return Walk(tuple(steps), reach, float(reach.max()), tuple(range(1, len(counts))))
+    steps = [
+        (
+            number[(*count[:kind], count[kind] - 1, *count[kind + 1 :])],
+            number[count],
+            kind * longest + (sum(count) - 1 if length else 0),
+        )
+        for count in counts
+        for kind in range(len(kinds))
+        if count[kind]
+    ]
+    reach = np.array(counts) @ speeds
+    ends = [state for state, count in enumerate(counts) if sum(count) == length or not length]
+    return Walk(tuple(stages), tuple(steps), reach, float(reach.max()), tuple(ends))
 
 
 def windows(problem: Problem, walk: Walk, limit_ms: float) -> Windows:
@@ -132,9 +158,10 @@ class _Table:
         self.limit_ms = limit_ms * (1 + _ROUNDING)
         self.window_ms = self.limit_ms / problem.setting.rounds
         self.total_ms = float(problem.least_work_ms.sum())
-        self.kinds = {id(seen): seen for seen in problem.seen}
-        kinds = list(self.kinds.values())
-        self.pairs = PairSums(kinds, downsets, memory=problem.setting.is_limited)
+        kinds = {id(stage.costs): stage.costs for stage in walk.stages}
+        self.kind_of = list(kinds)
+        memory = problem.setting.is_limited or bool(problem.setting.replicas)
+        self.pairs = PairSums(list(kinds.values()), downsets, memory=memory)
         self.best = np.full((len(walk.reach), len(downsets)), np.inf)
         self.best[0, 0] = 0.0
 
@@ -156,33 +183,34 @@ class _Table:
     def _fill_rows(self, inside: Windows, rows: Ints, columns: Ints, *, may_be_empty: bool) -> None:
         work = self.downsets.work[rows]
         reached = [
-            (source, target, position, held)
-            for source, target, position in self.walk.steps
+            (source, target, stage, held)
+            for source, target, stage in self.walk.steps
             if len(
                 held := np.flatnonzero((work >= inside.low[target]) & (work <= inside.high[target]))
             )
         ]
-        scores = self._scores(rows, columns, {position for _, _, position, _ in reached})
+        scores = self._scores(rows, columns, {stage for _, _, stage, _ in reached})
         # In the order of the states, so that those of the same rows are complete.
-        for source, target, position, held in sorted(reached, key=lambda step: step[1]):
-            score_ms = scores[self.problem.like[position]][held]
-            found = np.maximum(self.best[source, columns], score_ms).min(axis=1)
+        for source, target, stage, held in sorted(reached, key=lambda step: step[1]):
+            found = np.maximum(self.best[source, columns], scores[stage][held]).min(axis=1)
             if may_be_empty:
                 found = np.minimum(found, self.best[source, rows[held]])
             found[found > self.limit_ms] = np.inf
             self.best[target, rows[held]] = np.minimum(self.best[target, rows[held]], found)
 
-    def _scores(self, rows: Ints, columns: Ints, positions: set[int]) -> dict[int, Floats]:
-        """The scores of the stages from columns to rows, by position; inf where there is none."""
-        sums = dict(zip(self.kinds, self.pairs.sums(rows, columns), strict=True))
+    def _scores(self, rows: Ints, columns: Ints, stages: set[int]) -> dict[int, Floats]:
+        """The scores of the stages from columns to rows; inf where there is none."""
+        sums = dict(zip(self.kind_of, self.pairs.sums(rows, columns), strict=True))
         legal = self.pairs.legal(rows, columns)
         before_ms = self.downsets.work[None, columns]
         after_ms = self.total_ms - self.downsets.work[rows, None]
         scores = {}
-        for position in sorted({self.problem.like[position] for position in positions}):
-            of_kind = sums[id(self.problem.seen[position])]
-            score_ms = self.problem.setting.score_ms(position, of_kind, before_ms, after_ms)
-            scores[position] = np.where(legal, score_ms, np.inf)
+        for index in sorted(stages):
+            stage = self.walk.stages[index]
+            score_ms = stage.setting.score_ms(
+                stage.position, sums[id(stage.costs)], before_ms, after_ms
+            )
+            scores[index] = np.where(legal, score_ms, np.inf)
         return scores
 
     def stages(self, state: int) -> list[tuple[int, Ints]]:
@@ -192,15 +220,15 @@ class _Table:
             columns = np.flatnonzero(np.isfinite(self.best[:, :row]).any(axis=0))
             rows = np.array([row])
             into = [step for step in self.walk.steps if step[1] == state]
-            scores = self._scores(rows, columns, {position for _, _, position in into})
+            scores = self._scores(rows, columns, {stage for _, _, stage in into})
             choices = [
-                np.maximum(self.best[source, columns], scores[self.problem.like[position]][0])
-                for source, _, position in into
+                np.maximum(self.best[source, columns], scores[stage][0])
+                for source, _, stage in into
             ]
             chosen = int(np.argmin([choice.min() for choice in choices]))
-            state, _, position = into[chosen]
+            state, _, stage = into[chosen]
             column = int(columns[choices[chosen].argmin()])
-            found.append((position, self._between(column, row)))
+            found.append((stage, self._between(column, row)))
             row = column
         return found[::-1]
 

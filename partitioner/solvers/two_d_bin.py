@@ -20,10 +20,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ...runtime.errors import PlanError
 from ..cost import Floats, Ints
 from ..evaluate import evaluate
-from ..problem import Placement, Problem
+from ..problem import DoesNotFit, Placement, Problem
 from .coarse import by_pieces, on_units
 from .coarsening import without_little_ones
 from .packing import demands, largest_first
@@ -39,7 +38,7 @@ _ITERATIONS = 100
 def place(problem: Problem) -> Placement:
     """The best of the plans found for several numbers of clusters.
 
-    Raises PlanError when none of them fits into the memory of the devices.
+    Raises DoesNotFit when none of them fits into the memory of the devices.
     """
     unit_of = without_little_ones(problem, LITTLE)
     coarse = on_units(problem, unit_of)
@@ -51,8 +50,8 @@ def place(problem: Problem) -> Placement:
         if evaluation.fits:
             found.append((evaluation.score_ms, placement.stages, clusters, placement))
     if not found:
-        raise PlanError(
-            f"--method 2dbin found no way into the memory of {problem.stages} devices.",
+        raise DoesNotFit(
+            f"no plan of --method 2dbin fits into the memory of {problem.stages} devices.",
             "--method auto searches all cuts.",
         )
     return min(found, key=lambda one: one[:3])[-1]

@@ -112,6 +112,20 @@ def announce(
     )
     if few:
         reporter.on_warning(few)
+    if copies := replicas_warning(plan):
+        reporter.on_warning(copies)
+
+
+def replicas_warning(plan: Plan) -> str:
+    """Of a plan that has stages on several ranks; "" if it has none."""
+    replicated = [stage for stage in plan.stages if len(stage.ranks) > 1]
+    if not replicated:
+        return ""
+    stages = ", ".join(f"stage {stage.index} on {len(stage.ranks)} ranks" for stage in replicated)
+    return (
+        f"the plan has {stages}, but training runs one replica of each stage, so a step takes "
+        "longer than planned."
+    )
 
 
 def describe_data(data: Data, plan: Plan, schedule: Schedule, settings: Settings) -> str:

@@ -26,14 +26,14 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from ..data.task import architecture_of
 from ..errors import AsyncPipeError
-from ..plan import read_plan
+from ..plan import Plan, read_plan
 from ..schedule import Schedule
 from ..user_code import import_object
 from .facts import announce, find_machine, forecast_run
 from .failure import GRACE_S, RankError, RankFolder, failure_of, is_consequence, root_of
 from .loop import Job, train
 from .metrics import Reporter
-from .resolve import check_devices, check_ranks, resolve, sized_plan
+from .resolve import check_devices, check_ranks, gpu_of_rank, resolve, sized_plan
 from .segments import make_segment
 from .settings import Settings, SettingsError
 from .sources import default_data
@@ -125,7 +125,7 @@ def _show(job: Job, reporter: Reporter) -> None:
     """A dry run: everything is checked and said, nothing is started or written."""
     settings, plan = job.settings, job.plan
     schedule = make_segment(plan, settings, steps=1)
-    _check_devices(settings, len(schedule.ranks))
+    _check_devices(settings, plan, len(schedule.ranks))
     machine = find_machine(settings, len(schedule.ranks))
     forecast = forecast_run(plan, job.planned, settings, machine.cores)
     data = f"{settings.data} ({settings.tokenizer})" if settings.tokenizer else str(settings.data)
@@ -143,7 +143,7 @@ def _show(job: Job, reporter: Reporter) -> None:
 
 
 def _run_alone(job: Job, reporter: str) -> None:
-    _check_devices(job.settings, 1)
+    _check_devices(job.settings, job.plan, 1)
     job = _make_folder(job)
     ranks = RankFolder(job.folder)
     try:
@@ -158,7 +158,7 @@ def _run_alone(job: Job, reporter: str) -> None:
 def _join(job: Job, place: Place, reporter: str) -> None:
     settings = job.settings
     check_ranks(job.planned, settings.schedule, place.ranks)
-    _check_devices(settings, place.local_ranks)
+    _check_devices(settings, job.plan, place.local_ranks)
     try:
         world = join(place, settings.timeout_s)
         if place.rank == 0:
@@ -182,7 +182,7 @@ def _join(job: Job, place: Place, reporter: str) -> None:
 def _start_ranks(job: Job, reporter: str) -> None:
     schedule = make_segment(job.plan, job.settings, steps=1)
     ranks = len(schedule.ranks)
-    _check_devices(job.settings, ranks)
+    _check_devices(job.settings, job.plan, ranks)
     job = _make_folder(job)
     left = RankFolder(job.folder)
     # Rank 0 shows the run on this terminal; all else that ranks print goes to files.
@@ -225,9 +225,10 @@ def _reporter_factory(spec: str) -> Callable[[Settings], Reporter]:
     return made
 
 
-def _check_devices(settings: Settings, ranks: int) -> None:
+def _check_devices(settings: Settings, plan: Plan, ranks: int) -> None:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    check_devices(settings.device, ranks, torch.cuda.device_count(), visible)
+    needed = len(set(gpu_of_rank(plan, ranks)))
+    check_devices(settings.device, needed, torch.cuda.device_count(), visible)
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from .facts import announce, describe_data, find_machine, forecast_run
 from .gather import Gather, RankFigures
 from .metrics import EvalRecord, MetricsFile, Reporter, Summary
 from .observer import Trainer
-from .resolve import sized_plan
+from .resolve import gpu_of_rank, sized_plan
 from .segments import make_segment, segments
 from .settings import Settings
 from .sources import Data, Feed, feed_nothing, open_data, prepare_data
@@ -117,11 +117,11 @@ class _Run:
         self._pipeline = Pipeline(
             plan,
             self._modules,
-            _transport(world, settings),
+            _transport(world, settings, plan),
             rank_of_stage=schedule.rank_of_stage,
             staleness=settings.staleness or "none",
             criterion=find_criterion(settings.criterion) if settings.criterion else None,
-            device=_device(settings, world),
+            device=_device(settings, plan, world),
             dtype=None if settings.dtype == "float32" else dtype_of(settings.dtype),
             seed=settings.seed,
         )
@@ -258,17 +258,19 @@ def _load(job: Job, schedule: Schedule, world: World) -> dict[int, nn.Module]:
                 job.planned,
                 stage,
                 weights=settings.weights,
-                device=_device(settings, world),
+                device=_device(settings, job.plan, world),
             )
             modules[stage] = module.to(dtype_of(settings.dtype)).train()
     return modules
 
 
-def _transport(world: World, settings: Settings) -> Transport:
+def _transport(world: World, settings: Settings, plan: Plan) -> Transport:
     if world.control is None:
         return LocalHub(1).transport(0)
-    return GlooTransport(timeout_s=settings.timeout_s, device=_device(settings, world))
+    return GlooTransport(timeout_s=settings.timeout_s, device=_device(settings, plan, world))
 
 
-def _device(settings: Settings, world: World) -> str:
-    return "cpu" if settings.device == "cpu" else f"cuda:{world.place.local_rank}"
+def _device(settings: Settings, plan: Plan, world: World) -> str:
+    if settings.device == "cpu":
+        return "cpu"
+    return f"cuda:{gpu_of_rank(plan, world.place.local_ranks)[world.place.local_rank]}"

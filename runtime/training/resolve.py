@@ -109,6 +109,14 @@ def check_ranks(plan: Plan, schedule: str, ranks: int) -> None:
     )
 
 
+def gpu_of_rank(plan: Plan, ranks: int) -> tuple[int, ...]:
+    """The GPU of each rank of one machine: stages that the plan has on one rank share one."""
+    if ranks != len(plan.stages):
+        return tuple(range(ranks))
+    planned = sorted(set(plan.device_of_stage))
+    return tuple(planned.index(device) for device in plan.device_of_stage)
+
+
 def check_devices(device: str, ranks: int, gpus: int, visible: str | None = None) -> None:
     """Raises SettingsError when `device` is cuda and there are fewer GPUs than local ranks."""
     if device != "cuda" or ranks <= gpus:

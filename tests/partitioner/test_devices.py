@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncpipe.partitioner.choose import choose, free_bound_ms, shapes
+from asyncpipe.partitioner.choose import choose, shapes
 from asyncpipe.partitioner.cluster import Cluster, cluster_of_hosts
 from asyncpipe.partitioner.cost import Link
 from asyncpipe.partitioner.evaluate import evaluate
+from asyncpipe.partitioner.layout_search import free_bound_ms
 from asyncpipe.partitioner.mapping import Layout, crossings, layouts, lone_ranks, remote_edges
 from asyncpipe.partitioner.problem import Placement
 from asyncpipe.partitioner.setting import Device
@@ -147,8 +148,7 @@ def test_times_of_a_shape_are_those_of_its_formula() -> None:
 def test_a_synchronous_replica_has_its_share_of_the_micro_batches() -> None:
     graph = layered([6] * 4)
     cluster = Cluster((Device(),) * 4, {"*": Link()})
-    how = {"schedule": "1f1b", "micro_batches": 8}
-    choice = choose(graph, cluster, stages=2, how=how, prefer_modules=0.0)
+    choice = choose(graph, cluster, stages=2, schedule="1f1b", micro_batches=8)
     assert choice.layout.shape == (2, 2)
     # Two pipelines of 4 micro-batches each: (4 + 1) slots of 12 ms.
     assert choice.solution.step_ms == pytest.approx(5 * 12)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import fields, replace
 
 import networkx as nx
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncpipe.partitioner.cost import StageSums, stage_sums
+from asyncpipe.partitioner.cost import Link, StageSums, stage_sums
 from asyncpipe.partitioner.evaluate import evaluate
 from asyncpipe.partitioner.problem import Placement, Problem
 from asyncpipe.partitioner.setting import Device, Setting
@@ -18,6 +19,7 @@ from asyncpipe.partitioner.solvers import METHODS, exact
 from asyncpipe.partitioner.solvers.downsets import Windows, find_downsets
 from asyncpipe.partitioner.solvers.pairs import PairSums
 from asyncpipe.partitioner.solvers.search import in_order, search
+from asyncpipe.partitioner.solvers.unordered import place_unordered
 from asyncpipe.runtime.errors import PlanError
 from asyncpipe.tests.partitioner.placements import LINKS, all_ordered, graphs, problem_of
 
@@ -153,3 +155,31 @@ def test_no_other_method_is_better(case):
         other = evaluate(problem, placement)
         if placement.ranks is None and other.fits:
             assert ours <= other.score_ms * (1 + 1e-9), name
+
+
+@settings(max_examples=40, deadline=None)
+@given(graphs(), st.data())
+def test_devices_in_any_order_are_ordered_as_brute_force_does(graph, data):
+    kinds = [
+        Device("fast"),
+        Device("slow", speed=0.5, memory_bytes=data.draw(st.sampled_from([np.inf, 90.0]))),
+        Device("host", speed=0.25, pays_transfers=False),
+    ]
+    for node in graph:
+        graph.nodes[node].update(param_bytes=4, saved_bytes=data.draw(st.integers(0, 6)))
+    devices = data.draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=3))
+    link = data.draw(st.sampled_from([Link(), Link(0.5, 1e3)]))
+    problem = problem_of(graph, len(devices), link, Setting(tuple(devices)))
+    best = np.inf
+    for used in range(1, len(devices) + 1):
+        for order in set(itertools.permutations(devices, used)):
+            best = min(best, least_score_ms(graph, problem_of(graph, used, link, Setting(order))))
+    if best == np.inf:
+        with pytest.raises(PlanError, match="in whatever order"):
+            place_unordered(problem)
+        return
+    order, placement = place_unordered(problem)
+    ours = problem_of(graph, len(order), link, Setting(tuple(devices[one] for one in order)))
+    assert len(set(order)) == len(order)
+    assert evaluate(ours, placement).score_ms == pytest.approx(best)
+    assert placement.bound_ms == pytest.approx(best)
