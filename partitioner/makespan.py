@@ -36,7 +36,8 @@ from .problem import Placement, Problem
 from .solvers.bounds import lower_bound_ms
 from .solvers.chain import place as place_in_order
 
-_THRESHOLDS = (0.01, 0.02, 0.05, 0.1)
+_THRESHOLDS = (0.01, 0.05)
+_MANY_GROUPS = 3_000  # from here on thresholds are not looked at
 _MOVES = 400
 """Evaluations while borders are moved; fewer for graphs of over a thousand groups."""
 _LEAST = 1e-9
@@ -225,7 +226,7 @@ def _unproved(placement: Placement) -> Placement:
 
 def _candidates(problem: Problem, place: Callable[[Problem], Placement]) -> Iterator[Placement]:
     yield place(replace(problem, setting=replace(problem.setting, by_load=True)))
-    for threshold in _THRESHOLDS:
+    for threshold in _THRESHOLDS if len(problem.costs.groups) < _MANY_GROUPS else ():
         if threshold > problem.rules.prefer_modules:
             rules = replace(problem.rules, prefer_modules=threshold)
             yield place_in_order(replace(problem, rules=rules))

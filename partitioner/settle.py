@@ -3,11 +3,12 @@
 A plan is made from the costs of operations; its stages are timed as wholes; the costs of each
 stage are scaled to its time; and with these costs the plan is made again. If that moves no cut,
 costs and plan agree. If it moves some for a gain, the new stages are timed too, and of the plans
-that were timed the one with the fastest slowest stage is taken.
+that were timed the one whose slowest rank is fastest is taken.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -62,7 +63,7 @@ def settled(
         if after.solution.bottleneck_ms > (1 - _WORTH) * now_ms:
             break
         current = after
-    best, times = min(timed, key=lambda pair: _slowest_ms(pair[1]))
+    best, times = min(timed, key=lambda pair: _slowest_ms(*pair))
     profile = _corrected(parts, best, times)
     after = cut(profile)
     if _same(after, best):
@@ -79,8 +80,13 @@ def _same(cut: Cut, other: Cut) -> bool:
     return (one.stage_of, one.ranks_of_stage) == (two.stage_of, two.ranks_of_stage)
 
 
-def _slowest_ms(times: Sequence[WholeTimes]) -> float:
-    return max(time.forward_ms + time.backward_ms for time in times)
+def _slowest_ms(cut: Cut, times: Sequence[WholeTimes]) -> float:
+    """The rank that computes longest for one micro-batch; replicas share theirs."""
+    rank_ms: dict[int, float] = defaultdict(float)
+    for ranks, time in zip(cut.solution.placement.ranks_of_stage, times, strict=True):
+        for rank in ranks:
+            rank_ms[rank] += (time.forward_ms + time.backward_ms) / len(ranks)
+    return max(rank_ms.values())
 
 
 def _evaluated(solution: Solution, under: Cut) -> Solution:
