@@ -59,7 +59,7 @@ def main() -> None:
         for name, runs in raw.items()
     }
     for name, row in table.items():
-        print(f"{name:16}" + "  ".join(f"{step} {took:.1f} s" for step, took in row.items()))
+        print(f"{name:18}" + "  ".join(f"{step} {took:.1f} s" for step, took in row.items()))
     write_result("ticks", {"median_seconds": table, "runs": raw})
 
 
