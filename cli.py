@@ -149,8 +149,9 @@ def partition_command(
     loss
         The loss, when the model does not return one: cross_entropy, mse or path/file.py:function.
     method
-        How to place the cuts: auto, chain, uniform, metis, acyclic, mpipe (several stages a rank),
-        2dbin, pipedream (replicated stages), or all: the best of these, with a table.
+        How to place the cuts: auto (the optimum, with its proof), chain, uniform, metis, acyclic,
+        mpipe and 2dbin (several stages a rank), pipedream (replicated stages), or all: the best of
+        these that trains as planned, with a table of them.
     granularity
         Where a cut may be: between any two operations, or only between whole blocks.
     schedule
@@ -298,7 +299,7 @@ def partition_command(
             **placing,
             **shared,
         )
-    folder = output or Path("generated_models") / f"{plan.name}_{len(plan.stages)}p"
+    folder = output or Path("generated_models") / f"{plan.name}_{stages or len(plan.stages)}p"
     if json:
         print(plan.to_json(), end="")
     elif stop_after == "plan":

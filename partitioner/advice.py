@@ -76,10 +76,9 @@ def _hosts(choice: Choice) -> str:
     if not number:
         return ""
     if not edges:
-        return f"none of {number} boundaries crosses hosts"
+        return f"boundaries between hosts: none of {number}"
     pairs = ", ".join(dict.fromkeys(f"{left}-{right}" for left, right in edges))
-    crosses = "boundaries cross" if len(edges) > 1 else "boundary crosses"
-    return f"{len(edges)} of {number} {crosses} hosts ({pairs})"
+    return f"boundaries between hosts: {len(edges)} of {number} ({pairs})"
 
 
 def _order(choice: Choice) -> str:

@@ -67,10 +67,13 @@ class Choice:
         except PlanError:
             return None
 
-    def solved_again(self, graph: nx.DiGraph) -> Solution:
-        """The layout taken under other costs of the same graph, bounded for its other layouts."""
+    def again(self, graph: nx.DiGraph) -> Solution:
+        """The plan of the layout taken under other costs of the same graph."""
+        return replace(self.search, graph=graph).solve(self.layout)
+
+    def bounded(self, graph: nx.DiGraph, solution: Solution) -> Solution:
+        """A plan of the layout taken, with a bound that holds for its shape's other layouts."""
         search = replace(self.search, graph=graph)
-        solution = search.solve(self.layout)
         return with_bound(solution, search.bound_ms(self.layout.shape))
 
 
@@ -88,11 +91,7 @@ def choose(
     devices, and for times of devices that the graph does not have.
     """
     _check_kinds(graph, cluster)
-    if stages is not None and stages > len(cluster.devices):
-        raise PlanError(
-            f"{stages} stages asked, but there are {len(cluster.devices)} devices.",
-            f"--stages {len(cluster.devices)}, or leave --stages out.",
-        )
+    check_number(cluster, stages)
     search = _search(graph, cluster, stages, method, options)
     tried: dict[Shape, Tried] = {}
     refused: PlanError | None = None
@@ -116,6 +115,16 @@ def choose(
     as_listed = (one for one in tried[shape].found if one.layout.devices == listed)
     as_listed_ms = next((one.objective_ms for one in as_listed), None)
     return Choice(search, best, {**least, shape: best}, as_listed_ms)
+
+
+def check_number(cluster: Cluster, stages: int | None) -> None:
+    """Raises PlanError where there are fewer devices than stages are asked for."""
+    number = len(cluster.devices)
+    if stages is not None and stages > number:
+        there = f"there {'is' if number == 1 else 'are'} {number} device{'s' * (number > 1)}"
+        raise PlanError(
+            f"{stages} stages asked, but {there}.", f"--stages {number}, or leave --stages out."
+        )
 
 
 def _search(

@@ -21,6 +21,7 @@ from .assemble import assemble
 from .capture import Capture
 from .capture import capture as capture_model
 from .cluster import Cluster
+from .compare import ALL
 from .cost import LOCALHOST
 from .demands import find_demands, groups_to_cut_before
 from .device_specs import device_spec
@@ -109,6 +110,8 @@ def partition_spec(
     **options: Any,
 ) -> Plan:
     """`asyncpipe-partition`: finds the model that `spec` names, then `partition_source`."""
+    running = {name: options[name] for name in Running.__annotations__ if name in options}
+    make_setting(stages or 1, **running)  # what is wrong is said before anything is loaded
     source = load_ticked(
         spec,
         on_tick,
@@ -228,7 +231,9 @@ def partition_source(
         kind: graph_of(profile_analytic(captured, captured.arguments.tensors, spec, dtype=dtype))
         for kind, spec in zip(kinds, map(device_spec, kinds), strict=True)
     }
-    planner = planner_for(with_times_on(graph_of(measured), predicted), cluster, stages, options)
+    graph = with_times_on(graph_of(measured), predicted)
+    with explained():
+        planner = planner_for(graph, cluster, stages, options)
 
     def cut(costs: Profile) -> Cut:
         graph = with_times_on(graph_of(costs), predicted)
@@ -242,7 +247,7 @@ def partition_source(
     measured, chosen = cut_and_time(captured, cut, measured, how)
     captured, stage_graphs = chosen.captured, chosen.stages
     solution = planner.advised(chosen.graph, chosen.solution)
-    folder = target(len(stage_graphs))
+    folder = target(stages or len(stage_graphs))
     plan = assemble(
         captured,
         stage_graphs,
@@ -252,11 +257,15 @@ def partition_source(
         model=portable(source.spec),
         model_args=dict(model_args or {}),
         command=command
-        or _command(source.spec, len(stage_graphs), cut_at, keep_together, code, running),
+        or _command(
+            source.spec, stages or len(stage_graphs), method, cut_at, keep_together, code, running
+        ),
         criterion=loss or source.criterion,
         weights=source.weights if save_weights else "not stored",
         if_sent=crossing_if_sent(homes_of(captured.graph, chosen.placed)),
     )
+    # What else there could be is told of plans by one method: all would take as long each time.
+    options |= {"method": "auto" if method == ALL else method}
     tick("plan", solution.summary, "explain" if explain else "generate")
     resolve = partial(solve, **options) if explain else None
     findings = explain_plan(chosen.graph, solution, planner.link, resolve)
@@ -376,6 +385,7 @@ def _write_weights(
 def _command(
     spec: str,
     stages: int,
+    method: str,
     cut_at: Sequence[str],
     keep_together: Sequence[str],
     code: str,
@@ -383,6 +393,7 @@ def _command(
 ) -> str:
     """The command that would have made a plan that was made from Python."""
     tokens = ["asyncpipe-partition", "--model", portable(spec), "--stages", str(stages)]
+    tokens += ["--method", method] if method != "auto" else []
     tokens += [token for name in cut_at for token in ("--cut-at", name)]
     tokens += [token for name in keep_together for token in ("--keep-together", name)]
     for name, value in running.items():

@@ -5,7 +5,7 @@ All methods are compared by it, and their own faster sums are tested against it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -76,9 +76,7 @@ def evaluate(problem: Problem, placement: Placement) -> Evaluation:
     """
     ranks = placement.ranks_of_stage
     first_rank = [ranks_of_one[0] for ranks_of_one in ranks]
-    setting = replace(
-        problem.setting, devices=tuple(problem.setting.devices[rank] for rank in first_rank)
-    )
+    setting = problem.setting.at(first_rank)
     loads = []
     scores_ms: list[float] = []
     work_ms = np.bincount(placement.stage_of, weights=problem.least_work_ms, minlength=len(ranks))

@@ -15,7 +15,7 @@ from .explain_cuts import explain_cuts
 from .problem import Problem
 from .solve import Solution
 from .what_if import Resolve, explain_changes
-from .wording import counted, write_ms, write_share
+from .wording import counted, write_gap, write_ms
 
 _LARGEST = 3
 _TIGHT = 1 + 1e-3
@@ -53,10 +53,9 @@ def _on_slowest_rank(solution: Solution) -> tuple[int, list[int]]:
 def _slowest(solution: Solution) -> Finding:
     rank, stages = _on_slowest_rank(solution)
     loads = [solution.loads[stage] for stage in stages]
-    load_ms, work_ms, talk_ms = (
-        sum(getattr(load, part) for load in loads) for part in ("load_ms", "work_ms", "talk_ms")
-    )
-    costs = solution.problem.seen[rank]
+    load_ms = sum(load.load_ms for load in loads)
+    replicas = max(_replicas(solution, stage) for stage in stages)
+    costs = solution.problem.seen_by(solution.placement.ranks_of_stage[stages[0]])
     members = np.flatnonzero(np.isin(solution.placement.stage_of, stages))
     largest = members[np.argsort(-costs.work_ms[members], kind="stable")][:_LARGEST]
     named = ", ".join(
@@ -64,14 +63,39 @@ def _slowest(solution: Solution) -> Finding:
     )
     numbers = " and ".join(map(str, stages))
     name = f"stage {numbers}" if len(stages) == 1 else f"rank {rank} with stages {numbers}"
-    again = " (a second forward included)" if any(load.recomputes for load in loads) else ""
-    together = " at the same time" if load_ms < (work_ms + talk_ms) * (1 - 1e-9) else ""
+    beside = [
+        *(["a second forward included"] if any(load.recomputes for load in loads) else []),
+        *([f"shared by {replicas} replicas"] if replicas > 1 else []),
+    ]
+    how = f" ({', '.join(beside)})" if beside else ""
+    if solution.setting.overlap:
+        talk = f"{write_ms(sum(load.talk_ms for load in loads))} of transfers at the same time"
+    else:
+        talk = f"{write_ms(_waiting_ms(solution, stages))} of transfers"
+        talk += " and sums of gradients" if replicas > 1 else ""
     return Finding(
         "bound",
         "the slowest stage",
-        f"{name} takes {write_ms(load_ms)} a micro-batch: {write_ms(work_ms)} of computing{again} "
-        f"and {write_ms(talk_ms)} of transfers{together}. Its largest parts are {named}.",
+        f"{name} takes {write_ms(load_ms)} a micro-batch: "
+        f"{write_ms(_work_ms(solution, stages))} of computing{how} and {talk}. "
+        f"Its largest parts are {named}.",
     )
+
+
+def _replicas(solution: Solution, stage: int) -> int:
+    """Among how many ranks the micro-batches of a stage are shared out."""
+    of_stage = solution.placement.ranks_of_stage[stage]
+    return len(of_stage) * solution.setting.shares_at(of_stage[0])
+
+
+def _work_ms(solution: Solution, stages: list[int]) -> float:
+    return sum(solution.loads[stage].work_ms / _replicas(solution, stage) for stage in stages)
+
+
+def _waiting_ms(solution: Solution, stages: list[int]) -> float:
+    """What the rank of `stages` does not compute of the time that they take."""
+    load_ms = sum(solution.loads[stage].load_ms for stage in stages)
+    return max(0.0, load_ms - _work_ms(solution, stages))
 
 
 def _least_ms(problem: Problem) -> Floats:
@@ -111,13 +135,12 @@ def _tightest_bound(solution: Solution) -> Finding:
 def _above_equal_share(solution: Solution) -> Finding:
     share_ms = float(_least_ms(solution.problem).sum()) / solution.problem.stages
     _, stages = _on_slowest_rank(solution)
-    loads = [solution.loads[stage] for stage in stages]
-    waiting_ms = max(0.0, sum(load.load_ms - load.work_ms for load in loads))
+    waiting_ms = _waiting_ms(solution, stages)
     above_ms = max(0.0, solution.bottleneck_ms - share_ms)
     status = (
         "the plan is proved the best there is under these costs"
         if solution.optimal
-        else f"the plan is at most {write_share(solution.gap)} above the best there is"
+        else f"the plan is {write_gap(solution.gap)} above the best there is"
     )
     step = (
         ""
@@ -129,5 +152,5 @@ def _above_equal_share(solution: Solution) -> Finding:
         "bound",
         "the proof",
         f"{status}: its slowest stage is {write_ms(above_ms)} above the equal share, "
-        f"{write_ms(waiting_ms)} of it transfers.{step}",
+        f"with {write_ms(waiting_ms)} of transfers.{step}",
     )

@@ -69,7 +69,7 @@ class _Crossing:
 
 
 def _crossing(problem: Problem, placement: Placement, stage: int) -> _Crossing:
-    costs = problem.seen[placement.ranks_of_stage[stage][0]]
+    costs = problem.seen_by(placement.ranks_of_stage[stage])
     at = placement.stage_of
     crossing = [
         index

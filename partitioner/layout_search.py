@@ -17,6 +17,7 @@ import numpy as np
 
 from ..runtime.errors import PlanError
 from .cluster import ANY_HOST, Cluster
+from .compare import ALL
 from .cost import costs_of
 from .mapping import Layout, Shape, crossings, exchanged, layouts
 from .problem import Problem, Rules
@@ -73,7 +74,7 @@ class Search:
 
     def tried(self, shape: Shape, *, is_asked: bool) -> Tried:
         """A shape on its layouts. Raises PlanError if it fits on none."""
-        most = self._most_layouts(shape) if is_asked else _FEWEST_LAYOUTS
+        most = self._most_layouts(shape) if is_asked else 2
         ways, are_all = layouts(self.cluster, shape, most)
         is_small = len(self.graph) * len(ways) <= _MOST_GROUPS_SOLVED
         found = self._solved(ways, self.method if is_small else "chain")
@@ -112,6 +113,8 @@ class Search:
 
     def _solved(self, ways: Collection[Layout], method: str) -> list[Found]:
         """Those layouts that fit. Raises PlanError if none does."""
+        # All methods are for the layout that is taken; for each it would take too long.
+        method = "auto" if method == ALL else method
         found, refused = [], None
         for layout in ways:
             try:

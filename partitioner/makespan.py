@@ -36,7 +36,8 @@ from .problem import Placement, Problem
 from .solvers.bounds import lower_bound_ms
 from .solvers.chain import place as place_in_order
 
-_THRESHOLDS = (0.01, 0.02, 0.05, 0.1)
+_THRESHOLDS = (0.01, 0.05)
+_MANY_GROUPS = 3_000  # from here on thresholds are not looked at
 _MOVES = 400
 """Evaluations while borders are moved; fewer for graphs of over a thousand groups."""
 _LEAST = 1e-9
@@ -70,7 +71,9 @@ def step_of(problem: Problem, placement: Placement) -> Step:
     """What one optimizer step of the placement takes: for an asynchronous schedule, and where
     several stages share a rank, the slowest rank's time for all micro-batches."""
     evaluation = evaluate(problem, placement)
-    rounds = problem.setting.shared_micro_batches
+    setting = problem.setting
+    # The bottleneck of replicas is of all their micro-batches, unless each has its own part.
+    rounds = setting.micro_batches if setting.is_asynchronous else setting.shared_micro_batches
     of_stage = placement.ranks_of_stage
     if problem.setting.is_asynchronous or len({rank for of in of_stage for rank in of}) < sum(
         map(len, of_stage)
@@ -223,7 +226,7 @@ def _unproved(placement: Placement) -> Placement:
 
 def _candidates(problem: Problem, place: Callable[[Problem], Placement]) -> Iterator[Placement]:
     yield place(replace(problem, setting=replace(problem.setting, by_load=True)))
-    for threshold in _THRESHOLDS:
+    for threshold in _THRESHOLDS if len(problem.costs.groups) < _MANY_GROUPS else ():
         if threshold > problem.rules.prefer_modules:
             rules = replace(problem.rules, prefer_modules=threshold)
             yield place_in_order(replace(problem, rules=rules))

@@ -123,7 +123,7 @@ def _sequences(cluster: Cluster, count: int) -> int:
     """At most so many distinct sequences of `count` devices."""
     members = Counter(cluster.kinds).values()
     distinct: int = math.factorial(sum(members)) // math.prod(map(math.factorial, members))
-    return min(len(members) ** count, distinct)
+    return int(min(len(members) ** count, distinct))
 
 
 def exchanged(cluster: Cluster, order: Order) -> tuple[Order, ...]:

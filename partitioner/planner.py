@@ -15,7 +15,7 @@ import networkx as nx
 
 from ..runtime.errors import PlanError
 from .advice import advised, shape_candidates, shape_sentence
-from .choose import Choice, choose
+from .choose import Choice, check_number, choose
 from .cluster import ANY_HOST, Cluster
 from .cluster_file import read_cluster
 from .cost import LOCALHOST, Link
@@ -39,14 +39,14 @@ class Planner:
     def plan(self, graph: nx.DiGraph) -> Solution:
         """The stages of a graph on these ranks."""
         if self.choice:
-            return self.choice.solved_again(graph)
+            return self.choice.again(graph)
         assert self.stages is not None
         return solve(graph, stages=self.stages, link=LOCALHOST, **self.options)
 
     def advised(self, graph: nx.DiGraph, solution: Solution) -> Solution:
         """The plan with what is to be said of other numbers of stages and of the devices."""
         if self.choice:
-            return advised(self.choice, solution, self.stages)
+            return advised(self.choice, self.choice.bounded(graph, solution), self.stages)
         assert self.stages is not None
         equal = Cluster((Device(),) * self.stages, {ANY_HOST: LOCALHOST})
         try:
@@ -80,7 +80,11 @@ def cluster_of(devices: Cluster | str | Path | None, stages: int | None) -> Clus
     """
     if devices is None and stages is None:
         raise PlanError("neither stages nor devices are given.", "stages=4")
-    return devices if devices is None or isinstance(devices, Cluster) else read_cluster(devices)
+    if devices is None:
+        return None
+    cluster = devices if isinstance(devices, Cluster) else read_cluster(devices)
+    check_number(cluster, stages)
+    return cluster
 
 
 def with_times_on(graph: nx.DiGraph, others: Mapping[str, nx.DiGraph]) -> nx.DiGraph:

@@ -23,9 +23,9 @@ takes at least because of it (`Setting.score_ms`).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from types import MappingProxyType
 from typing import Literal
 
@@ -101,6 +101,16 @@ class Setting:
         """Whether some device's memory has an end, so that memory can decide."""
         return any(device.memory_bytes < math.inf for device in self.devices)
 
+    def at(self, positions: Iterable[int]) -> Setting:
+        """The same where stages are on the ranks at those positions, which may repeat."""
+        chosen = tuple(positions)
+        return replace(
+            self,
+            devices=tuple(self.devices[position] for position in chosen),
+            replicas=tuple(self.replicas[position] for position in chosen if self.replicas),
+            exchange=self.exchange and tuple(self.exchange[position] for position in chosen),
+        )
+
     @cached_property
     def is_of_profile(self) -> bool:
         """Whether every device takes the graph's own times."""
@@ -131,7 +141,7 @@ class Setting:
         """Weight versions kept beside the live one."""
         if not (self.stash and self.is_asynchronous):
             return 0
-        return -(-(self.in_flight(position) - 1) // self.micro_batches)
+        return _stashed_versions(self.in_flight(position) - 1, self.micro_batches)
 
     def memory_bytes(self, position: int, sums: StageSums, *, recompute: bool) -> Floats:
         """Peak bytes of the rank at `position`: the formula above."""
@@ -301,3 +311,27 @@ class Setting:
             return costs
         times = ("forward_ms", "backward_ms", "send_ms", "receive_ms")
         return replace(costs, **{name: getattr(costs, name) / replicas for name in times})
+
+
+@lru_cache
+def _stashed_versions(ahead: int, step_every: int) -> int:
+    """The most versions that a stash holds at once: of the micro-batches t to t + ahead in flight,
+    those that see a step between forward and backward. It is at most ceil(ahead / step_every) + 1.
+
+    >>> [_stashed_versions(ahead, 2) for ahead in range(5)]
+    [0, 1, 2, 3, 3]
+    """
+
+    def forward_version(micro_batch: int) -> int:
+        return max(0, micro_batch - ahead) // step_every
+
+    return max(
+        len(
+            {
+                forward_version(i)
+                for i in range(t, t + ahead + 1)
+                if i // step_every > forward_version(i)
+            }
+        )
+        for t in range(2 * step_every + ahead + 1)
+    )

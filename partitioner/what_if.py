@@ -66,7 +66,13 @@ def _others(graph: nx.DiGraph, solution: Solution, link: Link) -> Iterator[_Othe
     """Each change with the graph, stages, link and setting to solve again."""
     setting = solution.setting
     stages = setting.stages
-    yield f"one more device ({stages + 1})", graph, stages + 1, link, _longer(setting)
+    devices = sum(map(setting.replicas_at, range(stages)))
+    more = (
+        f"one more device ({stages + 1})"
+        if devices == stages
+        else f"one more stage, on one more device ({devices + 1} devices)"
+    )
+    yield more, graph, stages + 1, link, _longer(setting)
     if stages > 1:
         fewer = counted(stages - 1, "stage")
         yield f"one stage fewer ({fewer})", graph, stages - 1, link, _shorter(setting)
@@ -87,15 +93,26 @@ def _others(graph: nx.DiGraph, solution: Solution, link: Link) -> Iterator[_Othe
 
 
 def _longer(setting: Setting) -> Setting:
-    """One more device of the last one's kind, joined by a link as the last."""
-    links = setting.links and (*setting.links, setting.links[-1])
-    return replace(setting, devices=(*setting.devices, setting.devices[-1]), links=links)
+    """One more device of the last one's kind, joined by a link as the last; no replica."""
+    return replace(
+        setting,
+        devices=(*setting.devices, setting.devices[-1]),
+        links=setting.links and (*setting.links, setting.links[-1]),
+        replicas=setting.replicas and (*setting.replicas, 1),
+        exchange=setting.exchange and (*setting.exchange, setting.exchange[-1]),
+    )
 
 
 def _shorter(setting: Setting) -> Setting:
-    links = setting.links and setting.links[:-1]
-    replicas = setting.replicas[:-1]
-    return replace(setting, devices=setting.devices[:-1], links=links, replicas=replicas)
+    """Without the devices of the last stage."""
+    left = setting.stages - 1
+    return replace(
+        setting,
+        devices=setting.devices[:left],
+        links=setting.links and setting.links[: left - 1],
+        replicas=setting.replicas[:left],
+        exchange=setting.exchange and setting.exchange[:left],
+    )
 
 
 def _faster(link: Link, factor: int) -> Link:

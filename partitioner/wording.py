@@ -31,6 +31,14 @@ def write_share(share: float) -> str:
     return f"{100 * share:.{0 if share >= 0.0995 or not share else 1}f} %"
 
 
+def write_gap(gap: float) -> str:
+    """
+    >>> write_gap(0.058), write_gap(0.0002)
+    ('at most 5.8 %', 'less than 0.1 %')
+    """
+    return "less than 0.1 %" if gap < 0.0005 else f"at most {write_share(gap)}"
+
+
 def write_bytes(count: float) -> str:
     """`19.8 KiB`, `497.8 MiB`."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from .plan import Plan
+from .plan import Plan, StageSpec
 from .schedules import ASYNCHRONOUS, make_schedule
 from .simulate import Costs, Timeline, simulate
 
@@ -79,14 +79,31 @@ class OneStep:
 
 
 def forecast_one_step(plan: Plan, schedule: str, micro_batches: int) -> OneStep:
-    """A step of a synchronous schedule, or one in the middle of a long asynchronous run."""
+    """A step of a synchronous schedule, or one in the middle of a long asynchronous run. Replicas
+    of a stage count as one rank that is as fast as they are together."""
     # Every stage has to make a step before the first one makes its last forward.
-    steps = 4 + -(-2 * len(plan.stages) // micro_batches)
-    found = forecast_step(plan, schedule, micro_batches, steps=steps)
+    steps = 3 + -(-2 * len(plan.stages) // micro_batches)
+    found = forecast_step(_without_replicas(plan), schedule, micro_batches, steps=steps)
     if schedule not in ASYNCHRONOUS:
         timeline = found.timeline
         return OneStep(timeline.start_ms, timeline.end_ms, found.idle_share, timeline)
     return OneStep(*found.timeline.steady_step, found.idle_share, found.timeline)
+
+
+def _without_replicas(plan: Plan) -> Plan:
+    return replace(plan, stages=tuple(map(_as_one_rank, plan.stages)))
+
+
+def _as_one_rank(stage: StageSpec) -> StageSpec:
+    """Its time for a micro-batch is the load of the stage; what is over is its replicas' exchange
+    of gradients, as if it came with every backward."""
+    replicas = len(stage.ranks)
+    if replicas < 2:
+        return stage
+    names = ("forward_ms", "backward_ms", "forward_talk_ms", "backward_talk_ms")
+    shared = {name: getattr(stage, name) / replicas for name in names}
+    shared["backward_talk_ms"] += max(0.0, stage.load_ms - sum(shared.values()))
+    return replace(stage, **shared)
 
 
 def describe_forecast(plan: Plan, micro_batches: tuple[int, ...] = (8, 32)) -> str:

@@ -112,7 +112,10 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Another plan that was looked at: what would have been, and why it was not taken."""
+    """Another plan that was looked at: what would have been, and why it was not taken.
+
+    `seconds` is how long the search for it took, which is not written down.
+    """
 
     name: str
     stages: int
@@ -121,7 +124,7 @@ class Candidate:
     peak_bytes: int
     crossing_bytes: int
     gap: float
-    seconds: float
+    seconds: float = 0.0
     note: str = ""
 
 
@@ -295,7 +298,10 @@ class Plan:
         return tuple(stage.index for stage in self.stages if name in stage.inputs)
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n"
+        document = asdict(self)
+        for candidate in document["candidates"]:
+            del candidate["seconds"]  # the same plan is the same text
+        return json.dumps(document, indent=1, ensure_ascii=False) + "\n"
 
 
 def read_plan(folder: str | Path) -> Plan:

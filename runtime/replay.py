@@ -8,7 +8,7 @@ statistics are updated once. Chen et al., "Training Deep Nets with Sublinear Mem
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,44 +16,47 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from .errors import AsyncPipeError
-
-Found = Mapping[str, tuple[Tensor, int]]
-
 
 class Buffers:
-    """The buffers of one module, of which forwards change some."""
+    """The buffers of one module, of which forwards change some.
+
+    A batch norm writes to its statistics without counting it as a change, but in every forward:
+    the values before and after the first one tell these, versions all others.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._changing: set[str] = set()
+        self._is_first = True
 
     @contextmanager
-    def remembered(self) -> Iterator[dict[str, Tensor]]:
-        """Around a forward: the values that it found, of those that forwards change."""
-        found = self.now()
+    def remembered(self, earlier: Iterable[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+        """Around a forward: the values that it found, of those that forwards change.
+
+        Where one changes that had not before, `earlier` forwards found the same value.
+        """
         with torch.no_grad():
-            values = {name: buffer.clone() for name, (buffer, _) in found.items()}
+            found = {name: buffer.clone() for name, buffer in self._module.named_buffers()}
+        before = self._versions()
+        values = dict(found)
         yield values
-        now = self.now()
-        self._changing |= {name for name in found if not _same(found[name], now.get(name))}
+        changed = {name for name, version in self._versions().items() if version != before[name]}
+        if self._is_first:
+            now = dict(self._module.named_buffers())
+            changed |= {name for name in found if not torch.equal(found[name], now[name])}
+            self._is_first = False
+        for name in changed - self._changing:
+            for other in earlier:
+                other.setdefault(name, found[name])
+        self._changing |= changed
         for name in values.keys() - self._changing:
             del values[name]
 
-    def now(self) -> Found:
-        """The buffers, and how often each was written to."""
-        return {name: (buffer, buffer._version) for name, buffer in self._module.named_buffers()}
-
-    def check(self, then: Found, values: Mapping[str, Tensor]) -> None:
-        """Raises AsyncPipeError if a buffer without a remembered value is not as it was `then`."""
-        now = self.now()
-        for name in then.keys() - values.keys():
-            if not _same(then[name], now.get(name)):
-                raise AsyncPipeError(
-                    f"buffer {name} has changed between a forward and its recomputation, and had "
-                    "not in any forward before.",
-                    "Partition again with --recompute none.",
-                )
+    def _versions(self) -> dict[str, tuple[int, int]]:
+        """Which tensor each buffer is, and how often it was written to."""
+        return {
+            name: (id(buffer), buffer._version) for name, buffer in self._module.named_buffers()
+        }
 
 
 @contextmanager
@@ -69,7 +72,3 @@ def nothing_saved() -> Iterator[None]:
 
     with saved_tensors_hooks(forget, never):
         yield
-
-
-def _same(then: tuple[Tensor, int], now: tuple[Tensor, int] | None) -> bool:
-    return now is not None and now[0] is then[0] and now[1] == then[1]

@@ -22,7 +22,7 @@ from .errors import AsyncPipeError
 from .feed import LossOf, Values
 from .plan import StageSpec
 from .random_state import GeneratorState
-from .replay import Buffers, Found, nothing_saved
+from .replay import Buffers, nothing_saved
 from .versions import Weights
 
 
@@ -55,7 +55,6 @@ class _Repeatable:
 
     generator: GeneratorState | None
     buffers: dict[str, Tensor]
-    then: Found
 
 
 class Stage:
@@ -112,9 +111,12 @@ class Stage:
         try:
             if training and recompute:
                 begin = generator and GeneratorState(generator.device, generator.state)
-                with self._buffers.remembered() as found, nothing_saved():
+                earlier = (
+                    other.buffers for other in self._kept.values() if isinstance(other, _Repeatable)
+                )
+                with self._buffers.remembered(earlier) as found, nothing_saved():
                     outputs, loss = self._run(passage, generator)
-                kept = _Repeatable(begin, found, self._buffers.now())
+                kept = _Repeatable(begin, found)
             else:
                 with torch.set_grad_enabled(training):
                     outputs, loss = self._run(passage, generator)
@@ -166,7 +168,6 @@ class Stage:
             return outputs, self.loss_of(outputs, passage.fed) if self.loss_of else None
 
     def _repeated(self, passage: _Passage, kept: _Repeatable) -> _InFlight:
-        self._buffers.check(kept.then, kept.buffers)
         return self._roots(*self._run(passage, kept.generator, kept.buffers))
 
     def _roots(self, outputs: Mapping[str, Tensor], loss: Tensor | None) -> _InFlight:

@@ -109,8 +109,8 @@ LARGER: Mapping[str, Case] = {
 }
 
 
-def cut(case: Case, stages: int, folder: Path) -> Path:
-    """Partitions the case into `folder`."""
+def cut(case: Case, stages: int, folder: Path, **running: Any) -> Path:
+    """Partitions the case into `folder`, to run so."""
     asyncpipe.partition(
         case.build(),
         case.example_inputs,
@@ -119,6 +119,7 @@ def cut(case: Case, stages: int, folder: Path) -> Path:
         name="case",
         loss=case.criterion,
         profile="analytic",
+        **running,
     )
     return folder
 

@@ -28,7 +28,10 @@ OPTIMIZERS: dict[str, Any] = {
 
 @dataclass
 class Peak:
+    """The most bytes at one time, and how many were left at the end."""
+
     num_bytes: int = 0
+    left: int = 0
 
 
 @contextmanager
@@ -45,6 +48,7 @@ def peak_of_allocations() -> Iterator[Peak]:
     for event in sorted(events, key=lambda event: event.start_ns()):
         now += event.nbytes()
         peak.num_bytes = max(peak.num_bytes, now)
+    peak.left = now
 
 
 class Stepping(Observer):

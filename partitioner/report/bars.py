@@ -75,26 +75,34 @@ class Bars:
 
 
 def cost_bars(plan: Plan) -> Bars:
-    """Forward, backward and transfers of every stage, the even split below, the proved bound."""
-    even = plan.even_split
+    """Forward, backward and transfers of every stage, the even split below, the proved bound; the
+    replicas of a stage share its time."""
+    shares = [max(1, len(stage.ranks)) for stage in plan.stages]
+    times = [
+        (stage.forward_ms / share, stage.backward_ms / share)
+        for stage, share in zip(plan.stages, shares, strict=True)
+    ]
+    even = [
+        (forward_ms / share, backward_ms / share)
+        for (forward_ms, backward_ms), share in zip(plan.even_split, shares, strict=False)
+    ]
     scale = max(
         (
             *(stage.load_ms for stage in plan.stages),
-            *(stage.forward_ms + stage.backward_ms for stage in plan.stages),
-            *(sum(pair) for pair in even),
+            *(sum(pair) for pair in (*times, *even)),
             plan.lower_bound_ms,
             plan.even_split_ms,
         )
     )
     scale = scale or 1.0
     rows = []
-    for stage in plan.stages:
-        rest_ms = max(0.0, stage.load_ms - stage.forward_ms - stage.backward_ms)
+    for stage, pair in zip(plan.stages, times, strict=True):
+        rest_ms = max(0.0, stage.load_ms - sum(pair))
         is_slowest = len(plan.stages) > 1 and stage.load_ms >= plan.bottleneck_ms * (1 - 1e-9)
         rows.append(
             _time_bar(
                 f"stage {stage.index}",
-                (stage.forward_ms, stage.backward_ms, rest_ms),
+                (*pair, rest_ms),
                 stage.load_ms,
                 scale,
                 is_slowest=is_slowest,

@@ -13,7 +13,7 @@ from ... import __version__
 from ...runtime.plan import TOPICS, Candidate, Finding, Plan, spec_bytes, traffic
 from ..generate.pages import shared_sentences, title_of
 from ..generate.templating import TEMPLATES
-from ..wording import write_bytes, write_ms, write_share
+from ..wording import write_bytes, write_gap, write_ms, write_share
 from .bars import cost_bars, memory_bars
 from .cards import cards
 from .curves import curves
@@ -66,7 +66,7 @@ def _in_script(text: str) -> Markup:
 def _status(plan: Plan) -> str:
     if plan.optimal:
         return "✓ proved optimal"
-    return f"at most {write_share(plan.gap)} above the optimum"
+    return f"{write_gap(plan.gap)} above the optimum"
 
 
 def _facts(plan: Plan) -> list[tuple[str, str]]:

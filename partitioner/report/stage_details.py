@@ -53,12 +53,13 @@ def stage_details(plan: Plan, code: Mapping[str, str]) -> tuple[StageDetails, ..
 def _details(plan: Plan, stage: StageSpec, text: str) -> StageDetails:
     total_ms = stage.forward_ms + stage.backward_ms
     recompute = ", runs its forward again before backward" if stage.recompute else ""
+    replicas = f", shared by {len(stage.ranks)} replicas" if len(stage.ranks) > 1 else ""
     return StageDetails(
         index=stage.index,
         modules=", ".join(stage.modules) or "operations only",
         summary=(
             f"forward {write_ms(stage.forward_ms)}, backward {write_ms(stage.backward_ms)}, "
-            f"{write_ms(stage.load_ms)} a micro-batch with transfers{recompute}; "
+            f"{write_ms(stage.load_ms)} a micro-batch with transfers{replicas}{recompute}; "
             f"{write_bytes(stage.param_bytes)} of parameters, {write_bytes(stage.peak_bytes)} at "
             f"its peak with {counted(stage.in_flight, 'micro-batch', 'micro-batches')} in flight"
         ),

@@ -81,8 +81,9 @@ def _left(stage: int) -> int:
 def _box(plan: Plan, stage: StageSpec, *, is_slowest: bool) -> Box:
     modules = ", ".join(stage.modules) or "operations only"
     ranks = ", ".join(map(str, stage.ranks))
-    is_plain = len(plan.stages) < 2 or stage.ranks in ((), (stage.index,))
-    name = f"stage {stage.index}" + ("" if is_plain else f" on rank {ranks}")
+    is_plain = stage.ranks in ((), (stage.index,))
+    where = f" on rank {ranks}" if len(stage.ranks) == 1 else f" × {len(stage.ranks)} ranks"
+    name = f"stage {stage.index}" + ("" if is_plain else where)
     slowest = " · slowest" if is_slowest and len(plan.stages) > 1 else ""
     return Box(
         x=_left(stage.index),
@@ -93,7 +94,7 @@ def _box(plan: Plan, stage: StageSpec, *, is_slowest: bool) -> Box:
             f"{write_bytes(stage.param_bytes)} of parameters",
             f"{write_ms(stage.load_ms)}{slowest}",
         ),
-        title=f"{name}: {modules}",
+        title=f"{name}: {modules}" if is_plain else f"stage {stage.index} on {ranks}: {modules}",
         is_slowest=is_slowest,
     )
 

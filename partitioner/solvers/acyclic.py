@@ -20,10 +20,9 @@ from __future__ import annotations
 import random
 from graphlib import CycleError, TopologicalSorter
 
-from ...runtime.errors import PlanError
 from ..cost import Costs
 from ..evaluate import crossing_bytes
-from ..problem import Placement, Problem
+from ..problem import DoesNotFit, Placement, Problem
 from . import chain
 from .coarse import by_pieces, depth_first, expanded, on_units, topological
 from .merging import Blocks, match
@@ -41,12 +40,12 @@ def place(problem: Problem) -> Placement:
     """The best of a few restarts, each with blocks and orders of its own; of about equal ones
     (`Rules.prefer_modules`) that which carries the fewest bytes.
 
-    Raises PlanError when none fits into the memory of the devices.
+    Raises DoesNotFit when none fits into the memory of the devices.
     """
     found = [_restart(problem, random.Random(seed)) for seed in range(RESTARTS)]
     excess, (best_ms, *_) = min(parts.score for parts in found)
     if excess:
-        raise PlanError(f"no {problem.stages}-stage plan fits into the memory of the devices.")
+        raise DoesNotFit(f"no {problem.stages}-stage plan fits into the memory of the devices.")
     limit_ms = best_ms * (1 + problem.rules.prefer_modules)
     near = [parts for parts in found if not parts.score[0] and parts.score[1][0] <= limit_ms]
     placements = [Placement(tuple(parts.part_of)) for parts in near]
@@ -90,7 +89,7 @@ def _first_cut(problem: Problem, generator: random.Random) -> Parts:
         place_of = _order(problem.costs, generator, attempt)
         try:
             ordered = chain.place(on_units(problem, place_of))
-        except PlanError:
+        except DoesNotFit:
             continue
         parts = Parts(problem, expanded(ordered, place_of).stage_of)
         best = min(best, parts, key=lambda one: one.score)

@@ -25,11 +25,12 @@ from ..problem import DoesNotFit, Placement, Problem
 from . import chain, milp
 from .bounds import more_than_any_ms, simple_bound_ms
 from .downsets import Downsets, find_downsets
+from .orders import other_orders
 from .reduce import contracted, reduce, without_memory
 from .search import Found, Walk, in_order, num_pairs, search, windows
 
-MOST_DOWNSETS = 400_000
-_MOST_PAIRS = 1_000_000_000
+MOST_DOWNSETS = 150_000
+_MOST_PAIRS = 250_000_000
 _FEW_PAIRS = 1_000_000
 _MOST_VARIABLES = 60_000
 _ROUNDING = 1e-9
@@ -97,6 +98,10 @@ def _by_program(
     problem: Problem, stage_of: Sequence[int] | None, limit_ms: float, bound_ms: float
 ) -> tuple[Sequence[int] | None, float]:
     """The same by the mixed-integer program, where that is not too large either."""
+    for order in other_orders(problem.costs):
+        other = _best_of_order(problem, order)
+        if _score_ms(problem, other) < limit_ms:
+            stage_of, limit_ms = other, _score_ms(problem, other)
     reduced = reduce(problem, limit_ms, join_idle=False)
     size = len(reduced.problem.costs.groups) * problem.stages
     if size > _MOST_VARIABLES or limit_ms <= bound_ms * (1 + milp.GAP):
@@ -105,7 +110,7 @@ def _by_program(
     if stage_of is not None:
         _, first = np.unique(reduced.item_of, return_index=True)
         known = np.asarray(stage_of)[first].tolist()
-    improved = milp.improve(reduced.problem, known, limit_ms)
+    improved = milp.improve(reduced.problem, known, limit_ms, seconds=milp.SECONDS)
     if improved.stage_of is not None:
         stage_of = tuple(np.asarray(improved.stage_of)[reduced.item_of].tolist())
     return stage_of, max(bound_ms, improved.bound_ms)
@@ -164,13 +169,16 @@ def _limits(
     yield limit_ms, at_last
 
 
-def _best_of_order(problem: Problem) -> Sequence[int] | None:
-    """The best cut of the given order, None if none fits."""
+def _best_of_order(problem: Problem, order: Ints | None = None) -> Sequence[int] | None:
+    """The best cut of an order, of the given one by default; None if none fits."""
+    place_of = None if order is None else np.argsort(order)
+    rules = replace(problem.rules, prefer_modules=0.0)
+    costs = problem.costs if place_of is None else contracted(problem.costs, place_of)
     try:
-        only_cost = replace(problem, rules=replace(problem.rules, prefer_modules=0.0))
-        return chain.place(only_cost).stage_of
+        stage_of = chain.place(replace(problem, costs=costs, rules=rules)).stage_of
     except PlanError:
         return None
+    return stage_of if place_of is None else [stage_of[place] for place in place_of]
 
 
 def _score_ms(problem: Problem, stage_of: Sequence[int] | None) -> float:

@@ -22,7 +22,7 @@ import numpy as np
 
 from ...runtime.errors import PlanError
 from ..cost import Costs, Floats
-from ..problem import Placement, Problem
+from ..problem import DoesNotFit, Placement, Problem
 from . import chain
 from .coarse import by_pieces, expanded, on_units, topological
 from .moves import Budget, Order, chains, descend
@@ -38,24 +38,23 @@ _MOST = 10_000  # the largest weight given to METIS, whose weights are whole num
 def place(problem: Problem) -> Placement:
     """The best of the cuts in the orders that METIS's parts suggest, refined.
 
-    Raises PlanError when pymetis is missing, or when no cut fits into the memory of the devices.
+    Raises PlanError when pymetis is missing, DoesNotFit when no cut fits into the memory of the
+    devices.
     """
     pymetis = _pymetis()
     found = []
-    error: PlanError | None = None
     for fineness in FINENESS:
         for seed in range(SEEDS):
             part_of = _cut(pymetis, problem.costs, fineness * problem.stages, seed)
             places = _order(problem.costs, part_of)
             try:
                 ordered = chain.place(on_units(problem, places))
-            except PlanError as none_fits:
-                error = none_fits
+            except DoesNotFit:
                 continue
             parts = Parts(problem, expanded(ordered, places).stage_of)
             found.append((parts.score, tuple(parts.part_of)))
     if not found:
-        raise error or PlanError("METIS was asked for no cut.")
+        raise DoesNotFit(f"no {problem.stages}-stage plan fits into the memory of the devices.")
     parts = Parts(problem, min(found)[1])
     budget, order = Budget(TRIALS), Order(problem.costs)
     descend(parts, order.advanced, budget)

@@ -30,7 +30,7 @@ from ..evaluate import evaluate
 from ..problem import Placement, Problem
 from .bounds import ratios
 
-SECONDS = 40.0
+SECONDS = 30.0
 GAP = 1e-4
 _ROUNDING = 1e-9
 
@@ -48,7 +48,7 @@ def improve(
     stage_of: Sequence[int] | None,
     limit_ms: float,
     *,
-    seconds: float = SECONDS,
+    seconds: float,
     gap: float = GAP,
 ) -> Improved:
     """Looks for a plan better than `stage_of`, whose score is the limit, until it is proved within

@@ -24,7 +24,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from ...runtime.errors import PlanError
 from ..evaluate import Evaluation, crossing_bytes, evaluate
 from ..problem import DoesNotFit, Placement, Problem
 from . import chain
@@ -128,7 +127,7 @@ def _assignments(problem: Problem) -> Iterator[list[int]]:
     """The rank of every group, from several starts."""
     try:
         contiguous = list(chain.place(problem).stage_of)
-    except PlanError:
+    except DoesNotFit:
         pass
     else:
         yield contiguous

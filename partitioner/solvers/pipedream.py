@@ -25,7 +25,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from ...runtime.errors import PlanError
 from ..cost import Floats, Ints, StageSums
 from ..evaluate import evaluate
 from ..problem import DoesNotFit, Placement, Problem
@@ -126,7 +125,7 @@ class _Search:
     def _load_ms(self, behind: int, ranks: range, sums: StageSums) -> Floats:
         """Time of one micro-batch of stages on those ranks, inf where they do not fit."""
         setting = self._problem.setting
-        alone = replace(setting, devices=(setting.devices[ranks[0]],) * (behind + 1))
+        alone = setting.at([ranks[0]] * (behind + 1))
         exchange_ms = setting.exchange_ms(
             self._problem.link_among(ranks), sums.param_bytes, len(ranks)
         )
@@ -147,7 +146,7 @@ class _Search:
         problem, rules = self._problem, self._problem.rules
         try:
             known_ms = evaluate(problem, chain.place(problem)).bottleneck_ms
-        except PlanError:
+        except DoesNotFit:
             known_ms = np.inf
         done_ms = np.concatenate([[0.0], np.cumsum(problem.least_work_ms)])
         most_ms = known_ms * (1 + _ROUNDING) * np.arange(1, problem.stages + 1)[:, None]

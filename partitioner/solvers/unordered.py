@@ -62,14 +62,8 @@ def place_unordered(problem: Problem) -> tuple[tuple[int, ...], Placement]:
         left = [list(positions) for positions in kinds]
         longest = len(walk.stages) // len(kinds)
         order = tuple(left[index // longest].pop(0) for index, _ in found.stages)
-        best = (
-            order,
-            Placement(
-                reduced.stage_of([items for _, items in found.stages]),
-                bound_ms=best_ms,
-                order_optimum_ms=best_ms,
-            ),
-        )
+        stage_of = reduced.stage_of([items for _, items in found.stages])
+        best = order, Placement(stage_of, bound_ms=best_ms, order_optimum_ms=best_ms)
     if best is None:
         raise PlanError("no plan fits into the memory of the devices, in whatever order.")
     return best

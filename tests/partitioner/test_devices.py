@@ -18,6 +18,7 @@ from asyncpipe.partitioner.layout_search import free_bound_ms
 from asyncpipe.partitioner.mapping import Layout, crossings, layouts, lone_ranks, remote_edges
 from asyncpipe.partitioner.problem import Placement
 from asyncpipe.partitioner.setting import Device
+from asyncpipe.partitioner.solve import solve
 from asyncpipe.runtime.errors import PlanError
 
 from .placements import contiguous, problem_of
@@ -141,6 +142,8 @@ def test_times_of_a_shape_are_those_of_its_formula() -> None:
     second_ms = (15 + talk_ms) / 2 + 2 * 1 * (0.1 + 1e3 * 2_000 / 2 / 2e6) / 8
     assert found.rank_ms == pytest.approx((first_ms, second_ms))
     assert found.stages[1].forward_ms == pytest.approx(5)
+    solution = solve(graph, stages=2, setting=setting)
+    assert solution.step_ms == pytest.approx(8 * solution.bottleneck_ms)
     # Three ranks before two: on each of the first 2 of 5 are in flight, of the second 1 of 2.
     assert [stage.in_flight for stage in found.stages] == [2, 1]
 
@@ -159,10 +162,16 @@ def test_memory_of_each_device_is_respected() -> None:
     graph = layered([1.0] * 6)
     for node in graph:
         graph.nodes[node]["saved_bytes"] = 100
-    small, large = Device("small", memory_bytes=400), Device("large", memory_bytes=1_000)
+    alike = choose(graph, cluster_of(Device(), Device()), stages=2, prefer_modules=0.0)
+    first, last = (stage.peak_bytes for stage in alike.solution.loads)
+    assert first > last
+    small, large = Device("small", memory_bytes=last), Device("large", memory_bytes=first)
     choice = choose(graph, cluster_of(small, large), stages=2, prefer_modules=0.0)
     assert [device.name for device in choice.solution.setting.devices] == ["large", "small"]
-    assert [stage.peak_bytes for stage in choice.solution.loads] == [700, 400]
+    assert [stage.peak_bytes for stage in choice.solution.loads] == [first, last]
+    smaller = Device("smaller", memory_bytes=last - 1)
+    with pytest.raises(PlanError, match="finds no 2-stage plan"):
+        choose(graph, cluster_of(smaller, smaller), stages=2)
 
 
 def test_times_on_a_kind_of_device_hold_for_it() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import networkx as nx
 import numpy as np
@@ -13,12 +13,13 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from asyncpipe.partitioner.cost import Link, StageSums, stage_sums
+from asyncpipe.partitioner.cost import Link, StageSums, stage_sums, with_exchanges
 from asyncpipe.partitioner.evaluate import evaluate
 from asyncpipe.partitioner.problem import Placement, Problem
 from asyncpipe.partitioner.setting import Device, Setting
 from asyncpipe.partitioner.solve import solve
 from asyncpipe.partitioner.solvers import HEEDS_CUTS, METHODS
+from asyncpipe.partitioner.solvers.chain import interval_sums
 from asyncpipe.partitioner.solvers.coarse import on_units
 from asyncpipe.partitioner.solvers.merging import Blocks
 from asyncpipe.partitioner.solvers.packing import largest_first
@@ -385,3 +386,32 @@ def test_a_block_that_others_lie_between_is_not_merged():
     blocks.merge(0, 1)
     assert blocks.may_merge(0, 2)
     assert blocks.numbered() == [0, 0, 1]
+
+
+def test_all_takes_no_step_that_nobody_simulated():
+    """Two stages of a rank wait for each other under a synchronous schedule: 6 ms is too little."""
+    asynchronous = solve(line(3, 4, 3), stages=2, method="all")
+    synchronous = solve(line(3, 4, 3), stages=2, method="all", schedule="1f1b")
+    assert asynchronous.method == "mpipe" and asynchronous.placement.ranks is not None
+    assert synchronous.placement.ranks is None
+    (mpipe,) = (one for one in synchronous.candidates if one.name == "mpipe")
+    assert mpipe.step_ms < synchronous.step_ms and "without what they wait" in mpipe.note
+
+
+def test_an_exchange_between_tied_groups_has_no_direction():
+    """In an order that turns two holders of a parameter round, the exchange costs the same."""
+    graph = nx.DiGraph(name="tied")
+    for node in "abc":
+        graph.add_node(node, forward_ms=1, parameters={"w": 1_000_000} if node != "c" else {})
+    graph.add_edges_from([("a", "c"), ("b", "c")])
+    link = Link(bytes_per_s=1e8)
+    costs = with_exchanges(problem_of(graph, 2, link).costs, 4, link)
+    problem = replace(problem_of(graph, 2, link), costs=costs)
+    turned = on_units(problem, [1, 0, 2])
+    assert stage_sums(turned.costs, [0, 1, 1], 2).send_ms.sum() == pytest.approx(5)
+    assert stage_sums(costs, [1, 0, 1], 2).send_ms.sum() == pytest.approx(5)
+    for end, sums in interval_sums(turned.costs):
+        for start in range(end):
+            where = [int(start <= group < end) for group in range(3)]
+            expected = stage_sums(turned.costs, where, 2)
+            assert sums.talk_ms[start] == pytest.approx(expected.talk_ms[1])

@@ -19,7 +19,7 @@ from asyncpipe.partitioner.report.bars import cost_bars, memory_bars
 from asyncpipe.partitioner.report.curves import curves
 from asyncpipe.partitioner.report.gantt import SCHEDULES, gantts
 from asyncpipe.partitioner.report.stage_graph import stage_graph
-from asyncpipe.partitioner.wording import write_bytes, write_ms, write_share
+from asyncpipe.partitioner.wording import write_bytes, write_gap, write_ms, write_share
 from asyncpipe.runtime.forecast import forecast_one_step
 from asyncpipe.runtime.plan import Boundary, Candidate, Plan, TensorSpec, read_plan, spec_bytes
 
@@ -141,7 +141,7 @@ def test_title_command_status_and_hash_are_shown(page, plan):
     assert facts["asyncpipe"].startswith(asyncpipe.__version__)
     status = text_of(all_of(tree, "span", "status")[0])
     assert status == (
-        "✓ proved optimal" if plan.optimal else f"at most {write_share(plan.gap)} above the optimum"
+        "✓ proved optimal" if plan.optimal else f"{write_gap(plan.gap)} above the optimum"
     )
 
 
@@ -224,6 +224,20 @@ def test_stages_of_one_rank_share_a_bar(plan):
     transient = max(first.memory.transient, last.memory.transient)
     without = first.peak_bytes - first.memory.transient + last.peak_bytes - last.memory.transient
     assert row.value == write_bytes(without + transient)
+
+
+def test_replicas_of_a_stage_share_its_time(plan):
+    first, *others = plan.stages
+    load_ms = (first.forward_ms + first.backward_ms) / 2 + 0.25
+    pair = replace(first, ranks=(0, 1), load_ms=load_ms)
+    shared = replace(plan, stages=(pair, *others), setting=replace(plan.setting, ranks=()))
+    row = cost_bars(shared).rows[0]
+    lengths = {part.kind: part.percent for part in row.segments}
+    assert lengths["transfers"] / lengths["forward"] == pytest.approx(0.5 / first.forward_ms)
+    alone = replace(shared, stages=(replace(pair, sends=()),), shared=())
+    step = forecast_one_step(alone, "async-1f1b", 8)
+    assert step.step_ms == pytest.approx(8 * load_ms + first.exchange_ms)
+    assert stage_graph(shared).boxes[0].name == "stage 0 × 2 ranks"
 
 
 def test_every_schedule_has_a_tab_and_one_is_open(page, plan):
@@ -326,8 +340,8 @@ def test_the_explanation_of_the_plan_is_on_the_page(page, plan):
         assert finding.text in text
 
 
-def test_candidates_have_a_table_where_there_are_some(page, plan):
-    assert "Other plans that were looked at" not in page
+def test_candidates_have_a_table_where_there_are_some(plan):
+    assert "Other plans that were looked at" not in render_report(replace(plan, candidates=()), {})
     metis = Candidate("metis", 4, 12.5, 100.0, 3 << 20, 5 << 10, 0.25, 1.0, "made acyclic")
     tree = parsed(render_report(replace(plan, candidates=(metis,)), {}))
     cells = [text_of(cell) for cell in all_of(tree, "td")]

@@ -10,10 +10,12 @@ import pytest
 
 from asyncpipe.runtime.errors import AsyncPipeError
 from asyncpipe.runtime.plan import Plan, TensorSpec
+from asyncpipe.runtime.training.facts import replicas_warning
 from asyncpipe.runtime.training.resolve import (
     batch_identity,
     check_devices,
     check_ranks,
+    gpu_of_rank,
     resolve,
     sized_plan,
 )
@@ -202,3 +204,22 @@ def test_more_ranks_than_gpus_are_refused() -> None:
     assert "--device cpu, or partition again with --stages 2." in message(error)
     with pytest.raises(SettingsError, match="but no GPUs visible"):
         check_devices("cuda", 4, 0)
+
+
+def on_ranks(plan: Plan, *ranks: tuple[int, ...]) -> Plan:
+    stages = [replace(plan.stages[0], index=index, ranks=own) for index, own in enumerate(ranks)]
+    return replace(plan, stages=tuple(stages))
+
+
+def test_stages_that_the_plan_has_on_one_rank_share_its_gpu(mlp: Plan) -> None:
+    mixed = on_ranks(mlp, (0,), (1,), (0,))
+    assert gpu_of_rank(mixed, 3) == (0, 1, 0)
+    assert gpu_of_rank(mixed, 1) == (0,)  # all stages in one process
+    assert gpu_of_rank(on_ranks(mlp, (0, 1), (2, 3)), 2) == (0, 1)
+    assert gpu_of_rank(mlp, 2) == (0, 1)
+
+
+def test_a_plan_with_replicas_says_that_one_of_each_stage_is_trained(mlp: Plan) -> None:
+    warning = replicas_warning(on_ranks(mlp, (0, 1, 2), (3,)))
+    assert "the plan has stage 0 on 3 ranks, but training runs one replica" in warning
+    assert replicas_warning(on_ranks(mlp, (0,), (1,), (0,))) == ""

@@ -1,0 +1,138 @@
+"""Recomputation can only be seen in time and memory: schedules, versions and real processes."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from asyncpipe.runtime.plan import Plan, read_plan
+from asyncpipe.tests.executor import lowered, train_together
+from asyncpipe.tests.generated import CASES, LARGER, cut
+from asyncpipe.tests.measured_memory import peak_of_rank
+from asyncpipe.tests.oracle import async_run
+from asyncpipe.tests.processes import run_processes
+from asyncpipe.tests.test_generated_async import as_stages
+from asyncpipe.tests.test_transparency import (
+    SCHEDULES,
+    assert_equal,
+    in_one_process,
+    merged,
+    on_a_rank,
+    plain,
+)
+
+
+def recomputing(name: str, stages: int, folder: Path) -> Plan:
+    """A folder whose stages all recompute, the last too."""
+    cut(CASES[name], stages, folder)
+    file = folder / "plan.json"
+    file.write_text(file.read_text().replace('"recompute": false', '"recompute": true'))
+    plan = read_plan(folder)
+    assert all(stage.recompute for stage in plan.stages)
+    return plan
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["resnet", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mlp", "gpt2", "t5"))],
+)
+def test_a_pipeline_that_recomputes_equals_the_plain_model(name: str, tmp_path: Path) -> None:
+    plan = recomputing(name, 3, tmp_path / "3p")
+    plainly = cut(CASES[name], 3, tmp_path / "plainly")
+    for schedule in ("gpipe", "1f1b"):
+        again = in_one_process(CASES[name], tmp_path / "3p", schedule)
+        assert_equal(plan, plain(name), again)
+        losses, gradients, state = in_one_process(CASES[name], plainly, schedule)
+        assert again[0] == losses
+        assert all(torch.equal(value, again[1][key]) for key, value in gradients.items())
+        assert all(torch.equal(value, again[2][key]) for key, value in state.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "resnet"])
+def test_real_processes_that_recompute_equal_the_plain_model(name: str, tmp_path: Path) -> None:
+    plan = recomputing(name, 2, tmp_path / "2p")
+    ranks = run_processes(2, on_a_rank, name, tmp_path / "2p", limit_s=200)
+    for rank in ranks:
+        assert isinstance(rank, dict), rank
+    for schedule in SCHEDULES:
+        assert_equal(plan, plain(name), merged([rank[schedule] for rank in ranks]))
+
+
+@pytest.mark.parametrize("name", [pytest.param("gpt2", marks=pytest.mark.slow), "resnet"])
+def test_with_a_stash_the_second_forward_reads_the_stashed_weights(
+    name: str, tmp_path: Path
+) -> None:
+    recomputing(name, 3, tmp_path / "3p")
+    model = as_stages(name, tmp_path / "3p")
+    optimize = partial(torch.optim.SGD, lr=0.02, momentum=0.9)
+    schedule = lowered(model, "async-1f1b", 6, 1)
+    trained = train_together(
+        model, schedule, optimize=optimize, staleness="stash", seed=5, modules=model.build()
+    )
+    oracle = async_run(model, model.build(), 6, 1, optimize, stash=True, seed=5)
+    assert trained.ledger == oracle.ledger
+    losses = {i: float(loss) for i, loss in trained.seen.losses.items()}
+    assert losses == {i: float(loss) for i, loss in oracle.losses.items()}
+    for got, wanted in zip(trained.modules, oracle.modules, strict=True):
+        for key, value in got.state_dict().items():
+            assert torch.equal(value, wanted.state_dict()[key]), key
+
+
+@cache
+def _peaks(name: str, folder: Path) -> list[int]:
+    peaks = run_processes(2, peak_of_rank, name, folder, limit_s=120)
+    for peak in peaks:
+        assert isinstance(peak, int), peak
+    return peaks
+
+
+RUNS = {
+    "gpipe": {"schedule": "gpipe", "micro_batches": 4},
+    "gpipe again": {"schedule": "gpipe", "micro_batches": 4, "recompute": "all"},
+    "1f1b": {"schedule": "1f1b", "micro_batches": 8},
+    "1f1b again": {"schedule": "1f1b", "micro_batches": 8, "recompute": "all"},
+    "async": {"micro_batches": 3},
+    "stash": {"micro_batches": 3, "staleness": "stash"},
+    "sgd": {"micro_batches": 3, "optimizer": "sgd"},
+}
+QUICK = [("wider gpt2", "1f1b again")]
+
+
+@pytest.mark.parametrize(
+    ("name", "run"),
+    [
+        pytest.param(name, run, marks=[] if (name, run) in QUICK else pytest.mark.slow)
+        for name in LARGER
+        for run in RUNS
+    ],
+)
+def test_the_memory_of_every_rank_is_as_predicted(name: str, run: str, tmp_path: Path) -> None:
+    cut(LARGER[name], 2, tmp_path / "2p", **RUNS[run])
+    plan = read_plan(tmp_path / "2p")
+    for stage, measured in zip(plan.stages, _peaks(name, tmp_path / "2p"), strict=True):
+        assert stage.peak_bytes == pytest.approx(measured, rel=0.1), stage.memory
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LARGER)
+def test_what_recomputation_saves_is_as_predicted(name: str, tmp_path: Path) -> None:
+    predicted, measured = [], []
+    for recompute in ("none", "all"):
+        folder = tmp_path / recompute
+        cut(LARGER[name], 2, folder, schedule="gpipe", micro_batches=6, recompute=recompute)
+        predicted.append(read_plan(folder).stages[0].peak_bytes)
+        measured.append(_peaks(name, folder)[0])
+    assert measured[1] < 0.7 * measured[0]
+    assert predicted[0] - predicted[1] == pytest.approx(measured[0] - measured[1], rel=0.2)
+
+
+def test_what_is_in_flight_alone_is_not_recomputed(tmp_path: Path) -> None:
+    cut(CASES["mlp"], 2, tmp_path / "2p", schedule="1f1b", micro_batches=4, recompute="all")
+    plan = read_plan(tmp_path / "2p")
+    assert [stage.recompute for stage in plan.stages] == [True, False]
+    assert [stage.in_flight for stage in plan.stages] == [2, 1]
+    assert plan.setting.recompute == "all"
