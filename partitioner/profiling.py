@@ -116,7 +116,8 @@ def cut_and_time(
             made.captured,
             made.stages,
             made.captured.arguments.tensors,
-            in_flight=[load.in_flight for load in made.solution.loads],
+            # A stage that recomputes keeps the activations of one micro-batch.
+            in_flight=[1 if load.recomputes else load.in_flight for load in made.solution.loads],
             threads=measured.threads,
             dtype=measured.dtype,
             content=measured.content,
