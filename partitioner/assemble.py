@@ -11,6 +11,7 @@ from typing import Any
 from torch import fx
 
 from ..runtime.errors import PlanError
+from ..runtime.forecast import forecast_step
 from ..runtime.plan import (
     Boundary,
     Part,
@@ -57,7 +58,7 @@ def assemble(
     outputs = _output_structure(capture.graph)
     crossing = [boundary.tensor for boundary in boundaries]
     returned = [spec for spec in _returned(capture, stage_graphs) if spec not in crossing]
-    return Plan(
+    plan = Plan(
         name=name,
         model=model,
         model_args=dict(model_args or {}),
@@ -94,6 +95,21 @@ def assemble(
             (load.forward_ms, load.backward_ms) for load in solution.even_split.stages
         ),
         if_sent=all_sent if set(all_sent) != set(boundaries) else (),
+    )
+    return plan if solution.setting.is_asynchronous else _with_written_step(plan, solution)
+
+
+def _with_written_step(plan: Plan, solution: Solution) -> Plan:
+    """The plan with the step of its stages as they are written: some compute again what others
+    have made, which the planner does not count."""
+    if solution.placement.ranks is not None:
+        return plan
+    micro_batches = solution.setting.shared_micro_batches
+    step_ms = forecast_step(plan, plan.setting.schedule, micro_batches).step_ms
+    return replace(
+        plan,
+        setting=replace(plan.setting, step_ms=step_ms),
+        optimal=plan.optimal and step_ms <= solution.step_ms * (1 + 1e-9),
     )
 
 

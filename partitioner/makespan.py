@@ -32,7 +32,7 @@ from ..runtime.simulate import Costs as ActionCosts
 from ..runtime.simulate import Timeline, simulate
 from .cost import Bools, Floats, Value
 from .evaluate import Evaluation, evaluate
-from .problem import Placement, Problem
+from .problem import DoesNotFit, Placement, Problem
 from .solvers.bounds import lower_bound_ms
 from .solvers.chain import place as place_in_order
 
@@ -190,8 +190,14 @@ def shortest_step(
     if problem.setting.is_asynchronous or not proves or found.ranks is not None:
         return step
     steps = [step, *(step_of(problem, other) for other in _candidates(problem, place))]
-    tidy = min((each for each in steps if each.evaluation.fits), key=lambda each: each.step_ms)
-    best = _with_borders_moved(problem, tidy, bound_ms)
+    steps = [each for each in steps if each.evaluation.fits]
+    tidy = best = min(steps, key=lambda each: each.step_ms)
+    in_order = (one for one in steps if [*one.placement.stage_of] == sorted(one.placement.stage_of))
+    # Borders are moved within one order: that of the best plan, and the given one.
+    starts = {step.placement.stage_of: step for step in (tidy, next(in_order, tidy))}
+    for start in starts.values():
+        moved = _with_borders_moved(problem, start, bound_ms)
+        best = min(best, moved, key=lambda step: step.step_ms)
     given_up_ms = best.step_ms * problem.rules.prefer_modules
     return tidy if tidy.step_ms <= best.step_ms + given_up_ms else best
 
@@ -226,10 +232,14 @@ def _unproved(placement: Placement) -> Placement:
 
 def _candidates(problem: Problem, place: Callable[[Problem], Placement]) -> Iterator[Placement]:
     yield place(replace(problem, setting=replace(problem.setting, by_load=True)))
-    for threshold in _THRESHOLDS if len(problem.costs.groups) < _MANY_GROUPS else ():
-        if threshold > problem.rules.prefer_modules:
-            rules = replace(problem.rules, prefer_modules=threshold)
+    thresholds = _THRESHOLDS if len(problem.costs.groups) < _MANY_GROUPS else ()
+    wider = (threshold for threshold in thresholds if threshold > problem.rules.prefer_modules)
+    try:
+        for share in (problem.rules.prefer_modules, *wider):
+            rules = replace(problem.rules, prefer_modules=share)
             yield place_in_order(replace(problem, rules=rules))
+    except DoesNotFit:
+        return  # Only plans in another order fit.
 
 
 def _with_borders_moved(problem: Problem, start: Step, bound_ms: float) -> Step:

@@ -18,6 +18,9 @@ from asyncpipe.partitioner.running import make_setting
 from asyncpipe.partitioner.setting import Device, Setting
 from asyncpipe.partitioner.solve import solve
 from asyncpipe.runtime.errors import PlanError
+from asyncpipe.runtime.forecast import forecast_step
+from asyncpipe.runtime.plan import read_plan
+from asyncpipe.tests.generated import CASES, cut
 from asyncpipe.tests.partitioner.placements import (
     LINKS,
     all_ordered,
@@ -201,3 +204,14 @@ def test_single_has_nothing_to_balance():
     with pytest.raises(PlanError, match="single runs all 2 stages in one process") as raised:
         make_setting(2, schedule="single")
     assert "1f1b" in raised.value.cure
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_the_step_that_a_plan_has_is_the_one_that_the_runtime_foresees(schedule, tmp_path):
+    folder = cut(CASES["mlp"], 3, tmp_path / "3p", schedule=schedule, micro_batches=6)
+    plan = read_plan(folder)
+    foreseen = forecast_step(plan, schedule, 6)
+    assert plan.setting.step_ms == pytest.approx(foreseen.step_ms)
+    assert plan.gap == pytest.approx(plan.setting.step_ms / plan.setting.step_bound_ms - 1)
+    talk_ms = sum(stage.forward_talk_ms + stage.backward_talk_ms for stage in plan.stages)
+    assert talk_ms > 0
