@@ -1,0 +1,207 @@
+"""The options of the commands, in groups, as cyclopts reads them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, make_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
+
+from cyclopts import Group, Parameter
+
+from .runtime.training.settings import CHOICES, Settings
+
+_MODEL = Group.create_ordered("What to cut")
+_PLAN = Group.create_ordered("Where to cut")
+_DEVICES = Group.create_ordered("What it is to run on")
+_COSTS = Group.create_ordered("What it costs")
+_OUTPUT = Group.create_ordered("What to write and print")
+
+
+def _option(group: Group, help: str, *names: str) -> Parameter:
+    return Parameter(name=names or None, help=help, group=group, negative=())
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartitionOptions:
+    """The options of asyncpipe-partition."""
+
+    model: Annotated[str | None, _option(
+        _MODEL,
+        "A published configuration (gpt2 .. gpt2-xl, bert-base-uncased, t5-small .., vit- "
+        "base, llama-7b ..), a built-in (mlp, resnet50, ..), a folder or hub name of "
+        "transformers, or your own: package.module:factory or path/file.py:factory.",
+    )] = None
+    graph: Annotated[Path | None, _option(
+        _MODEL,
+        "Instead of a model: plan a cost graph (our JSON, dnn-partitioning's, PipeDream's "
+        "graph.txt).",
+    )] = None
+    model_arg: Annotated[list[str] | None, _option(_MODEL, "key=value: overrides a field of the configuration, or an argument of your factory.")] = None
+    input: Annotated[list[str] | None, _option(_MODEL, "name=f32[4,64]: an input of forward, when your factory returns a model alone.")] = None
+    micro_batch_size: Annotated[int | None, _option(
+        _MODEL,
+        "Samples of a micro-batch, for costs and for training; by default 8, or 1 for a "
+        "model of over 50 M parameters.",
+    )] = None
+    seq: Annotated[int, _option(_MODEL, "Tokens of a sequence, for models of text.")] = 128
+    loss: Annotated[str | None, _option(
+        _MODEL,
+        "The loss, when the model does not return one: cross_entropy, mse or "
+        "path/file.py:function.",
+    )] = None
+    seed: Annotated[int, _option(_MODEL, "Seed of the random weights.")] = 0
+    meta: Annotated[bool, _option(_MODEL, "Allocate no weights: plan a model that does not fit here.")] = False
+    capture: Annotated[Literal["auto", "tracer", "dynamo"], _option(
+        _MODEL,
+        "How forward is read: auto is the tracer, and TorchDynamo where the tracer cannot "
+        "see.",
+    )] = "auto"
+    leaf: Annotated[list[str] | None, _option(_MODEL, "The name of a module class that is kept as one operation.")] = None
+    stages: Annotated[int | None, _option(
+        _PLAN,
+        "How many stages to cut it into; not needed with --stop-after capture or profile, "
+        "and chosen when it is left out with --devices or --hosts.",
+    )] = None
+    method: Annotated[str, _option(
+        _PLAN,
+        "How to place the cuts: auto (the optimum, with its proof), chain, uniform, metis, "
+        "acyclic, mpipe and 2dbin (several stages a rank), pipedream (replicated stages), "
+        "or all: the best of these that trains as planned, with a table of them.",
+    )] = "auto"
+    granularity: Annotated[Literal["op", "module"], _option(_PLAN, "Where a cut may be: between any two operations, or only between whole blocks.")] = "op"
+    cut_at: Annotated[list[str] | None, _option(_PLAN, "A boundary: right before this module (transformer.h.6), operation or file:line.")] = None
+    keep_together: Annotated[list[str] | None, _option(_PLAN, "The path or class of modules whose operations stay in one stage.")] = None
+    schedule: Annotated[str | None, _option(
+        _PLAN,
+        "The schedule to balance the stages for: async-1f1b (when none is named), 1f1b, "
+        "gpipe, seq.",
+    )] = None
+    micro_batches: Annotated[int, _option(_PLAN, "Micro-batches of one optimizer step.")] = 8
+    staleness: Annotated[str, _option(_PLAN, "stash: count the weight versions that it keeps.")] = "none"
+    optimizer: Annotated[str, _option(_PLAN, "Whose copies of the weights are counted: adamw, adam, momentum (of sgd), sgd.")] = "adamw"
+    recompute: Annotated[str, _option(
+        _PLAN,
+        "Which stages run forward again instead of keeping activations: auto (those that do "
+        "not fit otherwise), all, none.",
+    )] = "auto"
+    memory_limit: Annotated[str | None, _option(_PLAN, "The most that a rank may need, such as 11GiB or 500MB.")] = None
+    explain: Annotated[bool, _option(
+        _PLAN,
+        "Say why each cut is where it is, what bounds the plan, and what one more device, a "
+        "faster link, recomputation or other numbers of micro-batches would give.",
+    )] = False
+    devices: Annotated[Path | None, _option(_DEVICES, "A TOML file of the devices, hosts and links to plan for.")] = None
+    hosts: Annotated[str | None, _option(_DEVICES, "Equal devices in short: h1:4,h2:2 are four ranks on host h1 and two on h2.")] = None
+    profile: Annotated[Literal["measured", "analytic"] | None, _option(
+        _COSTS,
+        "Costs measured on this machine, or predicted from FLOPs and bytes (the default on "
+        "meta).",
+    )] = None
+    device: Annotated[str | None, _option(
+        _COSTS,
+        "Whose costs: cpu or cuda of this machine, or a device that is not here (a100-80g, "
+        "h100, rtx2080ti, v100-16g, .., or a file.toml that describes it), which is "
+        "predicted.",
+    )] = None
+    dtype: Annotated[Literal["float32", "bfloat16"], _option(_COSTS, "Of the profile: float32, or bfloat16 under torch's autocast.")] = "float32"
+    threads: Annotated[int | None, _option(_COSTS, "Threads while measuring; by default what each rank will have.")] = None
+    calibrate: Annotated[bool, _option(_COSTS, "Fit a predicted profile to a few operations measured here.")] = False
+    no_cache: Annotated[bool, _option(_COSTS, "Measure anew what was measured before on this machine.")] = False
+    output: Annotated[Path | None, _option(_OUTPUT, "The folder to write; by default generated_models/<name>_<stages>p.")] = None
+    code: Annotated[Literal["structured", "flat"], _option(_OUTPUT, "Classes and loops as in the original, or flat: one statement an operation.")] = "structured"
+    no_weights: Annotated[bool, _option(_OUTPUT, "Do not store the weights in the folder.")] = False
+    force: Annotated[bool, _option(_OUTPUT, "Write over stages edited by hand, or made from another model.")] = False
+    stop_after: Annotated[Literal["capture", "profile", "plan"] | None, _option(
+        _OUTPUT,
+        "Print the graph by module (capture), with costs (profile), or the plan, and write "
+        "nothing.",
+    )] = None
+    json: Annotated[bool, _option(_OUTPUT, "Print the plan (or the graph, with --stop-after) as JSON.")] = False
+    quiet: Annotated[bool, _option(_OUTPUT, "Print only the folder.", "--quiet", "-q")] = False
+    verbose: Annotated[bool, _option(_OUTPUT, "Show the traceback of an error.", "--verbose", "-v")] = False
+
+    @property
+    def placing(self) -> dict[str, Any]:
+        """Those that a plan depends on, of a model or of a graph alone."""
+        names = (
+            "method", "granularity", "schedule", "micro_batches", "staleness", "optimizer",
+            "recompute", "memory_limit",
+        )  # fmt: skip
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def of_models_alone(self) -> tuple[str, ...]:
+        """The flags that were given and mean nothing for a graph alone."""
+        names = (
+            "output", "model_arg", "input", "micro_batch_size", "loss", "profile", "threads",
+            "device", "calibrate", "no_cache", "leaf", "keep_together", "stop_after", "meta",
+            "no_weights", "force",
+        )  # fmt: skip
+        return tuple(f"--{name.replace('_', '-')}" for name in names if getattr(self, name))
+
+
+_TRAIN_HELP = {
+    "schedule": "Synchronous: gpipe, 1f1b, seq, single (one process); asynchronous: async-1f1b.",
+    "staleness": "Of an asynchronous schedule: backward with live weights, or with a stash.",
+    "micro_batches": "Micro-batches of one optimizer step.",
+    "micro_batch_size": "Samples of a micro-batch; by default the plan's.",
+    "global_batch_size": "Samples of one step, instead of one of the two above.",
+    "seq": "Tokens of a sequence; by default the plan's.",
+    "data": "shakespeare, python-docs, digits, clusters, a file or folder, or file.py:function.",
+    "tokenizer": "Of text: bytes, bpe:4096 (trained on it) or a tokenizer.json.",
+    "steps": "Optimizer steps.",
+    "optimizer": "The optimizer of every stage.",
+    "lr": "Learning rate.",
+    "momentum": "Of sgd.",
+    "betas": "Of adam and adamw.",
+    "weight_decay": "Not applied to biases and norms.",
+    "warmup": "Steps of linear warm-up.",
+    "decay": "How the learning rate falls after the warm-up.",
+    "final_lr_ratio": "The last learning rate as a share of the first.",
+    "clip": "Bound of the gradient norm over all stages (asynchronous: of each); 0 is off.",
+    "criterion": "The loss, when the plan has none: cross_entropy, mse or file.py:function.",
+    "seed": "Of the data order and of dropout.",
+    "weights": "To start from: a safetensors file or folder, a run's or a generated folder.",
+    "export_hf": "Write the trained model to this folder, for from_pretrained.",
+    "output": "The run's folder; by default a new one in runs/<name>.",
+    "eval_every": "Steps between evaluations; 0: only at the end.",
+    "eval_batches": "Micro-batches of an evaluation; 0: none.",
+    "log_every": "Steps between lines of the log.",
+    "device": "Where the stages compute.",
+    "threads": "Threads of each rank; by default the cores shared out.",
+    "timeout_s": "Seconds after which a rank that waits gives up, saying for whom.",
+    "dtype": "Of the weights.",
+    "transport": "How boundary tensors travel.",
+    "dry_run": "Check everything, say what would run, and stop.",
+    "json": "Print every event as a JSON line.",
+    "quiet": "Print nothing but errors.",
+}
+
+
+def _train_options() -> type[Any]:
+    """The options of Settings as cyclopts reads them; None means not given."""
+    hints = get_type_hints(Settings)
+    options = []
+    for option in fields(Settings):
+        if option.name == "folder":
+            continue
+        kind: Any = hints[option.name]
+        if option.name in CHOICES:
+            kind = Literal[CHOICES[option.name]]
+        default = "" if option.default in (None, False) else f" [default: {option.default}]"
+        parameter = Parameter(
+            name=("--quiet", "-q") if option.name == "quiet" else None,
+            help=_TRAIN_HELP[option.name] + default,
+            negative=(),
+            show_default=False,
+        )
+        options.append((option.name, Annotated[kind | None, parameter], field(default=None)))
+    made = make_dataclass("TrainOptions", options, frozen=True, kw_only=True)
+    made.__module__ = __name__  # cyclopts resolves the annotations there
+    return made
+
+
+if TYPE_CHECKING:
+    TrainOptions = Any
+else:
+    TrainOptions = _train_options()
