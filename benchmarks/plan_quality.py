@@ -17,6 +17,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,12 @@ def instances(folder: Path) -> Iterator[tuple[str, str, Problem, float]]:
 
 def problem_of(graph: Any, devices: tuple[Device, ...]) -> Problem:
     costs = costs_of(graph, Link())
-    return Problem(costs, Setting(devices), Rules(np.ones(len(costs.groups) + 1, dtype=bool)))
+    # Their memory is that of the nodes: nothing is in flight, and buffers of transports are not in
+    # it. Their transfers are times already.
+    values = tuple(replace(one, forward_bytes=0, backward_bytes=0) for one in costs.values)
+    costs = replace(costs, values=values)
+    setting = Setting(devices, schedule="seq", by_load=True)
+    return Problem(costs, setting, Rules(np.ones(len(costs.groups) + 1, dtype=bool)))
 
 
 def row(
@@ -101,7 +107,8 @@ def row(
     if setting == "published":
         order, placement = place_unordered(problem)
         devices = tuple(problem.setting.devices[index] for index in order)
-        found = evaluate(Problem(problem.costs, Setting(devices), problem.rules), placement)
+        setting_used = replace(problem.setting, devices=devices)
+        found = evaluate(replace(problem, setting=setting_used), placement)
         bound_ms = placement.bound_ms or 0.0
     else:
         placement = METHODS["auto"](problem)

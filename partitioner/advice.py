@@ -204,7 +204,7 @@ def _candidate(choice: Choice, found: Found) -> Candidate:
         peak_bytes=max(solution.evaluation.rank_bytes),
         crossing_bytes=solution.crossing_bytes,
         gap=solution.gap,
-        seconds=solution.seconds,
+        seconds=0.0,
         note=f"{abs(more):.0%} {'more' if more > 0 else 'less'} time a micro-batch, on {number} "
         f"device{'s' * (number > 1)}",
     )

@@ -11,12 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, Unpack
 
-from torch import Tensor, nn
+from torch import nn
 
 from .. import __version__
-from ..runtime.loading import CONSTANTS
 from ..runtime.plan import Plan, portable
-from ..runtime.tensors import tensor_bytes, write_index, write_shard
 from .assemble import assemble
 from .capture import Capture
 from .capture import capture as capture_model
@@ -51,6 +49,7 @@ from .split import StageGraph, crossing_if_sent, homes_of, split
 from .ssa import separated
 from .verify import verify
 from .walk import OnProgress
+from .weights import write_weights_of
 from .what_if import explain_micro_batches
 
 
@@ -285,7 +284,7 @@ def partition_source(
         tick("verify", verified.summary, "write")
 
     def write_weights(aside: Path) -> None:
-        _write_weights(aside, source.model, plan, constants)
+        write_weights_of(aside, source.model, plan, constants)
 
     write_folder(folder, files, write_weights if save_weights and not on_meta else None, check)
     tick("write", str(folder), "")
@@ -354,32 +353,6 @@ def _texts(
     files |= {"README.md": render_readme(plan), "report.html": render_report(plan, files)}
     files |= {f"hf/{name}": text for name, text in source.files.items()}
     return plan, files | {"plan.json": plan.to_json()}
-
-
-def _write_weights(
-    folder: Path, model: nn.Module, plan: Plan, constants: Mapping[str, Tensor]
-) -> None:
-    """One shard a stage, each tensor once, under its original name."""
-    state = model.state_dict()
-    shards: list[dict[str, Tensor]] = []
-    written: set[str] = set()
-    for stage in plan.stages:
-        tied = {
-            name
-            for shared in plan.shared
-            for name in shared.names
-            if shared.holders[0][0] != stage.index or name != shared.names[0]
-        }
-        names = [name for name in (*stage.parameters, *stage.buffers) if name in state]
-        shard = {name: state[name] for name in names if name not in tied | written}
-        written |= shard.keys()
-        shards.append(shard)
-    shards[0] |= {name: state[name] for name in plan.unused}
-    shards[0] |= {CONSTANTS + name: tensor for name, tensor in constants.items()}
-    for index, shard in enumerate(shards):
-        write_shard(folder, shard, index, len(shards))
-    total = sum(tensor_bytes(shard.values()) for shard in shards)
-    write_index(folder, shards, total)
 
 
 def _command(

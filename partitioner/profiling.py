@@ -96,7 +96,7 @@ def cut_and_time(
     """The cut for a profile, and the profile that agrees with its stages.
 
     They are timed as wholes where that can be done: the model is on the device that was measured,
-    and takes no more than `TIMED_UP_TO_MS` a micro-batch.
+    takes no more than `TIMED_UP_TO_MS` a micro-batch, and its stages can be written as code.
     """
     is_quick = measured.forward_ms + measured.backward_ms <= TIMED_UP_TO_MS
     if measured.kind != "measured" or not is_quick:
@@ -116,7 +116,8 @@ def cut_and_time(
             made.captured,
             made.stages,
             made.captured.arguments.tensors,
-            in_flight=[load.in_flight for load in made.solution.loads],
+            # A stage that recomputes keeps the activations of one micro-batch.
+            in_flight=[1 if load.recomputes else load.in_flight for load in made.solution.loads],
             threads=measured.threads,
             dtype=measured.dtype,
             content=measured.content,
@@ -124,7 +125,10 @@ def cut_and_time(
             on_progress=options.on_progress,
         )
 
-    costs, chosen = settled(cut, measured, time)
+    try:
+        costs, chosen = settled(cut, measured, time)
+    except PlanError:  # What cannot be written is told of when it is to be written.
+        return measured, cut(measured)
     cache.save()
     return costs, chosen
 

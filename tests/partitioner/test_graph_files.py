@@ -80,6 +80,34 @@ def test_dnn_partitioning_training_graph_keeps_colours_together(tmp_path):
     assert [stage.load_ms for stage in plan.stages] == [10.5, 10.5]
 
 
+def test_dnn_partitioning_devices_are_read_and_backward_nodes_alone_keep_their_order(tmp_path):
+    """Node 14 adds two gradients: it has no forward node, and belongs after what it waits for."""
+    raw = {
+        "maxFPGAs": 2, "maxCPUs": 1, "maxSizePerFPGA": 5.0,
+        "nodes": [
+            dnn_node(1, 1.0), dnn_node(2, 2.0), dnn_node(3, 3.0),
+            dnn_node(13, 1.0, 1, 3), dnn_node(14, 0.5, 1), dnn_node(11, 1.0, 1, 1),
+        ],
+        "edges": [
+            {"sourceId": 1, "destId": 2, "cost": 0.5},
+            {"sourceId": 2, "destId": 3, "cost": 0.5},
+            {"sourceId": 13, "destId": 14, "cost": 0.25},
+            {"sourceId": 14, "destId": 11, "cost": 0.25},
+        ],
+    }  # fmt: skip
+    (tmp_path / "g.json").write_text(json.dumps(raw))
+    graph = read_graph(tmp_path / "g.json")
+    assert graph.graph["devices"] == {"accelerators": 2, "cpus": 1, "memory_bytes": 5.0}
+    assert graph.nodes["op3"]["times_on"] == {"cpu": (30.0, 10.0)}
+    assert set(graph.edges) == {("op1", "op2"), ("op2", "op3"), ("op14", "op3"), ("op1", "op14")}
+    assert [graph.edges[edge]["grads"] for edge in (("op1", "op14"), ("op14", "op3"))] == [
+        {"14": 0}, {"13": 0}
+    ]  # fmt: skip
+    write_graph(graph, tmp_path / "ours.json")
+    again = read_graph(tmp_path / "ours.json")
+    assert again.graph == graph.graph
+
+
 @pytest.mark.parametrize(
     ("text", "what"),
     [

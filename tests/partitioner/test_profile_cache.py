@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -192,7 +193,11 @@ def test_a_plan_from_the_cache_is_the_plan_that_filled_it(tmp_path: Path) -> Non
         )
         for number in range(2)
     ]
-    assert plans[0] == plans[1]
+    told = [asdict(plan) for plan in plans]
+    for plan in told:
+        for candidate in plan["candidates"]:
+            candidate.pop("seconds", None)  # that planning took, not the plan
+    assert told[0] == told[1]
     assert plans[0].profile["stage_scales"] != [1.0, 1.0]
 
 

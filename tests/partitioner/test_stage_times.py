@@ -1,6 +1,7 @@
 """Stages are timed as wholes, and plans are made again with what was found."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import MappingProxyType
 
 import pytest
@@ -20,6 +21,7 @@ from asyncpipe.partitioner.ssa import separated
 from asyncpipe.partitioner.stage_times import rescaled, time_stages
 from asyncpipe.partitioner.walk import NodeCost
 from asyncpipe.partitioner.whole import WholeTimes
+from asyncpipe.runtime.errors import PlanError
 from asyncpipe.tests.partitioner.zoo import ZOO
 
 
@@ -231,3 +233,15 @@ def test_stages_of_a_model_on_meta_are_not_timed(monkeypatch: pytest.MonkeyPatch
         model, {"input": torch.randn(2, 8)}, stages=2, profile="measured", stop_after="plan"
     )
     assert plan.profile["kind"] == "measured" and plan.profile["stage_scales"] == []
+
+
+def test_stages_that_cannot_be_written_are_planned_by_their_parts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refused(*arguments: object, **options: object) -> None:
+        raise PlanError("no constructor can be written.")
+
+    monkeypatch.setattr("asyncpipe.partitioner.profiling.time_stages", refused)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    plan = asyncpipe.partition(model, {"input": torch.randn(2, 8)}, stages=2, stop_after="plan")
+    assert plan.profile["stage_scales"] == [] and len(plan.stages) == 2
