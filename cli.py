@@ -90,6 +90,7 @@ def partition_command(
         return _outline(options)
     from .partitioner.compile import partition_spec
 
+    assert options.model is not None
     devices = _devices(options)
     if options.stages is None and devices is None:
         raise _usage("--stages is needed: the number of stages to cut the model into.")

@@ -21,104 +21,214 @@ def _option(group: Group, help: str, *names: str) -> Parameter:
     return Parameter(name=names or None, help=help, group=group, negative=())
 
 
+def _flag(group: Group, help: str, *names: str) -> Parameter:
+    return Parameter(name=names or None, help=help, group=group, negative=(), show_default=False)
+
+
 @dataclass(frozen=True, kw_only=True)
 class PartitionOptions:
     """The options of asyncpipe-partition."""
 
-    model: Annotated[str | None, _option(
-        _MODEL,
-        "A published configuration (gpt2 .. gpt2-xl, bert-base-uncased, t5-small .., vit- "
-        "base, llama-7b ..), a built-in (mlp, resnet50, ..), a folder or hub name of "
-        "transformers, or your own: package.module:factory or path/file.py:factory.",
-    )] = None
-    graph: Annotated[Path | None, _option(
-        _MODEL,
-        "Instead of a model: plan a cost graph (our JSON, dnn-partitioning's, PipeDream's "
-        "graph.txt).",
-    )] = None
-    model_arg: Annotated[list[str] | None, _option(_MODEL, "key=value: overrides a field of the configuration, or an argument of your factory.")] = None
-    input: Annotated[list[str] | None, _option(_MODEL, "name=f32[4,64]: an input of forward, when your factory returns a model alone.")] = None
-    micro_batch_size: Annotated[int | None, _option(
-        _MODEL,
-        "Samples of a micro-batch, for costs and for training; by default 8, or 1 for a "
-        "model of over 50 M parameters.",
-    )] = None
+    model: Annotated[
+        str | None,
+        _option(
+            _MODEL,
+            "A published configuration (gpt2 .. gpt2-xl, bert-base-uncased, t5-small .., "
+            "vit-base, llama-7b ..), a built-in (mlp, resnet50, ..), a folder or hub name of "
+            "transformers, or your own: package.module:factory or path/file.py:factory.",
+        ),
+    ] = None
+    graph: Annotated[
+        Path | None,
+        _option(
+            _MODEL,
+            "Instead of a model: plan a cost graph (our JSON, dnn-partitioning's, PipeDream's "
+            "graph.txt).",
+        ),
+    ] = None
+    model_arg: Annotated[
+        list[str] | None,
+        _option(
+            _MODEL,
+            "key=value: overrides a field of the configuration, or an argument of your factory.",
+        ),
+    ] = None
+    input: Annotated[
+        list[str] | None,
+        _option(
+            _MODEL, "name=f32[4,64]: an input of forward, when your factory returns a model alone."
+        ),
+    ] = None
+    micro_batch_size: Annotated[
+        int | None,
+        _option(
+            _MODEL,
+            "Samples of a micro-batch, for costs and for training; by default 8, or 1 for a "
+            "model of over 50 M parameters.",
+        ),
+    ] = None
     seq: Annotated[int, _option(_MODEL, "Tokens of a sequence, for models of text.")] = 128
-    loss: Annotated[str | None, _option(
-        _MODEL,
-        "The loss, when the model does not return one: cross_entropy, mse or "
-        "path/file.py:function.",
-    )] = None
+    loss: Annotated[
+        str | None,
+        _option(
+            _MODEL,
+            "The loss, when the model does not return one: cross_entropy, mse or "
+            "path/file.py:function.",
+        ),
+    ] = None
     seed: Annotated[int, _option(_MODEL, "Seed of the random weights.")] = 0
-    meta: Annotated[bool, _option(_MODEL, "Allocate no weights: plan a model that does not fit here.")] = False
-    capture: Annotated[Literal["auto", "tracer", "dynamo"], _option(
-        _MODEL,
-        "How forward is read: auto is the tracer, and TorchDynamo where the tracer cannot "
-        "see.",
-    )] = "auto"
-    leaf: Annotated[list[str] | None, _option(_MODEL, "The name of a module class that is kept as one operation.")] = None
-    stages: Annotated[int | None, _option(
-        _PLAN,
-        "How many stages to cut it into; not needed with --stop-after capture or profile, "
-        "and chosen when it is left out with --devices or --hosts.",
-    )] = None
-    method: Annotated[str, _option(
-        _PLAN,
-        "How to place the cuts: auto (the optimum, with its proof), chain, uniform, metis, "
-        "acyclic, mpipe and 2dbin (several stages a rank), pipedream (replicated stages), "
-        "or all: the best of these that trains as planned, with a table of them.",
-    )] = "auto"
-    granularity: Annotated[Literal["op", "module"], _option(_PLAN, "Where a cut may be: between any two operations, or only between whole blocks.")] = "op"
-    cut_at: Annotated[list[str] | None, _option(_PLAN, "A boundary: right before this module (transformer.h.6), operation or file:line.")] = None
-    keep_together: Annotated[list[str] | None, _option(_PLAN, "The path or class of modules whose operations stay in one stage.")] = None
-    schedule: Annotated[str | None, _option(
-        _PLAN,
-        "The schedule to balance the stages for: async-1f1b (when none is named), 1f1b, "
-        "gpipe, seq.",
-    )] = None
+    meta: Annotated[
+        bool, _flag(_MODEL, "Allocate no weights: plan a model that does not fit here.")
+    ] = False
+    capture: Annotated[
+        Literal["auto", "tracer", "dynamo"],
+        _option(
+            _MODEL,
+            "How forward is read: auto is the tracer, and TorchDynamo where the tracer cannot see.",
+        ),
+    ] = "auto"
+    leaf: Annotated[
+        list[str] | None,
+        _option(_MODEL, "The name of a module class that is kept as one operation."),
+    ] = None
+    stages: Annotated[
+        int | None,
+        _option(
+            _PLAN,
+            "How many stages to cut it into; not needed with --stop-after capture or profile, "
+            "and chosen when it is left out with --devices or --hosts.",
+        ),
+    ] = None
+    method: Annotated[
+        str,
+        _option(
+            _PLAN,
+            "How to place the cuts: auto (the optimum, with its proof), chain, uniform, metis, "
+            "acyclic, mpipe and 2dbin (several stages a rank), pipedream (replicated stages), "
+            "or all: the best of these that trains as planned, with a table of them.",
+        ),
+    ] = "auto"
+    granularity: Annotated[
+        Literal["op", "module"],
+        _option(
+            _PLAN, "Where a cut may be: between any two operations, or only between whole blocks."
+        ),
+    ] = "op"
+    cut_at: Annotated[
+        list[str] | None,
+        _option(
+            _PLAN, "A boundary: right before this module (transformer.h.6), operation or file:line."
+        ),
+    ] = None
+    keep_together: Annotated[
+        list[str] | None,
+        _option(_PLAN, "The path or class of modules whose operations stay in one stage."),
+    ] = None
+    schedule: Annotated[
+        str | None,
+        _option(
+            _PLAN,
+            "The schedule to balance the stages for: async-1f1b (when none is named), 1f1b, "
+            "gpipe, seq.",
+        ),
+    ] = None
     micro_batches: Annotated[int, _option(_PLAN, "Micro-batches of one optimizer step.")] = 8
-    staleness: Annotated[str, _option(_PLAN, "stash: count the weight versions that it keeps.")] = "none"
-    optimizer: Annotated[str, _option(_PLAN, "Whose copies of the weights are counted: adamw, adam, momentum (of sgd), sgd.")] = "adamw"
-    recompute: Annotated[str, _option(
-        _PLAN,
-        "Which stages run forward again instead of keeping activations: auto (those that do "
-        "not fit otherwise), all, none.",
-    )] = "auto"
-    memory_limit: Annotated[str | None, _option(_PLAN, "The most that a rank may need, such as 11GiB or 500MB.")] = None
-    explain: Annotated[bool, _option(
-        _PLAN,
-        "Say why each cut is where it is, what bounds the plan, and what one more device, a "
-        "faster link, recomputation or other numbers of micro-batches would give.",
-    )] = False
-    devices: Annotated[Path | None, _option(_DEVICES, "A TOML file of the devices, hosts and links to plan for.")] = None
-    hosts: Annotated[str | None, _option(_DEVICES, "Equal devices in short: h1:4,h2:2 are four ranks on host h1 and two on h2.")] = None
-    profile: Annotated[Literal["measured", "analytic"] | None, _option(
-        _COSTS,
-        "Costs measured on this machine, or predicted from FLOPs and bytes (the default on "
-        "meta).",
-    )] = None
-    device: Annotated[str | None, _option(
-        _COSTS,
-        "Whose costs: cpu or cuda of this machine, or a device that is not here (a100-80g, "
-        "h100, rtx2080ti, v100-16g, .., or a file.toml that describes it), which is "
-        "predicted.",
-    )] = None
-    dtype: Annotated[Literal["float32", "bfloat16"], _option(_COSTS, "Of the profile: float32, or bfloat16 under torch's autocast.")] = "float32"
-    threads: Annotated[int | None, _option(_COSTS, "Threads while measuring; by default what each rank will have.")] = None
-    calibrate: Annotated[bool, _option(_COSTS, "Fit a predicted profile to a few operations measured here.")] = False
-    no_cache: Annotated[bool, _option(_COSTS, "Measure anew what was measured before on this machine.")] = False
-    output: Annotated[Path | None, _option(_OUTPUT, "The folder to write; by default generated_models/<name>_<stages>p.")] = None
-    code: Annotated[Literal["structured", "flat"], _option(_OUTPUT, "Classes and loops as in the original, or flat: one statement an operation.")] = "structured"
-    no_weights: Annotated[bool, _option(_OUTPUT, "Do not store the weights in the folder.")] = False
-    force: Annotated[bool, _option(_OUTPUT, "Write over stages edited by hand, or made from another model.")] = False
-    stop_after: Annotated[Literal["capture", "profile", "plan"] | None, _option(
-        _OUTPUT,
-        "Print the graph by module (capture), with costs (profile), or the plan, and write "
-        "nothing.",
-    )] = None
-    json: Annotated[bool, _option(_OUTPUT, "Print the plan (or the graph, with --stop-after) as JSON.")] = False
-    quiet: Annotated[bool, _option(_OUTPUT, "Print only the folder.", "--quiet", "-q")] = False
-    verbose: Annotated[bool, _option(_OUTPUT, "Show the traceback of an error.", "--verbose", "-v")] = False
+    staleness: Annotated[str, _option(_PLAN, "stash: count the weight versions that it keeps.")] = (
+        "none"
+    )
+    optimizer: Annotated[
+        str,
+        _option(
+            _PLAN, "Whose copies of the weights are counted: adamw, adam, momentum (of sgd), sgd."
+        ),
+    ] = "adamw"
+    recompute: Annotated[
+        str,
+        _option(
+            _PLAN,
+            "Which stages run forward again instead of keeping activations: auto (those that do "
+            "not fit otherwise), all, none.",
+        ),
+    ] = "auto"
+    memory_limit: Annotated[
+        str | None, _option(_PLAN, "The most that a rank may need, such as 11GiB or 500MB.")
+    ] = None
+    explain: Annotated[
+        bool,
+        _flag(
+            _PLAN,
+            "Say why each cut is where it is, what bounds the plan, and what one more device, a "
+            "faster link, recomputation or other numbers of micro-batches would give.",
+        ),
+    ] = False
+    devices: Annotated[
+        Path | None, _option(_DEVICES, "A TOML file of the devices, hosts and links to plan for.")
+    ] = None
+    hosts: Annotated[
+        str | None,
+        _option(
+            _DEVICES, "Equal devices in short: h1:4,h2:2 are four ranks on host h1 and two on h2."
+        ),
+    ] = None
+    profile: Annotated[
+        Literal["measured", "analytic"] | None,
+        _option(
+            _COSTS,
+            "Costs measured on this machine, or predicted from FLOPs and bytes (the default on "
+            "meta).",
+        ),
+    ] = None
+    device: Annotated[
+        str | None,
+        _option(
+            _COSTS,
+            "Whose costs: cpu or cuda of this machine, or a device that is not here (a100-80g, "
+            "h100, rtx2080ti, v100-16g, .., or a file.toml that describes it), which is "
+            "predicted.",
+        ),
+    ] = None
+    dtype: Annotated[
+        Literal["float32", "bfloat16"],
+        _option(_COSTS, "Of the profile: float32, or bfloat16 under torch's autocast."),
+    ] = "float32"
+    threads: Annotated[
+        int | None, _option(_COSTS, "Threads while measuring; by default what each rank will have.")
+    ] = None
+    calibrate: Annotated[
+        bool, _flag(_COSTS, "Fit a predicted profile to a few operations measured here.")
+    ] = False
+    no_cache: Annotated[
+        bool, _flag(_COSTS, "Measure anew what was measured before on this machine.")
+    ] = False
+    output: Annotated[
+        Path | None,
+        _option(_OUTPUT, "The folder to write; by default generated_models/NAME_STAGESp."),
+    ] = None
+    code: Annotated[
+        Literal["structured", "flat"],
+        _option(
+            _OUTPUT, "Classes and loops as in the original, or flat: one statement an operation."
+        ),
+    ] = "structured"
+    no_weights: Annotated[bool, _flag(_OUTPUT, "Do not store the weights in the folder.")] = False
+    force: Annotated[
+        bool, _flag(_OUTPUT, "Write over stages edited by hand, or made from another model.")
+    ] = False
+    stop_after: Annotated[
+        Literal["capture", "profile", "plan"] | None,
+        _option(
+            _OUTPUT,
+            "Print the graph by module (capture), with costs (profile), or the plan, and write "
+            "nothing.",
+        ),
+    ] = None
+    json: Annotated[
+        bool, _flag(_OUTPUT, "Print the plan (or the graph, with --stop-after) as JSON.")
+    ] = False
+    quiet: Annotated[bool, _flag(_OUTPUT, "Print only the folder.", "--quiet", "-q")] = False
+    verbose: Annotated[
+        bool, _flag(_OUTPUT, "Show the traceback of an error.", "--verbose", "-v")
+    ] = False
 
     @property
     def placing(self) -> dict[str, Any]:

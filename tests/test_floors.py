@@ -49,7 +49,7 @@ def violations(path: Path, source: str) -> list[str]:
         match name.split("."):
             case ["asyncpipe", "partitioner", *_] if parts[0] == "runtime":
                 wrong.append(f"runtime imports {name}")
-            case ["asyncpipe", "cli" | "terminal", *_]:
+            case ["asyncpipe", "cli" | "options" | "terminal", *_]:
                 wrong.append(f"{parts[0]} imports {name}")
             case ["asyncpipe", "runtime", module, *_] if parts[0] == "partitioner":
                 if module not in PURE | SHARED:
@@ -59,7 +59,7 @@ def violations(path: Path, source: str) -> list[str]:
                     wrong.append(f"runtime/{path.name} imports {name}")
             case ["torch", *_] if parts[0] == "runtime" and len(parts) == 2 and path.stem in PURE:
                 wrong.append(f"runtime/{path.name} imports torch")
-            case ["partitioner" | "runtime" | "cli" | "terminal", *_]:
+            case ["partitioner" | "runtime" | "cli" | "options" | "terminal", *_]:
                 wrong.append(f"bare import of {name}")
     return wrong
 
