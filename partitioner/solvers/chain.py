@@ -10,7 +10,7 @@ all a form a column; the column of b + 1 follows from it by adding what begins o
 
 Then, among all cuts whose bottleneck is at most (1 + prefer_modules) of the optimum, the one that
 tears the fewest modules is taken, of those the one with the fewest bytes crossing, and of those
-the one with the smallest bottleneck.
+the most even: with the least sum of squares.
 """
 
 from __future__ import annotations
@@ -173,21 +173,21 @@ def tidiest(problem: Problem, limit_ms: float) -> tuple[int, ...] | None:
     untidy = _untidiness(problem.costs, stages)
     never = np.iinfo(np.int64).max // 2
     price = np.full((stages + 1, num_groups + 1), never, dtype=np.int64)
-    highest = np.full((stages + 1, num_groups + 1), np.inf)
+    squares = np.full((stages + 1, num_groups + 1), np.inf)
     previous = np.zeros((stages + 1, num_groups + 1), dtype=np.int64)
-    price[0, 0], highest[0, 0] = 0, 0.0
+    price[0, 0], squares[0, 0] = 0, 0.0
     for end, stage, scores in _interval_scores(problem, first_fit, limit_ms):
         if not (problem.rules.may_cut[end] or end == num_groups):
             continue
         start = first_fit[end]
         prices = np.where(scores <= limit_ms, price[stage, start:end] + untidy[start:end], never)
-        peaks = np.maximum(highest[stage, start:end], scores)
-        peaks[prices > prices.min(axis=1, keepdims=True)] = np.inf
-        chosen = peaks.argmin(axis=1)
+        uneven = squares[stage, start:end] + scores**2
+        uneven[prices > prices.min(axis=1, keepdims=True)] = np.inf
+        chosen = uneven.argmin(axis=1)
         rows = np.arange(len(chosen))
         ended = slice(stage.start + 1, stage.stop + 1)
         price[ended, end] = np.minimum(prices[rows, chosen], never)
-        highest[ended, end] = peaks[rows, chosen]
+        squares[ended, end] = uneven[rows, chosen]
         previous[ended, end] = start + chosen
     if price[stages, num_groups] >= never:
         return None
