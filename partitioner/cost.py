@@ -74,6 +74,7 @@ class Value:
     backward_bytes: float
     known_ms: float | None = None
     is_exchange: bool = False
+    tied_bytes: float = 0.0
     is_saved: bool = False
 
     @property
@@ -165,6 +166,11 @@ class Costs:
         saved = np.array([value.is_saved for value in self.values], dtype=bool)
         return np.where(saved, 0.0, self.value_bytes)
 
+    @cached_property
+    def tied_bytes(self) -> Floats:
+        """Bytes of the parameter whose gradients each value exchanges; 0 for all others."""
+        return np.array([value.tied_bytes for value in self.values], dtype=np.float64)
+
 
 @dataclass(frozen=True, slots=True)
 class StageSums:
@@ -173,7 +179,7 @@ class StageSums:
     `param_bytes` are of one copy; `saved_bytes` what forward keeps for backward, with what it
     received; `received_bytes` what arrives from other stages and `sent_bytes` what goes to them,
     `root_bytes` that part of it which is not saved; `transient_bytes` the most that one operation
-    needs beside.
+    needs beside. `tied_bytes` are of parameters that other stages hold too.
     """
 
     forward_ms: Floats
@@ -187,6 +193,7 @@ class StageSums:
     transient_bytes: Floats
     sent_bytes: Floats | float = 0.0
     root_bytes: Floats | float = 0.0
+    tied_bytes: Floats | float = 0.0
 
     @property
     def work_ms(self) -> Floats:
@@ -279,7 +286,7 @@ def stage_sums(
     """
     at = np.asarray(stage_of)
     rank_of = range(stages) if ranks is None else ranks
-    send, receive, sent, roots, received = (np.zeros(stages) for _ in range(5))
+    send, receive, sent, roots, received, tied = (np.zeros(stages) for _ in range(6))
     for index, value in enumerate(costs.values):
         owner = int(at[value.owner])
         reading = sorted({int(at[reader]) for reader in value.readers}, reverse=True)
@@ -292,6 +299,7 @@ def stage_sums(
             roots[owner] += costs.root_bytes[index]
             receive[readers] += costs.receive_ms[index]
             received[readers] += value.forward_bytes
+            tied[[owner, *readers]] += value.tied_bytes
     transient = np.zeros(stages)
     np.maximum.at(transient, at, costs.transient_bytes)
     return StageSums(
@@ -306,6 +314,7 @@ def stage_sums(
         transient_bytes=transient,
         sent_bytes=sent,
         root_bytes=roots,
+        tied_bytes=tied,
     )
 
 
@@ -339,6 +348,7 @@ def with_exchanges(costs: Costs, micro_batches: int, link: Link) -> Costs:
             backward_bytes=0,
             known_ms=2 * link.transfer_ms(shared.num_bytes) / micro_batches,
             is_exchange=True,
+            tied_bytes=shared.num_bytes,
         )
         for shared in costs.parameters
         if len(shared.groups) > 1

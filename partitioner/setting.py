@@ -11,7 +11,8 @@ Position j of k is the j-th rank of the pipeline. For one micro-batch
 
 with W_j micro-batches in flight. On their way are tensors and gradients whose receive is posted
 ahead, `DEPTH` of each edge and direction; those that were sent last, as many; and what was sent of
-every micro-batch in flight, where the backward begins, unless it is recomputed.
+every micro-batch in flight, where the backward begins, unless it is recomputed. Where it is more,
+the exchange of tied gradients at a step counts instead of an operation (`_transient_bytes`).
 
 What a stage does not fit into is no plan: its load is infinite. An asynchronous pipeline without
 flushes gives one micro-batch every max over j of load(S_j); of synchronous ones the makespan
@@ -149,20 +150,23 @@ class Setting:
         activations = self._activation_bytes(position, sums, recompute=recompute)
         transport = self._transport_bytes(position, sums, recompute=recompute)
         fixed = copies * sums.param_bytes + sums.buffer_bytes
-        return fixed + activations + transport + sums.transient_bytes
+        beside = self._transient_bytes(position, sums, activations + transport)
+        return fixed + activations + transport + beside
 
     def memory(self, position: int, sums: StageSums, *, recompute: bool) -> StageMemory:
         """The same of one stage, by what it is for."""
         param_bytes = int(sums.param_bytes)
+        activations = self._activation_bytes(position, sums, recompute=recompute)
+        transport = self._transport_bytes(position, sums, recompute=recompute)
         return StageMemory(
             parameters=param_bytes,
             gradients=param_bytes,
             optimizer=OPTIMIZER_COPIES[self.optimizer] * param_bytes,
             versions=self.versions(position) * param_bytes,
             buffers=int(sums.buffer_bytes),
-            activations=int(self._activation_bytes(position, sums, recompute=recompute)),
-            transport=int(self._transport_bytes(position, sums, recompute=recompute)),
-            transient=int(sums.transient_bytes),
+            activations=int(activations),
+            transport=int(transport),
+            transient=int(self._transient_bytes(position, sums, activations + transport)),
         )
 
     def _activation_bytes(self, position: int, sums: StageSums, *, recompute: bool) -> Floats:
@@ -170,6 +174,16 @@ class Setting:
         if recompute:
             return in_flight * sums.received_bytes + sums.saved_bytes
         return in_flight * sums.saved_bytes
+
+    def _transient_bytes(self, position: int, sums: StageSums, in_flight_bytes: Floats) -> Floats:
+        """What is needed beside while one operation runs, or while tied gradients are exchanged:
+        their sum, what is received and what is sent. A flush leaves nothing in flight by then, an
+        asynchronous pipeline all but the micro-batch that was done."""
+        in_flight = self.in_flight(position)
+        left = (in_flight - 1) / in_flight if self.is_asynchronous else 0.0
+        exchanged = 3 * np.asarray(sums.tied_bytes)
+        exchanging = np.where(exchanged, exchanged + (left - 1) * in_flight_bytes, 0.0)
+        return np.maximum(sums.transient_bytes, exchanging)
 
     def _transport_bytes(self, position: int, sums: StageSums, *, recompute: bool) -> Floats:
         in_flight = self.in_flight(position)

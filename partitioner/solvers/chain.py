@@ -57,6 +57,14 @@ def interval_sums(costs: Costs, first: Ints | None = None) -> Iterator[tuple[int
         "received_bytes": _receive_changes(costs, costs.value_bytes),
         "param_bytes": _held_changes(costs.parameters, num_groups),
         "saved_bytes": _held_changes(costs.saved, num_groups),
+        "tied_bytes": [
+            sent + received
+            for sent, received in zip(
+                _send_changes(costs, costs.tied_bytes),
+                _receive_changes(costs, costs.tied_bytes),
+                strict=True,
+            )
+        ],
     }
     now = {name: np.zeros(num_groups) for name in changing}
     transient = np.zeros(num_groups)

@@ -17,7 +17,10 @@ and for a gradient of its own, with o after M, x = [o not in I, M meets I]:
     send     = [M meets J] - [o in J] - x [M meets J]
     receive  = x - x [M & I in J]
 
-What is held by groups G counts [G meets I] - [G in J] - [G meets I, G not in I] [G & I in J].
+What is held by groups G counts [G meets I] - [G in J] - [G meets I, G not in I] [G & I in J]. What
+they exchange, in whatever order they come, is paid for by a stage that has some of them and not
+all; with x = [G meets I, G not in I] that is x + [G meets J, G not in J] - x ([G & I in J] + [G
+meets J]).
 """
 
 from __future__ import annotations
@@ -30,13 +33,14 @@ import numpy as np
 from ..cost import Bools, Costs, Floats, Held, Ints, StageSums
 from .downsets import Downsets, mask_of
 
-_TALK, _PARAMS, _SAVED, _RECEIVED, _SENT, _ROOTS = range(6)
+_HELD, _EXCHANGED = -1, -2
+_TALK, _PARAMS, _SAVED, _RECEIVED, _SENT, _ROOTS, _TIED = range(7)
 
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """A value, or with `owner` -1 what groups hold. `weights[kind, field]` count where it is
-    received or held, `sends` where it is sent."""
+    """A value, or with `owner` _HELD or _EXCHANGED what groups hold or exchange. `weights[kind,
+    field]` count where it is received, held or exchanged, `sends` where it is sent."""
 
     owner: int
     members: tuple[int, ...]
@@ -61,7 +65,7 @@ class PairSums:
 
     def __init__(self, kinds: Sequence[Costs], downsets: Downsets, *, memory: bool) -> None:
         self.downsets, self.memory = downsets, memory
-        fields = 6 if memory else 1
+        fields = 7 if memory else 1
         self._of_rows = np.zeros((len(kinds), fields, len(downsets)))
         self._of_columns = np.zeros((len(kinds), fields, len(downsets)))
         self._additive = [
@@ -109,6 +113,7 @@ class PairSums:
                 transient_bytes=transient,
                 sent_bytes=found[_SENT] if self.memory else none,
                 root_bytes=found[_ROOTS] if self.memory else none,
+                tied_bytes=found[_TIED] if self.memory else none,
             )
             for (forward, backward), found in zip(self._additive, fields, strict=True)
         ]
@@ -125,7 +130,11 @@ class PairSums:
         some, every = self._holds(item.members, span, any), self._holds(item.members, span, all)
         rows, columns = self._of_rows[:, :, span], self._of_columns[:, :, span]
         weights, sends = item.weights[:, :, None], item.sends[:, :, None]
-        if item.owner < 0:
+        if item.owner == _EXCHANGED:
+            rows += weights * (some & ~every)
+            columns += weights * (some & ~every)
+            return
+        if item.owner == _HELD:
             rows += weights * some
             columns -= weights * every
             self._of_rows[:, :, end:] += weights
@@ -188,7 +197,9 @@ class PairSums:
                 guard = (item.owner,)
         if not crossed.any():
             return
-        if item.owner >= 0 and item.is_gradient:
+        if item.owner == _EXCHANGED:
+            yield True, item.members, crossed, item.weights
+        elif item.owner >= 0 and item.is_gradient:
             yield len(item.members) > 1, item.members, crossed, item.sends
         elif item.owner >= 0:
             yield False, guard, crossed, item.sends
@@ -222,12 +233,15 @@ def _items(kinds: Sequence[Costs], fields: int) -> Iterator[_Item]:
     found: dict[tuple[int, tuple[int, ...]], tuple[Floats, Floats]] = {}
     for index, value in enumerate(kinds[0].values):
         key = value.owner, value.readers
+        if value.is_exchange:
+            key = _EXCHANGED, tuple(sorted((value.owner, *value.readers)))
         weights, sends = found.setdefault(key, (none.copy(), none.copy()))
         for kind, costs in enumerate(kinds):
             weights[kind, _TALK] += costs.receive_ms[index]
             sends[kind, _TALK] += costs.send_ms[index]
         if fields > 1:
             weights[:, _RECEIVED] += kinds[0].value_bytes[index]
+            weights[:, _TIED] += kinds[0].tied_bytes[index]
             sends[:, _SENT] += kinds[0].value_bytes[index]
             sends[:, _ROOTS] += kinds[0].root_bytes[index]
     if fields > 1:
@@ -237,7 +251,7 @@ def _items(kinds: Sequence[Costs], fields: int) -> Iterator[_Item]:
         )
         for field, held in of_fields:
             for one in held:
-                weights, _ = found.setdefault((-1, one.groups), (none.copy(), none))
+                weights, _ = found.setdefault((_HELD, one.groups), (none.copy(), none))
                 weights[:, field] += one.num_bytes
     for (owner, members), (weights, sends) in found.items():
         if weights.any() or sends.any():

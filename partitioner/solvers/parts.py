@@ -43,7 +43,7 @@ class Parts:
             self._touching[value.owner].append(index)
             self._readers.append(at)
         self._held = tuple(_HeldIn(held, self.part_of, count) for held in _kinds(costs))
-        self._sums = [[0.0] * count for _ in range(8)]
+        self._sums = [[0.0] * count for _ in range(9)]
         for group, part in enumerate(self.part_of):
             self._add_group(group, part, 1)
         for index in range(len(costs.values)):
@@ -104,13 +104,13 @@ class Parts:
 
     def sums(self, part: int) -> StageSums:
         """What a part adds up to."""
-        forward, backward, send, receive, buffers, received, sent, roots = (
+        forward, backward, send, receive, buffers, received, sent, roots, tied = (
             of[part] for of in self._sums
         )
         parameters, saved = (held.total[part] for held in self._held)
         as_floats = (
             forward, backward, send, receive, parameters, buffers, saved, received,
-            self._transient(part), sent, roots,
+            self._transient(part), sent, roots, tied,
         )  # fmt: skip
         return StageSums(*map(np.float64, as_floats))  # type: ignore[arg-type]
 
@@ -144,9 +144,11 @@ class Parts:
                 self._sums[2][part] += sign * table.send_ms[index]
                 self._sums[6][part] += sign * table.value_bytes[index]
                 self._sums[7][part] += sign * table.root_bytes[index]
+                self._sums[8][part] += sign * table.tied_bytes[index]
         elif part in at:
             self._sums[3][part] += sign * table.receive_ms[index]
             self._sums[5][part] += sign * table.value_bytes[index]
+            self._sums[8][part] += sign * table.tied_bytes[index]
 
 
 class _Table:
@@ -160,6 +162,7 @@ class _Table:
         self.buffer_bytes = seen.buffer_bytes.tolist()
         self.value_bytes = seen.value_bytes.tolist()
         self.root_bytes = seen.root_bytes.tolist()
+        self.tied_bytes = seen.tied_bytes.tolist()
 
 
 class _HeldIn:

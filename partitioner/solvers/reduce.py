@@ -149,6 +149,7 @@ def without_memory(problem: Problem) -> Problem:
         transient_bytes=np.array([costs.transient_bytes.max()]),
         sent_bytes=np.array([costs.value_bytes.sum()]),
         root_bytes=np.array([costs.root_bytes.sum()]),
+        tied_bytes=np.array([costs.tied_bytes.sum()]),
     )
     for position, device in enumerate(setting.devices):
         for recompute in {False, setting.recompute == "all"}:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncpipe.partitioner.cost import Link, StageSums, stage_sums
+from asyncpipe.partitioner.cost import Link, StageSums, stage_sums, with_exchanges
 from asyncpipe.partitioner.evaluate import evaluate
 from asyncpipe.partitioner.problem import Placement, Problem
 from asyncpipe.partitioner.setting import Device, Setting
@@ -71,7 +71,10 @@ def problems(draw: st.DrawFn, schedules: tuple[str, ...] = ("async-1f1b",)) -> t
         stash=draw(st.booleans()),
         overlap=link.overlap,
     )
-    return graph, problem_of(graph, stages, link, setting)
+    problem = problem_of(graph, stages, link, setting)
+    if shared and draw(st.booleans()):
+        problem = replace(problem, costs=with_exchanges(problem.costs, 8, link))
+    return graph, problem
 
 
 def least_score_ms(graph: nx.DiGraph, problem: Problem) -> float:
