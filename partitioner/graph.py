@@ -13,8 +13,8 @@ A group is what no cut may or need separate. Reductions, in this order:
 - what the user wants in one stage is one, and a view in it of what is outside does not join that
 - groups on a cycle that these made are one
 
-The order of the groups is topological and otherwise the program's. Edges also keep
-those in order that touch memory that is changed, and carry a copy of it.
+The order of the groups is topological and otherwise the program's. Edges also keep those in order
+that draw random numbers, and those that touch memory that is changed, and carry a copy of it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 import networkx as nx
 from torch import Tensor, fx, nn
 
-from .capture import Capture, ModuleCall, colocated, in_order
+from .capture import Capture, ModuleCall, colocated, draws_in_order, in_order
 from .capture.guards import is_guard
 from .prices import Prices, num_bytes
 from .profiler import CPU_CORE, Profile
@@ -88,6 +88,9 @@ def build_graph(
             for tensor, size in edge["tensors"].items()
         }
         data["output_bytes"] = sum(sent.values())
+    for first, second in draws_in_order(capture):
+        if group_of[first] != group_of[second]:
+            _carry(graph, group_of[first], group_of[second], (), profile.sizes)
     for node, later in in_order(capture):
         maker, changer = group_of.get(node), group_of.get(later)
         if maker is not None and changer is not None and maker != changer:
@@ -182,7 +185,7 @@ def _joined(
     )
     quotient.add_edges_from(
         (together[node], together[later])
-        for node, later in in_order(capture)
+        for node, later in (*in_order(capture), *draws_in_order(capture))
         if {node.name, later.name} <= by_name.keys() and together[node] != together[later]
     )
     fused = nx.condensation(quotient)

@@ -14,7 +14,7 @@ from torch import nn
 
 from ...runtime.errors import CaptureError
 from ...runtime.structure import constants_in
-from .aliases import colocated, in_order
+from .aliases import colocated, draws_in_order, in_order
 from .arguments import Arguments, read_arguments
 from .fakes import Dynamic
 from .fitting import verify_arguments
@@ -37,7 +37,8 @@ from .ways import METHODS, Request, find_capture
 
 __all__ = [
     "Arguments", "CallRecord", "Capture", "IfTraining", "LocalDevice", "ModuleCall", "Recompute",
-    "Region", "Size", "capture", "colocated", "in_order", "read_arguments", "run", "size_text",
+    "Region", "Size", "capture", "colocated", "draws_in_order", "in_order",
+    "read_arguments", "run", "size_text",
     "tensor_spec",
 ]  # fmt: skip
 

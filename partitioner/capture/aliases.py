@@ -218,6 +218,12 @@ def in_order(capture: Capture) -> list[tuple[fx.Node, fx.Node]]:
     return list(dict.fromkeys(pair for family in families(capture) for pair in family.in_order()))
 
 
+def draws_in_order(capture: Capture) -> list[tuple[fx.Node, fx.Node]]:
+    """Pairs of nodes that draw random numbers, the second right after the first: in another order
+    each would get the numbers of another."""
+    return list(pairwise(node for node in capture.graph.nodes if node.meta["random"]))
+
+
 def _must_follow(node: fx.Node) -> bool:
     """Whether the readers of a node's value have to be where it is made: it is no tensor, its
     shape depends on the values of tensors, or one mode alone has it."""
