@@ -29,6 +29,7 @@ from .runtime.training.settings import Settings, read_config
 from .terminal import (
     Ticks,
     make_console,
+    print_candidates,
     print_facts,
     print_findings,
     print_folder,
@@ -122,6 +123,8 @@ def partition_command(
         print(folder)
     else:
         print_plan(console, plan)
+        if options.explain or options.method == "all" or devices is not None:
+            print_candidates(console, plan.candidates, plan.method)
         if options.explain:
             print_findings(console, plan.findings)
         if options.stop_after == "plan":

@@ -198,7 +198,6 @@ def print_facts(console: Console, plan: Plan) -> None:
     """How good the plan is and what a run of it would be."""
     from .runtime.forecast import describe_forecast
 
-    print_candidates(console, plan.candidates, plan.method)
     ratio = plan.even_split_ms / plan.bottleneck_ms if plan.bottleneck_ms else 1.0
     slower = f": {ratio:.2f}× as slow" if ratio >= 1 else ""
     lines = (
