@@ -18,6 +18,7 @@ from asyncpipe.partitioner.problem import Placement, Problem
 from asyncpipe.partitioner.setting import Device, Setting
 from asyncpipe.partitioner.solve import solve
 from asyncpipe.partitioner.solvers import METHODS, exact, milp
+from asyncpipe.partitioner.solvers.around import bound_around_ms
 from asyncpipe.partitioner.solvers.bounds import more_than_any_ms
 from asyncpipe.partitioner.solvers.downsets import Windows, find_downsets
 from asyncpipe.partitioner.solvers.pairs import PairSums
@@ -104,6 +105,25 @@ def test_the_optimum_is_that_of_brute_force_and_proved(case):
 @given(problems(("gpipe", "1f1b")))
 def test_so_it_is_for_synchronous_schedules(case):
     check(*case)
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems(("async-1f1b", "1f1b")))
+def test_what_surrounds_a_heavy_group_bounds_every_plan(case):
+    graph, problem = case
+    best = least_score_ms(graph, problem)
+    assert bound_around_ms(problem, 0.0) <= best * (1 + 1e-9) + 1e-6
+
+
+def test_a_heavy_group_is_bounded_with_its_transfers():
+    graph = nx.DiGraph(name="heavy in the middle")
+    for node, work_ms in (("before", 3.0), ("heavy", 10.0), ("after", 3.0)):
+        graph.add_node(node, forward_ms=work_ms, output_bytes=1000)
+    nx.add_path(graph, ["before", "heavy", "after"])
+    apart = problem_of(graph, 3, Link(bytes_per_s=1e6))
+    assert bound_around_ms(apart, 0.0) == pytest.approx(10 + 1 + 1)
+    slow = problem_of(graph, 3, Link(bytes_per_s=1e5))
+    assert bound_around_ms(slow, 0.0) == pytest.approx(3 + 10 + 3)
 
 
 @settings(max_examples=60, deadline=None)
