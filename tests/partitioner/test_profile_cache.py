@@ -167,11 +167,11 @@ def test_the_folder_is_the_platforms_unless_said_otherwise(
     monkeypatch.setenv("ASYNCPIPE_CACHE", str(tmp_path))
     assert cache_folder() == tmp_path
     monkeypatch.delenv("ASYNCPIPE_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert cache_folder() == Path("/somewhere/asyncpipe")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_folder() == tmp_path / "xdg" / "asyncpipe"
     monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setattr(Path, "home", lambda: Path("/home/me"))
-    assert cache_folder() == Path("/home/me/.cache/asyncpipe")
+    monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
+    assert cache_folder() == tmp_path / "home" / ".cache" / "asyncpipe"
 
 
 def test_the_tests_have_a_cache_of_their_own() -> None:
