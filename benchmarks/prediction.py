@@ -1,11 +1,16 @@
 """What plans say against what runs take: times of stages, steps, and memory, rank by rank.
 
 Every plan is run by one process a stage, each with one thread, under 1f1b over gloo. A stage's
-time is the CPU time of its process in forwards and backwards, and a step is wall time. Memory is
-the most that a process held beyond what it held before it loaded its stage, in a short run of its
-own whose allocator gives back at once what is freed: else glibc keeps a tenth beside. Five plans of
-two stages are made for each model: the planner's own, and four that cut elsewhere; the one that
-is predicted to be fastest should be. Simulated steps have the optimizers as measured.
+time is the CPU time of its process in forwards and backwards, and a step is wall time. Five plans
+of two stages are made for each model: the planner's own, and four that cut elsewhere; the one that
+is predicted to be fastest should be. Simulated steps have the optimizers as measured. A machine
+that others share is a tenth slower in some minutes than in others: before every step that counts,
+the planner's timing of the stages is repeated, and medians are compared.
+
+Times are of processes that keep all memory: a virtual machine may give what is freed to its host,
+and get it back at 3 us a page, ten times what a page costs else. Memory is the most that a process
+held beyond what it held before it loaded its stage, in a short run of its own whose allocator gives
+back at once what is freed: else glibc keeps a tenth beside.
 
     python benchmarks/prediction.py
     python benchmarks/prediction.py --quick --models gpt2 --stages 2
@@ -14,8 +19,11 @@ is predicted to be fastest should be. Simulated steps have the optimizers as mea
 import argparse
 import os
 import statistics
+import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +35,12 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from machine import busy_core_seconds, write_result
 
+from asyncpipe.partitioner import profiling
 from asyncpipe.partitioner.capture import Capture, capture
 from asyncpipe.partitioner.compile import partition_source
 from asyncpipe.partitioner.models import Source, load_model
 from asyncpipe.partitioner.profiler import Profile, profile
+from asyncpipe.partitioner.whole import WholeTimes
 from asyncpipe.runtime.errors import AsyncPipeError
 from asyncpipe.runtime.forecast import forecast_step
 from asyncpipe.runtime.loading import load_stage
@@ -51,6 +61,8 @@ SHIFTS = (-0.2, -0.1, 0.1, 0.2)
 """How far the other plans cut from the middle of the model's time."""
 CORES = os.cpu_count() or 1
 GIVES_BACK = "MALLOC_MMAP_THRESHOLD_"
+KEEPS_ALL = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**62)}
+TIMEOUT_S = 300
 
 
 class TimedOptimizers(StepOptimizers):
@@ -68,9 +80,17 @@ class TimedOptimizers(StepOptimizers):
 
 
 def worker(
-    rank: int, folder: Path, rendezvous: str, inputs: Any, micro_batches: int, steps: int, told: Any
+    rank: int,
+    folder: Path,
+    rendezvous: str,
+    inputs: Any,
+    micro_batches: int,
+    warm_up: int,
+    steps: int,
+    turn: Any,
+    told: Any,
 ) -> None:
-    """One rank: a step that warms up, then `steps` that count."""
+    """One rank: steps that warm up, then `steps` that count, each when it is the ranks' turn."""
     torch.set_num_threads(1)
     plan = read_plan(folder)
     ranks = len(plan.stages)
@@ -83,14 +103,15 @@ def worker(
     pipe = Pipeline(plan, {rank: stage}, GlooTransport())
     observer = TimedOptimizers(rank, stage)
     samples = []
-    for number in range(1 + steps):
-        if number == 1:
+    for number in range(warm_up + steps):
+        if number == warm_up:
             forget_peak()
-        dist.barrier()
+        turn.wait()
         busy, own, start = busy_core_seconds(), sum(os.times()[:2]), time.perf_counter()
         report = pipe.run(schedule, lambda i: inputs, observer=observer)
         dist.barrier()
         wall_s = time.perf_counter() - start
+        turn.wait()
         used = torch.tensor([sum(os.times()[:2]) - own], dtype=torch.float64)
         dist.all_reduce(used)
         samples.append(
@@ -102,7 +123,9 @@ def worker(
                 / (CORES * wall_s),
             }
         )
-    median = {key: statistics.median(sample[key] for sample in samples[1:]) for key in samples[0]}
+    median = {
+        key: statistics.median(sample[key] for sample in samples[warm_up:]) for key in samples[0]
+    }
     all_ranks: list[Any] = [None] * ranks
     dist.all_gather_object(all_ranks, median | {"peak_bytes": peak_bytes() - before})
     if rank == 0:
@@ -131,59 +154,114 @@ def _status(field: str) -> int:
     raise RuntimeError(f"this system does not tell {field} of a process")
 
 
-def run_both(folder: Path, inputs: Any, arguments: argparse.Namespace) -> list[dict[str, float]]:
-    """What each rank measured of a generated folder: times, and memory in a run of its own."""
-    times = run(folder, inputs, arguments.micro_batches, arguments.steps)
+def run_for_memory(folder: Path, inputs: Any, micro_batches: int) -> list[dict[str, float]]:
+    for name in KEEPS_ALL:
+        del os.environ[name]
     os.environ[GIVES_BACK] = "65536"
     try:
-        memory = run(folder, inputs, len(times), 1)
+        return run(folder, inputs, micro_batches, warm_up=1, steps=1)
     finally:
         del os.environ[GIVES_BACK]
-    return [
-        timed | {"peak_bytes": held["peak_bytes"]}
-        for timed, held in zip(times, memory, strict=True)
-    ]
+        os.environ.update(KEEPS_ALL)
 
 
-def run(folder: Path, inputs: Any, micro_batches: int, steps: int) -> list[dict[str, float]]:
+def run(
+    folder: Path,
+    inputs: Any,
+    micro_batches: int,
+    warm_up: int,
+    steps: int,
+    between: Callable[[], None] = lambda: None,
+) -> list[dict[str, float]]:
+    """What each rank measured of a generated folder; calls `between` before steps that count."""
     context = mp.get_context("spawn")
     told = context.SimpleQueue()
+    ranks = len(read_plan(folder).stages)
+    turn = context.Barrier(1 + ranks, timeout=TIMEOUT_S)
     with tempfile.TemporaryDirectory() as temporary:
         rendezvous = f"file://{temporary}/rendezvous"
         processes = [
             context.Process(
                 target=worker,
-                args=(rank, folder, rendezvous, inputs, micro_batches, steps, told),
+                args=(rank, folder, rendezvous, inputs, micro_batches, warm_up, steps, turn, told),
             )
-            for rank in range(len(read_plan(folder).stages))
+            for rank in range(ranks)
         ]
         for process in processes:
             process.start()
-        while told.empty():
-            if any(process.exitcode for process in processes):
-                raise SystemExit(f"a rank of {folder.name} ended early")
-            time.sleep(0.05)
+        for number in range(warm_up + steps):
+            if number >= warm_up:
+                between()
+            turn.wait()  # They begin.
+            turn.wait()  # They are done.
         measured: list[dict[str, float]] = told.get()
         for process in processes:
             process.join()
     return measured
 
 
+class Retiming:
+    """The planner's timing of the stages of the last plan, to be done again."""
+
+    def __init__(self) -> None:
+        self._time, self._said = profiling.time_stages, ((), {})
+        self.times: list[Sequence[WholeTimes]] = []
+        profiling.time_stages = self._first
+
+    def _first(self, *said: Any, **named: Any) -> Sequence[WholeTimes]:
+        self._said, self.times = (said, named | {"cache": None, "on_progress": None}), []
+        return self._time(*said, **named)
+
+    def again(self) -> None:
+        said, named = self._said
+        self.times.append(self._time(*said, **named))
+
+    def on(self, plan: Plan) -> Plan:
+        """The plan with the medians of what was timed again."""
+        stages = [
+            replace(
+                stage,
+                forward_ms=statistics.median(times[index].forward_ms for times in self.times),
+                backward_ms=statistics.median(times[index].backward_ms for times in self.times),
+            )
+            for index, stage in enumerate(plan.stages)
+        ]
+        return replace(plan, stages=tuple(stages))
+
+
+RETIMING = Retiming()
+
+
 def compare(
-    source: Source, folder: Path, stages: int, arguments: argparse.Namespace, **options: Any
+    source: Source,
+    folder: Path,
+    stages: int,
+    arguments: argparse.Namespace,
+    *,
+    cut_at: tuple[str, ...] = (),
 ) -> dict[str, Any]:
-    """Plans, runs, and puts both beside each other."""
-    plan = partition_source(source, stages=stages, output=folder, threads=1, **options)
+    """Plans, runs, and puts both beside each other; the memory of the planner's own plans."""
+    micro_batches = arguments.micro_batches
+    plan = partition_source(
+        source,
+        stages=stages,
+        output=folder,
+        threads=1,
+        cut_at=cut_at,
+        schedule="1f1b",
+        micro_batches=micro_batches,
+    )
     inputs = read_inputs(source, plan)
-    ranks = run_both(folder, inputs, arguments)
+    ranks = run(folder, inputs, micro_batches, arguments.warm_up, arguments.steps, RETIMING.again)
+    plan = RETIMING.on(plan)
     simulated = forecast_step(
         plan,
         "1f1b",
-        arguments.micro_batches,
+        micro_batches,
         processors=CORES,
         step_ms=[rank["optimizer_ms"] for rank in ranks],
     ).step_ms
-    return {
+    row: dict[str, Any] = {
         "cuts": [" ".join(stage.modules) for stage in plan.stages],
         "stage_scales": plan.profile["stage_scales"],
         "step_ms": pair(simulated, statistics.median(rank["step_ms"] for rank in ranks)),
@@ -191,13 +269,17 @@ def compare(
             pair(stage.forward_ms + stage.backward_ms, rank["stage_ms"])
             for stage, rank in zip(plan.stages, ranks, strict=True)
         ],
-        "peak_mib": [
-            pair(stage.peak_bytes / 2**20, rank["peak_bytes"] / 2**20)
-            for stage, rank in zip(plan.stages, ranks, strict=True)
-        ],
         "optimizer_ms": [round(rank["optimizer_ms"], 2) for rank in ranks],
         "others_share": round(max(rank["others_share"] for rank in ranks), 3),
     }
+    if not cut_at:
+        row["peak_mib"] = [
+            pair(stage.peak_bytes / 2**20, rank["peak_bytes"] / 2**20)
+            for stage, rank in zip(
+                plan.stages, run_for_memory(folder, inputs, micro_batches), strict=True
+            )
+        ]
+    return row
 
 
 def read_inputs(source: Source, plan: Plan) -> dict[str, torch.Tensor]:
@@ -259,7 +341,7 @@ def candidates(
     plans = {"auto": best}
     for name in other_cuts(source):
         try:
-            plans[name] = compare(source, folder / name, 2, arguments, cut_at=[name])
+            plans[name] = compare(source, folder / name, 2, arguments, cut_at=(name,))
         except AsyncPipeError as error:
             print(f"  no cut before {name}: {error.what}")
     steps = {name: plan["step_ms"] for name, plan in plans.items()}
@@ -301,11 +383,15 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=list(SIZES), default=list(SIZES))
     parser.add_argument("--stages", nargs="+", type=int, default=[2, 4])
     parser.add_argument("--micro-batches", type=int, default=8)
+    parser.add_argument("--warm-up", type=int, default=3)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="one step of four; no other plans")
     arguments = parser.parse_args()
+    if not KEEPS_ALL.items() <= os.environ.items():
+        os.environ.update(KEEPS_ALL)
+        os.execv(sys.executable, [sys.executable, *sys.argv])
     if arguments.quick:
-        arguments.micro_batches, arguments.steps = 4, 1
+        arguments.micro_batches, arguments.warm_up, arguments.steps = 4, 1, 1
     print("predicted/measured (worst error)")
     rows = []
     for model in arguments.models:

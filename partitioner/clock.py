@@ -19,12 +19,12 @@ class Clock(Protocol):
 
 
 class _CpuClock:
-    """On a CPU with one thread it counts the time that this process computed, so that other
-    programs on the machine do not enter into a profile; a rank has its core for itself."""
+    """On a CPU with one thread it counts the time that this thread computed, so that others on the
+    machine do not enter into a profile; a rank has its core for itself."""
 
     def __init__(self) -> None:
         alone = torch.get_num_threads() == 1
-        self.mark = time.process_time if alone else time.perf_counter
+        self.mark = time.thread_time if alone else time.perf_counter
 
     def ms(self, start: float, end: float) -> float:
         return 1e3 * (end - start)

@@ -82,6 +82,10 @@ class Value:
         """First and last position that the value joins."""
         return min(self.owner, self.readers[0]), max(self.owner, self.readers[-1])
 
+    def exchanged_bytes(self, holders: int) -> float:
+        """Held at once by a stage that exchanges: the gradients of all holders, and their sum."""
+        return (holders + 1) * self.tied_bytes
+
     def transfer_ms(self, link: Link) -> float:
         """Once over `link`, and its gradient back."""
         if self.known_ms is not None:
@@ -168,8 +172,8 @@ class Costs:
 
     @cached_property
     def tied_bytes(self) -> Floats:
-        """Bytes of the parameter whose gradients each value exchanges; 0 for all others."""
-        return np.array([value.tied_bytes for value in self.values], dtype=np.float64)
+        """What each value's exchange holds at once between two stages; 0 for all others."""
+        return np.array([value.exchanged_bytes(2) for value in self.values], dtype=np.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +183,8 @@ class StageSums:
     `param_bytes` are of one copy; `saved_bytes` what forward keeps for backward, with what it
     received; `received_bytes` what arrives from other stages and `sent_bytes` what goes to them,
     `root_bytes` that part of it which is not saved; `transient_bytes` the most that one operation
-    needs beside. `tied_bytes` are of parameters that other stages hold too.
+    needs beside. `tied_bytes` is held while gradients of parameters are exchanged that other
+    stages have too.
     """
 
     forward_ms: Floats
@@ -299,7 +304,7 @@ def stage_sums(
             roots[owner] += costs.root_bytes[index]
             receive[readers] += costs.receive_ms[index]
             received[readers] += value.forward_bytes
-            tied[[owner, *readers]] += value.tied_bytes
+            tied[[owner, *readers]] += value.exchanged_bytes(1 + len(readers))
     transient = np.zeros(stages)
     np.maximum.at(transient, at, costs.transient_bytes)
     return StageSums(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ..runtime.errors import PlanError
+from ..runtime.host_memory import keep_freed_memory
 from .calibrate import calibrated, this_cpu
 from .capture import Capture
 from .device_specs import DeviceSpec, device_spec
@@ -75,6 +77,7 @@ def profile_capture(
             "--device cuda: torch finds no CUDA device here to measure on.",
             "Predict for one: --profile analytic --device a100-80g",
         )
+    keep_freed_memory()  # as ranks do
     return profile(
         captured,
         inputs,
@@ -118,6 +121,7 @@ def cut_and_time(
             made.captured.arguments.tensors,
             # A stage that recomputes keeps the activations of one micro-batch.
             in_flight=[1 if load.recomputes else load.in_flight for load in made.solution.loads],
+            at_once=_at_once(made, measured),
             threads=measured.threads,
             dtype=measured.dtype,
             content=measured.content,
@@ -131,6 +135,15 @@ def cut_and_time(
         return measured, cut(measured)
     cache.save()
     return costs, chosen
+
+
+def _at_once(made: Cut, measured: Profile) -> int:
+    """How many stages compute at a time on this machine; a rank of a GPU has it for itself."""
+    if measured.device != "cpu":
+        return 1
+    hosts = Counter(device.host for device in made.solution.problem.setting.devices)
+    cores = os.cpu_count() or 1
+    return max(1, min(cores // measured.threads, len(made.stages), max(hosts.values())))
 
 
 def _kind(captured: Capture, options: ProfileOptions) -> str:

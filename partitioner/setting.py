@@ -181,7 +181,7 @@ class Setting:
         asynchronous pipeline all but the micro-batch that was done."""
         in_flight = self.in_flight(position)
         left = (in_flight - 1) / in_flight if self.is_asynchronous else 0.0
-        exchanged = 3 * np.asarray(sums.tied_bytes)
+        exchanged = np.asarray(sums.tied_bytes)
         exchanging = np.where(exchanged, exchanged + (left - 1) * in_flight_bytes, 0.0)
         return np.maximum(sums.transient_bytes, exchanging)
 

@@ -3,7 +3,8 @@
 The sum of the parts is not the whole: what lies between operations, and what of memory and caches
 one leaves to the next, belongs to the stage. So the code that is generated for it runs: received
 values are leaves, gradients come in at what it sends, gradients of weights add up, and as many
-micro-batches are in flight as the schedule has there.
+micro-batches are in flight as the schedule has there. Ranks of one machine share its memory and
+caches, so the other cores run other stages meanwhile, in threads.
 """
 
 from __future__ import annotations
@@ -11,9 +12,12 @@ from __future__ import annotations
 import statistics
 import tempfile
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Event
 from types import MappingProxyType
 from typing import Any
 
@@ -42,6 +46,7 @@ def time_stages(
     inputs: Mapping[str, Any],
     *,
     in_flight: Sequence[int],
+    at_once: int = 1,
     threads: int | None = None,
     dtype: str = "float32",
     content: Mapping[str, str] | None = None,
@@ -49,15 +54,16 @@ def time_stages(
     on_progress: OnProgress | None = None,
     enough_ms: float = 1000.0,
 ) -> tuple[WholeTimes, ...]:
-    """Runs each stage alone, on the model's device, and takes the median of its micro-batches.
+    """Runs each stage on the model's device, and takes the median of its micro-batches.
 
     `inputs` are forward's tensors by name at the size of one micro-batch, `in_flight` how many
-    micro-batches each stage holds between forward and backward. A stage is timed until
+    micro-batches each stage holds between forward and backward, `at_once` how many stages of the
+    plan compute at a time on this machine's cores. A stage is timed until
     `enough_ms` are spent, after a round that warms it up. What is in the `cache` is not timed
     again; `content` says of each node what it computes. The model is as before afterwards.
     """
     keys = [
-        _key(stage, held, content or {}) if cache else None
+        _key(stage, held, at_once, content or {}) if cache else None
         for stage, held in zip(stages, in_flight, strict=True)
     ]
     known = [_known(cache, key) for key in keys]
@@ -67,19 +73,19 @@ def time_stages(
     with threads_set(threads), torch.random.fork_rng(devices=[]), state_kept(captured.model):
         modules = _modules(captured, stages)
         values = {name: value.clone() for name, value in inputs.items()}
+        benches = []
+        for stage, module in zip(stages, modules, strict=True):
+            benches.append(_Bench(captured, stage, module, values, device, dtype))
+            values |= benches[-1].sent()
         times = []
-        for stage, module, held, key, found in zip(
-            stages, modules, in_flight, keys, known, strict=True
-        ):
-            bench = _Bench(captured, stage, module, values, device, dtype)
+        for index, (held, key, found) in enumerate(zip(in_flight, keys, known, strict=True)):
+            others = [(index + ahead) % len(stages) for ahead in range(1, at_once)]
             if found is None:
-                times.append(bench.time(held, enough_ms))
-            else:
-                bench.forward()
-                times.append(found)
-            values |= bench.sent
+                with at_work([benches[other].run(in_flight[other]) for other in others], threads):
+                    found = benches[index].time(held, enough_ms)
+            times.append(found)
             if cache and key:
-                cache.put(key, [times[-1].forward_ms, times[-1].backward_ms])
+                cache.put(key, [found.forward_ms, found.backward_ms])
             if on_progress:
                 on_progress(len(times), len(stages))
     return tuple(times)
@@ -124,9 +130,10 @@ def _known(cache: ProfileCache | None, key: str | None) -> WholeTimes | None:
     return None if found is None else WholeTimes(*found)
 
 
-def _key(stage: StageGraph, in_flight: int, content: Mapping[str, str]) -> str | None:
+def _key(stage: StageGraph, in_flight: int, at_once: int, content: Mapping[str, str]) -> str | None:
     """A name for the stage's times that lasts, if all that it computes has one."""
-    lines = [f"stage with {in_flight} in flight of {[node.name for node in stage.outputs]}"]
+    outputs = [node.name for node in stage.outputs]
+    lines = [f"one of {at_once} stages, with {in_flight} in flight of {outputs}"]
     lines += [f"{node.format_node()} {content.get(node.name, '')}" for node in stage.nodes]
     text = "\n".join(lines)
     return content_key(text) if is_lasting(text) else None
@@ -156,6 +163,26 @@ def _modules(captured: Capture, stages: Sequence[StageGraph]) -> list[nn.Module]
     return modules
 
 
+@contextmanager
+def at_work(runs: Sequence[Iterator[Any]], threads: int | None) -> Iterator[None]:
+    """Goes on with each of the runs, in a thread of its own, until the block has ended."""
+    is_over = Event()
+
+    def go_on(run: Iterator[Any]) -> None:
+        with threads_set(threads):  # a thread has a number of its own
+            while not is_over.is_set():
+                next(run)
+
+    with ThreadPoolExecutor(max(1, len(runs))) as pool:
+        done = [pool.submit(go_on, run) for run in runs]
+        try:
+            yield
+        finally:
+            is_over.set()
+        for each in done:
+            each.result()
+
+
 @dataclass(frozen=True, slots=True)
 class _InFlight:
     leaves: list[Tensor]
@@ -180,54 +207,63 @@ class _Bench:
         self.received = [values[_name(node)] for node in stage.inputs]
         self.takes_gradient = [node.op != "placeholder" and _learns(node) for node in stage.inputs]
         self.roots = _roots(captured, stage)
-        self.sent: dict[str, Tensor] = {}
 
-    def forward(self) -> None:
-        """Once, for what it sends."""
-        self._forward(deque(), [])
+    def sent(self) -> dict[str, Tensor]:
+        """What it sends for a micro-batch."""
+        return {name: value.detach() for name, value in self._outputs(self._leaves()).items()}
 
     def time(self, in_flight: int, enough_ms: float) -> WholeTimes:
         """The medians over the micro-batches after the first round."""
-        waiting: deque[_InFlight] = deque()
-        forward_ms: list[float] = []
-        backward_ms: list[float] = []
-        while len(forward_ms) < in_flight - 1:
-            self._forward(waiting, forward_ms)
-        while len(backward_ms) < 1 + _MOST:
-            self._forward(waiting, forward_ms)
-            self._backward(waiting, backward_ms)
-            spent_ms = sum(forward_ms[in_flight:]) + sum(backward_ms[1:])
-            if len(backward_ms) > _LEAST and spent_ms > enough_ms:
+        times: list[WholeTimes] = []
+        spent_ms = 0.0
+        for number, time in enumerate(self.run(in_flight)):
+            if number == 0:
+                continue
+            times.append(time)
+            spent_ms += time.forward_ms + time.backward_ms
+            if len(times) == _MOST or (len(times) >= _LEAST and spent_ms > enough_ms):
                 break
         return WholeTimes(
-            statistics.median(forward_ms[in_flight:]), statistics.median(backward_ms[1:])
+            statistics.median(time.forward_ms for time in times),
+            statistics.median(time.backward_ms for time in times),
         )
 
-    def _forward(self, waiting: deque[_InFlight], times_ms: list[float]) -> None:
-        start = self.clock.mark()
-        arguments = [
+    def run(self, in_flight: int) -> Iterator[WholeTimes]:
+        """Goes forward and backward without end; what both took each time."""
+        waiting: deque[_InFlight] = deque()
+        while True:
+            start = self.clock.mark()
+            waiting.append(self._forward())
+            forward_ms = self.clock.ms(start, self.clock.mark())
+            if len(waiting) == in_flight:
+                yield WholeTimes(forward_ms, self._backward(waiting))
+
+    def _leaves(self) -> list[Tensor]:
+        return [
             value.detach().requires_grad_(wanted)
             for value, wanted in zip(self.received, self.takes_gradient, strict=True)
         ]
+
+    def _outputs(self, arguments: Sequence[Tensor]) -> dict[str, Tensor]:
         with mixed_precision(self.dtype, self.device.type):
             result = self.module(*arguments)
-        end = self.clock.mark()
         outputs = [result] if len(self.stage.outputs) == 1 else list(result or ())
-        times_ms.append(self.clock.ms(start, end))
-        named = dict(zip(map(_name, self.stage.outputs), outputs, strict=True))
-        self.sent = {name: value.detach() for name, value in named.items()}
-        roots = [named[name] for name in self.roots if named[name].requires_grad]
-        leaves = [leaf for leaf in arguments if leaf.requires_grad]
-        waiting.append(_InFlight(leaves, roots))
+        return dict(zip(map(_name, self.stage.outputs), outputs, strict=True))
 
-    def _backward(self, waiting: deque[_InFlight], times_ms: list[float]) -> None:
+    def _forward(self) -> _InFlight:
+        arguments = self._leaves()
+        named = self._outputs(arguments)
+        roots = [named[name] for name in self.roots if named[name].requires_grad]
+        return _InFlight([leaf for leaf in arguments if leaf.requires_grad], roots)
+
+    def _backward(self, waiting: deque[_InFlight]) -> float:
         done = waiting.popleft()
         seeds = [torch.ones_like(root) for root in done.roots]
         start = self.clock.mark()
         if done.roots:
             torch.autograd.backward(done.roots, seeds)
         del done
-        times_ms.append(self.clock.ms(start, self.clock.mark()))
+        return self.clock.ms(start, self.clock.mark())
 
 
 def _name(node: fx.Node) -> str:

@@ -13,6 +13,7 @@ from ..data.order import Order
 from ..data.task import Task
 from ..data.vocabulary import check_vocabulary
 from ..forecast import Forecast
+from ..host_memory import keep_freed_memory
 from ..loading import load_stage, load_unused
 from ..pipeline import Pipeline, needed_inputs
 from ..plan import Plan
@@ -67,6 +68,7 @@ def train(
     settings, plan = job.settings, job.plan
     machine = find_machine(settings, world.place.local_ranks)
     torch.set_num_threads(machine.threads)
+    keep_freed_memory()
     if settings.export_hf:
         check_exportable(Path(settings.folder), settings.export_hf)
     schedule = make_segment(plan, settings, steps=1)

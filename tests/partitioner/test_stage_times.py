@@ -1,8 +1,10 @@
 """Stages are timed as wholes, and plans are made again with what was found."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from time import sleep
 from types import MappingProxyType
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch import nn
 
 import asyncpipe
 from asyncpipe.partitioner.capture import Capture, capture
+from asyncpipe.partitioner.cluster import cluster_of_hosts
 from asyncpipe.partitioner.graph import build_graph, stage_of_nodes
 from asyncpipe.partitioner.prices import Prices
 from asyncpipe.partitioner.profiler import Profile, profile_analytic
@@ -18,7 +21,7 @@ from asyncpipe.partitioner.settle import Cut, settled
 from asyncpipe.partitioner.solve import solve
 from asyncpipe.partitioner.split import split
 from asyncpipe.partitioner.ssa import separated
-from asyncpipe.partitioner.stage_times import rescaled, time_stages
+from asyncpipe.partitioner.stage_times import at_work, rescaled, time_stages
 from asyncpipe.partitioner.walk import NodeCost
 from asyncpipe.partitioner.whole import WholeTimes
 from asyncpipe.runtime.errors import PlanError
@@ -86,8 +89,9 @@ def test_what_several_stages_compute_counts_in_each(name: str) -> None:
         assert total == pytest.approx(4.0, rel=0.02)
 
 
+@pytest.mark.parametrize("at_once", [1, 3])
 @pytest.mark.parametrize("name", ["gpt2", "resnet", "t5", "mlp", "bert"])
-def test_every_stage_is_timed_and_the_model_left_as_it_was(name: str) -> None:
+def test_every_stage_is_timed_and_the_model_left_as_it_was(name: str, at_once: int) -> None:
     model, inputs = ZOO[name]()
     captured = capture(model, inputs, check=False)
     cut = cutter(captured, 3)(profile_analytic(captured, captured.arguments.tensors))
@@ -101,6 +105,7 @@ def test_every_stage_is_timed_and_the_model_left_as_it_was(name: str) -> None:
         cut.stages,
         given,
         in_flight=(3, 2, 1),
+        at_once=at_once,
         enough_ms=0.0,
         on_progress=lambda number, total: done.append((number, total)),
     )
@@ -224,6 +229,35 @@ def test_the_plan_has_the_times_of_its_stages_and_says_what_was_corrected(tmp_pa
     total = sum(stage.forward_ms + stage.backward_ms for stage in plan.stages)
     whole = plan.profile["forward_ms"] + plan.profile["backward_ms"]
     assert total == pytest.approx(whole, rel=0.05)
+
+
+@pytest.mark.parametrize(("hosts", "at_once"), [(None, 4), ("a:3,b:1", 3), ("a:1,b:1,c:1,d:1", 1)])
+def test_as_many_stages_are_timed_at_once_as_share_a_host(
+    monkeypatch: pytest.MonkeyPatch, hosts: str | None, at_once: int
+) -> None:
+    seen: list[int] = []
+
+    def watched(*arguments: Any, **options: Any) -> Any:
+        seen.append(options["at_once"])
+        return time_stages(*arguments, **options)
+
+    monkeypatch.setattr("asyncpipe.partitioner.profiling.time_stages", watched)
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    devices = {"devices": cluster_of_hosts(hosts)} if hosts else {}
+    model, inputs = ZOO["mlp"]()
+    asyncpipe.partition(
+        model, inputs, stages=4, threads=2, profile="measured", stop_after="plan", **devices
+    )
+    assert set(seen) == {at_once}
+
+
+def test_what_fails_in_a_stage_beside_is_raised() -> None:
+    def failing() -> Iterator[None]:
+        yield
+        raise ValueError("the other stage")
+
+    with pytest.raises(ValueError, match="the other stage"), at_work([failing()], threads=1):
+        sleep(0.05)
 
 
 def test_stages_of_a_model_on_meta_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
