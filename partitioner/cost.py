@@ -172,7 +172,8 @@ class Costs:
 
     @cached_property
     def tied_bytes(self) -> Floats:
-        """What each value's exchange holds at once between two stages; 0 for all others."""
+        """What each value's exchange holds at once between two stages, 0 for all others. A search
+        that sees one stage at a time does not know whether there are more; `stage_sums` does."""
         return np.array([value.exchanged_bytes(2) for value in self.values], dtype=np.float64)
 
 
