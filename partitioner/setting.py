@@ -9,11 +9,10 @@ Position j of k is the j-th rank of the pipeline. For one micro-batch
               + W_j x saved, or W_j x received + saved with recomputation
               + boundary tensors on their way + the most that one operation needs beside
 
-with W_j micro-batches in flight. On their way are tensors that came before they are wanted, no
-more than W_j-1 - W_j, and gradients, no more than W_j; `DEPTH` of each direction that were sent
-last; and what was sent of every micro-batch in flight, where the backward begins, unless it is
-recomputed. Where it is more, the exchange of tied gradients at a step counts instead of an
-operation (`_transient_bytes`).
+with W_j micro-batches in flight. On their way are tensors and gradients whose receive is posted
+ahead, `DEPTH` of each edge and direction; those that were sent last, as many; and what was sent of
+every micro-batch in flight, where the backward begins, unless it is recomputed. Where it is more,
+the exchange of tied gradients at a step counts instead of an operation (`_transient_bytes`).
 
 What a stage does not fit into is no plan: its load is infinite. An asynchronous pipeline without
 flushes gives one micro-batch every max over j of load(S_j); of synchronous ones the makespan
@@ -188,13 +187,12 @@ class Setting:
 
     def _transport_bytes(self, position: int, sums: StageSums, *, recompute: bool) -> Floats:
         in_flight = self.in_flight(position)
-        # What is on its way forwards: the sender goes no further than it may have in flight.
-        lead = self.in_flight(position - 1) - in_flight if position else 0
-        ahead, back = min(DEPTH, max(0, lead)), min(DEPTH, in_flight)
+        each = DEPTH if self.is_asynchronous else min(DEPTH, self.shared_micro_batches)
+        ahead = DEPTH if self.is_asynchronous else min(DEPTH, self.shared_micro_batches - in_flight)
         # Of what was sent last, the micro-batches in flight are kept for backward anyway.
         sent_before = DEPTH if recompute else max(0, DEPTH - in_flight)
         on_the_way: Floats = (ahead + DEPTH) * sums.received_bytes + (
-            back + sent_before
+            each + sent_before
         ) * np.asarray(sums.sent_bytes)
         return on_the_way if recompute else on_the_way + in_flight * np.asarray(sums.root_bytes)
 

@@ -21,8 +21,8 @@ PURE = {
     ),
     *("dependencies", "lowering", "simulate", "timeline", "drawing", "forecast"),
 }
-# The check runs the files as the runtime will, and weights have one file format.
-SHARED = {"pipe", "loading", "tensors"}
+# The check runs the files and the profile times them as the runtime will; weights have one format.
+SHARED = {"pipe", "loading", "tensors", "host_memory"}
 FILES = sorted(
     path
     for folder in ("partitioner", "runtime", "templates")

@@ -142,12 +142,27 @@ def test_sums_of_pairs_equal_the_evaluators(case, seed):
         assert members[:, column].sum() < members[:, row].sum()
         where = 2 - members[:, row].astype(int) - members[:, column]
         expected = stage_sums(costs, where, 3)[1]
-        expected = replace(expected, send_ms=expected.talk_ms, receive_ms=np.float64(0))
+        expected = replace(
+            expected,
+            send_ms=expected.talk_ms,
+            receive_ms=np.float64(0),
+            tied_bytes=tied_to_one(costs, where)[1],
+        )
         for field in fields(StageSums):
             sums = np.broadcast_to(getattr(found, field.name), (len(rows), len(rows)))
             assert sums[row, column] == pytest.approx(getattr(expected, field.name)), field.name
     for row, column in np.argwhere(~pairs.legal(rows, columns)):
         assert row == column or (members[:, column] & ~members[:, row]).any()
+
+
+def tied_to_one(costs, where):
+    """What each stage exchanges, with one other holder each time: a pair knows of no third."""
+    tied = np.zeros(3)
+    for value in costs.values:
+        holders = {where[group] for group in (value.owner, *value.readers)}
+        if len(holders) > 1:
+            tied[list(holders)] += value.exchanged_bytes(2)
+    return tied
 
 
 @settings(max_examples=40, deadline=None)
