@@ -201,28 +201,37 @@ def run(
 
 
 class Retiming:
-    """The planner's timing of the stages of the last plan, to be done again."""
+    """The planner's timing of a plan's stages, to be done again."""
 
     def __init__(self) -> None:
-        self._time, self._said = profiling.time_stages, ((), {})
-        self.times: list[Sequence[WholeTimes]] = []
-        profiling.time_stages = self._first
+        self._time = profiling.time_stages
+        self._heard: list[tuple[tuple[Any, ...], dict[str, Any], Sequence[WholeTimes]]] = []
+        self._times: list[Sequence[WholeTimes]] = []
+        profiling.time_stages = self._listen
 
-    def _first(self, *said: Any, **named: Any) -> Sequence[WholeTimes]:
-        self._said, self.times = (said, named | {"cache": None, "on_progress": None}), []
-        return self._time(*said, **named)
+    def _listen(self, *said: Any, **named: Any) -> Sequence[WholeTimes]:
+        times = self._time(*said, **named)
+        self._heard.append((said, named | {"cache": None, "on_progress": None}, times))
+        return times
 
-    def again(self) -> None:
-        said, named = self._said
-        self.times.append(self._time(*said, **named))
+    def of(self, plan: Plan) -> Callable[[], None]:
+        """Times the stages of the plan that was made last; the planner may have timed others."""
+
+        def apart(heard: tuple[Any, Any, Sequence[WholeTimes]]) -> float:
+            pairs = zip(heard[2], plan.stages, strict=True)
+            return sum(abs(time.forward_ms - stage.forward_ms) for time, stage in pairs)
+
+        said, named, _ = min(self._heard, key=apart)
+        self._heard, self._times = [], []
+        return lambda: self._times.append(self._time(*said, **named))
 
     def on(self, plan: Plan) -> Plan:
         """The plan with the medians of what was timed again."""
         stages = [
             replace(
                 stage,
-                forward_ms=statistics.median(times[index].forward_ms for times in self.times),
-                backward_ms=statistics.median(times[index].backward_ms for times in self.times),
+                forward_ms=statistics.median(times[index].forward_ms for times in self._times),
+                backward_ms=statistics.median(times[index].backward_ms for times in self._times),
             )
             for index, stage in enumerate(plan.stages)
         ]
@@ -252,7 +261,8 @@ def compare(
         micro_batches=micro_batches,
     )
     inputs = read_inputs(source, plan)
-    ranks = run(folder, inputs, micro_batches, arguments.warm_up, arguments.steps, RETIMING.again)
+    again = RETIMING.of(plan)
+    ranks = run(folder, inputs, micro_batches, arguments.warm_up, arguments.steps, again)
     plan = RETIMING.on(plan)
     simulated = forecast_step(
         plan,
