@@ -138,12 +138,13 @@ def cut_and_time(
 
 
 def _at_once(made: Cut, measured: Profile) -> int:
-    """How many stages compute at a time on this machine; a rank of a GPU has it for itself."""
-    if measured.device != "cpu":
+    """How many stages compute at a time on this machine. A rank of a GPU has it for itself; and
+    with several threads a rank the clock is wall time, in which stages would wait for each other's
+    Python."""
+    if measured.device != "cpu" or measured.threads > 1:
         return 1
     hosts = Counter(device.host for device in made.solution.problem.setting.devices)
-    cores = os.cpu_count() or 1
-    return max(1, min(cores // measured.threads, len(made.stages), max(hosts.values())))
+    return min(os.cpu_count() or 1, len(made.stages), max(hosts.values()))
 
 
 def _kind(captured: Capture, options: ProfileOptions) -> str:

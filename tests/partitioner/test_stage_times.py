@@ -231,22 +231,32 @@ def test_the_plan_has_the_times_of_its_stages_and_says_what_was_corrected(tmp_pa
     assert total == pytest.approx(whole, rel=0.05)
 
 
-@pytest.mark.parametrize(("hosts", "at_once"), [(None, 4), ("a:3,b:1", 3), ("a:1,b:1,c:1,d:1", 1)])
+@pytest.mark.parametrize(
+    ("hosts", "threads", "at_once"),
+    [(None, 1, 4), ("a:3,b:1", 1, 3), ("a:1,b:1,c:1,d:1", 1, 1), (None, 2, 1)],
+)
 def test_as_many_stages_are_timed_at_once_as_share_a_host(
-    monkeypatch: pytest.MonkeyPatch, hosts: str | None, at_once: int
+    monkeypatch: pytest.MonkeyPatch, hosts: str | None, threads: int, at_once: int
 ) -> None:
     seen: list[int] = []
 
-    def watched(*arguments: Any, **options: Any) -> Any:
-        seen.append(options["at_once"])
-        return time_stages(*arguments, **options)
+    def watched(runs: Sequence[Iterator[Any]], threads: int | None) -> Any:
+        seen.append(1 + len(runs))
+        return at_work(runs, threads)
 
-    monkeypatch.setattr("asyncpipe.partitioner.profiling.time_stages", watched)
+    monkeypatch.setattr("asyncpipe.partitioner.stage_times.at_work", watched)
     monkeypatch.setattr("os.cpu_count", lambda: 8)
     devices = {"devices": cluster_of_hosts(hosts)} if hosts else {}
     model, inputs = ZOO["mlp"]()
     asyncpipe.partition(
-        model, inputs, stages=4, threads=2, profile="measured", stop_after="plan", **devices
+        model,
+        inputs,
+        stages=4,
+        threads=threads,
+        profile="measured",
+        no_cache=True,
+        stop_after="plan",
+        **devices,
     )
     assert set(seen) == {at_once}
 
