@@ -103,7 +103,7 @@ def _by_program(
         other = _best_of_order(problem, order)
         if _score_ms(problem, other) < limit_ms:
             stage_of, limit_ms = other, _score_ms(problem, other)
-    bound_ms = min(bound_around_ms(problem, bound_ms), limit_ms)
+    bound_ms = min(bound_around_ms(problem, bound_ms, limit_ms), limit_ms)
     reduced = reduce(problem, limit_ms, join_idle=False)
     size = len(reduced.problem.costs.groups) * problem.stages
     if size > _MOST_VARIABLES or limit_ms <= bound_ms * (1 + milp.GAP):

@@ -29,6 +29,7 @@ from ..cost import Costs, Floats
 from ..evaluate import evaluate
 from ..problem import Placement, Problem
 from .bounds import ratios
+from .reach import backwards, sum_over_reached
 
 SECONDS = 30.0
 GAP = 1e-4
@@ -235,29 +236,10 @@ def _range_of_stages(problem: Problem, limit_ms: float) -> tuple[list[int], list
     and of those that need it."""
     least_ms, stages = problem.least_work_ms, problem.stages
     speeds, blur = ratios(problem), _ROUNDING * float(least_ms.sum())
-    up, down = _work_around(problem.costs, least_ms)
+    edges = problem.costs.edges
+    up = sum_over_reached(edges, least_ms)
+    down = sum_over_reached(backwards(edges), least_ms)
     first = np.searchsorted(np.cumsum(speeds) * limit_ms + blur, up)
     last = stages - 1 - np.searchsorted(np.cumsum(speeds[::-1]) * limit_ms + blur, down)
     first = np.minimum(first, stages - 1)
     return first.tolist(), np.maximum(first, last).tolist()
-
-
-def _work_around(costs: Costs, least_ms: Floats) -> tuple[Floats, Floats]:
-    """The work of each group with all its ancestors, and with all its descendants."""
-    forwards = sorted(costs.edges)
-    backwards = sorted(((b, a) for a, b in costs.edges), reverse=True)
-    above, below = (_sum_over_reached(edges, least_ms) for edges in (forwards, backwards))
-    return above, below
-
-
-def _sum_over_reached(edges: Sequence[tuple[int, int]], amounts: Floats) -> Floats:
-    """For each group the amounts of all from which it is reached, itself too; every edge comes
-    after those into its source."""
-    count = len(amounts)
-    index = np.arange(count)
-    reached = np.zeros((count, -(-count // 8)), dtype=np.uint8)
-    reached[index, index // 8] = 1 << (index % 8)
-    for source, target in edges:
-        reached[target] |= reached[source]
-    rows = (np.unpackbits(row, count=count, bitorder="little") for row in reached)
-    return np.array([row @ amounts for row in rows])

@@ -112,7 +112,8 @@ def test_so_it_is_for_synchronous_schedules(case):
 def test_what_surrounds_a_heavy_group_bounds_every_plan(case):
     graph, problem = case
     best = least_score_ms(graph, problem)
-    assert bound_around_ms(problem, 0.0) <= best * (1 + 1e-9) + 1e-6
+    for limit_ms in (best, 2 * best, math.inf):
+        assert bound_around_ms(problem, 0.0, limit_ms) <= best * (1 + 1e-9) + 1e-6
 
 
 def test_a_heavy_group_is_bounded_with_its_transfers():
@@ -121,9 +122,11 @@ def test_a_heavy_group_is_bounded_with_its_transfers():
         graph.add_node(node, forward_ms=work_ms, output_bytes=1000)
     nx.add_path(graph, ["before", "heavy", "after"])
     apart = problem_of(graph, 3, Link(bytes_per_s=1e6))
-    assert bound_around_ms(apart, 0.0) == pytest.approx(10 + 1 + 1)
+    assert bound_around_ms(apart, 0.0, math.inf) == pytest.approx(10 + 1 + 1)
     slow = problem_of(graph, 3, Link(bytes_per_s=1e5))
-    assert bound_around_ms(slow, 0.0) == pytest.approx(3 + 10 + 3)
+    assert bound_around_ms(slow, 0.0, math.inf) == pytest.approx(3 + 10 + 3)
+    assert bound_around_ms(slow, 0.0, 16.0) == pytest.approx(3 + 10 + 3)
+    assert bound_around_ms(slow, 0.0, 12.0) == pytest.approx(10 + 10 + 10)
 
 
 @settings(max_examples=60, deadline=None)
