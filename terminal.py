@@ -20,7 +20,8 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from .runtime.plan import TOPICS, Candidate, Finding, Plan, file_hash, spec_bytes, traffic
+from .runtime.plan import TOPICS, Candidate, Finding, Plan, file_hash
+from .runtime.traffic import spec_bytes, traffic
 
 if TYPE_CHECKING:
     from .partitioner.graph_plan import GraphPlan

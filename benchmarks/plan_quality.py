@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 from machine import write_result
 
-from asyncpipe.partitioner.cost import Link, costs_of
+from asyncpipe.partitioner.cost import Link
+from asyncpipe.partitioner.cost_graph import costs_of
 from asyncpipe.partitioner.evaluate import evaluate
 from asyncpipe.partitioner.graph_files import read_graph
 from asyncpipe.partitioner.problem import Placement, Problem, Rules

@@ -13,7 +13,8 @@ import networkx as nx
 
 from ..runtime.plan import Candidate, Finding
 from .cluster import Cluster
-from .cost import Link, Value, costs_of
+from .cost import Link, Value
+from .cost_graph import costs_of
 from .explain import explain as explain_plan
 from .infeasible import explained
 from .planner import cluster_of, planner_for

@@ -18,7 +18,7 @@ import numpy as np
 from ..runtime.errors import PlanError
 from .cluster import ANY_HOST, Cluster
 from .compare import ALL
-from .cost import costs_of
+from .cost_graph import costs_of
 from .mapping import Layout, Shape, crossings, exchanged, layouts
 from .problem import Problem, Rules
 from .setting import Setting

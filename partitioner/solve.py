@@ -13,7 +13,8 @@ import numpy as np
 from ..runtime.errors import PlanError
 from ..runtime.plan import Candidate, RankSpec
 from .compare import ALL, or_all
-from .cost import Bools, Costs, Link, costs_of, with_exchanges
+from .cost import Bools, Costs, Link, with_exchanges
+from .cost_graph import costs_of
 from .evaluate import Evaluation, StageLoad, crossing_bytes, evaluate
 from .infeasible import NothingFits
 from .makespan import (

@@ -19,7 +19,7 @@ PURE = {
         "schedule_text",
         "validation",
     ),
-    *("dependencies", "lowering", "simulate", "timeline", "drawing", "forecast"),
+    *("dependencies", "lowering", "simulate", "timeline", "drawing", "forecast", "traffic"),
 }
 # The check runs the files and the profile times them as the runtime will; weights have one format.
 SHARED = {"pipe", "loading", "tensors", "host_memory"}

@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...runtime.plan import Plan, StageSpec, TensorSpec, traffic
+from ...runtime.plan import Plan, StageSpec, TensorSpec
+from ...runtime.traffic import traffic
 from ..wording import write_bytes
 from .templating import TEMPLATES
 

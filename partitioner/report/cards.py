@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...runtime.forecast import forecast_one_step
-from ...runtime.plan import Plan, traffic
+from ...runtime.plan import Plan
+from ...runtime.traffic import traffic
 from ..wording import counted, write_bytes, write_ms, write_share
 
 _MORE = (1, 2, 4)  # times the plan's micro-batches

@@ -10,7 +10,8 @@ from itertools import groupby
 from markupsafe import Markup
 
 from ... import __version__
-from ...runtime.plan import TOPICS, Candidate, Finding, Plan, spec_bytes, traffic
+from ...runtime.plan import TOPICS, Candidate, Finding, Plan
+from ...runtime.traffic import spec_bytes, traffic
 from ..generate.pages import shared_sentences, title_of
 from ..generate.templating import TEMPLATES
 from ..wording import write_bytes, write_gap, write_ms, write_share

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from ...runtime.plan import Plan, StageSpec, TensorSpec, spec_bytes
+from ...runtime.plan import Plan, StageSpec, TensorSpec
+from ...runtime.traffic import spec_bytes
 from ..wording import counted, write_bytes, write_ms, write_share
 from .code import highlighted
 

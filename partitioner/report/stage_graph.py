@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ...runtime.plan import Plan, StageSpec, spec_bytes
+from ...runtime.plan import Plan, StageSpec
+from ...runtime.traffic import spec_bytes
 from ..wording import write_bytes, write_ms
 
 _WIDTH, _HEIGHT, _GAP = 158, 92, 64

@@ -103,7 +103,7 @@ class Downsets:
 def find_downsets(costs: Costs, amounts: Floats, windows: Windows, *, most: int) -> Downsets | None:
     """All downsets whose sum of `amounts` lies in a window; None if there are over `most` in all.
 
-    >>> from asyncpipe.partitioner.cost import costs_of
+    >>> from asyncpipe.partitioner.cost_graph import costs_of
     >>> import networkx as nx
     >>> costs = costs_of(nx.DiGraph([("a", "b"), ("a", "c")]))
     >>> everywhere = Windows(np.array([-np.inf]), np.array([np.inf]))

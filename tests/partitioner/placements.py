@@ -9,7 +9,8 @@ import networkx as nx
 import numpy as np
 from hypothesis import strategies as st
 
-from asyncpipe.partitioner.cost import Link, costs_of
+from asyncpipe.partitioner.cost import Link
+from asyncpipe.partitioner.cost_graph import costs_of
 from asyncpipe.partitioner.evaluate import Evaluation, evaluate
 from asyncpipe.partitioner.problem import Placement, Problem, Rules
 from asyncpipe.partitioner.setting import Device, Setting

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 import asyncpipe
 from asyncpipe.partitioner.capture import Capture, capture
-from asyncpipe.partitioner.cost import Link, costs_of
+from asyncpipe.partitioner.cost import Link
+from asyncpipe.partitioner.cost_graph import costs_of
 from asyncpipe.partitioner.demands import find_demands, groups_to_cut_before
 from asyncpipe.partitioner.graph import build_graph, stage_of_nodes
 from asyncpipe.partitioner.prices import Prices

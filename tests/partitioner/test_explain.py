@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncpipe.partitioner.cost import Link, costs_of
+from asyncpipe.partitioner.cost import Link
+from asyncpipe.partitioner.cost_graph import costs_of
 from asyncpipe.partitioner.evaluate import evaluate
 from asyncpipe.partitioner.explain import explain_bound
 from asyncpipe.partitioner.explain_cuts import explain_cuts, moved_to, moves

@@ -18,7 +18,8 @@ from asyncpipe.partitioner.prices import Prices
 from asyncpipe.partitioner.profiler import profile_analytic
 from asyncpipe.partitioner.recompute import Recomputation
 from asyncpipe.partitioner.split import StageGraph, split, stage_tensors
-from asyncpipe.runtime.plan import read_plan, traffic
+from asyncpipe.runtime.plan import read_plan
+from asyncpipe.runtime.traffic import traffic
 from asyncpipe.tests.partitioner import zoo
 from asyncpipe.tests.partitioner.chain import stages_at
 

@@ -21,7 +21,8 @@ from asyncpipe.partitioner.report.gantt import SCHEDULES, gantts
 from asyncpipe.partitioner.report.stage_graph import stage_graph
 from asyncpipe.partitioner.wording import write_bytes, write_gap, write_ms, write_share
 from asyncpipe.runtime.forecast import forecast_one_step
-from asyncpipe.runtime.plan import Boundary, Candidate, Plan, TensorSpec, read_plan, spec_bytes
+from asyncpipe.runtime.plan import Boundary, Candidate, Plan, TensorSpec, read_plan
+from asyncpipe.runtime.traffic import spec_bytes
 
 
 class Tied(nn.Module):

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from asyncpipe.partitioner.cost import costs_of, stage_sums
+from asyncpipe.partitioner.cost import stage_sums
+from asyncpipe.partitioner.cost_graph import costs_of
 from asyncpipe.partitioner.running import make_setting
 from asyncpipe.partitioner.setting import DEPTH, OPTIMIZER_COPIES
 from asyncpipe.runtime.errors import PlanError

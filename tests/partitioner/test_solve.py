@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncpipe.partitioner.cost import Link, StageSums, costs_of, stage_sums, with_exchanges
+from asyncpipe.partitioner.cost import Link, StageSums, stage_sums, with_exchanges
+from asyncpipe.partitioner.cost_graph import costs_of
 from asyncpipe.partitioner.graph_plan import plan_graph
 from asyncpipe.partitioner.setting import Device, Setting
 from asyncpipe.partitioner.solve import solve
