@@ -80,8 +80,8 @@ class Value:
         return min(self.owner, self.readers[0]), max(self.owner, self.readers[-1])
 
     def exchanged_bytes(self, holders: int) -> float:
-        """Held at once by a stage that exchanges: the gradients of all holders, and their sum."""
-        return (holders + 1) * self.tied_bytes
+        """Held by a stage that exchanges, beside its own gradient: those of the other holders."""
+        return (holders - 1) * self.tied_bytes
 
     def transfer_ms(self, link: Link) -> float:
         """Once over `link`, and its gradient back."""

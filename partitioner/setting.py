@@ -177,7 +177,7 @@ class Setting:
 
     def _transient_bytes(self, position: int, sums: StageSums, in_flight_bytes: Floats) -> Floats:
         """What is needed beside while one operation runs, or while tied gradients are exchanged:
-        their sum, what is received and what is sent. A flush leaves nothing in flight by then, an
+        those that are received. A flush leaves nothing in flight by then, an
         asynchronous pipeline all but the micro-batch that was done."""
         in_flight = self.in_flight(position)
         left = (in_flight - 1) / in_flight if self.is_asynchronous else 0.0

@@ -132,14 +132,27 @@ class SharedGradients:
             self._arrived[key] = yield from take(self.transport, self._posted.pop(key))
 
     def _sum(self, shared: SharedParameter, stage: int, window: int) -> Waiting:
+        """The sum in stage order, made in memory of what was received: a shared parameter is often
+        the largest of a model."""
         total: Tensor | None = None
+        may_write = False
         for holder in sorted(shared.stages):
             key = shared.names[0], holder, stage, window
-            if key in self._posted:
+            is_received = key in self._posted
+            if is_received:
                 gradient = yield from take(self.transport, self._posted.pop(key))
             else:
                 gradient = self._arrived.pop(key)
-            total = gradient if total is None else total + gradient
+            if total is None:
+                total, may_write = gradient, is_received
+            elif may_write:
+                total.add_(gradient)
+            elif is_received:
+                total, may_write = gradient.add_(total), True
+            else:
+                total, may_write = total + gradient, True
+        for channel in self._remote("shared gradient", shared.names[0], source=stage):
+            self.transport.flush(channel, window)
         assert total is not None
         return total
 

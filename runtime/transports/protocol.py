@@ -107,6 +107,10 @@ class Transport(Protocol):
         Raises TransportError when it does not come in time or its sender is gone.
         """
 
+    def flush(self, channel: Channel, index: int) -> None:
+        """Waits until what was sent on the channel has arrived, up to message `index`; those
+        tensors are the caller's again. Raises TransportError as `wait` does."""
+
     def close(self) -> None:
         """Waits until everything sent has arrived."""
 

@@ -70,8 +70,8 @@ def test_columns_of_the_recurrence_equal_the_evaluator(graph, link, is_tied):
             expected = stage_sums(costs, where, 3)[1]
             for field in fields(StageSums):
                 found, wanted = (getattr(of, field.name) for of in (sums[start], expected))
-                if field.name == "tied_bytes" and wanted > 300:  # an interval knows of two holders
-                    wanted = 300
+                if field.name == "tied_bytes" and wanted > 100:  # an interval knows of two holders
+                    wanted = 100
                 assert found == pytest.approx(wanted), field.name
 
 

@@ -17,7 +17,8 @@ from asyncpipe.runtime.pipeline import (
     needed_inputs,
 )
 from asyncpipe.runtime.stage import StageError
-from asyncpipe.runtime.transports import GlooTransport, LocalHub, run_together
+from asyncpipe.runtime.transports import Channel, GlooTransport, LocalHub, run_together
+from asyncpipe.runtime.transports.local import LocalTransport
 from asyncpipe.tests.executor import Seen, lowered, make_pipeline, train_rank, train_together
 from asyncpipe.tests.hand_plans import (
     HandModel,
@@ -120,6 +121,22 @@ def test_tied_weights_get_the_sum_of_all_holders_gradients_and_stay_equal(schedu
     modules[0].zero_grad()
     plain_losses_and_gradients(model, modules, range(4))
     torch.testing.assert_close(first[0, "table.weight"], modules[0].table.weight.grad)
+
+
+def test_a_gradient_of_tied_weights_is_let_go_at_the_step_that_it_is_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    flushed: list[tuple[int, int, int]] = []
+
+    def watched(transport: LocalTransport, channel: Channel, index: int) -> None:
+        flushed.append((channel.source, channel.target, index))
+
+    monkeypatch.setattr(LocalTransport, "flush", watched)
+    model = tied(3)
+    train_together(
+        model, lowered(model, "1f1b", 4), segments=3, optimize=lambda p: torch.optim.Adam(p)
+    )
+    assert sorted(flushed) == [(a, b, step) for a, b in ((0, 2), (2, 0)) for step in (1, 2, 3)]
 
 
 def test_tied_weights_that_differ_at_the_start_are_refused() -> None:

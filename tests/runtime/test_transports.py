@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from asyncpipe.runtime.errors import TransportError
 from asyncpipe.runtime.transports import Channel, GlooTransport, LocalHub, Transport, run_together
@@ -41,6 +42,7 @@ def sender(transport: Transport) -> None:
     for i in (2, 0, 1):
         transport.send(HIDDEN, torch.full((3, 2), float(i)).T, i)
     transport.send(TIED, torch.full((2, 3), 8.0), 1)
+    transport.flush(TIED, 1)
     for i in range(3):
         assert float(transport.wait(transport.recv(BACK, i)).sum()) == 6 * i
 
@@ -84,6 +86,24 @@ def keep_protocol(rank: int) -> str:
 
 def test_gloo_transport_keeps_the_protocol() -> None:
     assert run_processes(2, keep_protocol, limit_s=40) == ["kept", "kept"]
+
+
+def let_go(rank: int) -> tuple[bool, bool]:
+    transport = GlooTransport()
+    if rank == 1:
+        transport.wait(transport.recv(TIED, 5))
+        return True, True
+    sent = torch.ones(2, 3)
+    memory = StorageWeakRef(sent.untyped_storage())
+    transport.send(TIED, sent, 5)
+    del sent
+    is_held = not memory.expired()
+    transport.flush(TIED, 5)
+    return is_held, memory.expired()
+
+
+def test_what_was_sent_is_held_until_it_is_flushed() -> None:
+    assert run_processes(2, let_go, limit_s=40)[0] == (True, True)
 
 
 def test_a_received_tensor_is_the_receivers_own() -> None:
