@@ -49,7 +49,7 @@ from .split import StageGraph, crossing_if_sent, homes_of, split
 from .ssa import separated
 from .verify import verify
 from .walk import OnProgress
-from .weights import write_weights_of
+from .weights import snapshot, write_weights_of
 from .what_if import explain_micro_batches
 
 
@@ -283,10 +283,11 @@ def partition_source(
         verified = verify(source.model, plan, aside, source.example_inputs, constants=constants)
         tick("verify", verified.summary, "write")
 
-    def write_weights(aside: Path) -> None:
-        write_weights_of(aside, source.model, plan, constants)
-
-    write_folder(folder, files, write_weights if save_weights and not on_meta else None, check)
+    write_weights = None
+    if save_weights and not on_meta:
+        state = snapshot(source.model)
+        write_weights = partial(write_weights_of, state=state, plan=plan, constants=constants)
+    write_folder(folder, files, write_weights, check)
     tick("write", str(folder), "")
     return plan
 

@@ -11,6 +11,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ..runtime.errors import PlanError
@@ -75,7 +76,8 @@ def write_folder(
 ) -> None:
     """Writes `files` and weights into a temporary folder, has it checked, and moves it in whole.
 
-    When `check` or anything else raises, nothing is left behind and `folder` is as it was.
+    The weights are written by another thread while `check` looks at the files. When either or
+    anything else raises, nothing is left behind and `folder` is as it was.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
@@ -84,9 +86,11 @@ def write_folder(
             path = aside / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
-        check(aside)
-        if write_weights is not None:
-            write_weights(aside / "weights")
+        with ThreadPoolExecutor(1) as beside:
+            writing = beside.submit(write_weights, aside / "weights") if write_weights else None
+            check(aside)
+            if writing:
+                writing.result()
         shutil.rmtree(aside / "__pycache__", ignore_errors=True)
         aside.chmod(0o755)
         if folder.exists():

@@ -12,11 +12,19 @@ from ..runtime.plan import Plan
 from ..runtime.tensors import tensor_bytes, write_index, write_shard
 
 
+def snapshot(model: nn.Module) -> dict[str, Tensor]:
+    """The state_dict as it is now, with copies of buffers, which a forward may change."""
+    buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    return {
+        name: value.clone() if name in buffers else value
+        for name, value in model.state_dict().items()
+    }
+
+
 def write_weights_of(
-    folder: Path, model: nn.Module, plan: Plan, constants: Mapping[str, Tensor]
+    folder: Path, state: Mapping[str, Tensor], plan: Plan, constants: Mapping[str, Tensor]
 ) -> None:
     """One shard a stage, each tensor once, under its original name."""
-    state = model.state_dict()
     shards: list[dict[str, Tensor]] = []
     written: set[str] = set()
     for stage in plan.stages:

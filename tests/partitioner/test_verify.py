@@ -1,15 +1,19 @@
 """The check at the end of a partition: it passes on what is right, and sees what is not."""
 
+import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
 import asyncpipe
 from asyncpipe.partitioner.folder import write_folder
 from asyncpipe.partitioner.verify import compare, other_sizes, resize, verify
+from asyncpipe.partitioner.weights import snapshot
 from asyncpipe.runtime.errors import PlanError
 from asyncpipe.runtime.loading import SkipRandomInit
 from asyncpipe.runtime.plan import TensorSpec, read_plan
@@ -121,18 +125,33 @@ def test_an_example_is_repeated_or_cut_to_a_size() -> None:
     assert resize(example, spec, {"batch": 1}).tolist() == [[0, 1, 2]]
 
 
+def refuse(_: Path) -> None:
+    raise PlanError("no")
+
+
+def write_slowly(weights: Path) -> None:
+    time.sleep(0.1)
+    weights.mkdir()
+
+
 @pytest.mark.parametrize("existed", [False, True])
-def test_a_failed_check_leaves_nothing_behind(existed: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("write_weights", "check"),
+    [(None, refuse), (write_slowly, refuse), (refuse, lambda _: None)],
+    ids=["check", "check while weights are written", "weights"],
+)
+def test_what_fails_leaves_nothing_behind(
+    write_weights: Callable[[Path], None] | None,
+    check: Callable[[Path], None],
+    existed: bool,
+    tmp_path: Path,
+) -> None:
     folder = tmp_path / "made"
     if existed:
         folder.mkdir()
         (folder / "plan.json").write_text("old")
-
-    def failing(_: Path) -> None:
-        raise PlanError("no")
-
     with pytest.raises(PlanError):
-        write_folder(folder, {"plan.json": "new"}, None, failing)
+        write_folder(folder, {"plan.json": "new"}, write_weights, check)
     left = {path.name for path in tmp_path.iterdir()}
     assert left == ({"made"} if existed else set())
     if existed:
@@ -159,3 +178,11 @@ def test_stages_are_built_without_drawing_random_numbers() -> None:
         torch.nn.Embedding(3, 4)
         torch.nn.MultiheadAttention(8, 2)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_snapshot_has_the_buffers_as_they_were() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    before = snapshot(model)
+    model(torch.randn(4, 3))
+    assert int(before["1.num_batches_tracked"]) == 0 and int(model[1].num_batches_tracked) == 1
+    assert before["0.weight"].data_ptr() == model[0].weight.data_ptr()
