@@ -393,7 +393,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=list(SIZES), default=list(SIZES))
     parser.add_argument("--stages", nargs="+", type=int, default=[2, 4])
     parser.add_argument("--micro-batches", type=int, default=8)
-    parser.add_argument("--warm-up", type=int, default=3)
+    parser.add_argument("--warm-up", type=int, default=2)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="one step of four; no other plans")
     arguments = parser.parse_args()
