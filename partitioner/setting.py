@@ -177,13 +177,21 @@ class Setting:
 
     def _transient_bytes(self, position: int, sums: StageSums, in_flight_bytes: Floats) -> Floats:
         """What is needed beside while one operation runs, or while tied gradients are exchanged:
-        those that are received. A flush leaves nothing in flight by then, an
-        asynchronous pipeline all but the micro-batch that was done."""
+        those that are received. A flush leaves nothing in flight by then, an asynchronous pipeline
+        all but the micro-batch that was done, and the gradients of steps that are not complete
+        everywhere: its own and those received, of three holders and more at most as much."""
         in_flight = self.in_flight(position)
         left = (in_flight - 1) / in_flight if self.is_asynchronous else 0.0
         exchanged = np.asarray(sums.tied_bytes)
         exchanging = np.where(exchanged, exchanged + (left - 1) * in_flight_bytes, 0.0)
-        return np.maximum(sums.transient_bytes, exchanging)
+        late = 2 * self._shared_delay * exchanged
+        return late + np.maximum(sums.transient_bytes, exchanging)
+
+    @property
+    def _shared_delay(self) -> int:
+        """Steps by which a tied gradient may be late, as `schedule.shared_delay` has them."""
+        ahead = self.in_flight(0) - 1 if self.is_asynchronous else 0
+        return -(-ahead // self.micro_batches)
 
     def _transport_bytes(self, position: int, sums: StageSums, *, recompute: bool) -> Floats:
         in_flight = self.in_flight(position)

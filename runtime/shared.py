@@ -152,7 +152,7 @@ class SharedGradients:
             else:
                 total, may_write = total + gradient, True
         for channel in self._remote("shared gradient", shared.names[0], source=stage):
-            self.transport.flush(channel, window)
+            self.transport.wait_sent(channel, window)
         assert total is not None
         return total
 

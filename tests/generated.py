@@ -106,6 +106,10 @@ LARGER: Mapping[str, Case] = {
         partial(_tokens, samples=4, length=48, vocabulary=503),
     ),
     "larger resnet": Case(_larger_resnet, partial(_pictures, samples=8, size=48)),
+    "many words": Case(  # most of its memory is of the table that the first and last stage have
+        _published("gpt2", n_layer=2, n_embd=64, n_head=4, vocab_size=10007),
+        partial(_tokens, samples=1, length=16, vocabulary=10007),
+    ),
 }
 
 

@@ -20,7 +20,7 @@ from asyncpipe.runtime.transports.gloo import GlooTransport
 from asyncpipe.tests.generated import LARGER
 
 OPTIMIZERS: dict[str, Any] = {
-    "adamw": lambda parameters: torch.optim.AdamW(parameters),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, fused=True),
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.01),
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
 }

@@ -5,7 +5,7 @@
 3. The search over downsets (`search.py`), with a limit that grows from the simple bound to T: where
    it finds nothing the limit is a proved bound, and the first limit with a plan has the optimum.
 4. Where there are too many downsets, a mixed-integer program with a time limit (`milp.py`): its
-   best plan, and the bound that it has proved.
+   best plan, made better by moves of single groups, and the bound that it has proved.
 
 The bound holds for every plan in which no edge goes backwards. Among plans within
 `prefer_modules` of the optimum the tidiest cut of one order is taken, as `chain.py` does.
@@ -26,7 +26,9 @@ from . import chain, milp
 from .around import bound_around_ms
 from .bounds import more_than_any_ms, simple_bound_ms
 from .downsets import Downsets, find_downsets
+from .moves import Budget, Order, chains, descend
 from .orders import other_orders
+from .parts import Parts
 from .reduce import contracted, reduce, without_memory
 from .search import Found, Walk, in_order, num_pairs, search, windows
 
@@ -34,6 +36,7 @@ MOST_DOWNSETS = 150_000
 _MOST_PAIRS = 250_000_000
 _FEW_PAIRS = 1_000_000
 _MOST_VARIABLES = 60_000
+_MOST_TRIALS = 40_000  # about 4 s
 _ROUNDING = 1e-9
 
 
@@ -114,8 +117,17 @@ def _by_program(
         known = np.asarray(stage_of)[first].tolist()
     improved = milp.improve(reduced.problem, known, limit_ms, seconds=milp.SECONDS)
     if improved.stage_of is not None:
-        stage_of = tuple(np.asarray(improved.stage_of)[reduced.item_of].tolist())
+        found = _moved(reduced.problem, improved.stage_of)
+        stage_of = tuple(np.asarray(found)[reduced.item_of].tolist())
     return stage_of, max(bound_ms, improved.bound_ms)
+
+
+def _moved(problem: Problem, stage_of: Sequence[int]) -> Sequence[int]:
+    """The plan after moves of single groups, if that is better: the program ends with its time."""
+    parts, order, budget = Parts(problem, stage_of), Order(problem.costs), Budget(_MOST_TRIALS)
+    descend(parts, order.advanced, budget)
+    chains(parts, order.advanced, budget)
+    return min(stage_of, parts.part_of, key=lambda one: _score_ms(problem, one))
 
 
 def _with_idle_stages_ms(

@@ -108,7 +108,7 @@ class GlooTransport:
             raise self._recv_error(handle.channel, handle.index, error) from error
         return handle.buffer.to(self._device)
 
-    def flush(self, channel: Channel, index: int) -> None:
+    def wait_sent(self, channel: Channel, index: int) -> None:
         under_way = self._sends[channel]
         while under_way and under_way[0][0] <= index:
             self._finish_send(channel)

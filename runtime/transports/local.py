@@ -70,7 +70,7 @@ class LocalTransport:
             )
         return self.hub.messages.pop((handle.channel, handle.index))
 
-    def flush(self, channel: Channel, index: int) -> None:
+    def wait_sent(self, channel: Channel, index: int) -> None:
         """What was sent are copies."""
 
     def close(self) -> None:

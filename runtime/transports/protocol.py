@@ -1,4 +1,4 @@
-"""What a transport is: four verbs over named channels of static shape.
+"""What a transport is: five verbs over named channels of static shape.
 
 A channel carries one tensor a micro-batch (or step) from one stage to another. A message is found
 by its channel and index, so ranks may send and receive in different orders.
@@ -107,7 +107,7 @@ class Transport(Protocol):
         Raises TransportError when it does not come in time or its sender is gone.
         """
 
-    def flush(self, channel: Channel, index: int) -> None:
+    def wait_sent(self, channel: Channel, index: int) -> None:
         """Waits until what was sent on the channel has arrived, up to message `index`; those
         tensors are the caller's again. Raises TransportError as `wait` does."""
 

@@ -286,6 +286,18 @@ def test_a_profile_is_measured_or_predicted_as_the_device_says() -> None:
     assert profile_capture(on_meta, ProfileOptions(), stages=2).kind == "analytic"
 
 
+def test_what_is_measured_keeps_the_memory_that_it_frees(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    place = "asyncpipe.partitioner.profiling.keep_freed_memory"
+    monkeypatch.setattr(place, lambda: asked.append("keep"))
+    net, inputs = small()
+    captured = capture(net, inputs, check=False)
+    profile_capture(captured, ProfileOptions(kind="analytic"), stages=2)
+    assert asked == []
+    profile_capture(captured, ProfileOptions(no_cache=True), stages=2)
+    assert asked == ["keep"]
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [

@@ -15,6 +15,7 @@ from asyncpipe.partitioner.capture import Capture, capture
 from asyncpipe.partitioner.cluster import cluster_of_hosts
 from asyncpipe.partitioner.graph import build_graph, stage_of_nodes
 from asyncpipe.partitioner.prices import Prices
+from asyncpipe.partitioner.profile_cache import ProfileCache
 from asyncpipe.partitioner.profiler import Profile, profile_analytic
 from asyncpipe.partitioner.recompute import Recomputation
 from asyncpipe.partitioner.settle import Cut, settled
@@ -115,6 +116,22 @@ def test_every_stage_is_timed_and_the_model_left_as_it_was(name: str, at_once: i
     assert all(parameter.grad is None for parameter in model.parameters())
     assert torch.equal(torch.get_rng_state(), random) and model.training == mode
     assert all(torch.equal(before[key], value) for key, value in given.items())
+
+
+def test_a_stage_is_timed_again_where_another_number_computes_beside_it(tmp_path: Path) -> None:
+    captured = capture(*ZOO["mlp"](), check=False)
+    given = captured.arguments.tensors
+    cut = cutter(captured, 2)(profile_analytic(captured, given))
+    cache = ProfileCache(tmp_path / "costs.json", {})
+
+    def timed(at_once: int) -> Sequence[WholeTimes]:
+        return time_stages(
+            cut.captured, cut.stages, given, in_flight=(2, 1), at_once=at_once, cache=cache
+        )
+
+    alone, together = timed(1), timed(2)
+    assert timed(1) == alone and timed(2) == together
+    assert all(one != other for one, other in zip(alone, together, strict=True))
 
 
 def test_a_stage_that_waits_inside_is_told_by_its_time_and_not_by_its_parts() -> None:

@@ -126,17 +126,17 @@ def test_tied_weights_get_the_sum_of_all_holders_gradients_and_stay_equal(schedu
 def test_a_gradient_of_tied_weights_is_let_go_at_the_step_that_it_is_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    flushed: list[tuple[int, int, int]] = []
+    let_go: list[tuple[int, int, int]] = []
 
     def watched(transport: LocalTransport, channel: Channel, index: int) -> None:
-        flushed.append((channel.source, channel.target, index))
+        let_go.append((channel.source, channel.target, index))
 
-    monkeypatch.setattr(LocalTransport, "flush", watched)
+    monkeypatch.setattr(LocalTransport, "wait_sent", watched)
     model = tied(3)
     train_together(
         model, lowered(model, "1f1b", 4), segments=3, optimize=lambda p: torch.optim.Adam(p)
     )
-    assert sorted(flushed) == [(a, b, step) for a, b in ((0, 2), (2, 0)) for step in (1, 2, 3)]
+    assert sorted(let_go) == [(a, b, step) for a, b in ((0, 2), (2, 0)) for step in (1, 2, 3)]
 
 
 def test_tied_weights_that_differ_at_the_start_are_refused() -> None:

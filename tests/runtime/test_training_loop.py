@@ -93,6 +93,16 @@ def plain_losses(
     return losses, norms
 
 
+def test_a_run_keeps_the_memory_that_it_frees(
+    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    place = "asyncpipe.runtime.training.loop.keep_freed_memory"
+    monkeypatch.setattr(place, lambda: asked.append("keep"))
+    train(folders / "mlp", tmp_path / "run", steps=1)
+    assert asked == ["keep"]
+
+
 def test_one_process_trains_the_plain_model(folders: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"dtype": "float64", "steps": 5, "micro_batches": 4}
     torch.manual_seed(7)

@@ -42,7 +42,7 @@ def sender(transport: Transport) -> None:
     for i in (2, 0, 1):
         transport.send(HIDDEN, torch.full((3, 2), float(i)).T, i)
     transport.send(TIED, torch.full((2, 3), 8.0), 1)
-    transport.flush(TIED, 1)
+    transport.wait_sent(TIED, 1)
     for i in range(3):
         assert float(transport.wait(transport.recv(BACK, i)).sum()) == 6 * i
 
@@ -98,11 +98,11 @@ def let_go(rank: int) -> tuple[bool, bool]:
     transport.send(TIED, sent, 5)
     del sent
     is_held = not memory.expired()
-    transport.flush(TIED, 5)
+    transport.wait_sent(TIED, 5)
     return is_held, memory.expired()
 
 
-def test_what_was_sent_is_held_until_it_is_flushed() -> None:
+def test_what_was_sent_is_held_until_it_was_waited_for() -> None:
     assert run_processes(2, let_go, limit_s=40)[0] == (True, True)
 
 
