@@ -28,7 +28,7 @@ def costs_of(graph: nx.DiGraph, link: Link | None = None) -> Costs:
     Raises PlanError when the graph is empty, has a cycle or a cost that is no number >= 0.
     """
     link = link or Link()
-    groups = program_order(graph)
+    groups = _program_order(graph)
     position = {group: index for index, group in enumerate(groups)}
     nodes = graph.nodes
     forward, backward, buffers = (
@@ -47,20 +47,20 @@ def costs_of(graph: nx.DiGraph, link: Link | None = None) -> Costs:
         values=values,
         send_ms=transfer_ms,
         receive_ms=transfer_ms,
-        parameters=_held(parameters_of(nodes[group]) for group in groups),
+        parameters=_held(_parameters_of(nodes[group]) for group in groups),
         saved=_held(_saved(nodes[group]) for group in groups),
         buffer_bytes=buffers,
         transient_bytes=np.array([_transient(nodes[group]) for group in groups], dtype=np.float64),
         modules=tuple(tuple(nodes[group].get("modules", ())) for group in groups),
         blocks=tuple(nodes[group].get("block", "") for group in groups),
-        has_params=np.array([bool(parameters_of(nodes[group])) for group in groups]),
+        has_params=np.array([bool(_parameters_of(nodes[group])) for group in groups]),
         link=link,
         times_on=_times_on(graph, groups),
         micro_batch_size=graph.graph.get("micro_batch_size"),
     )
 
 
-def program_order(graph: nx.DiGraph) -> list[Any]:
+def _program_order(graph: nx.DiGraph) -> list[Any]:
     """The nodes in a topological order that keeps to the order in which they were added."""
     if not len(graph):
         raise PlanError("the graph has no nodes.")
@@ -74,7 +74,7 @@ def program_order(graph: nx.DiGraph) -> list[Any]:
         raise PlanError(f"the graph has a cycle: {cycle} -> ... .") from error
 
 
-def parameters_of(node: Mapping[str, Any]) -> dict[str, int]:
+def _parameters_of(node: Mapping[str, Any]) -> dict[str, int]:
     """A node's parameters and their bytes; one nameless entry if only a sum is known."""
     if "parameters" in node:
         return dict(node["parameters"])
