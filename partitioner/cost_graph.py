@@ -94,7 +94,8 @@ def _held(named: Iterable[Mapping[str, int]]) -> tuple[Held, ...]:
 
 
 def _saved(node: Mapping[str, Any]) -> Mapping[str, int]:
-    return node.get("saved", {"": node.get("saved_bytes", 0)})  # type: ignore[no-any-return]
+    saved: Mapping[str, int] = node.get("saved", {"": node.get("saved_bytes", 0)})
+    return saved
 
 
 def _transient(node: Mapping[str, Any]) -> float:

@@ -129,6 +129,27 @@ def test_a_heavy_group_is_bounded_with_its_transfers():
     assert bound_around_ms(slow, 0.0, 12.0) == pytest.approx(10 + 10 + 10)
 
 
+def test_a_plan_that_the_program_leaves_out_of_balance_is_mended_by_moves(monkeypatch):
+    graph = nx.DiGraph(name="branches")
+    for branch in range(6):
+        nx.add_path(graph, ["first", *(f"{branch} {step}" for step in range(4)), "last"])
+    for node in graph:
+        graph.nodes[node].update(forward_ms=1.0, output_bytes=0)
+    problem = problem_of(graph, 2, Link())
+    position = {group: index for index, group in enumerate(problem.costs.groups)}
+    lopsided = [0] * len(position)
+    lopsided[position["last"]] = 1
+
+    def without_time(*_, **__):
+        return milp.Improved(tuple(lopsided), 0.0)
+
+    monkeypatch.setattr(milp, "improve", without_time)
+    monkeypatch.setattr(exact, "_best_of_order", lambda *_: None)
+    stage_of, _ = exact._by_program(problem, lopsided, 25.0, 1.0)
+    assert exact._score_ms(problem, lopsided) == 25
+    assert exact._score_ms(problem, stage_of) == 13
+
+
 @settings(max_examples=60, deadline=None)
 @given(problems(), st.integers(0, 10**6))
 def test_sums_of_pairs_equal_the_evaluators(case, seed):
