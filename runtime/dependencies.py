@@ -2,8 +2,10 @@
 
     F(j, i)  waits for F(s, i) of every stage s that sends tensors to j
     B(j, i)  waits for F(j, i), and for B(t, i) of every stage t that returns gradients to j
-    S(j, v)  waits for B of every micro-batch of window v at j, and of window v - D at the other
-             stages that hold a parameter of j (window v: the step_every micro-batches of step v)
+    W(j, i)  waits for B(j, i)
+    S(j, v)  waits for B, and W where there is one, of every micro-batch of window v at j, and of
+             window v - D at the other stages that hold a parameter of j (window v: the
+             step_every micro-batches of step v)
 
 Between two ranks "waits for F(s, i)" becomes: its message is sent by s and received by j. What
 comes earlier on the same rank is over anyway. `Player` carries out a schedule by this rule alone,
@@ -17,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from .errors import ScheduleError
-from .schedule import Action, Schedule, shared_delay
+from .schedule import Action, Kind, Schedule, shared_delay
 
 Edge = tuple[int, int]
 Direction = Literal["F", "B"]
@@ -62,6 +64,7 @@ class Rule:
             self._targets["B", target].append(source)
         self._shared = [(tuple(group), shared_delay(schedule, group)) for group in shared_stages]
         self._by_message = schedule.is_lowered
+        self._split = schedule.split
 
     def sources(self, direction: Direction, stage: int) -> list[int]:
         """The stages whose tensors (F) or gradients (B) this stage needs."""
@@ -104,6 +107,8 @@ class Rule:
                 return self._arrivals("F", stage, index)
             case "B":
                 return [Action(stage, "F", index), *self._arrivals("B", stage, index)]
+            case "W":
+                return [Action(stage, "B", index)]
             case "S":
                 return [Action(*needed) for needed in self._gradients(stage, index)]
             case "SEND_F" | "SEND_B" if peer is not None:
@@ -126,14 +131,14 @@ class Rule:
                 needed.append(Action(source, direction, index))
         return needed
 
-    def _gradients(self, stage: int, step: int) -> list[tuple[int, Direction, int]]:
+    def _gradients(self, stage: int, step: int) -> list[tuple[int, Kind, int]]:
         windows = {(stage, step)}
         for group, delay in self._shared:
             if stage in group:
                 windows |= {(holder, step - delay) for holder in group if holder != stage}
         every = self.schedule.step_every
         return [
-            (holder, "B", index)
+            (holder, "W" if (holder, index) in self._split else "B", index)
             for holder, window in sorted(windows)
             if window >= 1
             for index in range((window - 1) * every, window * every)

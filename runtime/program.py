@@ -35,11 +35,12 @@ def passages(
 
 
 def window_ends(program: Sequence[Action]) -> dict[int, list[int]]:
-    """Position of the last backward before each step -> the stages that it belongs to."""
+    """Position of the last backward before each step -> the stages that it belongs to; where a
+    backward is split, of the last of either part."""
     last_backward: dict[int, int] = {}
     ends: dict[int, list[int]] = {}
     for position, action in enumerate(program):
-        if action.kind == "B":
+        if action.kind in ("B", "W"):
             last_backward[action.stage] = position
         elif action.kind == "S":
             ends.setdefault(last_backward[action.stage], []).append(action.stage)

@@ -4,6 +4,8 @@ A schedule is a tuple of actions a rank. An action is printed as its stage, kind
 
     2F3@v1      stage 2, forward of micro-batch 3, with weight version 1
     2B3@v1      backward of micro-batch 3, when the stage's newest weights are version 1
+    2W3@v1      the part of that backward that makes gradients of weights, where it is put off:
+                2B3 is then the part that makes gradients of inputs
     2S4         the optimizer step that makes version 4
     2SEND_F3>3  sends micro-batch 3's boundary tensors on to stage 3
     3RECV_F3<2  posts the receive of them; it is 3F3 that waits until they are there
@@ -12,7 +14,7 @@ A schedule is a tuple of actions a rank. An action is printed as its stage, kind
 
 Micro-batches and versions count from 0 at the start of the segment that a schedule describes:
 one mini-batch of a synchronous schedule, some steps and a drain of an asynchronous one.
-`schedules.py` writes F, B and S; `lowering.py` adds the messages between ranks. What an action
+`schedules.py` writes F, B, W and S; `lowering.py` adds the messages between ranks. What an action
 waits for is said once, in `dependencies.py`.
 """
 
@@ -25,9 +27,9 @@ from typing import Literal, cast
 
 from .errors import ScheduleError
 
-Kind = Literal["F", "B", "S", "SEND_F", "RECV_F", "SEND_B", "RECV_B"]
+Kind = Literal["F", "B", "W", "S", "SEND_F", "RECV_F", "SEND_B", "RECV_B"]
 
-_COMPUTE = re.compile(r"(\d+)([FB])(\d+)()(?:@v(\d+))?")
+_COMPUTE = re.compile(r"(\d+)([FBW])(\d+)()(?:@v(\d+))?")
 _STEP = re.compile(r"(\d+)(S)(\d+)()()")
 _MESSAGE = re.compile(r"(\d+)(SEND_[FB](?=\d+>)|RECV_[FB](?=\d+<))(\d+)[<>](\d+)()")
 
@@ -75,7 +77,7 @@ def parse_action(text: str) -> Action:
             )
     raise ScheduleError(
         f"{text!r} is not an action.",
-        "Actions look like 2F3 or 2F3@v1, 2B3, 2S4, 2SEND_F3>3, 3RECV_F3<2.",
+        "Actions look like 2F3 or 2F3@v1, 2B3, 2W3, 2S4, 2SEND_F3>3, 3RECV_F3<2.",
     )
 
 
@@ -84,7 +86,7 @@ class Schedule:
     """The actions of every rank over one segment.
 
     `step_every` is how many micro-batches one optimizer step sees, `in_flight` the most
-    micro-batches of each stage that are forwarded and not yet backwarded; a synchronous
+    micro-batches of each stage whose forward is over and whose backward is not; a synchronous
     schedule has one step, at the end of the segment.
     """
 
@@ -100,6 +102,11 @@ class Schedule:
     @property
     def steps(self) -> int:
         return self.micro_batches // self.step_every
+
+    @property
+    def split(self) -> frozenset[tuple[int, int]]:
+        """Stage and micro-batch of the backwards that are in two parts, B and W."""
+        return split_backwards(self.ranks)
 
     @property
     def is_lowered(self) -> bool:
@@ -118,7 +125,7 @@ class Schedule:
 
 
 def count_versions(actions: Iterable[Action]) -> Iterator[Action]:
-    """The actions of one rank with each F and B at the version that the steps before it made.
+    """The actions of one rank with each F, B and W at the version that the steps before it made.
 
     >>> print(*count_versions(map(parse_action, "0F0 0F1 0B0 0S1 0F2 0B1".split())))
     0F0@v0 0F1@v0 0B0@v0 0S1 0F2@v1 0B1@v1
@@ -127,18 +134,36 @@ def count_versions(actions: Iterable[Action]) -> Iterator[Action]:
     for action in actions:
         if action.kind == "S":
             versions[action.stage] = versions.get(action.stage, 0) + 1
-        if action.kind in ("F", "B"):
+        if action.kind in ("F", "B", "W"):
             action = replace(action, version=versions.get(action.stage, 0))
         yield action
 
 
 def count_in_flight(ranks: Iterable[Iterable[Action]], stages: int) -> tuple[int, ...]:
-    """The most micro-batches that each stage holds between forward and backward."""
+    """The most micro-batches that each stage holds between forward and the end of backward."""
+    rows = [list(row) for row in ranks]
+    split = split_backwards(rows)
     held, most = [0] * stages, [0] * stages
-    for action in (action for row in ranks for action in row):
-        held[action.stage] += {"F": 1, "B": -1}.get(action.kind, 0)
+    for action in (action for row in rows for action in row):
+        if action.kind == "F":
+            held[action.stage] += 1
+        elif is_backward_end(action, split):
+            held[action.stage] -= 1
         most[action.stage] = max(most[action.stage], held[action.stage])
     return tuple(most)
+
+
+def split_backwards(ranks: Iterable[Iterable[Action]]) -> frozenset[tuple[int, int]]:
+    """Stage and micro-batch of every W."""
+    return frozenset(
+        (action.stage, action.index) for row in ranks for action in row if action.kind == "W"
+    )
+
+
+def is_backward_end(action: Action, split: frozenset[tuple[int, int]]) -> bool:
+    """Whether the action is the last of its micro-batch's backward at its stage."""
+    last = "W" if (action.stage, action.index) in split else "B"
+    return action.kind == last
 
 
 def shared_delay(schedule: Schedule, stages: Iterable[int]) -> int:

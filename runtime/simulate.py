@@ -28,13 +28,15 @@ class Costs:
     """Milliseconds of each stage's actions for one micro-batch, and of each edge's transfers.
 
     Gradients take as long on their way back as the tensors forwards. An edge that is not in
-    `transfer_ms`, or within a rank, costs nothing.
+    `transfer_ms`, or within a rank, costs nothing. `weight_ms` is what of `backward_ms` is W's
+    where a backward is split, by default half.
     """
 
     forward_ms: tuple[float, ...]
     backward_ms: tuple[float, ...]
     step_ms: tuple[float, ...]
     transfer_ms: Mapping[Edge, float] = field(default_factory=dict)
+    weight_ms: tuple[float, ...] = ()
 
     @classmethod
     def equal(
@@ -54,15 +56,20 @@ class Costs:
             {(stage, stage + 1): transfer_ms for stage in range(stages - 1)},
         )
 
-    def of(self, action: Action) -> float:
-        """Milliseconds of an F, B or S that has a processor of its own."""
+    def of(self, action: Action, *, split: bool = False) -> float:
+        """Milliseconds of an F, B, W or S that has a processor of its own; `split` says that the
+        B has a W."""
+        stage = action.stage
+        weight_ms = self.weight_ms[stage] if self.weight_ms else self.backward_ms[stage] / 2
         match action.kind:
             case "F":
-                return self.forward_ms[action.stage]
+                return self.forward_ms[stage]
             case "B":
-                return self.backward_ms[action.stage]
+                return self.backward_ms[stage] - (weight_ms if split else 0.0)
+            case "W":
+                return weight_ms
             case _:
-                return self.step_ms[action.stage]
+                return self.step_ms[stage]
 
 
 def simulate(
@@ -129,6 +136,7 @@ class _Clock:
     def __init__(self, rule: Rule, costs: Costs, processors: int) -> None:
         self.events: list[Event] = []
         self._rule, self._costs, self._processors = rule, costs, processors
+        self._split = rule.schedule.split
         self._rows = [list(row) for row in rule.schedule.ranks]
         self._position = [0] * len(self._rows)
         self._now_ms = self._work_ms = 0.0
@@ -150,7 +158,7 @@ class _Clock:
             action = row[self._position[rank]]
             ready_ms = self._ready_ms(action)
             if ready_ms <= self._now_ms:
-                self._running[rank] = (self._now_ms, self._work_ms + self._costs.of(action))
+                self._running[rank] = (self._now_ms, self._work_ms + self._cost(action))
             else:
                 self._wake_ms = min(self._wake_ms, ready_ms)
         return bool(self._running) or self._wake_ms < math.inf
@@ -173,6 +181,9 @@ class _Clock:
     def _ready_ms(self, action: Action) -> float:
         needed = self._rule.dependencies(action)
         return max((self._there_ms(other, action.stage) for other in needed), default=0.0)
+
+    def _cost(self, action: Action) -> float:
+        return self._costs.of(action, split=(action.stage, action.index) in self._split)
 
     def _there_ms(self, action: Action, stage: int) -> float:
         """When the result of `action` is at `stage`."""

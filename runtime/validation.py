@@ -52,6 +52,7 @@ def _check_actions(schedule: Schedule) -> None:
     numbers = {
         "F": range(schedule.micro_batches),
         "B": range(schedule.micro_batches),
+        "W": range(schedule.micro_batches),
         "S": range(1, schedule.steps + 1),
     }
     if schedule.micro_batches % schedule.step_every:
@@ -99,7 +100,7 @@ def _check_versions(schedule: Schedule) -> None:
                 found = f"the next step of stage {action.stage} makes {made[action.stage] + 1}"
                 _raise_at(schedule, rank, position, found)
             made[action.stage] += 1
-        elif action.kind in ("F", "B") and action.version != made[action.stage]:
+        elif action.kind in ("F", "B", "W") and action.version != made[action.stage]:
             found = f"stage {action.stage} is at version {made[action.stage]} there"
             _raise_at(schedule, rank, position, found)
 
