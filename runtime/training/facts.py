@@ -9,11 +9,10 @@ from math import ceil
 from pathlib import Path
 
 from ..data.task import TARGET, Task
-from ..forecast import Forecast, forecast_step
+from ..forecast import Forecast, few_micro_batches_warning, forecast_step
 from ..pipeline import needed_inputs
 from ..plan import Plan
 from ..schedule import Schedule
-from ..simulate import few_micro_batches_warning
 from .metrics import Reporter
 from .resolve import batch_identity
 from .segments import longest_segment
