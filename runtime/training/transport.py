@@ -30,7 +30,7 @@ def agree_on_transport(world: World, settings: Settings, device: str) -> Choice:
     """
     asked = world.text_of_first(settings.transport)
     places = world.gathered(whereabouts(torch.device(device)))
-    return choose(asked, find_circumstances(places, all_local=world.place.all_local))
+    return choose(asked, find_circumstances(world.control, places))
 
 
 def expect_transport(settings: Settings, plan: Plan, ranks: int) -> Choice:
@@ -38,7 +38,6 @@ def expect_transport(settings: Settings, plan: Plan, ranks: int) -> Choice:
     on_gpus = settings.device == "cuda"
     where = Circumstances(
         ranks,
-        one_host=True,
         on_gpus=on_gpus,
         own_gpus=on_gpus and len(set(gpu_of_rank(plan, ranks))) == ranks,
         has_nccl=on_gpus and has_nccl(),

@@ -12,11 +12,8 @@ only ranks that mpiexec started have it.
 from __future__ import annotations
 
 import hashlib
-import os
-import platform
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -26,15 +23,21 @@ from .gloo import GlooTransport
 from .local import LocalHub
 from .mpi import MpiTransport, check_world, load_mpi
 from .nccl import Lane, NcclTransport
+from .peers import obstacle
 from .protocol import Transport
+from .shm import ShmTransport
 
 
 @dataclass(frozen=True, slots=True)
 class Circumstances:
-    """Where the ranks of a run are. `own_gpus`: each computes on a GPU that no other uses."""
+    """Where the ranks of a run are.
+
+    `apart` says why they cannot share memory, "" if they can. `own_gpus`: each computes on a GPU
+    that no other uses.
+    """
 
     ranks: int
-    one_host: bool
+    apart: str = ""
     on_gpus: bool = False
     own_gpus: bool = False
     has_nccl: bool = False
@@ -56,8 +59,8 @@ def choose(asked: str, where: Circumstances) -> Choice:
 
     Raises TransportError for one that cannot work there.
 
-    >>> print(choose("auto", Circumstances(ranks=4, one_host=False)))
-    gloo (several hosts)
+    >>> print(choose("auto", Circumstances(4, apart="they are on 2 hosts")))
+    gloo (they are on 2 hosts)
     """
     if asked == "auto":
         return _fastest(where)
@@ -71,9 +74,9 @@ def _fastest(where: Circumstances) -> Choice:
         return Choice("local", "one process")
     if where.own_gpus and where.has_nccl:
         return Choice("nccl", "a GPU each")
-    if where.one_host:
-        return Choice("gloo", "one host")  # shm takes this place
-    return Choice("gloo", "several hosts")
+    if where.on_gpus:
+        return Choice("gloo", "they share GPUs")
+    return Choice("gloo", where.apart) if where.apart else Choice("shm", "one host")
 
 
 def _refusal(asked: str, where: Circumstances) -> str:
@@ -88,16 +91,19 @@ def _refusal(asked: str, where: Circumstances) -> str:
         return "this torch was built without NCCL."
     if asked == "nccl" and not where.own_gpus:
         return "several ranks share one GPU, which NCCL refuses."
-    if asked == "shm" and not where.one_host:
-        return "it is of one host, and the ranks are on several."
+    if asked == "shm" and where.apart:
+        return f"{where.apart}."
+    if asked == "shm" and where.on_gpus:
+        return "it carries tensors between CPUs, and --device is cuda."
     return ""
 
 
 def whereabouts(device: torch.device) -> bytes:
-    """Machine, GPU and abilities of this process, in 33 bytes, to be compared with the others'."""
-    gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
-    able = device.type == "cuda" and has_nccl()
-    return _digest(_machine()) + _digest(gpu) + bytes([able])
+    """The GPU of this process and whether it has NCCL, in 17 bytes."""
+    if device.type != "cuda":
+        return bytes(17)
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    return hashlib.sha256(uuid.encode()).digest()[:16] + bytes([has_nccl()])
 
 
 def has_nccl() -> bool:
@@ -105,17 +111,18 @@ def has_nccl() -> bool:
     return dist.is_nccl_available()
 
 
-def find_circumstances(all_whereabouts: Sequence[bytes], *, all_local: bool) -> Circumstances:
-    """What the ranks' whereabouts amount to. `all_local` is the launcher's word: two hosts may be
-    one machine that keeps their networks apart."""
-    places = [(text[:16], text[16:32]) for text in all_whereabouts]
-    on_gpus = all(gpu != _digest("") for _, gpu in places)
+def find_circumstances(
+    group: dist.ProcessGroup | None, all_whereabouts: Sequence[bytes]
+) -> Circumstances:
+    """What the ranks' whereabouts amount to; all ranks of `group` call it together."""
+    gpus = [text[:16] for text in all_whereabouts]
+    on_gpus = all(map(any, gpus))
     return Circumstances(
-        ranks=len(places),
-        one_host=all_local and len({machine for machine, _ in places}) == 1,
+        ranks=len(gpus),
+        apart=(obstacle(group) or "") if len(gpus) > 1 else "",
         on_gpus=on_gpus,
-        own_gpus=on_gpus and len(set(places)) == len(places),
-        has_nccl=all(text[32] for text in all_whereabouts),
+        own_gpus=on_gpus and len(set(gpus)) == len(gpus),
+        has_nccl=all(text[16] for text in all_whereabouts),
     )
 
 
@@ -136,16 +143,6 @@ def open_transport(
         world = load_mpi().COMM_WORLD
         check_world(world, dist.get_rank(group), dist.get_world_size(group))
         return MpiTransport(world, timeout_s=timeout_s, device=device)
+    if name == "shm":
+        return ShmTransport(group, timeout_s=timeout_s, device=device)
     return GlooTransport(group, timeout_s=timeout_s, device=device)
-
-
-def _machine() -> str:
-    """What processes have in common that can share memory: one running system, one /dev/shm."""
-    boot, shared = Path("/proc/sys/kernel/random/boot_id"), Path("/dev/shm")
-    if boot.is_file() and shared.is_dir():
-        return f"{boot.read_text().strip()} {os.stat(shared).st_dev}"
-    return platform.node()
-
-
-def _digest(text: str) -> bytes:
-    return hashlib.sha256(text.encode()).digest()[:16]

@@ -26,10 +26,9 @@ from torch import Tensor
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from ..errors import TransportError
-from .blame import Blame, not_received, not_taken
 from .memory import find_memory
 from .progress import LONGEST_NAP_S, Message, Progress
-from .protocol import DIRECTIONS, Channel, Handle
+from .protocol import DIRECTIONS, Channel, Handle, peer_is_gone, timed_out
 
 INDICES = 1024
 """Messages of one channel that may be told apart at a time: tags are `tag * INDICES + index`."""
@@ -85,20 +84,21 @@ class MpiTransport:
         message = Message(partial(start, self._tag(channel, index)), is_written)
         # The buffer is kept here: MPI reads it until the peer has it.
         under_way.append((index, message, buffer))
-        with self._blaming(not_taken, channel, index):
+        with self._waiting(channel.sending(index), channel.target_rank):
             self._progress.add(message)
 
     def recv(self, channel: Channel, index: int) -> MpiHandle:
         buffer, is_free = self._memory.incoming(channel.shape, channel.dtype)
         start = partial(self._world(channel).Irecv, self._content(buffer), channel.source_rank)
         message = Message(partial(start, self._tag(channel, index)), is_free)
-        with self._blaming(not_received, channel, index):
+        with self._waiting(channel.waiting(index), channel.source_rank):
             self._progress.add(message)
         return MpiHandle(channel, index, buffer, message)
 
     def wait(self, handle: Handle) -> Tensor:
         assert isinstance(handle, MpiHandle)
-        with self._blaming(not_received, handle.channel, handle.index):
+        channel, index = handle.channel, handle.index
+        with self._waiting(channel.waiting(index), channel.source_rank):
             self._progress.wait(handle.message, self._timeout_s)
         return self._memory.arrived(handle.buffer)
 
@@ -117,18 +117,17 @@ class MpiTransport:
 
     def _finish_send(self, channel: Channel) -> None:
         index, message, _ = self._sends[channel].popleft()
-        with self._blaming(not_taken, channel, index):
+        with self._waiting(channel.sending(index), channel.target_rank):
             self._progress.wait(message, self._timeout_s)
 
     @contextmanager
-    def _blaming(self, blame: Blame, channel: Channel, index: int) -> Iterator[None]:
+    def _waiting(self, what: str, peer: int) -> Iterator[None]:
         try:
             yield
         except TimeoutError as error:
-            raise blame(channel, index, timeout_s=self._timeout_s) from error
+            raise timed_out(what, peer, self._timeout_s) from error
         except self._mpi.Exception as error:
-            reason = str(error)
-            raise blame(channel, index, timeout_s=self._timeout_s, reason=reason) from error
+            raise peer_is_gone(what, peer, f": {error}") from error
 
     def _world(self, channel: Channel) -> Any:
         return self._worlds[DIRECTIONS[channel.kind]]

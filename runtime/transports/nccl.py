@@ -29,8 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import TransportError
-from .blame import Blame, not_received, not_taken
-from .protocol import DIRECTIONS, Channel, Handle
+from .protocol import DIRECTIONS, Channel, Handle, peer_is_gone, timed_out
 
 Lane = tuple[str, int, int]
 """Kind of traffic (a value of DIRECTIONS), rank that sends, rank that receives."""
@@ -138,7 +137,7 @@ class NcclTransport:
             under_way.popleft().wait()
         content = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         header = torch.tensor([channel.tag, index, len(content)])
-        with self._blaming(not_taken, channel, index):
+        with self._waiting(channel.sending(index), channel.target_rank):
             announced = self._send_header(lane, header)
             work = self._send_bytes(lane, content) if len(content) else None
         under_way.append(_Sent(index, (header, content), (announced, work)))
@@ -151,7 +150,7 @@ class NcclTransport:
         channel, index = handle.channel, handle.index
         lane = _lane(channel)
         messages = self._arrivals[lane].messages
-        with self._blaming(not_received, channel, index):
+        with self._waiting(channel.waiting(index), channel.source_rank):
             self._drain()
             while (channel.tag, index) not in messages:
                 self._take_header(lane)
@@ -193,7 +192,7 @@ class NcclTransport:
     def _finish_send(self, channel: Channel) -> None:
         self._drain()
         sent = self._sends[channel].popleft()
-        with self._blaming(not_taken, channel, sent.index):
+        with self._waiting(channel.sending(sent.index), channel.target_rank):
             sent.wait()
 
     def _drain(self) -> None:
@@ -265,12 +264,13 @@ class NcclTransport:
         return group
 
     @contextmanager
-    def _blaming(self, blame: Blame, channel: Channel, index: int) -> Iterator[None]:
+    def _waiting(self, what: str, peer: int) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
-            reason = "" if "Timed out" in str(error) else str(error)
-            raise blame(channel, index, timeout_s=self._timeout_s, reason=reason) from error
+            if "Timed out" in str(error):
+                raise timed_out(what, peer, self._timeout_s) from error
+            raise peer_is_gone(what, peer, f": {str(error).splitlines()[0]}") from error
 
 
 def _lane(channel: Channel) -> Lane:
