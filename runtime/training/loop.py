@@ -19,10 +19,7 @@ from ..pipeline import Pipeline, needed_inputs
 from ..plan import Plan
 from ..schedule import Schedule
 from ..tensors import dtype_of
-from ..transports.gloo import GlooTransport
-from ..transports.local import LocalHub
-from ..transports.protocol import Transport
-from ..transports.shm import ShmTransport
+from ..transports.choose import Choice
 from .agreement import Agreement
 from .criterion import find_criterion
 from .evaluation import Evaluation
@@ -35,6 +32,7 @@ from .resolve import gpu_of_rank, sized_plan
 from .segments import make_segment, segments
 from .settings import Settings
 from .sources import Data, Feed, feed_nothing, open_data, prepare_data
+from .transport import agree_on_transport, make_transport
 from .watch import Watch
 from .world import World
 
@@ -79,6 +77,7 @@ def train(
         reporter = MetricsFile(job.folder / "metrics.jsonl", make_reporter(settings))
         prepare_data(settings, job.task, job.folder)
     world.meet()
+    transport = agree_on_transport(world, settings, _device(settings, plan, world))
     own = [stage for stage, rank in enumerate(schedule.rank_of_stage) if rank == world.rank]
     fields = needed_inputs(plan, own, criterion=settings.criterion is not None)
     data = open_data(settings, job.task, plan, job.folder) if fields or reporter else None
@@ -91,11 +90,12 @@ def train(
             job.task,
             schedule,
             machine,
+            transport=transport,
             data=readers,
             output=job.folder,
             forecast=forecast,
         )
-    run = _Run(job, world, schedule, data if fields else None, fields, reporter, on_step)
+    run = _Run(job, world, schedule, transport, data if fields else None, fields, reporter, on_step)
     run.train()
     run.save(machine.cores)
 
@@ -108,6 +108,7 @@ class _Run:
         job: Job,
         world: World,
         schedule: Schedule,
+        transport: Choice,
         data: Data | None,
         fields: tuple[str, ...],
         reporter: MetricsFile | None,
@@ -117,14 +118,15 @@ class _Run:
         self._job, self._settings, self._plan, self._world = job, settings, plan, world
         self._reporter, self._on_step = reporter, on_step
         self._modules = _load(job, schedule, world)
+        device = _device(settings, plan, world)
         self._pipeline = Pipeline(
             plan,
             self._modules,
-            _transport(world, settings, plan),
+            make_transport(transport, world, settings, plan, schedule, device),
             rank_of_stage=schedule.rank_of_stage,
             staleness=settings.staleness or "none",
             criterion=find_criterion(settings.criterion) if settings.criterion else None,
-            device=_device(settings, plan, world),
+            device=device,
             dtype=None if settings.dtype == "float32" else dtype_of(settings.dtype),
             seed=settings.seed,
         )
@@ -265,13 +267,6 @@ def _load(job: Job, schedule: Schedule, world: World) -> dict[int, nn.Module]:
             )
             modules[stage] = module.to(dtype_of(settings.dtype)).train()
     return modules
-
-
-def _transport(world: World, settings: Settings, plan: Plan) -> Transport:
-    if world.control is None:
-        return LocalHub(1).transport(0)
-    kind = ShmTransport if settings.transport == "shm" else GlooTransport
-    return kind(timeout_s=settings.timeout_s, device=_device(settings, plan, world))
 
 
 def _device(settings: Settings, plan: Plan, world: World) -> str:

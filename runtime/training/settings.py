@@ -25,7 +25,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "decay": ("none", "linear", "cosine"),
     "device": ("cpu", "cuda"),
     "dtype": ("float32", "float64"),
-    "transport": ("gloo", "shm"),
+    "transport": ("auto", "local", "shm", "gloo", "nccl", "mpi"),
 }
 """The legal values of the options that have a few."""
 
@@ -101,7 +101,7 @@ class Settings:
     threads: int | None = None
     timeout_s: float = 300.0
     dtype: str = "float32"
-    transport: str = "gloo"
+    transport: str = "auto"
 
     dry_run: bool = False
     json: bool = False
