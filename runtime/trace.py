@@ -50,13 +50,13 @@ def chrome_trace(ranks: Sequence[RankTrace]) -> dict[str, Any]:
 
 
 def measured_timeline(ranks: Sequence[RankTrace], steps: Iterable[int]) -> Timeline:
-    """What the ranks computed in the segments that begin with these steps, in milliseconds; a wait
-    within a step is left out of it."""
+    """What the ranks computed in the segments that begin with these steps, in milliseconds; what
+    is no computing within a step is left out of it."""
     wanted = set(steps)
     events = []
     for rank in ranks:
         spans = [span for span in rank.spans if span.step in wanted]
-        waits = [span for span in spans if span.activity.kind == "meet"]
+        waits = [span for span in spans if span.activity.kind in ("meet", "other")]
         for span in spans:
             if span.activity.kind in COMPUTING and isinstance(span.activity.subject, Action):
                 for start_s, end_s in _without(span, waits):
@@ -125,9 +125,13 @@ def _facts(span: Span) -> dict[str, Any]:
         version = {} if subject.version is None else {"version": span.step - 1 + subject.version}
         return facts | version
     if isinstance(subject, Message):
-        return {
+        index = span.activity.index
+        of_micro_batch = subject.kind in ("activation", "gradient")
+        unit = (
+            {"micro_batch": span.first_micro_batch + index} if of_micro_batch else {"step": index}
+        )
+        return unit | {
             "kind": subject.kind,
-            "micro_batch": span.first_micro_batch + span.activity.index,
             "source": subject.source,
             "target": subject.target,
             "bytes": subject.size_bytes,
