@@ -23,6 +23,7 @@ from ..tensors import dtype_of
 from ..transports.gloo import GlooTransport
 from ..transports.local import LocalHub
 from ..transports.protocol import Transport
+from ..transports.shm import ShmTransport
 from .agreement import Agreement
 from .criterion import find_criterion
 from .evaluation import Evaluation
@@ -270,7 +271,8 @@ def _load(job: Job, schedule: Schedule, world: World) -> dict[int, nn.Module]:
 def _transport(world: World, settings: Settings, plan: Plan) -> Transport:
     if world.control is None:
         return LocalHub(1).transport(0)
-    return GlooTransport(timeout_s=settings.timeout_s, device=_device(settings, plan, world))
+    kind = ShmTransport if settings.transport == "shm" else GlooTransport
+    return kind(timeout_s=settings.timeout_s, device=_device(settings, plan, world))
 
 
 def _device(settings: Settings, plan: Plan, world: World) -> str:

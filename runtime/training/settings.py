@@ -25,7 +25,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "decay": ("none", "linear", "cosine"),
     "device": ("cpu", "cuda"),
     "dtype": ("float32", "float64"),
-    "transport": ("gloo",),
+    "transport": ("gloo", "shm"),
 }
 """The legal values of the options that have a few."""
 
