@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..activity import Activities
+from ..boundary_dtypes import BoundaryDtypes
 from ..data.order import Order
 from ..data.task import Task
 from ..data.vocabulary import check_vocabulary
@@ -135,7 +136,7 @@ class _Run:
             staleness=settings.staleness or "none",
             criterion=find_criterion(settings.criterion) if settings.criterion else None,
             device=device,
-            dtype=None if settings.dtype == "float32" else dtype_of(settings.dtype),
+            dtypes=BoundaryDtypes(dtype_of(settings.dtype)),
             seed=settings.seed,
         )
         self._schedules = {1: schedule}
