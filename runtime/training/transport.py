@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..boundary_dtypes import AS_PLANNED
 from ..channels import plan_channels
 from ..plan import Plan
 from ..schedule import Schedule
@@ -50,7 +51,12 @@ def make_transport(
 ) -> Transport:
     """This rank's end of the chosen transport; every rank calls it."""
     channels = plan_channels(
-        plan, schedule.rank_of_stage, sizes=plan.sizes, shared_specs={}, state_bytes=0
+        plan,
+        schedule.rank_of_stage,
+        sizes=plan.sizes,
+        shared_specs={},
+        state_bytes=0,
+        dtypes=AS_PLANNED,
     )
     return open_transport(
         choice.name,
