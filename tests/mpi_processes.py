@@ -35,15 +35,7 @@ def run_mpi(
     with TemporaryDirectory() as folder:
         call = getfile(function), function.__name__, arguments
         torch.save(call, Path(folder) / "call.pt")
-        command = [
-            mpiexec(),
-            "-n",
-            str(world_size),
-            sys.executable,
-            "-m",
-            "asyncpipe.tests.mpi_processes",
-            folder,
-        ]
+        rank = [sys.executable, "-m", "asyncpipe.tests.mpi_processes", folder]
         start = subprocess.Popen(
             [mpiexec(), "-n", str(world_size), *rank],
             stdout=subprocess.DEVNULL,
