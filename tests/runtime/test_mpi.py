@@ -332,16 +332,20 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def mpirun(ranks: int, *arguments: object) -> subprocess.Popen[str]:
+def command(*arguments: object, launcher: tuple[str, ...] = ()) -> subprocess.Popen[str]:
     program = "from asyncpipe.cli import train; train()"
-    command = [mpiexec(), "-n", str(ranks), sys.executable, "-c", program, *map(str, arguments)]
+    given = [*map(str, arguments), "--transport", "mpi", "--threads", "1", "--log-every", "1"]
     return subprocess.Popen(
-        [*command, "--transport", "mpi", "--threads", "1", "--log-every", "1"],
+        [*launcher, sys.executable, "-c", program, *given],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
+
+
+def mpirun(ranks: int, *arguments: object) -> subprocess.Popen[str]:
+    return command(*arguments, launcher=(mpiexec(), "-n", str(ranks)))
 
 
 def finished(start: subprocess.Popen[str], limit_s: float = 90) -> tuple[int, str, str]:
@@ -395,11 +399,6 @@ def test_a_failing_rank_ends_all_under_mpirun_and_its_sentence_is_shown(
 
 def test_a_killed_rank_ends_all_under_mpirun(folders: Path, tmp_path: Path) -> None:
     start = mpirun(2, folders / "slow", "--steps", 10_000, "--output", tmp_path / "run")
-    marks = [tmp_path / "run" / "ranks" / f"{rank}.step" for rank in range(2)]
-    end_s = time.monotonic() + 60
-    while not all(mark.exists() for mark in marks):
-        assert start.poll() is None and time.monotonic() < end_s, finished(start)
-        time.sleep(0.05)
     pids = ranks_of(tmp_path / "run")
     os.kill(pids[1], signal.SIGKILL)
     killed_s = time.monotonic()
@@ -410,7 +409,12 @@ def test_a_killed_rank_ends_all_under_mpirun(folders: Path, tmp_path: Path) -> N
 
 
 def ranks_of(output: Path) -> dict[int, int]:
-    """The process of each rank of the run in `output`."""
+    """The process of each rank of the run in `output`, when all have made a step."""
+    marks = [output / "ranks" / f"{rank}.step" for rank in range(2)]
+    end_s = time.monotonic() + 60
+    while not all(mark.exists() for mark in marks):
+        assert time.monotonic() < end_s
+        time.sleep(0.05)
     found = {}
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -421,4 +425,65 @@ def ranks_of(output: Path) -> dict[int, int]:
         for variable in environment:
             if variable.startswith(b"PMI_RANK=") and str(output).encode() in command:
                 found[int(variable[9:])] = int(entry.name)
+    assert sorted(found) == [0, 1]
     return found
+
+
+# The command by itself, which calls mpiexec
+
+
+def by_itself(folder: Path, output: Path, *arguments: object) -> subprocess.Popen[str]:
+    return command(folder, "--output", output, *arguments)
+
+
+def test_without_mpirun_the_command_starts_its_ranks_with_mpiexec(
+    folders: Path, tmp_path: Path
+) -> None:
+    code, out, error = finished(by_itself(folders / "mlp2", tmp_path / "run", "--steps", 3))
+    assert (code, error) == (0, "")
+    assert "2 processes · mpi · " in out and "✓ 3 steps" in out
+    assert len(losses(tmp_path / "run")) == 3
+    assert not (tmp_path / "run" / "ranks").exists()
+
+
+def test_a_killed_rank_is_named(folders: Path, tmp_path: Path) -> None:
+    start = by_itself(folders / "slow", tmp_path / "run", "--steps", 10_000)
+    pids = ranks_of(tmp_path / "run")
+    os.kill(pids[1], signal.SIGKILL)
+    killed_s = time.monotonic()
+    code, out, error = finished(start)
+    assert code == 1
+    assert time.monotonic() - killed_s < 10
+    assert error.startswith("error: rank 1 (stage 1) was killed by SIGKILL at step ")
+    assert "BAD TERMINATION" not in out
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids.values())
+
+
+def test_a_failing_rank_ends_all_and_its_sentence_is_shown(folders: Path, tmp_path: Path) -> None:
+    criterion = f"{folders / 'own.py'}:criterion"
+    start = by_itself(folders / "mlp2", tmp_path / "run", "--steps", 50, "--criterion", criterion)
+    code, _, error = finished(start)
+    assert code == 1
+    assert error.startswith("error: ") and error.count("\n") <= 2
+    assert "ValueError: the tenth call fails" in error
+
+
+def test_an_interrupted_run_ends_with_one_line(folders: Path, tmp_path: Path) -> None:
+    start = by_itself(folders / "slow", tmp_path / "run", "--steps", 10_000)
+    pids = ranks_of(tmp_path / "run")
+    os.killpg(start.pid, signal.SIGINT)  # as a terminal does
+    code, out, error = finished(start)
+    assert code == 130
+    assert "interrupted at step " in out + error
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids.values())
+
+
+def test_ranks_do_not_outlive_a_killed_command(folders: Path, tmp_path: Path) -> None:
+    start = by_itself(folders / "slow", tmp_path / "run", "--steps", 10_000)
+    pids = ranks_of(tmp_path / "run")
+    start.kill()
+    finished(start)
+    end_s = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in pids.values()):
+        assert time.monotonic() < end_s
+        time.sleep(0.05)
