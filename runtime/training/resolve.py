@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import Any
 from ..data.task import Task, find_task
 from ..errors import PlanError
 from ..plan import Plan
+from ..schedule import Schedule
 from .settings import Settings, SettingsError
 
 _TEACHING: Mapping[str, Any] = {
@@ -90,42 +92,54 @@ def batch_identity(settings: Settings, task: Task) -> str:
     )
 
 
-def check_ranks(plan: Plan, schedule: str, ranks: int) -> None:
+def check_ranks(plan: Plan, schedule: Schedule, started: int) -> None:
     """Raises PlanError unless the number of started ranks is the one that the schedule needs."""
-    stages = len(plan.stages)
-    wanted = 1 if schedule == "single" else stages
-    if ranks == wanted:
+    stages, wanted = len(plan.stages), len(schedule.ranks)
+    if started == wanted:
         return
-    if schedule == "single":
+    if schedule.name == "single":
         raise PlanError(
-            f"--schedule single runs all {stages} stages in 1 process, {ranks} ranks were started.",
+            f"--schedule single runs all {stages} stages in 1 process, {started} ranks were "
+            "started.",
             "Start it without a launcher, or choose --schedule 1f1b.",
         )
-    started = "1 rank was" if ranks == 1 else f"{ranks} ranks were"
-    again = f", or partition again: asyncpipe-partition --model {plan.model} --stages {ranks}"
+    were = "1 rank was" if started == 1 else f"{started} ranks were"
+    on = f" on {wanted} ranks under {schedule.name}" if wanted != stages else ""
+    again = f", or partition again: asyncpipe-partition --model {plan.model} --stages {started}"
     raise PlanError(
-        f"the plan has {stages} stages, {started} started.",
-        f"Use {stages} ranks{again if ranks > 1 else ', or --schedule single'}.",
+        f"the plan has {stages} stages{on}, {were} started.",
+        f"Use {wanted} ranks{again if started > 1 else ', or --schedule single'}.",
     )
 
 
-def gpu_of_rank(plan: Plan, ranks: int) -> tuple[int, ...]:
-    """The GPU of each rank of one machine: stages that the plan has on one rank share one."""
-    if ranks != len(plan.stages):
-        return tuple(range(ranks))
-    planned = sorted(set(plan.device_of_stage))
-    return tuple(planned.index(device) for device in plan.device_of_stage)
+def gpu_of_rank(plan: Plan, ranks: int, ranks_per_gpu: int = 1) -> tuple[int, ...]:
+    """The GPU of each rank of one machine: stages that the plan has on one rank share one, and
+    so do every `ranks_per_gpu` in a row."""
+    gpus = tuple(range(ranks))
+    if ranks == len(plan.stages):
+        planned = sorted(set(plan.device_of_stage))
+        gpus = tuple(planned.index(device) for device in plan.device_of_stage)
+    return tuple(gpu // ranks_per_gpu for gpu in gpus)
 
 
-def check_devices(device: str, ranks: int, gpus: int, visible: str | None = None) -> None:
-    """Raises SettingsError when `device` is cuda and there are fewer GPUs than local ranks."""
-    if device != "cuda" or ranks <= gpus:
+def check_devices(settings: Settings, plan: Plan, ranks: int, gpus: int) -> None:
+    """Raises SettingsError when the ranks of this machine need more GPUs than there are."""
+    if settings.device == "cpu":
         return
+    unshared = 1 + max(gpu_of_rank(plan, ranks))
+    if 1 + max(gpu_of_rank(plan, ranks, settings.ranks_per_gpu)) <= gpus:
+        return
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     shown = f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else ""
     noun = "GPU" if gpus == 1 else "GPUs"
+    ways = ["--device cpu"]
+    if gpus:
+        ways.insert(0, f"Share them: --ranks-per-gpu {-(-unshared // gpus)} (slower)")
+    if gpus > 1:
+        ways.append(f"partition again with --stages {gpus}")
     raise SettingsError(
         f"{ranks} ranks on this machine, but {gpus or 'no'} {noun} visible{shown}.",
-        "--device cpu" + (f", or partition again with --stages {gpus}." if gpus > 1 else ""),
+        f"{', or '.join(ways)}.",
     )
 
 

@@ -27,6 +27,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "device": ("cpu", "cuda"),
     "dtype": ("float32", "float64"),
     "transport": ("auto", "local", "shm", "gloo", "nccl", "mpi"),
+    "pin": ("cores", "numa", "none"),
 }
 """The legal values of the options that have a few."""
 
@@ -49,8 +50,13 @@ _AT_LEAST: dict[str, float] = {
     "threads": 1,
     "timeout_s": 1,
     "stall_s": 0,
+    "ranks_per_gpu": 1,
+    "master_port": 1,
+    "nodes": 1,
 }
-_OF_THIS_CALL = frozenset({"dry_run", "json", "quiet", "output", "debug"})
+OF_THIS_CALL = frozenset(
+    {"dry_run", "json", "quiet", "output", "debug", "print_sbatch", "nodes", "time_limit"}
+)
 
 
 class SettingsError(AsyncPipeError):
@@ -102,11 +108,20 @@ class Settings:
     debug: str | None = None
 
     device: str = "cpu"
+    ranks_per_gpu: int = 1
     threads: int | None = None
+    pin: str = "cores"
     timeout_s: float = 300.0
     stall_s: float = 60.0
     dtype: str = "float32"
     transport: str = "auto"
+    interface: str | None = None
+    master_addr: str | None = None
+    master_port: int | None = None
+
+    print_sbatch: bool = False
+    nodes: int | None = None
+    time_limit: str = "24:00:00"
 
     dry_run: bool = False
     json: bool = False
@@ -175,7 +190,7 @@ class Settings:
         lines = ["# asyncpipe-train --config with this file repeats the run."]
         for option in fields(self):
             value = getattr(self, option.name)
-            if value is not None and option.name not in _OF_THIS_CALL:
+            if value is not None and option.name not in OF_THIS_CALL:
                 # JSON's strings, numbers, booleans and lists are TOML's.
                 lines.append(f"{option.name} = {json.dumps(value, ensure_ascii=False)}")
         return "\n".join(lines) + "\n"
