@@ -133,15 +133,19 @@ def _in_one_folder(job: Job, world: World) -> Job:
 
 
 def _told(error: Exception, rank: int, stages: str, left: RankFolder | None) -> AsyncPipeError:
-    """What this rank says of its end. One that ends for want of another waits first, for the
-    launcher to end it when it sees the first cause, and names that cause if it was left."""
+    """What this rank says of its end, and leaves for the others. One that ends for want of
+    another waits first, for the launcher to end it when it sees the first cause, and names what
+    was left before."""
     failure = failure_of(error, rank, stages, left.step_of(rank) if left else 0)
-    if not failure.consequence:
-        if left is not None:
-            left.write(failure)
-        return RankError(failure.what, failure.cure)
-    time.sleep(GRACE_S)
-    causes = [each for each in left.failures() if not each.consequence] if left else []
-    for cause in causes:
-        return RankError(f"rank {rank}{stages} ends for want of rank {cause.rank}: {cause.what}")
+    if left is not None:
+        left.write(failure)
+    if failure.consequence:
+        time.sleep(GRACE_S)
+        left_by_all = left.failures() if left else []
+        causes = [each for each in left_by_all if not each.consequence]
+        first = next(iter(causes or left_by_all), failure)
+        if first.rank != rank:
+            return RankError(
+                f"rank {rank}{stages} ends for want of rank {first.rank}: {first.what}"
+            )
     return RankError(failure.what, failure.cure)
