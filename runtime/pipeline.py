@@ -10,25 +10,27 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import partial
 from typing import TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
 
+from .batch_norm import MiniBatchNorm
 from .channels import GENERATOR_STATE, forward_edges, gradient_edges, plan_channels, shared_stages
 from .errors import PlanError, ScheduleError, TransportError
 from .feed import Criterion, Feed, FeedOnce, loss_of_stage, needed_inputs, output_names
 from .mailbox import Mailbox
 from .plan import Plan
-from .program import Program, forward_only, passages, window_ends
+from .program import Program, forward_only, loss_divisors, passages, turning, window_ends
 from .random_state import GeneratorState, micro_batch_seed
 from .report import Observer, Recorder, RunReport, StepOptimizers
-from .schedule import Action, Schedule, shared_delay
+from .schedule import Action, Schedule, shared_delay, split_backwards
 from .shared import SharedGradients
 from .stage import Stage
 from .staleness import Passage, make_staleness
-from .transports.protocol import Handle, Transport
+from .transports.protocol import Channel, Handle, Transport
 from .versions import LedgerEntry, WeightVersions
 
 __all__ = [
@@ -45,19 +47,24 @@ __all__ = [
 ]
 
 
+Sizes = Mapping[str, int]
+"""Numbers for the plan's symbols, such as batch and sequence."""
+
+
 class RunOptions(TypedDict, total=False):
     """What may be said about one run.
 
     `first_micro_batch` is the number of the schedule's first micro-batch (0). Without `training`
     only the forwards are carried out, in eval mode and without gradients; weights, versions and
-    random numbers are left alone. `sizes` are the micro-batches' sizes if not the plan's.
-    `record` keeps the time of each action.
+    random numbers are left alone. `sizes` are the micro-batches' sizes if not the plan's, for all
+    or for each one of the schedule; the loss of one with fewer samples counts less, so that the
+    gradient is that of the mean over all samples of a step. `record` keeps the time of each action.
     """
 
     first_micro_batch: int
     observer: Observer | None
     training: bool
-    sizes: Mapping[str, int] | None
+    sizes: Sizes | Sequence[Sizes] | None
     record: bool
 
 
@@ -72,6 +79,9 @@ class _Run:
     mailbox: Mailbox
     recorder: Recorder
     passages: dict[tuple[int, int], Passage]
+    loss_divisors: Sequence[int | Fraction]
+    split: frozenset[tuple[int, int]]
+    turning: frozenset[tuple[int, int]]
     first_micro_batch: int
 
 
@@ -81,7 +91,9 @@ class Pipeline:
     `stages` are this rank's modules by stage. `rank_of_stage` is by default one stage a rank.
     `staleness` is a name in `staleness.METHODS`. `criterion` makes the loss where the model does
     not, at the last stage that makes a model output. `dtype` is what the plan's float32 tensors
-    are, if the modules were converted. Raises PlanError when stages and plan do not fit.
+    are, if the modules were converted. With `batch_norm_per_step` batch norms update their running
+    statistics once a step instead of once a micro-batch. Raises PlanError when stages and plan do
+    not fit.
     """
 
     def __init__(
@@ -96,6 +108,7 @@ class Pipeline:
         device: str | torch.device = "cpu",
         dtype: torch.dtype | None = None,
         seed: int = 0,
+        batch_norm_per_step: bool = False,
     ) -> None:
         self.plan = plan
         self.transport = transport
@@ -110,7 +123,12 @@ class Pipeline:
                 f"Rank {transport.rank} was given stages {sorted(stages)}, and has {expected}."
             )
         self.stages = {
-            j: Stage(stages[j], plan.stages[j], loss_of=loss_of_stage(plan, j, criterion))
+            j: Stage(
+                stages[j],
+                plan.stages[j],
+                loss_of=loss_of_stage(plan, j, criterion),
+                batch_norm=MiniBatchNorm(stages[j]) if batch_norm_per_step else None,
+            )
             for j in expected
         }
         self.weights = {j: WeightVersions(j, stages[j]) for j in expected}
@@ -119,6 +137,7 @@ class Pipeline:
         self._shared_is_verified = False
         self._model_outputs = output_names(plan)
         self._needed = needed_inputs(plan, expected, criterion=criterion is not None)
+        self._state_bytes = len(GeneratorState.seeded(self.device, 0).state)
 
     @property
     def versions(self) -> dict[int, int]:
@@ -171,6 +190,8 @@ class Pipeline:
                         yield from self._forward(run, action)
                     case "B":
                         yield from self._backward(run, action)
+                    case "W":
+                        self._weight_backward(run, action)
                     case "S":
                         yield from self._step(run, action)
                     case "SEND_F" | "SEND_B":
@@ -180,7 +201,7 @@ class Pipeline:
                 for stage in ends.get(position, ()):
                     self._shared.publish(stage, self.weights[stage].version + 1)
         yield from self._shared.drain()
-        run.mailbox.assert_empty()
+        run.mailbox.finish()
         return run.recorder.report()
 
     def close(self) -> None:
@@ -193,30 +214,59 @@ class Pipeline:
         program = schedule.ranks[self.transport.rank]
         if not training:
             program = forward_only(program)
-        channels = plan_channels(
-            self.plan,
-            self.rank_of_stage,
-            sizes=options.get("sizes") or self.plan.sizes,
-            shared_specs=self._shared.specs,
-            state_bytes=len(GeneratorState.seeded(self.device, 0).state),
-            dtype=self.dtype,
-        )
+        sizes = options.get("sizes") or self.plan.sizes
+        every = (sizes,) * schedule.micro_batches if isinstance(sizes, Mapping) else tuple(sizes)
+        if len(every) != schedule.micro_batches:
+            raise ScheduleError(
+                f"The schedule has {schedule.micro_batches} micro-batches, and sizes were given "
+                f"for {len(every)}."
+            )
+        by_index = self._channels(every)
+        channels = by_index[0]
         self._shared.open(channels)
         if not training:
             channels = tuple(c for c in channels if c.name != GENERATOR_STATE)
         first_micro_batch = options.get("first_micro_batch", 0)
+        batches = [own.get("batch", 1) for own in every]
         return _Run(
             schedule,
             program,
             training,
             FeedOnce(feed, self._needed, len(self.stages), self.device, self.transport.rank),
-            Mailbox(channels, self.transport, program),
+            Mailbox(
+                channels,
+                self.transport,
+                program,
+                in_flight=schedule.in_flight if training else None,
+                by_index=by_index if len(set(map(id, by_index))) > 1 else (),
+            ),
             Recorder(
                 options.get("observer") or Observer(), keep_events=options.get("record", False)
             ),
             passages(program, self.versions, first_micro_batch),
+            loss_divisors(batches, schedule.step_every),
+            split_backwards([program]),
+            turning(program),
             first_micro_batch,
         )
+
+    def _channels(self, sizes: Sequence[Sizes]) -> list[tuple[Channel, ...]]:
+        """The channels of each micro-batch."""
+        made: dict[tuple[tuple[str, int], ...], tuple[Channel, ...]] = {}
+        found = []
+        for own in sizes:
+            key = tuple(own.items())
+            if key not in made:
+                made[key] = plan_channels(
+                    self.plan,
+                    self.rank_of_stage,
+                    sizes=own,
+                    shared_specs=self._shared.specs,
+                    state_bytes=self._state_bytes,
+                    dtype=self.dtype,
+                )
+            found.append(made[key])
+        return found
 
     def _forward(self, run: _Run, action: Action) -> Generator[Handle, None, None]:
         stage, weights = self.stages[action.stage], self.weights[action.stage]
@@ -226,11 +276,12 @@ class Pipeline:
         for channel in run.mailbox.incoming("activation", action.stage):
             inputs[channel.name] = yield from run.mailbox.take(channel, action.index)
         state = inputs.pop(GENERATOR_STATE, None)
+        where = action.stage, action.index
         generator = self._generator(stage, micro_batch, state) if run.training else None
         with run.recorder.timing(action):
             bound = None
             if run.training:
-                passage = run.passages[action.stage, action.index]
+                passage = run.passages[where]
                 bound = self.staleness[action.stage].before_forward(weights, passage)
                 weights.went_forward(micro_batch)
             outputs, loss = stage.forward(
@@ -240,9 +291,11 @@ class Pipeline:
                 weights=bound,
                 generator=generator,
                 training=run.training,
-                # With one micro-batch in flight nothing is saved that is not used at once.
-                recompute=stage.spec.recompute and run.schedule.in_flight[action.stage] > 1,
+                recompute=stage.spec.recompute and where not in run.turning,
+                split=where in run.split,
+                window=micro_batch // run.schedule.step_every,
             )
+        run.mailbox.made(action)
         for channel in run.mailbox.outgoing("activation", action.stage):
             if generator and channel.name == GENERATOR_STATE:
                 run.mailbox.put(channel, action.index, generator.state)
@@ -255,25 +308,45 @@ class Pipeline:
 
     def _backward(self, run: _Run, action: Action) -> Generator[Handle, None, None]:
         stage, weights = self.stages[action.stage], self.weights[action.stage]
+        micro_batch = run.first_micro_batch + action.index
+        channels = run.mailbox.incoming("gradient", action.stage)
+        if stage.is_repeatable(micro_batch) and not all(channel.is_local for channel in channels):
+            # Meanwhile the gradient is on its way.
+            with run.recorder.timing(action):
+                stage.recompute(micro_batch)
         arrived: dict[str, list[Tensor]] = {}
-        for channel in run.mailbox.incoming("gradient", action.stage):
+        for channel in channels:
             gradient = yield from run.mailbox.take(channel, action.index)
             arrived.setdefault(channel.name, []).append(gradient)
-        micro_batch = run.first_micro_batch + action.index
+        where = action.stage, action.index
         with run.recorder.timing(action):
-            passage = run.passages[action.stage, action.index]
-            self.staleness[action.stage].before_backward(weights, passage)
-            gradients = stage.backward(micro_batch, arrived, loss_divisor=run.schedule.step_every)
-            run.recorder.ledger.append(weights.went_backward(micro_batch))
+            self.staleness[action.stage].before_backward(weights, run.passages[where])
+            gradients = stage.backward(
+                micro_batch, arrived, loss_divisor=run.loss_divisors[action.index]
+            )
+            if where in run.split:
+                weights.add_gradients(micro_batch)
+            else:
+                run.recorder.ledger.append(weights.went_backward(micro_batch))
+        run.mailbox.made(action)
         for channel in run.mailbox.outgoing("gradient", action.stage):
             run.mailbox.put(channel, action.index, gradients[channel.name])
+
+    def _weight_backward(self, run: _Run, action: Action) -> None:
+        micro_batch = run.first_micro_batch + action.index
+        with run.recorder.timing(action):
+            self.stages[action.stage].weight_backward(micro_batch)
+            weights = self.weights[action.stage]
+            run.recorder.ledger.append(weights.went_backward(micro_batch))
 
     def _step(self, run: _Run, action: Action) -> Generator[Handle, None, None]:
         weights, staleness = self.weights[action.stage], self.staleness[action.stage]
         version = weights.version + 1
+        window = run.first_micro_batch // run.schedule.step_every + action.index - 1
         delay_of = partial(shared_delay, run.schedule)
         yield from self._shared.collect(action.stage, version, delay_of)
         with run.recorder.timing(action):
+            self.stages[action.stage].finish_window(window)
             staleness.transform_gradient(weights)
             with staleness.stepping(weights):
                 run.recorder.observer.on_step(action.stage, version)
