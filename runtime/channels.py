@@ -13,10 +13,13 @@ from itertools import pairwise, permutations
 
 import torch
 
+from .boundary_dtypes import BoundaryDtypes
 from .plan import Boundary, Plan
 from .transports.protocol import Channel, ChannelKind
 
 Edge = tuple[int, int]
+Sizes = Mapping[str, int]
+"""Numbers for a plan's symbols, such as batch and sequence."""
 _Spec = tuple[torch.dtype, tuple[int, ...]]
 
 GENERATOR_STATE = "generator state"
@@ -47,19 +50,43 @@ def shared_stages(plan: Plan) -> tuple[tuple[int, ...], ...]:
     return tuple(shared.stages for shared in plan.shared if len(shared.stages) > 1)
 
 
+def channels_of_each(
+    plan: Plan,
+    rank_of_stage: Sequence[int],
+    sizes: Sequence[Sizes],
+    *,
+    shared_specs: Mapping[str, _Spec],
+    state_bytes: int,
+    dtypes: BoundaryDtypes,
+) -> list[tuple[Channel, ...]]:
+    """The channels for each micro-batch's sizes: they differ in shape, and not in their tags."""
+    made: dict[tuple[tuple[str, int], ...], tuple[Channel, ...]] = {}
+    for own in sizes:
+        if (key := tuple(own.items())) not in made:
+            made[key] = plan_channels(
+                plan,
+                rank_of_stage,
+                sizes=own,
+                shared_specs=shared_specs,
+                state_bytes=state_bytes,
+                dtypes=dtypes,
+            )
+    return [made[tuple(own.items())] for own in sizes]
+
+
 def plan_channels(
     plan: Plan,
     rank_of_stage: Sequence[int],
     *,
-    sizes: Mapping[str, int],
+    sizes: Sizes,
     shared_specs: Mapping[str, _Spec],
     state_bytes: int,
-    dtype: torch.dtype | None = None,
+    dtypes: BoundaryDtypes,
 ) -> tuple[Channel, ...]:
     """All channels of a plan at the given sizes; each one's tag is its position.
 
     `shared_specs` gives dtype and shape of the shared parameters that this rank holds, by their
-    first name. `dtype` is what the plan's float32 tensors are instead.
+    first name. `dtypes` says what boundary tensors are.
     """
     channels: list[Channel] = []
 
@@ -69,7 +96,9 @@ def plan_channels(
 
     for boundary, target in _crossings(plan):
         tensor = boundary.tensor
-        spec = _boundary_dtype(tensor.dtype, dtype), tensor.resolve(sizes)
+        is_local = rank_of_stage[boundary.source] == rank_of_stage[target]
+        dtype = dtypes.at_stages(tensor) if is_local else dtypes.between_ranks(tensor)
+        spec = dtype, tensor.resolve(sizes)
         add("activation", tensor.name, boundary.source, target, spec)
         if tensor.requires_grad:
             add("gradient", tensor.name, target, boundary.source, spec)
@@ -93,8 +122,3 @@ def _crossings(plan: Plan) -> Iterator[tuple[Boundary, int]]:
 
 def _drawing_edges(plan: Plan) -> Iterator[Edge]:
     return pairwise(stage.index for stage in plan.stages if stage.draws_random)
-
-
-def _boundary_dtype(name: str, dtype: torch.dtype | None) -> torch.dtype:
-    own: torch.dtype = getattr(torch, name)
-    return dtype if dtype is not None and own is torch.float32 else own

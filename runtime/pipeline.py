@@ -9,28 +9,36 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from fractions import Fraction
 from functools import partial
-from typing import TypedDict, Unpack
+from typing import Unpack
 
 import torch
 from torch import Tensor, nn
 
 from .batch_norm import MiniBatchNorm
-from .channels import GENERATOR_STATE, forward_edges, gradient_edges, plan_channels, shared_stages
+from .boundary_dtypes import AS_PLANNED, BoundaryDtypes
+from .channels import (
+    GENERATOR_STATE,
+    channels_of_each,
+    forward_edges,
+    gradient_edges,
+    shared_stages,
+)
 from .errors import PlanError, ScheduleError, TransportError
 from .feed import Criterion, Feed, FeedOnce, loss_of_stage, needed_inputs, output_names
 from .mailbox import Mailbox
 from .plan import Plan
-from .program import Program, forward_only, loss_divisors, passages, turning, window_ends
+from .precision import FULL, Precision
+from .program import forward_only, loss_divisors, passages, turning, window_ends
 from .random_state import GeneratorState, micro_batch_seed
 from .report import Observer, Recorder, RunReport, StepOptimizers
+from .run import Run, RunOptions
 from .schedule import Action, Schedule, shared_delay, split_backwards
 from .shared import SharedGradients
 from .stage import Stage
-from .staleness import Passage, make_staleness
-from .transports.protocol import Channel, Handle, Transport
+from .staleness import make_staleness
+from .transports.casting import CastingTransport
+from .transports.protocol import Handle, Transport
 from .versions import LedgerEntry, WeightVersions
 
 __all__ = [
@@ -47,51 +55,13 @@ __all__ = [
 ]
 
 
-Sizes = Mapping[str, int]
-"""Numbers for the plan's symbols, such as batch and sequence."""
-
-
-class RunOptions(TypedDict, total=False):
-    """What may be said about one run.
-
-    `first_micro_batch` is the number of the schedule's first micro-batch (0). Without `training`
-    only the forwards are carried out, in eval mode and without gradients; weights, versions and
-    random numbers are left alone. `sizes` are the micro-batches' sizes if not the plan's, for all
-    or for each one of the schedule; the loss of one with fewer samples counts less, so that the
-    gradient is that of the mean over all samples of a step. `record` keeps the time of each action.
-    """
-
-    first_micro_batch: int
-    observer: Observer | None
-    training: bool
-    sizes: Sizes | Sequence[Sizes] | None
-    record: bool
-
-
-@dataclass
-class _Run:
-    """What belongs to one call of `run`."""
-
-    schedule: Schedule
-    program: Program
-    training: bool
-    feed: FeedOnce
-    mailbox: Mailbox
-    recorder: Recorder
-    passages: dict[tuple[int, int], Passage]
-    loss_divisors: Sequence[int | Fraction]
-    split: frozenset[tuple[int, int]]
-    turning: frozenset[tuple[int, int]]
-    first_micro_batch: int
-
-
 class Pipeline:
     """One rank of a pipeline: its stages, their weight versions, and its end of the transport.
 
     `stages` are this rank's modules by stage. `rank_of_stage` is by default one stage a rank.
     `staleness` is a name in `staleness.METHODS`. `criterion` makes the loss where the model does
-    not, at the last stage that makes a model output. `dtype` is what the plan's float32 tensors
-    are, if the modules were converted. With `batch_norm_per_step` batch norms update their running
+    not, at the last stage that makes a model output. Forwards compute in `precision`; `dtypes` are
+    those of boundary tensors. With `batch_norm_per_step` batch norms update their running
     statistics once a step instead of once a micro-batch. Raises PlanError when stages and plan do
     not fit.
     """
@@ -106,16 +76,18 @@ class Pipeline:
         staleness: str = "none",
         criterion: Criterion | None = None,
         device: str | torch.device = "cpu",
-        dtype: torch.dtype | None = None,
+        precision: Precision = FULL,
+        dtypes: BoundaryDtypes = AS_PLANNED,
         seed: int = 0,
         batch_norm_per_step: bool = False,
     ) -> None:
         self.plan = plan
-        self.transport = transport
+        cast = dtypes.cast(plan)
+        self.transport = CastingTransport(transport, cast) if cast else transport
         self.rank_of_stage = tuple(rank_of_stage or range(len(plan.stages)))
         self.criterion = criterion
         self.device = torch.device(device)
-        self.dtype = dtype
+        self.dtypes = dtypes
         self.seed = seed
         expected = [j for j, rank in enumerate(self.rank_of_stage) if rank == transport.rank]
         if sorted(stages) != expected:
@@ -127,13 +99,14 @@ class Pipeline:
                 stages[j],
                 plan.stages[j],
                 loss_of=loss_of_stage(plan, j, criterion),
+                precision=precision,
                 batch_norm=MiniBatchNorm(stages[j]) if batch_norm_per_step else None,
             )
             for j in expected
         }
         self.weights = {j: WeightVersions(j, stages[j]) for j in expected}
         self.staleness = {j: make_staleness(staleness) for j in expected}
-        self._shared = SharedGradients(plan, stages, transport)
+        self._shared = SharedGradients(plan, stages, self.transport)
         self._shared_is_verified = False
         self._model_outputs = output_names(plan)
         self._needed = needed_inputs(plan, expected, criterion=criterion is not None)
@@ -208,7 +181,7 @@ class Pipeline:
         """Waits until everything sent has arrived."""
         self.transport.close()
 
-    def _prepare(self, schedule: Schedule, feed: Feed, options: RunOptions) -> _Run:
+    def _prepare(self, schedule: Schedule, feed: Feed, options: RunOptions) -> Run:
         training = options.get("training", True)
         self._check(schedule, training)
         program = schedule.ranks[self.transport.rank]
@@ -221,14 +194,21 @@ class Pipeline:
                 f"The schedule has {schedule.micro_batches} micro-batches, and sizes were given "
                 f"for {len(every)}."
             )
-        by_index = self._channels(every)
+        by_index = channels_of_each(
+            self.plan,
+            self.rank_of_stage,
+            every,
+            shared_specs=self._shared.specs,
+            state_bytes=self._state_bytes,
+            dtypes=self.dtypes,
+        )
         channels = by_index[0]
         self._shared.open(channels)
         if not training:
             channels = tuple(c for c in channels if c.name != GENERATOR_STATE)
         first_micro_batch = options.get("first_micro_batch", 0)
         batches = [own.get("batch", 1) for own in every]
-        return _Run(
+        return Run(
             schedule,
             program,
             training,
@@ -248,27 +228,10 @@ class Pipeline:
             split_backwards([program]),
             turning(program),
             first_micro_batch,
+            options.get("loss_scale", 1.0),
         )
 
-    def _channels(self, sizes: Sequence[Sizes]) -> list[tuple[Channel, ...]]:
-        """The channels of each micro-batch."""
-        made: dict[tuple[tuple[str, int], ...], tuple[Channel, ...]] = {}
-        found = []
-        for own in sizes:
-            key = tuple(own.items())
-            if key not in made:
-                made[key] = plan_channels(
-                    self.plan,
-                    self.rank_of_stage,
-                    sizes=own,
-                    shared_specs=self._shared.specs,
-                    state_bytes=self._state_bytes,
-                    dtype=self.dtype,
-                )
-            found.append(made[key])
-        return found
-
-    def _forward(self, run: _Run, action: Action) -> Generator[Handle, None, None]:
+    def _forward(self, run: Run, action: Action) -> Generator[Handle, None, None]:
         stage, weights = self.stages[action.stage], self.weights[action.stage]
         micro_batch = run.first_micro_batch + action.index
         fed = run.feed(micro_batch)
@@ -306,7 +269,7 @@ class Pipeline:
         if loss is not None:
             run.recorder.loss(micro_batch, loss)
 
-    def _backward(self, run: _Run, action: Action) -> Generator[Handle, None, None]:
+    def _backward(self, run: Run, action: Action) -> Generator[Handle, None, None]:
         stage, weights = self.stages[action.stage], self.weights[action.stage]
         micro_batch = run.first_micro_batch + action.index
         channels = run.mailbox.incoming("gradient", action.stage)
@@ -322,7 +285,10 @@ class Pipeline:
         with run.recorder.timing(action):
             self.staleness[action.stage].before_backward(weights, run.passages[where])
             gradients = stage.backward(
-                micro_batch, arrived, loss_divisor=run.loss_divisors[action.index]
+                micro_batch,
+                arrived,
+                loss_divisor=run.loss_divisors[action.index],
+                loss_scale=run.loss_scale,
             )
             if where in run.split:
                 weights.add_gradients(micro_batch)
@@ -332,14 +298,14 @@ class Pipeline:
         for channel in run.mailbox.outgoing("gradient", action.stage):
             run.mailbox.put(channel, action.index, gradients[channel.name])
 
-    def _weight_backward(self, run: _Run, action: Action) -> None:
+    def _weight_backward(self, run: Run, action: Action) -> None:
         micro_batch = run.first_micro_batch + action.index
         with run.recorder.timing(action):
             self.stages[action.stage].weight_backward(micro_batch)
             weights = self.weights[action.stage]
             run.recorder.ledger.append(weights.went_backward(micro_batch))
 
-    def _step(self, run: _Run, action: Action) -> Generator[Handle, None, None]:
+    def _step(self, run: Run, action: Action) -> Generator[Handle, None, None]:
         weights, staleness = self.weights[action.stage], self.staleness[action.stage]
         version = weights.version + 1
         window = run.first_micro_batch // run.schedule.step_every + action.index - 1

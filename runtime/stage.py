@@ -24,6 +24,7 @@ from .batch_norm import MiniBatchNorm
 from .errors import AsyncPipeError
 from .feed import LossOf, Values
 from .plan import StageSpec
+from .precision import FULL, Precision
 from .random_state import GeneratorState
 from .replay import Buffers, nothing_saved
 from .split_backward import SplitBackward
@@ -72,7 +73,8 @@ class Stage:
     """One stage of a pipeline on its rank.
 
     `loss_of` makes the loss from the stage's outputs and what the feed gave; only one stage has it.
-    With `batch_norm` running statistics are updated once a mini-batch.
+    Both are computed in `precision`. With `batch_norm` running statistics are updated once a
+    mini-batch.
     """
 
     def __init__(
@@ -81,11 +83,13 @@ class Stage:
         spec: StageSpec,
         *,
         loss_of: LossOf | None = None,
+        precision: Precision = FULL,
         batch_norm: MiniBatchNorm | None = None,
     ) -> None:
         self.module = module
         self.spec = spec
         self.loss_of = loss_of
+        self.precision = precision
         self.grad_inputs = tuple(b.tensor.name for b in spec.receives if b.tensor.requires_grad)
         self._grad_outputs = tuple(b.tensor.name for b in spec.sends if b.tensor.requires_grad)
         self._batch_norm = batch_norm
@@ -158,13 +162,14 @@ class Stage:
         gradients: Mapping[str, Sequence[Tensor]],
         *,
         loss_divisor: int | Fraction,
+        loss_scale: float = 1.0,
     ) -> dict[str, Tensor]:
         """Adds to the weights' `.grad`; returns the gradients of the boundary inputs that need one.
 
         `gradients` has, for each output that a gradient comes for, one tensor of each stage that
         read it; they are added from the last stage to the first, as autograd would. The loss is
-        divided by `loss_divisor`. An input that does not reach the loss gets zeros. Raises
-        StageError.
+        divided by `loss_divisor` and multiplied by `loss_scale`. An input that does not reach the
+        loss gets zeros. Raises StageError.
         """
         self.recompute(micro_batch)
         flight = self._kept.pop(micro_batch)
@@ -172,8 +177,8 @@ class Stage:
         try:
             roots = [(root, _sum(gradients[name])) for name, root in flight.roots.items()]
             if flight.loss is not None and flight.loss.requires_grad:
-                seed = torch.full_like(flight.loss, loss_divisor.denominator)
-                roots.append((flight.loss, seed / loss_divisor.numerator))
+                scale = torch.full_like(flight.loss, loss_scale * loss_divisor.denominator)
+                roots.append((flight.loss, scale / loss_divisor.numerator))
             if flight.split is not None:
                 flight.split.open()
                 self._put_off[micro_batch] = flight.split
@@ -242,8 +247,9 @@ class Stage:
         buffers: Mapping[str, Tensor] | None = None,
     ) -> tuple[dict[str, Tensor], Tensor | None]:
         """The module's outputs by name and the loss; `buffers` stand in for the module's own."""
-        with generator.drawing() if generator else nullcontext():
-            result = self._call({**(passage.weights or {}), **(buffers or {})}, passage.arguments)
+        with generator.drawing() if generator else nullcontext(), self.precision.computing():
+            arguments = tuple(map(self.precision.argument, passage.arguments))
+            result = self._call({**(passage.weights or {}), **(buffers or {})}, arguments)
             outputs = self.spec.named_outputs(result)
             return outputs, self.loss_of(outputs, passage.fed) if self.loss_of else None
 

@@ -49,7 +49,7 @@ def with_split_backwards(schedule: Schedule, model: HandModel, *, behind: int) -
                 put_off.clear()
             made.append(action)
             if action.kind == "B":
-                put_off.append(replace(action, kind="W"))
+                put_off.append(action._replace(kind="W"))
                 if len(put_off) > behind:
                     made.append(put_off.pop(0))
         rows.append(tuple(made))
