@@ -270,6 +270,10 @@ _TRAIN_HELP = {
     "final_lr_ratio": "The last learning rate as a share of the first.",
     "clip": "Bound of the gradient norm over all stages (asynchronous: of each); 0 is off.",
     "criterion": "The loss, when the plan has none: cross_entropy, mse or file.py:function.",
+    "batch_norm": "When running statistics are updated: micro-batch, or once a mini-batch as if it "
+    "were one batch.",
+    "recompute": "Stages that run their forward again for the backward, to hold less: auto (the "
+    "plan's), all, none, or numbers such as 0,2.",
     "seed": "Of the data order and of dropout.",
     "weights": "To start from: a safetensors file or folder, a run's or a generated folder.",
     "export_hf": "Write the trained model to this folder, for from_pretrained.",

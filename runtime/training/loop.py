@@ -36,6 +36,7 @@ from .resolve import gpu_of_rank, sized_plan
 from .segments import make_segment, segments
 from .settings import Settings
 from .sources import Data, Feed, feed_nothing, open_data, prepare_data
+from .step_batch import StepBatch
 from .tracing import Tracing
 from .transport import agree_on_transport, make_transport
 from .watch import Watch
@@ -158,6 +159,7 @@ class _Run:
             device=device,
             dtypes=BoundaryDtypes(dtype_of(settings.dtype)),
             seed=settings.seed,
+            batch_norm_per_step=settings.batch_norm == "mini-batch",
         )
         self._schedules = {1: schedule}
         self._gather = Gather(world, len(plan.stages))
@@ -171,9 +173,9 @@ class _Run:
             lr_scale=self._pipeline.lr_scale,
             activities=activities,
         )
-        size = settings.micro_batch_size or 1
+        self._batch, size = StepBatch.of(settings), settings.micro_batch_size or 1
         order = Order(len(data.train), settings.seed) if data else None
-        feed = Feed(data.train, order, size, fields) if data else feed_nothing
+        feed = Feed(data.train, order, self._batch, fields) if data else feed_nothing
         self._feed = observed_feed(feed, activities)
         held_out = data.evaluation if data else None
         self._agreement = Agreement(world, data, order, size=size, batches=settings.eval_batches)
@@ -181,7 +183,8 @@ class _Run:
             plan,
             job.task,
             observed_feed(
-                Feed(held_out, None, size, fields) if held_out else feed_nothing, activities
+                Feed(held_out, None, StepBatch((size,)), fields) if held_out else feed_nothing,
+                activities,
             ),
             world,
             activities,
@@ -193,18 +196,20 @@ class _Run:
     def train(self) -> None:
         """All segments, the evaluations between them, and one at the end."""
         settings = self._settings
-        every, size = settings.micro_batches or 1, settings.micro_batch_size or 1
+        every, samples = len(self._batch.sizes), self._batch.samples
+        sizes = [{**self._plan.sizes, "batch": size} for size in self._batch.sizes]
         self._gather.start(settings.steps)
         for segment in segments(settings):
             first = segment.start * every
             with self._activities.during(Activity("meet", "the order of the data")):
-                self._agreement.check(first * size, len(segment) * every * size)
+                self._agreement.check(segment.start * samples, len(segment) * samples)
             self._trainer.start_segment(segment.start + 1, first)
             self._pipeline.run(
                 self._schedule(len(segment)),
                 self._feed,
                 first_micro_batch=first,
                 observer=self._trainer,
+                sizes=None if self._batch.is_even else sizes * len(segment),
             )
             if settings.eval_every and segment.stop % settings.eval_every == 0:
                 self._evaluate(segment.stop)

@@ -26,6 +26,7 @@ from .clipping import (
 from .gather import RankFigures, figures_of
 from .optimizers import StageOptimizer
 from .settings import Settings
+from .step_batch import StepBatch
 from .world import World
 
 
@@ -66,7 +67,8 @@ class Trainer(ActionObserver):
             index: StageOptimizer(module, settings) for index, module in modules.items()
         }
         self._gradients: dict[int, list[Tensor | None]] = {}
-        self._losses: dict[int, list[Tensor]] = defaultdict(list)
+        self._batch = StepBatch.of(settings)
+        self._losses: dict[int, list[tuple[Tensor, int]]] = defaultdict(list)
         self._last_good: tuple[int, float] | None = None
         self._squares: dict[int, float] = {}
         self._stepped = 0
@@ -79,7 +81,9 @@ class Trainer(ActionObserver):
         self.activities.take()
 
     def on_loss(self, micro_batch: int, loss: Tensor) -> None:
-        self._losses[micro_batch // (self._settings.micro_batches or 1) + 1].append(loss)
+        _, samples = self._batch.place(micro_batch)
+        step = micro_batch // len(self._batch.sizes) + 1
+        self._losses[step].append((loss, samples))
 
     def on_step(self, stage: int, version: int) -> None:
         if self._settings.is_async:
@@ -149,7 +153,9 @@ class Trainer(ActionObserver):
         losses = self._losses.pop(version, None)
         if not losses:
             return math.nan
-        mean = float(torch.stack(losses).double().mean())
+        values = torch.stack([loss for loss, _ in losses]).double().cpu()
+        shares = torch.tensor([samples / self._batch.sizes[0] for _, samples in losses])
+        mean = float((values * shares).sum() / shares.sum())
         if not math.isfinite(mean):
             good = self._last_good
             last = f" (it was {good[1]:.3f} at step {good[0]})" if good else ""

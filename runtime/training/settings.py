@@ -27,6 +27,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "device": ("cpu", "cuda"),
     "dtype": ("float32", "float64"),
     "transport": ("auto", "local", "shm", "gloo", "nccl", "mpi"),
+    "batch_norm": ("micro-batch", "mini-batch"),
 }
 """The legal values of the options that have a few."""
 
@@ -62,7 +63,8 @@ class Settings:
     """All options of `asyncpipe-train`. Times in seconds, sizes in samples or tokens.
 
     `micro_batches` is the number of micro-batches of one optimizer step, under every schedule
-    (8, or what `global_batch_size` and `micro_batch_size` make it).
+    (8, or what `global_batch_size` and `micro_batch_size` make it). Once resolved,
+    `global_batch_size` is there only where the last micro-batch is smaller than the others.
     `clip` bounds the gradient norm over all stages (of each stage, when asynchronous); 0 is off.
     """
 
@@ -89,6 +91,8 @@ class Settings:
     final_lr_ratio: float | None = None
     clip: float | None = None
     criterion: str | None = None
+    batch_norm: str = "micro-batch"
+    recompute: str = "auto"
     seed: int = 1
 
     weights: str | None = None

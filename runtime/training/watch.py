@@ -16,6 +16,7 @@ from .metrics import PARTS_OF_TIME, Reporter, StepRecord
 from .observer import is_logged
 from .optimizers import lr_factor
 from .settings import Settings
+from .step_batch import StepBatch
 
 _STEADY = 1000
 
@@ -31,7 +32,7 @@ class Watch:
         self._settings = settings
         self._gather = gather
         self._reporter = reporter
-        size = (settings.micro_batches or 1) * (settings.micro_batch_size or 1)
+        size = StepBatch.of(settings).samples
         self._unit = "tok" if task.kind == "text" else "samples"
         self._per_step = size * (settings.seq or 1) if task.kind == "text" else size
         self._started_s = perf_counter()
