@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from ..activity import Activities
+from ..activity import Activities, Activity
 from ..channels import forward_edges
 from ..data.task import Task
 from ..lowering import lower
@@ -57,9 +57,10 @@ class Evaluation:
             return fields
 
         pipeline.run(self._schedule, feed, observer=counts, training=False)
-        loss, losses, right, answers = self._world.sums(
-            [counts.loss, counts.losses, counts.right, counts.answers]
-        )
+        with self._activities.during(Activity("meet", "the losses of the evaluation")):
+            loss, losses, right, answers = self._world.sums(
+                [counts.loss, counts.losses, counts.right, counts.answers]
+            )
         accuracy = right / answers if answers else None
         return EvalRecord(step, loss / losses, accuracy, self.batches)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ..activity import Activities
+from ..activity import Activities, Activity
 from ..boundary_dtypes import BoundaryDtypes
 from ..data.order import Order
 from ..data.task import Task
@@ -41,6 +41,7 @@ from .sources import Data, Feed, feed_nothing, open_data, prepare_data
 from .tracing import Tracing
 from .transport import agree_on_transport, make_transport
 from .watch import Watch
+from .watchdog import Watchdog
 from .world import World
 
 
@@ -71,6 +72,19 @@ def train(
     The reporter is made on rank 0 only. `on_step` is told every step that this rank has made.
     Raises the AsyncPipeError that ends this rank.
     """
+    activities = Activities()
+    with Watchdog(job.settings, job.folder, world, activities) as watchdog:
+        _train(job, world, make_reporter, on_step, activities, watchdog)
+
+
+def _train(
+    job: Job,
+    world: World,
+    make_reporter: Callable[[Settings], Reporter],
+    on_step: Callable[[int], None],
+    activities: Activities,
+    watchdog: Watchdog,
+) -> None:
     settings, plan = job.settings, job.plan
     machine = find_machine(settings, world.place.local_ranks)
     torch.set_num_threads(machine.threads)
@@ -83,8 +97,11 @@ def train(
     if world.rank == 0:
         write_schedule(job.folder, schedule)
         reporter = MetricsFile(job.folder / "metrics.jsonl", make_reporter(settings))
-        prepare_data(settings, job.task, job.folder)
-    world.meet()
+        watchdog.tell = reporter.on_warning
+        with activities.during(Activity("other", "prepares the data")):
+            prepare_data(settings, job.task, job.folder)
+    with activities.during(Activity("meet", "the data are prepared")):
+        world.meet()
     transport = agree_on_transport(world, settings, _device(settings, plan, world))
     own = [stage for stage, rank in enumerate(schedule.rank_of_stage) if rank == world.rank]
     fields = needed_inputs(plan, own, criterion=settings.criterion is not None)
@@ -103,7 +120,9 @@ def train(
             output=job.folder,
             forecast=forecast,
         )
-    run = _Run(job, world, schedule, transport, data if fields else None, fields, reporter, on_step)
+    read = data if fields else None
+    with activities.during(Activity("other", "loads its stages")):
+        run = _Run(job, world, schedule, transport, read, fields, reporter, on_step, activities)
     run.train()
     run.save(machine.cores)
 
@@ -121,11 +140,12 @@ class _Run:
         fields: tuple[str, ...],
         reporter: MetricsFile | None,
         on_step: Callable[[int], None],
+        activities: Activities,
     ) -> None:
         settings, plan = job.settings, job.plan
         self._job, self._settings, self._plan, self._world = job, settings, plan, world
         self._reporter, self._on_step = reporter, on_step
-        self._activities = activities = Activities()
+        self._activities = activities
         self._tracing = Tracing(settings, activities)
         self._modules = _load(job, schedule, world)
         device = _device(settings, plan, world)
@@ -190,7 +210,8 @@ class _Run:
         self._gather.start(settings.steps)
         for segment in segments(settings):
             first = segment.start * every
-            self._agreement.check(first * size, len(segment) * every * size)
+            with self._activities.during(Activity("meet", "the order of the data")):
+                self._agreement.check(first * size, len(segment) * every * size)
             self._trainer.start_segment(segment.start + 1, first)
             self._pipeline.run(
                 self._schedule(segment),
@@ -202,7 +223,8 @@ class _Run:
                 self._evaluate(segment.stop)
         if self._evaluated is None or self._evaluated.step != settings.steps:
             self._evaluate(settings.steps)
-        self._gather.finish()
+        with self._activities.during(Activity("meet", "the figures of all steps are told")):
+            self._gather.finish()
         self._pipeline.close()
 
     def save(self, cores: int) -> None:
@@ -213,10 +235,12 @@ class _Run:
             unused = load_unused(settings.folder, self._plan, weights=settings.weights)
         targets = [folder / "weights", *([Path(settings.export_hf)] if settings.export_hf else [])]
         for target in targets:
-            write_weights(target, self._plan, self._modules, unused, self._world)
+            with self._activities.during(Activity("other", "writes the weights")):
+                write_weights(target, self._plan, self._modules, unused, self._world)
         if settings.export_hf and self._world.rank == 0:
             copy_configuration(Path(settings.export_hf), Path(settings.folder))
-        self._world.meet()
+        with self._activities.during(Activity("meet", "the weights are written")):
+            self._world.meet()
         traced = None
         if self._tracing.is_wanted:
             traced = self._tracing.write(self._world, self._steps.current, folder)
@@ -263,7 +287,8 @@ class _Run:
 
     def _evaluate(self, step: int) -> None:
         if self._watch is not None:
-            self._watch.drain(step)
+            with self._activities.during(Activity("meet", "the figures of the last steps")):
+                self._watch.drain(step)
         if not self._evaluation.batches:
             return
         self._activities.first_micro_batch = 0
