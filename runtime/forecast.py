@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from .plan import Plan, StageSpec
-from .schedules import ASYNCHRONOUS, make_schedule
+from .schedule import Schedule
+from .schedules import ASYNCHRONOUS, SYNCHRONOUS, make_schedule
 from .simulate import Costs, Timeline, simulate
 
 _MUCH_IDLE = 1 / 3
@@ -23,14 +24,15 @@ class Forecast:
 
 def forecast_step(
     plan: Plan,
-    schedule: str,
+    schedule: str | Schedule,
     micro_batches: int,
     *,
     processors: int | None = None,
     steps: int = 1,
     step_ms: Iterable[float] | None = None,
 ) -> Forecast:
-    """Simulates `steps` steps (one, unless asynchronous) at the plan's costs.
+    """Simulates `steps` steps (one, unless asynchronous) at the plan's costs, of the schedule of
+    that name or of a given one.
 
     A rank is busy with its transfers as the plan says, and at the end of a step with the gradients
     of shared parameters. `processors` is the number of cores that the ranks share, None for one
@@ -39,18 +41,14 @@ def forecast_step(
     """
     stages = len(plan.stages)
     count = steps if schedule in ASYNCHRONOUS else 1
-    made = make_schedule(
-        schedule, stages=stages, micro_batches=micro_batches * count, step_every=micro_batches
+    made = (
+        make_schedule(
+            schedule, stages=stages, micro_batches=micro_batches * count, step_every=micro_batches
+        )
+        if isinstance(schedule, str)
+        else schedule
     )
-    costs = Costs(
-        forward_ms=tuple(stage.forward_ms + stage.forward_talk_ms for stage in plan.stages),
-        backward_ms=tuple(stage.backward_ms + stage.backward_talk_ms for stage in plan.stages),
-        step_ms=tuple(
-            stage.exchange_ms + optimizer_ms
-            for stage, optimizer_ms in zip(plan.stages, step_ms or (0.0,) * stages, strict=True)
-        ),
-        transfer_ms={(source, target): ms for source, target, ms in plan.setting.transfer_ms},
-    )
+    costs = _costs(plan, tuple(step_ms or (0.0,) * stages))
     shared = [parameter.stages for parameter in plan.shared if len(parameter.stages) > 1]
     edges = {(edge.source, target) for edge in plan.boundaries for target in edge.targets}
     gradients = {
@@ -64,6 +62,25 @@ def forecast_step(
     )
     idle = timeline.steady_idle_share if count > 1 else timeline.idle_share
     return Forecast(timeline.makespan_ms / count, idle, timeline)
+
+
+def costs_of_plan(plan: Plan) -> Costs | None:
+    """What the plan says that a micro-batch takes, optimizers free; None if it has no costs."""
+    if not all(stage.forward_ms > 0 for stage in plan.stages):
+        return None
+    return _costs(plan, (0.0,) * len(plan.stages))
+
+
+def _costs(plan: Plan, step_ms: Sequence[float]) -> Costs:
+    return Costs(
+        forward_ms=tuple(stage.forward_ms + stage.forward_talk_ms for stage in plan.stages),
+        backward_ms=tuple(stage.backward_ms + stage.backward_talk_ms for stage in plan.stages),
+        step_ms=tuple(
+            stage.exchange_ms + optimizer_ms
+            for stage, optimizer_ms in zip(plan.stages, step_ms, strict=True)
+        ),
+        transfer_ms={(source, target): ms for source, target, ms in plan.setting.transfer_ms},
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,24 +140,24 @@ def describe_forecast(plan: Plan, micro_batches: tuple[int, ...] = (8, 32)) -> s
     return "one 1f1b step on a device a stage: " + " · ".join(parts)
 
 
-def few_micro_batches_warning(name: str, *, stages: int, micro_batches: int) -> str | None:
-    """What 4 micro-batches a stage would change, when equal stages would be idle for more than
-    a third of each step for want of them; None otherwise.
+def few_micro_batches_warning(name: str, *, ranks: int, micro_batches: int) -> str | None:
+    """What 4 micro-batches a rank would change, when equal ranks with a stage each would be idle
+    for more than a third of each step for want of them; None otherwise.
 
-    >>> print(few_micro_batches_warning("1f1b", stages=4, micro_batches=2))
-    2 micro-batches keep 4 stages idle 60 % of the time (1f1b). 16 would be 16 %. --micro-batches 16
+    >>> print(few_micro_batches_warning("1f1b", ranks=4, micro_batches=2))
+    2 micro-batches keep 4 ranks idle 60 % of the time (1f1b). 16 would be 16 %. --micro-batches 16
     """
-    if name in ASYNCHRONOUS or micro_batches >= 4 * stages:
+    if name not in SYNCHRONOUS or micro_batches >= 4 * ranks:
         return None
-    costs = Costs.equal(stages)
+    costs = Costs.equal(ranks)
     now, then = (
-        simulate(make_schedule(name, stages=stages, micro_batches=number), costs).idle_share
-        for number in (micro_batches, 4 * stages)
+        simulate(make_schedule(name, stages=ranks, micro_batches=number), costs).idle_share
+        for number in (micro_batches, 4 * ranks)
     )
     if now <= _MUCH_IDLE or then > _MUCH_IDLE:
         return None
     return (
         f"{micro_batches} micro-batch{'es keep' if micro_batches > 1 else ' keeps'} "
-        f"{stages} stages idle {100 * now:.0f} % of the time ({name}). "
-        f"{4 * stages} would be {100 * then:.0f} %. --micro-batches {4 * stages}"
+        f"{ranks} ranks idle {100 * now:.0f} % of the time ({name}). "
+        f"{4 * ranks} would be {100 * then:.0f} %. --micro-batches {4 * ranks}"
     )

@@ -21,6 +21,7 @@ from ..observed import ObservedTransport, observed_feed
 from ..pipeline import Pipeline, needed_inputs
 from ..plan import Plan
 from ..schedule import Schedule
+from ..schedule_text import to_text
 from ..tensors import dtype_of
 from ..transports.choose import Choice
 from .agreement import Agreement
@@ -32,6 +33,7 @@ from .gather import Gather, RankFigures
 from .idleness import simulated_step, split_of_run
 from .metrics import EvalRecord, MetricsFile, Reporter, Summary
 from .observer import Trainer
+from .remeasure import Remeasuring
 from .resolve import gpu_of_rank, sized_plan
 from .segments import make_segment, segments
 from .settings import Settings
@@ -91,9 +93,10 @@ def _train(
     if settings.export_hf:
         check_exportable(Path(settings.folder), settings.export_hf)
     schedule = make_segment(plan, settings, steps=1)
-    forecast = forecast_run(plan, job.planned, settings, machine.cores)
+    forecast = forecast_run(plan, job.planned, settings, machine.cores, schedule)
     reporter = None
     if world.rank == 0:
+        write_schedule(job.folder, schedule)
         reporter = MetricsFile(job.folder / "metrics.jsonl", make_reporter(settings))
         watchdog.tell = reporter.on_warning
         with activities.during(Activity("other", "prepares the data")):
@@ -161,9 +164,18 @@ class _Run:
             seed=settings.seed,
             batch_norm_per_step=settings.batch_norm == "mini-batch",
         )
-        self._schedules = {1: schedule}
+        self._longer: dict[int, Schedule] = {}
         self._gather = Gather(world, len(plan.stages))
         self._watch = Watch(settings, job.task, self._gather, reporter) if reporter else None
+        self._steps = Remeasuring(
+            plan,
+            settings,
+            world,
+            schedule,
+            figures=self._figures_until,
+            optimizer_ms=lambda: self._watch.optimizer_ms if self._watch else (),
+            tell=self._rescheduled,
+        )
         self._trainer = Trainer(
             plan,
             self._modules,
@@ -188,6 +200,7 @@ class _Run:
             ),
             world,
             activities,
+            rank_of_stage=schedule.rank_of_stage,
             batches=self._agreement.evaluation_batches,
         )
         self._evaluated: EvalRecord | None = None
@@ -205,7 +218,7 @@ class _Run:
                 self._agreement.check(segment.start * samples, len(segment) * samples)
             self._trainer.start_segment(segment.start + 1, first)
             self._pipeline.run(
-                self._schedule(len(segment)),
+                self._schedule(segment),
                 self._feed,
                 first_micro_batch=first,
                 observer=self._trainer,
@@ -235,14 +248,14 @@ class _Run:
             self._world.meet()
         traced = None
         if self._tracing.is_wanted:
-            traced = self._tracing.write(self._world, self._schedule(1), folder)
+            traced = self._tracing.write(self._world, self._steps.current, folder)
         if self._watch is None or self._reporter is None:
             return
         forecast = self._forecast(self._watch.optimizer_ms, cores)
         first, last = self._watch.records[0], self._watch.records[-1]
         evaluated = self._evaluated
         times = self._watch.times
-        whole, by_rank = split_of_run(self._plan, settings, times)
+        whole, by_rank = split_of_run(self._plan, settings, self._steps.current, times)
         self._reporter.on_end(
             Summary(
                 steps=settings.steps,
@@ -264,7 +277,9 @@ class _Run:
             )
         )
         if traced:
-            costs, simulated = simulated_step(self._plan, settings, forecast, times)
+            costs, simulated = simulated_step(
+                self._plan, settings, self._steps.current, forecast, times
+            )
             self._reporter.on_timelines(costs, simulated, traced[1])
 
     def _told(self, figures: RankFigures) -> None:
@@ -288,16 +303,31 @@ class _Run:
 
     def _forecast(self, optimizer_ms: Sequence[float], cores: int) -> Forecast | None:
         """The simulated step with the optimizers' measured times, given by rank."""
-        rank_of_stage = self._schedule(1).rank_of_stage
+        schedule = self._steps.current
+        rank_of_stage = schedule.rank_of_stage
         by_stage = [optimizer_ms[r] / rank_of_stage.count(r) for r in rank_of_stage]
         return forecast_run(
-            self._plan, self._job.planned, self._settings, cores, optimizer_ms=by_stage
+            self._plan, self._job.planned, self._settings, cores, schedule, optimizer_ms=by_stage
         )
 
-    def _schedule(self, steps: int) -> Schedule:
-        if steps not in self._schedules:
-            self._schedules = {steps: make_segment(self._plan, self._settings, steps=steps)}
-        return self._schedules[steps]
+    def _schedule(self, segment: range) -> Schedule:
+        """That of a segment of steps, counted from 0."""
+        steps = len(segment)
+        if steps == 1:
+            return self._steps.of_step(segment.stop)
+        if steps not in self._longer:
+            self._longer = {steps: make_segment(self._plan, self._settings, steps=steps)}
+        return self._longer[steps]
+
+    def _figures_until(self, step: int) -> Sequence[Sequence[RankFigures]]:
+        assert self._watch is not None
+        self._watch.drain(step)
+        return self._watch.steady
+
+    def _rescheduled(self, text: str, schedule: Schedule) -> None:
+        write_schedule(self._job.folder, schedule)
+        if self._reporter is not None:
+            self._reporter.on_note("schedule", text)
 
     def _check_tokens(self, data: Data | None) -> None:
         if data is None or data.largest_token is None:
@@ -313,6 +343,11 @@ class _Run:
                     source=data.source,
                     tokenizer=data.tokenizer,
                 )
+
+
+def write_schedule(folder: Path, schedule: Schedule) -> None:
+    """Leaves the schedule in the run's folder, as `--schedule FILE` reads it."""
+    (folder / "schedule.txt").write_text(to_text(schedule.compute), encoding="utf-8")
 
 
 def _load(job: Job, schedule: Schedule, world: World) -> dict[int, nn.Module]:
