@@ -93,8 +93,6 @@ def _refusal(asked: str, where: Circumstances) -> str:
         return "several ranks share one GPU, which NCCL refuses."
     if asked == "shm" and where.apart:
         return f"{where.apart}."
-    if asked == "shm" and where.on_gpus:
-        return "it carries tensors between CPUs, and --device is cuda."
     return ""
 
 
