@@ -284,7 +284,7 @@ _TRAIN_HELP = {
     "timeout_s": "Seconds after which a rank that waits gives up, saying for whom.",
     "stall_s": "Seconds without progress after which is told who waits for whom; 0: never.",
     "dtype": "Of the weights.",
-    "transport": "How boundary tensors travel.",
+    "transport": "How boundary tensors travel; auto: the fastest that works here.",
     "dry_run": "Check everything, say what would run, and stop.",
     "json": "Print every event as a JSON line.",
     "quiet": "Print nothing but errors.",

@@ -21,6 +21,11 @@ class Precision:
     dtype: torch.dtype | None = None
     device_type: str = "cpu"
 
+    @property
+    def name(self) -> str:
+        """As after `--precision`."""
+        return "full" if self.dtype is None else str(self.dtype).removeprefix("torch.")
+
     def computing(self) -> AbstractContextManager[object]:
         """Around a forward and its loss."""
         if self.dtype is None:

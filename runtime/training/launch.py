@@ -29,6 +29,7 @@ from ..errors import AsyncPipeError
 from ..plan import Plan, read_plan
 from ..schedule import Schedule
 from ..user_code import import_object
+from .debugger import check_debugger
 from .facts import announce, find_machine, forecast_run
 from .failure import GRACE_S, RankError, RankFolder, failure_of, is_consequence, root_of
 from .loop import Job, train
@@ -37,6 +38,7 @@ from .resolve import check_devices, check_ranks, gpu_of_rank, resolve, sized_pla
 from .segments import make_segment
 from .settings import Settings, SettingsError
 from .sources import default_data
+from .transport import expect_transport
 from .world import ALONE, Place, World, find_place, join, leave
 
 WORKER = "asyncpipe.runtime.training.worker"
@@ -80,6 +82,9 @@ def make_job(settings: Settings, folder: Path | None = None) -> Job:
     if resolved.data is None:
         data = default_data(task, sized_plan(planned, resolved))
         resolved = replace(resolved, data=data)
+    if resolved.debug is not None:
+        ranks = make_segment(sized_plan(planned, resolved), resolved, steps=1).ranks
+        check_debugger(resolved, len(ranks))
     return Job(resolved, task, planned, folder or _next_folder(settings))
 
 
@@ -136,6 +141,7 @@ def _show(job: Job, reporter: Reporter) -> None:
         job.task,
         schedule,
         machine,
+        transport=expect_transport(settings, plan, len(schedule.ranks)),
         data=data,
         output=job.folder,
         forecast=forecast,
@@ -160,7 +166,7 @@ def _join(job: Job, place: Place, reporter: str) -> None:
     check_ranks(job.planned, settings.schedule, place.ranks)
     _check_devices(settings, job.plan, place.local_ranks)
     try:
-        world = join(place, settings.timeout_s)
+        world = join(place, settings.patience_s, settings.transport)
         if place.rank == 0:
             job = _make_folder(job)
         job = replace(job, folder=Path(world.text_of_first(str(job.folder))))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..activity import Activities, Activity
+from ..boundary_dtypes import BoundaryDtypes
 from ..data.order import Order
 from ..data.task import Task
 from ..data.vocabulary import check_vocabulary
@@ -21,12 +22,10 @@ from ..pipeline import Pipeline, needed_inputs
 from ..plan import Plan
 from ..schedule import Schedule
 from ..tensors import dtype_of
-from ..transports.gloo import GlooTransport
-from ..transports.local import LocalHub
-from ..transports.protocol import Transport
-from ..transports.shm import ShmTransport
+from ..transports.choose import Choice
 from .agreement import Agreement
 from .criterion import find_criterion
+from .debugger import wait_for_debugger
 from .evaluation import Evaluation
 from .export import check_exportable, copy_configuration, write_weights
 from .facts import announce, describe_data, find_machine, forecast_run
@@ -39,6 +38,7 @@ from .segments import make_segment, segments
 from .settings import Settings
 from .sources import Data, Feed, feed_nothing, open_data, prepare_data
 from .tracing import Tracing
+from .transport import agree_on_transport, make_transport
 from .watch import Watch
 from .watchdog import Watchdog
 from .world import World
@@ -96,10 +96,14 @@ def _train(
     if world.rank == 0:
         reporter = MetricsFile(job.folder / "metrics.jsonl", make_reporter(settings))
         watchdog.tell = reporter.on_warning
+    wait_for_debugger(settings, world, reporter)
+    if world.rank == 0:
         with activities.during(Activity("other", "prepares the data")):
             prepare_data(settings, job.task, job.folder)
     with activities.during(Activity("meet", "the data are prepared")):
         world.meet()
+    with activities.during(Activity("meet", "the choice of a transport")):
+        transport = agree_on_transport(world, settings, _device(settings, plan, world))
     own = [stage for stage, rank in enumerate(schedule.rank_of_stage) if rank == world.rank]
     fields = needed_inputs(plan, own, criterion=settings.criterion is not None)
     data = open_data(settings, job.task, plan, job.folder) if fields or reporter else None
@@ -112,13 +116,14 @@ def _train(
             job.task,
             schedule,
             machine,
+            transport=transport,
             data=readers,
             output=job.folder,
             forecast=forecast,
         )
     read = data if fields else None
     with activities.during(Activity("other", "loads its stages")):
-        run = _Run(job, world, schedule, read, fields, reporter, on_step, activities)
+        run = _Run(job, world, schedule, transport, read, fields, reporter, on_step, activities)
     run.train()
     run.save(machine.cores)
 
@@ -131,6 +136,7 @@ class _Run:
         job: Job,
         world: World,
         schedule: Schedule,
+        transport: Choice,
         data: Data | None,
         fields: tuple[str, ...],
         reporter: MetricsFile | None,
@@ -143,15 +149,18 @@ class _Run:
         self._activities = activities
         self._tracing = Tracing(settings, activities)
         self._modules = _load(job, schedule, world)
+        device = _device(settings, plan, world)
         self._pipeline = Pipeline(
             plan,
             self._modules,
-            ObservedTransport(_transport(world, settings, plan), activities),
+            ObservedTransport(
+                make_transport(transport, world, settings, plan, schedule, device), activities
+            ),
             rank_of_stage=schedule.rank_of_stage,
             staleness=settings.staleness or "none",
             criterion=find_criterion(settings.criterion) if settings.criterion else None,
-            device=_device(settings, plan, world),
-            dtype=None if settings.dtype == "float32" else dtype_of(settings.dtype),
+            device=device,
+            dtypes=BoundaryDtypes(dtype_of(settings.dtype)),
             seed=settings.seed,
         )
         self._schedules = {1: schedule}
@@ -319,13 +328,6 @@ def _load(job: Job, schedule: Schedule, world: World) -> dict[int, nn.Module]:
             )
             modules[stage] = module.to(dtype_of(settings.dtype)).train()
     return modules
-
-
-def _transport(world: World, settings: Settings, plan: Plan) -> Transport:
-    if world.control is None:
-        return LocalHub(1).transport(0)
-    kind = ShmTransport if settings.transport == "shm" else GlooTransport
-    return kind(timeout_s=settings.timeout_s, device=_device(settings, plan, world))
 
 
 def _device(settings: Settings, plan: Plan, world: World) -> str:

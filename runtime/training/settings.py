@@ -26,7 +26,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "decay": ("none", "linear", "cosine"),
     "device": ("cpu", "cuda"),
     "dtype": ("float32", "float64"),
-    "transport": ("gloo", "shm"),
+    "transport": ("auto", "local", "shm", "gloo", "nccl", "mpi"),
 }
 """The legal values of the options that have a few."""
 
@@ -106,7 +106,7 @@ class Settings:
     timeout_s: float = 300.0
     stall_s: float = 60.0
     dtype: str = "float32"
-    transport: str = "gloo"
+    transport: str = "auto"
 
     dry_run: bool = False
     json: bool = False
@@ -143,6 +143,11 @@ class Settings:
         if dash:
             return range(int(first), int(last) + 1)
         return range(max(1, self.steps - int(first) + 1), self.steps + 1)
+
+    @property
+    def patience_s(self) -> float:
+        """How long a rank waits: `timeout_s`, or days while a debugger may hold another."""
+        return self.timeout_s if self.debug is None else 7 * 86_400.0
 
     def is_debugged(self, rank: int) -> bool:
         """Whether a debugger is to be attached to the rank."""
