@@ -56,6 +56,15 @@ class RankFolder:
         text = path.read_text(encoding="utf-8") if path.is_file() else ""
         return int(text) if text.isdigit() else 0
 
+    def mark_process(self, rank: int) -> None:
+        """Leaves the number of a rank's process."""
+        (self.path / f"{rank}.pid").write_text(str(os.getpid()), encoding="utf-8")
+
+    def process_of(self, rank: int) -> int:
+        """The number of a rank's process; -1 if it left none."""
+        path = self.path / f"{rank}.pid"
+        return int(path.read_text(encoding="utf-8")) if path.is_file() else -1
+
     def last_step(self) -> int:
         """The last step that any rank has made."""
         ranks = [int(path.stem) for path in self.path.glob("*.step")]

@@ -34,6 +34,7 @@ from .facts import announce, find_machine, forecast_run
 from .failure import GRACE_S, RankError, RankFolder, failure_of, is_consequence, root_of
 from .loop import Job, train
 from .metrics import Reporter
+from .mpi_ranks import run_over_mpi
 from .resolve import check_devices, check_ranks, gpu_of_rank, resolve, sized_plan
 from .segments import make_segment
 from .settings import Settings, SettingsError
@@ -189,8 +190,18 @@ def _start_ranks(job: Job, reporter: str) -> None:
     schedule = make_segment(job.plan, job.settings, steps=1)
     ranks = len(schedule.ranks)
     _check_devices(job.settings, job.plan, ranks)
+    expect_transport(job.settings, job.plan, ranks)
     job = _make_folder(job)
     left = RankFolder(job.folder)
+    options = json.dumps(asdict(job.settings))
+    command = ("-m", WORKER, options, str(job.folder), reporter)
+    if job.settings.transport == "mpi":
+        try:
+            run_over_mpi(command, ranks, left, stages_of_ranks(schedule))
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(_interruption(left)) from None
+        shutil.rmtree(left.path)
+        return
     # Rank 0 shows the run on this terminal; all else that ranks print goes to files.
     redirects = {rank: Std.ERR if rank == 0 else Std.ALL for rank in range(ranks)}
     config = LaunchConfig(
@@ -204,10 +215,9 @@ def _start_ranks(job: Job, reporter: str) -> None:
         max_restarts=0,
         logs_specs=DefaultLogsSpecs(str(job.folder / "logs"), redirects=redirects),
     )
-    options = json.dumps(asdict(job.settings))
     try:
         with _quiet_launcher():
-            elastic_launch(config, sys.executable)("-m", WORKER, options, str(job.folder), reporter)
+            elastic_launch(config, sys.executable)(*command)
     except ChildFailedError as failed:
         codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
         if -signal.SIGINT in codes.values():
