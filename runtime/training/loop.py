@@ -26,6 +26,7 @@ from ..tensors import dtype_of
 from ..transports.choose import Choice
 from .agreement import Agreement
 from .criterion import find_criterion
+from .debugger import wait_for_debugger
 from .evaluation import Evaluation
 from .export import check_exportable, copy_configuration, write_weights
 from .facts import announce, describe_data, find_machine, forecast_run
@@ -99,11 +100,14 @@ def _train(
         write_schedule(job.folder, schedule)
         reporter = MetricsFile(job.folder / "metrics.jsonl", make_reporter(settings))
         watchdog.tell = reporter.on_warning
+    wait_for_debugger(settings, world, reporter)
+    if world.rank == 0:
         with activities.during(Activity("other", "prepares the data")):
             prepare_data(settings, job.task, job.folder)
     with activities.during(Activity("meet", "the data are prepared")):
         world.meet()
-    transport = agree_on_transport(world, settings, _device(settings, plan, world))
+    with activities.during(Activity("meet", "the choice of a transport")):
+        transport = agree_on_transport(world, settings, _device(settings, plan, world))
     own = [stage for stage, rank in enumerate(schedule.rank_of_stage) if rank == world.rank]
     fields = needed_inputs(plan, own, criterion=settings.criterion is not None)
     data = open_data(settings, job.task, plan, job.folder) if fields or reporter else None

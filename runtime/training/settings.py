@@ -160,6 +160,11 @@ class Settings:
             return range(int(first), int(last) + 1)
         return range(max(1, self.steps - int(first) + 1), self.steps + 1)
 
+    @property
+    def patience_s(self) -> float:
+        """How long a rank waits: `timeout_s`, or days while a debugger may hold another."""
+        return self.timeout_s if self.debug is None else 7 * 86_400.0
+
     def is_debugged(self, rank: int) -> bool:
         """Whether a debugger is to be attached to the rank."""
         return self.debug == "all" or str(rank) in (self.debug or "").split(",")

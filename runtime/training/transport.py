@@ -55,7 +55,7 @@ def make_transport(
     return open_transport(
         choice.name,
         world.control,
-        timeout_s=settings.timeout_s,
+        timeout_s=settings.patience_s,
         device=device,
         lanes=lanes_of_plan(plan, schedule.rank_of_stage),
     )

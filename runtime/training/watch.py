@@ -49,7 +49,7 @@ class Watch:
     def drain(self, step: int) -> None:
         """Reports until `step`, waiting for the ranks that have not told yet."""
         while self.step < step:
-            figures = self._gather.take(wait_s=self._settings.timeout_s)
+            figures = self._gather.take(wait_s=self._settings.patience_s)
             assert figures is not None
             self._take(figures)
 
