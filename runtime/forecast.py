@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from .plan import Plan, StageSpec
-from .schedules import ASYNCHRONOUS, make_schedule
+from .schedules import ASYNCHRONOUS, VIRTUAL, make_schedule
 from .simulate import Costs, Timeline, simulate
 
 _MUCH_IDLE = 1 / 3
@@ -29,28 +29,25 @@ def forecast_step(
     processors: int | None = None,
     steps: int = 1,
     step_ms: Iterable[float] | None = None,
+    ranks: int | None = None,
 ) -> Forecast:
-    """Simulates `steps` steps (one, unless asynchronous) at the plan's costs.
+    """Simulates `steps` steps (one, unless asynchronous) at the plan's costs, on `ranks` or as
+    many as the plan has for the schedule (`planned_ranks`).
 
     A rank is busy with its transfers as the plan says, and at the end of a step with the gradients
     of shared parameters. `processors` is the number of cores that the ranks share, None for one
     each; `step_ms` the optimizer's milliseconds of every stage. For an asynchronous schedule the
     idle share is that of the steady state, fill and drain left out.
     """
-    stages = len(plan.stages)
     count = steps if schedule in ASYNCHRONOUS else 1
     made = make_schedule(
-        schedule, stages=stages, micro_batches=micro_batches * count, step_every=micro_batches
+        schedule,
+        stages=len(plan.stages),
+        micro_batches=micro_batches * count,
+        step_every=micro_batches,
+        ranks=ranks or planned_ranks(plan, schedule),
     )
-    costs = Costs(
-        forward_ms=tuple(stage.forward_ms + stage.forward_talk_ms for stage in plan.stages),
-        backward_ms=tuple(stage.backward_ms + stage.backward_talk_ms for stage in plan.stages),
-        step_ms=tuple(
-            stage.exchange_ms + optimizer_ms
-            for stage, optimizer_ms in zip(plan.stages, step_ms or (0.0,) * stages, strict=True)
-        ),
-        transfer_ms={(source, target): ms for source, target, ms in plan.setting.transfer_ms},
-    )
+    costs = planned_costs(plan, step_ms)
     shared = [parameter.stages for parameter in plan.shared if len(parameter.stages) > 1]
     edges = {(edge.source, target) for edge in plan.boundaries for target in edge.targets}
     gradients = {
@@ -64,6 +61,30 @@ def forecast_step(
     )
     idle = timeline.steady_idle_share if count > 1 else timeline.idle_share
     return Forecast(timeline.makespan_ms / count, idle, timeline)
+
+
+def planned_ranks(plan: Plan, schedule: str) -> int | None:
+    """The ranks that the plan has for its stages where the schedule puts several on one; None
+    for another schedule, which has as many as it always has."""
+    ranks = len(set(plan.device_of_stage))
+    if schedule not in VIRTUAL or len(plan.stages) % ranks or ranks == len(plan.stages):
+        return None
+    return ranks if schedule != "zb-v" or len(plan.stages) == 2 * ranks else None
+
+
+def planned_costs(plan: Plan, step_ms: Iterable[float] | None = None) -> Costs:
+    """What the actions of a plan's stages take; `step_ms` is the optimizer's part of its steps."""
+    stages = plan.stages
+    return Costs(
+        forward_ms=tuple(stage.forward_ms + stage.forward_talk_ms for stage in stages),
+        backward_ms=tuple(stage.backward_ms + stage.backward_talk_ms for stage in stages),
+        step_ms=tuple(
+            stage.exchange_ms + optimizer_ms
+            for stage, optimizer_ms in zip(stages, step_ms or (0.0,) * len(stages), strict=True)
+        ),
+        transfer_ms={(source, target): ms for source, target, ms in plan.setting.transfer_ms},
+        weight_ms=tuple(stage.weight_ms for stage in stages),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,17 +123,22 @@ def _as_one_rank(stage: StageSpec) -> StageSpec:
     replicas = len(stage.ranks)
     if replicas < 2:
         return stage
-    names = ("forward_ms", "backward_ms", "forward_talk_ms", "backward_talk_ms")
+    names = ("forward_ms", "backward_ms", "forward_talk_ms", "backward_talk_ms", "weight_ms")
     shared = {name: getattr(stage, name) / replicas for name in names}
-    shared["backward_talk_ms"] += max(0.0, stage.load_ms - sum(shared.values()))
+    busy_ms = sum(shared.values()) - shared["weight_ms"]  # which the backward has in it
+    shared["backward_talk_ms"] += max(0.0, stage.load_ms - busy_ms)
     return replace(stage, **shared)
 
 
 def describe_forecast(plan: Plan, micro_batches: tuple[int, ...] = (8, 32)) -> str:
-    """One sentence: what a 1f1b step takes at a few numbers of micro-batches, and asynchronous."""
+    """One sentence: what a step of the plan's schedule, or else of 1f1b, takes at a few numbers of
+    micro-batches, and asynchronous."""
     parts = []
+    planned = plan.setting.schedule
+    name = "1f1b" if planned in ASYNCHRONOUS else planned
+    ranks = planned_ranks(plan, name)
     for number in micro_batches:
-        step = forecast_step(plan, "1f1b", number)
+        step = forecast_step(plan, name, number)
         parts.append(f"{number} micro-batches {step.step_ms:.0f} ms, {step.idle_share:.0%} idle")
     ahead = len(plan.stages) - 1
     steady = forecast_step(plan, "async-1f1b", micro_batches[0], steps=8)
@@ -120,7 +146,8 @@ def describe_forecast(plan: Plan, micro_batches: tuple[int, ...] = (8, 32)) -> s
         f"async {steady.idle_share:.0%} idle, weights at most "
         f"{-(-ahead // micro_batches[0])} step old"
     )
-    return "one 1f1b step on a device a stage: " + " · ".join(parts)
+    where = f"{ranks} ranks" if ranks else "a device a stage"
+    return f"one {name} step on {where}: " + " · ".join(parts)
 
 
 def few_micro_batches_warning(name: str, *, stages: int, micro_batches: int) -> str | None:
