@@ -13,6 +13,7 @@ from itertools import pairwise, permutations
 
 import torch
 
+from .boundary_dtypes import BoundaryDtypes
 from .plan import Boundary, Plan
 from .transports.protocol import Channel, ChannelKind
 
@@ -54,12 +55,12 @@ def plan_channels(
     sizes: Mapping[str, int],
     shared_specs: Mapping[str, _Spec],
     state_bytes: int,
-    dtype: torch.dtype | None = None,
+    dtypes: BoundaryDtypes,
 ) -> tuple[Channel, ...]:
     """All channels of a plan at the given sizes; each one's tag is its position.
 
     `shared_specs` gives dtype and shape of the shared parameters that this rank holds, by their
-    first name. `dtype` is what the plan's float32 tensors are instead.
+    first name. `dtypes` says what boundary tensors are.
     """
     channels: list[Channel] = []
 
@@ -69,7 +70,9 @@ def plan_channels(
 
     for boundary, target in _crossings(plan):
         tensor = boundary.tensor
-        spec = _boundary_dtype(tensor.dtype, dtype), tensor.resolve(sizes)
+        is_local = rank_of_stage[boundary.source] == rank_of_stage[target]
+        dtype = dtypes.at_stages(tensor) if is_local else dtypes.between_ranks(tensor)
+        spec = dtype, tensor.resolve(sizes)
         add("activation", tensor.name, boundary.source, target, spec)
         if tensor.requires_grad:
             add("gradient", tensor.name, target, boundary.source, spec)
@@ -93,8 +96,3 @@ def _crossings(plan: Plan) -> Iterator[tuple[Boundary, int]]:
 
 def _drawing_edges(plan: Plan) -> Iterator[Edge]:
     return pairwise(stage.index for stage in plan.stages if stage.draws_random)
-
-
-def _boundary_dtype(name: str, dtype: torch.dtype | None) -> torch.dtype:
-    own: torch.dtype = getattr(torch, name)
-    return dtype if dtype is not None and own is torch.float32 else own

@@ -16,11 +16,13 @@ from typing import TypedDict, Unpack
 import torch
 from torch import Tensor, nn
 
+from .boundary_dtypes import AS_PLANNED, BoundaryDtypes
 from .channels import GENERATOR_STATE, forward_edges, gradient_edges, plan_channels, shared_stages
 from .errors import PlanError, ScheduleError, TransportError
 from .feed import Criterion, Feed, FeedOnce, loss_of_stage, needed_inputs, output_names
 from .mailbox import Mailbox
 from .plan import Plan
+from .precision import FULL, Precision
 from .program import Program, forward_only, passages, window_ends
 from .random_state import GeneratorState, micro_batch_seed
 from .report import Observer, Recorder, RunReport, StepOptimizers
@@ -28,6 +30,7 @@ from .schedule import Action, Schedule, shared_delay
 from .shared import SharedGradients
 from .stage import Stage
 from .staleness import Passage, make_staleness
+from .transports.casting import CastingTransport
 from .transports.protocol import Handle, Transport
 from .versions import LedgerEntry, WeightVersions
 
@@ -51,7 +54,7 @@ class RunOptions(TypedDict, total=False):
     `first_micro_batch` is the number of the schedule's first micro-batch (0). Without `training`
     only the forwards are carried out, in eval mode and without gradients; weights, versions and
     random numbers are left alone. `sizes` are the micro-batches' sizes if not the plan's.
-    `record` keeps the time of each action.
+    `record` keeps the time of each action. The loss is multiplied by `loss_scale` for backwards.
     """
 
     first_micro_batch: int
@@ -59,6 +62,7 @@ class RunOptions(TypedDict, total=False):
     training: bool
     sizes: Mapping[str, int] | None
     record: bool
+    loss_scale: float
 
 
 @dataclass
@@ -73,6 +77,7 @@ class _Run:
     recorder: Recorder
     passages: dict[tuple[int, int], Passage]
     first_micro_batch: int
+    loss_scale: float
 
 
 class Pipeline:
@@ -80,8 +85,8 @@ class Pipeline:
 
     `stages` are this rank's modules by stage. `rank_of_stage` is by default one stage a rank.
     `staleness` is a name in `staleness.METHODS`. `criterion` makes the loss where the model does
-    not, at the last stage that makes a model output. `dtype` is what the plan's float32 tensors
-    are, if the modules were converted. Raises PlanError when stages and plan do not fit.
+    not, at the last stage that makes a model output. Forwards compute in `precision`; `dtypes` are
+    those of boundary tensors. Raises PlanError when stages and plan do not fit.
     """
 
     def __init__(
@@ -94,15 +99,17 @@ class Pipeline:
         staleness: str = "none",
         criterion: Criterion | None = None,
         device: str | torch.device = "cpu",
-        dtype: torch.dtype | None = None,
+        precision: Precision = FULL,
+        dtypes: BoundaryDtypes = AS_PLANNED,
         seed: int = 0,
     ) -> None:
         self.plan = plan
-        self.transport = transport
+        cast = dtypes.cast(plan)
+        self.transport = CastingTransport(transport, cast) if cast else transport
         self.rank_of_stage = tuple(rank_of_stage or range(len(plan.stages)))
         self.criterion = criterion
         self.device = torch.device(device)
-        self.dtype = dtype
+        self.dtypes = dtypes
         self.seed = seed
         expected = [j for j, rank in enumerate(self.rank_of_stage) if rank == transport.rank]
         if sorted(stages) != expected:
@@ -110,12 +117,17 @@ class Pipeline:
                 f"Rank {transport.rank} was given stages {sorted(stages)}, and has {expected}."
             )
         self.stages = {
-            j: Stage(stages[j], plan.stages[j], loss_of=loss_of_stage(plan, j, criterion))
+            j: Stage(
+                stages[j],
+                plan.stages[j],
+                loss_of=loss_of_stage(plan, j, criterion),
+                precision=precision,
+            )
             for j in expected
         }
         self.weights = {j: WeightVersions(j, stages[j]) for j in expected}
         self.staleness = {j: make_staleness(staleness) for j in expected}
-        self._shared = SharedGradients(plan, stages, transport)
+        self._shared = SharedGradients(plan, stages, self.transport)
         self._shared_is_verified = False
         self._model_outputs = output_names(plan)
         self._needed = needed_inputs(plan, expected, criterion=criterion is not None)
@@ -199,7 +211,7 @@ class Pipeline:
             sizes=options.get("sizes") or self.plan.sizes,
             shared_specs=self._shared.specs,
             state_bytes=len(GeneratorState.seeded(self.device, 0).state),
-            dtype=self.dtype,
+            dtypes=self.dtypes,
         )
         self._shared.open(channels)
         if not training:
@@ -216,6 +228,7 @@ class Pipeline:
             ),
             passages(program, self.versions, first_micro_batch),
             first_micro_batch,
+            options.get("loss_scale", 1.0),
         )
 
     def _forward(self, run: _Run, action: Action) -> Generator[Handle, None, None]:
@@ -263,7 +276,12 @@ class Pipeline:
         with run.recorder.timing(action):
             passage = run.passages[action.stage, action.index]
             self.staleness[action.stage].before_backward(weights, passage)
-            gradients = stage.backward(micro_batch, arrived, loss_divisor=run.schedule.step_every)
+            gradients = stage.backward(
+                micro_batch,
+                arrived,
+                loss_divisor=run.schedule.step_every,
+                loss_scale=run.loss_scale,
+            )
             run.recorder.ledger.append(weights.went_backward(micro_batch))
         for channel in run.mailbox.outgoing("gradient", action.stage):
             run.mailbox.put(channel, action.index, gradients[channel.name])

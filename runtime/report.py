@@ -20,8 +20,11 @@ Event = tuple[Action, float, float]
 class Observer:
     """Told what happens on this rank; the training loop steps its optimizers in `on_step`."""
 
+    def on_begin(self, action: Action) -> None:
+        """An F, B, W or S begins; all that it waited for is there."""
+
     def on_action(self, action: Action, start_s: float, end_s: float) -> None:
-        """An F, B or S was carried out; what it waited for lies before `start_s`."""
+        """An F, B, W or S was carried out; what it waited for lies before `start_s`."""
 
     def on_loss(self, micro_batch: int, loss: Tensor) -> None:
         """The loss of a micro-batch, not divided, detached; on the rank that makes it."""
@@ -79,6 +82,7 @@ class Recorder:
 
     @contextmanager
     def timing(self, action: Action) -> Iterator[None]:
+        self.observer.on_begin(action)
         cpu_s, start_s = time.thread_time(), time.perf_counter()
         yield
         end_s = time.perf_counter()

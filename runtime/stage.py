@@ -21,6 +21,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from .errors import AsyncPipeError
 from .feed import LossOf, Values
 from .plan import StageSpec
+from .precision import FULL, Precision
 from .random_state import GeneratorState
 from .replay import Buffers, nothing_saved
 from .versions import Weights
@@ -61,6 +62,7 @@ class Stage:
     """One stage of a pipeline on its rank.
 
     `loss_of` makes the loss from the stage's outputs and what the feed gave; only one stage has it.
+    Both are computed in `precision`.
     """
 
     def __init__(
@@ -69,10 +71,12 @@ class Stage:
         spec: StageSpec,
         *,
         loss_of: LossOf | None = None,
+        precision: Precision = FULL,
     ) -> None:
         self.module = module
         self.spec = spec
         self.loss_of = loss_of
+        self.precision = precision
         self.grad_inputs = tuple(b.tensor.name for b in spec.receives if b.tensor.requires_grad)
         self._grad_outputs = tuple(b.tensor.name for b in spec.sends if b.tensor.requires_grad)
         self._buffers = Buffers(module)
@@ -129,21 +133,27 @@ class Stage:
         return detached, None if loss is None else loss.detach()
 
     def backward(
-        self, micro_batch: int, gradients: Mapping[str, Sequence[Tensor]], *, loss_divisor: int
+        self,
+        micro_batch: int,
+        gradients: Mapping[str, Sequence[Tensor]],
+        *,
+        loss_divisor: int,
+        loss_scale: float = 1.0,
     ) -> dict[str, Tensor]:
         """Adds to the weights' `.grad`; returns the gradients of the boundary inputs that need one.
 
         `gradients` has, for each output that a gradient comes for, one tensor of each stage that
         read it; they are added from the last stage to the first, as autograd would. The loss is
-        divided by `loss_divisor`. An input that does not reach the loss gets zeros. Raises
-        StageError.
+        divided by `loss_divisor` and multiplied by `loss_scale`. An input that does not reach the
+        loss gets zeros. Raises StageError.
         """
         passage, kept = self._passages.pop(micro_batch), self._kept.pop(micro_batch)
         try:
             flight = self._repeated(passage, kept) if isinstance(kept, _Repeatable) else kept
             roots = [(root, _sum(gradients[name])) for name, root in flight.roots.items()]
             if flight.loss is not None and flight.loss.requires_grad:
-                roots.append((flight.loss, torch.ones_like(flight.loss) / loss_divisor))
+                scale = torch.full_like(flight.loss, loss_scale)
+                roots.append((flight.loss, scale / loss_divisor))
             if roots:
                 tensors, tensor_gradients = zip(*roots, strict=True)
                 with self._reading(passage.weights):
@@ -162,8 +172,9 @@ class Stage:
         buffers: Mapping[str, Tensor] | None = None,
     ) -> tuple[dict[str, Tensor], Tensor | None]:
         """The module's outputs by name and the loss; `buffers` stand in for the module's own."""
-        with generator.drawing() if generator else nullcontext():
-            result = self._call({**(passage.weights or {}), **(buffers or {})}, passage.arguments)
+        with generator.drawing() if generator else nullcontext(), self.precision.computing():
+            arguments = tuple(map(self.precision.argument, passage.arguments))
+            result = self._call({**(passage.weights or {}), **(buffers or {})}, arguments)
             outputs = self.spec.named_outputs(result)
             return outputs, self.loss_of(outputs, passage.fed) if self.loss_of else None
 

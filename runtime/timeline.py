@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .schedule import Action, count_in_flight
 
@@ -62,18 +62,40 @@ class Timeline:
         any has begun its last forward. Where there are none (a synchronous schedule, or too
         short a segment) it is `idle_share`.
         """
-        steps = [self._step_ends(rank) for rank in range(self.ranks)]
-        if not all(steps):
+        windows = self._steady_windows()
+        if windows is None:
             return self.idle_share
-        steady_from = max(ends[0] for ends in steps)
-        steady_to = min(self._last_forward(rank) for rank in range(self.ranks))
-        shares = []
-        for rank, ends in enumerate(steps):
-            inside = [end for end in ends if steady_from <= end <= steady_to]
-            if len(inside) < 2:
-                return self.idle_share
-            shares.append(_idle_share(self.of_rank(rank), inside[0], inside[-1]))
+        shares = (
+            _idle_share(self.of_rank(rank), begin, end)
+            for rank, (begin, end, _) in enumerate(windows)
+        )
         return sum(shares) / self.ranks
+
+    @property
+    def idle_ms_a_step(self) -> tuple[float, ...]:
+        """What each rank is idle in one optimizer step: in the steady state where there is one,
+        else the whole timeline's, shared out among its steps."""
+        windows = self._steady_windows()
+        if windows is None:
+            steps = [max(1, len(self._step_ends(rank))) for rank in range(self.ranks)]
+            windows = [(self.start_ms, self.end_ms, count) for count in steps]
+        return tuple(
+            _idle_share(self.of_rank(rank), begin, end) * (end - begin) / steps
+            for rank, (begin, end, steps) in enumerate(windows)
+        )
+
+    def between(self, begin_ms: float, end_ms: float) -> Timeline:
+        """What lies between two moments; what reaches beyond is cut."""
+        events = (
+            replace(
+                event,
+                start_ms=max(event.start_ms, begin_ms),
+                end_ms=min(event.end_ms, end_ms),
+            )
+            for event in self.events
+            if event.start_ms < end_ms and event.end_ms > begin_ms
+        )
+        return replace(self, events=tuple(events))
 
     @property
     def steady_step(self) -> tuple[float, float]:
@@ -100,6 +122,18 @@ class Timeline:
         """When the optimizer steps of the rank's first stage to step ended."""
         steps = [event for event in self.of_rank(rank) if event.action.kind == "S"]
         return [event.end_ms for event in steps if event.action.stage == steps[0].action.stage]
+
+    def _steady_windows(self) -> list[tuple[float, float, int]] | None:
+        """From when to when, and over how many steps, each rank is in the steady state."""
+        steps = [self._step_ends(rank) for rank in range(self.ranks)]
+        if not all(steps):
+            return None
+        steady_from = max(ends[0] for ends in steps)
+        steady_to = min(self._last_forward(rank) for rank in range(self.ranks))
+        inside = [[end for end in ends if steady_from <= end <= steady_to] for ends in steps]
+        if any(len(ends) < 2 for ends in inside):
+            return None
+        return [(ends[0], ends[-1], len(ends) - 1) for ends in inside]
 
     def _last_forward(self, rank: int) -> float:
         return max(

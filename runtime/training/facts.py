@@ -13,6 +13,7 @@ from ..forecast import Forecast, few_micro_batches_warning, forecast_step
 from ..pipeline import needed_inputs
 from ..plan import Plan
 from ..schedule import Schedule
+from ..transports.choose import Choice
 from .metrics import Reporter
 from .resolve import batch_identity
 from .segments import longest_segment
@@ -81,6 +82,7 @@ def announce(
     schedule: Schedule,
     machine: Machine,
     *,
+    transport: Choice,
     data: str,
     output: Path,
     forecast: Forecast | None,
@@ -88,7 +90,7 @@ def announce(
     """Tells the reporter what will be done, and what is legal but probably not meant."""
     facts = [
         ("plan", f"{plan.name} · {len(plan.stages)} stages · {plan.method}"),
-        ("ranks", _ranks(schedule, settings, machine)),
+        ("ranks", _ranks(schedule, transport, machine)),
         ("algorithm", describe_algorithm(schedule, settings)),
         ("batch", batch_identity(settings, task)),
         ("data", data),
@@ -181,14 +183,13 @@ def describe_optimizer(settings: Settings) -> str:
     return ", ".join(parts)
 
 
-def _ranks(schedule: Schedule, settings: Settings, machine: Machine) -> str:
+def _ranks(schedule: Schedule, transport: Choice, machine: Machine) -> str:
     ranks = len(schedule.ranks)
     threads = f"{machine.threads} thread{'s' if machine.threads > 1 else ''}"
     if ranks == 1:
         return f"1 process, all stages in it · {threads} of {machine.cores} cores"
     return (
-        f"{ranks} processes · {settings.transport} · {threads} each, {machine.cores} cores "
-        "on this machine"
+        f"{ranks} processes · {transport} · {threads} each, {machine.cores} cores on this machine"
     )
 
 

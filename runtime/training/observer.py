@@ -12,10 +12,10 @@ from time import perf_counter, process_time
 import torch
 from torch import Tensor, nn
 
+from ..activity import Activities, Activity
 from ..errors import AsyncPipeError
-from ..pipeline import Observer
+from ..observed import ActionObserver
 from ..plan import Plan
-from ..schedule import Action
 from .clipping import (
     clip_factor,
     counted_parameters,
@@ -23,7 +23,7 @@ from .clipping import (
     scale_gradients,
     squared_norm,
 )
-from .gather import RankFigures
+from .gather import RankFigures, figures_of
 from .optimizers import StageOptimizer
 from .settings import Settings
 from .world import World
@@ -33,7 +33,7 @@ class LossError(AsyncPipeError):
     """A loss that is no number any more."""
 
 
-class Trainer(Observer):
+class Trainer(ActionObserver):
     """Clips and steps the stages of one rank, and hands on the figures of every step.
 
     In a synchronous schedule the norm is that of all stages, so a rank steps none of its stages
@@ -50,7 +50,9 @@ class Trainer(Observer):
         report: Callable[[RankFigures], None],
         *,
         lr_scale: Callable[[int, int], float],
+        activities: Activities | None = None,
     ) -> None:
+        super().__init__(activities or Activities())
         self._settings = settings
         self._world = world
         self._report = report
@@ -68,16 +70,13 @@ class Trainer(Observer):
         self._last_good: tuple[int, float] | None = None
         self._squares: dict[int, float] = {}
         self._stepped = 0
-        self._busy_s = 0.0
         self._optimizer_s = 0.0
-        self._since_s = perf_counter()
 
-    def start_segment(self) -> None:
-        """Forgets the time since the last step: something else was done meanwhile."""
-        self._since_s, self._busy_s = perf_counter(), 0.0
-
-    def on_action(self, action: Action, start_s: float, end_s: float) -> None:
-        self._busy_s += end_s - start_s
+    def start_segment(self, step: int = 1, first_micro_batch: int = 0) -> None:
+        """Forgets the time since the last step: something else was done meanwhile. `step` is the
+        first that the segment makes."""
+        self.activities.step, self.activities.first_micro_batch = step, first_micro_batch
+        self.activities.take()
 
     def on_loss(self, micro_batch: int, loss: Tensor) -> None:
         self._losses[micro_batch // (self._settings.micro_batches or 1) + 1].append(loss)
@@ -117,9 +116,8 @@ class Trainer(Observer):
         self._squares = {stage: squared_norm(own) for stage, own in self._counted.items()}
         if not self._settings.clip:
             return 1.0
-        waiting = perf_counter()
-        square = global_squared_norm(self._squares, self._stages, self._world.control)
-        self._busy_s -= perf_counter() - waiting  # the step action includes this wait
+        with self.activities.during(Activity("meet", "the norm of all gradients")):
+            square = global_squared_norm(self._squares, self._stages, self._world.control)
         return clip_factor(math.sqrt(square), self._settings.clip)
 
     def _step(self, stage: int, version: int, factor: float) -> None:
@@ -133,22 +131,19 @@ class Trainer(Observer):
         return bool(self._settings.clip) or is_logged(version, self._settings)
 
     def _finish_step(self, version: int) -> None:
-        now = perf_counter()
-        self._report(
-            RankFigures(
-                version,
+        spent = self.activities.take()
+        with self.activities.during(Activity("other", "tells rank 0 of a step")):
+            figures = figures_of(
+                spent,
+                self._stages,
+                step=version,
                 loss=self._mean_loss(version),
                 squared_norm=sum(self._squares.values()) if self._squares else math.nan,
-                busy_s=max(0.0, self._busy_s),
-                wall_s=now - self._since_s,
                 optimizer_s=self._optimizer_s,
                 mem_bytes=_peak_memory_bytes(),
             )
-        )
+            self._report(figures)
         self._stepped, self._squares, self._optimizer_s = 0, {}, 0.0
-        # What reporting took is inside the step action that calls this.
-        self._busy_s = now - perf_counter()
-        self._since_s = now
 
     def _mean_loss(self, version: int) -> float:
         losses = self._losses.pop(version, None)

@@ -3,6 +3,7 @@
 from .gloo import GlooTransport
 from .local import LocalHub, LocalTransport, run_together
 from .protocol import Channel, Handle, Transport
+from .shm import ShmTransport
 
 __all__ = [
     "Channel",
@@ -10,6 +11,7 @@ __all__ = [
     "Handle",
     "LocalHub",
     "LocalTransport",
+    "ShmTransport",
     "Transport",
     "run_together",
 ]

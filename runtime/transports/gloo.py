@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import TransportError
-from .protocol import DIRECTIONS, Channel, Handle
+from .protocol import DIRECTIONS, Channel, Handle, peer_is_gone, timed_out
 
 INDICES = 1024
 """Messages of one channel that may be told apart at a time: tags are `tag * INDICES + index`."""
@@ -129,22 +129,12 @@ class GlooTransport:
         return self._error(channel.waiting(index), channel.source_rank, error)
 
     def _send_error(self, channel: Channel, index: int, error: RuntimeError) -> TransportError:
-        what = (
-            f"rank {channel.source_rank} waits for rank {channel.target_rank} "
-            f"to take {channel.message(index)}"
-        )
-        return self._error(what, channel.target_rank, error)
+        return self._error(channel.sending(index), channel.target_rank, error)
 
     def _error(self, what: str, peer: int, error: RuntimeError) -> TransportError:
         if "Timed out" in str(error):
-            return TransportError(
-                f"{what} ({self._timeout.total_seconds():g} s).",
-                f"See what rank {peer} does, or allow more time with --timeout-s.",
-            )
-        return TransportError(
-            f"{what}, but rank {peer} is gone: {str(error).splitlines()[0]}",
-            f"The output of rank {peer} says why it ended.",
-        )
+            return timed_out(what, peer, self._timeout.total_seconds())
+        return peer_is_gone(what, peer, f": {str(error).splitlines()[0]}")
 
 
 def _tag(channel: Channel, index: int) -> int:

@@ -57,6 +57,11 @@ class Channel:
             f"rank {self.target_rank} waits for {self.message(index)} from rank {self.source_rank}"
         )
 
+    def sending(self, index: int) -> str:
+        """`rank 1 waits for rank 2 to take the activation "hidden" of micro-batch 5`."""
+        ends = f"rank {self.source_rank} waits for rank {self.target_rank}"
+        return f"{ends} to take {self.message(index)}"
+
     def check(self, tensor: Tensor, index: int) -> None:
         """Raises TransportError when a tensor is not what the channel carries."""
         if tensor.shape != self.shape or tensor.dtype != self.dtype:
@@ -113,6 +118,22 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Waits until everything sent has arrived."""
+
+
+def timed_out(what: str, peer: int, timeout_s: float) -> TransportError:
+    """`what` is a channel's `waiting` or `sending`."""
+    return TransportError(
+        f"{what} ({timeout_s:g} s).",
+        f"See what rank {peer} does, or allow more time with --timeout-s.",
+    )
+
+
+def peer_is_gone(what: str, peer: int, detail: str = "") -> TransportError:
+    """`what` is a channel's `waiting` or `sending`."""
+    return TransportError(
+        f"{what}, but rank {peer} is gone{detail}",
+        f"The output of rank {peer} says why it ended.",
+    )
 
 
 def _describe(dtype: torch.dtype, shape: tuple[int, ...]) -> str:

@@ -1,0 +1,168 @@
+"""The same GPT as torch's own tools train it: plain, with DDP, and with its pipeline schedules.
+
+torch cuts nothing by itself, so the cuts that it is given here are the best ones between blocks by
+measured costs (`cut_units`), for each placement of stages on ranks; it also gets the loss as a
+function outside the model, as its schedules want it.
+"""
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import gpt
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, schedules
+from torch.nn.parallel import DistributedDataParallel
+
+Step = Callable[[], Any]
+Batch = Sequence[dict[str, Tensor]]
+
+TORCH = {
+    # name: class, stages a rank, whether stages are placed in a V
+    "torch GPipe": ("GPipe", 1, False),
+    "torch 1F1B": ("1F1B", 1, False),
+    "torch ZB-H1": ("InterleavedZeroBubble", 1, False),
+    "torch Interleaved1F1B": ("Interleaved1F1B", 2, False),
+    "torch LoopedBFS": ("LoopedBFS", 2, False),
+    "torch InterleavedZeroBubble": ("InterleavedZeroBubble", 2, False),
+    "torch ZBVZeroBubble": ("ZBVZeroBubble", 2, True),
+    "torch DualPipeV": ("DualPipeV", 2, True),
+}
+
+
+class Embedding(nn.Module):
+    def __init__(self, model: gpt.GPT) -> None:
+        super().__init__()
+        self.tok, self.pos = model.tok, model.pos
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+        embedded: Tensor = self.tok(input_ids) + self.pos(positions)
+        return embedded
+
+
+def units_of(model: gpt.GPT) -> list[nn.Module]:
+    """The model as modules that one may cut between: embedding, blocks, head."""
+    return [Embedding(model), *model.blocks, nn.Sequential(model.ln_f, model.head)]
+
+
+def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
+
+
+def plain(model: gpt.GPT, batch: Batch) -> Step:
+    """The plain model, one micro-batch after the other."""
+    optimizer = optimizer_of(model.parameters())
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        for inputs in batch:
+            (model(**inputs)["loss"] / len(batch)).backward()
+        optimizer.step()
+
+    return step
+
+
+def data_parallel(model: gpt.GPT, batch: Batch, rank: int, ranks: int) -> Step:
+    """torch's DistributedDataParallel: each rank takes its share of the micro-batches."""
+    replica = DistributedDataParallel(model)
+    optimizer = optimizer_of(replica.parameters())
+    mine = batch[rank::ranks]
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        for number, inputs in enumerate(mine):
+            replica.require_backward_grad_sync = number == len(mine) - 1
+            (replica(**inputs)["loss"] / len(mine)).backward()
+        optimizer.step()
+
+    return step
+
+
+def unit_costs(model: gpt.GPT, inputs: dict[str, Tensor], rounds: int = 5) -> list[float]:
+    """Seconds of forward and backward of each unit for one micro-batch: the least of some."""
+    units = units_of(model)
+    least = [float("inf")] * len(units)
+    for _ in range(rounds):
+        value = inputs["input_ids"]
+        for number, unit in enumerate(units):
+            start = time.perf_counter()
+            given = value.detach().requires_grad_(number > 0)
+            made = unit(given)
+            result = loss_of(made, inputs["labels"]) if number == len(units) - 1 else made
+            result.backward(None if result.ndim == 0 else torch.ones_like(result))
+            least[number] = min(least[number], time.perf_counter() - start)
+            value = made.detach()
+    model.zero_grad(set_to_none=True)
+    return least
+
+
+def cut_units(costs: Sequence[float], ranks: int, each: int, v_shaped: bool) -> list[int]:
+    """Where to cut, so that the busiest rank is least busy, then the slowest stage least slow."""
+    stages = ranks * each
+    best: tuple[tuple[float, float], list[int]] | None = None
+    for inner in itertools.combinations(range(1, len(costs)), stages - 1):
+        edges = [0, *inner, len(costs)]
+        of_stage = [sum(costs[a:b]) for a, b in itertools.pairwise(edges)]
+        of_rank = [0.0] * ranks
+        for stage, cost in enumerate(of_stage):
+            of_rank[rank_of(stage, ranks, v_shaped)] += cost
+        score = (round(max(of_rank), 4), max(of_stage))
+        if best is None or score < best[0]:
+            best = (score, edges)
+    assert best is not None
+    return best[1]
+
+
+def rank_of(stage: int, ranks: int, v_shaped: bool) -> int:
+    """Stages go round and round the ranks, or there and back."""
+    turn, place = divmod(stage, ranks)
+    return ranks - 1 - place if v_shaped and turn % 2 else place
+
+
+def pipelined(
+    model: gpt.GPT, batch: Batch, rank: int, ranks: int, name: str, costs: Sequence[float]
+) -> Step:
+    """One of torch's schedules over the best cuts between units."""
+    kind, each, v_shaped = TORCH[name]
+    edges = cut_units(costs, ranks, each, v_shaped)
+    units, count = units_of(model), ranks * each
+    mine = [stage for stage in range(count) if rank_of(stage, ranks, v_shaped) == rank]
+    stages = [
+        PipelineStage(
+            nn.Sequential(*units[edges[stage] : edges[stage + 1]]),
+            stage,
+            count,
+            torch.device("cpu"),
+        )
+        for stage in mine
+    ]
+    optimizer = optimizer_of([p for stage in stages for p in stage.submod.parameters()])
+    make = schedules.get_schedule_class(kind)
+    multiple = issubclass(make, schedules.PipelineScheduleMulti)
+    schedule = make(stages if multiple else stages[0], len(batch), loss_fn=loss_of)
+    ids = torch.cat([inputs["input_ids"] for inputs in batch])
+    labels = torch.cat([inputs["labels"] for inputs in batch])
+    arguments = (ids,) if 0 in mine else ()
+    target = {"target": labels} if count - 1 in mine else {}
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        schedule.step(*arguments, **target, return_outputs=False)
+        optimizer.step()
+
+    return step
+
+
+def is_possible(name: str, ranks: int, micro_batches: int, layers: int) -> bool:
+    """Whether torch has the schedule for so many ranks and micro-batches, and the model cuts."""
+    kind, each, _ = TORCH[name]
+    least = 2 * ranks if kind == "DualPipeV" else ranks
+    return micro_batches >= least and ranks * each <= layers + 2

@@ -1,0 +1,330 @@
+"""Our pipelines beside torch's, DDP, and what the machine can do: samples a second, one model.
+
+All configurations of a case live in one group of processes of one thread each, and take turns in
+shuffled rounds, so that what else the machine does falls on all alike; a sample counts only if
+other processes used at most 4 % of the cores meanwhile. The ceiling is that of independent copies
+of the plain model, one a process, which nothing that computes the same can pass. An asynchronous
+sample is a whole segment, its fill and drain included. The processes keep the memory that they
+free, as ranks of `asyncpipe-train` do; torch's configurations gain by that too.
+
+With `--memory` each pipeline has processes of its own, and what they need at their peak is
+measured.
+
+    python benchmarks/runtime.py                        the cases of results/runtime.json
+    python benchmarks/runtime.py --cases gpt-m8 --rounds 9 --only 1f1b "torch 1F1B"
+    python benchmarks/runtime.py --memory               results/runtime_memory.json
+"""
+
+import argparse
+import os
+import random
+import re
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+import gpt
+import peers
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from machine import busy_core_seconds, write_result
+from pipelines import OURS, build_plans, pipeline
+
+from asyncpipe.runtime.host_memory import keep_freed_memory
+
+QUIET = 0.04
+CEILING = "ceiling: independent copies"
+MEMORY_STEPS = 4
+SAME = (("gpipe", "torch GPipe"), ("1f1b", "torch 1F1B"))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, a batch and a number of processes."""
+
+    ranks: int
+    micro_batches: int
+    micro_batch_size: int = 4
+    model: Mapping[str, int] = field(default_factory=dict)
+
+
+CASES = {
+    "gpt-m8": Case(ranks=2, micro_batches=8),
+    "gpt-m16": Case(ranks=2, micro_batches=16),
+    # Weights are many and samples are few: what data parallelism sends is as much as it computes.
+    "wide-m8": Case(2, 8, 1, {"width": 512, "heads": 16, "vocabulary": 16384}),
+    "four-m16": Case(ranks=4, micro_batches=16),
+}
+
+
+def build_model(case: Case) -> gpt.GPT:
+    torch.manual_seed(0)
+    return gpt.build(**case.model)[0]
+
+
+def batch_of(case: Case) -> list[dict[str, torch.Tensor]]:
+    samples = case.micro_batch_size * case.micro_batches
+    vocabulary = case.model.get("vocabulary", 8192)
+    whole = gpt.tokens_of(samples, vocabulary=vocabulary)
+    size = case.micro_batch_size
+    return [
+        {name: values[start : start + size].contiguous() for name, values in whole.items()}
+        for start in range(0, samples, size)
+    ]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One configuration: a call, the samples that it takes in all ranks together, its threads."""
+
+    step: Callable[[], Any]
+    samples: int
+    threads: int = 1
+
+
+def turns_of(
+    case: Case, rank: int, folders: Mapping[tuple[str, int], Path], only: Sequence[str]
+) -> dict[str, Turn]:
+    """The configurations of a case on this rank, those named in `only` or all."""
+    batch, samples = batch_of(case), case.micro_batch_size * case.micro_batches
+    layers = case.model.get("layers", 8)
+
+    def wanted(name: str) -> bool:
+        return not only or name in only or name == CEILING
+
+    turns = {CEILING: Turn(peers.plain(build_model(case), batch), case.ranks * samples)}
+    for threads in (1, case.ranks):
+        name = f"plain model, {threads} thread{'s' if threads > 1 else ''}"
+        if wanted(name):
+            alone = peers.plain(build_model(case), batch) if rank == 0 else _nothing
+            turns[name] = Turn(alone, samples, threads)
+    if wanted("DDP"):
+        model = build_model(case)
+        turns["DDP"] = Turn(peers.data_parallel(model, batch, rank, case.ranks), samples)
+    costs = _agreed(peers.unit_costs(build_model(case), batch[0]))
+    for name in peers.TORCH:
+        if wanted(name) and peers.is_possible(name, case.ranks, case.micro_batches, layers):
+            model = build_model(case)
+            step = peers.pipelined(model, batch, rank, case.ranks, name, costs)
+            turns[name] = Turn(step, samples)
+    for name, ours in OURS.items():
+        if wanted(name):
+            step = pipeline(folders, ours, batch, rank, case.ranks)
+            turns[name] = Turn(step, samples * ours.steps)
+    return turns
+
+
+def memory_of(
+    rank: int,
+    case: Case,
+    folders: Mapping[tuple[str, int], Path],
+    rendezvous: str,
+    name: str,
+    costs: Sequence[float],
+    results: Any,
+) -> None:
+    """MiB at the peak of some steps above what a rank has before it builds anything."""
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=case.ranks)
+    batch = batch_of(case)
+    before = _memory("VmRSS")
+    if name in OURS:
+        step = pipeline(folders, OURS[name], batch, rank, case.ranks)
+    else:
+        step = peers.pipelined(build_model(case), batch, rank, case.ranks, name, costs)
+    step()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    for _ in range(MEMORY_STEPS):
+        step()
+    results.put((rank, round(_memory("VmHWM") - before, 1)))
+    dist.barrier()
+    os._exit(0)
+
+
+def _memory(name: str) -> float:
+    """A figure of /proc/self/status in MiB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(name))
+
+
+def _nothing() -> None:
+    """What ranks do that a configuration has no use for."""
+
+
+def _agreed(costs: list[float]) -> list[float]:
+    """Rank 0's figures, so that all ranks cut alike."""
+    given = [costs]
+    dist.broadcast_object_list(given, src=0)
+    return given[0]
+
+
+def worker(
+    rank: int,
+    case: Case,
+    folders: Mapping[tuple[str, int], Path],
+    rendezvous: str,
+    rounds: int,
+    only: Sequence[str],
+    results: Any,
+) -> None:
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=case.ranks)
+    turns = turns_of(case, rank, folders, only)
+    order, rows = random.Random(0), []
+    for number in range(rounds + 2):  # two to warm up
+        names = list(turns)
+        order.shuffle(names)
+        for name in names:
+            row = measure(name, turns[name], case.ranks)
+            if rank == 0 and number >= 2:
+                rows.append({"round": number - 1, **row})
+    if rank == 0:
+        results.put(rows)
+    dist.barrier()
+    os._exit(0)  # torch's schedules leave groups and threads behind that end badly
+
+
+def measure(name: str, turn: Turn, ranks: int) -> dict[str, Any]:
+    """One turn of all ranks together."""
+    torch.set_num_threads(turn.threads)
+    dist.barrier()
+    before, own_before, start = busy_core_seconds(), sum(os.times()[:2]), time.perf_counter()
+    turn.step()
+    dist.barrier()
+    seconds = time.perf_counter() - start
+    own = torch.tensor([sum(os.times()[:2]) - own_before], dtype=torch.float64)
+    dist.all_reduce(own)
+    others = max(0.0, busy_core_seconds() - before - own.item()) / ((os.cpu_count() or 1) * seconds)
+    return {
+        "configuration": name,
+        "samples_per_s": round(turn.samples / seconds, 3),
+        "core_s_per_sample": round(own.item() / turn.samples, 5),
+        "others_share": round(others, 4),
+    }
+
+
+def run_case(case: Case, rounds: int, only: Sequence[str]) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as temporary:
+        folders = plans_of(case, [name for name in OURS if not only or name in only], temporary)
+        rendezvous = f"file://{temporary}/rendezvous"
+        rows: list[dict[str, Any]]
+        [rows] = together(worker, case, (folders, rendezvous, rounds, only), answers=1)
+    return rows
+
+
+def run_memory(case: Case) -> list[dict[str, Any]]:
+    """Each of torch's schedules that we have too beside ours."""
+    table = []
+    costs = peers.unit_costs(build_model(case), batch_of(case)[0])
+    with tempfile.TemporaryDirectory() as temporary:
+        folders = plans_of(
+            case, [name for pair in SAME for name in pair if name in OURS], temporary
+        )
+        for number, name in enumerate(name for pair in SAME for name in pair):
+            rendezvous = f"file://{temporary}/rendezvous{number}"
+            arguments = (folders, rendezvous, name, costs)
+            answers = together(memory_of, case, arguments, answers=case.ranks)
+            peaks = [mib for _, mib in sorted(answers)]
+            print(f"{name:30} {'  '.join(f'{mib:8.1f}' for mib in peaks)} MiB", flush=True)
+            table.append({"configuration": name, "peak_mib": peaks})
+    return table
+
+
+def plans_of(case: Case, names: Sequence[str], folder: str) -> dict[tuple[str, int], Path]:
+    inputs = batch_of(case)[0]
+    model = build_model(case)
+    return build_plans(model, inputs, case.ranks, case.micro_batches, names, Path(folder))
+
+
+def together(
+    function: Callable[..., None], case: Case, arguments: Sequence[Any], *, answers: int
+) -> list[Any]:
+    """What the ranks of a case, each a new process, put into the queue that they are given."""
+    context = mp.get_context("spawn")
+    results = context.SimpleQueue()
+    processes = [
+        context.Process(target=function, args=(rank, case, *arguments, results), daemon=True)
+        for rank in range(case.ranks)
+    ]
+    for process in processes:
+        process.start()
+    given = [results.get() for _ in range(answers)]
+    for process in processes:
+        process.join()
+    return given
+
+
+def table_of(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Medians of the quiet samples, the fastest first, with the share of the ceiling."""
+    table = []
+    for name in dict.fromkeys(row["configuration"] for row in rows):
+        mine = [row for row in rows if row["configuration"] == name]
+        quiet = [row for row in mine if row["others_share"] <= QUIET] or mine
+        rates = [row["samples_per_s"] for row in quiet]
+        table.append(
+            {
+                "configuration": name,
+                "samples_per_s": statistics.median(rates),
+                "least": min(rates),
+                "most": max(rates),
+                "core_s_per_sample": statistics.median(row["core_s_per_sample"] for row in quiet),
+                "quiet": len(quiet) if quiet is not mine else 0,
+                "of": len(mine),
+            }
+        )
+    ceiling = next(entry for entry in table if entry["configuration"] == CEILING)
+    for entry in table:
+        entry["of_ceiling"] = round(entry["samples_per_s"] / ceiling["samples_per_s"], 4)
+        work = entry["core_s_per_sample"] / ceiling["core_s_per_sample"] - 1
+        entry["extra_work"] = round(work, 4)
+    return sorted(table, key=lambda entry: -entry["samples_per_s"])
+
+
+def show(name: str, table: Sequence[Mapping[str, Any]]) -> None:
+    print(f"\n{name:30} samples/s   least    most  of ceiling  extra work  quiet")
+    for entry in table:
+        print(
+            f"{entry['configuration']:30} {entry['samples_per_s']:9.2f} {entry['least']:7.2f} "
+            f"{entry['most']:7.2f} {entry['of_ceiling']:11.1%} {entry['extra_work']:+11.1%} "
+            f"{entry['quiet']:3}/{entry['of']}",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--only", nargs="*", default=[], help="names of configurations")
+    parser.add_argument("--memory", action="store_true", help="peak memory instead of speed")
+    arguments = parser.parse_args()
+    known = {*OURS, *peers.TORCH, "DDP", CEILING}
+    for name in arguments.only:
+        if name not in known and not re.match(r"plain model, \d+ threads?$", name):
+            parser.error(f"no configuration {name!r}: {', '.join(sorted(known))}")
+    if arguments.memory:
+        cases = {name: run_memory(CASES[name]) for name in arguments.cases[:1]}
+        write_result("runtime_memory", {"steps": MEMORY_STEPS, "cases": cases})
+        return
+    cases = {}
+    for name in arguments.cases:
+        rows = run_case(CASES[name], arguments.rounds, arguments.only)
+        table = table_of(rows)
+        show(name, table)
+        cases[name] = {"table": table, "rows": rows}
+    if not arguments.only:
+        write_result("runtime", {"rounds": arguments.rounds, "cases": cases})
+
+
+if __name__ == "__main__":
+    main()

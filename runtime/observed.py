@@ -1,0 +1,96 @@
+"""A transport, a feed or an observer -> what it does is told to a rank's Activities."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TypeVar
+
+from torch import Tensor
+
+from .activity import Activities, Activity, Kind, Message
+from .report import Observer
+from .schedule import Action
+from .transports.protocol import Channel, Handle, Transport
+
+Made = TypeVar("Made")
+
+
+def observed_feed(feed: Callable[[int], Made], activities: Activities) -> Callable[[int], Made]:
+    """The feed, whose time is `data`; micro-batches are counted as in the segment."""
+
+    def fed(micro_batch: int) -> Made:
+        index = micro_batch - activities.first_micro_batch
+        with activities.during(Activity("data", index=index)):
+            return feed(micro_batch)
+
+    return fed
+
+
+class ActionObserver(Observer):
+    """Tells of every action; what it makes of the rest is up to who derives from it."""
+
+    def __init__(self, activities: Activities) -> None:
+        self.activities = activities
+
+    def on_begin(self, action: Action) -> None:
+        self.activities.begin(Activity(_kind(action), action, action.index))
+
+    def on_action(self, action: Action, start_s: float, end_s: float) -> None:
+        self.activities.end()
+
+
+class ObservedTransport:
+    """A transport whose waits are `receive`, and whose sends are `send`."""
+
+    def __init__(self, transport: Transport, activities: Activities) -> None:
+        self._transport = transport
+        self._activities = activities
+        self._messages: dict[Channel, Message] = {}
+
+    @property
+    def rank(self) -> int:
+        return self._transport.rank
+
+    @property
+    def depth(self) -> int:
+        return self._transport.depth
+
+    def send(self, channel: Channel, tensor: Tensor, index: int) -> None:
+        with self._activities.during(Activity("send", self._message(channel), index)):
+            self._transport.send(channel, tensor, index)
+
+    def recv(self, channel: Channel, index: int) -> Handle:
+        return self._transport.recv(channel, index)
+
+    def wait(self, handle: Handle) -> Tensor:
+        message = self._message(handle.channel)
+        with self._activities.during(Activity("receive", message, handle.index)):
+            return self._transport.wait(handle)
+
+    def wait_sent(self, channel: Channel, index: int) -> None:
+        with self._activities.during(Activity("send", self._message(channel), index)):
+            self._transport.wait_sent(channel, index)
+
+    def close(self) -> None:
+        with self._activities.during(Activity("meet", "what was sent is taken")):
+            self._transport.close()
+
+    def _message(self, channel: Channel) -> Message:
+        if channel not in self._messages:
+            self._messages[channel] = Message(
+                channel.kind,
+                channel.name,
+                channel.source,
+                channel.target,
+                channel.source_rank,
+                channel.target_rank,
+                math.prod(channel.shape) * channel.dtype.itemsize,
+            )
+        return self._messages[channel]
+
+
+def _kind(action: Action) -> Kind:
+    kind = action.kind
+    assert kind in ("F", "B", "W", "S")
+    return kind

@@ -1,0 +1,227 @@
+"""The ranks of one host, connected two by two by sockets that carry short packets.
+
+The kernel keeps the packets' borders and order, wakes who waits for one, and ends a connection
+when a process ends, however it ends. Nothing has a name in the file system that could be left
+behind: sockets listen in Linux's abstract namespace until all are connected, and a rank's memory
+is handed over the connection as an open file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import select
+import socket
+import struct
+import sys
+import time
+from collections import defaultdict, deque
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ..errors import TransportError
+from .slots import SharedMemory
+
+PACKET_BYTES = 16 * 1024
+"""The longest packet."""
+
+_TOKEN_BYTES = 16
+_BUFFER_BYTES = 2**20
+_HELLO = struct.Struct("<q")
+_CREDENTIALS = struct.Struct("3i")  # of SO_PEERCRED: pid, uid, gid
+
+
+def obstacle(group: dist.ProcessGroup | None = None) -> str | None:
+    """Why the ranks of `group` cannot share memory, or None; all of them call it together."""
+    places = _gather(_host(), group)
+    if not all(any(place) for place in places):
+        rank = next(rank for rank, place in enumerate(places) if not any(place))
+        return f"rank {rank} is not on Linux"
+    other = next((rank for rank, place in enumerate(places) if place != places[0]), None)
+    if other is not None:
+        return f"ranks 0 and {other} are not on one host, or not in one network or user of it"
+    return None
+
+
+class Peers:
+    """This rank's connections to all others, and the memory that they handed over.
+
+    Making one is collective. `gone` are the ranks whose connection ended; everything that they
+    had sent was received before.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, memory: int, timeout_s: float) -> None:
+        self.rank = dist.get_rank(group)
+        self.gone: set[int] = set()
+        self.memories: dict[int, SharedMemory] = {}
+        self._sockets: dict[int, socket.socket] = {}
+        self._processes: dict[int, int] = {}
+        self._unsent: dict[int, deque[bytes]] = defaultdict(deque)
+        self._epoll = select.epoll()
+        self._peer_of: dict[int, int] = {}
+        try:
+            self._connect(group, memory, timeout_s)
+        except OSError as error:
+            self.close()
+            raise TransportError(
+                f"rank {self.rank} cannot connect to the other ranks of this host: {error}.",
+                "Use --transport gloo.",
+            ) from error
+
+    def send(self, peer: int, packet: bytes) -> None:
+        """Sends a packet, now or as soon as the peer has taken in what it was sent before."""
+        if peer in self.gone:
+            return
+        unsent = self._unsent[peer]
+        unsent.append(packet)
+        if len(unsent) == 1:
+            self._flush(peer)
+
+    def receive(self, timeout_s: float) -> list[tuple[int, bytes]]:
+        """Packets and their senders, as soon as there are any; none when the time is over or
+        something else happened."""
+        packets: list[tuple[int, bytes]] = []
+        for descriptor, events in self._epoll.poll(timeout_s):
+            peer = self._peer_of.get(descriptor)
+            if peer is None:  # It went while this loop ran.
+                continue
+            if descriptor == self._processes.get(peer):
+                while packet := self._read(peer):
+                    packets.append((peer, packet))
+                self._end(peer)
+                continue
+            if events & select.EPOLLOUT:
+                self._flush(peer)
+            if events & ~select.EPOLLOUT and (packet := self._read(peer)):
+                packets.append((peer, packet))
+        return packets
+
+    def close(self) -> None:
+        for peer in list(self._sockets):
+            self._end(peer)
+        self._epoll.close()
+
+    def _connect(self, group: dist.ProcessGroup | None, memory: int, timeout_s: float) -> None:
+        ranks = dist.get_world_size(group)
+        end_s = time.monotonic() + timeout_s
+        with _socket(timeout_s) as listener:
+            token = secrets.token_bytes(_TOKEN_BYTES)
+            listener.bind(_address(token))
+            listener.listen(ranks)
+            tokens = _gather(token, group)
+            for peer in range(self.rank):
+                connection = _socket(timeout_s)
+                self._sockets[peer] = connection
+                connection.connect(_address(tokens[peer]))
+                self._greet(connection, memory)
+                self._meet(connection)
+            while len(self._sockets) < ranks - 1:
+                listener.settimeout(max(0.0, end_s - time.monotonic()))
+                connection, _ = listener.accept()
+                if _credentials(connection)[1] != os.getuid():
+                    connection.close()
+                    continue
+                connection.settimeout(timeout_s)
+                self._sockets[self._meet(connection)] = connection
+                self._greet(connection, memory)
+        for peer, connection in self._sockets.items():
+            self._watch(peer, connection)
+
+    def _greet(self, connection: socket.socket, memory: int) -> None:
+        socket.send_fds(connection, [_HELLO.pack(self.rank)], [memory])
+
+    def _meet(self, connection: socket.socket) -> int:
+        hello, descriptors, *_ = socket.recv_fds(connection, _HELLO.size, 1)
+        if len(hello) != _HELLO.size or len(descriptors) != 1:
+            raise OSError("a connection ended before it began")
+        peer: int = _HELLO.unpack(hello)[0]
+        self.memories[peer] = SharedMemory(descriptors[0])
+        return peer
+
+    def _watch(self, peer: int, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
+        self._epoll.register(connection, select.EPOLLIN)
+        self._peer_of[connection.fileno()] = peer
+        # A process that a dead peer has forked may hold its connection open.
+        if process := _credentials(connection)[0]:
+            self._processes[peer] = descriptor = os.pidfd_open(process)
+            self._epoll.register(descriptor, select.EPOLLIN)
+            self._peer_of[descriptor] = peer
+
+    def _read(self, peer: int) -> bytes:
+        """The next packet; nothing when there is none yet, or will be none."""
+        if peer in self.gone:
+            return b""
+        try:
+            packet = self._sockets[peer].recv(PACKET_BYTES)
+        except BlockingIOError:
+            return b""
+        except OSError:
+            packet = b""
+        if not packet:
+            self._end(peer)
+        return packet
+
+    def _flush(self, peer: int) -> None:
+        unsent, connection = self._unsent[peer], self._sockets[peer]
+        was_full = len(unsent) > 1
+        try:
+            while unsent:
+                connection.send(unsent[0], socket.MSG_NOSIGNAL)
+                unsent.popleft()
+        except BlockingIOError:
+            self._epoll.modify(connection, select.EPOLLIN | select.EPOLLOUT)
+            return
+        except OSError:
+            # What it had sent is still to be read; then comes the end.
+            unsent.clear()
+        if was_full:
+            self._epoll.modify(connection, select.EPOLLIN)
+
+    def _end(self, peer: int) -> None:
+        if peer in self.gone:
+            return
+        self.gone.add(peer)
+        self._unsent.pop(peer, None)
+        connection = self._sockets.pop(peer)
+        self._peer_of.pop(connection.fileno(), None)
+        connection.close()
+        if (descriptor := self._processes.pop(peer, None)) is not None:
+            del self._peer_of[descriptor]
+            os.close(descriptor)
+
+
+def _socket(timeout_s: float) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.settimeout(timeout_s)
+    return connection
+
+
+def _address(token: bytes) -> bytes:
+    return b"\0asyncpipe-" + token.hex().encode()
+
+
+def _credentials(connection: socket.socket) -> tuple[int, int, int]:
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, gid = _CREDENTIALS.unpack(raw)
+    return pid, uid, gid
+
+
+def _host() -> bytes:
+    """The same on all ranks that can connect to each other; zeros where no rank can."""
+    if sys.platform != "linux":
+        return bytes(_TOKEN_BYTES)
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    network = os.stat("/proc/self/ns/net").st_ino
+    return hashlib.sha256(f"{boot} {network} {os.getuid()}".encode()).digest()[:_TOKEN_BYTES]
+
+
+def _gather(content: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
+    own = torch.tensor(list(content), dtype=torch.uint8)
+    parts = [torch.zeros_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, own, group=group)
+    return [bytes(part.tolist()) for part in parts]

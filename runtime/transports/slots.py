@@ -1,0 +1,75 @@
+"""A rank's shared memory -> slots for the messages that it sends, used again and again.
+
+The memory is an unnamed file as large as the machine's memory, of which only the pages that were
+written to exist: it lives for as long as a process has it open, and no size of /dev/shm bounds it.
+A slot has a power of two of bytes; the last one given back is the next one used, while the caches
+still hold it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from collections import defaultdict
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import TransportError
+
+ALIGNMENT = 64
+
+_MOST_BYTES = 256 * 2**30  # of addresses, which many ranks need of many ranks
+
+
+def create_memory() -> int:
+    """A new file of memory that only this user's processes can open."""
+    descriptor = os.memfd_create("asyncpipe", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.fchmod(descriptor, 0o600)
+    os.ftruncate(descriptor, min(os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE, _MOST_BYTES))
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    return descriptor
+
+
+class SharedMemory:
+    """A file of memory, mapped for as long as this object or an array in it lives."""
+
+    def __init__(self, descriptor: int) -> None:
+        try:
+            self.size = os.fstat(descriptor).st_size
+            self._map = mmap.mmap(descriptor, self.size)
+        finally:
+            os.close(descriptor)
+
+    def bytes_at(self, place: int, size: int) -> npt.NDArray[np.uint8]:
+        """A new array of bytes in the memory."""
+        return np.frombuffer(self._map, np.uint8, size, place)
+
+
+class Slots:
+    """Which places of a memory of `size` bytes are in use."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.used_bytes = 0
+        self._capacity: dict[int, int] = {}
+        self._free: dict[int, list[int]] = defaultdict(list)
+
+    def take(self, size: int) -> int:
+        """The place of a slot of at least `size` bytes."""
+        capacity = max(ALIGNMENT, 1 << (size - 1).bit_length())
+        if self._free[capacity]:
+            return self._free[capacity].pop()
+        place = self.used_bytes
+        if place + capacity > self.size:
+            raise TransportError(
+                f"A message of {size} bytes does not fit into the {self.size} bytes of memory for "
+                f"messages, of which {place} are in use."
+            )
+        self.used_bytes += capacity
+        self._capacity[place] = capacity
+        return place
+
+    def give_back(self, place: int) -> None:
+        self._free[self._capacity[place]].append(place)
