@@ -244,8 +244,11 @@ def train_command(
     settings = Settings(
         **{**(read_config(config) if config else {}), **given, "folder": str(folder)}
     )
-    from .runtime.training.launch import run
+    from .runtime.training.launch import run, schedule_text
 
+    if settings.print_schedule:
+        print(schedule_text(settings), end="")
+        return 0
     return run(settings, "asyncpipe.terminal_train:make_reporter")
 
 

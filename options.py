@@ -259,7 +259,10 @@ class PartitionOptions:
 
 
 _TRAIN_HELP = {
-    "schedule": "Synchronous: gpipe, 1f1b, seq, single (one process); asynchronous: async-1f1b.",
+    "schedule": "Synchronous: gpipe, 1f1b, interleaved, looped-bfs, zb-h1, zb-h2, zb-v, seq, "
+    "single (one process), auto (computed from measured costs); asynchronous: async-1f1b; or a "
+    "text file.",
+    "ranks": "Processes that share the stages; by default as the schedule or the plan has it.",
     "staleness": "Of an asynchronous schedule: backward with live weights, or with a stash.",
     "micro_batches": "Micro-batches of one optimizer step.",
     "micro_batch_size": "Samples of a micro-batch; by default the plan's.",
@@ -293,6 +296,7 @@ _TRAIN_HELP = {
     "stall_s": "Seconds without progress after which is told who waits for whom; 0: never.",
     "dtype": "Of the weights.",
     "transport": "How boundary tensors travel; auto: the fastest that works here.",
+    "print_schedule": "Print the schedule, as text that --schedule FILE reads, and stop.",
     "dry_run": "Check everything, say what would run, and stop.",
     "json": "Print every event as a JSON line.",
     "quiet": "Print nothing but errors.",

@@ -28,11 +28,13 @@ from ..data.task import architecture_of
 from ..errors import AsyncPipeError
 from ..plan import Plan, read_plan
 from ..schedule import Schedule
+from ..schedule_text import to_text
 from ..user_code import import_object
 from .facts import announce, find_machine, forecast_run
 from .failure import GRACE_S, RankError, RankFolder, failure_of, is_consequence, root_of
 from .loop import Job, train
 from .metrics import Reporter
+from .mpi_ranks import run_over_mpi
 from .resolve import check_devices, check_ranks, gpu_of_rank, resolve, sized_plan
 from .segments import make_segment
 from .settings import Settings, SettingsError
@@ -62,6 +64,12 @@ def run(settings: Settings, reporter: str) -> int:
     else:
         _start_ranks(job, reporter)
     return 0
+
+
+def schedule_text(settings: Settings) -> str:
+    """The schedule of a run, for the plan and sizes that the settings name, as a text file."""
+    job = make_job(settings)
+    return to_text(make_segment(job.plan, job.settings, steps=1).compute)
 
 
 def run_rank(job: Job, world: World, reporter: str) -> None:
@@ -128,7 +136,7 @@ def _show(job: Job, reporter: Reporter) -> None:
     schedule = make_segment(plan, settings, steps=1)
     _check_devices(settings, plan, len(schedule.ranks))
     machine = find_machine(settings, len(schedule.ranks))
-    forecast = forecast_run(plan, job.planned, settings, machine.cores)
+    forecast = forecast_run(plan, job.planned, settings, machine.cores, schedule)
     data = f"{settings.data} ({settings.tokenizer})" if settings.tokenizer else str(settings.data)
     announce(
         reporter,
@@ -159,7 +167,7 @@ def _run_alone(job: Job, reporter: str) -> None:
 
 def _join(job: Job, place: Place, reporter: str) -> None:
     settings = job.settings
-    check_ranks(job.planned, settings.schedule, place.ranks)
+    check_ranks(job.planned, make_segment(job.plan, settings, steps=1), place.ranks)
     _check_devices(settings, job.plan, place.local_ranks)
     try:
         world = join(place, settings.timeout_s, settings.transport)
@@ -185,8 +193,18 @@ def _start_ranks(job: Job, reporter: str) -> None:
     schedule = make_segment(job.plan, job.settings, steps=1)
     ranks = len(schedule.ranks)
     _check_devices(job.settings, job.plan, ranks)
+    expect_transport(job.settings, job.plan, ranks)
     job = _make_folder(job)
     left = RankFolder(job.folder)
+    options = json.dumps(asdict(job.settings))
+    command = ("-m", WORKER, options, str(job.folder), reporter)
+    if job.settings.transport == "mpi":
+        try:
+            run_over_mpi(command, ranks, left, stages_of_ranks(schedule))
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(_interruption(left)) from None
+        shutil.rmtree(left.path)
+        return
     # Rank 0 shows the run on this terminal; all else that ranks print goes to files.
     redirects = {rank: Std.ERR if rank == 0 else Std.ALL for rank in range(ranks)}
     config = LaunchConfig(
@@ -200,10 +218,9 @@ def _start_ranks(job: Job, reporter: str) -> None:
         max_restarts=0,
         logs_specs=DefaultLogsSpecs(str(job.folder / "logs"), redirects=redirects),
     )
-    options = json.dumps(asdict(job.settings))
     try:
         with _quiet_launcher():
-            elastic_launch(config, sys.executable)("-m", WORKER, options, str(job.folder), reporter)
+            elastic_launch(config, sys.executable)(*command)
     except ChildFailedError as failed:
         codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
         if -signal.SIGINT in codes.values():

@@ -62,6 +62,11 @@ class Watch:
         return tuple(_mean_time(figures) for figures in zip(*usual, strict=True))
 
     @property
+    def steady(self) -> Sequence[Sequence[RankFigures]]:
+        """What every rank said of the last steps, the first one of the run left out."""
+        return tuple(self._steady)
+
+    @property
     def step_ms(self) -> float:
         """Milliseconds of a step: the median of the steps of the slowest rank."""
         walls = [max(rank.wall_s for rank in ranks) for ranks in self._steady]

@@ -75,7 +75,7 @@ def _fastest(where: Circumstances) -> Choice:
     if where.own_gpus and where.has_nccl:
         return Choice("nccl", "a GPU each")
     if where.on_gpus:
-        return Choice("gloo", "they share GPUs")
+        return Choice("gloo", "they are on GPUs")
     return Choice("gloo", where.apart) if where.apart else Choice("shm", "one host")
 
 
