@@ -96,7 +96,7 @@ def partition_command(
 
     assert options.model is not None
     devices = _devices(options)
-    if options.stages is None and devices is None:
+    if options.stages is None and devices is None and options.ranks is None:
         raise _usage("--stages is needed: the number of stages to cut the model into.")
     console = make_console()
     with Ticks(console, silent=options.json or options.quiet) as ticks:
@@ -197,7 +197,7 @@ def _plan_graph(path: Path, options: PartitionOptions) -> int:
     for flag in options.of_models_alone:
         raise _usage(f"{flag} is of a model; with --graph nothing is captured or written.")
     devices = _devices(options)
-    if options.stages is None and devices is None:
+    if options.stages is None and devices is None and options.ranks is None:
         raise _usage("--stages is needed: the number of stages to cut the graph into.")
     plan = plan_graph(
         read_graph(path),

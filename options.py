@@ -129,7 +129,15 @@ class PartitionOptions:
         _option(
             _PLAN,
             "The schedule to balance the stages for: async-1f1b (when none is named), 1f1b, "
-            "gpipe, seq.",
+            "gpipe, zb-h1, zb-h2, seq; of several stages a rank interleaved, looped-bfs, zb-v.",
+        ),
+    ] = None
+    ranks: Annotated[
+        int | None,
+        _option(
+            _PLAN,
+            "Processes that share the stages, by default as many as the schedule has for them. "
+            "Without --stages the number of stages is chosen.",
         ),
     ] = None
     micro_batches: Annotated[int, _option(_PLAN, "Micro-batches of one optimizer step.")] = 8
@@ -234,8 +242,8 @@ class PartitionOptions:
     def placing(self) -> dict[str, Any]:
         """Those that a plan depends on, of a model or of a graph alone."""
         names = (
-            "method", "granularity", "schedule", "micro_batches", "staleness", "optimizer",
-            "recompute", "memory_limit",
+            "method", "granularity", "schedule", "ranks", "micro_batches", "staleness",
+            "optimizer", "recompute", "memory_limit",
         )  # fmt: skip
         return {name: getattr(self, name) for name in names}
 
