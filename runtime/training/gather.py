@@ -28,7 +28,8 @@ class RankFigures:
 
     `squared_norm` is of the gradients of the rank's stages, tied parameters with their owner.
     `busy_s` of `wall_s` seconds since its last step it was computing, `optimizer_s` of them in
-    optimizers; time that other processes had its core for is not in the latter.
+    optimizers; time that other processes had its core for is not in the latter. `loss_scale` is
+    that of the next step, `skipped` the number of steps left out so far.
     """
 
     step: float
@@ -38,6 +39,8 @@ class RankFigures:
     wall_s: float = 0.0
     optimizer_s: float = 0.0
     mem_bytes: float = 0.0
+    loss_scale: float = 1.0
+    skipped: float = 0.0
 
 
 class Gather:

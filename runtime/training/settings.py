@@ -25,6 +25,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "decay": ("none", "linear", "cosine"),
     "device": ("cpu", "cuda"),
     "dtype": ("float32", "float64"),
+    "precision": ("full", "bfloat16", "float16"),
+    "boundary_dtype": ("bfloat16",),
     "transport": ("gloo", "shm"),
 }
 """The legal values of the options that have a few."""
@@ -41,6 +43,7 @@ _AT_LEAST: dict[str, float] = {
     "warmup": 0,
     "final_lr_ratio": 0,
     "clip": 0,
+    "loss_scale": 1,
     "seed": 0,
     "eval_every": 0,
     "eval_batches": 0,
@@ -62,6 +65,9 @@ class Settings:
     `micro_batches` is the number of micro-batches of one optimizer step, under every schedule
     (8, or what `global_batch_size` and `micro_batch_size` make it).
     `clip` bounds the gradient norm over all stages (of each stage, when asynchronous); 0 is off.
+    Weights are of `dtype`; forwards compute under autocast to `precision`, unless it is "full".
+    `loss_scale` is the first one (2**16 in float16). Boundary tensors that are wider are cast to
+    `boundary_dtype` between ranks.
     """
 
     folder: str
@@ -101,6 +107,9 @@ class Settings:
     threads: int | None = None
     timeout_s: float = 300.0
     dtype: str = "float32"
+    precision: str = "full"
+    loss_scale: float | None = None
+    boundary_dtype: str | None = None
     transport: str = "gloo"
 
     dry_run: bool = False
@@ -126,6 +135,11 @@ class Settings:
     def is_async(self) -> bool:
         """Whether stages step without waiting for the others."""
         return self.schedule.startswith("async")
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether the loss is scaled for the backward, and steps with an overflow are left out."""
+        return self.precision == "float16"
 
     def to_toml(self) -> str:
         """The TOML text of these options, but for those that concern one call only."""
