@@ -1,4 +1,4 @@
-"""The three commands: parse, call, print. How it looks is in terminal.py; no other module prints.
+"""The three commands: parse, call, print. How it looks is in terminal*.py; no other module prints.
 
     asyncpipe-partition --model gpt2 --stages 4
     asyncpipe-train generated_models/gpt2_4p
@@ -246,7 +246,7 @@ def train_command(
     )
     from .runtime.training.launch import run
 
-    return run(settings, "asyncpipe.terminal:make_reporter")
+    return run(settings, "asyncpipe.terminal_train:make_reporter")
 
 
 # ------------------------------------------------------------------------ asyncpipe-inspect

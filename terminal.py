@@ -1,8 +1,7 @@
-"""How things look on a terminal and in a log: ticks, tables, the progress of a run."""
+"""How plans look on a terminal and in a log: ticks, tables, findings. terminal_train.py: a run."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
@@ -16,7 +15,6 @@ from rich.progress import (
     SpinnerColumn,
     Task,
     TextColumn,
-    TimeElapsedColumn,
 )
 from rich.table import Table
 
@@ -26,8 +24,6 @@ from .runtime.traffic import spec_bytes, traffic
 if TYPE_CHECKING:
     from .partitioner.graph_plan import GraphPlan
     from .partitioner.outline import Outline
-    from .runtime.training.metrics import EvalRecord, Reporter, StepRecord, Summary
-    from .runtime.training.settings import Settings
 
 
 def make_console(*, quiet: bool = False) -> Console:
@@ -267,125 +263,6 @@ def print_folder(console: Console, plan: Plan, folder: Path) -> None:
     console.print(f"\ncode    asyncpipe-inspect {folder} --stage 0")
 
 
-# -------------------------------------------------------------------------------- a run
-
-
-def make_reporter(settings: Settings) -> Reporter:
-    """What prints a run: JSON lines, nothing, a progress bar or one line an interval."""
-    if settings.json:
-        return _JsonReporter()
-    console = make_console(quiet=settings.quiet)
-    return _BarReporter(console) if console.is_terminal else _LineReporter(console)
-
-
-class _JsonReporter:
-    """Every event as one JSON line."""
-
-    def on_start(self, facts: Sequence[tuple[str, str]]) -> None:
-        print(json.dumps({"event": "start", **dict(facts)}), flush=True)
-
-    def on_warning(self, text: str) -> None:
-        print(json.dumps({"event": "warning", "text": text}), flush=True)
-
-    def on_step(self, record: StepRecord) -> None:
-        print(record.to_json(), flush=True)
-
-    def on_eval(self, record: EvalRecord) -> None:
-        print(record.to_json(), flush=True)
-
-    def on_end(self, summary: Summary) -> None:
-        print(summary.to_json(), flush=True)
-
-
-class _LineReporter:
-    """Facts first, then one line an interval: what a log file wants."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-
-    def _print(self, text: str) -> None:
-        self._console.print(text, soft_wrap=True)
-
-    def on_start(self, facts: Sequence[tuple[str, str]]) -> None:
-        for label, text in facts:
-            self._print(f"[dim]{label:11}[/] {escape(text)}")
-
-    def on_warning(self, text: str) -> None:
-        self._print(f"[yellow]warning:[/] {escape(text)}")
-
-    def on_step(self, record: StepRecord) -> None:
-        if record.logged:
-            width = len(str(record.steps))
-            self._print(f"step {record.step:{width}}/{record.steps}  {_measures(record)}")
-
-    def on_eval(self, record: EvalRecord) -> None:
-        accuracy = f"  accuracy {record.accuracy:.1%}" if record.accuracy is not None else ""
-        self._print(f"eval at step {record.step}  loss {record.loss:.4f}{accuracy}")
-
-    def on_end(self, summary: Summary) -> None:
-        for line in _ending(summary):
-            self._print(line)
-
-
-class _BarReporter(_LineReporter):
-    """A progress bar that carries the last measures."""
-
-    def __init__(self, console: Console) -> None:
-        super().__init__(console)
-        columns = (
-            TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
-            BarColumn(bar_width=32),
-            TextColumn("{task.description}"),
-            TimeElapsedColumn(),
-        )
-        self._progress = Progress(*columns, console=console, transient=True)
-        self._task = self._progress.add_task("", total=1)
-
-    def on_step(self, record: StepRecord) -> None:
-        self._progress.start()
-        self._progress.update(
-            self._task,
-            completed=record.step,
-            total=record.steps,
-            description=_measures(record),
-        )
-
-    def on_end(self, summary: Summary) -> None:
-        self._progress.stop()
-        super().on_end(summary)
-
-
-def _measures(record: StepRecord) -> str:
-    parts = [f"loss {record.loss:.4f}"]
-    if record.grad_norm is not None:
-        parts.append(f"grad {record.grad_norm:.2f}")
-    rate = f"{record.rate:,.0f} {record.unit}/s".replace(",", " ")
-    parts += [f"lr {record.lr:.1e}", rate, f"{record.step_ms:.0f} ms"]
-    return "  ".join([*parts, f"idle {record.idle_share:.0%}"])
-
-
-def _ending(summary: Summary) -> list[str]:
-    evaluation = f" · eval {summary.eval_loss:.3f}" if summary.eval_loss is not None else ""
-    accuracy = f" ({summary.accuracy:.1%} right)" if summary.accuracy is not None else ""
-    lines = [
-        f"[green]✓[/] {summary.steps} steps in {_duration(summary.seconds)} · loss "
-        f"{summary.first_loss:.3f} → {summary.last_loss:.3f}{evaluation}{accuracy}",
-        f"  measured   {summary.step_ms:.0f} ms a step, ranks idle {summary.idle:.0%}",
-        f"  output     {summary.output}",
-    ]
-    if summary.simulated_step_ms is not None:
-        lines.insert(
-            2,
-            f"  simulated  {summary.simulated_step_ms:.0f} ms a step with the optimizer as "
-            f"measured, ranks idle {summary.simulated_idle:.0%}",
-        )
-    if summary.weights:
-        lines.append(f"  weights    {summary.weights}")
-    if summary.exported:
-        lines.append(f"  exported   {summary.exported}")
-    return lines
-
-
 # ---------------------------------------------------------------------------- numbers
 
 
@@ -408,8 +285,3 @@ def _count(number: float) -> str:
         if number >= size:
             return f"{number / size:.1f} {unit}"
     return f"{number:.0f}"
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} m {rest:02} s" if minutes else f"{seconds:.1f} s"

@@ -10,8 +10,11 @@ from dataclasses import replace
 from typing import TypedDict, cast, get_args
 
 from ..runtime.errors import PlanError
-from ..runtime.schedules import ASYNCHRONOUS, SCHEDULES
+from ..runtime.schedules import ASYNCHRONOUS
 from .setting import OPTIMIZER_COPIES, Device, Recompute, Setting
+
+PLANNED = ("gpipe", "1f1b", "seq", "single", "async-1f1b")
+"""The schedules that stages are balanced for."""
 
 
 class Running(TypedDict, total=False):
@@ -47,7 +50,7 @@ def make_setting(
     Raises PlanError for a name that there is not and a number that cannot be.
     """
     schedule = schedule or "async-1f1b"
-    check_choice("schedule", schedule, SCHEDULES)
+    check_choice("schedule", schedule, PLANNED)
     check_choice("recompute", recompute, get_args(Recompute))
     check_choice("optimizer", optimizer, OPTIMIZER_COPIES)
     check_choice("staleness", staleness, ("none", "stash"))

@@ -74,5 +74,5 @@ def draw_timeline(timeline: Timeline, *, width: int = 72) -> str:
     ]
     end_ms = f"{timeline.makespan_ms:.0f} ms"
     legend = "░ forward  ▓ backward  █ step"
-    lines.append(f"{' ' * 8}{legend.ljust(width - len(end_ms))}{end_ms}")
+    lines.append(f"{' ' * 8}{legend.ljust(width - len(end_ms) - 1)} {end_ms}")
     return "\n".join(lines)

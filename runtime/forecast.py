@@ -9,6 +9,8 @@ from .plan import Plan, StageSpec
 from .schedules import ASYNCHRONOUS, make_schedule
 from .simulate import Costs, Timeline, simulate
 
+_MUCH_IDLE = 1 / 3
+
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
@@ -119,3 +121,26 @@ def describe_forecast(plan: Plan, micro_batches: tuple[int, ...] = (8, 32)) -> s
         f"{-(-ahead // micro_batches[0])} step old"
     )
     return "one 1f1b step on a device a stage: " + " · ".join(parts)
+
+
+def few_micro_batches_warning(name: str, *, stages: int, micro_batches: int) -> str | None:
+    """What 4 micro-batches a stage would change, when equal stages would be idle for more than
+    a third of each step for want of them; None otherwise.
+
+    >>> print(few_micro_batches_warning("1f1b", stages=4, micro_batches=2))
+    2 micro-batches keep 4 stages idle 60 % of the time (1f1b). 16 would be 16 %. --micro-batches 16
+    """
+    if name in ASYNCHRONOUS or micro_batches >= 4 * stages:
+        return None
+    costs = Costs.equal(stages)
+    now, then = (
+        simulate(make_schedule(name, stages=stages, micro_batches=number), costs).idle_share
+        for number in (micro_batches, 4 * stages)
+    )
+    if now <= _MUCH_IDLE or then > _MUCH_IDLE:
+        return None
+    return (
+        f"{micro_batches} micro-batch{'es keep' if micro_batches > 1 else ' keeps'} "
+        f"{stages} stages idle {100 * now:.0f} % of the time ({name}). "
+        f"{4 * stages} would be {100 * then:.0f} %. --micro-batches {4 * stages}"
+    )

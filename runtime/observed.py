@@ -1,4 +1,4 @@
-"""A transport or a feed -> the same one, whose waits are told to a rank's Activities."""
+"""A transport, a feed or an observer -> what it does is told to a rank's Activities."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from .activity import Activities, Activity, Message
+from .activity import Activities, Activity, Kind, Message
+from .report import Observer
+from .schedule import Action
 from .transports.protocol import Channel, Handle, Transport
 
 Made = TypeVar("Made")
@@ -23,6 +25,19 @@ def observed_feed(feed: Callable[[int], Made], activities: Activities) -> Callab
             return feed(micro_batch)
 
     return fed
+
+
+class ActionObserver(Observer):
+    """Tells of every action; what it makes of the rest is up to who derives from it."""
+
+    def __init__(self, activities: Activities) -> None:
+        self.activities = activities
+
+    def on_begin(self, action: Action) -> None:
+        self.activities.begin(Activity(_kind(action), action, action.index))
+
+    def on_action(self, action: Action, start_s: float, end_s: float) -> None:
+        self.activities.end()
 
 
 class ObservedTransport:
@@ -73,3 +88,9 @@ class ObservedTransport:
                 math.prod(channel.shape) * channel.dtype.itemsize,
             )
         return self._messages[channel]
+
+
+def _kind(action: Action) -> Kind:
+    kind = action.kind
+    assert kind in ("F", "B", "W", "S")
+    return kind

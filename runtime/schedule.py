@@ -23,7 +23,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Literal, cast
+from typing import Literal, NamedTuple, cast
 
 from .errors import ScheduleError
 
@@ -34,9 +34,8 @@ _STEP = re.compile(r"(\d+)(S)(\d+)()()")
 _MESSAGE = re.compile(r"(\d+)(SEND_[FB](?=\d+>)|RECV_[FB](?=\d+<))(\d+)[<>](\d+)()")
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
-    """One thing that a rank does for one of its stages.
+class Action(NamedTuple):
+    """One thing that a rank does for one of its stages; a tuple, since there are thousands.
 
     >>> print(Action(2, "F", 3, version=1), Action(2, "SEND_F", 3, peer=3), Action(2, "S", 4))
     2F3@v1 2SEND_F3>3 2S4
@@ -44,14 +43,14 @@ class Action:
 
     stage: int
     kind: Kind
-    index: int
+    index: int  # type: ignore[assignment]  # no need of the tuple's method of that name
     peer: int | None = None
     version: int | None = None
 
     @property
     def unversioned(self) -> Action:
         """The action as `Rule.dependencies` names it."""
-        return self if self.version is None else replace(self, version=None)
+        return self if self.version is None else self._replace(version=None)
 
     def __str__(self) -> str:
         peer = "" if self.peer is None else f"{'>' if 'SEND' in self.kind else '<'}{self.peer}"
@@ -124,6 +123,31 @@ class Schedule:
         )
 
 
+def one_step(name: str, rows: Iterable[Iterable[Action]], rank_of_stage: Iterable[int]) -> Schedule:
+    """The synchronous schedule of these forwards and backwards, one list a rank: at its end each
+    rank steps its stages.
+
+    >>> print(one_step("mine", [[Action(0, "F", 0), Action(0, "B", 0)]], [0]))
+    rank 0: 0F0@v0 0B0@v0 0S1
+    """
+    placed = tuple(rank_of_stage)
+    ranks = []
+    for rank, row in enumerate(rows):
+        steps = (Action(stage, "S", 1) for stage, at in enumerate(placed) if at == rank)
+        ranks.append(tuple(count_versions((*row, *steps))))
+    micro_batches = 1 + max((a.index for row in ranks for a in row if a.kind == "F"), default=0)
+    return Schedule(
+        name=name,
+        stages=len(placed),
+        micro_batches=micro_batches,
+        step_every=micro_batches,
+        synchronous=True,
+        ranks=tuple(ranks),
+        rank_of_stage=placed,
+        in_flight=count_in_flight(ranks, len(placed)),
+    )
+
+
 def count_versions(actions: Iterable[Action]) -> Iterator[Action]:
     """The actions of one rank with each F, B and W at the version that the steps before it made.
 
@@ -135,7 +159,7 @@ def count_versions(actions: Iterable[Action]) -> Iterator[Action]:
         if action.kind == "S":
             versions[action.stage] = versions.get(action.stage, 0) + 1
         if action.kind in ("F", "B", "W"):
-            action = replace(action, version=versions.get(action.stage, 0))
+            action = action._replace(version=versions.get(action.stage, 0))
         yield action
 
 

@@ -1,7 +1,7 @@
 """The schedules: each a function from a few numbers to the actions of every rank.
 
-To add one, write such a function and enter it in one of the two tables. `docs/schedules.md` shows
-how, with the idle share, memory and staleness of those that are here.
+To add one, write such a function and enter it in one of the tables. `docs/schedules.md` shows how,
+with the idle share, memory and staleness of those that are here.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 
 from .errors import ScheduleError
-from .schedule import Action, Schedule, count_versions
+from .interleaving import interleaved, looped_bfs
+from .schedule import Action, Schedule, count_versions, one_step
+from .zero_bubble import zb_h1, zb_h2, zb_v
 
 
 def gpipe(stages: int, micro_batches: int) -> Schedule:
@@ -55,17 +57,7 @@ def single(stages: int, micro_batches: int) -> Schedule:
     for index in range(micro_batches):
         row += [Action(stage, "F", index) for stage in range(stages)]
         row += [Action(stage, "B", index) for stage in reversed(range(stages))]
-    row += [Action(stage, "S", 1) for stage in range(stages)]
-    return Schedule(
-        name="single",
-        stages=stages,
-        micro_batches=micro_batches,
-        step_every=micro_batches,
-        synchronous=True,
-        ranks=(tuple(count_versions(row)),),
-        rank_of_stage=(0,) * stages,
-        in_flight=(1,) * stages,
-    )
+    return one_step("single", [row], [0] * stages)
 
 
 def async_1f1b(
@@ -134,24 +126,55 @@ def _alternate(stage: int, micro_batches: int, ahead: int, step_every: int) -> I
 SYNCHRONOUS: Mapping[str, Callable[[int, int], Schedule]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
+    "zb-h1": zb_h1,
+    "zb-h2": zb_h2,
     "seq": seq,
     "single": single,
 }
+"""Of stages and micro-batches: one stage a rank, but for `single`."""
+
+VIRTUAL: Mapping[str, Callable[[int, int, int], Schedule]] = {
+    "interleaved": interleaved,
+    "looped-bfs": looped_bfs,
+    "zb-v": zb_v,
+}
+"""Synchronous too, of stages, micro-batches and ranks: several stages a rank."""
+
 ASYNCHRONOUS: Mapping[str, Callable[[int, int, int], Schedule]] = {"async-1f1b": async_1f1b}
-SCHEDULES: tuple[str, ...] = (*SYNCHRONOUS, *ASYNCHRONOUS)
+"""Of stages, micro-batches and micro-batches of a step."""
+
+SCHEDULES: tuple[str, ...] = (*SYNCHRONOUS, *VIRTUAL, *ASYNCHRONOUS)
+
+
+def natural_ranks(name: str, stages: int) -> int:
+    """How many ranks the schedule of that name uses when nobody says.
+
+    >>> [natural_ranks(name, 8) for name in ("1f1b", "interleaved", "zb-v", "single")]
+    [8, 4, 4, 1]
+    """
+    if name == "single":
+        return 1
+    return max(1, stages // 2) if name in VIRTUAL else stages
 
 
 def make_schedule(
-    name: str, *, stages: int, micro_batches: int, step_every: int | None = None
+    name: str,
+    *,
+    stages: int,
+    micro_batches: int,
+    step_every: int | None = None,
+    ranks: int | None = None,
 ) -> Schedule:
     """The schedule of that name over one segment of `micro_batches`.
 
     A synchronous schedule steps once, at the end, so `step_every` is `micro_batches` or left
-    out; an asynchronous one needs it. Raises ScheduleError for an unknown name or numbers that
-    do not fit.
+    out; an asynchronous one needs it. `ranks` share the stages, by default `natural_ranks`.
+    Raises ScheduleError for an unknown name or numbers that do not fit.
 
     >>> make_schedule("1f1b", stages=4, micro_batches=8).in_flight
     (4, 3, 2, 1)
+    >>> make_schedule("interleaved", stages=6, micro_batches=8, ranks=2).rank_of_stage
+    (0, 1, 0, 1, 0, 1)
     """
     if name not in SCHEDULES:
         near = get_close_matches(name, SCHEDULES, n=1)
@@ -162,6 +185,13 @@ def make_schedule(
     for value, words in ((stages, "stages"), (micro_batches, "micro-batches")):
         if value < 1:
             raise ScheduleError(f"{value} {words} make no schedule: use 1 or more.")
+    if ranks is None:
+        ranks = natural_ranks(name, stages)
+    if not 1 <= ranks <= stages:
+        raise ScheduleError(
+            f"{stages} stages cannot be shared by {ranks} ranks.", f"--ranks 1 to {stages}"
+        )
+    _check_ranks(name, stages, ranks)
     if name in ASYNCHRONOUS:
         if step_every is None or step_every < 1:
             raise ScheduleError(
@@ -174,4 +204,31 @@ def make_schedule(
             f"not one every {step_every}.",
             "Use --schedule async-1f1b for steps in between.",
         )
+    if name in VIRTUAL:
+        return VIRTUAL[name](stages, micro_batches, ranks)
     return SYNCHRONOUS[name](stages, micro_batches)
+
+
+def _check_ranks(name: str, stages: int, ranks: int) -> None:
+    are = "1 stage is" if stages == 1 else f"{stages} stages are"
+    are += f" on {ranks} rank{'s' if ranks > 1 else ''}"
+    if name == "zb-v":
+        if stages != 2 * ranks:
+            here = f"--ranks {stages // 2}, or partition" if stages % 2 == 0 else "Partition"
+            raise ScheduleError(
+                f"zb-v has two stages on every rank, but {are}.",
+                f"{here} again with --stages {2 * ranks}.",
+            )
+    elif name in VIRTUAL:
+        if stages % ranks:
+            fitting = [str(number) for number in range(1, stages + 1) if stages % number == 0]
+            raise ScheduleError(
+                f"{name} has equally many stages on every rank, but {are}.",
+                f"--ranks {' or '.join(fitting)}, or --schedule auto",
+            )
+    elif ranks != (natural := natural_ranks(name, stages)):
+        has = "all stages on one rank" if name == "single" else "one stage on every rank"
+        raise ScheduleError(
+            f"{name} has {has}, but {are}.",
+            f"--ranks {natural}, or --schedule auto",
+        )

@@ -14,13 +14,10 @@ from dataclasses import dataclass, field
 
 from .dependencies import Edge, Rule
 from .schedule import Action, Schedule
-from .schedules import ASYNCHRONOUS, make_schedule
 from .timeline import Event, Timeline
 from .validation import validate
 
-__all__ = ["Costs", "Event", "Timeline", "few_micro_batches_warning", "simulate"]
-
-_MUCH_IDLE = 1 / 3
+__all__ = ["Costs", "Event", "Timeline", "simulate"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +26,8 @@ class Costs:
 
     Gradients take as long on their way back as the tensors forwards. An edge that is not in
     `transfer_ms`, or within a rank, costs nothing. `weight_ms` is what of `backward_ms` is W's
-    where a backward is split, by default half.
+    where a backward is split, by default half; `split_ms` what its B takes beside the rest of it,
+    for being split, by default nothing.
     """
 
     forward_ms: tuple[float, ...]
@@ -37,6 +35,7 @@ class Costs:
     step_ms: tuple[float, ...]
     transfer_ms: Mapping[Edge, float] = field(default_factory=dict)
     weight_ms: tuple[float, ...] = ()
+    split_ms: tuple[float, ...] = ()
 
     @classmethod
     def equal(
@@ -64,8 +63,11 @@ class Costs:
         match action.kind:
             case "F":
                 return self.forward_ms[stage]
+            case "B" if split:
+                extra_ms = self.split_ms[stage] if self.split_ms else 0.0
+                return self.backward_ms[stage] - weight_ms + extra_ms
             case "B":
-                return self.backward_ms[stage] - (weight_ms if split else 0.0)
+                return self.backward_ms[stage]
             case "W":
                 return weight_ms
             case _:
@@ -100,29 +102,6 @@ def simulate(
     if not clock.is_over():
         validate(rule.schedule, rule.edges, grad_edges=rule.grad_edges, shared_stages=shared_stages)
     return Timeline(schedule.name, ranks, tuple(clock.events))
-
-
-def few_micro_batches_warning(name: str, *, stages: int, micro_batches: int) -> str | None:
-    """What 4 micro-batches a stage would change, when equal stages would be idle for more than
-    a third of each step for want of them; None otherwise.
-
-    >>> print(few_micro_batches_warning("1f1b", stages=4, micro_batches=2))
-    2 micro-batches keep 4 stages idle 60 % of the time (1f1b). 16 would be 16 %. --micro-batches 16
-    """
-    if name in ASYNCHRONOUS or micro_batches >= 4 * stages:
-        return None
-    costs = Costs.equal(stages)
-    now, then = (
-        simulate(make_schedule(name, stages=stages, micro_batches=number), costs).idle_share
-        for number in (micro_batches, 4 * stages)
-    )
-    if now <= _MUCH_IDLE or then > _MUCH_IDLE:
-        return None
-    return (
-        f"{micro_batches} micro-batch{'es keep' if micro_batches > 1 else ' keeps'} "
-        f"{stages} stages idle {100 * now:.0f} % of the time ({name}). "
-        f"{4 * stages} would be {100 * then:.0f} %. --micro-batches {4 * stages}"
-    )
 
 
 class _Clock:

@@ -6,10 +6,12 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from ..activity import Activities
 from ..channels import forward_edges
 from ..data.task import Task
 from ..lowering import lower
-from ..pipeline import Observer, Pipeline
+from ..observed import ActionObserver
+from ..pipeline import Pipeline
 from ..plan import Plan
 from ..schedule import Schedule
 from ..schedules import make_schedule
@@ -26,8 +28,16 @@ class Evaluation:
     """
 
     def __init__(
-        self, plan: Plan, task: Task, feed: MicroBatches, world: World, *, batches: int
+        self,
+        plan: Plan,
+        task: Task,
+        feed: MicroBatches,
+        world: World,
+        activities: Activities,
+        *,
+        batches: int,
     ) -> None:
+        self._activities = activities
         self._task = task
         self._feed = feed
         self._world = world
@@ -39,7 +49,7 @@ class Evaluation:
     def __call__(self, pipeline: Pipeline, step: int) -> EvalRecord:
         """Runs every evaluation micro-batch forward; the same record on every rank."""
         assert self._schedule is not None
-        counts = _Counts(self._logits if self._task.classes else None)
+        counts = _Counts(self._logits if self._task.classes else None, self._activities)
 
         def feed(micro_batch: int) -> Mapping[str, Tensor]:
             fields = self._feed(micro_batch)
@@ -60,10 +70,11 @@ def _forward_schedule(plan: Plan, batches: int, world: World) -> Schedule:
     return lower(schedule, forward_edges(plan), grad_edges=())
 
 
-class _Counts(Observer):
+class _Counts(ActionObserver):
     """Adds up losses and right answers; `labels` are those of the micro-batch just fed."""
 
-    def __init__(self, logits: str | None) -> None:
+    def __init__(self, logits: str | None, activities: Activities) -> None:
+        super().__init__(activities)
         self.labels: Tensor | None = None
         self.loss = self.losses = self.right = self.answers = 0.0
         self._logits = logits

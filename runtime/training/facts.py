@@ -8,12 +8,14 @@ from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
 
+from ..boundary_dtypes import BoundaryDtypes
 from ..data.task import TARGET, Task
-from ..forecast import Forecast, forecast_step
+from ..forecast import Forecast, few_micro_batches_warning, forecast_step
 from ..pipeline import needed_inputs
 from ..plan import Plan
 from ..schedule import Schedule
-from ..simulate import few_micro_batches_warning
+from ..transports.choose import Choice
+from .half import describe_memory, describe_precision, precision_warning
 from .metrics import Reporter
 from .resolve import batch_identity
 from .segments import longest_segment
@@ -82,27 +84,31 @@ def announce(
     schedule: Schedule,
     machine: Machine,
     *,
+    transport: Choice,
     data: str,
     output: Path,
     forecast: Forecast | None,
+    dtypes: BoundaryDtypes,
 ) -> None:
     """Tells the reporter what will be done, and what is legal but probably not meant."""
     facts = [
         ("plan", f"{plan.name} · {len(plan.stages)} stages · {plan.method}"),
-        ("ranks", _ranks(schedule, settings, machine)),
+        ("ranks", _ranks(schedule, transport, machine)),
         ("algorithm", describe_algorithm(schedule, settings)),
         ("batch", batch_identity(settings, task)),
         ("data", data),
         ("optimizer", describe_optimizer(settings)),
     ]
+    if precision := describe_precision(settings, plan, dtypes):
+        facts.append(("precision", precision))
     if forecast is not None:
         text = (
             f"{forecast.step_ms:.0f} ms a step without the optimizer, "
             f"ranks idle {forecast.idle_share:.0%}"
         )
         facts.append(("simulated", text))
-    if needed := sum(stage.peak_bytes for stage in plan.stages):
-        facts.append(("memory", f"{_bytes(needed)} over all stages, as planned"))
+    if memory := describe_memory(settings, plan):
+        facts.append(("memory", memory))
     facts.append(("output", str(output)))
     reporter.on_start(facts)
     few = few_micro_batches_warning(
@@ -112,6 +118,8 @@ def announce(
     )
     if few:
         reporter.on_warning(few)
+    if other := precision_warning(settings, plan):
+        reporter.on_warning(other)
     if copies := replicas_warning(plan):
         reporter.on_warning(copies)
 
@@ -182,21 +190,15 @@ def describe_optimizer(settings: Settings) -> str:
     return ", ".join(parts)
 
 
-def _ranks(schedule: Schedule, settings: Settings, machine: Machine) -> str:
+def _ranks(schedule: Schedule, transport: Choice, machine: Machine) -> str:
     ranks = len(schedule.ranks)
     threads = f"{machine.threads} thread{'s' if machine.threads > 1 else ''}"
     if ranks == 1:
         return f"1 process, all stages in it · {threads} of {machine.cores} cores"
     return (
-        f"{ranks} processes · {settings.transport} · {threads} each, {machine.cores} cores "
-        "on this machine"
+        f"{ranks} processes · {transport} · {threads} each, {machine.cores} cores on this machine"
     )
 
 
 def _readers(ranks: list[str]) -> str:
     return f"rank {ranks[0]} reads" if len(ranks) == 1 else f"ranks {', '.join(ranks)} read"
-
-
-def _bytes(number: int) -> str:
-    gib, mib = number / (1 << 30), number / (1 << 20)
-    return f"{gib:.1f} GiB" if gib >= 1 else f"{mib:.0f} MiB"

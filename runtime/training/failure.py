@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..errors import AsyncPipeError, TransportError
+from ..transports.mpi import leave_mpi
 
 GRACE_S = 2.0
 """How long a rank that misses another waits before it ends."""
@@ -138,4 +139,5 @@ def end_process(code: int) -> None:
     """
     sys.stdout.flush()
     sys.stderr.flush()
+    leave_mpi(code)
     os._exit(code)

@@ -10,12 +10,13 @@ import math
 import queue
 import threading
 from collections import deque
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, fields, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..activity import COMPUTING, Kind, Spent
 from ..errors import TransportError
 from .world import World
 
@@ -27,27 +28,67 @@ class RankFigures:
     """What one rank says about one step; NaN where it does not know.
 
     `squared_norm` is of the gradients of the rank's stages, tied parameters with their owner.
-    `busy_s` of `wall_s` seconds since its last step it was computing, `optimizer_s` of them in
-    optimizers; time that other processes had its core for is not in the latter. `loss_scale` is
-    that of the next step, `skipped` the number of steps left out so far.
+    `stage_s` are the seconds since its last step in actions of each kind and stage, kind by kind
+    (F, B, W, S); the others those in which it was idle, and why. `optimizer_s` were spent in
+    optimizers, without time that other processes had its core for. `loss_scale` is that of the next
+    step, `skipped` the number of steps left out so far.
     """
 
     step: float
     loss: float = math.nan
     squared_norm: float = math.nan
-    busy_s: float = 0.0
-    wall_s: float = 0.0
     optimizer_s: float = 0.0
     mem_bytes: float = 0.0
     loss_scale: float = 1.0
     skipped: float = 0.0
+    waiting_s: float = 0.0
+    sending_s: float = 0.0
+    data_s: float = 0.0
+    overhead_s: float = 0.0
+    stage_s: tuple[float, ...] = ()
+
+    @property
+    def busy_s(self) -> float:
+        return sum(self.stage_s)
+
+    @property
+    def idle_s(self) -> float:
+        return self.waiting_s + self.sending_s + self.data_s + self.overhead_s
+
+    @property
+    def wall_s(self) -> float:
+        return self.busy_s + self.idle_s
+
+    def to_list(self) -> list[float]:
+        return [*astuple(self)[:_NAMED], *self.stage_s]
+
+
+_NAMED = len(fields(RankFigures)) - 1
+"""Fields but for `stage_s`."""
+
+
+def figures_of(spent: Spent, stages: int, **known: float) -> RankFigures:
+    """The figures of a step in which a rank spent its time so."""
+
+    def of(kind: Kind) -> float:
+        return spent.get((kind, -1), 0.0)
+
+    return RankFigures(
+        **known,
+        waiting_s=of("receive") + of("meet"),
+        sending_s=of("send"),
+        data_s=of("data"),
+        overhead_s=of("other"),
+        stage_s=tuple(spent.get((kind, j), 0.0) for kind in COMPUTING for j in range(stages)),
+    )
 
 
 class Gather:
     """`send` on every rank; on rank 0 `take` gives the figures of all ranks for each step."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, stages: int) -> None:
         self._world = world
+        self._numbers = _NAMED + len(COMPUTING) * stages
         self._under_way: deque[tuple[dist.Work, Tensor]] = deque()
         self._receiver: threading.Thread | None = None
         self._own: queue.SimpleQueue[RankFigures] = queue.SimpleQueue()
@@ -64,7 +105,7 @@ class Gather:
         if self._world.rank == 0:
             self._own.put(figures)
             return
-        content = torch.tensor(astuple(figures), dtype=torch.float64)
+        content = torch.tensor(figures.to_list(), dtype=torch.float64)
         work = dist.isend(content, dst=0, group=self._world.metrics)
         assert work is not None
         self._under_way.append((work, content))
@@ -93,7 +134,7 @@ class Gather:
             self._under_way.popleft()[0].wait()
 
     def _receive(self, steps: int) -> None:
-        content = torch.zeros(len(RankFigures.__slots__), dtype=torch.float64)
+        content = torch.zeros(self._numbers, dtype=torch.float64)
         for _ in range(steps):
             figures = [self._own.get()]
             for rank in range(1, self._world.ranks):
@@ -101,5 +142,7 @@ class Gather:
                     dist.recv(content, src=rank, group=self._world.metrics)
                 except RuntimeError:
                     return  # The rank is gone; the pipeline says so.
-                figures.append(RankFigures(*content.tolist()))
+                told = content.tolist()
+                own = RankFigures(*told[:_NAMED])
+                figures.append(replace(own, stage_s=tuple(told[_NAMED:])))
             self._complete.put(figures)

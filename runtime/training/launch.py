@@ -31,12 +31,14 @@ from ..schedule import Schedule
 from ..user_code import import_object
 from .facts import announce, find_machine, forecast_run
 from .failure import GRACE_S, RankError, RankFolder, failure_of, is_consequence, root_of
+from .half import find_boundary_dtypes
 from .loop import Job, train
 from .metrics import Reporter
 from .resolve import check_devices, check_ranks, gpu_of_rank, resolve, sized_plan
 from .segments import make_segment
 from .settings import Settings, SettingsError
 from .sources import default_data
+from .transport import expect_transport
 from .world import ALONE, Place, World, find_place, join, leave
 
 WORKER = "asyncpipe.runtime.training.worker"
@@ -136,9 +138,11 @@ def _show(job: Job, reporter: Reporter) -> None:
         job.task,
         schedule,
         machine,
+        transport=expect_transport(settings, plan, len(schedule.ranks)),
         data=data,
         output=job.folder,
         forecast=forecast,
+        dtypes=find_boundary_dtypes(settings, plan),
     )
 
 
@@ -160,7 +164,7 @@ def _join(job: Job, place: Place, reporter: str) -> None:
     check_ranks(job.planned, settings.schedule, place.ranks)
     _check_devices(settings, job.plan, place.local_ranks)
     try:
-        world = join(place, settings.timeout_s)
+        world = join(place, settings.timeout_s, settings.transport)
         if place.rank == 0:
             job = _make_folder(job)
         job = replace(job, folder=Path(world.text_of_first(str(job.folder))))

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from ..activity import Activities
 from ..boundary_dtypes import BoundaryDtypes
 from ..data.order import Order
 from ..data.task import Task
@@ -16,26 +17,28 @@ from ..data.vocabulary import check_vocabulary
 from ..forecast import Forecast
 from ..host_memory import keep_freed_memory
 from ..loading import load_stage, load_unused
+from ..observed import ObservedTransport, observed_feed
 from ..pipeline import Pipeline, needed_inputs
 from ..plan import Plan
 from ..schedule import Schedule
 from ..tensors import dtype_of
-from ..transports.gloo import GlooTransport
-from ..transports.local import LocalHub
-from ..transports.protocol import Transport
-from ..transports.shm import ShmTransport
+from ..transports.choose import Choice
 from .agreement import Agreement
 from .criterion import find_criterion
 from .evaluation import Evaluation
 from .export import check_exportable, copy_configuration, write_weights
 from .facts import announce, describe_data, find_machine, forecast_run
 from .gather import Gather, RankFigures
+from .half import find_boundary_dtypes, precision_of
+from .idleness import simulated_step, split_of_run
 from .metrics import EvalRecord, MetricsFile, Reporter, Summary
 from .observer import Trainer
 from .resolve import gpu_of_rank, sized_plan
 from .segments import make_segment, segments
 from .settings import Settings
 from .sources import Data, Feed, feed_nothing, open_data, prepare_data
+from .tracing import Tracing
+from .transport import agree_on_transport, make_transport
 from .watch import Watch
 from .world import World
 
@@ -75,11 +78,13 @@ def train(
         check_exportable(Path(settings.folder), settings.export_hf)
     schedule = make_segment(plan, settings, steps=1)
     forecast = forecast_run(plan, job.planned, settings, machine.cores)
+    dtypes = find_boundary_dtypes(settings, plan)
     reporter = None
     if world.rank == 0:
         reporter = MetricsFile(job.folder / "metrics.jsonl", make_reporter(settings))
         prepare_data(settings, job.task, job.folder)
     world.meet()
+    transport = agree_on_transport(world, settings, _device(settings, plan, world))
     own = [stage for stage, rank in enumerate(schedule.rank_of_stage) if rank == world.rank]
     fields = needed_inputs(plan, own, criterion=settings.criterion is not None)
     data = open_data(settings, job.task, plan, job.folder) if fields or reporter else None
@@ -92,11 +97,15 @@ def train(
             job.task,
             schedule,
             machine,
+            transport=transport,
             data=readers,
             output=job.folder,
             forecast=forecast,
+            dtypes=dtypes,
         )
-    run = _Run(job, world, schedule, data if fields else None, fields, reporter, on_step)
+    run = _Run(
+        job, world, schedule, transport, dtypes, data if fields else None, fields, reporter, on_step
+    )
     run.train()
     run.save(machine.cores)
 
@@ -109,6 +118,8 @@ class _Run:
         job: Job,
         world: World,
         schedule: Schedule,
+        transport: Choice,
+        dtypes: BoundaryDtypes,
         data: Data | None,
         fields: tuple[str, ...],
         reporter: MetricsFile | None,
@@ -117,34 +128,50 @@ class _Run:
         settings, plan = job.settings, job.plan
         self._job, self._settings, self._plan, self._world = job, settings, plan, world
         self._reporter, self._on_step = reporter, on_step
+        self._activities = activities = Activities()
+        self._tracing = Tracing(settings, activities)
         self._modules = _load(job, schedule, world)
+        device = _device(settings, plan, world)
         self._pipeline = Pipeline(
             plan,
             self._modules,
-            _transport(world, settings, plan),
+            ObservedTransport(
+                make_transport(transport, world, settings, plan, schedule, device), activities
+            ),
             rank_of_stage=schedule.rank_of_stage,
             staleness=settings.staleness or "none",
             criterion=find_criterion(settings.criterion) if settings.criterion else None,
-            device=_device(settings, plan, world),
-            dtypes=BoundaryDtypes(dtype_of(settings.dtype)),
+            device=device,
+            precision=precision_of(settings),
+            dtypes=dtypes,
             seed=settings.seed,
         )
         self._schedules = {1: schedule}
-        self._gather = Gather(world)
+        self._gather = Gather(world, len(plan.stages))
         self._watch = Watch(settings, job.task, self._gather, reporter) if reporter else None
         self._trainer = Trainer(
-            plan, self._modules, settings, world, self._told, lr_scale=self._pipeline.lr_scale
+            plan,
+            self._modules,
+            settings,
+            world,
+            self._told,
+            lr_scale=self._pipeline.lr_scale,
+            activities=activities,
         )
         size = settings.micro_batch_size or 1
         order = Order(len(data.train), settings.seed) if data else None
-        self._feed = Feed(data.train, order, size, fields) if data else feed_nothing
+        feed = Feed(data.train, order, size, fields) if data else feed_nothing
+        self._feed = observed_feed(feed, activities)
         held_out = data.evaluation if data else None
         self._agreement = Agreement(world, data, order, size=size, batches=settings.eval_batches)
         self._evaluation = Evaluation(
             plan,
             job.task,
-            Feed(held_out, None, size, fields) if held_out else feed_nothing,
+            observed_feed(
+                Feed(held_out, None, size, fields) if held_out else feed_nothing, activities
+            ),
             world,
+            activities,
             batches=self._agreement.evaluation_batches,
         )
         self._evaluated: EvalRecord | None = None
@@ -158,12 +185,13 @@ class _Run:
         for segment in segments(settings):
             first = segment.start * every
             self._agreement.check(first * size, len(segment) * every * size)
-            self._trainer.start_segment()
+            self._trainer.start_segment(segment.start + 1, first)
             self._pipeline.run(
                 self._schedule(len(segment)),
                 self._feed,
                 first_micro_batch=first,
                 observer=self._trainer,
+                loss_scale=self._trainer.loss_scale,
             )
             if settings.eval_every and segment.stop % settings.eval_every == 0:
                 self._evaluate(segment.stop)
@@ -184,11 +212,16 @@ class _Run:
         if settings.export_hf and self._world.rank == 0:
             copy_configuration(Path(settings.export_hf), Path(settings.folder))
         self._world.meet()
+        traced = None
+        if self._tracing.is_wanted:
+            traced = self._tracing.write(self._world, self._schedule(1), folder)
         if self._watch is None or self._reporter is None:
             return
+        forecast = self._forecast(self._watch.optimizer_ms, cores)
         first, last = self._watch.records[0], self._watch.records[-1]
         evaluated = self._evaluated
-        forecast = self._forecast(self._watch.optimizer_ms, cores)
+        times = self._watch.times
+        whole, by_rank = split_of_run(self._plan, settings, times)
         self._reporter.on_end(
             Summary(
                 steps=settings.steps,
@@ -197,20 +230,27 @@ class _Run:
                 last_loss=last.loss,
                 eval_loss=evaluated.loss if evaluated else None,
                 accuracy=evaluated.accuracy if evaluated else None,
-                idle=self._watch.idle_share,
+                idle=whole.total,
+                idle_parts=whole,
+                idle_parts_by_rank=by_rank,
                 simulated_idle=forecast.idle_share if forecast else None,
                 step_ms=self._watch.step_ms,
                 simulated_step_ms=forecast.step_ms if forecast else None,
                 output=str(folder),
                 weights=str(folder / "weights"),
                 exported=settings.export_hf,
+                trace=traced[0] if traced else None,
             )
         )
+        if traced:
+            costs, simulated = simulated_step(self._plan, settings, forecast, times)
+            self._reporter.on_timelines(costs, simulated, traced[1])
 
     def _told(self, figures: RankFigures) -> None:
         """A step is over on this rank."""
         self._gather.send(figures)
         self._on_step(int(figures.step))
+        self._tracing.step_is_over(int(figures.step))
         if self._watch is not None:
             self._watch.poll()
 
@@ -219,6 +259,7 @@ class _Run:
             self._watch.drain(step)
         if not self._evaluation.batches:
             return
+        self._activities.first_micro_batch = 0
         self._evaluated = self._evaluation(self._pipeline, step)
         if self._reporter is not None:
             self._reporter.on_eval(self._evaluated)
@@ -266,13 +307,6 @@ def _load(job: Job, schedule: Schedule, world: World) -> dict[int, nn.Module]:
             )
             modules[stage] = module.to(dtype_of(settings.dtype)).train()
     return modules
-
-
-def _transport(world: World, settings: Settings, plan: Plan) -> Transport:
-    if world.control is None:
-        return LocalHub(1).transport(0)
-    kind = ShmTransport if settings.transport == "shm" else GlooTransport
-    return kind(timeout_s=settings.timeout_s, device=_device(settings, plan, world))
 
 
 def _device(settings: Settings, plan: Plan, world: World) -> str:

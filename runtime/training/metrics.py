@@ -6,10 +6,16 @@ Whoever shows a run implements `Reporter`; it is called in the process of rank 0
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
+
+from ..idle import IdleSplit
+from ..timeline import Timeline
+
+PARTS_OF_TIME = ("busy", "waiting", "sending", "data", "overhead")
+"""What a rank's time goes into: it computes, or it is idle for one of four reasons."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +23,10 @@ class StepRecord:
     """One optimizer step. Rate, idle shares and step time are over the steps since the last
     logged one; `idle` has an entry a rank, `grad_norm` is None where nobody took it.
 
+    `time` has the parts of each rank's time that PARTS_OF_TIME names, as shares.
     `rate` is in `unit` ("tok" or "samples") per second, `mem_bytes` the most of any rank.
+    Under float16 `loss_scale` is that of the next step, and `skipped` counts the steps so far that
+    were left out because a gradient overflowed.
     """
 
     step: int
@@ -28,10 +37,13 @@ class StepRecord:
     rate: float
     unit: str
     idle: tuple[float, ...]
+    time: Mapping[str, tuple[float, ...]]
     mem_bytes: int
     step_ms: float
     elapsed_s: float
     logged: bool
+    loss_scale: float | None = None
+    skipped: int = 0
 
     @property
     def idle_share(self) -> float:
@@ -40,6 +52,10 @@ class StepRecord:
 
     def to_json(self) -> str:
         record = asdict(self) | {"idle_share": round(self.idle_share, 4)}
+        for part, shares in record.pop("time").items():
+            record[f"{part}_shares"] = [round(share, 4) for share in shares]
+        if self.loss_scale is None:
+            del record["loss_scale"], record["skipped"]
         del record["logged"], record["steps"], record["unit"], record["rate"]
         return _line("step", record | {f"{self.unit}_per_s": round(self.rate, 1)})
 
@@ -60,7 +76,12 @@ class EvalRecord:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A run in one line. The simulated figures are None when the plan has no measured costs."""
+    """A run in one line. The simulated figures are None when the plan has no measured costs.
+
+    `idle` is the share of all ranks' time in which they did not compute, in usual steps;
+    `idle_parts` are the parts that it has, `idle_parts_by_rank` those of each rank's own time.
+    `trace` is the file of the measured timeline, if one was asked for.
+    """
 
     steps: int
     seconds: float
@@ -69,12 +90,15 @@ class Summary:
     eval_loss: float | None
     accuracy: float | None
     idle: float
+    idle_parts: IdleSplit
+    idle_parts_by_rank: tuple[IdleSplit, ...]
     simulated_idle: float | None
     step_ms: float
     simulated_step_ms: float | None
     output: str
     weights: str
     exported: str | None
+    trace: str | None = None
 
     def to_json(self) -> str:
         return _line("end", asdict(self))
@@ -92,6 +116,10 @@ class Reporter(Protocol):
     def on_eval(self, record: EvalRecord) -> None: ...
 
     def on_end(self, summary: Summary) -> None: ...
+
+    def on_timelines(self, costs: str, simulated: Timeline, measured: Timeline) -> None:
+        """After the end of a run that was traced: one step as simulated, and at which costs, and
+        as measured."""
 
 
 class MetricsFile:
@@ -120,6 +148,9 @@ class MetricsFile:
         self._write(summary.to_json())
         self._file.close()
         self._shown.on_end(summary)
+
+    def on_timelines(self, costs: str, simulated: Timeline, measured: Timeline) -> None:
+        self._shown.on_timelines(costs, simulated, measured)
 
     def _write(self, line: str) -> None:
         self._file.write(line + "\n")

@@ -12,10 +12,9 @@ from time import perf_counter, process_time
 import torch
 from torch import Tensor, nn
 
-from ..errors import AsyncPipeError
-from ..pipeline import Observer
+from ..activity import Activities, Activity
+from ..observed import ActionObserver
 from ..plan import Plan
-from ..schedule import Action
 from .clipping import (
     StepMessage,
     clip_factor,
@@ -24,18 +23,15 @@ from .clipping import (
     share_of,
     squared_norm,
 )
-from .gather import RankFigures
+from .finite import Finite
+from .gather import RankFigures, figures_of
 from .optimizers import StageOptimizer
 from .scaler import INITIAL, LossScale
 from .settings import Settings
 from .world import World
 
 
-class LossError(AsyncPipeError):
-    """A loss or a gradient that is no number any more."""
-
-
-class Trainer(Observer):
+class Trainer(ActionObserver):
     """Clips and steps the stages of one rank, and hands on the figures of every step.
 
     In a synchronous schedule the norm is that of all stages. Each stage's share is taken when its
@@ -54,7 +50,9 @@ class Trainer(Observer):
         report: Callable[[RankFigures], None],
         *,
         lr_scale: Callable[[int, int], float],
+        activities: Activities | None = None,
     ) -> None:
+        super().__init__(activities or Activities())
         self._settings = settings
         self._world = world
         self._report = report
@@ -66,28 +64,24 @@ class Trainer(Observer):
         self._scale = LossScale(settings.loss_scale or INITIAL) if settings.is_scaled else None
         self._gradients: dict[int, list[Tensor | None]] = {}
         self._losses: dict[int, list[Tensor]] = defaultdict(list)
-        self._last_good = ""
         self._squares: dict[int, Tensor] = {}
         self._complete: set[int] = set()
         self._message: StepMessage | None = None
-        self._norm = self._loss = math.nan
+        self._finite = Finite(settings)
         self._is_skipped = False
         self._stepped = 0
-        self._busy_s = 0.0
         self._optimizer_s = 0.0
-        self._since_s = perf_counter()
 
     @property
     def loss_scale(self) -> float:
         """What the loss of the next step is multiplied by for its backwards."""
         return self._scale.value if self._scale else 1.0
 
-    def start_segment(self) -> None:
-        """Forgets the time since the last step: something else was done meanwhile."""
-        self._since_s, self._busy_s = perf_counter(), 0.0
-
-    def on_action(self, action: Action, start_s: float, end_s: float) -> None:
-        self._busy_s += end_s - start_s
+    def start_segment(self, step: int = 1, first_micro_batch: int = 0) -> None:
+        """Forgets the time since the last step: something else was done meanwhile. `step` is the
+        first that the segment makes."""
+        self.activities.step, self.activities.first_micro_batch = step, first_micro_batch
+        self.activities.take()
 
     def on_loss(self, micro_batch: int, loss: Tensor) -> None:
         self._losses[micro_batch // (self._settings.micro_batches or 1) + 1].append(loss)
@@ -95,12 +89,11 @@ class Trainer(Observer):
     def on_gradients(self, stage: int, version: int) -> None:
         if self._settings.is_async:
             return
-        start_s = perf_counter()
-        own = self._share[stage].own
-        self._take(stage, version, own, own)
-        if not self._share[stage].shared:
-            self._completed(stage, version)
-        self._busy_s += perf_counter() - start_s
+        with self.activities.during(Activity("other", "takes the norm of gradients")):
+            own = self._share[stage].own
+            self._take(stage, version, own, own)
+            if not self._share[stage].shared:
+                self._completed(stage, version)
 
     def on_step(self, stage: int, version: int) -> None:
         if self._settings.is_async:
@@ -116,7 +109,7 @@ class Trainer(Observer):
             self._squares[stage] = squared_norm(gradients_of(self._share[stage].counted))
             norm = math.sqrt(float(squared_norm(gradients_of(self._parameters[stage]))))
             if self._settings.clip:
-                self._check_norm(version, norm, [stage])
+                self._finite.check_norm(version, norm, {stage: norm})
             factor = clip_factor(norm, self._settings.clip or 0.0)
         self._step(stage, version, factor)
 
@@ -172,20 +165,17 @@ class Trainer(Observer):
 
     def _agreed_factor(self, version: int) -> float:
         assert self._message is not None
-        waiting = perf_counter()
-        agreed = self._message.agreed()
-        self._busy_s -= perf_counter() - waiting  # the step action includes this wait
+        with self.activities.during(Activity("meet", "the norm of all gradients")):
+            agreed = self._message.agreed()
         self._message = None
-        self._check_loss(version, agreed.loss)
+        self._finite.check_loss(version, agreed.loss)
         self._is_skipped = agreed.overflowed
         if self._scale:
             self._scale.update(overflowed=agreed.overflowed)
-            self._check_scale(version)
+            self._finite.check_scale(version, self.loss_scale)
         if not self._settings.clip or self._is_skipped:
             return 1.0
-        wrong = [j for j, square in enumerate(agreed.squares) if not math.isfinite(square)]
-        self._check_norm(version, agreed.norm, wrong)
-        self._norm = agreed.norm
+        self._finite.check_norm(version, agreed.norm, dict(enumerate(agreed.squares)))
         return clip_factor(agreed.norm, self._settings.clip)
 
     def _step(self, stage: int, version: int, factor: float) -> None:
@@ -207,62 +197,27 @@ class Trainer(Observer):
         return bool(self._settings.clip) or is_logged(version, self._settings)
 
     def _finish_step(self, version: int) -> None:
-        now = perf_counter()
+        spent = self.activities.take()
         losses = self._losses.pop(version, None)
         if losses:
-            self._check_loss(version, float(_mean(losses)))
+            self._finite.check_loss(version, float(_mean(losses)))
         is_known = bool(self._squares) and not self._is_skipped
-        squares = [float(square) for square in self._squares.values()]
-        self._report(
-            RankFigures(
-                version,
-                loss=self._loss if losses else math.nan,
-                squared_norm=sum(squares) if is_known else math.nan,
-                busy_s=max(0.0, self._busy_s),
-                wall_s=now - self._since_s,
+        with self.activities.during(Activity("other", "tells rank 0 of a step")):
+            figures = figures_of(
+                spent,
+                self._stages,
+                step=version,
+                loss=self._finite.loss if losses else math.nan,
+                squared_norm=sum(map(float, self._squares.values())) if is_known else math.nan,
                 optimizer_s=self._optimizer_s,
                 mem_bytes=_peak_memory_bytes(),
                 loss_scale=self.loss_scale,
                 skipped=self._scale.skipped if self._scale else 0,
             )
-        )
+            self._report(figures)
         self._stepped, self._squares, self._optimizer_s = 0, {}, 0.0
         self._complete.clear()
         self._is_skipped = False
-        # What reporting took is inside the step action that calls this.
-        self._busy_s = now - perf_counter()
-        self._since_s = now
-
-    def _check_loss(self, version: int, loss: float) -> None:
-        if not math.isfinite(loss):
-            raise LossError(
-                f"the loss is {loss} at step {version}{self._last_good}. Stopped.", self._cure()
-            )
-        norm = "" if math.isnan(self._norm) else f", the gradient norm {self._norm:.2g}"
-        self._loss, self._last_good = loss, f" (it was {loss:.3f} at step {version}{norm})"
-
-    def _check_norm(self, version: int, norm: float, stages: list[int]) -> None:
-        if not math.isfinite(norm):
-            where = f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
-            raise LossError(
-                f"the gradient norm of {where} is {norm} at step {version}, the loss "
-                f"{self._loss:.3f}. Stopped before the weights changed.",
-                self._cure(),
-            )
-
-    def _check_scale(self, version: int) -> None:
-        if self.loss_scale < 1:
-            raise LossError(
-                f"gradients overflow in float16 at step {version}, though the loss scale went down "
-                "to 1. Stopped.",
-                "--precision bfloat16",
-            )
-
-    def _cure(self) -> str:
-        lr = self._settings.lr or 0.0
-        first = "--precision bfloat16, or " if self._scale else ""
-        clip = "" if self._settings.clip else ", or --clip 1"
-        return f"{first}--lr {lr / 3:.1g} instead of {lr:.1g}, or a longer --warmup{clip}."
 
 
 def _mean(losses: list[Tensor]) -> Tensor:

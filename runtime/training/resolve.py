@@ -11,6 +11,8 @@ from typing import Any
 from ..data.task import Task, find_task
 from ..errors import PlanError
 from ..plan import Plan
+from .half import check_precision
+from .scaler import INITIAL
 from .settings import Settings, SettingsError
 
 _TEACHING: Mapping[str, Any] = {
@@ -60,11 +62,15 @@ def resolve(settings: Settings, plan: Plan, *, architecture: str = "") -> tuple[
     filled = replace(
         settings,
         criterion=criterion,
+        loss_scale=INITIAL
+        if settings.is_scaled and not settings.loss_scale
+        else settings.loss_scale,
         staleness=_staleness(settings),
         seq=_sequence(settings, plan),
         **batch,
         **step,
     )
+    check_precision(filled)
     return filled, task
 
 

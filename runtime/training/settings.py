@@ -7,6 +7,7 @@ None means: chosen for the plan at hand (`resolve.py`). Nothing here imports tor
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -27,7 +28,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": ("float32", "float64"),
     "precision": ("full", "bfloat16", "float16"),
     "boundary_dtype": ("bfloat16",),
-    "transport": ("gloo", "shm"),
+    "transport": ("auto", "local", "shm", "gloo", "nccl", "mpi"),
 }
 """The legal values of the options that have a few."""
 
@@ -50,8 +51,9 @@ _AT_LEAST: dict[str, float] = {
     "log_every": 1,
     "threads": 1,
     "timeout_s": 1,
+    "stall_s": 0,
 }
-_OF_THIS_CALL = frozenset({"dry_run", "json", "quiet", "output"})
+_OF_THIS_CALL = frozenset({"dry_run", "json", "quiet", "output", "debug"})
 
 
 class SettingsError(AsyncPipeError):
@@ -102,15 +104,18 @@ class Settings:
     eval_every: int = 0
     eval_batches: int = 8
     log_every: int = 10
+    trace: str | None = None
+    debug: str | None = None
 
     device: str = "cpu"
     threads: int | None = None
     timeout_s: float = 300.0
+    stall_s: float = 60.0
     dtype: str = "float32"
     precision: str = "full"
     loss_scale: float | None = None
     boundary_dtype: str | None = None
-    transport: str = "gloo"
+    transport: str = "auto"
 
     dry_run: bool = False
     json: bool = False
@@ -130,6 +135,8 @@ class Settings:
         if not all(0 <= beta < 1 for beta in self.betas):
             first, second = self.betas
             raise SettingsError(f"--betas {first} {second}: both must be from 0 to below 1.")
+        self._check_trace()
+        self._check_debug()
 
     @property
     def is_async(self) -> bool:
@@ -140,6 +147,42 @@ class Settings:
     def is_scaled(self) -> bool:
         """Whether the loss is scaled for the backward, and steps with an overflow are left out."""
         return self.precision == "float16"
+
+    @property
+    def trace_steps(self) -> range:
+        """The steps to record, counted from 1: the last so many, or those from one to another."""
+        if self.trace is None:
+            return range(0)
+        first, dash, last = self.trace.partition("-")
+        if dash:
+            return range(int(first), int(last) + 1)
+        return range(max(1, self.steps - int(first) + 1), self.steps + 1)
+
+    def is_debugged(self, rank: int) -> bool:
+        """Whether a debugger is to be attached to the rank."""
+        return self.debug == "all" or str(rank) in (self.debug or "").split(",")
+
+    def _check_trace(self) -> None:
+        if self.trace is None:
+            return
+        found = re.fullmatch(r"(\d+)(?:-(\d+))?", self.trace)
+        steps = self.trace_steps if found else range(0)
+        if not steps or steps[0] < 1:
+            raise SettingsError(
+                f"--trace {self.trace} names no steps.",
+                "--trace 3 records the last three, --trace 10-12 the steps from 10 to 12.",
+            )
+        if steps[-1] > self.steps:
+            raise SettingsError(
+                f"--trace {self.trace}, but the run has {self.steps} steps.",
+                f"--trace 3 records the last three, or --steps {steps[-1]}.",
+            )
+
+    def _check_debug(self) -> None:
+        if self.debug is not None and not re.fullmatch(r"all|\d+(,\d+)*", self.debug):
+            raise SettingsError(
+                f"--debug {self.debug} names no ranks.", "--debug 1, --debug 0,2 or --debug all."
+            )
 
     def to_toml(self) -> str:
         """The TOML text of these options, but for those that concern one call only."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Iterable, Sequence
 from statistics import median
 from time import perf_counter
 
+from ..activity import COMPUTING
 from ..data.task import Task
+from ..idle import RankTime
 from .gather import Gather, RankFigures
-from .metrics import Reporter, StepRecord
+from .metrics import PARTS_OF_TIME, Reporter, StepRecord
 from .observer import is_logged
 from .optimizers import lr_factor
 from .settings import Settings
@@ -50,13 +53,13 @@ class Watch:
             self._take(figures)
 
     @property
-    def idle_share(self) -> float:
-        """The share of time that ranks waited: the median of the steps."""
-        shares = [
-            1 - sum(rank.busy_s for rank in ranks) / max(sum(rank.wall_s for rank in ranks), 1e-9)
-            for ranks in self._steady
-        ]
-        return median(shares) if shares else 0.0
+    def times(self) -> tuple[RankTime, ...]:
+        """Where the time of each rank went in a usual step: the mean of the half of the steps that
+        took neither longest nor shortest."""
+        by_length = sorted(self._steady, key=lambda ranks: max(rank.wall_s for rank in ranks))
+        aside = len(by_length) // 4
+        usual = by_length[aside : len(by_length) - aside]
+        return tuple(_mean_time(figures) for figures in zip(*usual, strict=True))
 
     @property
     def step_ms(self) -> float:
@@ -103,14 +106,41 @@ class Watch:
             grad_norm=None if any(map(math.isnan, squares)) else math.sqrt(sum(squares)),
             rate=self._per_step * len(walls) / wall_s,
             unit=self._unit,
-            idle=tuple(self._idle_of(rank) for rank in range(len(figures))),
+            idle=tuple(self._share_of(rank, "idle_s") for rank in range(len(figures))),
+            time={
+                part: tuple(self._share_of(rank, f"{part}_s") for rank in range(len(figures)))
+                for part in PARTS_OF_TIME
+            },
             mem_bytes=int(max(rank.mem_bytes for rank in figures)),
             step_ms=wall_s * 1000 / len(walls),
             elapsed_s=perf_counter() - self._started_s,
             logged=is_logged(step, settings),
+            loss_scale=figures[0].loss_scale if settings.is_scaled else None,
+            skipped=int(figures[0].skipped),
         )
 
-    def _idle_of(self, rank: int) -> float:
-        busy_s = sum(figures[rank].busy_s for figures in self._interval)
+    def _share_of(self, rank: int, part: str) -> float:
+        """The share that a part of the rank's time has, since the last logged step."""
+        part_s = sum(getattr(figures[rank], part) for figures in self._interval)
         wall_s = sum(figures[rank].wall_s for figures in self._interval)
-        return min(1.0, max(0.0, 1 - busy_s / wall_s)) if wall_s else 0.0
+        return part_s / wall_s if wall_s else 0.0
+
+
+def _mean_time(figures: Sequence[RankFigures]) -> RankTime:
+    """The mean of what one rank said about some steps, in milliseconds."""
+
+    def mean_ms(values: Iterable[float]) -> float:
+        return 1000 * sum(values) / len(figures)
+
+    stages = len(figures[0].stage_s) // len(COMPUTING)
+    places = [(kind, stage) for kind in COMPUTING for stage in range(stages)]
+    stage_ms = {
+        place: mean_ms(step.stage_s[at] for step in figures) for at, place in enumerate(places)
+    }
+    return RankTime(
+        {place: ms for place, ms in stage_ms.items() if ms},
+        waiting_ms=mean_ms(step.waiting_s for step in figures),
+        sending_ms=mean_ms(step.sending_s for step in figures),
+        data_ms=mean_ms(step.data_s for step in figures),
+        overhead_ms=mean_ms(step.overhead_s for step in figures),
+    )

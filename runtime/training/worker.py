@@ -31,7 +31,7 @@ def main() -> None:
         settings = Settings(**{**raw, "betas": tuple(raw["betas"])})
         place = find_place(os.environ)
         assert place is not None
-        world = join(place, settings.timeout_s)
+        world = join(place, settings.timeout_s, settings.transport)
         run_rank(make_job(settings, Path(folder)), world, reporter)
         leave()
         end_process(0)

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import TransportError
+from ..transports.mpi import share_store
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +147,9 @@ class World:
         self.sums([0.0])
 
 
-def join(place: Place, timeout_s: float) -> World:
-    """Meets the other ranks over gloo; on loopback when all are on this machine.
+def join(place: Place, timeout_s: float, transport: str = "auto") -> World:
+    """Meets the other ranks over gloo; on loopback when all are on this machine. Ranks that
+    `transport` mpi joins already tell each other where.
 
     Raises TransportError when they cannot be reached in time.
     """
@@ -155,11 +157,22 @@ def join(place: Place, timeout_s: float) -> World:
         loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
         if loopback is not None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    timeout = datetime.timedelta(seconds=timeout_s)
+    store = None
+    if transport == "mpi":
+        is_named = place.all_local or "MASTER_ADDR" in os.environ
+        head = place.head if is_named else socket.gethostname()
+        store = share_store(place.rank, place.ranks, head, timeout_s)
     os.environ.setdefault("MASTER_ADDR", place.head)
     os.environ.setdefault("MASTER_PORT", str(place.port))
-    timeout = datetime.timedelta(seconds=timeout_s)
     try:
-        dist.init_process_group("gloo", rank=place.rank, world_size=place.ranks, timeout=timeout)
+        dist.init_process_group(
+            "gloo",
+            store=store,
+            rank=place.rank,
+            world_size=place.ranks,
+            timeout=timeout,
+        )
     except (dist.DistError, RuntimeError, ValueError) as error:
         raise TransportError(
             f"rank {place.rank} cannot reach rank 0 at {place.head}:{os.environ['MASTER_PORT']} in "

@@ -11,12 +11,12 @@ from torch import nn
 
 from asyncpipe.partitioner.cost import stage_sums
 from asyncpipe.partitioner.cost_graph import costs_of
-from asyncpipe.partitioner.running import make_setting
+from asyncpipe.partitioner.running import PLANNED, make_setting
 from asyncpipe.partitioner.setting import DEPTH, OPTIMIZER_COPIES
 from asyncpipe.runtime.errors import PlanError
 from asyncpipe.runtime.program import passages
 from asyncpipe.runtime.schedule import count_in_flight
-from asyncpipe.runtime.schedules import ASYNCHRONOUS, SCHEDULES, make_schedule
+from asyncpipe.runtime.schedules import ASYNCHRONOUS, make_schedule
 from asyncpipe.runtime.staleness import make_staleness
 from asyncpipe.runtime.transports.gloo import GlooTransport
 from asyncpipe.runtime.versions import WeightVersions
@@ -24,7 +24,7 @@ from asyncpipe.runtime.versions import WeightVersions
 SIZES = [(stages, micro_batches) for stages in range(1, 6) for micro_batches in range(1, 11)]
 
 
-@pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "single"])
+@pytest.mark.parametrize("name", [name for name in PLANNED if name != "single"])
 def test_in_flight_is_what_the_schedule_has_at_its_fullest(name: str) -> None:
     for stages, micro_batches in SIZES:
         long = 4 * micro_batches + 4 * stages if name in ASYNCHRONOUS else 1

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from asyncpipe.runtime.drawing import draw_timeline
 from asyncpipe.runtime.training.settings import Settings
 
 FACTORY = f"{Path(__file__).resolve()}:make_reporter"
@@ -33,6 +34,10 @@ class SilentReporter:
 
     def on_end(self, summary: Any) -> None:
         self._write("end", json.loads(summary.to_json()))
+
+    def on_timelines(self, costs: str, simulated: Any, measured: Any) -> None:
+        drawn = [draw_timeline(simulated), draw_timeline(measured)]
+        self._write("timelines", {"costs": costs, "drawn": drawn})
 
 
 def make_reporter(settings: Settings) -> SilentReporter:

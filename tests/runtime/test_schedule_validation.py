@@ -1,7 +1,7 @@
 """Every built-in schedule is legal and ends; planted faults are found and shown."""
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -10,29 +10,12 @@ from asyncpipe.runtime.dependencies import Edge, Player, Rule
 from asyncpipe.runtime.errors import ScheduleError
 from asyncpipe.runtime.lowering import lower
 from asyncpipe.runtime.schedule import Action, Schedule, count_versions, parse_action
-from asyncpipe.runtime.schedules import (
-    ASYNCHRONOUS,
-    SCHEDULES,
-    async_1f1b,
-    gpipe,
-    make_schedule,
-    one_f_one_b,
-)
+from asyncpipe.runtime.schedules import async_1f1b, gpipe, make_schedule, one_f_one_b
 from asyncpipe.runtime.validation import validate
 
+from .small_schedules import small_schedules
+
 Rows = list[list[Action]]
-
-
-def small_schedules(stages: int) -> Iterator[Schedule]:
-    """All names, up to 10 micro-batches, every number of micro-batches a step."""
-    for micro_batches in range(1, 11):
-        for name in SCHEDULES:
-            for step_every in range(1, micro_batches + 1):
-                whole = step_every == micro_batches
-                if whole or (name in ASYNCHRONOUS and micro_batches % step_every == 0):
-                    yield make_schedule(
-                        name, stages=stages, micro_batches=micro_batches, step_every=step_every
-                    )
 
 
 def edge_sets(stages: int) -> list[list[Edge]]:
@@ -149,7 +132,7 @@ def test_a_dropped_message_is_found_by_its_reader(lost: str) -> None:
 def test_a_wrong_version_is_found() -> None:
     def fault(rows: Rows) -> None:
         assert str(rows[0][6]) == "0F3@v1"
-        rows[0][6] = replace(rows[0][6], version=0)
+        rows[0][6] = rows[0][6]._replace(version=0)
 
     assert error_of(change(async_1f1b(2, 4, 2), fault)) == inspect.cleandoc("""
         async-1f1b is not legal at 0F3@v0 on rank 0: stage 0 is at version 1 there.

@@ -13,6 +13,7 @@ from asyncpipe.runtime.schedules import (
     ASYNCHRONOUS,
     SCHEDULES,
     SYNCHRONOUS,
+    VIRTUAL,
     async_1f1b,
     make_schedule,
 )
@@ -135,7 +136,8 @@ def test_an_unknown_schedule_is_answered_with_the_names_and_the_nearest() -> Non
     with pytest.raises(ScheduleError) as caught:
         make_schedule("async1f1b", stages=2, micro_batches=4)
     assert caught.value.what == (
-        "unknown schedule 'async1f1b': there are gpipe, 1f1b, seq, single, async-1f1b."
+        "unknown schedule 'async1f1b': there are gpipe, 1f1b, zb-h1, zb-h2, seq, single, "
+        "interleaved, looped-bfs, zb-v, async-1f1b."
     )
     assert caught.value.cure == "Did you mean --schedule async-1f1b?"
     with pytest.raises(ScheduleError, match="there are gpipe") as caught:
@@ -167,8 +169,8 @@ def test_a_warm_up_that_would_never_end_is_refused(warmup: list[int]) -> None:
 
 
 def test_every_schedule_is_in_one_table() -> None:
-    assert {*SYNCHRONOUS, *ASYNCHRONOUS} == set(SCHEDULES)
+    assert {*SYNCHRONOUS, *VIRTUAL, *ASYNCHRONOUS} == set(SCHEDULES)
     assert len(SCHEDULES) == len(set(SCHEDULES))
     for name in SCHEDULES:
         made = make_schedule(name, stages=2, micro_batches=2, step_every=2)
-        assert made.name == name and made.synchronous == (name in SYNCHRONOUS)
+        assert made.name == name and made.synchronous == (name not in ASYNCHRONOUS)

@@ -9,11 +9,11 @@ from pytest import approx
 
 from asyncpipe.runtime.dependencies import Edge
 from asyncpipe.runtime.errors import ScheduleError
+from asyncpipe.runtime.forecast import few_micro_batches_warning
 from asyncpipe.runtime.lowering import lower
 from asyncpipe.runtime.schedule import Action, Schedule
 from asyncpipe.runtime.schedules import (
     ASYNCHRONOUS,
-    SCHEDULES,
     async_1f1b,
     gpipe,
     make_schedule,
@@ -25,9 +25,10 @@ from asyncpipe.runtime.simulate import (
     Costs,
     Event,
     Timeline,
-    few_micro_batches_warning,
     simulate,
 )
+
+from .small_schedules import names_for, ranks_for
 
 F_MS, B_MS, S_MS = 1.0, 1.7, 0.3
 
@@ -127,7 +128,8 @@ def all_costs(stages: int) -> st.SearchStrategy[Costs]:
 
 CASES = st.integers(1, 4).flatmap(
     lambda stages: st.tuples(
-        st.sampled_from(SCHEDULES).flatmap(lambda name: schedules(name, stages)), all_costs(stages)
+        st.sampled_from(names_for(stages)).flatmap(lambda name: schedules(name, stages)),
+        all_costs(stages),
     )
 )
 
@@ -137,7 +139,9 @@ def schedules(name: str, stages: int) -> st.SearchStrategy[Schedule]:
         return st.tuples(st.integers(1, 4), st.integers(1, 4)).map(
             lambda counts: async_1f1b(stages, counts[0] * counts[1], counts[1])
         )
-    return st.integers(1, 8).map(lambda m: make_schedule(name, stages=stages, micro_batches=m))
+    return st.tuples(st.integers(1, 8), st.sampled_from(ranks_for(name, stages))).map(
+        lambda given: make_schedule(name, stages=stages, micro_batches=given[0], ranks=given[1])
+    )
 
 
 def flow_shop_ms(jobs: int, machines_ms: list[float]) -> float:
@@ -169,7 +173,11 @@ def test_gpipe_is_two_flow_shops_over_stages_and_links(costs: Costs, micro_batch
 
 
 def work_of_rank(schedule: Schedule, costs: Costs) -> list[float]:
-    return [sum(map(costs.of, row)) for row in schedule.ranks]
+    split = schedule.split
+    return [
+        sum(costs.of(action, split=(action.stage, action.index) in split) for action in row)
+        for row in schedule.ranks
+    ]
 
 
 @given(CASES)
@@ -178,7 +186,11 @@ def test_the_makespan_is_between_its_bounds(case: tuple[Schedule, Costs]) -> Non
     timeline = simulate(schedule, costs)
     work = work_of_rank(schedule, costs)
     p, m = schedule.stages, schedule.micro_batches
-    there_and_back = sum(costs.forward_ms) + sum(costs.backward_ms)
+    there_and_back = sum(
+        costs.of(Action(stage, kind, 0), split=(stage, 0) in schedule.split)
+        for stage in range(p)
+        for kind in ("F", "B")
+    )
     transfers = sum(costs.transfer_ms.get((j, j + 1), 0) for j in range(p - 1))
     assert timeline.makespan_ms >= max(work) - 1e-6
     assert timeline.makespan_ms >= there_and_back - 1e-6
@@ -251,7 +263,7 @@ def test_no_action_begins_before_what_it_waits_for(case: tuple[Schedule, Costs])
         else:
             continue
         edge: Edge = (min(before.stage, action.stage), max(before.stage, action.stage))
-        remote = len(schedule.ranks) > 1
+        remote = schedule.rank_of_stage[before.stage] != schedule.rank_of_stage[action.stage]
         arrived = spans[before].end_ms + remote * costs.transfer_ms.get(edge, 0)
         assert event.start_ms >= arrived - 1e-9
 

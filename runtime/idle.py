@@ -1,0 +1,219 @@
+"""How long ranks were idle, measured -> why: bubble, imbalance, data, overhead, communication.
+
+A rank's time in one optimizer step is what it computed (forwards, backwards, optimizer), and the
+rest, in which it is *idle*:
+
+    idle = waiting + sending + data + overhead
+
+waiting    until a tensor, or all ranks, were there
+sending    handing tensors to the transport
+data       making micro-batches: the data loader
+overhead   everything else: the executor between two actions
+
+Why it waited is found by playing the same schedule by the same rule (`simulate.py`) at other
+costs, transfers free, and comparing how long a rank waits:
+
+    equal    every rank costs what the ranks cost on average
+    real     every stage costs what was measured
+    fed      and every forward what reading its micro-batch took
+    whole    and every action its rank's overhead
+
+The measured waiting w is filled up in that order, none beyond w:
+
+    bubble         what a rank waits under `real` costs, as far as it would under `equal` ones
+    imbalance      what it waits under `real` costs beyond that
+    data           what more it waits when others read data, and its own reading
+    overhead       what more it waits for the others' overhead, and its own
+    communication  the rest of w: transfers, wake-ups, uneven actions; and its own sending
+
+So no part is negative, and the five add up to the idle time, for any schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+
+from .dependencies import Edge
+from .schedule import Schedule
+from .simulate import Costs, simulate
+
+
+@dataclass(frozen=True, slots=True)
+class RankTime:
+    """Where one rank's time went: milliseconds of one optimizer step, on average. `stage_ms` has
+    the computing by kind of action (F, B, W, S) and stage."""
+
+    stage_ms: Mapping[tuple[str, int], float]
+    waiting_ms: float
+    sending_ms: float
+    data_ms: float
+    overhead_ms: float
+
+    @property
+    def idle_ms(self) -> float:
+        return self.waiting_ms + self.sending_ms + self.data_ms + self.overhead_ms
+
+    @property
+    def wall_ms(self) -> float:
+        return sum(self.stage_ms.values()) + self.idle_ms
+
+
+@dataclass(frozen=True, slots=True)
+class IdleSplit:
+    """The parts of an idle share, each a share of the whole time, 0 to 1."""
+
+    bubble: float
+    imbalance: float
+    communication: float
+    data: float
+    overhead: float
+
+    @property
+    def total(self) -> float:
+        return self.bubble + self.imbalance + self.communication + self.data + self.overhead
+
+
+def split_idle(
+    times: Sequence[RankTime],
+    schedule: Schedule,
+    edges: Iterable[Edge] | None = None,
+    *,
+    grad_edges: Iterable[Edge] | None = None,
+    shared_stages: Iterable[Sequence[int]] = (),
+) -> tuple[IdleSplit, tuple[IdleSplit, ...]]:
+    """The split over all ranks, and that of each rank; `times` has an entry a rank.
+
+    `schedule` is what the ranks carried out, of an asynchronous one enough steps for a steady
+    state; edges and shared stages are as for `Rule`. The total of a split is the idle share
+    `sum(idle_ms) / sum(wall_ms)` of `times`.
+    """
+    edges = None if edges is None else list(edges)
+    grad_edges = None if grad_edges is None else list(grad_edges)
+    shared_stages = [tuple(group) for group in shared_stages]
+
+    def waits(costs: Costs) -> tuple[float, ...]:
+        played = simulate(
+            schedule, costs, edges, grad_edges=grad_edges, shared_stages=shared_stages
+        )
+        return played.idle_ms_a_step
+
+    real = measured_costs(times, schedule)
+    fed = _with_data(real, times, schedule)
+    equal = waits(_equalised(real, schedule))
+    whole = _with_overhead(fed, times, schedule)
+    found = zip(equal, waits(real), waits(fed), waits(whole), strict=True)
+    parts = [_parts(time, *waited) for time, waited in zip(times, found, strict=True)]
+    walls = [time.wall_ms for time in times]
+    by_rank = tuple(_shares([part], wall) for part, wall in zip(parts, walls, strict=True))
+    return _shares(parts, sum(walls)), by_rank
+
+
+def measured_costs(times: Sequence[RankTime], schedule: Schedule) -> Costs:
+    """The mean cost of each stage's actions, transfers free."""
+    counted = _counts(schedule)
+    stages = range(schedule.stages)
+    split = schedule.split
+
+    def mean(kind: str, stage: int) -> float:
+        rank = schedule.rank_of_stage[stage]
+        count = counted.get((kind, stage), 0.0)
+        return times[rank].stage_ms.get((kind, stage), 0.0) / count if count else 0.0
+
+    weight = tuple(mean("W", stage) for stage in stages)
+    backward = []
+    for stage in stages:
+        # A backward in one part takes W's time too, one in two parts leaves it to W.
+        in_two = sum(1 for of, _ in split if of == stage)
+        in_all = sum(
+            action.kind == "B" and action.stage == stage for row in schedule.ranks for action in row
+        )
+        backward.append(mean("B", stage) + weight[stage] * (in_two / in_all if in_all else 0.0))
+    return Costs(
+        tuple(mean("F", stage) for stage in stages),
+        tuple(backward),
+        tuple(mean("S", stage) for stage in stages),
+        weight_ms=weight,
+    )
+
+
+def _counts(schedule: Schedule) -> dict[tuple[str, int], float]:
+    """How many actions of each kind and stage there are in one optimizer step."""
+    counted: dict[tuple[str, int], float] = {}
+    for action in (action for row in schedule.compute.ranks for action in row):
+        key = action.kind, action.stage
+        counted[key] = counted.get(key, 0.0) + 1 / max(1, schedule.steps)
+    return counted
+
+
+def _equalised(costs: Costs, schedule: Schedule) -> Costs:
+    """The same work, shared out evenly: among the ranks, and among the stages of each."""
+    stages_of_rank = [schedule.rank_of_stage.count(rank) for rank in schedule.rank_of_stage]
+
+    def even(values: Sequence[float]) -> tuple[float, ...]:
+        of_rank = sum(values) / len(schedule.ranks)
+        return tuple(of_rank / stages for stages in stages_of_rank)
+
+    return replace(
+        costs,
+        forward_ms=even(costs.forward_ms),
+        backward_ms=even(costs.backward_ms),
+        step_ms=even(costs.step_ms),
+        weight_ms=even(costs.weight_ms),
+    )
+
+
+def _with_data(costs: Costs, times: Sequence[RankTime], schedule: Schedule) -> Costs:
+    """A rank's first stage waits for the data of its micro-batches."""
+    more = [0.0] * schedule.stages
+    for rank, time in enumerate(times):
+        more[schedule.rank_of_stage.index(rank)] = time.data_ms / schedule.step_every
+    return replace(costs, forward_ms=_added(costs.forward_ms, more))
+
+
+def _with_overhead(costs: Costs, times: Sequence[RankTime], schedule: Schedule) -> Costs:
+    """Every action of a rank takes an equal part of its overhead."""
+    counted = _counts(schedule)
+    of_rank = [0.0] * len(times)
+    for (_, stage), count in counted.items():
+        of_rank[schedule.rank_of_stage[stage]] += count
+    more = [times[rank].overhead_ms / (of_rank[rank] or 1.0) for rank in schedule.rank_of_stage]
+    parts = [counted.get(("W", stage), 0.0) > 0 for stage in range(schedule.stages)]
+    return replace(
+        costs,
+        forward_ms=_added(costs.forward_ms, more),
+        backward_ms=_added(
+            costs.backward_ms, [ms * (1 + two) for ms, two in zip(more, parts, strict=True)]
+        ),
+        step_ms=_added(costs.step_ms, more),
+        weight_ms=_added(costs.weight_ms, [ms * two for ms, two in zip(more, parts, strict=True)]),
+    )
+
+
+def _added(values: Sequence[float], more: Sequence[float]) -> tuple[float, ...]:
+    return tuple(value + ms for value, ms in zip(values, more, strict=True))
+
+
+def _parts(
+    time: RankTime, equal_ms: float, real_ms: float, fed_ms: float, whole_ms: float
+) -> dict[str, float]:
+    """Milliseconds of one rank."""
+    left_ms, explained_ms = time.waiting_ms, 0.0
+    taken = []
+    for level_ms in (min(equal_ms, real_ms), real_ms, fed_ms, whole_ms):
+        taken.append(min(left_ms, max(0.0, level_ms - explained_ms)))
+        left_ms -= taken[-1]
+        explained_ms = max(explained_ms, level_ms)
+    bubble, imbalance, data, overhead = taken
+    return {
+        "bubble": bubble,
+        "imbalance": imbalance,
+        "communication": left_ms + time.sending_ms,
+        "data": data + time.data_ms,
+        "overhead": overhead + time.overhead_ms,
+    }
+
+
+def _shares(parts: Sequence[Mapping[str, float]], wall_ms: float) -> IdleSplit:
+    names = [part.name for part in fields(IdleSplit)]
+    return IdleSplit(*(sum(p[name] for p in parts) / (wall_ms or 1.0) for name in names))

@@ -1,0 +1,83 @@
+"""The steps that `--trace` names -> the spans of all ranks in one file, and a timeline."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from time import perf_counter
+
+from ..activity import Activities, Span
+from ..schedule import Schedule
+from ..timeline import Timeline
+from ..trace import RankTrace, chrome_trace, from_plain, measured_timeline, to_plain
+from .clocks import clock_offset_s
+from .settings import Settings
+from .world import World
+
+
+class Tracing:
+    """Records the steps that were asked for on one rank. Without any it does nothing."""
+
+    def __init__(self, settings: Settings, activities: Activities) -> None:
+        self._steps = settings.trace_steps
+        self._activities = activities
+        self._began_s = self._ended_s = 0.0
+        self._taken: list[Span] = []
+        self.step_is_over(0)
+
+    @property
+    def is_wanted(self) -> bool:
+        return bool(self._steps)
+
+    def step_is_over(self, step: int) -> None:
+        """This rank has made a step; its last action may still be under way."""
+        if not self._steps:
+            return
+        if step == self._steps[0] - 1:
+            self._began_s, self._activities.spans = perf_counter(), []
+        if step == self._steps[-1]:
+            self._ended_s = perf_counter()
+        elif step == self._steps[-1] + 1:
+            self._stop()
+
+    def write(self, world: World, schedule: Schedule, folder: Path) -> tuple[str, Timeline] | None:
+        """Puts the ranks' spans together in `trace.json`; the file and the last traced step's
+        timeline on rank 0, None elsewhere. Collective."""
+        self._stop()
+        own = json.dumps(to_plain(self._taken)).encode()
+        offset_s = clock_offset_s(world)
+        lengths = [struct.unpack("<qd", part) for part in world.gathered(_length(own, offset_s))]
+        longest = max(length for length, _ in lengths)
+        parts = world.gathered(own.ljust(longest))
+        if world.rank != 0:
+            return None
+        ranks = [
+            RankTrace(
+                rank,
+                tuple(j for j, at in enumerate(schedule.rank_of_stage) if at == rank),
+                tuple(from_plain(json.loads(part), later_s=later_s)),
+            )
+            for rank, (part, (_, later_s)) in enumerate(zip(parts, lengths, strict=True))
+        ]
+        file = folder / "trace.json"
+        file.write_text(json.dumps(chrome_trace(ranks)), encoding="utf-8")
+        return str(file), self._last_step(ranks, schedule)
+
+    def _last_step(self, ranks: list[RankTrace], schedule: Schedule) -> Timeline:
+        if schedule.synchronous:
+            return measured_timeline(ranks, [self._steps[-1]])
+        segments = {span.step for rank in ranks for span in rank.spans}
+        timeline = measured_timeline(ranks, segments)
+        ends = [event.end_ms for event in timeline.of_rank(0) if event.action.kind == "S"]
+        return timeline.between(ends[-2], ends[-1]) if len(ends) > 1 else timeline
+
+    def _stop(self) -> None:
+        spans, self._activities.spans = self._activities.spans, None
+        self._taken += [
+            span for span in spans or () if self._began_s <= span.start_s <= self._ended_s
+        ]
+
+
+def _length(content: bytes, offset_s: float) -> bytes:
+    return struct.pack("<qd", len(content), offset_s)

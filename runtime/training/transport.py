@@ -1,0 +1,67 @@
+"""Settings, a plan and the ranks of a run -> the transport that all of them take."""
+
+from __future__ import annotations
+
+import torch
+
+from ..boundary_dtypes import AS_PLANNED
+from ..channels import plan_channels
+from ..plan import Plan
+from ..schedule import Schedule
+from ..transports.choose import (
+    Choice,
+    Circumstances,
+    choose,
+    find_circumstances,
+    has_nccl,
+    open_transport,
+    whereabouts,
+)
+from ..transports.nccl import lanes_of
+from ..transports.protocol import Transport
+from .resolve import gpu_of_rank
+from .settings import Settings
+from .world import World
+
+
+def agree_on_transport(world: World, settings: Settings, device: str) -> Choice:
+    """What rank 0 was asked for, or the fastest for where all ranks are; the same on every rank.
+
+    Raises TransportError, on every rank, for a transport that cannot work there.
+    """
+    asked = world.text_of_first(settings.transport)
+    places = world.gathered(whereabouts(torch.device(device)))
+    return choose(asked, find_circumstances(world.control, places))
+
+
+def expect_transport(settings: Settings, plan: Plan, ranks: int) -> Choice:
+    """What ranks that this machine starts would agree on."""
+    on_gpus = settings.device == "cuda"
+    where = Circumstances(
+        ranks,
+        on_gpus=on_gpus,
+        own_gpus=on_gpus and len(set(gpu_of_rank(plan, ranks))) == ranks,
+        has_nccl=on_gpus and has_nccl(),
+    )
+    return choose(settings.transport, where)
+
+
+def make_transport(
+    choice: Choice, world: World, settings: Settings, plan: Plan, schedule: Schedule, device: str
+) -> Transport:
+    """This rank's end of the chosen transport; every rank calls it."""
+    channels = plan_channels(
+        plan,
+        schedule.rank_of_stage,
+        sizes=plan.sizes,
+        shared_specs={},
+        state_bytes=0,
+        dtypes=AS_PLANNED,
+    )
+    return open_transport(
+        choice.name,
+        world.control,
+        timeout_s=settings.timeout_s,
+        device=device,
+        lanes=lanes_of(channels),
+    )

@@ -1,0 +1,148 @@
+"""The name of a transport, and where the ranks are -> the transport that carries their tensors.
+
+    one process                            local
+    every rank on a GPU of its own         nccl
+    all ranks on one host                  shm
+    several hosts                          gloo
+
+`mpi` is taken when it is asked for: it carries tensors between hosts faster than gloo does, but
+only ranks that mpiexec started have it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from ..errors import TransportError
+from .gloo import GlooTransport
+from .local import LocalHub
+from .mpi import MpiTransport, check_world, load_mpi
+from .nccl import Lane, NcclTransport
+from .peers import obstacle
+from .protocol import Transport
+from .shm import ShmTransport
+
+
+@dataclass(frozen=True, slots=True)
+class Circumstances:
+    """Where the ranks of a run are.
+
+    `apart` says why they cannot share memory, "" if they can. `own_gpus`: each computes on a GPU
+    that no other uses.
+    """
+
+    ranks: int
+    apart: str = ""
+    on_gpus: bool = False
+    own_gpus: bool = False
+    has_nccl: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A transport and why it was taken; no reason where the user asked for it."""
+
+    name: str
+    reason: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.reason})" if self.reason else self.name
+
+
+def choose(asked: str, where: Circumstances) -> Choice:
+    """The transport of that name, or the fastest that works for `auto`.
+
+    Raises TransportError for one that cannot work there.
+
+    >>> print(choose("auto", Circumstances(4, apart="they are on 2 hosts")))
+    gloo (they are on 2 hosts)
+    """
+    if asked == "auto":
+        return _fastest(where)
+    if refusal := _refusal(asked, where):
+        raise TransportError(f"--transport {asked}: {refusal}", "--transport auto")
+    return Choice(asked if where.ranks > 1 else "local")
+
+
+def _fastest(where: Circumstances) -> Choice:
+    if where.ranks == 1:
+        return Choice("local", "one process")
+    if where.own_gpus and where.has_nccl:
+        return Choice("nccl", "a GPU each")
+    if where.on_gpus:
+        return Choice("gloo", "they share GPUs")
+    return Choice("gloo", where.apart) if where.apart else Choice("shm", "one host")
+
+
+def _refusal(asked: str, where: Circumstances) -> str:
+    """Why the transport cannot work there; "" if it can."""
+    if where.ranks == 1:
+        return ""
+    if asked == "local":
+        return f"it is of one process, and this run has {where.ranks}."
+    if asked == "nccl" and not where.on_gpus:
+        return "it carries tensors between GPUs, and --device is cpu."
+    if asked == "nccl" and not where.has_nccl:
+        return "this torch was built without NCCL."
+    if asked == "nccl" and not where.own_gpus:
+        return "several ranks share one GPU, which NCCL refuses."
+    if asked == "shm" and where.apart:
+        return f"{where.apart}."
+    if asked == "shm" and where.on_gpus:
+        return "it carries tensors between CPUs, and --device is cuda."
+    return ""
+
+
+def whereabouts(device: torch.device) -> bytes:
+    """The GPU of this process and whether it has NCCL, in 17 bytes."""
+    if device.type != "cuda":
+        return bytes(17)
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    return hashlib.sha256(uuid.encode()).digest()[:16] + bytes([has_nccl()])
+
+
+def has_nccl() -> bool:
+    """Whether this torch was built with NCCL."""
+    return dist.is_nccl_available()
+
+
+def find_circumstances(
+    group: dist.ProcessGroup | None, all_whereabouts: Sequence[bytes]
+) -> Circumstances:
+    """What the ranks' whereabouts amount to; all ranks of `group` call it together."""
+    gpus = [text[:16] for text in all_whereabouts]
+    on_gpus = all(map(any, gpus))
+    return Circumstances(
+        ranks=len(gpus),
+        apart=(obstacle(group) or "") if len(gpus) > 1 else "",
+        on_gpus=on_gpus,
+        own_gpus=on_gpus and len(set(gpus)) == len(gpus),
+        has_nccl=all(text[16] for text in all_whereabouts),
+    )
+
+
+def open_transport(
+    name: str,
+    group: dist.ProcessGroup | None,
+    *,
+    timeout_s: float,
+    device: str | torch.device,
+    lanes: Iterable[Lane] = (),
+) -> Transport:
+    """This rank's end; every rank of `group` calls it, with the same `lanes`."""
+    if group is None or name == "local":
+        return LocalHub(1).transport(0)
+    if name == "nccl":
+        return NcclTransport(lanes, group, timeout_s=timeout_s, device=device)
+    if name == "mpi":
+        world = load_mpi().COMM_WORLD
+        check_world(world, dist.get_rank(group), dist.get_world_size(group))
+        return MpiTransport(world, timeout_s=timeout_s, device=device)
+    if name == "shm":
+        return ShmTransport(group, timeout_s=timeout_s, device=device)
+    return GlooTransport(group, timeout_s=timeout_s, device=device)
