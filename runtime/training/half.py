@@ -81,7 +81,7 @@ def describe_precision(settings: Settings, plan: Plan, dtypes: BoundaryDtypes) -
         parts.append(f"loss scale {settings.loss_scale:g} at first")
     planned = _crossing_bytes(plan, lambda tensor: getattr(torch, tensor.dtype))
     crossing = _crossing_bytes(plan, dtypes.between_ranks)
-    if crossing < planned:
+    if crossing < planned and settings.schedule != "single":
         parts.append(f"boundaries have {crossing / planned:.0%} of the bytes as planned")
     return " · ".join(parts)
 
