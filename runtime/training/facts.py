@@ -7,14 +7,18 @@ from dataclasses import replace
 from math import ceil
 from pathlib import Path
 
+from ..boundary_dtypes import BoundaryDtypes
 from ..data.task import TARGET, Task
 from ..forecast import Forecast, few_micro_batches_warning, forecast_step
 from ..pipeline import needed_inputs
 from ..plan import Plan
 from ..schedule import Schedule
+from ..schedules import AUTO
 from ..transports.choose import Choice
+from .half import describe_memory, describe_precision, precision_warning
 from .metrics import Reporter
 from .placement import describe_placement, describe_ranks, placement_warning
+from .remeasure import when_measured
 from .resolve import batch_identity
 from .seats import Machine
 from .segments import longest_segment
@@ -27,6 +31,7 @@ def forecast_run(
     planned: Plan,
     settings: Settings,
     cores: int,
+    schedule: Schedule,
     *,
     optimizer_ms: Sequence[float] | None = None,
 ) -> Forecast | None:
@@ -50,7 +55,7 @@ def forecast_run(
     )
     return forecast_step(
         replace(plan, stages=stages),
-        settings.schedule,
+        schedule.compute if schedule.synchronous else settings.schedule,
         settings.micro_batches or 1,
         processors=cores if settings.device == "cpu" else None,
         steps=min(settings.steps, 8),
@@ -70,35 +75,41 @@ def announce(
     data: str,
     output: Path,
     forecast: Forecast | None,
+    dtypes: BoundaryDtypes,
 ) -> None:
     """Tells the reporter what will be done, and what is legal but probably not meant."""
     facts = [
         ("plan", f"{plan.name} · {len(plan.stages)} stages · {plan.method}"),
         ("ranks", describe_ranks(len(schedule.ranks), transport, machine)),
         ("algorithm", describe_algorithm(schedule, settings)),
+        *describe_schedule(schedule, settings),
         ("batch", batch_identity(settings, task)),
         ("data", data),
         ("optimizer", describe_optimizer(settings)),
     ]
     if placed := describe_placement(plan, schedule, machine):
         facts.insert(2, ("placement", placed))
+    if precision := describe_precision(settings, plan, dtypes):
+        facts.append(("precision", precision))
     if forecast is not None:
         text = (
             f"{forecast.step_ms:.0f} ms a step without the optimizer, "
             f"ranks idle {forecast.idle_share:.0%}"
         )
         facts.append(("simulated", text))
-    if needed := sum(stage.peak_bytes for stage in plan.stages):
-        facts.append(("memory", f"{_bytes(needed)} over all stages, as planned"))
+    if memory := describe_memory(settings, plan):
+        facts.append(("memory", memory))
     facts.append(("output", str(output)))
     reporter.on_start(facts)
     few = few_micro_batches_warning(
         settings.schedule,
-        stages=len(plan.stages),
+        ranks=len(schedule.ranks),
         micro_batches=settings.micro_batches or 1,
     )
     if few:
         reporter.on_warning(few)
+    if other := precision_warning(settings, plan):
+        reporter.on_warning(other)
     if copies := replicas_warning(plan):
         reporter.on_warning(copies)
     if misplaced := placement_warning(plan, machine):
@@ -154,6 +165,22 @@ def describe_algorithm(schedule: Schedule, settings: Settings) -> str:
     return f"{schedule.name}, {way}; drained at evaluations{often}"
 
 
+def describe_schedule(schedule: Schedule, settings: Settings) -> list[tuple[str, str]]:
+    """Where a schedule without a name comes from, and what ranks have, if some have several."""
+    parts = []
+    if settings.schedule_file:
+        parts.append(f"from {settings.schedule_file}")
+    if settings.schedule == AUTO:
+        parts.append(f"computed from the plan's costs, {when_measured(settings)}")
+    if 1 < len(schedule.ranks) < schedule.stages:
+        own: list[list[str]] = [[] for _ in schedule.ranks]
+        for stage, rank in enumerate(schedule.rank_of_stage):
+            own[rank].append(str(stage))
+        of_ranks = (f"{' '.join(stages)} on rank {rank}" for rank, stages in enumerate(own))
+        parts.append(f"stages {', '.join(of_ranks)}")
+    return [("schedule", "; ".join(parts))] if parts else []
+
+
 def describe_optimizer(settings: Settings) -> str:
     """The optimizer, its learning rate over time and the clipping."""
     parts = [f"{settings.optimizer}, lr {settings.lr:g}"]
@@ -173,8 +200,3 @@ def describe_optimizer(settings: Settings) -> str:
 
 def _readers(ranks: list[str]) -> str:
     return f"rank {ranks[0]} reads" if len(ranks) == 1 else f"ranks {', '.join(ranks)} read"
-
-
-def _bytes(number: int) -> str:
-    gib, mib = number / (1 << 30), number / (1 << 20)
-    return f"{gib:.1f} GiB" if gib >= 1 else f"{mib:.0f} MiB"

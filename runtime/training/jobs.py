@@ -10,10 +10,12 @@ from ..data.task import architecture_of
 from ..errors import AsyncPipeError
 from ..plan import read_plan
 from ..user_code import import_object
+from .debugger import check_debugger
 from .failure import RankFolder
 from .loop import Job, train
 from .metrics import Reporter
 from .resolve import resolve, sized_plan
+from .segments import make_segment
 from .settings import Settings, SettingsError
 from .sources import default_data
 from .world import World
@@ -30,6 +32,9 @@ def make_job(settings: Settings, folder: Path | None = None) -> Job:
     if resolved.data is None:
         data = default_data(task, sized_plan(planned, resolved))
         resolved = replace(resolved, data=data)
+    if resolved.debug is not None:
+        ranks = make_segment(sized_plan(planned, resolved), resolved, steps=1).ranks
+        check_debugger(resolved, len(ranks))
     return Job(resolved, task, planned, folder or _next_folder(settings))
 
 

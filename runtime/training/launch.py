@@ -14,8 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..errors import AsyncPipeError
+from ..schedule_text import to_text
 from .facts import announce, forecast_run
 from .failure import GRACE_S, RankError, RankFolder, failure_of, root_of
+from .half import find_boundary_dtypes
 from .jobs import make_folder, make_job, reporter_factory, run_rank
 from .launchers import Place, find_place
 from .loop import Job
@@ -55,13 +57,19 @@ def run(settings: Settings, reporter: str) -> int:
     return 0
 
 
+def schedule_text(settings: Settings) -> str:
+    """The schedule of a run, for the plan and sizes that the settings name, as a text file."""
+    job = make_job(settings)
+    return to_text(make_segment(job.plan, job.settings, steps=1).compute)
+
+
 def _show(job: Job, reporter: Reporter) -> None:
     """A dry run: everything is checked and said, nothing is started or written."""
     settings, plan = job.settings, job.plan
     schedule = make_segment(plan, settings, steps=1)
     seats = (own_seat(settings.device, plan),) * len(schedule.ranks)
     machine = find_machine(settings, plan, seats, 0)
-    forecast = forecast_run(plan, job.planned, settings, machine.cores)
+    forecast = forecast_run(plan, job.planned, settings, machine.cores, schedule)
     data = f"{settings.data} ({settings.tokenizer})" if settings.tokenizer else str(settings.data)
     announce(
         reporter,
@@ -74,6 +82,7 @@ def _show(job: Job, reporter: Reporter) -> None:
         data=data,
         output=job.folder,
         forecast=forecast,
+        dtypes=find_boundary_dtypes(settings, plan),
     )
 
 

@@ -18,20 +18,24 @@ from types import NoneType
 from typing import Any, get_args, get_type_hints
 
 from ..errors import AsyncPipeError
+from ..schedules import ASYNCHRONOUS, AUTO, SCHEDULES
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    "schedule": ("gpipe", "1f1b", "seq", "single", "async-1f1b"),
     "staleness": ("none", "stash"),
     "optimizer": ("sgd", "adam", "adamw"),
     "decay": ("none", "linear", "cosine"),
     "device": ("cpu", "cuda"),
     "dtype": ("float32", "float64"),
+    "precision": ("full", "bfloat16", "float16"),
+    "boundary_dtype": ("bfloat16",),
     "transport": ("auto", "local", "shm", "gloo", "nccl", "mpi"),
     "pin": ("cores", "numa", "none"),
+    "batch_norm": ("micro-batch", "mini-batch"),
 }
 """The legal values of the options that have a few."""
 
 _AT_LEAST: dict[str, float] = {
+    "ranks": 1,
     "micro_batches": 1,
     "micro_batch_size": 1,
     "global_batch_size": 1,
@@ -43,6 +47,7 @@ _AT_LEAST: dict[str, float] = {
     "warmup": 0,
     "final_lr_ratio": 0,
     "clip": 0,
+    "loss_scale": 1,
     "seed": 0,
     "eval_every": 0,
     "eval_batches": 0,
@@ -55,7 +60,10 @@ _AT_LEAST: dict[str, float] = {
     "nodes": 1,
 }
 OF_THIS_CALL = frozenset(
-    {"dry_run", "json", "quiet", "output", "debug", "print_sbatch", "nodes", "time_limit"}
+    {
+        *("dry_run", "print_schedule", "json", "quiet", "output", "debug"),
+        *("print_sbatch", "nodes", "time_limit"),
+    }
 )
 
 
@@ -67,14 +75,20 @@ class SettingsError(AsyncPipeError):
 class Settings:
     """All options of `asyncpipe-train`. Times in seconds, sizes in samples or tokens.
 
-    `micro_batches` is the number of micro-batches of one optimizer step, under every schedule
-    (8, or what `global_batch_size` and `micro_batch_size` make it).
-    `clip` bounds the gradient norm over all stages (of each stage, when asynchronous); 0 is off.
+    `schedule` is a name or a text file, whose path has a slash or ends in .txt; `ranks` share the
+    stages, by default as many as the schedule or the plan has. `micro_batches` is the number of
+    micro-batches of one optimizer step, under every schedule (8, or what `global_batch_size` and
+    `micro_batch_size` make it). Once resolved, `global_batch_size` is there only where the last
+    micro-batch is smaller than the others. `clip` bounds the gradient norm over all stages (of
+    each stage, when asynchronous); 0 is off. Weights are of `dtype`; forwards compute under
+    autocast to `precision`, unless it is "full". `loss_scale` is the first one (2**16 in
+    float16). Boundary tensors that are wider are cast to `boundary_dtype` between ranks.
     """
 
     folder: str
 
     schedule: str = "1f1b"
+    ranks: int | None = None
     staleness: str | None = None
     micro_batches: int | None = None
     micro_batch_size: int | None = None
@@ -95,6 +109,8 @@ class Settings:
     final_lr_ratio: float | None = None
     clip: float | None = None
     criterion: str | None = None
+    batch_norm: str = "micro-batch"
+    recompute: str = "auto"
     seed: int = 1
 
     weights: str | None = None
@@ -114,6 +130,9 @@ class Settings:
     timeout_s: float = 300.0
     stall_s: float = 60.0
     dtype: str = "float32"
+    precision: str = "full"
+    loss_scale: float | None = None
+    boundary_dtype: str | None = None
     transport: str = "auto"
     interface: str | None = None
     master_addr: str | None = None
@@ -124,6 +143,7 @@ class Settings:
     time_limit: str = "24:00:00"
 
     dry_run: bool = False
+    print_schedule: bool = False
     json: bool = False
     quiet: bool = False
 
@@ -134,6 +154,7 @@ class Settings:
                 raise SettingsError(
                     f"{_flag(name)} {value} is not known.", _suggestion(value, legal, "Choose ")
                 )
+        self._check_schedule()
         for name, least in _AT_LEAST.items():
             value = getattr(self, name)
             if value is not None and not least <= value < inf:
@@ -147,7 +168,18 @@ class Settings:
     @property
     def is_async(self) -> bool:
         """Whether stages step without waiting for the others."""
-        return self.schedule.startswith("async")
+        return self.schedule in ASYNCHRONOUS
+
+    @property
+    def schedule_file(self) -> str | None:
+        """The text file that has the schedule, if it is not one of the named."""
+        is_path = "/" in self.schedule or self.schedule.endswith(".txt")
+        return self.schedule if is_path else None
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether the loss is scaled for the backward, and steps with an overflow are left out."""
+        return self.precision == "float16"
 
     @property
     def trace_steps(self) -> range:
@@ -159,9 +191,28 @@ class Settings:
             return range(int(first), int(last) + 1)
         return range(max(1, self.steps - int(first) + 1), self.steps + 1)
 
+    @property
+    def patience_s(self) -> float:
+        """How long a rank waits: `timeout_s`, or days while a debugger may hold another."""
+        return self.timeout_s if self.debug is None else 7 * 86_400.0
+
     def is_debugged(self, rank: int) -> bool:
         """Whether a debugger is to be attached to the rank."""
         return self.debug == "all" or str(rank) in (self.debug or "").split(",")
+
+    def _check_schedule(self) -> None:
+        legal = (*SCHEDULES, AUTO)
+        if self.schedule_file:
+            if not Path(self.schedule_file).is_file():
+                raise SettingsError(
+                    f"--schedule {self.schedule}: there is no such file.",
+                    f"Write one with --print-schedule, or choose {', '.join(legal)}.",
+                )
+        elif self.schedule not in legal:
+            raise SettingsError(
+                f"--schedule {self.schedule} is not known.",
+                _suggestion(self.schedule, legal, "Choose a .txt file or "),
+            )
 
     def _check_trace(self) -> None:
         if self.trace is None:

@@ -89,7 +89,7 @@ def join(place: Place, settings: Settings, plan: Plan) -> World:
         )
     interface = choose_interface(place, settings.interface)
     name_interface(interface, asked=settings.interface is not None)
-    timeout_s = settings.timeout_s
+    timeout_s = settings.patience_s
     store = None
     if over_mpi:
         head = place.head or address_of(interface) or socket.gethostname()
