@@ -54,9 +54,9 @@ GRIDS = {
         rank 0 | F0 F1 F2 B0 W0 F3 B1 W1 B2 W2 B3 W3 S1 .
         rank 1 | .  F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3 S1
     """,
-    ("zb-v", 4, 3): """
-        rank 0 | 0F0 0F1 0F2 3F0 3B0 3W0 3F1 3B1 3W1 0B0 0W0 3F2 3B2 3W2 0B1 0W1 .   .   0B2 0W2 0S1 3S1
-        rank 1 | .   1F0 2F0 1F1 2F1 2B0 2W0 1F2 1B0 1W0 2F2 2B1 2W1 1B1 1W1 2B2 2W2 1B2 1W2 1S1 2S1 .
+    ("zb-v", 4, 2): """
+        rank 0 | 0F0 0F1 .   3F0 3B0 3W0 3F1 3B1 3W1 0B0 0W0 .   0B1 0W1 0S1 3S1
+        rank 1 | .   1F0 2F0 1F1 2F1 2B0 2W0 1B0 1W0 2B1 2W1 1B1 1W1 1S1 2S1 .
     """,
     ("single", 2, 2): """
         rank 0 | 0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1 0S1 1S1
