@@ -20,7 +20,7 @@ _MOST = 16  # micro-batches that are drawn
 
 _WIDTH, _LEFT, _ROW, _BOX = 1000, 52, 28, 22
 _LETTER, _AROUND = 7, 3  # the width of a digit in a box, and what is beside it
-_NAMES = {"F": "forward", "B": "backward", "S": "step"}
+_NAMES = {"F": "forward", "B": "backward", "W": "backward of weights", "S": "step"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ def _gantt(
         height=timeline.ranks * _ROW + 24,
         end_x=round(_LEFT + step.step_ms * scale, 2),
         rows=rows,
-        boxes=tuple(sorted(boxes, key=lambda box: box.kind)),  # steps, the narrow ones, last
+        boxes=tuple(sorted(boxes, key=lambda box: box.kind == "S")),  # steps, the narrow ones, last
         ticks=_ticks(step.step_ms, scale),
         summary=_summary(plan, schedule, step, count),
         step_ms=step.step_ms,
