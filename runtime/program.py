@@ -16,6 +16,11 @@ def forward_only(program: Program) -> Program:
     return tuple(action for action in program if action.kind in ("F", "SEND_F", "RECV_F"))
 
 
+def without_steps(program: Program) -> Program:
+    """All but the optimizer steps."""
+    return tuple(action for action in program if action.kind != "S")
+
+
 def passages(
     program: Program, versions: Mapping[int, int], first_micro_batch: int
 ) -> dict[tuple[int, int], Passage]:

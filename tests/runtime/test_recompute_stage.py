@@ -132,7 +132,7 @@ def test_only_the_input_is_kept_between_forward_and_backward(recompute: bool) ->
         for i, a in enumerate(given):
             stage.forward(i, {"a": a}, {}, recompute=recompute)
     if recompute:
-        assert peak.left < 0.1 * size and peak.num_bytes < 4 * size
+        assert peak.left < 0.1 * size and peak.num_bytes <= 4 * size
     else:
         assert peak.left >= 4 * 10 * size
     assert stage.in_flight == 4
