@@ -9,6 +9,7 @@ two parts (`split_backward.py`), the first leaves the gradients of weights to th
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils.stateless import _reparametrize_module
 
+from .authors_line import where_in_stage
 from .batch_norm import MiniBatchNorm
 from .errors import AsyncPipeError
 from .feed import LossOf, Values
@@ -270,10 +272,14 @@ class Stage:
         return bound
 
     def _error(self, action: str, micro_batch: int, error: Exception) -> StageError:
-        return StageError(
+        told = StageError(
             f"Stage {self.spec.index} failed in the {action} of micro-batch {micro_batch}: "
             f"{type(error).__name__}: {error}"
         )
+        # Kept with the error, since only its sentence may reach the terminal.
+        detail = "".join(traceback.format_exception(error))
+        told.add_note("\n".join(filter(None, [where_in_stage(error, self.module), detail])))
+        return told
 
 
 def _sum(gradients: Sequence[Tensor]) -> Tensor:

@@ -21,17 +21,21 @@ from ..observed import ObservedTransport, observed_feed
 from ..pipeline import Pipeline, needed_inputs
 from ..plan import Plan
 from ..schedule import Schedule
+from ..schedule_text import to_text
 from ..tensors import dtype_of
 from ..transports.choose import Choice
 from .agreement import Agreement
 from .criterion import find_criterion
+from .debugger import wait_for_debugger
 from .evaluation import Evaluation
 from .export import check_exportable, copy_configuration, write_weights
 from .facts import announce, describe_data, find_machine, forecast_run
 from .gather import Gather, RankFigures
+from .half import find_boundary_dtypes, precision_of
 from .idleness import simulated_step, split_of_run
 from .metrics import EvalRecord, MetricsFile, Reporter, Summary
 from .observer import Trainer
+from .remeasure import Remeasuring
 from .resolve import gpu_of_rank, sized_plan
 from .segments import make_segment, segments
 from .settings import Settings
@@ -91,16 +95,21 @@ def _train(
     if settings.export_hf:
         check_exportable(Path(settings.folder), settings.export_hf)
     schedule = make_segment(plan, settings, steps=1)
-    forecast = forecast_run(plan, job.planned, settings, machine.cores)
+    forecast = forecast_run(plan, job.planned, settings, machine.cores, schedule)
+    dtypes = find_boundary_dtypes(settings, plan)
     reporter = None
     if world.rank == 0:
+        write_schedule(job.folder, schedule)
         reporter = MetricsFile(job.folder / "metrics.jsonl", make_reporter(settings))
         watchdog.tell = reporter.on_warning
+    wait_for_debugger(settings, world, reporter)
+    if world.rank == 0:
         with activities.during(Activity("other", "prepares the data")):
             prepare_data(settings, job.task, job.folder)
     with activities.during(Activity("meet", "the data are prepared")):
         world.meet()
-    transport = agree_on_transport(world, settings, _device(settings, plan, world))
+    with activities.during(Activity("meet", "the choice of a transport")):
+        transport = agree_on_transport(world, settings, _device(settings, plan, world))
     own = [stage for stage, rank in enumerate(schedule.rank_of_stage) if rank == world.rank]
     fields = needed_inputs(plan, own, criterion=settings.criterion is not None)
     data = open_data(settings, job.task, plan, job.folder) if fields or reporter else None
@@ -117,10 +126,13 @@ def _train(
             data=readers,
             output=job.folder,
             forecast=forecast,
+            dtypes=dtypes,
         )
     read = data if fields else None
     with activities.during(Activity("other", "loads its stages")):
-        run = _Run(job, world, schedule, transport, read, fields, reporter, on_step, activities)
+        run = _Run(
+            job, world, schedule, transport, dtypes, read, fields, reporter, on_step, activities
+        )
     run.train()
     run.save(machine.cores)
 
@@ -134,6 +146,7 @@ class _Run:
         world: World,
         schedule: Schedule,
         transport: Choice,
+        dtypes: BoundaryDtypes,
         data: Data | None,
         fields: tuple[str, ...],
         reporter: MetricsFile | None,
@@ -157,13 +170,23 @@ class _Run:
             staleness=settings.staleness or "none",
             criterion=find_criterion(settings.criterion) if settings.criterion else None,
             device=device,
-            dtypes=BoundaryDtypes(dtype_of(settings.dtype)),
+            precision=precision_of(settings),
+            dtypes=dtypes,
             seed=settings.seed,
             batch_norm_per_step=settings.batch_norm == "mini-batch",
         )
-        self._schedules = {1: schedule}
+        self._longer: dict[int, Schedule] = {}
         self._gather = Gather(world, len(plan.stages))
         self._watch = Watch(settings, job.task, self._gather, reporter) if reporter else None
+        self._steps = Remeasuring(
+            plan,
+            settings,
+            world,
+            schedule,
+            figures=self._figures_until,
+            optimizer_ms=lambda: self._watch.optimizer_ms if self._watch else (),
+            tell=self._rescheduled,
+        )
         self._trainer = Trainer(
             plan,
             self._modules,
@@ -188,6 +211,7 @@ class _Run:
             ),
             world,
             activities,
+            rank_of_stage=schedule.rank_of_stage,
             batches=self._agreement.evaluation_batches,
         )
         self._evaluated: EvalRecord | None = None
@@ -205,11 +229,12 @@ class _Run:
                 self._agreement.check(segment.start * samples, len(segment) * samples)
             self._trainer.start_segment(segment.start + 1, first)
             self._pipeline.run(
-                self._schedule(len(segment)),
+                self._schedule(segment),
                 self._feed,
                 first_micro_batch=first,
                 observer=self._trainer,
                 sizes=None if self._batch.is_even else sizes * len(segment),
+                loss_scale=self._trainer.loss_scale,
             )
             if settings.eval_every and segment.stop % settings.eval_every == 0:
                 self._evaluate(segment.stop)
@@ -235,14 +260,14 @@ class _Run:
             self._world.meet()
         traced = None
         if self._tracing.is_wanted:
-            traced = self._tracing.write(self._world, self._schedule(1), folder)
+            traced = self._tracing.write(self._world, self._steps.current, folder)
         if self._watch is None or self._reporter is None:
             return
         forecast = self._forecast(self._watch.optimizer_ms, cores)
         first, last = self._watch.records[0], self._watch.records[-1]
         evaluated = self._evaluated
         times = self._watch.times
-        whole, by_rank = split_of_run(self._plan, settings, times)
+        whole, by_rank = split_of_run(self._plan, settings, self._steps.current, times)
         self._reporter.on_end(
             Summary(
                 steps=settings.steps,
@@ -264,7 +289,9 @@ class _Run:
             )
         )
         if traced:
-            costs, simulated = simulated_step(self._plan, settings, forecast, times)
+            costs, simulated = simulated_step(
+                self._plan, settings, self._steps.current, forecast, times
+            )
             self._reporter.on_timelines(costs, simulated, traced[1])
 
     def _told(self, figures: RankFigures) -> None:
@@ -288,16 +315,31 @@ class _Run:
 
     def _forecast(self, optimizer_ms: Sequence[float], cores: int) -> Forecast | None:
         """The simulated step with the optimizers' measured times, given by rank."""
-        rank_of_stage = self._schedule(1).rank_of_stage
+        schedule = self._steps.current
+        rank_of_stage = schedule.rank_of_stage
         by_stage = [optimizer_ms[r] / rank_of_stage.count(r) for r in rank_of_stage]
         return forecast_run(
-            self._plan, self._job.planned, self._settings, cores, optimizer_ms=by_stage
+            self._plan, self._job.planned, self._settings, cores, schedule, optimizer_ms=by_stage
         )
 
-    def _schedule(self, steps: int) -> Schedule:
-        if steps not in self._schedules:
-            self._schedules = {steps: make_segment(self._plan, self._settings, steps=steps)}
-        return self._schedules[steps]
+    def _schedule(self, segment: range) -> Schedule:
+        """That of a segment of steps, counted from 0."""
+        steps = len(segment)
+        if steps == 1:
+            return self._steps.of_step(segment.stop)
+        if steps not in self._longer:
+            self._longer = {steps: make_segment(self._plan, self._settings, steps=steps)}
+        return self._longer[steps]
+
+    def _figures_until(self, step: int) -> Sequence[Sequence[RankFigures]]:
+        assert self._watch is not None
+        self._watch.drain(step)
+        return self._watch.steady
+
+    def _rescheduled(self, text: str, schedule: Schedule) -> None:
+        write_schedule(self._job.folder, schedule)
+        if self._reporter is not None:
+            self._reporter.on_note("schedule", text)
 
     def _check_tokens(self, data: Data | None) -> None:
         if data is None or data.largest_token is None:
@@ -313,6 +355,11 @@ class _Run:
                     source=data.source,
                     tokenizer=data.tokenizer,
                 )
+
+
+def write_schedule(folder: Path, schedule: Schedule) -> None:
+    """Leaves the schedule in the run's folder, as `--schedule FILE` reads it."""
+    (folder / "schedule.txt").write_text(to_text(schedule.compute), encoding="utf-8")
 
 
 def _load(job: Job, schedule: Schedule, world: World) -> dict[int, nn.Module]:

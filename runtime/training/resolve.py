@@ -11,7 +11,10 @@ from typing import Any
 from ..data.task import Task, find_task
 from ..errors import PlanError
 from ..plan import Plan
+from ..schedule import Schedule
+from .half import check_precision
 from .recompute import with_recompute
+from .scaler import INITIAL
 from .settings import Settings, SettingsError
 from .step_batch import StepBatch
 
@@ -64,11 +67,15 @@ def resolve(settings: Settings, plan: Plan, *, architecture: str = "") -> tuple[
     filled = replace(
         settings,
         criterion=criterion,
+        loss_scale=INITIAL
+        if settings.is_scaled and not settings.loss_scale
+        else settings.loss_scale,
         staleness=_staleness(settings),
         seq=_sequence(settings, plan),
         **batch,
         **step,
     )
+    check_precision(filled)
     return filled, task
 
 
@@ -95,22 +102,23 @@ def batch_identity(settings: Settings, task: Task) -> str:
     return f"{batch.samples} {task.unit} per step = {product} × 1 replica"
 
 
-def check_ranks(plan: Plan, schedule: str, ranks: int) -> None:
+def check_ranks(plan: Plan, schedule: Schedule, started: int) -> None:
     """Raises PlanError unless the number of started ranks is the one that the schedule needs."""
-    stages = len(plan.stages)
-    wanted = 1 if schedule == "single" else stages
-    if ranks == wanted:
+    stages, wanted = len(plan.stages), len(schedule.ranks)
+    if started == wanted:
         return
-    if schedule == "single":
+    if schedule.name == "single":
         raise PlanError(
-            f"--schedule single runs all {stages} stages in 1 process, {ranks} ranks were started.",
+            f"--schedule single runs all {stages} stages in 1 process, {started} ranks were "
+            "started.",
             "Start it without a launcher, or choose --schedule 1f1b.",
         )
-    started = "1 rank was" if ranks == 1 else f"{ranks} ranks were"
-    again = f", or partition again: asyncpipe-partition --model {plan.model} --stages {ranks}"
+    were = "1 rank was" if started == 1 else f"{started} ranks were"
+    on = f" on {wanted} ranks under {schedule.name}" if wanted != stages else ""
+    again = f", or partition again: asyncpipe-partition --model {plan.model} --stages {started}"
     raise PlanError(
-        f"the plan has {stages} stages, {started} started.",
-        f"Use {stages} ranks{again if ranks > 1 else ', or --schedule single'}.",
+        f"the plan has {stages} stages{on}, {were} started.",
+        f"Use {wanted} ranks{again if started > 1 else ', or --schedule single'}.",
     )
 
 

@@ -49,7 +49,7 @@ class Watch:
     def drain(self, step: int) -> None:
         """Reports until `step`, waiting for the ranks that have not told yet."""
         while self.step < step:
-            figures = self._gather.take(wait_s=self._settings.timeout_s)
+            figures = self._gather.take(wait_s=self._settings.patience_s)
             assert figures is not None
             self._take(figures)
 
@@ -61,6 +61,11 @@ class Watch:
         aside = len(by_length) // 4
         usual = by_length[aside : len(by_length) - aside]
         return tuple(_mean_time(figures) for figures in zip(*usual, strict=True))
+
+    @property
+    def steady(self) -> Sequence[Sequence[RankFigures]]:
+        """What every rank said of the last steps, the first one of the run left out."""
+        return tuple(self._steady)
 
     @property
     def step_ms(self) -> float:
@@ -116,6 +121,8 @@ class Watch:
             step_ms=wall_s * 1000 / len(walls),
             elapsed_s=perf_counter() - self._started_s,
             logged=is_logged(step, settings),
+            loss_scale=figures[0].loss_scale if settings.is_scaled else None,
+            skipped=int(figures[0].skipped),
         )
 
     def _share_of(self, rank: int, part: str) -> float:
