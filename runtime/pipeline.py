@@ -29,7 +29,7 @@ from .feed import Criterion, Feed, FeedOnce, loss_of_stage, needed_inputs, outpu
 from .mailbox import Mailbox
 from .plan import Plan
 from .precision import FULL, Precision
-from .program import forward_only, loss_divisors, passages, turning, window_ends
+from .program import forward_only, loss_divisors, passages, turning, window_ends, without_steps
 from .random_state import GeneratorState, micro_batch_seed
 from .report import Observer, Recorder, RunReport, StepOptimizers
 from .run import Run, RunOptions
@@ -189,6 +189,13 @@ class Pipeline:
         program = schedule.ranks[self.transport.rank]
         if not training:
             program = forward_only(program)
+        elif not options.get("step", True):
+            if not schedule.synchronous:
+                raise ScheduleError(
+                    f"{schedule.name} steps while it goes on, so it cannot be run without steps.",
+                    "Choose a synchronous schedule, such as 1f1b.",
+                )
+            program = without_steps(program)
         sizes = options.get("sizes") or self.plan.sizes
         every = (sizes,) * schedule.micro_batches if isinstance(sizes, Mapping) else tuple(sizes)
         if len(every) != schedule.micro_batches:
