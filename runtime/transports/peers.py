@@ -17,6 +17,7 @@ import struct
 import sys
 import time
 from collections import defaultdict, deque
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -57,13 +58,14 @@ class Peers:
         self.rank = dist.get_rank(group)
         self.gone: set[int] = set()
         self.memories: dict[int, SharedMemory] = {}
+        self._timeout_s = timeout_s
         self._sockets: dict[int, socket.socket] = {}
         self._processes: dict[int, int] = {}
         self._unsent: dict[int, deque[bytes]] = defaultdict(deque)
         self._epoll = select.epoll()
         self._peer_of: dict[int, int] = {}
         try:
-            self._connect(group, memory, timeout_s)
+            self._connect(group, memory)
         except OSError as error:
             self.close()
             raise TransportError(
@@ -100,20 +102,25 @@ class Peers:
         return packets
 
     def close(self) -> None:
-        for peer in list(self._sockets):
+        """Sends what is unsent and ends all connections."""
+        for peer, connection in list(self._sockets.items()):
+            with suppress(OSError):
+                connection.settimeout(self._timeout_s)
+                for packet in self._unsent[peer]:
+                    connection.send(packet, socket.MSG_NOSIGNAL)
             self._end(peer)
         self._epoll.close()
 
-    def _connect(self, group: dist.ProcessGroup | None, memory: int, timeout_s: float) -> None:
+    def _connect(self, group: dist.ProcessGroup | None, memory: int) -> None:
         ranks = dist.get_world_size(group)
-        end_s = time.monotonic() + timeout_s
-        with _socket(timeout_s) as listener:
+        end_s = time.monotonic() + self._timeout_s
+        with _socket(self._timeout_s) as listener:
             token = secrets.token_bytes(_TOKEN_BYTES)
             listener.bind(_address(token))
             listener.listen(ranks)
             tokens = _gather(token, group)
             for peer in range(self.rank):
-                connection = _socket(timeout_s)
+                connection = _socket(self._timeout_s)
                 self._sockets[peer] = connection
                 connection.connect(_address(tokens[peer]))
                 self._greet(connection, memory)
@@ -124,7 +131,7 @@ class Peers:
                 if _credentials(connection)[1] != os.getuid():
                     connection.close()
                     continue
-                connection.settimeout(timeout_s)
+                connection.settimeout(self._timeout_s)
                 self._sockets[self._meet(connection)] = connection
                 self._greet(connection, memory)
         for peer, connection in self._sockets.items():
