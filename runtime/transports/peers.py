@@ -14,7 +14,6 @@ import secrets
 import select
 import socket
 import struct
-import sys
 import time
 from collections import defaultdict, deque
 from contextlib import suppress
@@ -24,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import TransportError
-from .slots import SharedMemory
+from .slots import SharedMemory, has_shared_memory
 
 PACKET_BYTES = 16 * 1024
 """The longest packet."""
@@ -40,7 +39,7 @@ def obstacle(group: dist.ProcessGroup | None = None) -> str | None:
     places = _gather(_host(), group)
     if not all(any(place) for place in places):
         rank = next(rank for rank, place in enumerate(places) if not any(place))
-        return f"rank {rank} is not on Linux"
+        return f"rank {rank} cannot map a memory file of Linux's (memfd, ulimit -v)"
     other = next((rank for rank, place in enumerate(places) if place != places[0]), None)
     if other is not None:
         return f"ranks 0 and {other} are not on one host, or not in one network or user of it"
@@ -62,6 +61,7 @@ class Peers:
         self._sockets: dict[int, socket.socket] = {}
         self._processes: dict[int, int] = {}
         self._unsent: dict[int, deque[bytes]] = defaultdict(deque)
+        self._behind: set[int] = set()
         self._epoll = select.epoll()
         self._peer_of: dict[int, int] = {}
         try:
@@ -180,18 +180,19 @@ class Peers:
 
     def _flush(self, peer: int) -> None:
         unsent, connection = self._unsent[peer], self._sockets[peer]
-        was_full = len(unsent) > 1
         try:
             while unsent:
                 connection.send(unsent[0], socket.MSG_NOSIGNAL)
                 unsent.popleft()
         except BlockingIOError:
+            self._behind.add(peer)
             self._epoll.modify(connection, select.EPOLLIN | select.EPOLLOUT)
             return
         except OSError:
             # What it had sent is still to be read; then comes the end.
             unsent.clear()
-        if was_full:
+        if peer in self._behind:
+            self._behind.remove(peer)
             self._epoll.modify(connection, select.EPOLLIN)
 
     def _end(self, peer: int) -> None:
@@ -199,6 +200,7 @@ class Peers:
             return
         self.gone.add(peer)
         self._unsent.pop(peer, None)
+        self._behind.discard(peer)
         connection = self._sockets.pop(peer)
         self._peer_of.pop(connection.fileno(), None)
         connection.close()
@@ -225,7 +227,7 @@ def _credentials(connection: socket.socket) -> tuple[int, int, int]:
 
 def _host() -> bytes:
     """The same on all ranks that can connect to each other; zeros where no rank can."""
-    if sys.platform != "linux":
+    if not has_shared_memory():
         return bytes(_TOKEN_BYTES)
     boot = Path("/proc/sys/kernel/random/boot_id").read_text()
     network = os.stat("/proc/self/ns/net").st_ino
