@@ -36,6 +36,7 @@ import torch.distributed as dist
 from machine import busy_core_seconds, write_result
 from torch import Tensor
 
+from asyncpipe.runtime.host_memory import keep_freed_memory
 from asyncpipe.runtime.transports import Channel, GlooTransport, ShmTransport, Transport
 
 LATENCIES = {"1 B": 1, "256 B": 256, "4 KiB": 4 * 2**10}
@@ -188,6 +189,7 @@ def ways_of(rank: int) -> dict[str, Way]:
 
 def worker(rank: int, folder: Path, rounds: int) -> None:
     torch.set_num_threads(1)
+    keep_freed_memory()  # as in training
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     ways = ways_of(rank)
     buffers = {
