@@ -75,6 +75,7 @@ class ShmHandle:
     channel: Channel
     index: int
     message: _Message | None = field(default=None)
+    is_taken: bool = field(default=False)
 
     @property
     def ready(self) -> bool:
@@ -138,12 +139,13 @@ class ShmTransport:
             place, handles = self._outgoing[peer].fill(tensor)
             rest = handles.encode()
         elif size <= INLINE_BYTES:
-            rest = _content(tensor)
+            content = torch.empty(size, dtype=torch.uint8)
+            _fill(content, tensor)
+            rest = content.numpy().tobytes()
         else:
             self._progress(0.0)
             kind, place = _HOST, self._slots.take(size)
-            slot = torch.from_numpy(self._memory.bytes_at(place, size))
-            slot.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+            _fill(torch.from_numpy(self._memory.bytes_at(place, size)), tensor)
         self._post(peer, kind, tag, index, place, size, rest)
 
     def recv(self, channel: Channel, index: int) -> ShmHandle:
@@ -159,7 +161,7 @@ class ShmTransport:
         return handle
 
     def wait(self, handle: Handle) -> Tensor:
-        assert isinstance(handle, ShmHandle)
+        assert isinstance(handle, ShmHandle) and not handle.is_taken
         channel = handle.channel
         if handle.message is None:
             self._wait(
@@ -168,6 +170,7 @@ class ShmTransport:
                 channel.waiting(handle.index),
             )
         assert handle.message is not None
+        handle.is_taken = True
         return self._tensor(channel, handle.index, handle.message)
 
     def wait_sent(self, channel: Channel, index: int) -> None:
@@ -292,7 +295,6 @@ def _is_shorter(under_way: _UnderWay, count: int) -> bool:
     return len(under_way) < count
 
 
-def _content(tensor: Tensor) -> bytes:
-    """The elements' bytes, in order."""
-    flat = tensor.detach().contiguous().view(-1)
-    return flat.view(torch.uint8).numpy().tobytes() if len(flat) else b""
+def _fill(content: Tensor, tensor: Tensor) -> None:
+    """Copies the elements, whatever their layout, into bytes."""
+    content.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())

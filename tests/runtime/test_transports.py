@@ -28,7 +28,7 @@ from asyncpipe.tests.transports import (
 
 DTYPES = (
     torch.float64, torch.float32, torch.bfloat16, torch.float16,
-    torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool,
+    torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool, torch.complex64,
 )  # fmt: skip
 SHAPES = ((), (0,), (3,), (2, 0, 3), (4, 5), (33, 1031))
 HIDDEN = Channel("activation", "hidden", 0, 1, 0, 1, 0, torch.float32, (2, 3))
