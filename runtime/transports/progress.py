@@ -2,9 +2,9 @@
 
 MPI moves large messages only while a process is inside one of its calls, and it cannot wake a
 process that sleeps. So somebody has to ask again and again: the rank itself while it waits for a
-message, a thread while it computes. Ranks share cores, so neither spins: the naps between two
-questions grow as long as nothing happens, and with nothing under way the thread sleeps until there
-is something.
+message, a thread while it computes. Ranks share cores, so neither spins: a nap between two
+questions is a tenth of the time in which nothing happened, which is what a message may be late by,
+and with nothing under way the thread sleeps until there is something.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import Any
 
 SHORTEST_NAP_S = 50e-6
 LONGEST_NAP_S = 1e-3
-"""A message that comes while the rank computes is moved this much later at the worst."""
 
 EAGER_S = 200e-6
 """How long a rank that begins to wait only yields its core before it naps."""
@@ -64,7 +63,6 @@ class Progress:
         self._waits = True
         try:
             start_s = time.monotonic()
-            nap_s = SHORTEST_NAP_S
             while not message.is_over:
                 self.ask()
                 if self._error is not None:
@@ -77,8 +75,7 @@ class Progress:
                 if waited_s < EAGER_S:
                     os.sched_yield()
                 else:
-                    time.sleep(nap_s)
-                    nap_s = min(nap_s * 1.5, LONGEST_NAP_S)
+                    time.sleep(_nap_s(waited_s))
         finally:
             self._waits = False
             if self._new or self._under_way:
@@ -109,17 +106,21 @@ class Progress:
         self._thread.join()
 
     def _look_after(self) -> None:
-        nap_s = SHORTEST_NAP_S
+        last_s = time.monotonic()
         while not self._is_closed:
             if self._waits or not (self._new or self._under_way):
                 self._wake.wait()
                 self._wake.clear()
-                nap_s = SHORTEST_NAP_S
+                last_s = time.monotonic()
                 continue
             try:
-                is_new = self.ask()
+                if self.ask():
+                    last_s = time.monotonic()
             except BaseException as error:  # told to the rank when it waits
                 self._error = error
                 return
-            nap_s = SHORTEST_NAP_S if is_new else min(nap_s * 1.5, LONGEST_NAP_S)
-            time.sleep(nap_s)
+            time.sleep(_nap_s(time.monotonic() - last_s))
+
+
+def _nap_s(quiet_s: float) -> float:
+    return min(max(quiet_s / 10, SHORTEST_NAP_S), LONGEST_NAP_S)
