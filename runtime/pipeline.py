@@ -172,7 +172,9 @@ class Pipeline:
                     case _:
                         run.mailbox.post(action)
                 for stage in ends.get(position, ()):
-                    self._shared.publish(stage, self.weights[stage].version + 1)
+                    version = self.weights[stage].version + 1
+                    self._shared.publish(stage, version)
+                    run.recorder.observer.on_gradients(stage, version)
         yield from self._shared.drain()
         run.mailbox.finish()
         return run.recorder.report()

@@ -33,6 +33,7 @@ from ..user_code import import_object
 from .debugger import check_debugger
 from .facts import announce, find_machine, forecast_run
 from .failure import GRACE_S, RankError, RankFolder, failure_of, is_consequence, root_of
+from .half import find_boundary_dtypes
 from .loop import Job, train
 from .metrics import Reporter
 from .mpi_ranks import run_over_mpi
@@ -153,6 +154,7 @@ def _show(job: Job, reporter: Reporter) -> None:
         data=data,
         output=job.folder,
         forecast=forecast,
+        dtypes=find_boundary_dtypes(settings, plan),
     )
 
 

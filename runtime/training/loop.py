@@ -31,6 +31,7 @@ from .evaluation import Evaluation
 from .export import check_exportable, copy_configuration, write_weights
 from .facts import announce, describe_data, find_machine, forecast_run
 from .gather import Gather, RankFigures
+from .half import find_boundary_dtypes, precision_of
 from .idleness import simulated_step, split_of_run
 from .metrics import EvalRecord, MetricsFile, Reporter, Summary
 from .observer import Trainer
@@ -95,6 +96,7 @@ def _train(
         check_exportable(Path(settings.folder), settings.export_hf)
     schedule = make_segment(plan, settings, steps=1)
     forecast = forecast_run(plan, job.planned, settings, machine.cores, schedule)
+    dtypes = find_boundary_dtypes(settings, plan)
     reporter = None
     if world.rank == 0:
         write_schedule(job.folder, schedule)
@@ -124,10 +126,13 @@ def _train(
             data=readers,
             output=job.folder,
             forecast=forecast,
+            dtypes=dtypes,
         )
     read = data if fields else None
     with activities.during(Activity("other", "loads its stages")):
-        run = _Run(job, world, schedule, transport, read, fields, reporter, on_step, activities)
+        run = _Run(
+            job, world, schedule, transport, dtypes, read, fields, reporter, on_step, activities
+        )
     run.train()
     run.save(machine.cores)
 
@@ -141,6 +146,7 @@ class _Run:
         world: World,
         schedule: Schedule,
         transport: Choice,
+        dtypes: BoundaryDtypes,
         data: Data | None,
         fields: tuple[str, ...],
         reporter: MetricsFile | None,
@@ -164,7 +170,8 @@ class _Run:
             staleness=settings.staleness or "none",
             criterion=find_criterion(settings.criterion) if settings.criterion else None,
             device=device,
-            dtypes=BoundaryDtypes(dtype_of(settings.dtype)),
+            precision=precision_of(settings),
+            dtypes=dtypes,
             seed=settings.seed,
             batch_norm_per_step=settings.batch_norm == "mini-batch",
         )
@@ -227,6 +234,7 @@ class _Run:
                 first_micro_batch=first,
                 observer=self._trainer,
                 sizes=None if self._batch.is_even else sizes * len(segment),
+                loss_scale=self._trainer.loss_scale,
             )
             if settings.eval_every and segment.stop % settings.eval_every == 0:
                 self._evaluate(segment.stop)

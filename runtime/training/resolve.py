@@ -12,7 +12,9 @@ from ..data.task import Task, find_task
 from ..errors import PlanError
 from ..plan import Plan
 from ..schedule import Schedule
+from .half import check_precision
 from .recompute import with_recompute
+from .scaler import INITIAL
 from .settings import Settings, SettingsError
 from .step_batch import StepBatch
 
@@ -65,11 +67,15 @@ def resolve(settings: Settings, plan: Plan, *, architecture: str = "") -> tuple[
     filled = replace(
         settings,
         criterion=criterion,
+        loss_scale=INITIAL
+        if settings.is_scaled and not settings.loss_scale
+        else settings.loss_scale,
         staleness=_staleness(settings),
         seq=_sequence(settings, plan),
         **batch,
         **step,
     )
+    check_precision(filled)
     return filled, task
 
 

@@ -26,6 +26,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "decay": ("none", "linear", "cosine"),
     "device": ("cpu", "cuda"),
     "dtype": ("float32", "float64"),
+    "precision": ("full", "bfloat16", "float16"),
+    "boundary_dtype": ("bfloat16",),
     "transport": ("auto", "local", "shm", "gloo", "nccl", "mpi"),
     "batch_norm": ("micro-batch", "mini-batch"),
 }
@@ -44,6 +46,7 @@ _AT_LEAST: dict[str, float] = {
     "warmup": 0,
     "final_lr_ratio": 0,
     "clip": 0,
+    "loss_scale": 1,
     "seed": 0,
     "eval_every": 0,
     "eval_batches": 0,
@@ -68,7 +71,9 @@ class Settings:
     micro-batches of one optimizer step, under every schedule (8, or what `global_batch_size` and
     `micro_batch_size` make it). Once resolved, `global_batch_size` is there only where the last
     micro-batch is smaller than the others. `clip` bounds the gradient norm over all stages (of
-    each stage, when asynchronous); 0 is off.
+    each stage, when asynchronous); 0 is off. Weights are of `dtype`; forwards compute under
+    autocast to `precision`, unless it is "full". `loss_scale` is the first one (2**16 in
+    float16). Boundary tensors that are wider are cast to `boundary_dtype` between ranks.
     """
 
     folder: str
@@ -114,6 +119,9 @@ class Settings:
     timeout_s: float = 300.0
     stall_s: float = 60.0
     dtype: str = "float32"
+    precision: str = "full"
+    loss_scale: float | None = None
+    boundary_dtype: str | None = None
     transport: str = "auto"
 
     dry_run: bool = False
@@ -149,6 +157,11 @@ class Settings:
         """The text file that has the schedule, if it is not one of the named."""
         is_path = "/" in self.schedule or self.schedule.endswith(".txt")
         return self.schedule if is_path else None
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether the loss is scaled for the backward, and steps with an overflow are left out."""
+        return self.precision == "float16"
 
     @property
     def trace_steps(self) -> range:

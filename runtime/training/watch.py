@@ -121,6 +121,8 @@ class Watch:
             step_ms=wall_s * 1000 / len(walls),
             elapsed_s=perf_counter() - self._started_s,
             logged=is_logged(step, settings),
+            loss_scale=figures[0].loss_scale if settings.is_scaled else None,
+            skipped=int(figures[0].skipped),
         )
 
     def _share_of(self, rank: int, part: str) -> float:
