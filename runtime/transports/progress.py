@@ -16,6 +16,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
+
 SHORTEST_NAP_S = 50e-6
 LONGEST_NAP_S = 1e-3
 
@@ -25,11 +27,15 @@ EAGER_S = 200e-6
 
 class Message:
     """A send or a receive. It is handed to MPI by `start` as soon as `may_start`, which is at
-    once but for memory of a GPU that is still being written."""
+    once but for memory of a GPU that is still being written. MPI reads or writes `buffer` until
+    the message is over, so that it lives as long, whoever else lets it go."""
 
-    __slots__ = ("is_over", "may_start", "request", "start")
+    __slots__ = ("buffer", "is_over", "may_start", "request", "start")
 
-    def __init__(self, start: Callable[[], Any], may_start: Callable[[], bool] | None) -> None:
+    def __init__(
+        self, buffer: Tensor, start: Callable[[], Any], may_start: Callable[[], bool] | None
+    ) -> None:
+        self.buffer = buffer
         self.start = start
         self.may_start = may_start
         self.request: Any = None
@@ -100,10 +106,14 @@ class Progress:
             return is_new or bool(over)
 
     def close(self) -> None:
-        """Ends the thread."""
+        """Ends the thread, and takes back the receives that nothing came for."""
         self._is_closed = True
         self._wake.set()
         self._thread.join()
+        for message in (*self._under_way, *self._new):
+            if message.request is not None:
+                message.request.Cancel()
+                message.request.Wait()
 
     def _look_after(self) -> None:
         last_s = time.monotonic()
