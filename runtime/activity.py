@@ -10,10 +10,9 @@ the seconds of all kinds add up to the time that passed. Another thread may read
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from .schedule import Action
 
@@ -42,15 +41,14 @@ class Message:
         return f'the {self.kind} "{self.name}" of {unit} {index}'
 
 
-@dataclass(frozen=True, slots=True)
-class Activity:
+class Activity(NamedTuple):
     """One thing that a rank does: an action, reading micro-batch `index` (`data`), the wait for a
     message to come (`receive`) or to be taken (`send`), the wait for all ranks (`meet`), or
     something else, in words."""
 
     kind: Kind
     subject: Action | Message | str = ""
-    index: int = 0
+    index: int = 0  # type: ignore[assignment]  # no need of the tuple's method of that name
 
     @property
     def stage(self) -> int:
@@ -89,8 +87,7 @@ class Activity:
 NOTHING = Activity("other", "is between two actions")
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """An activity from when to when, in seconds of `time.perf_counter`; `first_micro_batch` is the
     number of its segment's first one, `step` the first step that the segment makes."""
 
@@ -103,6 +100,22 @@ class Span:
 
 Spent = dict[tuple[Kind, int], float]
 """Kind of activity and stage (-1: of none) -> seconds."""
+
+
+class _During:
+    """Begins and ends an activity; one that an exception leaves stays as it was."""
+
+    __slots__ = ("_activities", "_activity")
+
+    def __init__(self, activities: Activities, activity: Activity) -> None:
+        self._activities, self._activity = activities, activity
+
+    def __enter__(self) -> None:
+        self._activities.begin(self._activity)
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if kind is None:
+            self._activities.end()
 
 
 class Activities:
@@ -142,11 +155,9 @@ class Activities:
         if self.spans is not None:
             self.spans.append(Span(activity, start_s, now_s, self.first_micro_batch, self.step))
 
-    @contextmanager
-    def during(self, activity: Activity) -> Iterator[None]:
-        self.begin(activity)
-        yield
-        self.end()
+    def during(self, activity: Activity) -> _During:
+        """Within, the rank does this."""
+        return _During(self, activity)
 
     def take(self) -> Spent:
         """The seconds since it was last called, by kind and stage; what belongs to no activity is
