@@ -247,15 +247,16 @@ def _check_ranks(name: str, stages: int, ranks: int) -> None:
 
 
 class Model(TypedDict, total=False):
-    """What of a model `fit_auto` takes into account beside its costs, as for `Rule`; and `limit`,
-    the live activations that each rank has room for, in units of `weights`, which are those of
-    one micro-batch at each stage (1)."""
+    """What of a model `fit_auto` takes into account beside its costs, as for `Rule`; `limit`, the
+    live activations that each rank has room for, in units of `weights`, which are those of one
+    micro-batch at each stage (1); and whether a backward may be in two parts (True)."""
 
     edges: Iterable[Edge] | None
     grad_edges: Iterable[Edge] | None
     shared_stages: Iterable[Sequence[int]]
     limit: Sequence[float]
     weights: Sequence[float]
+    may_split: bool
 
 
 def fit_auto(

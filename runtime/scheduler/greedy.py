@@ -41,7 +41,8 @@ def policies(tasks: Tasks) -> Iterator[Policy]:
     each = [sum(tasks.weights[j] for j in own) / len(own) for own in tasks.of_rank]
     tight = [(chunks - 1) * (ranks + 1) + 2 * (ranks - 1 - r) + 1 for r in range(ranks)]
     wide = [chunks * (ranks + 1) + 2 * (ranks - r) for r in range(ranks)]
-    splits = [_split_counts(tasks, times) for times in (math.inf, 0, 2)]
+    shares = (math.inf, 0, 2) if tasks.may_split else (0,)
+    splits = [_split_counts(tasks, times) for times in shares]
     for forward_first, group in product((False, True), sorted({1, min(ranks, m), m})):
         for counts, split in product((wide, [2 * m * chunks] * ranks, tight), splits):
             ahead = tuple(count * weight for count, weight in zip(counts, each, strict=True))

@@ -129,7 +129,7 @@ def changed(
     task = row[position]
     kind = tasks.kind(task)
     draw = random.random()
-    if kind == WHOLE and draw < 0.3:
+    if kind == WHOLE and draw < 0.3 and tasks.may_split:
         new = _split(tasks, row, position, random)
     elif kind == INPUTS and draw < 0.1:
         new = _whole(tasks, row, task)

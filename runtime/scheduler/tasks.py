@@ -40,7 +40,8 @@ class Steady:
 
 class Tasks:
     """All tasks of one step; `limit` bounds the live activations of each rank, in units of
-    `weights`, which are those of one micro-batch of each stage."""
+    `weights`, which are those of one micro-batch of each stage. Without `may_split` all backwards
+    are whole."""
 
     def __init__(
         self,
@@ -53,11 +54,13 @@ class Tasks:
         shared_stages: Iterable[Sequence[int]] = (),
         limit: Sequence[float] = (),
         weights: Sequence[float] = (),
+        may_split: bool = True,
     ) -> None:
         self.costs, self.rank_of_stage = costs, tuple(rank_of_stage)
         self.stages, self.micro_batches = len(self.rank_of_stage), micro_batches
         self.ranks = max(self.rank_of_stage) + 1
         self.count = self.stages * micro_batches
+        self.may_split = may_split
         self.limit, self.weights = tuple(limit), tuple(weights) or (1.0,) * self.stages
         self.of_rank = [
             [stage for stage, at in enumerate(self.rank_of_stage) if at == rank]
@@ -245,6 +248,9 @@ class Tasks:
         return most
 
     def fits(self, rows: Rows) -> bool:
+        """Whether the order keeps to the limit, and to whole backwards if it must."""
+        if not self.may_split and any(task >= 2 * self.count for row in rows for task in row):
+            return False
         return not self.limit or all(
             peak <= most + _SAME for peak, most in zip(self.peaks(rows), self.limit, strict=True)
         )
@@ -275,7 +281,8 @@ class Tasks:
                     prices.append((split - self.cost_ms[whole]) / weight)
             each = sum(costs.forward_ms[j] + costs.backward_ms[j] for j in own)
             work = self.micro_batches * each + sum(costs.step_ms[j] for j in own)
-            bound = max(bound, work + max(0.0, min(prices)) * gap)
+            price = max(0.0, min(prices)) if self.may_split else 1.0
+            bound = max(bound, work + price * gap)
         return bound
 
     def _head(self, stage: int) -> float:
@@ -290,7 +297,8 @@ class Tasks:
         """The least time from the stage's last backward to that of stage 0, if it waits for it."""
         ways = []
         for target in self._targets[stage]:
-            each_ms = min(self.cost_ms[self.number(kind, target, 0)] for kind in (WHOLE, INPUTS))
+            ways_back = (WHOLE, INPUTS) if self.may_split else (WHOLE,)
+            each_ms = min(self.cost_ms[self.number(kind, target, 0)] for kind in ways_back)
             if target == 0 or self._targets[target]:
                 ways.append(self._transfer_ms(target, stage) + each_ms + self._tail(target))
         return max(ways, default=0.0)

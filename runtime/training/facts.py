@@ -8,13 +8,17 @@ from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
 
+from ..boundary_dtypes import BoundaryDtypes
 from ..data.task import TARGET, Task
 from ..forecast import Forecast, few_micro_batches_warning, forecast_step
 from ..pipeline import needed_inputs
 from ..plan import Plan
 from ..schedule import Schedule
+from ..schedules import AUTO
 from ..transports.choose import Choice
+from .half import describe_memory, describe_precision, precision_warning
 from .metrics import Reporter
+from .remeasure import when_measured
 from .resolve import batch_identity
 from .segments import longest_segment
 from .settings import Settings
@@ -43,6 +47,7 @@ def forecast_run(
     planned: Plan,
     settings: Settings,
     cores: int,
+    schedule: Schedule,
     *,
     optimizer_ms: Sequence[float] | None = None,
 ) -> Forecast | None:
@@ -66,7 +71,7 @@ def forecast_run(
     )
     return forecast_step(
         replace(plan, stages=stages),
-        settings.schedule,
+        schedule.compute if schedule.synchronous else settings.schedule,
         settings.micro_batches or 1,
         processors=cores if settings.device == "cpu" else None,
         steps=min(settings.steps, 8),
@@ -86,33 +91,39 @@ def announce(
     data: str,
     output: Path,
     forecast: Forecast | None,
+    dtypes: BoundaryDtypes,
 ) -> None:
     """Tells the reporter what will be done, and what is legal but probably not meant."""
     facts = [
         ("plan", f"{plan.name} · {len(plan.stages)} stages · {plan.method}"),
         ("ranks", _ranks(schedule, transport, machine)),
         ("algorithm", describe_algorithm(schedule, settings)),
+        *describe_schedule(schedule, settings),
         ("batch", batch_identity(settings, task)),
         ("data", data),
         ("optimizer", describe_optimizer(settings)),
     ]
+    if precision := describe_precision(settings, plan, dtypes):
+        facts.append(("precision", precision))
     if forecast is not None:
         text = (
             f"{forecast.step_ms:.0f} ms a step without the optimizer, "
             f"ranks idle {forecast.idle_share:.0%}"
         )
         facts.append(("simulated", text))
-    if needed := sum(stage.peak_bytes for stage in plan.stages):
-        facts.append(("memory", f"{_bytes(needed)} over all stages, as planned"))
+    if memory := describe_memory(settings, plan):
+        facts.append(("memory", memory))
     facts.append(("output", str(output)))
     reporter.on_start(facts)
     few = few_micro_batches_warning(
         settings.schedule,
-        stages=len(plan.stages),
+        ranks=len(schedule.ranks),
         micro_batches=settings.micro_batches or 1,
     )
     if few:
         reporter.on_warning(few)
+    if other := precision_warning(settings, plan):
+        reporter.on_warning(other)
     if copies := replicas_warning(plan):
         reporter.on_warning(copies)
 
@@ -166,6 +177,22 @@ def describe_algorithm(schedule: Schedule, settings: Settings) -> str:
     return f"{schedule.name}, {way}; drained at evaluations{often}"
 
 
+def describe_schedule(schedule: Schedule, settings: Settings) -> list[tuple[str, str]]:
+    """Where a schedule without a name comes from, and what ranks have, if some have several."""
+    parts = []
+    if settings.schedule_file:
+        parts.append(f"from {settings.schedule_file}")
+    if settings.schedule == AUTO:
+        parts.append(f"computed from the plan's costs, {when_measured(settings)}")
+    if 1 < len(schedule.ranks) < schedule.stages:
+        own: list[list[str]] = [[] for _ in schedule.ranks]
+        for stage, rank in enumerate(schedule.rank_of_stage):
+            own[rank].append(str(stage))
+        of_ranks = (f"{' '.join(stages)} on rank {rank}" for rank, stages in enumerate(own))
+        parts.append(f"stages {', '.join(of_ranks)}")
+    return [("schedule", "; ".join(parts))] if parts else []
+
+
 def describe_optimizer(settings: Settings) -> str:
     """The optimizer, its learning rate over time and the clipping."""
     parts = [f"{settings.optimizer}, lr {settings.lr:g}"]
@@ -195,8 +222,3 @@ def _ranks(schedule: Schedule, transport: Choice, machine: Machine) -> str:
 
 def _readers(ranks: list[str]) -> str:
     return f"rank {ranks[0]} reads" if len(ranks) == 1 else f"ranks {', '.join(ranks)} read"
-
-
-def _bytes(number: int) -> str:
-    gib, mib = number / (1 << 30), number / (1 << 20)
-    return f"{gib:.1f} GiB" if gib >= 1 else f"{mib:.0f} MiB"

@@ -28,10 +28,12 @@ from ..data.task import architecture_of
 from ..errors import AsyncPipeError
 from ..plan import Plan, read_plan
 from ..schedule import Schedule
+from ..schedule_text import to_text
 from ..user_code import import_object
 from .debugger import check_debugger
 from .facts import announce, find_machine, forecast_run
 from .failure import GRACE_S, RankError, RankFolder, failure_of, is_consequence, root_of
+from .half import find_boundary_dtypes
 from .loop import Job, train
 from .metrics import Reporter
 from .mpi_ranks import run_over_mpi
@@ -64,6 +66,12 @@ def run(settings: Settings, reporter: str) -> int:
     else:
         _start_ranks(job, reporter)
     return 0
+
+
+def schedule_text(settings: Settings) -> str:
+    """The schedule of a run, for the plan and sizes that the settings name, as a text file."""
+    job = make_job(settings)
+    return to_text(make_segment(job.plan, job.settings, steps=1).compute)
 
 
 def run_rank(job: Job, world: World, reporter: str) -> None:
@@ -133,7 +141,7 @@ def _show(job: Job, reporter: Reporter) -> None:
     schedule = make_segment(plan, settings, steps=1)
     _check_devices(settings, plan, len(schedule.ranks))
     machine = find_machine(settings, len(schedule.ranks))
-    forecast = forecast_run(plan, job.planned, settings, machine.cores)
+    forecast = forecast_run(plan, job.planned, settings, machine.cores, schedule)
     data = f"{settings.data} ({settings.tokenizer})" if settings.tokenizer else str(settings.data)
     announce(
         reporter,
@@ -146,6 +154,7 @@ def _show(job: Job, reporter: Reporter) -> None:
         data=data,
         output=job.folder,
         forecast=forecast,
+        dtypes=find_boundary_dtypes(settings, plan),
     )
 
 
@@ -164,7 +173,7 @@ def _run_alone(job: Job, reporter: str) -> None:
 
 def _join(job: Job, place: Place, reporter: str) -> None:
     settings = job.settings
-    check_ranks(job.planned, settings.schedule, place.ranks)
+    check_ranks(job.planned, make_segment(job.plan, settings, steps=1), place.ranks)
     _check_devices(settings, job.plan, place.local_ranks)
     try:
         world = join(place, settings.patience_s, settings.transport)

@@ -21,6 +21,7 @@ from ..observed import ObservedTransport, observed_feed
 from ..pipeline import Pipeline, needed_inputs
 from ..plan import Plan
 from ..schedule import Schedule
+from ..schedule_text import to_text
 from ..tensors import dtype_of
 from ..transports.choose import Choice
 from .agreement import Agreement
@@ -30,13 +31,16 @@ from .evaluation import Evaluation
 from .export import check_exportable, copy_configuration, write_weights
 from .facts import announce, describe_data, find_machine, forecast_run
 from .gather import Gather, RankFigures
+from .half import find_boundary_dtypes, precision_of
 from .idleness import simulated_step, split_of_run
 from .metrics import EvalRecord, MetricsFile, Reporter, Summary
 from .observer import Trainer
+from .remeasure import Remeasuring
 from .resolve import gpu_of_rank, sized_plan
 from .segments import make_segment, segments
 from .settings import Settings
 from .sources import Data, Feed, feed_nothing, open_data, prepare_data
+from .step_batch import StepBatch
 from .tracing import Tracing
 from .transport import agree_on_transport, make_transport
 from .watch import Watch
@@ -91,9 +95,11 @@ def _train(
     if settings.export_hf:
         check_exportable(Path(settings.folder), settings.export_hf)
     schedule = make_segment(plan, settings, steps=1)
-    forecast = forecast_run(plan, job.planned, settings, machine.cores)
+    forecast = forecast_run(plan, job.planned, settings, machine.cores, schedule)
+    dtypes = find_boundary_dtypes(settings, plan)
     reporter = None
     if world.rank == 0:
+        write_schedule(job.folder, schedule)
         reporter = MetricsFile(job.folder / "metrics.jsonl", make_reporter(settings))
         watchdog.tell = reporter.on_warning
     wait_for_debugger(settings, world, reporter)
@@ -120,10 +126,13 @@ def _train(
             data=readers,
             output=job.folder,
             forecast=forecast,
+            dtypes=dtypes,
         )
     read = data if fields else None
     with activities.during(Activity("other", "loads its stages")):
-        run = _Run(job, world, schedule, transport, read, fields, reporter, on_step, activities)
+        run = _Run(
+            job, world, schedule, transport, dtypes, read, fields, reporter, on_step, activities
+        )
     run.train()
     run.save(machine.cores)
 
@@ -137,6 +146,7 @@ class _Run:
         world: World,
         schedule: Schedule,
         transport: Choice,
+        dtypes: BoundaryDtypes,
         data: Data | None,
         fields: tuple[str, ...],
         reporter: MetricsFile | None,
@@ -160,12 +170,23 @@ class _Run:
             staleness=settings.staleness or "none",
             criterion=find_criterion(settings.criterion) if settings.criterion else None,
             device=device,
-            dtypes=BoundaryDtypes(dtype_of(settings.dtype)),
+            precision=precision_of(settings),
+            dtypes=dtypes,
             seed=settings.seed,
+            batch_norm_per_step=settings.batch_norm == "mini-batch",
         )
-        self._schedules = {1: schedule}
+        self._longer: dict[int, Schedule] = {}
         self._gather = Gather(world, len(plan.stages))
         self._watch = Watch(settings, job.task, self._gather, reporter) if reporter else None
+        self._steps = Remeasuring(
+            plan,
+            settings,
+            world,
+            schedule,
+            figures=self._figures_until,
+            optimizer_ms=lambda: self._watch.optimizer_ms if self._watch else (),
+            tell=self._rescheduled,
+        )
         self._trainer = Trainer(
             plan,
             self._modules,
@@ -175,9 +196,9 @@ class _Run:
             lr_scale=self._pipeline.lr_scale,
             activities=activities,
         )
-        size = settings.micro_batch_size or 1
+        self._batch, size = StepBatch.of(settings), settings.micro_batch_size or 1
         order = Order(len(data.train), settings.seed) if data else None
-        feed = Feed(data.train, order, size, fields) if data else feed_nothing
+        feed = Feed(data.train, order, self._batch, fields) if data else feed_nothing
         self._feed = observed_feed(feed, activities)
         held_out = data.evaluation if data else None
         self._agreement = Agreement(world, data, order, size=size, batches=settings.eval_batches)
@@ -185,10 +206,12 @@ class _Run:
             plan,
             job.task,
             observed_feed(
-                Feed(held_out, None, size, fields) if held_out else feed_nothing, activities
+                Feed(held_out, None, StepBatch((size,)), fields) if held_out else feed_nothing,
+                activities,
             ),
             world,
             activities,
+            rank_of_stage=schedule.rank_of_stage,
             batches=self._agreement.evaluation_batches,
         )
         self._evaluated: EvalRecord | None = None
@@ -197,18 +220,21 @@ class _Run:
     def train(self) -> None:
         """All segments, the evaluations between them, and one at the end."""
         settings = self._settings
-        every, size = settings.micro_batches or 1, settings.micro_batch_size or 1
+        every, samples = len(self._batch.sizes), self._batch.samples
+        sizes = [{**self._plan.sizes, "batch": size} for size in self._batch.sizes]
         self._gather.start(settings.steps)
         for segment in segments(settings):
             first = segment.start * every
             with self._activities.during(Activity("meet", "the order of the data")):
-                self._agreement.check(first * size, len(segment) * every * size)
+                self._agreement.check(segment.start * samples, len(segment) * samples)
             self._trainer.start_segment(segment.start + 1, first)
             self._pipeline.run(
-                self._schedule(len(segment)),
+                self._schedule(segment),
                 self._feed,
                 first_micro_batch=first,
                 observer=self._trainer,
+                sizes=None if self._batch.is_even else sizes * len(segment),
+                loss_scale=self._trainer.loss_scale,
             )
             if settings.eval_every and segment.stop % settings.eval_every == 0:
                 self._evaluate(segment.stop)
@@ -234,14 +260,14 @@ class _Run:
             self._world.meet()
         traced = None
         if self._tracing.is_wanted:
-            traced = self._tracing.write(self._world, self._schedule(1), folder)
+            traced = self._tracing.write(self._world, self._steps.current, folder)
         if self._watch is None or self._reporter is None:
             return
         forecast = self._forecast(self._watch.optimizer_ms, cores)
         first, last = self._watch.records[0], self._watch.records[-1]
         evaluated = self._evaluated
         times = self._watch.times
-        whole, by_rank = split_of_run(self._plan, settings, times)
+        whole, by_rank = split_of_run(self._plan, settings, self._steps.current, times)
         self._reporter.on_end(
             Summary(
                 steps=settings.steps,
@@ -263,7 +289,9 @@ class _Run:
             )
         )
         if traced:
-            costs, simulated = simulated_step(self._plan, settings, forecast, times)
+            costs, simulated = simulated_step(
+                self._plan, settings, self._steps.current, forecast, times
+            )
             self._reporter.on_timelines(costs, simulated, traced[1])
 
     def _told(self, figures: RankFigures) -> None:
@@ -287,16 +315,31 @@ class _Run:
 
     def _forecast(self, optimizer_ms: Sequence[float], cores: int) -> Forecast | None:
         """The simulated step with the optimizers' measured times, given by rank."""
-        rank_of_stage = self._schedule(1).rank_of_stage
+        schedule = self._steps.current
+        rank_of_stage = schedule.rank_of_stage
         by_stage = [optimizer_ms[r] / rank_of_stage.count(r) for r in rank_of_stage]
         return forecast_run(
-            self._plan, self._job.planned, self._settings, cores, optimizer_ms=by_stage
+            self._plan, self._job.planned, self._settings, cores, schedule, optimizer_ms=by_stage
         )
 
-    def _schedule(self, steps: int) -> Schedule:
-        if steps not in self._schedules:
-            self._schedules = {steps: make_segment(self._plan, self._settings, steps=steps)}
-        return self._schedules[steps]
+    def _schedule(self, segment: range) -> Schedule:
+        """That of a segment of steps, counted from 0."""
+        steps = len(segment)
+        if steps == 1:
+            return self._steps.of_step(segment.stop)
+        if steps not in self._longer:
+            self._longer = {steps: make_segment(self._plan, self._settings, steps=steps)}
+        return self._longer[steps]
+
+    def _figures_until(self, step: int) -> Sequence[Sequence[RankFigures]]:
+        assert self._watch is not None
+        self._watch.drain(step)
+        return self._watch.steady
+
+    def _rescheduled(self, text: str, schedule: Schedule) -> None:
+        write_schedule(self._job.folder, schedule)
+        if self._reporter is not None:
+            self._reporter.on_note("schedule", text)
 
     def _check_tokens(self, data: Data | None) -> None:
         if data is None or data.largest_token is None:
@@ -312,6 +355,11 @@ class _Run:
                     source=data.source,
                     tokenizer=data.tokenizer,
                 )
+
+
+def write_schedule(folder: Path, schedule: Schedule) -> None:
+    """Leaves the schedule in the run's folder, as `--schedule FILE` reads it."""
+    (folder / "schedule.txt").write_text(to_text(schedule.compute), encoding="utf-8")
 
 
 def _load(job: Job, schedule: Schedule, world: World) -> dict[int, nn.Module]:

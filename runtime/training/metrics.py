@@ -25,6 +25,8 @@ class StepRecord:
 
     `time` has the parts of each rank's time that PARTS_OF_TIME names, as shares.
     `rate` is in `unit` ("tok" or "samples") per second, `mem_bytes` the most of any rank.
+    Under float16 `loss_scale` is that of the next step, and `skipped` counts the steps so far that
+    were left out because a gradient overflowed.
     """
 
     step: int
@@ -40,6 +42,8 @@ class StepRecord:
     step_ms: float
     elapsed_s: float
     logged: bool
+    loss_scale: float | None = None
+    skipped: int = 0
 
     @property
     def idle_share(self) -> float:
@@ -50,6 +54,8 @@ class StepRecord:
         record = asdict(self) | {"idle_share": round(self.idle_share, 4)}
         for part, shares in record.pop("time").items():
             record[f"{part}_shares"] = [round(share, 4) for share in shares]
+        if self.loss_scale is None:
+            del record["loss_scale"], record["skipped"]
         del record["logged"], record["steps"], record["unit"], record["rate"]
         return _line("step", record | {f"{self.unit}_per_s": round(self.rate, 1)})
 
@@ -105,6 +111,9 @@ class Reporter(Protocol):
 
     def on_warning(self, text: str) -> None: ...
 
+    def on_note(self, about: str, text: str) -> None:
+        """Something was decided on the way."""
+
     def on_step(self, record: StepRecord) -> None: ...
 
     def on_eval(self, record: EvalRecord) -> None: ...
@@ -128,6 +137,10 @@ class MetricsFile:
 
     def on_warning(self, text: str) -> None:
         self._shown.on_warning(text)
+
+    def on_note(self, about: str, text: str) -> None:
+        self._write(_line("note", {"about": about, "text": text}))
+        self._shown.on_note(about, text)
 
     def on_step(self, record: StepRecord) -> None:
         if record.logged:
