@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 
 from .schedule import Action
 
-Kind = Literal["F", "B", "W", "S", "data", "receive", "send", "meet", "other"]
+Kind = Literal["F", "B", "W", "S", "data", "receive", "send", "taken", "meet", "other"]
 
 COMPUTING: tuple[Kind, ...] = ("F", "B", "W", "S")
 _WORDS = {"F": "forward", "B": "backward", "W": "backward (weights)"}
@@ -43,8 +43,8 @@ class Message:
 
 class Activity(NamedTuple):
     """One thing that a rank does: an action, reading micro-batch `index` (`data`), the wait for a
-    message to come (`receive`) or to be taken (`send`), the wait for all ranks (`meet`), or
-    something else, in words."""
+    message to come (`receive`), giving one to the transport (`send`), the wait until it was taken
+    (`taken`), the wait for all ranks (`meet`), or something else, in words."""
 
     kind: Kind
     subject: Action | Message | str = ""

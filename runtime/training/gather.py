@@ -75,7 +75,7 @@ def figures_of(spent: Spent, stages: int, **known: float) -> RankFigures:
 
     return RankFigures(
         **known,
-        waiting_s=of("receive") + of("meet"),
+        waiting_s=of("receive") + of("taken") + of("meet"),
         sending_s=of("send"),
         data_s=of("data"),
         overhead_s=of("other"),

@@ -32,7 +32,13 @@ from asyncpipe.tests.runtime.silent_reporter import FACTORY, events_of
 Events = list[dict[str, Any]]
 PART_OF_KIND = {
     **dict.fromkeys(("F", "B", "W", "S"), "busy"),
-    **{"receive": "waiting", "meet": "waiting", "send": "sending", "data": "data"},
+    **{
+        "receive": "waiting",
+        "taken": "waiting",
+        "meet": "waiting",
+        "send": "sending",
+        "data": "data",
+    },
 }
 FORWARD, BACKWARD, STEP = (Action(0, kind, 1) for kind in ("F", "B", "S"))
 HIDDEN = Message("activation", "hidden", 0, 1, 0, 1, 64)
@@ -157,8 +163,7 @@ def test_every_arrow_goes_from_a_send_to_the_wait_that_took_it(
         (took,) = [e for e in slices(events, end["pid"], "waits") if around(e, end["ts"])]
         assert sent["args"] == took["args"]
     for rank in range(ranks):
-        # A tied gradient is sent, and later waited for until it was taken.
-        sends = {json.dumps(e["args"]) for e in slices(events, rank, "sends")}
+        sends = slices(events, rank, "sends")
         arrows = [e for e in starts.values() if e["pid"] == rank]
         assert run_name == "async" or len(sends) == len(arrows) > 0
 
@@ -176,7 +181,7 @@ def test_the_simulated_step_stands_above_the_measured_one(
         rows = drawn.splitlines()
         assert len(rows) == ranks + 1
         assert all(row.startswith(f"rank {i} |") for i, row in enumerate(rows[:-1]))
-        assert all("░" in row for row in rows[:-1])
+        assert all(set(row) & set("░▓█") for row in rows[:-1])
     (summary,) = events_of(folder / run_name, "end")
     assert summary["trace"] == str(folder / run_name / "trace.json")
     parts = summary["idle_parts"]
