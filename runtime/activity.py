@@ -16,9 +16,9 @@ from typing import Literal, NamedTuple
 
 from .schedule import Action
 
-Kind = Literal["F", "B", "W", "S", "data", "receive", "send", "taken", "meet", "other"]
+Kind = Literal["F", "B", "W", "S", "norm", "data", "receive", "send", "taken", "meet", "other"]
 
-COMPUTING: tuple[Kind, ...] = ("F", "B", "W", "S")
+COMPUTING: tuple[Kind, ...] = ("F", "B", "W", "S", "norm")
 _WORDS = {"F": "forward", "B": "backward", "W": "backward (weights)"}
 
 
@@ -42,7 +42,8 @@ class Message:
 
 
 class Activity(NamedTuple):
-    """One thing that a rank does: an action, reading micro-batch `index` (`data`), the wait for a
+    """One thing that a rank does: an action, the norm of a stage's gradients before the optimizer
+    steps (`norm`), reading micro-batch `index` (`data`), the wait for a
     message to come (`receive`), giving one to the transport (`send`), the wait until it was taken
     (`taken`), the wait for all ranks (`meet`), or something else, in words."""
 
@@ -71,6 +72,8 @@ class Activity(NamedTuple):
         """
         if isinstance(self.subject, Action):
             stage = f"(stage {self.subject.stage})"
+            if self.kind == "norm":
+                return f"takes the norm of gradients {stage}"
             if self.kind == "S":
                 return f"is in the optimizer step {stage}"
             return f"is in {_WORDS[self.kind]} of micro-batch {self.index} {stage}"

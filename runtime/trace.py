@@ -17,7 +17,7 @@ from .timeline import Event, Timeline
 
 TRACKS: dict[str, tuple[Kind, ...]] = {
     "compute": ("F", "B", "W"),
-    "optimizer": ("S",),
+    "optimizer": ("S", "norm"),
     "waits": ("receive", "taken", "meet"),
     "data": ("data",),
     "sends": ("send",),
@@ -105,6 +105,8 @@ def _slice(rank: int, span: Span, begin_s: float) -> dict[str, Any]:
 def _name(span: Span) -> str:
     activity, subject = span.activity, span.activity.subject
     if isinstance(subject, Action):
+        if activity.kind == "norm":
+            return f"norm stage {subject.stage}"
         if subject.kind == "S":
             return f"step {_step(span, subject)} stage {subject.stage}"
         return f"{subject.kind}{subject.index} stage {subject.stage}"
