@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..activity import Activities, Activity
 from ..observed import ActionObserver
 from ..plan import Plan
+from ..schedule import Action
 from .clipping import (
     StepMessage,
     clip_factor,
@@ -93,7 +94,7 @@ class Trainer(ActionObserver):
     def on_gradients(self, stage: int, version: int) -> None:
         if self._settings.is_async:
             return
-        with self.activities.during(Activity("other", "takes the norm of gradients")):
+        with self.activities.during(Activity("norm", Action(stage, "S", 1), 1)):
             own = self._share[stage].own
             self._take(stage, version, own, own)
             if not self._share[stage].shared:
