@@ -47,7 +47,10 @@ partition_app = App(
     help="Cut a model into balanced pipeline stages and write them as readable Python.",
 )
 train_app = App(
-    name="asyncpipe-train", version=VERSION, help="Train a generated model as a pipeline."
+    name="asyncpipe-train",
+    version=VERSION,
+    help="Train a generated model as a pipeline.",
+    suppress_keyboard_interrupt=False,  # it says at which step
 )
 inspect_app = App(
     name="asyncpipe-inspect", version=VERSION, help="Show the stages, costs and code of a model."
@@ -93,7 +96,7 @@ def partition_command(
 
     assert options.model is not None
     devices = _devices(options)
-    if options.stages is None and devices is None:
+    if options.stages is None and devices is None and options.ranks is None:
         raise _usage("--stages is needed: the number of stages to cut the model into.")
     console = make_console()
     with Ticks(console, silent=options.json or options.quiet) as ticks:
@@ -194,7 +197,7 @@ def _plan_graph(path: Path, options: PartitionOptions) -> int:
     for flag in options.of_models_alone:
         raise _usage(f"{flag} is of a model; with --graph nothing is captured or written.")
     devices = _devices(options)
-    if options.stages is None and devices is None:
+    if options.stages is None and devices is None and options.ranks is None:
         raise _usage("--stages is needed: the number of stages to cut the graph into.")
     plan = plan_graph(
         read_graph(path),
@@ -244,8 +247,11 @@ def train_command(
     settings = Settings(
         **{**(read_config(config) if config else {}), **given, "folder": str(folder)}
     )
-    from .runtime.training.launch import run
+    from .runtime.training.launch import run, schedule_text
 
+    if settings.print_schedule:
+        print(schedule_text(settings), end="")
+        return 0
     return run(settings, "asyncpipe.terminal_train:make_reporter")
 
 

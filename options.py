@@ -129,7 +129,15 @@ class PartitionOptions:
         _option(
             _PLAN,
             "The schedule to balance the stages for: async-1f1b (when none is named), 1f1b, "
-            "gpipe, seq.",
+            "gpipe, zb-h1, zb-h2, seq; of several stages a rank interleaved, looped-bfs, zb-v.",
+        ),
+    ] = None
+    ranks: Annotated[
+        int | None,
+        _option(
+            _PLAN,
+            "Processes that share the stages, by default as many as the schedule has for them. "
+            "Without --stages the number of stages is chosen.",
         ),
     ] = None
     micro_batches: Annotated[int, _option(_PLAN, "Micro-batches of one optimizer step.")] = 8
@@ -234,8 +242,8 @@ class PartitionOptions:
     def placing(self) -> dict[str, Any]:
         """Those that a plan depends on, of a model or of a graph alone."""
         names = (
-            "method", "granularity", "schedule", "micro_batches", "staleness", "optimizer",
-            "recompute", "memory_limit",
+            "method", "granularity", "schedule", "ranks", "micro_batches", "staleness",
+            "optimizer", "recompute", "memory_limit",
         )  # fmt: skip
         return {name: getattr(self, name) for name in names}
 
@@ -251,7 +259,10 @@ class PartitionOptions:
 
 
 _TRAIN_HELP = {
-    "schedule": "Synchronous: gpipe, 1f1b, seq, single (one process); asynchronous: async-1f1b.",
+    "schedule": "Synchronous: gpipe, 1f1b, interleaved, looped-bfs, zb-h1, zb-h2, zb-v, seq, "
+    "single (one process), auto (computed from measured costs); asynchronous: async-1f1b; or a "
+    "text file.",
+    "ranks": "Processes that share the stages; by default as the schedule or the plan has it.",
     "staleness": "Of an asynchronous schedule: backward with live weights, or with a stash.",
     "micro_batches": "Micro-batches of one optimizer step.",
     "micro_batch_size": "Samples of a micro-batch; by default the plan's.",
@@ -270,6 +281,10 @@ _TRAIN_HELP = {
     "final_lr_ratio": "The last learning rate as a share of the first.",
     "clip": "Bound of the gradient norm over all stages (asynchronous: of each); 0 is off.",
     "criterion": "The loss, when the plan has none: cross_entropy, mse or file.py:function.",
+    "batch_norm": "When running statistics are updated: micro-batch, or once a mini-batch as if it "
+    "were one batch.",
+    "recompute": "Stages that run their forward again for the backward, to hold less: auto (the "
+    "plan's), all, none, or numbers such as 0,2.",
     "seed": "Of the data order and of dropout.",
     "weights": "To start from: a safetensors file or folder, a run's or a generated folder.",
     "export_hf": "Write the trained model to this folder, for from_pretrained.",
@@ -288,6 +303,7 @@ _TRAIN_HELP = {
     "loss_scale": "The first loss scale of float16; it changes with overflows, as GradScaler's.",
     "boundary_dtype": "Cast wider tensors to this on their way between ranks.",
     "transport": "How boundary tensors travel; auto: the fastest that works here.",
+    "print_schedule": "Print the schedule, as text that --schedule FILE reads, and stop.",
     "dry_run": "Check everything, say what would run, and stop.",
     "json": "Print every event as a JSON line.",
     "quiet": "Print nothing but errors.",

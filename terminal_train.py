@@ -40,6 +40,9 @@ class _JsonReporter:
     def on_warning(self, text: str) -> None:
         print(json.dumps({"event": "warning", "text": text}), flush=True)
 
+    def on_note(self, about: str, text: str) -> None:
+        print(json.dumps({"event": "note", "about": about, "text": text}), flush=True)
+
     def on_step(self, record: StepRecord) -> None:
         print(record.to_json(), flush=True)
 
@@ -68,6 +71,9 @@ class _LineReporter:
 
     def on_warning(self, text: str) -> None:
         self._print(f"[yellow]warning:[/] {escape(text)}")
+
+    def on_note(self, about: str, text: str) -> None:
+        self._print(f"[dim]{about:11}[/] {escape(text)}")
 
     def on_step(self, record: StepRecord) -> None:
         if record.logged:

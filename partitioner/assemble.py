@@ -28,7 +28,9 @@ from .evaluate import StageLoad
 from .profiler import Profile
 from .solve import Solution
 from .split import StageGraph, StageTensors, stage_tensors, unused_tensors
+from .step_time import is_simulated
 from .walk import NodeCost
+from .weight_part import weight_share
 
 _NO_MODULE = "other operations"
 
@@ -71,7 +73,7 @@ def assemble(
         loss=_loss(outputs, (*crossing, *returned)),
         criterion=criterion,
         stages=tuple(
-            _stage(stage, held, profile, solution, boundaries, labels)
+            _stage(capture, stage, held, profile, solution, boundaries, labels)
             for stage, held, labels in zip(
                 stage_graphs, tensors, _node_labels(stage_graphs), strict=True
             )
@@ -102,7 +104,7 @@ def assemble(
 def _with_written_step(plan: Plan, solution: Solution) -> Plan:
     """The plan with the step of its stages as they are written: some compute again what others
     have made, which the planner does not count."""
-    if solution.placement.ranks is not None:
+    if not is_simulated(solution.problem, solution.placement) or solution.placement.is_replicated:
         return plan
     micro_batches = solution.setting.shared_micro_batches
     step_ms = forecast_step(plan, plan.setting.schedule, micro_batches).step_ms
@@ -114,6 +116,7 @@ def _with_written_step(plan: Plan, solution: Solution) -> Plan:
 
 
 def _stage(
+    capture: Capture,
     stage: StageGraph,
     held: StageTensors,
     profile: Profile,
@@ -149,6 +152,10 @@ def _stage(
         forward_talk_ms=solution.talk.forward_ms[stage.index],
         backward_talk_ms=solution.talk.backward_ms[stage.index],
         exchange_ms=solution.exchanges_ms[stage.index],
+        weight_ms=sum(
+            weight_share(node, capture.model) * cost.backward_ms
+            for node, cost in zip(stage.nodes, costs, strict=True)
+        ),
         recompute=load.recomputes,
         ranks=solution.ranks_of_stage[stage.index],
         parts=_parts(labels, costs, again=load.recomputes),

@@ -110,7 +110,7 @@ def partition_spec(
 ) -> Plan:
     """`asyncpipe-partition`: finds the model that `spec` names, then `partition_source`."""
     running = {name: options[name] for name in Running.__annotations__ if name in options}
-    make_setting(stages or 1, **running)  # what is wrong is said before anything is loaded
+    make_setting(stages or running.get("ranks") or 1, **running)  # said before anything is loaded
     source = load_ticked(
         spec,
         on_tick,
@@ -187,9 +187,11 @@ def partition_source(
     check_choice("code", code, CODES)
     if stop_after is not None:
         check_choice("stop_after", stop_after, ("plan",))
-    cluster = cluster_of(devices, stages)
-    ranks = stages or len(cluster.devices if cluster else ())
-    make_setting(ranks, **running)  # what is wrong is said before the work
+    cluster = cluster_of(devices, stages, running.get("ranks"))
+    # Each has one core of this machine, and there is at least a stage on each.
+    ranks = running.get("ranks") or stages or len(cluster.devices if cluster else ())
+    if stages or cluster:
+        make_setting(stages or ranks, **running)  # what is wrong is said before the work
     how = ProfileOptions(profile, device, dtype, threads, calibrate, no_cache, on_progress)
     tick = Clock(on_tick)
     on_meta = any(parameter.is_meta for parameter in source.model.parameters())
@@ -208,8 +210,8 @@ def partition_source(
         return folder
 
     if stages or output:
-        target(ranks)
-    demands = find_demands(captured, cut_at, keep_together, ranks)
+        target(stages or ranks)
+    demands = find_demands(captured, cut_at, keep_together, stages or ranks)
     tick("capture", describe_capture(captured), "profile")
 
     measured = profile_capture(captured, how, ranks, whole=False)

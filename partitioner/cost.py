@@ -19,7 +19,7 @@ each stage that reads it. What these sums mean for the time and memory of a rank
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
@@ -99,10 +99,33 @@ class Held:
 
 
 @dataclass(frozen=True)
+class HeldIndex:
+    """What groups hold as arrays: group `groups[i]` names item `items[i]` of `num_bytes`."""
+
+    groups: Ints
+    items: Ints
+    num_bytes: Floats
+
+    @classmethod
+    def of(cls, held: Sequence[Held]) -> HeldIndex:
+        pairs = [(group, item) for item, one in enumerate(held) for group in one.groups]
+        groups, items = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+        return cls(groups, items, np.array([one.num_bytes for one in held], dtype=np.float64))
+
+    def sums(self, at: Ints, count: int) -> Floats:
+        """The bytes of each of `count` stages, an item once in each, with groups at stages `at`."""
+        pairs = np.unique(self.items * count + at[self.groups])
+        return np.bincount(
+            pairs % count, weights=self.num_bytes[pairs // count], minlength=count
+        ).astype(np.float64)
+
+
+@dataclass(frozen=True)
 class Costs:
     """A cost graph as arrays over its groups in topological order, as one rank sees it.
 
     `send_ms` and `receive_ms` are what each of `values` takes at its owner's and its readers' end.
+    `weight_ms` is what of `backward_ms` makes gradients of weights and can be put off.
     `edges` are pairs of positions, the first before the second, that no cut may turn round.
     `times_on` are forward and backward times of all groups on devices of other kinds.
     """
@@ -112,6 +135,7 @@ class Costs:
     labels: tuple[str, ...]
     forward_ms: Floats
     backward_ms: Floats
+    weight_ms: Floats
     edges: tuple[tuple[int, int], ...]
     values: tuple[Value, ...]
     send_ms: Floats
@@ -132,6 +156,17 @@ class Costs:
         return self.forward_ms + self.backward_ms
 
     @cached_property
+    def weight_share(self) -> Floats:
+        """What `weight_ms` is of the backward, on devices of other kinds too."""
+        share: Floats = np.divide(
+            self.weight_ms,
+            self.backward_ms,
+            out=np.zeros_like(self.weight_ms),
+            where=self.backward_ms > 0,
+        )
+        return share
+
+    @cached_property
     def cut_bytes(self) -> Floats:
         """Bytes that cross a cut before each position (0..n), both directions together."""
         crossing = np.zeros(len(self.groups) + 1)
@@ -139,6 +174,32 @@ class Costs:
             first, last = value.span
             crossing[first + 1 : last + 1] += value.forward_bytes + value.backward_bytes
         return crossing
+
+    @cached_property
+    def parameter_index(self) -> HeldIndex:
+        return HeldIndex.of(self.parameters)
+
+    @cached_property
+    def saved_index(self) -> HeldIndex:
+        return HeldIndex.of(self.saved)
+
+    def leaving(self, stage_of: Sequence[int]) -> list[int]:
+        """The values whose owner and readers are not all in one stage."""
+        at = np.asarray(stage_of)
+        owners, readers, values = self._ends
+        leaving: list[int] = np.unique(values[at[owners] != at[readers]]).tolist()
+        return leaving
+
+    @cached_property
+    def _ends(self) -> tuple[Ints, Ints, Ints]:
+        """Owner, reader and value, a row for every reader."""
+        rows = [
+            (value.owner, reader, index)
+            for index, value in enumerate(self.values)
+            for reader in value.readers
+        ]
+        owners, readers, values = np.array(rows, dtype=np.int64).reshape(-1, 3).T
+        return owners, readers, values
 
     @cached_property
     def cut_depth(self) -> Ints:
@@ -182,7 +243,8 @@ class StageSums:
     received; `received_bytes` what arrives from other stages and `sent_bytes` what goes to them,
     `root_bytes` that part of it which is not saved; `transient_bytes` the most that one operation
     needs beside. `tied_bytes` is held while gradients of parameters are exchanged that other
-    stages have too.
+    stages have too. `weight_ms` is the part of `backward_ms` that a schedule may put off; no score
+    depends on it, so searches leave it out.
     """
 
     forward_ms: Floats
@@ -197,6 +259,7 @@ class StageSums:
     sent_bytes: Floats | float = 0.0
     root_bytes: Floats | float = 0.0
     tied_bytes: Floats | float = 0.0
+    weight_ms: Floats | float = 0.0
 
     @property
     def work_ms(self) -> Floats:
@@ -221,35 +284,40 @@ def stage_sums(
     """
     at = np.asarray(stage_of)
     rank_of = range(stages) if ranks is None else ranks
-    send, receive, sent, roots, received, tied = (np.zeros(stages) for _ in range(6))
-    for index, value in enumerate(costs.values):
+    send, receive, sent, roots, received, tied = ([0.0] * stages for _ in range(6))
+    for index in costs.leaving(stage_of):
+        value = costs.values[index]
         owner = int(at[value.owner])
         reading = sorted({int(at[reader]) for reader in value.readers}, reverse=True)
         first_on = {rank_of[stage]: stage for stage in reading}
         first_on.pop(rank_of[owner], None)
         if first_on:
             readers = list(first_on.values())
-            send[owner] += costs.send_ms[index]
-            sent[owner] += costs.value_bytes[index]
-            roots[owner] += costs.root_bytes[index]
-            receive[readers] += costs.receive_ms[index]
-            received[readers] += value.forward_bytes
-            tied[[owner, *readers]] += value.exchanged_bytes(1 + len(readers))
+            send[owner] += float(costs.send_ms[index])
+            sent[owner] += float(costs.value_bytes[index])
+            roots[owner] += float(costs.root_bytes[index])
+            exchanged_bytes = value.exchanged_bytes(1 + len(readers))
+            tied[owner] += exchanged_bytes
+            for reader in readers:
+                receive[reader] += float(costs.receive_ms[index])
+                received[reader] += value.forward_bytes
+                tied[reader] += exchanged_bytes
     transient = np.zeros(stages)
     np.maximum.at(transient, at, costs.transient_bytes)
     return StageSums(
         forward_ms=_sums(costs.forward_ms, at, stages),
         backward_ms=_sums(costs.backward_ms, at, stages),
-        send_ms=send,
-        receive_ms=receive,
-        param_bytes=_held_on(costs.parameters, at, stages),
+        send_ms=np.array(send),
+        receive_ms=np.array(receive),
+        param_bytes=costs.parameter_index.sums(at, stages),
         buffer_bytes=_sums(costs.buffer_bytes, at, stages),
-        saved_bytes=_held_on(costs.saved, at, stages),
-        received_bytes=received,
+        saved_bytes=costs.saved_index.sums(at, stages),
+        received_bytes=np.array(received),
         transient_bytes=transient,
-        sent_bytes=sent,
-        root_bytes=roots,
-        tied_bytes=tied,
+        sent_bytes=np.array(sent),
+        root_bytes=np.array(roots),
+        tied_bytes=np.array(tied),
+        weight_ms=_sums(costs.weight_ms, at, stages),
     )
 
 
@@ -299,10 +367,3 @@ def with_exchanges(costs: Costs, micro_batches: int, link: Link) -> Costs:
 
 def _sums(of_groups: Floats, at: Ints, count: int) -> Floats:
     return np.bincount(at, weights=of_groups, minlength=count).astype(np.float64)
-
-
-def _held_on(held: Iterable[Held], at: Ints, count: int) -> Floats:
-    total = np.zeros(count)
-    for item in held:
-        total[np.unique(at[list(item.groups)])] += item.num_bytes
-    return total

@@ -16,7 +16,8 @@ from .cost import Costs, Floats, Held, Link, Value
 def costs_of(graph: nx.DiGraph, link: Link | None = None) -> Costs:
     """The arrays of a cost graph; what a node or edge does not say is zero.
 
-    Nodes: `forward_ms`, `backward_ms`, `times_on` {kind of device: (forward ms, backward ms)},
+    Nodes: `forward_ms`, `backward_ms`, `weight_ms` of it (by default half where there are
+    parameters, or where no node names any), `times_on` {kind of device: (forward ms, backward ms)},
     `output_bytes`, `parameters` {name: bytes} or `param_bytes`, `buffer_bytes`, `saved` {storage:
     bytes} or `saved_bytes`, `saved_as` {tensor: storage that it is in}, `transient_bytes` (or else
     `output_bytes`), `modules` (enclosing modules from the block inwards), `block`, `label`.
@@ -43,6 +44,7 @@ def costs_of(graph: nx.DiGraph, link: Link | None = None) -> Costs:
         labels=tuple(str(nodes[group].get("label", group)) for group in groups),
         forward_ms=forward,
         backward_ms=backward,
+        weight_ms=_weight_ms(graph, groups, backward),
         edges=tuple(sorted((position[source], position[target]) for source, target in graph.edges)),
         values=values,
         send_ms=transfer_ms,
@@ -79,6 +81,24 @@ def _parameters_of(node: Mapping[str, Any]) -> dict[str, int]:
     if "parameters" in node:
         return dict(node["parameters"])
     return {"": int(node["param_bytes"])} if node.get("param_bytes") else {}
+
+
+def _weight_ms(graph: nx.DiGraph, groups: Sequence[Any], backward_ms: Floats) -> Floats:
+    """The part of each backward that makes gradients of weights."""
+    has_params = [bool(_parameters_of(graph.nodes[group])) for group in groups]
+    unknown = not any(has_params)
+    found = np.zeros(len(groups))
+    for index, (group, owns) in enumerate(zip(groups, has_params, strict=True)):
+        node, whole_ms = graph.nodes[group], float(backward_ms[index])
+        found[index] = whole_ms / 2 if owns or unknown else 0.0
+        if "weight_ms" in node:
+            found[index] = _cost(group, node, "weight_ms")
+            if found[index] > whole_ms * (1 + 1e-9):
+                raise PlanError(
+                    f"node {group} has weight_ms = {found[index]:g}, which is a part of its "
+                    f"backward_ms = {whole_ms:g} and cannot be more."
+                )
+    return found
 
 
 def _held(named: Iterable[Mapping[str, int]]) -> tuple[Held, ...]:

@@ -5,7 +5,8 @@ All methods are compared by it, and their own faster sums are tested against it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -19,7 +20,8 @@ from .setting import Setting
 class StageLoad:
     """Times of one stage for one micro-batch, and the bytes of its memory while it trains.
 
-    `backward_ms` has the second forward in it where the stage `recomputes`. `activation_bytes`
+    `backward_ms` has the second forward in it where the stage `recomputes`, and `weight_ms`, what
+    of it a schedule may put off. `activation_bytes`
     are of one micro-batch, those in `memory` of all that is in flight.
     """
 
@@ -34,6 +36,7 @@ class StageLoad:
     activation_bytes: int
     transient_bytes: int
     memory: StageMemory
+    weight_ms: float = 0.0
 
     @property
     def peak_bytes(self) -> int:
@@ -68,31 +71,38 @@ class Evaluation:
         return max(self.rank_ms)
 
 
-def evaluate(problem: Problem, placement: Placement) -> Evaluation:
+def evaluate(problem: Problem, placement: Placement, in_flight: tuple[int, ...] = ()) -> Evaluation:
     """What the placement costs under the formulas of `cost.py` and `setting.py`.
 
     Several stages of one rank share its time and memory. Replicas of a stage share its
-    micro-batches and sum their gradients once a step.
+    micro-batches and sum their gradients once a step. `in_flight` are the micro-batches that each
+    stage holds, where they do not follow from the schedule's name.
     """
     ranks = placement.ranks_of_stage
     first_rank = [ranks_of_one[0] for ranks_of_one in ranks]
     setting = problem.setting.at(first_rank)
+    if in_flight:
+        setting = replace(setting, held=in_flight)
+    sums_seen: dict[int, StageSums] = {}
+    sums: list[StageSums] = []
+    for stage, of_stage in enumerate(ranks):
+        seen = problem.seen_by(of_stage)
+        if id(seen) not in sums_seen:
+            sums_seen[id(seen)] = stage_sums(seen, placement.stage_of, len(ranks), first_rank)
+        sums.append(sums_seen[id(seen)][stage])
+    again = _recomputing(setting, sums, first_rank)
     loads = []
     scores_ms: list[float] = []
     work_ms = np.bincount(placement.stage_of, weights=problem.least_work_ms, minlength=len(ranks))
     rank_ms, rank_bytes = np.zeros(problem.stages), np.zeros(problem.stages)
     transient_bytes = np.zeros(problem.stages)
-    sums_seen: dict[int, StageSums] = {}
     for stage, of_stage in enumerate(ranks):
-        seen = problem.seen_by(of_stage)
-        if id(seen) not in sums_seen:
-            sums_seen[id(seen)] = stage_sums(seen, placement.stage_of, len(ranks), first_rank)
-        sums = sums_seen[id(seen)][stage]
-        load = _stage_load(setting, stage, sums, problem.link_among(of_stage), len(of_stage))
+        link = problem.link_among(of_stage)
+        load = _stage_load(setting, stage, sums[stage], link, len(of_stage), again[stage])
         loads.append(load)
         if placement.ranks is None:
             before_ms, after_ms = work_ms[:stage].sum(), work_ms[stage + 1 :].sum()
-            scores_ms.append(float(setting.score_ms(stage, sums, before_ms, after_ms)))
+            scores_ms.append(float(setting.score_ms(stage, sums[stage], before_ms, after_ms)))
         for rank in of_stage:
             rank_ms[rank] += load.load_ms
             rank_bytes[rank] += load.peak_bytes - load.transient_bytes
@@ -108,6 +118,36 @@ def evaluate(problem: Problem, placement: Placement) -> Evaluation:
     )
 
 
+def _recomputing(
+    setting: Setting, sums: Sequence[StageSums], rank_of_stage: Sequence[int]
+) -> list[bool]:
+    """Which stages run their forward again. Of several on a rank that does not hold them all,
+    those do, one after the other, that free the most bytes for a millisecond."""
+    again = [bool(setting.recomputes(stage, of_stage)) for stage, of_stage in enumerate(sums)]
+    if setting.recompute != "auto" or not setting.is_limited or not setting.rank_of_stage:
+        return again
+    for rank in set(rank_of_stage):
+        own = [stage for stage, at in enumerate(rank_of_stage) if at == rank]
+        sizes = {
+            stage: [
+                float(setting.memory_bytes(stage, sums[stage], recompute=recompute))
+                for recompute in (False, True)
+            ]
+            for stage in own
+        }
+
+        def gain(stage: int, sizes: dict[int, list[float]] = sizes) -> float:
+            plain, again_bytes = sizes[stage]
+            return (plain - again_bytes) / max(1e-9, float(sums[stage].forward_ms))
+
+        room = setting.devices[own[0]].memory_bytes
+        waiting = [stage for stage in own if not again[stage] and setting.in_flight(stage) > 1]
+        waiting.sort(key=gain, reverse=True)
+        while waiting and sum(sizes[stage][again[stage]] for stage in own) > room:
+            again[waiting.pop(0)] = True
+    return again
+
+
 def crossing_bytes(costs: Costs, placement: Placement) -> int:
     """Bytes that go from rank to rank for one micro-batch, both directions together; to each of
     several readers, and within a rank not at all."""
@@ -121,9 +161,8 @@ def crossing_bytes(costs: Costs, placement: Placement) -> int:
 
 
 def _stage_load(
-    setting: Setting, stage: int, sums: StageSums, link: Link, replicas: int
+    setting: Setting, stage: int, sums: StageSums, link: Link, replicas: int, recomputes: bool
 ) -> StageLoad:
-    recomputes = bool(setting.recomputes(stage, sums))
     exchange_ms = float(setting.exchange_ms(link, sums.param_bytes, replicas))
     share = setting.shares_at(stage)
     backward_ms = sums.backward_ms + (sums.forward_ms if recomputes else 0.0)
@@ -139,4 +178,5 @@ def _stage_load(
         activation_bytes=int(sums.saved_bytes),
         transient_bytes=int(sums.transient_bytes),
         memory=setting.memory(stage, sums, recompute=recomputes),
+        weight_ms=float(sums.weight_ms) * share,
     )

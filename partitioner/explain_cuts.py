@@ -13,9 +13,9 @@ import numpy as np
 
 from ..runtime.plan import Finding
 from .cost import Costs
-from .makespan import Step, step_of
 from .problem import Placement, Problem
 from .solve import Solution
+from .step_time import Step, step_of
 from .wording import counted, write_bytes, write_change, write_ms, write_share
 
 

@@ -34,6 +34,7 @@ from .prices import Prices, num_bytes
 from .profiler import CPU_CORE, Profile
 from .recompute import Recomputation
 from .walk import NodeCost, storage_makers
+from .weight_part import weight_share
 
 _EXTERNAL = ("placeholder", "get_attr")
 
@@ -70,6 +71,10 @@ def build_graph(
             group,
             label=_called(members, profile),
             **_costs(members, profile, owners),
+            weight_ms=sum(
+                weight_share(node, capture.model) * profile.nodes[node.name].backward_ms
+                for node in members
+            ),
             saved_as=_saved_as(members, makers),
             **_place(members, blocks),
         )

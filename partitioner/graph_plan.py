@@ -21,6 +21,7 @@ from .planner import cluster_of, planner_for
 from .running import Running
 from .setting import Setting
 from .solve import Solution, solve
+from .stages_per_rank import choose_stages
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,14 +113,16 @@ def plan_graph(
         "cut_before": cut_before,
         **running,
     }
-    cluster = cluster_of(devices, stages)
+    ranks = running.get("ranks")
+    cluster = cluster_of(devices, stages, ranks)
     on_link, solve_again = link or Link(), partial(solve, **options)
     with explained():
         if cluster is not None:
             planner = planner_for(graph, cluster, stages, options)
             solution, on_link = planner.advised(graph, planner.plan(graph)), planner.link
-        elif stages is not None:
-            solution = solve(graph, stages=stages, link=link, setting=setting, **options)
+        else:
+            number = stages or choose_stages(graph, options)
+            solution = solve(graph, stages=number, link=link, setting=setting, **options)
     costs = costs_of(graph, link)
     where = [solution.stage_of[group] for group in costs.groups]
     crossings = [

@@ -21,6 +21,7 @@ from .cluster_file import read_cluster
 from .cost import LOCALHOST, Link
 from .setting import Device
 from .solve import Solution, solve
+from .stages_per_rank import choose_stages, other_ways
 
 
 @dataclass(frozen=True)
@@ -47,10 +48,19 @@ class Planner:
         """The plan with what is to be said of other numbers of stages and of the devices."""
         if self.choice:
             return advised(self.choice, self.choice.bounded(graph, solution), self.stages)
+        sentences, ways = other_ways(graph, solution, self.options)
+        solution = replace(
+            solution,
+            explanation=(*solution.explanation, *sentences),
+            candidates=(*solution.candidates, *ways),
+        )
+        if solution.setting.stages < len(solution.loads):
+            return solution
         assert self.stages is not None
         equal = Cluster((Device(),) * self.stages, {ANY_HOST: LOCALHOST})
         try:
             options = {**self.options, "method": "chain"}
+            options.pop("ranks", None)
             choice = choose(graph, equal, stages=self.stages, **options)
         except PlanError:  # the chain cannot do what the method could
             return solution
@@ -67,18 +77,21 @@ class Planner:
 def planner_for(
     graph: nx.DiGraph, cluster: Cluster | None, stages: int | None, options: Mapping[str, Any]
 ) -> Planner:
-    """Chooses the devices of `cluster`, if one is given."""
+    """Chooses the devices of `cluster`, if one is given, and else the number of stages on `ranks`
+    of the options, if none is."""
     if cluster is None:
-        return Planner(stages, options)
+        return Planner(stages or choose_stages(graph, options), options)
     return Planner(stages, options, choose(graph, cluster, stages=stages, **options))
 
 
-def cluster_of(devices: Cluster | str | Path | None, stages: int | None) -> Cluster | None:
+def cluster_of(
+    devices: Cluster | str | Path | None, stages: int | None, ranks: int | None = None
+) -> Cluster | None:
     """The devices that may be used; None for equal ranks.
 
-    Raises PlanError when neither devices nor a number of stages are given.
+    Raises PlanError when neither devices nor a number of stages or ranks are given.
     """
-    if devices is None and stages is None:
+    if devices is None and stages is None and ranks is None:
         raise PlanError("neither stages nor devices are given.", "stages=4")
     if devices is None:
         return None

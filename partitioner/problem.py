@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from ..runtime.errors import PlanError
-from .cost import Bools, Costs, Floats, Link, seen_over
+from .cost import Bools, Costs, Floats, Link, Value, seen_over
 from .setting import Setting
 
 
@@ -79,6 +79,11 @@ class Problem:
                 zip(self.seen, self.setting.devices, strict=True)
             )
         )
+
+    @cached_property
+    def exchanges(self) -> dict[int, Value]:
+        """The values that are gradients of shared parameters, by their place among all values."""
+        return {index: one for index, one in enumerate(self.costs.values) if one.is_exchange}
 
     def seen_by(self, ranks: Sequence[int]) -> Costs:
         """The costs as ranks in a row see them that share a stage: those of the first, with what

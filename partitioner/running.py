@@ -10,22 +10,21 @@ from dataclasses import replace
 from typing import TypedDict, cast, get_args
 
 from ..runtime.errors import PlanError
-from ..runtime.schedules import ASYNCHRONOUS
+from ..runtime.schedules import ASYNCHRONOUS, SCHEDULES, make_schedule
 from .setting import OPTIMIZER_COPIES, Device, Recompute, Setting
-
-PLANNED = ("gpipe", "1f1b", "seq", "single", "async-1f1b")
-"""The schedules that stages are balanced for."""
 
 
 class Running(TypedDict, total=False):
     """How a plan is meant to run; the names are those of the command's options.
 
-    `schedule` is asynchronous when none is named (None). `memory_limit` is of every rank: bytes, or
-    a text such as "11GiB". `recompute` is "auto" (where a stage does not fit otherwise), "all" or
-    "none"; `staleness` "none", or "stash" for one that keeps weight versions.
+    `schedule` is asynchronous when none is named (None). `ranks` share the stages, by default
+    as many as the schedule has for them: mostly one a stage. `memory_limit` is of every rank:
+    bytes, or a text such as "11GiB". `recompute` is "auto" (where a stage does not fit otherwise),
+    "all" or "none"; `staleness` "none", or "stash" for one that keeps weight versions.
     """
 
     schedule: str | None
+    ranks: int | None
     micro_batches: int
     recompute: str
     memory_limit: int | str | None
@@ -39,18 +38,19 @@ def make_setting(
     overlap: bool = False,
     devices: Sequence[Device] = (),
     schedule: str | None = None,
+    ranks: int | None = None,
     micro_batches: int = 8,
     recompute: str = "auto",
     memory_limit: int | str | None = None,
     optimizer: str = "adamw",
     staleness: str = "none",
 ) -> Setting:
-    """The setting of equal ranks, or of `devices`, that run so: see `Running`.
+    """The setting of the equal ranks of `stages`, or of `devices`, that run so: see `Running`.
 
     Raises PlanError for a name that there is not and a number that cannot be.
     """
     schedule = schedule or "async-1f1b"
-    check_choice("schedule", schedule, PLANNED)
+    check_choice("schedule", schedule, SCHEDULES)
     check_choice("recompute", recompute, get_args(Recompute))
     check_choice("optimizer", optimizer, OPTIMIZER_COPIES)
     check_choice("staleness", staleness, ("none", "stash"))
@@ -66,11 +66,20 @@ def make_setting(
             f"--staleness stash keeps versions of weights, and {schedule} has only one.",
             "--schedule async-1f1b",
         )
+    if ranks is not None and (ranks < 1 or devices):
+        few = f"{ranks} ranks can run nothing." if ranks < 1 else ""
+        raise PlanError(
+            few or "ranks are given twice: by number, and as devices.",
+            "--ranks 2" if few else "Leave --ranks out: every device is a rank.",
+        )
+    if not devices and schedule not in ASYNCHRONOUS:
+        made = make_schedule(schedule, stages=stages, micro_batches=micro_batches, ranks=ranks)
+        ranks = len(made.ranks) if stages > 1 else 1
     most_bytes = math.inf if memory_limit is None else parse_bytes(memory_limit)
     return Setting(
         devices=tuple(
             replace(device, memory_bytes=min(device.memory_bytes, most_bytes))
-            for device in devices or (Device(),) * stages
+            for device in devices or (Device(),) * (ranks or stages)
         ),
         schedule=schedule,
         micro_batches=micro_batches,

@@ -33,7 +33,8 @@ from typing import Literal
 import numpy as np
 
 from ..runtime.plan import StageMemory
-from ..runtime.schedules import ASYNCHRONOUS
+from ..runtime.schedule import Schedule
+from ..runtime.schedules import ASYNCHRONOUS, make_schedule
 from .cost import Bools, Costs, Floats, Link, StageSums, seen_over
 
 Recompute = Literal["none", "auto", "all"]
@@ -43,6 +44,13 @@ OPTIMIZER_COPIES: Mapping[str, int] = MappingProxyType(
     {"adamw": 2, "adam": 2, "sgd": 0, "momentum": 1}
 )
 
+
+# The schedule that is made for the costs of the stages, wherever they are.
+AUTO = "auto"
+
+# Synchronous schedules of one stage a rank whose backward is whole: what waits for what, and so
+# how many micro-batches are in flight, follows from how many stages come after.
+_BY_DEPTH = ("gpipe", "1f1b", "seq", "single")
 
 # Messages of an edge that a transport has posted ahead, and that it keeps after sending.
 DEPTH = 4
@@ -74,7 +82,9 @@ class Setting:
     `optimizer` says how many further copies of the parameters there are; with `stash` every weight
     version in flight is kept. With `overlap` the transfers of one micro-batch go on while another
     one is computed. Where rank j stands for `replicas[j]` equal ones, they share its micro-batches
-    and sum their gradients over `exchange[j]` once a step.
+    and sum their gradients over `exchange[j]` once a step. Where several stages are on a rank there
+    is a position for each, and `rank_of_stage` has their ranks; `held` are the micro-batches in
+    flight by position, where a schedule was made of costs that only a placement has.
     """
 
     devices: tuple[Device, ...]
@@ -88,6 +98,8 @@ class Setting:
     by_load: bool = False
     replicas: tuple[int, ...] = ()
     exchange: tuple[Link, ...] | None = None
+    rank_of_stage: tuple[int, ...] = ()
+    held: tuple[int, ...] = ()
 
     @property
     def stages(self) -> int:
@@ -105,8 +117,10 @@ class Setting:
     def at(self, positions: Iterable[int]) -> Setting:
         """The same where stages are on the ranks at those positions, which may repeat."""
         chosen = tuple(positions)
+        ranks = tuple(self.rank_of_stage[one] for one in chosen) if self.rank_of_stage else chosen
         return replace(
             self,
+            rank_of_stage=ranks if len(set(ranks)) < len(ranks) else (),
             devices=tuple(self.devices[position] for position in chosen),
             replicas=tuple(self.replicas[position] for position in chosen if self.replicas),
             exchange=self.exchange and tuple(self.exchange[position] for position in chosen),
@@ -129,6 +143,20 @@ class Setting:
     def in_flight(self, position: int) -> int:
         """The most micro-batches whose forward is done and backward is not, at that position; of
         replicas on each of them."""
+        return self._in_flight[position]
+
+    @cached_property
+    def _in_flight(self) -> tuple[int, ...]:
+        if self.held:
+            return self.held
+        if self.schedule not in (*_BY_DEPTH, *ASYNCHRONOUS):
+            return scheduled(
+                self.schedule, self.stages, self.shared_micro_batches, self.rank_of_stage
+            ).in_flight
+        return tuple(map(self._depth, range(self.stages)))
+
+    def _depth(self, position: int) -> int:
+        """The same of the schedules that run a stage ahead by how many come after it."""
         replicas = self.replicas_at(position)
         if self.schedule in ("seq", "single"):
             return 1
@@ -207,7 +235,8 @@ class Setting:
     def recomputes(self, position: int, sums: StageSums) -> Bools:
         """Whether each stage runs its forward again: only where it has to, and never where a
         single micro-batch is in flight, which recomputation does not help."""
-        if self.recompute == "none" or self.in_flight(position) == 1:
+        never = self.recompute == "none" or (self.recompute == "auto" and not self.is_limited)
+        if never or self.in_flight(position) == 1:
             return np.zeros(np.shape(sums.forward_ms), dtype=bool)
         if self.recompute == "all":
             return np.ones(np.shape(sums.forward_ms), dtype=bool)
@@ -246,6 +275,12 @@ class Setting:
         return np.where(peak_bytes <= self.devices[position].memory_bytes, load_ms, np.inf)
 
     @property
+    def score_is_load(self) -> bool:
+        """Whether a stage's score is its load in all rounds, wherever the stage is."""
+        is_load = self.is_asynchronous or self.by_load
+        return is_load or bool(self.rank_of_stage) or self.schedule not in _BY_DEPTH
+
+    @property
     def rounds(self) -> int:
         """A score is at least so many times the stage's work."""
         return 1 if self.is_asynchronous or self.by_load else self.shared_micro_batches
@@ -274,10 +309,13 @@ class Setting:
           through the stages after it from the first forward on; likewise from the last forward on
           to the last backward. These waits are one if all forwards come before all backwards
         - has at most W micro-batches in flight: ceil(m / W) round trips follow one another
+
+        Of schedules that put gradients of weights off, or have several stages on a rank, only m
+        load is counted.
         """
         load_ms = self.load_ms(position, sums)
-        if self.is_asynchronous or self.by_load:
-            return load_ms
+        if self.score_is_load:
+            return self.rounds * load_ms
         again = self.recomputes(position, sums)
         # Either direction's transfers are at most all of them.
         talk_ms = sums.talk_ms if self.talks_in_turn(position) else 0.0
@@ -318,12 +356,18 @@ class Setting:
         device = self.devices[position]
         if device.kind is not None and device.kind in costs.times_on:
             forward_ms, backward_ms = costs.times_on[device.kind]
-            costs = replace(costs, forward_ms=forward_ms, backward_ms=backward_ms)
+            costs = replace(
+                costs,
+                forward_ms=forward_ms,
+                backward_ms=backward_ms,
+                weight_ms=backward_ms * costs.weight_share,
+            )
         elif device.speed != 1.0:
             costs = replace(
                 costs,
                 forward_ms=costs.forward_ms / device.speed,
                 backward_ms=costs.backward_ms / device.speed,
+                weight_ms=costs.weight_ms / device.speed,
             )
         if self.links:
             left, right = max(position - 1, 0), min(position, len(self.links) - 1)
@@ -331,8 +375,18 @@ class Setting:
         replicas = self.shares_at(position)
         if replicas == 1:
             return costs
-        times = ("forward_ms", "backward_ms", "send_ms", "receive_ms")
+        times = ("forward_ms", "backward_ms", "weight_ms", "send_ms", "receive_ms")
         return replace(costs, **{name: getattr(costs, name) / replicas for name in times})
+
+
+@lru_cache
+def scheduled(
+    name: str, stages: int, micro_batches: int, rank_of_stage: tuple[int, ...] = ()
+) -> Schedule:
+    """A synchronous schedule over one step, with the rank of every stage where it has several;
+    its costs are taken to be equal."""
+    ranks = len(set(rank_of_stage)) or stages
+    return make_schedule(name, stages=stages, micro_batches=micro_batches, ranks=ranks)
 
 
 @lru_cache

@@ -17,11 +17,11 @@ from torch import fx
 
 from .capture import Capture
 from .graph import with_copies
-from .makespan import exchanges_ms, step_of, talk_of
 from .profiler import Profile
 from .solve import Solution, explain_shortly
 from .split import StageGraph
 from .stage_times import rescaled
+from .step_time import exchanges_ms, step_of, talk_of
 from .whole import WholeTimes
 
 _WORTH = 0.02

@@ -17,18 +17,13 @@ from .cost import Bools, Costs, Link, with_exchanges
 from .cost_graph import costs_of
 from .evaluate import Evaluation, StageLoad, crossing_bytes, evaluate
 from .infeasible import NothingFits
-from .makespan import (
-    Talk,
-    bottleneck_bound_ms,
-    exchanges_ms,
-    shortest_step,
-    step_bound_ms,
-    talk_of,
-)
+from .makespan import bottleneck_bound_ms, shortest_step, step_bound_ms
 from .problem import DoesNotFit, Placement, Problem, Rules
 from .running import Running, check_choice, make_setting
 from .setting import Setting
-from .solvers import HEEDS_CUTS, METHODS
+from .several import on_ranks, place_several, rank_bound_ms, rank_of_stage_in, several_bound_ms
+from .solvers import HEEDS_CUTS, HEEDS_RANKS, METHODS
+from .step_time import Step, Talk, exchanges_ms, talk_of
 
 GRANULARITIES = ("op", "module")
 
@@ -131,7 +126,8 @@ def solve(
     cut_before: Collection[str] = (),
     **running: Unpack[Running],
 ) -> Solution:
-    """Places the groups of a cost graph on `stages` ranks so that the largest load is small.
+    """Cuts a cost graph into `stages` stages on as many ranks so that the largest load is small,
+    or on fewer, each with several, where `ranks` says so.
 
     The load is that of one micro-batch, or the simulated step where a synchronous schedule is
     named. `setting` says what the ranks are and how they run; without one they are equal, and
@@ -148,6 +144,7 @@ def solve(
     check_choice("granularity", granularity, GRANULARITIES)
     link = link or Link()
     setting = setting or make_setting(stages, overlap=link.overlap, **running)
+    _check_ranks(stages, setting)
     costs = costs_of(graph, link)
     slowest_link = max(setting.links or (link,), key=lambda each: each.transfer_ms(1e6))
     costs = with_exchanges(costs, setting.micro_batches, slowest_link)
@@ -157,40 +154,95 @@ def solve(
     may_cut[list(must_cut)] = True
     _check_stages(costs, stages, may_cut, granularity)
     problem = Problem(costs, setting, Rules(may_cut, prefer_modules))
-    place = METHODS[method]
     demanding = replace(problem, rules=replace(problem.rules, must_cut=must_cut))
-    try:
-        free = placement = place(problem)
-        if must_cut:
-            placement = place(demanding)
-    except DoesNotFit as error:
-        raise NothingFits(demanding, method) from error
-    bound_ms = step_bound_ms(problem, free)
-    step = shortest_step(demanding, placement, place, bound_ms)
-    placement, evaluation = step.placement, step.evaluation
-    if not evaluation.fits:
-        raise NothingFits(demanding, method)
+    is_folded = stages > setting.stages
+    found = (
+        _folded(problem, demanding, stages, method)
+        if is_folded
+        else _one_a_rank(problem, demanding, method)
+    )
+    placement, evaluation = found.step.placement, found.step.evaluation
     return Solution(
         stage_of=dict(zip(costs.groups, placement.stage_of, strict=True)),
         problem=problem,
         placement=placement,
         setting=setting,
         evaluation=evaluation,
-        lower_bound_ms=bottleneck_bound_ms(problem, free),
-        step_ms=step.step_ms,
-        step_bound_ms=bound_ms,
+        lower_bound_ms=found.bottleneck_bound_ms,
+        step_ms=found.step.step_ms,
+        step_bound_ms=found.step_bound_ms,
         talk=talk_of(problem, placement),
         exchanges_ms=exchanges_ms(problem, placement),
-        even_split=evaluate(problem, METHODS["uniform"](problem)),
+        even_split=evaluate(problem, found.even),
         method=_method_name(method),
         seconds=time.perf_counter() - started,
         explanation=(
             *explain_shortly(problem, evaluation, placement),
-            *_price_of_demands(placement.order_optimum_ms, free.order_optimum_ms),
+            *_price_of_demands(placement.order_optimum_ms, found.order_optimum_ms),
         )
         if setting.is_asynchronous
         else explain_shortly(problem, evaluation, placement),
         crossing_bytes=crossing_bytes(costs, placement),
+    )
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The plan, its bounds, the least of all cuts of the order that no demand is made of, and the
+    split that counts blocks."""
+
+    step: Step
+    step_bound_ms: float
+    bottleneck_bound_ms: float
+    order_optimum_ms: float | None
+    even: Placement
+
+
+def _one_a_rank(problem: Problem, demanding: Problem, method: str) -> _Found:
+    """As many stages as ranks, or what a method makes of them that gives a rank several."""
+    place = METHODS[method]
+    try:
+        free = placement = place(problem)
+        if demanding.rules.must_cut:
+            placement = place(demanding)
+    except DoesNotFit as error:
+        raise NothingFits(demanding, method) from error
+    bound_ms = step_bound_ms(problem, free)
+    step = shortest_step(demanding, placement, place, bound_ms)
+    if not step.evaluation.fits:
+        raise NothingFits(demanding, method)
+    return _Found(
+        step,
+        bound_ms,
+        bottleneck_bound_ms(problem, free),
+        free.order_optimum_ms,
+        METHODS["uniform"](problem),
+    )
+
+
+def _folded(problem: Problem, demanding: Problem, stages: int, method: str) -> _Found:
+    """More stages than ranks, so that each has several."""
+    if METHODS[method] not in HEEDS_RANKS:
+        raise PlanError(
+            f"--method {method} chooses the ranks of stages itself and heeds no --ranks.",
+            "--method auto plans several stages a rank for the schedule.",
+        )
+    if problem.setting.is_asynchronous:
+        raise PlanError(
+            f"{problem.setting.schedule} has one stage a rank, and {stages} stages on "
+            f"{problem.stages} ranks are more.",
+            "--schedule interleaved, or --method mpipe --stages "
+            f"{problem.stages}, which gives ranks several stages where that balances better",
+        )
+    rank_of_stage = rank_of_stage_in(problem, stages)
+    step = place_several(demanding, stages, METHODS[method])
+    counting = replace(problem, setting=problem.setting.at(rank_of_stage))
+    return _Found(
+        step,
+        several_bound_ms(problem),
+        rank_bound_ms(problem),
+        None,
+        on_ranks(METHODS["uniform"](counting), rank_of_stage),
     )
 
 
@@ -230,6 +282,15 @@ def _check_demands(stages: int, must_cut: tuple[int, ...], method: str) -> None:
         raise PlanError(
             f"{len(must_cut)} cuts demanded, but with {stages} stages there are {stages - 1}.",
             f"--stages {len(must_cut) + 1}",
+        )
+
+
+def _check_ranks(stages: int, setting: Setting) -> None:
+    """Raises PlanError where there are more ranks than stages."""
+    if setting.stages > stages:
+        raise PlanError(
+            f"{stages} stages cannot be on {setting.stages} ranks: each rank has at least one.",
+            f"--ranks {stages}, or --stages {setting.stages}",
         )
 
 

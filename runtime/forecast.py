@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from .plan import Plan, StageSpec
-from .schedules import ASYNCHRONOUS, make_schedule
+from .schedule import Action, Schedule, count_versions
+from .schedules import ASYNCHRONOUS, AUTO, SYNCHRONOUS, VIRTUAL, fit_auto, make_schedule
 from .simulate import Costs, Timeline, simulate
 
 _MUCH_IDLE = 1 / 3
+_LAPS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,47 +25,134 @@ class Forecast:
 
 def forecast_step(
     plan: Plan,
-    schedule: str,
+    schedule: str | Schedule,
     micro_batches: int,
     *,
     processors: int | None = None,
     steps: int = 1,
     step_ms: Iterable[float] | None = None,
 ) -> Forecast:
-    """Simulates `steps` steps (one, unless asynchronous) at the plan's costs.
+    """Simulates `steps` steps (one, unless asynchronous) at the plan's costs, of the schedule of
+    that name on the plan's ranks, or of a given one.
 
     A rank is busy with its transfers as the plan says, and at the end of a step with the gradients
     of shared parameters. `processors` is the number of cores that the ranks share, None for one
     each; `step_ms` the optimizer's milliseconds of every stage. For an asynchronous schedule the
-    idle share is that of the steady state, fill and drain left out.
+    idle share is that of the steady state, fill and drain left out. A step of a computed schedule
+    is one in a row of them.
     """
-    stages = len(plan.stages)
-    count = steps if schedule in ASYNCHRONOUS else 1
-    made = make_schedule(
-        schedule, stages=stages, micro_batches=micro_batches * count, step_every=micro_batches
+    name = schedule if isinstance(schedule, str) else schedule.name
+    count = steps if name in ASYNCHRONOUS else 1
+    costs = _costs(plan, step_ms)
+    if isinstance(schedule, str):
+        made = planned_schedule(plan, schedule, micro_batches, steps=count)
+    else:
+        made = schedule.compute
+
+    def simulated(of: Schedule) -> Timeline:
+        return simulate(
+            of,
+            costs,
+            _edges(plan),
+            grad_edges=_edges(plan, with_gradient=True),
+            shared_stages=_shared(plan),
+            processors=processors,
+        )
+
+    timeline = simulated(made)
+    if name == AUTO:
+        ends_ms = [simulated(_in_a_row(made, laps)).end_ms for laps in (_LAPS, 2 * _LAPS)]
+        period_ms = (ends_ms[1] - ends_ms[0]) / _LAPS
+        busy = (1 - timeline.idle_share) * timeline.makespan_ms
+        return Forecast(period_ms, max(0.0, 1 - busy / period_ms if period_ms else 0.0), timeline)
+    idle = timeline.steady_idle_share if count > 1 else timeline.idle_share
+    return Forecast(timeline.makespan_ms / count, idle, timeline)
+
+
+def planned_schedule(
+    plan: Plan, name: str, micro_batches: int, *, steps: int = 1, may_split: bool = False
+) -> Schedule:
+    """The schedule of that name for a plan: on the plan's ranks, where it puts several stages on
+    one, and computed from the plan's costs, where it is."""
+    stages, ranks = len(plan.stages), planned_ranks(plan, name)
+    if name == AUTO:
+        placed = sorted(set(plan.device_of_stage))
+        return fit_auto(
+            _costs(plan),
+            micro_batches,
+            ranks=ranks or stages,
+            rank_of_stage=tuple(map(placed.index, plan.device_of_stage)) if ranks else None,
+            edges=_edges(plan),
+            grad_edges=_edges(plan, with_gradient=True),
+            shared_stages=_shared(plan),
+            may_split=may_split,
+        ).schedule
+    return make_schedule(
+        name,
+        stages=stages,
+        micro_batches=micro_batches * steps,
+        step_every=micro_batches,
+        ranks=ranks,
     )
-    costs = Costs(
-        forward_ms=tuple(stage.forward_ms + stage.forward_talk_ms for stage in plan.stages),
-        backward_ms=tuple(stage.backward_ms + stage.backward_talk_ms for stage in plan.stages),
+
+
+def planned_ranks(plan: Plan, name: str) -> int | None:
+    """The ranks that the plan has for its stages, where the schedule of that name puts several on
+    one as the plan does; None for another, which has as many as it always has."""
+    stages, ranks = len(plan.stages), len(set(plan.device_of_stage))
+    if name not in (*VIRTUAL, AUTO) or ranks == stages:
+        return None
+    is_even = stages == 2 * ranks if name == "zb-v" else stages % ranks == 0
+    return ranks if is_even or name == AUTO else None
+
+
+def costs_of_plan(plan: Plan) -> Costs | None:
+    """What the plan says that a micro-batch takes, optimizers free; None if it has no costs."""
+    return _costs(plan) if all(stage.forward_ms > 0 for stage in plan.stages) else None
+
+
+def _costs(plan: Plan, step_ms: Iterable[float] | None = None) -> Costs:
+    stages = plan.stages
+    return Costs(
+        forward_ms=tuple(stage.forward_ms + stage.forward_talk_ms for stage in stages),
+        backward_ms=tuple(stage.backward_ms + stage.backward_talk_ms for stage in stages),
         step_ms=tuple(
             stage.exchange_ms + optimizer_ms
-            for stage, optimizer_ms in zip(plan.stages, step_ms or (0.0,) * stages, strict=True)
+            for stage, optimizer_ms in zip(stages, step_ms or (0.0,) * len(stages), strict=True)
         ),
         transfer_ms={(source, target): ms for source, target, ms in plan.setting.transfer_ms},
+        weight_ms=tuple(stage.weight_ms for stage in stages),
     )
-    shared = [parameter.stages for parameter in plan.shared if len(parameter.stages) > 1]
-    edges = {(edge.source, target) for edge in plan.boundaries for target in edge.targets}
-    gradients = {
+
+
+def _edges(plan: Plan, *, with_gradient: bool = False) -> set[tuple[int, int]]:
+    return {
         (edge.source, target)
         for edge in plan.boundaries
         for target in edge.targets
-        if edge.tensor.requires_grad
+        if edge.tensor.requires_grad or not with_gradient
     }
-    timeline = simulate(
-        made, costs, edges, grad_edges=gradients, shared_stages=shared, processors=processors
+
+
+def _shared(plan: Plan) -> list[tuple[int, ...]]:
+    return [parameter.stages for parameter in plan.shared if len(parameter.stages) > 1]
+
+
+def _in_a_row(schedule: Schedule, steps: int) -> Schedule:
+    """So many steps, in which a rank goes on when its own is over."""
+
+    def row(actions: Iterable[Action]) -> Iterator[Action]:
+        own = list(actions)
+        for step in range(steps):
+            for action in own:
+                later = step if action.kind == "S" else step * schedule.micro_batches
+                yield action._replace(index=action.index + later, version=None)
+
+    return replace(
+        schedule,
+        micro_batches=steps * schedule.micro_batches,
+        ranks=tuple(tuple(count_versions(row(own))) for own in schedule.ranks),
     )
-    idle = timeline.steady_idle_share if count > 1 else timeline.idle_share
-    return Forecast(timeline.makespan_ms / count, idle, timeline)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,17 +191,22 @@ def _as_one_rank(stage: StageSpec) -> StageSpec:
     replicas = len(stage.ranks)
     if replicas < 2:
         return stage
-    names = ("forward_ms", "backward_ms", "forward_talk_ms", "backward_talk_ms")
+    names = ("forward_ms", "backward_ms", "forward_talk_ms", "backward_talk_ms", "weight_ms")
     shared = {name: getattr(stage, name) / replicas for name in names}
-    shared["backward_talk_ms"] += max(0.0, stage.load_ms - sum(shared.values()))
+    busy_ms = sum(shared.values()) - shared["weight_ms"]  # which the backward has in it
+    shared["backward_talk_ms"] += max(0.0, stage.load_ms - busy_ms)
     return replace(stage, **shared)
 
 
 def describe_forecast(plan: Plan, micro_batches: tuple[int, ...] = (8, 32)) -> str:
-    """One sentence: what a 1f1b step takes at a few numbers of micro-batches, and asynchronous."""
+    """One sentence: what a step of the plan's schedule, or else of 1f1b, takes at a few numbers of
+    micro-batches, and asynchronous."""
     parts = []
+    planned = plan.setting.schedule
+    name = "1f1b" if planned in ASYNCHRONOUS else planned
+    ranks = planned_ranks(plan, name)
     for number in micro_batches:
-        step = forecast_step(plan, "1f1b", number)
+        step = forecast_step(plan, name, number)
         parts.append(f"{number} micro-batches {step.step_ms:.0f} ms, {step.idle_share:.0%} idle")
     ahead = len(plan.stages) - 1
     steady = forecast_step(plan, "async-1f1b", micro_batches[0], steps=8)
@@ -120,27 +214,28 @@ def describe_forecast(plan: Plan, micro_batches: tuple[int, ...] = (8, 32)) -> s
         f"async {steady.idle_share:.0%} idle, weights at most "
         f"{-(-ahead // micro_batches[0])} step old"
     )
-    return "one 1f1b step on a device a stage: " + " · ".join(parts)
+    where = f"{ranks} ranks" if ranks else "a device a stage"
+    return f"one {name} step on {where}: " + " · ".join(parts)
 
 
-def few_micro_batches_warning(name: str, *, stages: int, micro_batches: int) -> str | None:
-    """What 4 micro-batches a stage would change, when equal stages would be idle for more than
-    a third of each step for want of them; None otherwise.
+def few_micro_batches_warning(name: str, *, ranks: int, micro_batches: int) -> str | None:
+    """What 4 micro-batches a rank would change, when equal ranks with a stage each would be idle
+    for more than a third of each step for want of them; None otherwise.
 
-    >>> print(few_micro_batches_warning("1f1b", stages=4, micro_batches=2))
-    2 micro-batches keep 4 stages idle 60 % of the time (1f1b). 16 would be 16 %. --micro-batches 16
+    >>> print(few_micro_batches_warning("1f1b", ranks=4, micro_batches=2))
+    2 micro-batches keep 4 ranks idle 60 % of the time (1f1b). 16 would be 16 %. --micro-batches 16
     """
-    if name in ASYNCHRONOUS or micro_batches >= 4 * stages:
+    if name not in SYNCHRONOUS or micro_batches >= 4 * ranks:
         return None
-    costs = Costs.equal(stages)
+    costs = Costs.equal(ranks)
     now, then = (
-        simulate(make_schedule(name, stages=stages, micro_batches=number), costs).idle_share
-        for number in (micro_batches, 4 * stages)
+        simulate(make_schedule(name, stages=ranks, micro_batches=number), costs).idle_share
+        for number in (micro_batches, 4 * ranks)
     )
     if now <= _MUCH_IDLE or then > _MUCH_IDLE:
         return None
     return (
         f"{micro_batches} micro-batch{'es keep' if micro_batches > 1 else ' keeps'} "
-        f"{stages} stages idle {100 * now:.0f} % of the time ({name}). "
-        f"{4 * stages} would be {100 * then:.0f} %. --micro-batches {4 * stages}"
+        f"{ranks} ranks idle {100 * now:.0f} % of the time ({name}). "
+        f"{4 * ranks} would be {100 * then:.0f} %. --micro-batches {4 * ranks}"
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from .errors import PlanError
 from .schedules import ASYNCHRONOUS
 from .sizes import evaluate_size
 
-SCHEMA = 3
+SCHEMA = 4
 
 _SHORT_DTYPES = {
     "float64": "f64", "float32": "f32", "float16": "f16", "bfloat16": "bf16",
@@ -75,7 +75,7 @@ class StageMemory:
 
     @property
     def total(self) -> int:
-        return sum(asdict(self).values())
+        return sum(getattr(self, part.name) for part in fields(self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,11 +166,12 @@ class StageSpec:
     of a boundary tensor. `outputs` are the values that forward returns (one: the value itself,
     several: a tuple, none: None), each the name of a boundary tensor or of a model output.
     Costs are for one micro-batch of the sizes in `Plan.sizes`; times in milliseconds.
-    `backward_ms` has the second forward in it where the stage `recompute`s; the `talk_ms` are what
+    `backward_ms` has the second forward in it where the stage `recompute`s; `weight_ms` is the part
+    of it that makes gradients of weights, which a schedule may put off; the `talk_ms` are what
     the rank spends on transfers beside either, and `exchange_ms` on gradients of shared parameters,
     once a step. `peak_bytes` is the sum of `memory`, with `in_flight` micro-batches. `ranks` has
-    several where the stage is replicated. `parts` are what the stage consists of, and their times
-    add up to its own.
+    several where the stage is replicated, and several stages may have the same. `parts` are what
+    the stage consists of, and their times add up to its own.
     """
 
     index: int
@@ -195,6 +196,7 @@ class StageSpec:
     forward_talk_ms: float = 0.0
     backward_talk_ms: float = 0.0
     exchange_ms: float = 0.0
+    weight_ms: float = 0.0
     recompute: bool = False
     ranks: tuple[int, ...] = ()
     parts: tuple[Part, ...] = ()

@@ -6,12 +6,17 @@ with the idle share, memory and staleness of those that are here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from typing import TypedDict, Unpack
 
+from .dependencies import Edge
 from .errors import ScheduleError
 from .interleaving import interleaved, looped_bfs
 from .schedule import Action, Schedule, count_versions, one_step
+from .scheduler.fit import Fit, fit_schedule
+from .scheduler.tasks import Tasks
+from .simulate import Costs
 from .zero_bubble import zb_h1, zb_h2, zb_v
 
 
@@ -145,6 +150,9 @@ ASYNCHRONOUS: Mapping[str, Callable[[int, int, int], Schedule]] = {"async-1f1b":
 
 SCHEDULES: tuple[str, ...] = (*SYNCHRONOUS, *VIRTUAL, *ASYNCHRONOUS)
 
+AUTO = "auto"
+"""Not in a table: a schedule computed for given costs, by `fit_auto`."""
+
 
 def natural_ranks(name: str, stages: int) -> int:
     """How many ranks the schedule of that name uses when nobody says.
@@ -164,22 +172,24 @@ def make_schedule(
     micro_batches: int,
     step_every: int | None = None,
     ranks: int | None = None,
+    costs: Costs | None = None,
 ) -> Schedule:
     """The schedule of that name over one segment of `micro_batches`.
 
     A synchronous schedule steps once, at the end, so `step_every` is `micro_batches` or left
     out; an asynchronous one needs it. `ranks` share the stages, by default `natural_ranks`.
-    Raises ScheduleError for an unknown name or numbers that do not fit.
+    `costs` are what `auto` goes by, by default equal ones. Raises ScheduleError for an unknown
+    name or numbers that do not fit.
 
     >>> make_schedule("1f1b", stages=4, micro_batches=8).in_flight
     (4, 3, 2, 1)
     >>> make_schedule("interleaved", stages=6, micro_batches=8, ranks=2).rank_of_stage
     (0, 1, 0, 1, 0, 1)
     """
-    if name not in SCHEDULES:
-        near = get_close_matches(name, SCHEDULES, n=1)
+    if name not in (*SCHEDULES, AUTO):
+        near = get_close_matches(name, (*SCHEDULES, AUTO), n=1)
         raise ScheduleError(
-            f"unknown schedule {name!r}: there are {', '.join(SCHEDULES)}.",
+            f"unknown schedule {name!r}: there are {', '.join(SCHEDULES)}, {AUTO}.",
             f"Did you mean --schedule {near[0]}?" if near else "",
         )
     for value, words in ((stages, "stages"), (micro_batches, "micro-batches")):
@@ -204,6 +214,8 @@ def make_schedule(
             f"not one every {step_every}.",
             "Use --schedule async-1f1b for steps in between.",
         )
+    if name == AUTO:
+        return fit_auto(costs or Costs.equal(stages), micro_batches, ranks=ranks).schedule
     if name in VIRTUAL:
         return VIRTUAL[name](stages, micro_batches, ranks)
     return SYNCHRONOUS[name](stages, micro_batches)
@@ -226,9 +238,63 @@ def _check_ranks(name: str, stages: int, ranks: int) -> None:
                 f"{name} has equally many stages on every rank, but {are}.",
                 f"--ranks {' or '.join(fitting)}, or --schedule auto",
             )
-    elif ranks != (natural := natural_ranks(name, stages)):
+    elif name != AUTO and ranks != (natural := natural_ranks(name, stages)):
         has = "all stages on one rank" if name == "single" else "one stage on every rank"
         raise ScheduleError(
             f"{name} has {has}, but {are}.",
             f"--ranks {natural}, or --schedule auto",
         )
+
+
+class Model(TypedDict, total=False):
+    """What of a model `fit_auto` takes into account beside its costs, as for `Rule`; `limit`, the
+    live activations that each rank has room for, in units of `weights`, which are those of one
+    micro-batch at each stage (1); and whether a backward may be in two parts (True)."""
+
+    edges: Iterable[Edge] | None
+    grad_edges: Iterable[Edge] | None
+    shared_stages: Iterable[Sequence[int]]
+    limit: Sequence[float]
+    weights: Sequence[float]
+    may_split: bool
+
+
+def fit_auto(
+    costs: Costs,
+    micro_batches: int,
+    *,
+    ranks: int,
+    rank_of_stage: Sequence[int] | None = None,
+    **model: Unpack[Model],
+) -> Fit:
+    """The schedule with the shortest steps that was found for these costs, `auto` by name.
+
+    Without `rank_of_stage` stages are dealt out to the ranks in turn, or where there are two a rank
+    down the ranks and up again, whichever is better. Raises ScheduleError where the limit is too
+    low for a single micro-batch.
+
+    >>> fit_auto(Costs.equal(4, forward_ms=1, backward_ms=2), 8, ranks=4).period_ms
+    24.0
+    """
+    stages = len(costs.forward_ms)
+    turns = tuple(stage % ranks for stage in range(stages))
+    placements = [turns] if rank_of_stage is None else [tuple(rank_of_stage)]
+    if rank_of_stage is None and stages == 2 * ranks and ranks > 1:
+        placements.append((*range(ranks), *reversed(range(ranks))))
+    fits = []
+    for placed in placements:
+        tasks = Tasks(costs, placed, micro_batches, **model)
+        fits.append(fit_schedule(tasks, named_for(placed, micro_batches)))
+    return min(fits, key=lambda fit: fit.period_ms)
+
+
+def named_for(rank_of_stage: Sequence[int], micro_batches: int) -> Iterator[Schedule]:
+    """The synchronous schedules that put the stages on the same ranks."""
+    stages, ranks = len(rank_of_stage), len(set(rank_of_stage))
+    for name in (*SYNCHRONOUS, *VIRTUAL):
+        try:
+            made = make_schedule(name, stages=stages, micro_batches=micro_batches, ranks=ranks)
+        except ScheduleError:
+            continue
+        if made.rank_of_stage == tuple(rank_of_stage):
+            yield made

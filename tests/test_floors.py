@@ -20,7 +20,7 @@ PURE = {
         "validation",
     ),
     *("dependencies", "lowering", "simulate", "timeline", "drawing", "forecast", "traffic"),
-    *("activity", "idle", "trace"),
+    *("interleaving", "zero_bubble", "scheduler", "activity", "idle", "trace"),
 }
 # The check runs the files and the profile times them as the runtime will; weights have one format.
 SHARED = {"pipe", "loading", "tensors", "host_memory"}
@@ -45,6 +45,7 @@ def imports(path: Path, source: str) -> Iterator[str]:
 
 def violations(path: Path, source: str) -> list[str]:
     parts = path.relative_to(ROOT).parts
+    is_pure = parts[0] == "runtime" and Path(parts[1]).stem in PURE
     wrong = []
     for name in imports(path, source):
         match name.split("."):
@@ -56,10 +57,10 @@ def violations(path: Path, source: str) -> list[str]:
                 if module not in PURE | SHARED:
                     wrong.append(f"partitioner imports {name}")
             case ["asyncpipe", "runtime", module, *_] if parts[0] == "runtime":
-                if len(parts) == 2 and path.stem in PURE and module not in PURE:
-                    wrong.append(f"runtime/{path.name} imports {name}")
-            case ["torch", *_] if parts[0] == "runtime" and len(parts) == 2 and path.stem in PURE:
-                wrong.append(f"runtime/{path.name} imports torch")
+                if is_pure and module not in PURE:
+                    wrong.append(f"{'/'.join(parts)} imports {name}")
+            case ["torch", *_] if is_pure:
+                wrong.append(f"{'/'.join(parts)} imports torch")
             case ["partitioner" | "runtime" | "cli" | "options" | "terminal", *_]:
                 wrong.append(f"bare import of {name}")
     return wrong

@@ -9,6 +9,7 @@ for the uncut model.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import asyncpipe
 from asyncpipe.runtime.boundary_dtypes import AS_PLANNED, BoundaryDtypes, dtypes_of_folder
@@ -391,6 +393,41 @@ def readers() -> HandModel:
     stages = [HandStage(Widen, ("x",), ("h",)), HandStage(Readers, ("h", "y"), ("loss",))]
     model = hand_model(stages, doubled)
     return replace(model, make_inputs=inputs)
+
+
+class CountCasts(TorchDispatchMode):
+    """How often something of the shape of a weight is cast to bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.casts = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        is_cast = func is torch.ops.aten._to_copy.default and args[0].shape == (16, 16)
+        self.casts += is_cast and (kwargs or {}).get("dtype") is torch.bfloat16
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("is_kept", "casts"), [(True, 3 * STEPS), (False, 3 * 4 * STEPS)])
+def test_a_weight_is_cast_once_a_step(
+    is_kept: bool, casts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_kept:
+        monkeypatch.setattr(Precision, "casts_kept", lambda self: nullcontext())
+    model = readers()
+    dtypes = replace(AS_PLANNED, made={"h": torch.float32, "loss": torch.float32})
+    modules = [module.float() for module in model.build()]
+    with CountCasts() as counted:
+        pipelined(
+            model.plan,
+            modules,
+            model.make_inputs,
+            precision=Precision(torch.bfloat16),
+            dtypes=dtypes,
+        )
+    assert counted.casts == casts
 
 
 class CachedArguments(Precision):

@@ -25,4 +25,11 @@ METHODS: Mapping[str, Method] = MappingProxyType(
 # Methods that cut the order given, and can be told where they have to.
 HEEDS_CUTS = frozenset({METHODS["auto"], METHODS["chain"], METHODS["pipedream"]})
 
-__all__ = ["HEEDS_CUTS", "METHODS", "Method"]
+# Methods that cut for the ranks that stages are on, and choose none themselves.
+HEEDS_RANKS = frozenset(METHODS.values()) - {
+    METHODS["mpipe"],
+    METHODS["2dbin"],
+    METHODS["pipedream"],
+}
+
+__all__ = ["HEEDS_CUTS", "HEEDS_RANKS", "METHODS", "Method"]

@@ -99,6 +99,7 @@ def contracted(costs: Costs, item_of: Ints) -> Costs:
         labels=tuple(costs.labels[group] for group in first),
         forward_ms=total(costs.forward_ms),
         backward_ms=total(costs.backward_ms),
+        weight_ms=total(costs.weight_ms),
         edges=tuple(sorted((a, b) for a, b in edges if a != b)),
         values=tuple(values),
         send_ms=costs.send_ms[kept],

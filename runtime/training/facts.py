@@ -14,9 +14,11 @@ from ..forecast import Forecast, few_micro_batches_warning, forecast_step
 from ..pipeline import needed_inputs
 from ..plan import Plan
 from ..schedule import Schedule
+from ..schedules import AUTO
 from ..transports.choose import Choice
 from .half import describe_memory, describe_precision, precision_warning
 from .metrics import Reporter
+from .remeasure import when_measured
 from .resolve import batch_identity
 from .segments import longest_segment
 from .settings import Settings
@@ -45,6 +47,7 @@ def forecast_run(
     planned: Plan,
     settings: Settings,
     cores: int,
+    schedule: Schedule,
     *,
     optimizer_ms: Sequence[float] | None = None,
 ) -> Forecast | None:
@@ -68,7 +71,7 @@ def forecast_run(
     )
     return forecast_step(
         replace(plan, stages=stages),
-        settings.schedule,
+        schedule.compute if schedule.synchronous else settings.schedule,
         settings.micro_batches or 1,
         processors=cores if settings.device == "cpu" else None,
         steps=min(settings.steps, 8),
@@ -95,6 +98,7 @@ def announce(
         ("plan", f"{plan.name} · {len(plan.stages)} stages · {plan.method}"),
         ("ranks", _ranks(schedule, transport, machine)),
         ("algorithm", describe_algorithm(schedule, settings)),
+        *describe_schedule(schedule, settings),
         ("batch", batch_identity(settings, task)),
         ("data", data),
         ("optimizer", describe_optimizer(settings)),
@@ -113,7 +117,7 @@ def announce(
     reporter.on_start(facts)
     few = few_micro_batches_warning(
         settings.schedule,
-        stages=len(plan.stages),
+        ranks=len(schedule.ranks),
         micro_batches=settings.micro_batches or 1,
     )
     if few:
@@ -171,6 +175,22 @@ def describe_algorithm(schedule: Schedule, settings: Settings) -> str:
     longest = longest_segment(settings)
     often = f" and every {longest} steps" if settings.steps > longest else ""
     return f"{schedule.name}, {way}; drained at evaluations{often}"
+
+
+def describe_schedule(schedule: Schedule, settings: Settings) -> list[tuple[str, str]]:
+    """Where a schedule without a name comes from, and what ranks have, if some have several."""
+    parts = []
+    if settings.schedule_file:
+        parts.append(f"from {settings.schedule_file}")
+    if settings.schedule == AUTO:
+        parts.append(f"computed from the plan's costs, {when_measured(settings)}")
+    if 1 < len(schedule.ranks) < schedule.stages:
+        own: list[list[str]] = [[] for _ in schedule.ranks]
+        for stage, rank in enumerate(schedule.rank_of_stage):
+            own[rank].append(str(stage))
+        of_ranks = (f"{' '.join(stages)} on rank {rank}" for rank, stages in enumerate(own))
+        parts.append(f"stages {', '.join(of_ranks)}")
+    return [("schedule", "; ".join(parts))] if parts else []
 
 
 def describe_optimizer(settings: Settings) -> str:

@@ -56,10 +56,34 @@ class RankFolder:
         text = path.read_text(encoding="utf-8") if path.is_file() else ""
         return int(text) if text.isdigit() else 0
 
+    def mark_process(self, rank: int) -> None:
+        """Leaves the number of a rank's process."""
+        (self.path / f"{rank}.pid").write_text(str(os.getpid()), encoding="utf-8")
+
+    def process_of(self, rank: int) -> int:
+        """The number of a rank's process; -1 if it left none."""
+        path = self.path / f"{rank}.pid"
+        return int(path.read_text(encoding="utf-8")) if path.is_file() else -1
+
     def last_step(self) -> int:
         """The last step that any rank has made."""
         ranks = [int(path.stem) for path in self.path.glob("*.step")]
         return max(map(self.step_of, ranks), default=0)
+
+    def put_verdict(self, error: AsyncPipeError) -> bool:
+        """Leaves the error that stands for the whole run; False when there is one already."""
+        try:
+            with (self.path / "verdict.json").open("x", encoding="utf-8") as file:
+                json.dump([error.what, error.cure], file)
+        except FileExistsError:
+            return False
+        return True
+
+    def verdict(self) -> RankError | None:
+        """The error that a rank put down for the whole run."""
+        path = self.path / "verdict.json"
+        text = path.read_text(encoding="utf-8") if path.is_file() else ""
+        return RankError(*json.loads(text)) if text else None
 
     def write(self, failure: Failure) -> None:
         text = json.dumps(asdict(failure), indent=1) + "\n"
@@ -76,6 +100,8 @@ class RankFolder:
     def first_cause(self, exit_codes: Mapping[int, int], stages: Mapping[int, str]) -> RankError:
         """The error to show, from the exit codes of the ranks that ended by themselves and from
         what they left; `stages` names the stages of each rank."""
+        if (verdict := self.verdict()) is not None:
+            return verdict
         for rank, code in exit_codes.items():
             # SIGTERM is how the others are ended after the first.
             if code < 0 and code != -signal.SIGTERM:
@@ -83,7 +109,9 @@ class RankFolder:
         failures = self.failures()
         causes = [failure for failure in failures if not failure.consequence]
         for failure in causes or failures:
-            return RankError(failure.what, failure.cure)
+            error = RankError(failure.what, failure.cure)
+            error.add_note(f"On rank {failure.rank}:\n{failure.trace}")
+            return error
         rank, code = next(iter(exit_codes.items()), (0, 1))
         return RankError(
             f"rank {rank}{stages.get(rank, '')} ended with exit code {code} before it could begin.",

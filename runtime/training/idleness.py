@@ -16,12 +16,12 @@ from .settings import Settings
 
 
 def split_of_run(
-    plan: Plan, settings: Settings, times: Sequence[RankTime]
+    plan: Plan, settings: Settings, schedule: Schedule, times: Sequence[RankTime]
 ) -> tuple[IdleSplit, tuple[IdleSplit, ...]]:
     """Why ranks were idle in a usual step, over all ranks and of each; see `runtime/idle.py`."""
     return split_idle(
         times,
-        _enough_steps(plan, settings),
+        _enough_steps(plan, settings, schedule),
         forward_edges(plan),
         grad_edges=gradient_edges(plan),
         shared_stages=shared_stages(plan),
@@ -29,14 +29,18 @@ def split_of_run(
 
 
 def simulated_step(
-    plan: Plan, settings: Settings, forecast: Forecast | None, times: Sequence[RankTime]
+    plan: Plan,
+    settings: Settings,
+    schedule: Schedule,
+    forecast: Forecast | None,
+    times: Sequence[RankTime],
 ) -> tuple[str, Timeline]:
     """One step as it was foreseen, and what it was made of; a plan without costs has those that
     the run measured."""
     if forecast is not None:
         costs, timeline = "the plan's costs, the optimizer as measured", forecast.timeline
     else:
-        schedule = _enough_steps(plan, settings)
+        schedule = _enough_steps(plan, settings, schedule)
         costs = "measured costs"
         timeline = simulate(
             schedule,
@@ -48,7 +52,9 @@ def simulated_step(
     return costs, timeline.between(*timeline.steady_step) if settings.is_async else timeline
 
 
-def _enough_steps(plan: Plan, settings: Settings) -> Schedule:
-    """One synchronous step, or so many asynchronous ones that every rank is in its steady state."""
+def _enough_steps(plan: Plan, settings: Settings, schedule: Schedule) -> Schedule:
+    """The synchronous step, or so many asynchronous ones that every rank is in its steady state."""
+    if not settings.is_async:
+        return schedule
     ahead = -(-2 * len(plan.stages) // (settings.micro_batches or 1))
-    return make_segment(plan, settings, steps=3 + ahead if settings.is_async else 1)
+    return make_segment(plan, settings, steps=3 + ahead)

@@ -28,12 +28,15 @@ from ..data.task import architecture_of
 from ..errors import AsyncPipeError
 from ..plan import Plan, read_plan
 from ..schedule import Schedule
+from ..schedule_text import to_text
 from ..user_code import import_object
+from .debugger import check_debugger
 from .facts import announce, find_machine, forecast_run
 from .failure import GRACE_S, RankError, RankFolder, failure_of, is_consequence, root_of
 from .half import find_boundary_dtypes
 from .loop import Job, train
 from .metrics import Reporter
+from .mpi_ranks import run_over_mpi
 from .resolve import check_devices, check_ranks, gpu_of_rank, resolve, sized_plan
 from .segments import make_segment
 from .settings import Settings, SettingsError
@@ -65,6 +68,12 @@ def run(settings: Settings, reporter: str) -> int:
     return 0
 
 
+def schedule_text(settings: Settings) -> str:
+    """The schedule of a run, for the plan and sizes that the settings name, as a text file."""
+    job = make_job(settings)
+    return to_text(make_segment(job.plan, job.settings, steps=1).compute)
+
+
 def run_rank(job: Job, world: World, reporter: str) -> None:
     """One rank's part of a run whose folder exists."""
     folder = RankFolder(job.folder)
@@ -82,6 +91,9 @@ def make_job(settings: Settings, folder: Path | None = None) -> Job:
     if resolved.data is None:
         data = default_data(task, sized_plan(planned, resolved))
         resolved = replace(resolved, data=data)
+    if resolved.debug is not None:
+        ranks = make_segment(sized_plan(planned, resolved), resolved, steps=1).ranks
+        check_debugger(resolved, len(ranks))
     return Job(resolved, task, planned, folder or _next_folder(settings))
 
 
@@ -129,7 +141,7 @@ def _show(job: Job, reporter: Reporter) -> None:
     schedule = make_segment(plan, settings, steps=1)
     _check_devices(settings, plan, len(schedule.ranks))
     machine = find_machine(settings, len(schedule.ranks))
-    forecast = forecast_run(plan, job.planned, settings, machine.cores)
+    forecast = forecast_run(plan, job.planned, settings, machine.cores, schedule)
     data = f"{settings.data} ({settings.tokenizer})" if settings.tokenizer else str(settings.data)
     announce(
         reporter,
@@ -161,10 +173,10 @@ def _run_alone(job: Job, reporter: str) -> None:
 
 def _join(job: Job, place: Place, reporter: str) -> None:
     settings = job.settings
-    check_ranks(job.planned, settings.schedule, place.ranks)
+    check_ranks(job.planned, make_segment(job.plan, settings, steps=1), place.ranks)
     _check_devices(settings, job.plan, place.local_ranks)
     try:
-        world = join(place, settings.timeout_s, settings.transport)
+        world = join(place, settings.patience_s, settings.transport)
         if place.rank == 0:
             job = _make_folder(job)
         job = replace(job, folder=Path(world.text_of_first(str(job.folder))))
@@ -187,8 +199,18 @@ def _start_ranks(job: Job, reporter: str) -> None:
     schedule = make_segment(job.plan, job.settings, steps=1)
     ranks = len(schedule.ranks)
     _check_devices(job.settings, job.plan, ranks)
+    expect_transport(job.settings, job.plan, ranks)
     job = _make_folder(job)
     left = RankFolder(job.folder)
+    options = json.dumps(asdict(job.settings))
+    command = ("-m", WORKER, options, str(job.folder), reporter)
+    if job.settings.transport == "mpi":
+        try:
+            run_over_mpi(command, ranks, left, stages_of_ranks(schedule))
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(_interruption(left)) from None
+        shutil.rmtree(left.path)
+        return
     # Rank 0 shows the run on this terminal; all else that ranks print goes to files.
     redirects = {rank: Std.ERR if rank == 0 else Std.ALL for rank in range(ranks)}
     config = LaunchConfig(
@@ -202,10 +224,9 @@ def _start_ranks(job: Job, reporter: str) -> None:
         max_restarts=0,
         logs_specs=DefaultLogsSpecs(str(job.folder / "logs"), redirects=redirects),
     )
-    options = json.dumps(asdict(job.settings))
     try:
         with _quiet_launcher():
-            elastic_launch(config, sys.executable)("-m", WORKER, options, str(job.folder), reporter)
+            elastic_launch(config, sys.executable)(*command)
     except ChildFailedError as failed:
         codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
         if -signal.SIGINT in codes.values():

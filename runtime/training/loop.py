@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ..activity import Activities
+from ..activity import Activities, Activity
 from ..boundary_dtypes import BoundaryDtypes
 from ..data.order import Order
 from ..data.task import Task
@@ -21,10 +21,12 @@ from ..observed import ObservedTransport, observed_feed
 from ..pipeline import Pipeline, needed_inputs
 from ..plan import Plan
 from ..schedule import Schedule
+from ..schedule_text import to_text
 from ..tensors import dtype_of
 from ..transports.choose import Choice
 from .agreement import Agreement
 from .criterion import find_criterion
+from .debugger import wait_for_debugger
 from .evaluation import Evaluation
 from .export import check_exportable, copy_configuration, write_weights
 from .facts import announce, describe_data, find_machine, forecast_run
@@ -33,13 +35,16 @@ from .half import find_boundary_dtypes, precision_of
 from .idleness import simulated_step, split_of_run
 from .metrics import EvalRecord, MetricsFile, Reporter, Summary
 from .observer import Trainer
+from .remeasure import Remeasuring
 from .resolve import gpu_of_rank, sized_plan
 from .segments import make_segment, segments
 from .settings import Settings
 from .sources import Data, Feed, feed_nothing, open_data, prepare_data
+from .step_batch import StepBatch
 from .tracing import Tracing
 from .transport import agree_on_transport, make_transport
 from .watch import Watch
+from .watchdog import Watchdog
 from .world import World
 
 
@@ -70,6 +75,19 @@ def train(
     The reporter is made on rank 0 only. `on_step` is told every step that this rank has made.
     Raises the AsyncPipeError that ends this rank.
     """
+    activities = Activities()
+    with Watchdog(job.settings, job.folder, world, activities) as watchdog:
+        _train(job, world, make_reporter, on_step, activities, watchdog)
+
+
+def _train(
+    job: Job,
+    world: World,
+    make_reporter: Callable[[Settings], Reporter],
+    on_step: Callable[[int], None],
+    activities: Activities,
+    watchdog: Watchdog,
+) -> None:
     settings, plan = job.settings, job.plan
     machine = find_machine(settings, world.place.local_ranks)
     torch.set_num_threads(machine.threads)
@@ -77,14 +95,21 @@ def train(
     if settings.export_hf:
         check_exportable(Path(settings.folder), settings.export_hf)
     schedule = make_segment(plan, settings, steps=1)
-    forecast = forecast_run(plan, job.planned, settings, machine.cores)
+    forecast = forecast_run(plan, job.planned, settings, machine.cores, schedule)
     dtypes = find_boundary_dtypes(settings, plan)
     reporter = None
     if world.rank == 0:
+        write_schedule(job.folder, schedule)
         reporter = MetricsFile(job.folder / "metrics.jsonl", make_reporter(settings))
-        prepare_data(settings, job.task, job.folder)
-    world.meet()
-    transport = agree_on_transport(world, settings, _device(settings, plan, world))
+        watchdog.tell = reporter.on_warning
+    wait_for_debugger(settings, world, reporter)
+    if world.rank == 0:
+        with activities.during(Activity("other", "prepares the data")):
+            prepare_data(settings, job.task, job.folder)
+    with activities.during(Activity("meet", "the data are prepared")):
+        world.meet()
+    with activities.during(Activity("meet", "the choice of a transport")):
+        transport = agree_on_transport(world, settings, _device(settings, plan, world))
     own = [stage for stage, rank in enumerate(schedule.rank_of_stage) if rank == world.rank]
     fields = needed_inputs(plan, own, criterion=settings.criterion is not None)
     data = open_data(settings, job.task, plan, job.folder) if fields or reporter else None
@@ -103,9 +128,11 @@ def train(
             forecast=forecast,
             dtypes=dtypes,
         )
-    run = _Run(
-        job, world, schedule, transport, dtypes, data if fields else None, fields, reporter, on_step
-    )
+    read = data if fields else None
+    with activities.during(Activity("other", "loads its stages")):
+        run = _Run(
+            job, world, schedule, transport, dtypes, read, fields, reporter, on_step, activities
+        )
     run.train()
     run.save(machine.cores)
 
@@ -124,11 +151,12 @@ class _Run:
         fields: tuple[str, ...],
         reporter: MetricsFile | None,
         on_step: Callable[[int], None],
+        activities: Activities,
     ) -> None:
         settings, plan = job.settings, job.plan
         self._job, self._settings, self._plan, self._world = job, settings, plan, world
         self._reporter, self._on_step = reporter, on_step
-        self._activities = activities = Activities()
+        self._activities = activities
         self._tracing = Tracing(settings, activities)
         self._modules = _load(job, schedule, world)
         device = _device(settings, plan, world)
@@ -145,10 +173,20 @@ class _Run:
             precision=precision_of(settings),
             dtypes=dtypes,
             seed=settings.seed,
+            batch_norm_per_step=settings.batch_norm == "mini-batch",
         )
-        self._schedules = {1: schedule}
+        self._longer: dict[int, Schedule] = {}
         self._gather = Gather(world, len(plan.stages))
         self._watch = Watch(settings, job.task, self._gather, reporter) if reporter else None
+        self._steps = Remeasuring(
+            plan,
+            settings,
+            world,
+            schedule,
+            figures=self._figures_until,
+            optimizer_ms=lambda: self._watch.optimizer_ms if self._watch else (),
+            tell=self._rescheduled,
+        )
         self._trainer = Trainer(
             plan,
             self._modules,
@@ -158,9 +196,9 @@ class _Run:
             lr_scale=self._pipeline.lr_scale,
             activities=activities,
         )
-        size = settings.micro_batch_size or 1
+        self._batch, size = StepBatch.of(settings), settings.micro_batch_size or 1
         order = Order(len(data.train), settings.seed) if data else None
-        feed = Feed(data.train, order, size, fields) if data else feed_nothing
+        feed = Feed(data.train, order, self._batch, fields) if data else feed_nothing
         self._feed = observed_feed(feed, activities)
         held_out = data.evaluation if data else None
         self._agreement = Agreement(world, data, order, size=size, batches=settings.eval_batches)
@@ -168,10 +206,12 @@ class _Run:
             plan,
             job.task,
             observed_feed(
-                Feed(held_out, None, size, fields) if held_out else feed_nothing, activities
+                Feed(held_out, None, StepBatch((size,)), fields) if held_out else feed_nothing,
+                activities,
             ),
             world,
             activities,
+            rank_of_stage=schedule.rank_of_stage,
             batches=self._agreement.evaluation_batches,
         )
         self._evaluated: EvalRecord | None = None
@@ -180,24 +220,28 @@ class _Run:
     def train(self) -> None:
         """All segments, the evaluations between them, and one at the end."""
         settings = self._settings
-        every, size = settings.micro_batches or 1, settings.micro_batch_size or 1
+        every, samples = len(self._batch.sizes), self._batch.samples
+        sizes = [{**self._plan.sizes, "batch": size} for size in self._batch.sizes]
         self._gather.start(settings.steps)
         for segment in segments(settings):
             first = segment.start * every
-            self._agreement.check(first * size, len(segment) * every * size)
+            with self._activities.during(Activity("meet", "the order of the data")):
+                self._agreement.check(segment.start * samples, len(segment) * samples)
             self._trainer.start_segment(segment.start + 1, first)
             self._pipeline.run(
-                self._schedule(len(segment)),
+                self._schedule(segment),
                 self._feed,
                 first_micro_batch=first,
                 observer=self._trainer,
+                sizes=None if self._batch.is_even else sizes * len(segment),
                 loss_scale=self._trainer.loss_scale,
             )
             if settings.eval_every and segment.stop % settings.eval_every == 0:
                 self._evaluate(segment.stop)
         if self._evaluated is None or self._evaluated.step != settings.steps:
             self._evaluate(settings.steps)
-        self._gather.finish()
+        with self._activities.during(Activity("meet", "the figures of all steps are told")):
+            self._gather.finish()
         self._pipeline.close()
 
     def save(self, cores: int) -> None:
@@ -208,20 +252,22 @@ class _Run:
             unused = load_unused(settings.folder, self._plan, weights=settings.weights)
         targets = [folder / "weights", *([Path(settings.export_hf)] if settings.export_hf else [])]
         for target in targets:
-            write_weights(target, self._plan, self._modules, unused, self._world)
+            with self._activities.during(Activity("other", "writes the weights")):
+                write_weights(target, self._plan, self._modules, unused, self._world)
         if settings.export_hf and self._world.rank == 0:
             copy_configuration(Path(settings.export_hf), Path(settings.folder))
-        self._world.meet()
+        with self._activities.during(Activity("meet", "the weights are written")):
+            self._world.meet()
         traced = None
         if self._tracing.is_wanted:
-            traced = self._tracing.write(self._world, self._schedule(1), folder)
+            traced = self._tracing.write(self._world, self._steps.current, folder)
         if self._watch is None or self._reporter is None:
             return
         forecast = self._forecast(self._watch.optimizer_ms, cores)
         first, last = self._watch.records[0], self._watch.records[-1]
         evaluated = self._evaluated
         times = self._watch.times
-        whole, by_rank = split_of_run(self._plan, settings, times)
+        whole, by_rank = split_of_run(self._plan, settings, self._steps.current, times)
         self._reporter.on_end(
             Summary(
                 steps=settings.steps,
@@ -243,7 +289,9 @@ class _Run:
             )
         )
         if traced:
-            costs, simulated = simulated_step(self._plan, settings, forecast, times)
+            costs, simulated = simulated_step(
+                self._plan, settings, self._steps.current, forecast, times
+            )
             self._reporter.on_timelines(costs, simulated, traced[1])
 
     def _told(self, figures: RankFigures) -> None:
@@ -256,7 +304,8 @@ class _Run:
 
     def _evaluate(self, step: int) -> None:
         if self._watch is not None:
-            self._watch.drain(step)
+            with self._activities.during(Activity("meet", "the figures of the last steps")):
+                self._watch.drain(step)
         if not self._evaluation.batches:
             return
         self._activities.first_micro_batch = 0
@@ -266,16 +315,31 @@ class _Run:
 
     def _forecast(self, optimizer_ms: Sequence[float], cores: int) -> Forecast | None:
         """The simulated step with the optimizers' measured times, given by rank."""
-        rank_of_stage = self._schedule(1).rank_of_stage
+        schedule = self._steps.current
+        rank_of_stage = schedule.rank_of_stage
         by_stage = [optimizer_ms[r] / rank_of_stage.count(r) for r in rank_of_stage]
         return forecast_run(
-            self._plan, self._job.planned, self._settings, cores, optimizer_ms=by_stage
+            self._plan, self._job.planned, self._settings, cores, schedule, optimizer_ms=by_stage
         )
 
-    def _schedule(self, steps: int) -> Schedule:
-        if steps not in self._schedules:
-            self._schedules = {steps: make_segment(self._plan, self._settings, steps=steps)}
-        return self._schedules[steps]
+    def _schedule(self, segment: range) -> Schedule:
+        """That of a segment of steps, counted from 0."""
+        steps = len(segment)
+        if steps == 1:
+            return self._steps.of_step(segment.stop)
+        if steps not in self._longer:
+            self._longer = {steps: make_segment(self._plan, self._settings, steps=steps)}
+        return self._longer[steps]
+
+    def _figures_until(self, step: int) -> Sequence[Sequence[RankFigures]]:
+        assert self._watch is not None
+        self._watch.drain(step)
+        return self._watch.steady
+
+    def _rescheduled(self, text: str, schedule: Schedule) -> None:
+        write_schedule(self._job.folder, schedule)
+        if self._reporter is not None:
+            self._reporter.on_note("schedule", text)
 
     def _check_tokens(self, data: Data | None) -> None:
         if data is None or data.largest_token is None:
@@ -291,6 +355,11 @@ class _Run:
                     source=data.source,
                     tokenizer=data.tokenizer,
                 )
+
+
+def write_schedule(folder: Path, schedule: Schedule) -> None:
+    """Leaves the schedule in the run's folder, as `--schedule FILE` reads it."""
+    (folder / "schedule.txt").write_text(to_text(schedule.compute), encoding="utf-8")
 
 
 def _load(job: Job, schedule: Schedule, world: World) -> dict[int, nn.Module]:

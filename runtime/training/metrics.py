@@ -111,6 +111,9 @@ class Reporter(Protocol):
 
     def on_warning(self, text: str) -> None: ...
 
+    def on_note(self, about: str, text: str) -> None:
+        """Something was decided on the way."""
+
     def on_step(self, record: StepRecord) -> None: ...
 
     def on_eval(self, record: EvalRecord) -> None: ...
@@ -134,6 +137,10 @@ class MetricsFile:
 
     def on_warning(self, text: str) -> None:
         self._shown.on_warning(text)
+
+    def on_note(self, about: str, text: str) -> None:
+        self._write(_line("note", {"about": about, "text": text}))
+        self._shown.on_note(about, text)
 
     def on_step(self, record: StepRecord) -> None:
         if record.logged:

@@ -28,6 +28,7 @@ from .gather import RankFigures, figures_of
 from .optimizers import StageOptimizer
 from .scaler import INITIAL, LossScale
 from .settings import Settings
+from .step_batch import StepBatch
 from .world import World
 
 
@@ -63,7 +64,8 @@ class Trainer(ActionObserver):
         self._optimizers = {j: StageOptimizer(module, settings) for j, module in modules.items()}
         self._scale = LossScale(settings.loss_scale or INITIAL) if settings.is_scaled else None
         self._gradients: dict[int, list[Tensor | None]] = {}
-        self._losses: dict[int, list[Tensor]] = defaultdict(list)
+        self._batch = StepBatch.of(settings)
+        self._losses: dict[int, list[tuple[Tensor, int]]] = defaultdict(list)
         self._squares: dict[int, Tensor] = {}
         self._complete: set[int] = set()
         self._message: StepMessage | None = None
@@ -84,7 +86,9 @@ class Trainer(ActionObserver):
         self.activities.take()
 
     def on_loss(self, micro_batch: int, loss: Tensor) -> None:
-        self._losses[micro_batch // (self._settings.micro_batches or 1) + 1].append(loss)
+        _, samples = self._batch.place(micro_batch)
+        step = micro_batch // len(self._batch.sizes) + 1
+        self._losses[step].append((loss, samples))
 
     def on_gradients(self, stage: int, version: int) -> None:
         if self._settings.is_async:
@@ -139,7 +143,7 @@ class Trainer(ActionObserver):
             self._stages,
             self._world.control,
             overflowed=self._scale is not None and self._scale.overflowed(),
-            loss=float(_mean(losses)) if losses else 0.0,
+            loss=self._mean(losses) if losses else 0.0,
         )
 
     def _step_together(self, stage: int, version: int) -> None:
@@ -200,7 +204,7 @@ class Trainer(ActionObserver):
         spent = self.activities.take()
         losses = self._losses.pop(version, None)
         if losses:
-            self._finite.check_loss(version, float(_mean(losses)))
+            self._finite.check_loss(version, self._mean(losses))
         is_known = bool(self._squares) and not self._is_skipped
         with self.activities.during(Activity("other", "tells rank 0 of a step")):
             figures = figures_of(
@@ -219,9 +223,10 @@ class Trainer(ActionObserver):
         self._complete.clear()
         self._is_skipped = False
 
-
-def _mean(losses: list[Tensor]) -> Tensor:
-    return torch.stack(losses).double().mean()
+    def _mean(self, losses: list[tuple[Tensor, int]]) -> float:
+        values = torch.stack([loss for loss, _ in losses]).double().cpu()
+        shares = torch.tensor([samples / self._batch.sizes[0] for _, samples in losses])
+        return float((values * shares).sum() / shares.sum())
 
 
 def is_logged(step: int, settings: Settings) -> bool:

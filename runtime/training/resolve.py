@@ -11,9 +11,12 @@ from typing import Any
 from ..data.task import Task, find_task
 from ..errors import PlanError
 from ..plan import Plan
+from ..schedule import Schedule
 from .half import check_precision
+from .recompute import with_recompute
 from .scaler import INITIAL
 from .settings import Settings, SettingsError
+from .step_batch import StepBatch
 
 _TEACHING: Mapping[str, Any] = {
     "optimizer": "sgd",
@@ -56,6 +59,8 @@ def resolve(settings: Settings, plan: Plan, *, architecture: str = "") -> tuple[
             f"{plan.name} returns no loss and names no criterion.",
             "--criterion cross_entropy, or mse, or my_file.py:function",
         )
+    with_recompute(plan, settings.recompute)
+    _check_batch_norm(settings, plan)
     task = find_task(plan, criterion=criterion, architecture=architecture)
     batch = _batch(settings, plan)
     step = _optimization(settings, plan, task)
@@ -75,13 +80,13 @@ def resolve(settings: Settings, plan: Plan, *, architecture: str = "") -> tuple[
 
 
 def sized_plan(plan: Plan, settings: Settings) -> Plan:
-    """The plan for the micro-batch and sequence length of resolved settings."""
+    """The plan for the micro-batch, sequence length and recomputation of resolved settings."""
     sizes = dict(plan.sizes)
     if settings.micro_batch_size is not None:
         sizes["batch"] = settings.micro_batch_size
     if settings.seq is not None:
         sizes["sequence"] = settings.seq
-    return replace(plan, sizes=sizes)
+    return with_recompute(replace(plan, sizes=sizes), settings.recompute)
 
 
 def batch_identity(settings: Settings, task: Task) -> str:
@@ -89,29 +94,31 @@ def batch_identity(settings: Settings, task: Task) -> str:
 
     `64 sequences per step = 8 micro-batches × 8 sequences × 1 replica`
     """
-    micro_batches, size = settings.micro_batches or 1, settings.micro_batch_size or 1
-    return (
-        f"{micro_batches * size} {task.unit} per step = {micro_batches} micro-batches × "
-        f"{size} {task.unit} × 1 replica"
-    )
+    batch = StepBatch.of(settings)
+    count, size = len(batch.sizes), batch.sizes[0]
+    product = f"{count} micro-batches × {size} {task.unit}"
+    if not batch.is_even:
+        product = f"({count - 1} micro-batches × {size} + {batch.sizes[-1]}) {task.unit}"
+    return f"{batch.samples} {task.unit} per step = {product} × 1 replica"
 
 
-def check_ranks(plan: Plan, schedule: str, ranks: int) -> None:
+def check_ranks(plan: Plan, schedule: Schedule, started: int) -> None:
     """Raises PlanError unless the number of started ranks is the one that the schedule needs."""
-    stages = len(plan.stages)
-    wanted = 1 if schedule == "single" else stages
-    if ranks == wanted:
+    stages, wanted = len(plan.stages), len(schedule.ranks)
+    if started == wanted:
         return
-    if schedule == "single":
+    if schedule.name == "single":
         raise PlanError(
-            f"--schedule single runs all {stages} stages in 1 process, {ranks} ranks were started.",
+            f"--schedule single runs all {stages} stages in 1 process, {started} ranks were "
+            "started.",
             "Start it without a launcher, or choose --schedule 1f1b.",
         )
-    started = "1 rank was" if ranks == 1 else f"{ranks} ranks were"
-    again = f", or partition again: asyncpipe-partition --model {plan.model} --stages {ranks}"
+    were = "1 rank was" if started == 1 else f"{started} ranks were"
+    on = f" on {wanted} ranks under {schedule.name}" if wanted != stages else ""
+    again = f", or partition again: asyncpipe-partition --model {plan.model} --stages {started}"
     raise PlanError(
-        f"the plan has {stages} stages, {started} started.",
-        f"Use {stages} ranks{again if ranks > 1 else ', or --schedule single'}.",
+        f"the plan has {stages} stages{on}, {were} started.",
+        f"Use {wanted} ranks{again if started > 1 else ', or --schedule single'}.",
     )
 
 
@@ -142,11 +149,14 @@ def _batch(settings: Settings, plan: Plan) -> dict[str, Any]:
         settings.micro_batch_size,
         settings.micro_batches,
     )
-    if total is not None:
-        if count is None and size is not None and total % size == 0:
-            count = total // size
+    if total is not None and size is not None:
+        needed = -(-total // size)
+        if count not in (None, needed):
+            raise _indivisible(total, count or needed, size)
+        count = needed
+    elif total is not None:
         count = count or 8
-        if total % count or (size is not None and size * count != total):
+        if total % count:
             raise _indivisible(total, count, size)
         size = total // count
     size = size or planned
@@ -155,7 +165,21 @@ def _batch(settings: Settings, plan: Plan) -> dict[str, Any]:
             f"--micro-batch-size {size}, but the plan was made for {planned} and no other size.",
             f"{plan.command} --micro-batch-size {size}",
         )
-    return {"micro_batches": count or 8, "micro_batch_size": size, "global_batch_size": None}
+    count = count or 8
+    uneven = total if total not in (None, count * size) else None
+    if uneven and not _uses_symbol(plan, "batch"):
+        raise _indivisible(uneven, count, size)
+    return {"micro_batches": count, "micro_batch_size": size, "global_batch_size": uneven}
+
+
+def _check_batch_norm(settings: Settings, plan: Plan) -> None:
+    statistics = any(
+        name.endswith("running_mean") for stage in plan.stages for name in stage.buffers
+    )
+    if settings.batch_norm == "mini-batch" and not statistics:
+        raise SettingsError(
+            f"--batch-norm mini-batch, but {plan.name} has no batch norm.", "Leave it out."
+        )
 
 
 def _indivisible(total: int, count: int, size: int | None) -> SettingsError:

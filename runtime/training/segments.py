@@ -7,12 +7,17 @@ evaluation, after which it is drained.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from ..channels import forward_edges, gradient_edges, shared_stages
+from ..errors import ScheduleError
+from ..forecast import costs_of_plan
 from ..lowering import lower
 from ..plan import Plan
 from ..schedule import Schedule
-from ..schedules import make_schedule
+from ..schedule_text import from_text
+from ..schedules import AUTO, VIRTUAL, fit_auto, make_schedule
+from ..simulate import Costs
 from ..validation import validate
 from .settings import Settings
 
@@ -29,16 +34,116 @@ def longest_segment(settings: Settings) -> int:
 
 def make_segment(plan: Plan, settings: Settings, *, steps: int) -> Schedule:
     """The lowered schedule of `steps` optimizer steps (1 when synchronous); a single step is
-    validated. Raises ScheduleError."""
-    every = settings.micro_batches or 1
-    schedule = make_schedule(
-        settings.schedule, stages=len(plan.stages), micro_batches=every * steps, step_every=every
-    )
+    validated. Of a computed schedule it is the first, from the plan's costs. Raises ScheduleError.
+    """
+    return lowered(plan, _schedule(plan, settings, steps), check=steps == 1)
+
+
+def lowered(plan: Plan, schedule: Schedule, *, check: bool) -> Schedule:
+    """The schedule with the plan's messages; validated if asked to."""
     edges, gradients = forward_edges(plan), gradient_edges(plan)
-    lowered = lower(schedule, edges, grad_edges=gradients)
-    if steps == 1:
-        validate(lowered, edges, grad_edges=gradients, shared_stages=shared_stages(plan))
-    return lowered
+    made = lower(schedule, edges, grad_edges=gradients)
+    if check:
+        validate(made, edges, grad_edges=gradients, shared_stages=shared_stages(plan))
+    return made
+
+
+def _schedule(plan: Plan, settings: Settings, steps: int) -> Schedule:
+    every = settings.micro_batches or 1
+    if settings.schedule_file:
+        return _read(settings.schedule_file, plan, settings)
+    ranks = ranks_of_plan(plan, settings)
+    if settings.schedule == AUTO:
+        return first_fit(plan, settings)
+    return make_schedule(
+        settings.schedule,
+        stages=len(plan.stages),
+        micro_batches=every * steps,
+        step_every=every,
+        ranks=ranks,
+    )
+
+
+def ranks_of_plan(plan: Plan, settings: Settings) -> int | None:
+    """The ranks that were asked for, or those that the plan puts several stages on; None where
+    the schedule is to say."""
+    if settings.ranks is not None:
+        return settings.ranks
+    several = settings.schedule in (*VIRTUAL, AUTO)
+    planned = len(set(plan.device_of_stage))
+    return planned if several and planned < len(plan.stages) else None
+
+
+def first_fit(plan: Plan, settings: Settings) -> Schedule:
+    """The computed schedule to begin with; its backwards are whole until it is known what parting
+    them costs."""
+    costs = costs_of_plan(plan) or Costs.equal(len(plan.stages))
+    return fit(plan, settings, costs, may_split=False)
+
+
+def fit(
+    plan: Plan,
+    settings: Settings,
+    costs: Costs,
+    *,
+    may_split: bool = True,
+    rank_of_stage: tuple[int, ...] | None = None,
+) -> Schedule:
+    """The schedule computed for this plan at these costs, by default where the plan has stages.
+
+    Clipping by the norm of all stages makes every stage wait for all others before it steps.
+    """
+    stages = len(plan.stages)
+    ranks = ranks_of_plan(plan, settings) or stages
+    planned = sorted(set(plan.device_of_stage))
+    if rank_of_stage is None and len(planned) == ranks < stages:
+        rank_of_stage = tuple(map(planned.index, plan.device_of_stage))
+    shared = [tuple(range(stages))] if settings.clip else shared_stages(plan)
+    found = fit_auto(
+        costs,
+        settings.micro_batches or 1,
+        ranks=ranks,
+        rank_of_stage=rank_of_stage,
+        edges=forward_edges(plan),
+        grad_edges=gradient_edges(plan),
+        shared_stages=shared,
+        may_split=may_split,
+    )
+    return found.schedule
+
+
+def _read(path: str, plan: Plan, settings: Settings) -> Schedule:
+    """The schedule of a text file. Raises ScheduleError where it is not of this plan and run."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ScheduleError(
+            f"--schedule {path} cannot be read: {error}.",
+            "--print-schedule shows what such a file looks like.",
+        ) from error
+    made = from_text(text, (), grad_edges=())  # checked with the plan's edges when it is lowered
+    again = f"Print one that does: --schedule {made.name} --print-schedule"
+    if made.stages != len(plan.stages):
+        raise ScheduleError(
+            f"{path} is of {made.stages} stages, but the plan has {len(plan.stages)}.", again
+        )
+    if not made.synchronous:
+        raise ScheduleError(
+            f"{path} has {made.steps} steps, but a schedule from a file makes one, at its end.",
+            "Of the asynchronous ones take --schedule async-1f1b.",
+        )
+    if made.micro_batches != (settings.micro_batches or 1):
+        raise ScheduleError(
+            f"{path} is of {made.micro_batches} micro-batches, but a step has "
+            f"{settings.micro_batches or 1}.",
+            f"--micro-batches {made.micro_batches}",
+        )
+    if settings.ranks not in (None, len(made.ranks)):
+        raise ScheduleError(
+            f"{path} is of {len(made.ranks)} ranks, but --ranks is {settings.ranks}.",
+            f"--ranks {len(made.ranks)}, or leave it out.",
+        )
+    return made.compute
 
 
 def segments(settings: Settings) -> Iterator[range]:

@@ -18,9 +18,9 @@ from types import NoneType
 from typing import Any, get_args, get_type_hints
 
 from ..errors import AsyncPipeError
+from ..schedules import ASYNCHRONOUS, AUTO, SCHEDULES
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    "schedule": ("gpipe", "1f1b", "seq", "single", "async-1f1b"),
     "staleness": ("none", "stash"),
     "optimizer": ("sgd", "adam", "adamw"),
     "decay": ("none", "linear", "cosine"),
@@ -29,10 +29,12 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "precision": ("full", "bfloat16", "float16"),
     "boundary_dtype": ("bfloat16",),
     "transport": ("auto", "local", "shm", "gloo", "nccl", "mpi"),
+    "batch_norm": ("micro-batch", "mini-batch"),
 }
 """The legal values of the options that have a few."""
 
 _AT_LEAST: dict[str, float] = {
+    "ranks": 1,
     "micro_batches": 1,
     "micro_batch_size": 1,
     "global_batch_size": 1,
@@ -53,7 +55,7 @@ _AT_LEAST: dict[str, float] = {
     "timeout_s": 1,
     "stall_s": 0,
 }
-_OF_THIS_CALL = frozenset({"dry_run", "json", "quiet", "output", "debug"})
+_OF_THIS_CALL = frozenset({"dry_run", "print_schedule", "json", "quiet", "output", "debug"})
 
 
 class SettingsError(AsyncPipeError):
@@ -64,9 +66,12 @@ class SettingsError(AsyncPipeError):
 class Settings:
     """All options of `asyncpipe-train`. Times in seconds, sizes in samples or tokens.
 
-    `micro_batches` is the number of micro-batches of one optimizer step, under every schedule
-    (8, or what `global_batch_size` and `micro_batch_size` make it).
-    `clip` bounds the gradient norm over all stages (of each stage, when asynchronous); 0 is off.
+    `schedule` is a name or a text file, whose path has a slash or ends in .txt; `ranks` share the
+    stages, by default as many as the schedule or the plan has. `micro_batches` is the number of
+    micro-batches of one optimizer step, under every schedule (8, or what `global_batch_size` and
+    `micro_batch_size` make it). Once resolved, `global_batch_size` is there only where the last
+    micro-batch is smaller than the others. `clip` bounds the gradient norm over all stages (of
+    each stage, when asynchronous); 0 is off.
     Weights are of `dtype`; forwards compute under autocast to `precision`, unless it is "full".
     `loss_scale` is the first one (2**16 in float16). Boundary tensors that are wider are cast to
     `boundary_dtype` between ranks.
@@ -75,6 +80,7 @@ class Settings:
     folder: str
 
     schedule: str = "1f1b"
+    ranks: int | None = None
     staleness: str | None = None
     micro_batches: int | None = None
     micro_batch_size: int | None = None
@@ -95,6 +101,8 @@ class Settings:
     final_lr_ratio: float | None = None
     clip: float | None = None
     criterion: str | None = None
+    batch_norm: str = "micro-batch"
+    recompute: str = "auto"
     seed: int = 1
 
     weights: str | None = None
@@ -118,6 +126,7 @@ class Settings:
     transport: str = "auto"
 
     dry_run: bool = False
+    print_schedule: bool = False
     json: bool = False
     quiet: bool = False
 
@@ -128,6 +137,7 @@ class Settings:
                 raise SettingsError(
                     f"{_flag(name)} {value} is not known.", _suggestion(value, legal, "Choose ")
                 )
+        self._check_schedule()
         for name, least in _AT_LEAST.items():
             value = getattr(self, name)
             if value is not None and not least <= value < inf:
@@ -141,7 +151,13 @@ class Settings:
     @property
     def is_async(self) -> bool:
         """Whether stages step without waiting for the others."""
-        return self.schedule.startswith("async")
+        return self.schedule in ASYNCHRONOUS
+
+    @property
+    def schedule_file(self) -> str | None:
+        """The text file that has the schedule, if it is not one of the named."""
+        is_path = "/" in self.schedule or self.schedule.endswith(".txt")
+        return self.schedule if is_path else None
 
     @property
     def is_scaled(self) -> bool:
@@ -158,9 +174,28 @@ class Settings:
             return range(int(first), int(last) + 1)
         return range(max(1, self.steps - int(first) + 1), self.steps + 1)
 
+    @property
+    def patience_s(self) -> float:
+        """How long a rank waits: `timeout_s`, or days while a debugger may hold another."""
+        return self.timeout_s if self.debug is None else 7 * 86_400.0
+
     def is_debugged(self, rank: int) -> bool:
         """Whether a debugger is to be attached to the rank."""
         return self.debug == "all" or str(rank) in (self.debug or "").split(",")
+
+    def _check_schedule(self) -> None:
+        legal = (*SCHEDULES, AUTO)
+        if self.schedule_file:
+            if not Path(self.schedule_file).is_file():
+                raise SettingsError(
+                    f"--schedule {self.schedule}: there is no such file.",
+                    f"Write one with --print-schedule, or choose {', '.join(legal)}.",
+                )
+        elif self.schedule not in legal:
+            raise SettingsError(
+                f"--schedule {self.schedule} is not known.",
+                _suggestion(self.schedule, legal, "Choose a .txt file or "),
+            )
 
     def _check_trace(self) -> None:
         if self.trace is None:

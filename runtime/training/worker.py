@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
@@ -11,27 +10,31 @@ import time
 from pathlib import Path
 
 from .failure import GRACE_S, RankFolder, end_process, failure_of
+from .mpi_ranks import die_with_parent, keep_output
 from .settings import Settings
+from .world import find_place, join, leave
 
 
 def main() -> None:
     options, folder, reporter = sys.argv[1:]
-    _die_with_parent()
+    die_with_parent()
     # The launcher ends its ranks by signal; a traceback of that would be noise.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    rank = int(os.environ["RANK"])
+    place = find_place(os.environ)
+    assert place is not None
+    rank = place.rank
     left = RankFolder(Path(folder))
+    if "RANK" not in os.environ:  # the elastic launcher keeps what its ranks print
+        keep_output(Path(folder) / "logs", rank)
+        left.mark_process(rank)
     stages = f" (stage {rank})"
     try:
         from .launch import make_job, run_rank
-        from .world import find_place, join, leave
 
         raw = json.loads(options)
         settings = Settings(**{**raw, "betas": tuple(raw["betas"])})
-        place = find_place(os.environ)
-        assert place is not None
-        world = join(place, settings.timeout_s, settings.transport)
+        world = join(place, settings.patience_s, settings.transport)
         run_rank(make_job(settings, Path(folder)), world, reporter)
         leave()
         end_process(0)
@@ -42,13 +45,6 @@ def main() -> None:
         if failure.consequence:
             time.sleep(GRACE_S)
         end_process(1)
-
-
-def _die_with_parent() -> None:
-    """Lets Linux kill this process when the one that started it is gone."""
-    if sys.platform == "linux":
-        set_parent_death_signal = 1
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
 
 
 if __name__ == "__main__":

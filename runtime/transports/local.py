@@ -10,6 +10,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+import torch
 from torch import Tensor
 
 from ..errors import TransportError
@@ -57,7 +58,10 @@ class LocalTransport:
         channel.check(tensor, index)
         if (channel, index) in self.hub.messages:
             raise TransportError(f"Rank {self.rank} sent {channel.message(index)} twice.")
-        self.hub.messages[channel, index] = tensor.detach().clone()
+        # As it comes out of another process: kernels may round differently for other strides.
+        self.hub.messages[channel, index] = tensor.detach().clone(
+            memory_format=torch.contiguous_format
+        )
 
     def recv(self, channel: Channel, index: int) -> LocalHandle:
         return LocalHandle(channel, index, self.hub.messages)

@@ -156,8 +156,13 @@ class Peers:
         """The next packet; nothing when there is none yet, or will be none."""
         if peer in self.gone:
             return b""
+        connection, packet = self._sockets[peer], b""
         try:
-            packet = self._sockets[peer].recv(PACKET_BYTES)
+            try:
+                packet = connection.recv(PACKET_BYTES)
+            except ConnectionResetError:
+                # It ended with packets of ours unread; what it had sent still comes, after this.
+                packet = connection.recv(PACKET_BYTES)
         except BlockingIOError:
             return b""
         except OSError:

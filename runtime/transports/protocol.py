@@ -6,6 +6,7 @@ by its channel and index, so ranks may send and receive in different orders.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -45,6 +46,10 @@ class Channel:
     @property
     def is_local(self) -> bool:
         return self.source_rank == self.target_rank
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def message(self, index: int) -> str:
         """`the activation "hidden" of micro-batch 5`."""

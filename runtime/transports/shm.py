@@ -2,32 +2,37 @@
 
 A sender copies a tensor into a slot of its own memory, which all ranks have mapped, and sends the
 slot's place over a socket (`peers.py`). A receive finds its message by channel and index, in
-whatever order they come; what arrives before it is asked for waits, at most `depth` messages of a
-channel, then the sender does. The received tensor is the slot itself, which goes back when the
-tensor is let go: autograd may keep it until its backward. So that the slots of a channel are
-bounded, what arrives while `depth` of its tensors are kept is copied out. Small messages go in
-the packet.
+whatever order they come: messages that no receive was posted for may be `depth` of a channel, then
+their sender waits. The received tensor is the slot itself, which goes back when the tensor is let
+go: autograd may keep it until its backward. What comes while `depth` of a channel's tensors are
+kept is copied out, so that slots are bounded. Small messages go in the packet; tensors on a GPU
+through slots on it (`device_slots.py`).
 
     sender                                              receiver
-    take a slot, copy in, MESSAGE(place)  ------------> a receive is posted: ARRIVED
-    one message less on its way   <-------------------- ARRIVED(slots that were let go)
+    take a slot, copy in, HOST(place)  ---------------> a receive is posted for it
+    one message less on its way  <--------------------- ARRIVED(slots that were let go)
+
+Measured on 2 cores: taking the slot itself halves the receiver's core time (16 MiB, read once: 1.2
+against 2.7 ms), and makes no difference at 64 KiB. A socket wakes in 6.5 us, a futex in 5, but a
+socket tells of a peer's end too.
 """
 
 from __future__ import annotations
 
-import math
 import struct
 import time
 import weakref
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import TransportError
+from .device_slots import CudaMemory, DeviceMemory, Incoming, Outgoing
 from .peers import PACKET_BYTES, Peers, obstacle
 from .protocol import Channel, Handle, peer_is_gone, timed_out
 from .slots import SharedMemory, Slots, create_memory
@@ -36,7 +41,9 @@ INLINE_BYTES = 8192
 """Messages up to this size go in the packet."""
 
 _HEADER = struct.Struct("<BxxxIqqq")  # kind, tag, index, place, bytes
-_MESSAGE, _INLINE, _ARRIVED = range(3)
+# Messages in a host slot, in the packet and in a device slot; a message met its receive; a device
+# slot was emptied for the first time.
+_HOST, _INLINE, _DEVICE, _ARRIVED, _EMPTIED = range(5)
 _PLACE = struct.Struct("<q")
 _MOST_PLACES = 1024
 assert INLINE_BYTES + _HEADER.size <= PACKET_BYTES
@@ -44,14 +51,18 @@ assert INLINE_BYTES + _HEADER.size <= PACKET_BYTES
 _Key = tuple[int, int, int]
 """Where a message comes from: peer, tag and index."""
 
+_UnderWay = deque[tuple[Channel, int]]
+"""What was sent on a channel and has not arrived, with its indices."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """What arrived: its slot, or its content."""
+    """What arrived: where it lies, or in what the packet has beside its header."""
 
+    kind: int
     place: int
     size: int
-    content: bytearray | None
+    rest: bytes
 
 
 @dataclass(eq=False)
@@ -80,10 +91,13 @@ class ShmTransport:
         timeout_s: float = 60.0,
         depth: int = 4,
         device: str | torch.device = "cpu",
+        device_memory: DeviceMemory | None = None,
     ) -> None:
         self.depth = depth
         self._timeout_s = timeout_s
-        self._device = torch.device(device)
+        if device_memory is None and torch.device(device).type == "cuda":
+            device_memory = CudaMemory(torch.device(device))
+        self._device_memory = device_memory
         if reason := obstacle(group):
             raise TransportError(f"{reason}: they cannot share memory.", "Use --transport gloo.")
         descriptor = create_memory()
@@ -91,30 +105,39 @@ class ShmTransport:
         self.rank = self._peers.rank
         self._memory = SharedMemory(descriptor)
         self._slots = Slots(self._memory.size)
-        self._under_way: dict[tuple[int, int], deque[tuple[Channel, int]]] = defaultdict(deque)
+        self._under_way: dict[tuple[int, int], _UnderWay] = defaultdict(deque)
         self._expected: dict[_Key, deque[ShmHandle]] = defaultdict(deque)
         self._unexpected: dict[_Key, deque[_Message]] = defaultdict(deque)
         self._kept: Counter[tuple[int, int]] = Counter()
         self._let_go: dict[int, deque[tuple[int, int]]] = defaultdict(deque)
+        self._outgoing: dict[int, Outgoing] = {}
+        self._incoming: dict[int, Incoming] = {}
+        if device_memory is not None:
+            self._outgoing = {peer: Outgoing(device_memory) for peer in self._peers.memories}
+            self._incoming = {peer: Incoming(device_memory) for peer in self._peers.memories}
 
     def send(self, channel: Channel, tensor: Tensor, index: int) -> None:
         channel.check(tensor, index)
-        peer, size = channel.target_rank, tensor.nbytes
-        under_way = self._under_way[peer, channel.tag]
-        if len(under_way) >= self.depth:
-            self._wait(lambda: len(under_way) < self.depth, peer, channel.sending(under_way[0][1]))
+        peer, tag, size = channel.target_rank, channel.tag, tensor.nbytes
+        under_way = self._under_way[peer, tag]
+        self._wait_for_arrivals(peer, under_way, self.depth - 1)
         if peer in self._peers.gone:
             raise peer_is_gone(channel.sending(index), peer, ".")
         under_way.append((channel, index))
-        if size <= INLINE_BYTES:
-            header = _HEADER.pack(_INLINE, channel.tag, index, 0, size)
-            self._peers.send(peer, header + _content(tensor))
-            return
-        self._progress(0.0)  # Slots that came back.
-        place = self._slots.take(size)
-        slot = torch.from_numpy(self._memory.bytes_at(place, size))
-        slot.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
-        self._peers.send(peer, _HEADER.pack(_MESSAGE, channel.tag, index, place, size))
+        kind, place, rest = _INLINE, 0, b""
+        if self._device_memory is not None and size and self._device_memory.holds(tensor):
+            self._progress(0.0)  # Slots that came back.
+            kind = _DEVICE
+            place, handles = self._outgoing[peer].fill(tensor)
+            rest = handles.encode()
+        elif size <= INLINE_BYTES:
+            rest = _content(tensor)
+        else:
+            self._progress(0.0)
+            kind, place = _HOST, self._slots.take(size)
+            slot = torch.from_numpy(self._memory.bytes_at(place, size))
+            slot.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+        self._peers.send(peer, _HEADER.pack(kind, tag, index, place, size) + rest)
 
     def recv(self, channel: Channel, index: int) -> ShmHandle:
         handle = ShmHandle(channel, index)
@@ -145,15 +168,14 @@ class ShmTransport:
 
     def close(self) -> None:
         for (peer, _), under_way in self._under_way.items():
-            while under_way:
-                channel, index = under_way[0]
-                count = len(under_way)
-                self._wait(
-                    lambda under_way=under_way, count=count: len(under_way) < count,  # type: ignore[misc]
-                    peer,
-                    channel.sending(index),
-                )
+            self._wait_for_arrivals(peer, under_way, 0)
         self._peers.close()
+
+    def _wait_for_arrivals(self, peer: int, under_way: _UnderWay, most: int) -> None:
+        """Waits until at most so many messages of a channel are under way."""
+        while (count := len(under_way)) > most:
+            channel, index = under_way[0]
+            self._wait(partial(_is_shorter, under_way, count), peer, channel.sending(index))
 
     def _wait(self, done: Callable[[], bool], peer: int, what: str) -> None:
         """Takes packets in until `done`; `what` is waited for, of `peer`."""
@@ -169,21 +191,28 @@ class ShmTransport:
     def _progress(self, wait_s: float) -> None:
         for peer, packet in self._peers.receive(wait_s):
             kind, tag, index, place, size = _HEADER.unpack_from(packet)
+            rest = packet[_HEADER.size :]
             if kind == _ARRIVED:
                 under_way = self._under_way[peer, tag]
                 under_way.remove(next(sent for sent in under_way if sent[1] == index))
-                for (place,) in _PLACE.iter_unpack(packet[_HEADER.size :]):
-                    self._slots.give_back(place)
-                continue
-            content = bytearray(packet[_HEADER.size :]) if kind == _INLINE else None
-            key, message = (peer, tag, index), _Message(place, size, content)
-            if expected := self._expected.get(key):
-                expected.popleft().message = message
-                if not expected:
-                    del self._expected[key]
-                self._acknowledge(*key)
+                for (place,) in _PLACE.iter_unpack(rest):
+                    if place < 0:
+                        self._outgoing[peer].give_back(~place)
+                    else:
+                        self._slots.give_back(place)
+            elif kind == _EMPTIED:
+                self._outgoing[peer].give_back(place, rest.decode())
             else:
-                self._unexpected[key].append(message)
+                self._take_in((peer, tag, index), _Message(kind, place, size, rest))
+
+    def _take_in(self, key: _Key, message: _Message) -> None:
+        if expected := self._expected.get(key):
+            expected.popleft().message = message
+            if not expected:
+                del self._expected[key]
+            self._acknowledge(*key)
+        else:
+            self._unexpected[key].append(message)
 
     def _acknowledge(self, peer: int, tag: int, index: int) -> None:
         """Tells a sender that a message met its receive, and which slots are free again."""
@@ -191,22 +220,32 @@ class ShmTransport:
         let_go = self._let_go[peer]
         while let_go and len(places) < _MOST_PLACES:
             of_tag, place = let_go.popleft()
-            self._kept[peer, of_tag] -= 1
+            self._kept[peer, of_tag] -= place >= 0
             places.append(_PLACE.pack(place))
         self._peers.send(peer, _HEADER.pack(_ARRIVED, tag, index, 0, 0) + b"".join(places))
 
     def _tensor(self, channel: Channel, index: int, message: _Message) -> Tensor:
-        size = channel.dtype.itemsize * math.prod(channel.shape)
+        peer, tag, size = channel.source_rank, channel.tag, channel.nbytes
         if message.size != size:
             raise TransportError(
                 f"{channel.waiting(index)} as {size} bytes, but {message.size} were sent.",
                 "Both ranks must be given one plan and the same sizes.",
             )
-        if message.content is not None:
-            if not size:
-                return torch.empty(channel.shape, dtype=channel.dtype)
-            return torch.frombuffer(message.content, dtype=channel.dtype).view(channel.shape)
-        peer, tag = channel.source_rank, channel.tag
+        if not size:
+            device = "cpu" if self._device_memory is None else self._device_memory.device
+            return torch.empty(channel.shape, dtype=channel.dtype, device=device)
+        if message.kind == _INLINE:
+            content = torch.frombuffer(bytearray(message.rest), dtype=channel.dtype)
+            return content.view(channel.shape)
+        if message.kind == _DEVICE:
+            handles = message.rest.decode()
+            found, handle = self._incoming[peer].empty(message.place, handles, channel)
+            if handle:
+                packet = _HEADER.pack(_EMPTIED, tag, index, message.place, 0)
+                self._peers.send(peer, packet + handle.encode())
+            else:
+                self._let_go[peer].append((tag, ~message.place))
+            return found
         slot = self._peers.memories[peer].bytes_at(message.place, size)
         found = torch.from_numpy(slot).view(channel.dtype).view(channel.shape)
         is_kept = self._kept[peer, tag] < self.depth
@@ -214,6 +253,10 @@ class ShmTransport:
         let_go = weakref.finalize(slot, self._let_go[peer].append, (tag, message.place))
         let_go.atexit = False
         return found if is_kept else found.clone()
+
+
+def _is_shorter(under_way: _UnderWay, count: int) -> bool:
+    return len(under_way) < count
 
 
 def _content(tensor: Tensor) -> bytes:

@@ -71,5 +71,8 @@ class Slots:
         self._capacity[place] = capacity
         return place
 
+    def capacity(self, place: int) -> int:
+        return self._capacity[place]
+
     def give_back(self, place: int) -> None:
         self._free[self._capacity[place]].append(place)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 
 import networkx as nx
 import numpy as np
 from hypothesis import strategies as st
 
-from asyncpipe.partitioner.cost import Link
+from asyncpipe.partitioner.cost import Link, StageSums
 from asyncpipe.partitioner.cost_graph import costs_of
 from asyncpipe.partitioner.evaluate import Evaluation, evaluate
 from asyncpipe.partitioner.problem import Placement, Problem, Rules
@@ -55,6 +56,9 @@ def all_ordered(graph: nx.DiGraph, stages: int) -> Iterator[tuple[int, ...]]:
         ):
             yield stage_of
 
+
+SEARCHED = [field for field in fields(StageSums) if field.name != "weight_ms"]
+"""What scores depend on, which searches add up by themselves."""
 
 LINKS = st.sampled_from([Link(), Link(0.5, 1e3), Link(0.0, 500.0), Link(0.25, 1e3, overlap=True)])
 

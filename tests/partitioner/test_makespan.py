@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from asyncpipe.partitioner.cost import Link
 from asyncpipe.partitioner.graph_plan import plan_graph
-from asyncpipe.partitioner.makespan import step_of
 from asyncpipe.partitioner.problem import Placement
 from asyncpipe.partitioner.running import make_setting
 from asyncpipe.partitioner.setting import Device, Setting
 from asyncpipe.partitioner.solve import solve
+from asyncpipe.partitioner.step_time import step_of
 from asyncpipe.runtime.errors import PlanError
 from asyncpipe.runtime.forecast import forecast_step
 from asyncpipe.runtime.plan import read_plan

@@ -11,32 +11,37 @@ from torch import nn
 
 from asyncpipe.partitioner.cost import stage_sums
 from asyncpipe.partitioner.cost_graph import costs_of
-from asyncpipe.partitioner.running import PLANNED, make_setting
+from asyncpipe.partitioner.running import make_setting
 from asyncpipe.partitioner.setting import DEPTH, OPTIMIZER_COPIES
 from asyncpipe.runtime.errors import PlanError
 from asyncpipe.runtime.program import passages
 from asyncpipe.runtime.schedule import count_in_flight
-from asyncpipe.runtime.schedules import ASYNCHRONOUS, make_schedule
+from asyncpipe.runtime.schedules import ASYNCHRONOUS, SCHEDULES, make_schedule
 from asyncpipe.runtime.staleness import make_staleness
 from asyncpipe.runtime.transports.gloo import GlooTransport
 from asyncpipe.runtime.versions import WeightVersions
+from asyncpipe.tests.runtime.small_schedules import ranks_for
 
 SIZES = [(stages, micro_batches) for stages in range(1, 6) for micro_batches in range(1, 11)]
 
 
-@pytest.mark.parametrize("name", [name for name in PLANNED if name != "single"])
+@pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "single"])
 def test_in_flight_is_what_the_schedule_has_at_its_fullest(name: str) -> None:
     for stages, micro_batches in SIZES:
         long = 4 * micro_batches + 4 * stages if name in ASYNCHRONOUS else 1
-        made = make_schedule(
-            name,
-            stages=stages,
-            micro_batches=micro_batches * long,
-            step_every=micro_batches,
-        )
-        setting = make_setting(stages, schedule=name, micro_batches=micro_batches)
-        expected = count_in_flight(made.ranks, stages)
-        assert tuple(map(setting.in_flight, range(stages))) == expected == made.in_flight
+        for ranks in ranks_for(name, stages):
+            made = make_schedule(
+                name,
+                stages=stages,
+                micro_batches=micro_batches * long,
+                step_every=micro_batches,
+                ranks=ranks,
+            )
+            setting = make_setting(stages, schedule=name, ranks=ranks, micro_batches=micro_batches)
+            placed = setting.at(made.rank_of_stage)
+            expected = count_in_flight(made.ranks, stages)
+            assert setting.stages == ranks
+            assert tuple(map(placed.in_flight, range(stages))) == expected == made.in_flight
 
 
 def test_one_stage_of_single_has_one_micro_batch_in_flight() -> None:

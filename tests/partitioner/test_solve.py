@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 import networkx as nx
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncpipe.partitioner.cost import Link, StageSums, stage_sums, with_exchanges
+from asyncpipe.partitioner.cost import Link, stage_sums, with_exchanges
 from asyncpipe.partitioner.cost_graph import costs_of
 from asyncpipe.partitioner.graph_plan import plan_graph
 from asyncpipe.partitioner.setting import Device, Setting
@@ -19,6 +17,7 @@ from asyncpipe.partitioner.solvers.chain import interval_sums
 from asyncpipe.runtime.errors import PlanError
 from asyncpipe.tests.partitioner.placements import (
     LINKS,
+    SEARCHED,
     all_ordered,
     best_ms,
     contiguous,
@@ -68,7 +67,7 @@ def test_columns_of_the_recurrence_equal_the_evaluator(graph, link, is_tied):
         for start in range(end):
             where = [0 if i < start else 1 if i < end else 2 for i in range(num_groups)]
             expected = stage_sums(costs, where, 3)[1]
-            for field in fields(StageSums):
+            for field in SEARCHED:
                 found, wanted = (getattr(of, field.name) for of in (sums[start], expected))
                 if field.name == "tied_bytes" and wanted > 100:  # an interval knows of two holders
                     wanted = 100

@@ -26,6 +26,9 @@ class SilentReporter:
     def on_warning(self, text: str) -> None:
         self._write("warning", text)
 
+    def on_note(self, about: str, text: str) -> None:
+        self._write("note", [about, text])
+
     def on_step(self, record: Any) -> None:
         self._write("step", json.loads(record.to_json()) | {"logged": record.logged})
 

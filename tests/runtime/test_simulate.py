@@ -294,18 +294,18 @@ def test_nothing_takes_no_time() -> None:
 
 
 def test_few_micro_batches_are_warned_about_with_the_number_that_helps() -> None:
-    assert few_micro_batches_warning("gpipe", stages=4, micro_batches=1) == (
-        "1 micro-batch keeps 4 stages idle 75 % of the time (gpipe). "
+    assert few_micro_batches_warning("gpipe", ranks=4, micro_batches=1) == (
+        "1 micro-batch keeps 4 ranks idle 75 % of the time (gpipe). "
         "16 would be 16 %. --micro-batches 16"
     )
-    for name, stages, micro_batches in (
+    for name, ranks, micro_batches in (
         ("1f1b", 4, 8),
         ("1f1b", 1, 1),
         ("seq", 4, 2),
         ("single", 4, 1),
         ("async-1f1b", 4, 1),
     ):
-        assert few_micro_batches_warning(name, stages=stages, micro_batches=micro_batches) is None
+        assert few_micro_batches_warning(name, ranks=ranks, micro_batches=micro_batches) is None
 
 
 def test_a_backward_that_skips_a_stage_comes_over_its_own_link() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from asyncpipe.runtime.errors import AsyncPipeError
 from asyncpipe.runtime.plan import Plan, TensorSpec
+from asyncpipe.runtime.schedules import make_schedule
 from asyncpipe.runtime.training.facts import replicas_warning
 from asyncpipe.runtime.training.resolve import (
     batch_identity,
@@ -180,17 +181,19 @@ def test_a_plan_without_a_loss_asks_for_a_criterion(mlp: Plan, text: Plan) -> No
 
 
 def test_a_wrong_number_of_ranks_is_refused(text: Plan) -> None:
-    check_ranks(text, "1f1b", 2)
-    check_ranks(text, "single", 1)
+    pipelined = make_schedule("1f1b", stages=2, micro_batches=4)
+    single = make_schedule("single", stages=2, micro_batches=4)
+    check_ranks(text, pipelined, 2)
+    check_ranks(text, single, 1)
     with pytest.raises(AsyncPipeError) as error:
-        check_ranks(text, "1f1b", 6)
+        check_ranks(text, pipelined, 6)
     assert "the plan has 2 stages, 6 ranks were started." in message(error)
     assert "Use 2 ranks, or partition again: asyncpipe-partition" in message(error)
     assert "--stages 6" in message(error)
     with pytest.raises(AsyncPipeError, match="1 rank was started"):
-        check_ranks(text, "1f1b", 1)
+        check_ranks(text, pipelined, 1)
     with pytest.raises(AsyncPipeError, match="in 1 process, 2 ranks were started"):
-        check_ranks(text, "single", 2)
+        check_ranks(text, single, 2)
 
 
 def test_more_ranks_than_gpus_are_refused() -> None:

@@ -1,0 +1,333 @@
+"""Microseconds and bytes a second of every transport between two processes of one thread each.
+
+The limit beside them is a copy within one process (memcpy); raw gloo and raw MPI are what the
+transports over them could reach at most. All live in one pair of processes and take turns in
+shuffled rounds; figures are medians over the rounds.
+
+    one way    half of a round trip: a message there and one of the same size back
+    exchange   both ranks send and receive at once
+    hidden     the same, but each rank computes for 30 ms before it waits: what it takes beyond that
+
+    python benchmarks/transports.py --rounds 9
+
+MPI takes part where mpi4py and an mpiexec are installed.
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+import torch
+import torch.distributed as dist
+from machine import busy_core_seconds, write_result
+from torch import Tensor
+
+from asyncpipe.runtime.transports import Channel, GlooTransport, ShmTransport, Transport
+
+LATENCIES = {"1 B": 1, "256 B": 256, "4 KiB": 4 * 2**10}
+BANDWIDTHS = {"64 KiB": 2**16, "512 KiB": 2**19, "4 MiB": 2**22, "16 MiB": 2**24}
+SIZES = LATENCIES | BANDWIDTHS
+COMPUTE_S = 0.030
+LIMIT_S = 1800
+
+
+class Way(Protocol):
+    """How a message of some size gets to the other rank; posting comes before waiting."""
+
+    def post(self, size: int) -> Any: ...
+
+    def send(self, size: int) -> None: ...
+
+    def wait(self, posted: Any) -> None: ...
+
+    def finish(self, size: int) -> None:
+        """What was sent is the caller's again."""
+
+
+class OverTransport:
+    """One of our transports; messages have channels by their size."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+        self.index = {size: [0, 0] for size in SIZES.values()}
+        self.content = {size: torch.zeros(size, dtype=torch.uint8) for size in SIZES.values()}
+
+    def channel(self, size: int, source: int) -> Channel:
+        tag = 2 * list(SIZES.values()).index(size) + source
+        ends = source, 1 - source
+        return Channel("activation", "x", *ends, *ends, tag, torch.uint8, (size,))
+
+    def post(self, size: int) -> Any:
+        self.index[size][0] += 1
+        other = 1 - self.transport.rank
+        return self.transport.recv(self.channel(size, other), self.index[size][0])
+
+    def send(self, size: int) -> None:
+        self.index[size][1] += 1
+        mine = self.channel(size, self.transport.rank)
+        self.transport.send(mine, self.content[size], self.index[size][1])
+
+    def wait(self, posted: Any) -> None:
+        self.transport.wait(posted)
+
+    def finish(self, size: int) -> None:
+        mine = self.channel(size, self.transport.rank)
+        self.transport.wait_sent(mine, self.index[size][1])
+
+
+class Raw:
+    """Buffers that are used again and again, without names, checks or time-outs."""
+
+    def __init__(self, rank: int) -> None:
+        self.peer = 1 - rank
+        self.taken = {size: torch.zeros(size, dtype=torch.uint8) for size in SIZES.values()}
+        self.given = {size: torch.zeros(size, dtype=torch.uint8) for size in SIZES.values()}
+        self.under_way: Any = None
+
+
+class RawGloo(Raw):
+    def post(self, size: int) -> Any:
+        return dist.irecv(self.taken[size], self.peer)
+
+    def send(self, size: int) -> None:
+        self.under_way = dist.isend(self.given[size], self.peer)
+
+    def wait(self, posted: Any) -> None:
+        posted.wait()
+
+    def finish(self, size: int) -> None:
+        self.under_way.wait()
+
+
+class RawMpi(Raw):
+    def __init__(self, rank: int) -> None:
+        from mpi4py import MPI
+
+        super().__init__(rank)
+        self.world = MPI.COMM_WORLD.Dup()
+
+    def post(self, size: int) -> Any:
+        return self.world.Irecv(self.taken[size].numpy(), self.peer)
+
+    def send(self, size: int) -> None:
+        self.under_way = self.world.Isend(self.given[size].numpy(), self.peer)
+
+    def wait(self, posted: Any) -> None:
+        posted.Wait()
+
+    def finish(self, size: int) -> None:
+        self.under_way.Wait()
+
+
+def one_way(way: Way, rank: int, size: int) -> float:
+    """Half a round trip, in seconds."""
+    posted = way.post(size)
+    start = time.perf_counter()
+    if rank == 0:
+        way.send(size)
+    way.wait(posted)
+    if rank == 1:
+        way.send(size)
+    way.finish(size)
+    return (time.perf_counter() - start) / 2
+
+
+def exchange(way: Way, rank: int, size: int, compute_s: float = 0.0) -> float:
+    """Both directions at once; seconds beyond the time in which this rank computes."""
+    posted = way.post(size)
+    dist.barrier()
+    start = time.perf_counter()
+    way.send(size)
+    while time.perf_counter() - start < compute_s:
+        pass
+    way.wait(posted)
+    way.finish(size)
+    return time.perf_counter() - start - compute_s
+
+
+def copy_once(size: int, buffers: dict[int, tuple[Tensor, Tensor]]) -> float:
+    source, target = buffers[size]
+    start = time.perf_counter()
+    target.copy_(source)
+    return time.perf_counter() - start
+
+
+def repeated(measure: Callable[[], float], size: int) -> float:
+    """The median of a turn, its first ones left out."""
+    count = 60 if size <= 2**12 else 20 if size <= 2**19 else 7
+    times = [measure() for _ in range(count + 2)][2:]
+    return statistics.median(times)
+
+
+def ways_of(rank: int) -> dict[str, Way]:
+    ways: dict[str, Way] = {
+        "shm": OverTransport(ShmTransport()),
+        "gloo": OverTransport(GlooTransport()),
+        "raw gloo": RawGloo(rank),
+    }
+    if _has_mpi():
+        from asyncpipe.runtime.transports.mpi import MpiTransport
+
+        ways |= {"mpi": OverTransport(MpiTransport()), "raw MPI": RawMpi(rank)}
+    return ways
+
+
+def worker(rank: int, folder: Path, rounds: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    ways = ways_of(rank)
+    buffers = {
+        size: (torch.zeros(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8))
+        for size in SIZES.values()
+    }
+    turns: list[tuple[str, str, str, Callable[[], float]]] = []
+    for label, size in SIZES.items():
+        if rank == 0:
+            turns.append(("memcpy", "one way", label, lambda s=size: copy_once(s, buffers)))
+        else:
+            turns.append(("memcpy", "one way", label, lambda: 0.0))
+        for name, way in ways.items():
+            turns.append((name, "one way", label, lambda w=way, s=size: one_way(w, rank, s)))
+            if label in BANDWIDTHS:
+                for what, busy_s in (("exchange", 0.0), ("hidden", COMPUTE_S)):
+                    turns.append(
+                        (
+                            name,
+                            what,
+                            label,
+                            lambda w=way, s=size, b=busy_s: exchange(w, rank, s, b),
+                        )
+                    )
+    order = random.Random(0)
+    rows = []
+    for number in range(rounds + 1):
+        order.shuffle(turns)
+        for name, what, label, measure in turns:
+            dist.barrier()
+            busy, own, start = busy_core_seconds(), sum(os.times()[:2]), time.perf_counter()
+            seconds = repeated(measure, SIZES[label])
+            dist.barrier()
+            wall_s = time.perf_counter() - start
+            used = torch.tensor([sum(os.times()[:2]) - own], dtype=torch.float64)
+            dist.all_reduce(used)
+            others = max(0.0, busy_core_seconds() - busy - used.item()) / (2 * wall_s)
+            if number:
+                rows.append(
+                    {
+                        "round": number,
+                        "way": name,
+                        "what": what,
+                        "size": label,
+                        "us": round(1e6 * seconds, 2),
+                        "others_share": round(others, 3),
+                    }
+                )
+    if rank == 0:
+        (folder / "rows.json").write_text(json.dumps(rows))
+    dist.barrier()
+    for way in ways.values():
+        if isinstance(way, OverTransport):
+            way.transport.close()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure_all(rounds: int) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, __file__, "--rounds", str(rounds), "--worker", folder]
+        if _has_mpi():
+            mpiexec = str(_mpiexec())
+            subprocess.run([mpiexec, "-n", "2", *command], check=True, timeout=LIMIT_S)
+        else:
+            print("mpi4py or mpiexec is not installed: MPI is left out")
+            processes = [
+                subprocess.Popen(command, env={**os.environ, "RANK": str(rank)})
+                for rank in range(2)
+            ]
+            for process in processes:
+                if process.wait(LIMIT_S):
+                    raise SystemExit("a rank failed")
+        rows: list[dict[str, Any]] = json.loads((Path(folder) / "rows.json").read_text())
+    return rows
+
+
+def report(rows: list[dict[str, Any]], rounds: int) -> None:
+    def median(name: str, what: str, label: str) -> float | None:
+        found = [
+            row["us"]
+            for row in rows
+            if (row["way"], row["what"], row["size"]) == (name, what, label)
+        ]
+        return round(statistics.median(found), 1) if found else None
+
+    names = list(dict.fromkeys(row["way"] for row in sorted(rows, key=lambda row: row["way"])))
+    table = [
+        {"way": name, "what": what} | {label: median(name, what, label) for label in SIZES}
+        for what in ("one way", "exchange", "hidden")
+        for name in names
+        if median(name, what, "4 MiB") is not None
+    ]
+    print(f"{'microseconds':12} {'':9}" + "".join(f"{label:>10}" for label in SIZES))
+    for row in table:
+        cells = "".join(f"{'' if row[s] is None else f'{row[s]:.1f}':>10}" for s in SIZES)
+        print(f"{row['way']:12} {row['what']:9}{cells}")
+    print(f"\n{'GB/s':12} {'':9}" + "".join(f"{label:>10}" for label in BANDWIDTHS))
+    for row in table:
+        if row["what"] == "one way":
+            cells = "".join(f"{SIZES[s] / row[s] / 1e3:10.1f}" for s in BANDWIDTHS)
+            print(f"{row['way']:12} {row['what']:9}{cells}")
+    others = round(statistics.median(row["others_share"] for row in rows), 3)
+    print(f"\nshare of the cores that other processes used: {others:.0%} (median)")
+    write_result(
+        "transports",
+        {
+            "rounds": rounds,
+            "compute_ms": 1e3 * COMPUTE_S,
+            "others_share": others,
+            "microseconds": table,
+            "rows": rows,
+        },
+    )
+
+
+def _mpiexec() -> str | None:
+    beside = Path(sys.executable).parent
+    return shutil.which("mpiexec", path=f"{beside}:{os.environ.get('PATH', '')}")
+
+
+def _has_mpi() -> bool:
+    return find_spec("mpi4py") is not None and _mpiexec() is not None
+
+
+def _rank() -> int:
+    names = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK")
+    return next(int(os.environ[name]) for name in names if name in os.environ)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        worker(_rank(), arguments.worker, arguments.rounds)
+    else:
+        report(measure_all(arguments.rounds), arguments.rounds)
+
+
+if __name__ == "__main__":
+    main()

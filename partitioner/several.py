@@ -1,0 +1,227 @@
+"""A problem with fewer ranks than stages -> where to cut and which rank has which stage.
+
+A schedule of several stages a rank (`interleaved`, `looped-bfs`, `zb-v`) says itself which rank a
+stage is on; `auto` runs any placement, so for it are tried
+
+    loop      stage j on rank j mod p
+    V         down the ranks and up again, and so on
+    free      what a search makes of the better one: a stage on another rank, two exchanged
+
+No rank's sum decides what a step takes, and no stage's time: a heavy stage may be made up for by
+light ones of the same rank, and how long the others then wait the schedule's own actions say. So
+cuts are searched by what a step takes (`borders.py`), from several starts:
+
+    even      the least slowest stage of so many, by the method that was asked for
+    counted   the split that counts blocks
+    further   the best plan with one stage a rank, each cut into equal parts
+
+so a plan is never worse than any of these. The rest of the idea is that of `makespan.py`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import combinations
+
+import numpy as np
+
+from ..runtime.errors import PlanError
+from .borders import lacking_bytes, shaken, tidied
+from .makespan import improved
+from .problem import DoesNotFit, Placement, Problem
+from .setting import AUTO, Setting, scheduled
+from .solvers import METHODS
+from .step_time import Step, StepTimer, schedule_of, step_of
+
+_SHAKES = 4
+_FREE_TRIALS = 60
+"""Schedules that are made while stages are given to other ranks."""
+_LEAST = 1e-9
+
+Place = Callable[[Problem], Placement]
+
+
+def place_several(problem: Problem, stages: int, place: Place) -> Step:
+    """The best placement found of so many stages on the ranks of the problem.
+
+    Raises DoesNotFit when none that was found fits into the memory of the ranks.
+    """
+    bound_ms = several_bound_ms(problem)
+    found = []
+    for rank_of_stage in _rank_orders(problem, stages):
+        steps = list(_starts(problem, rank_of_stage, place))
+        best = min(steps, key=lambda step: _key(problem, step))
+        if place in _PROVING:
+            moved = (improved(problem, step, bound_ms) for step in _distinct(steps))
+            best = min((best, *moved), key=lambda step: _key(problem, step))
+        if place is METHODS["auto"]:
+            best = _searched(problem, best, bound_ms)
+        found.append(best)
+    best = min(found, key=lambda step: _key(problem, step))
+    if problem.setting.schedule == AUTO and place in _PROVING:
+        best = _free(problem, best, bound_ms)
+    if not best.evaluation.fits:
+        raise DoesNotFit(
+            f"no plan of {stages} stages on {problem.stages} ranks that was found fits into the "
+            "memory of the devices."
+        )
+    return _tidy(problem, best)
+
+
+def _searched(problem: Problem, best: Step, bound_ms: float) -> Step:
+    """Iterated local search: from borders near those of the best, moved again."""
+    rng = random.Random(0)
+    for _ in range(_SHAKES if best.evaluation.fits else 0):
+        if best.step_ms <= bound_ms * (1 + _LEAST):
+            break
+        schedule = schedule_of(problem, best.placement)
+        start = shaken(StepTimer(problem, schedule), best, rng)
+        found = improved(problem, start, bound_ms)
+        best = min(best, found, key=lambda step: _key(problem, step))
+    return best
+
+
+# Of these the best of all cuts is wanted; other methods are there to be compared with.
+_PROVING = (METHODS["auto"], METHODS["chain"])
+
+
+def several_bound_ms(problem: Problem) -> float:
+    """No step of any plan on these ranks is shorter: they share the work, and the largest group
+    is on one of them."""
+    return problem.setting.rounds * rank_bound_ms(problem)
+
+
+def rank_bound_ms(problem: Problem) -> float:
+    """The same of the slowest rank's time for a micro-batch."""
+    work_ms = problem.least_work_ms
+    return max(float(work_ms.sum()) / problem.stages, float(work_ms.max()))
+
+
+def on_ranks(placement: Placement, rank_of_stage: Sequence[int]) -> Placement:
+    """The placement with these ranks; nothing is proved of it."""
+    return Placement(placement.stage_of, tuple((rank,) for rank in rank_of_stage))
+
+
+def rank_of_stage_in(problem: Problem, stages: int) -> tuple[int, ...]:
+    """Where the problem's schedule puts so many stages; for `auto` the loop."""
+    ranks = problem.stages
+    loop = tuple(stage % ranks for stage in range(stages))
+    name, count = problem.setting.schedule, problem.setting.micro_batches
+    return loop if name == AUTO else scheduled(name, stages, count, loop).rank_of_stage
+
+
+def _rank_orders(problem: Problem, stages: int) -> Iterator[tuple[int, ...]]:
+    yield rank_of_stage_in(problem, stages)
+    if problem.setting.schedule == AUTO:
+        ranks = problem.stages
+        there_and_back = [*range(ranks), *reversed(range(ranks))]
+        yield tuple(there_and_back[stage % (2 * ranks)] for stage in range(stages))
+
+
+def _starts(problem: Problem, rank_of_stage: tuple[int, ...], place: Place) -> Iterator[Step]:
+    """The plans that the search begins with, those that there are; the method's own first."""
+    unfolded = replace(problem, setting=problem.setting.at(rank_of_stage))
+    ample = replace(unfolded, setting=_without_limits(unfolded))
+    makers: list[Callable[[], Placement]] = [lambda: _or_ample(place, unfolded, ample)]
+    if place in _PROVING:
+        makers.append(lambda: METHODS["uniform"](ample))
+        makers.append(lambda: _further(problem, place, len(rank_of_stage)))
+    for number, make in enumerate(makers):
+        try:
+            yield step_of(problem, on_ranks(make(), rank_of_stage))
+        except PlanError:
+            if number == 0:
+                raise
+
+
+def _or_ample(place: Place, problem: Problem, ample: Problem) -> Placement:
+    """Where no stage alone may fit, moves may still find what does."""
+    try:
+        return place(problem)
+    except DoesNotFit:
+        return place(ample)
+
+
+def _without_limits(problem: Problem) -> Setting:
+    setting = problem.setting
+    devices = tuple(replace(device, memory_bytes=float("inf")) for device in setting.devices)
+    return replace(setting, devices=devices)
+
+
+def _further(problem: Problem, place: Place, stages: int) -> Placement:
+    """The best plan with one stage a rank, each cut into as many of equal work."""
+    alone = replace(problem, setting=replace(problem.setting, schedule="1f1b"))
+    coarse = np.asarray(place(alone).stage_of)
+    parts, may_cut = stages // problem.stages, problem.rules.may_cut
+    if stages % problem.stages or (np.diff(coarse) < 0).any():
+        raise PlanError("there are no equal parts.")
+    cuts: list[int] = []
+    for stage in range(problem.stages):
+        own = np.flatnonzero(coarse == stage)
+        places = own[1:][may_cut[own[1:]]]
+        done = np.cumsum(problem.least_work_ms[own])
+        wanted = own[np.searchsorted(done, done[-1] * np.arange(1, parts) / parts)]
+        chosen = np.unique(places[np.searchsorted(places, wanted).clip(max=len(places) - 1)])
+        if len(places) < parts - 1 or len(chosen) < parts - 1:
+            raise PlanError("a stage has too few places to cut.")
+        cuts += [int(own[0]), *chosen.tolist()] if stage else chosen.tolist()
+    where = np.searchsorted(cuts, np.arange(len(coarse)), side="right")
+    return Placement(tuple(where.tolist()))
+
+
+def _distinct(steps: Sequence[Step]) -> list[Step]:
+    return list({step.placement.stage_of: step for step in steps}.values())
+
+
+def _key(problem: Problem, step: Step) -> tuple[float, float]:
+    return lacking_bytes(problem, step.evaluation), step.step_ms
+
+
+def _free(problem: Problem, best: Step, bound_ms: float) -> Step:
+    """Stages on other ranks as long as the step gets shorter, with its borders moved at the end;
+    every rank keeps some."""
+    trials, start = _FREE_TRIALS, best
+    while True:
+        for ranks in _with_other_ranks(best.placement.ranks_of_stage):
+            trials -= 1
+            step = step_of(problem, Placement(best.placement.stage_of, ranks))
+            if _key(problem, step) < _key(problem, best):
+                best = step
+                break
+            if trials < 0:
+                break
+        else:
+            break
+        if trials < 0:
+            break
+    return best if best is start else improved(problem, best, bound_ms)
+
+
+def _with_other_ranks(
+    ranks: tuple[tuple[int, ...], ...],
+) -> Iterator[tuple[tuple[int, ...], ...]]:
+    """One stage on another rank, or the ranks of two stages exchanged."""
+    every = sorted(set(ranks))
+    for stage, own in enumerate(ranks):
+        if ranks.count(own) > 1:
+            for other in every:
+                if other != own:
+                    yield (*ranks[:stage], other, *ranks[stage + 1 :])
+    for first, second in combinations(range(len(ranks)), 2):
+        if ranks[first] != ranks[second]:
+            exchanged = list(ranks)
+            exchanged[first], exchanged[second] = ranks[second], ranks[first]
+            yield tuple(exchanged)
+
+
+def _tidy(problem: Problem, best: Step) -> Step:
+    """Cuts between blocks and where few bytes cross, for the share that may be given up."""
+    share = problem.rules.prefer_modules
+    if not share or problem.rules.must_cut:
+        return best
+    schedule = schedule_of(problem, best.placement)
+    tidy = tidied(StepTimer(problem, schedule), best, best.step_ms * (1 + share))
+    again = step_of(problem, tidy.placement)
+    return again if again.step_ms <= best.step_ms * (1 + share) * (1 + _LEAST) else best

@@ -1,0 +1,310 @@
+"""A problem and a placement -> what one optimizer step takes, as the simulator finds it.
+
+A synchronous step is that of the schedule's own actions with the costs of the stages, wherever the
+stages are: one a rank, several where the schedule provides for them, replicas of a stage as one
+rank that is as fast. `auto` is made for these costs, and how many micro-batches it keeps in flight
+is known only then, so its stages are evaluated again with that. Of asynchronous schedules, and
+where a schedule does not put stages on the ranks that the placement has, a step is the slowest
+rank's time for all its micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..runtime.schedule import Schedule
+from ..runtime.schedules import VIRTUAL
+from ..runtime.simulate import Costs as ActionCosts
+from ..runtime.simulate import Timeline, simulate
+from .cost import Costs, Floats, Ints, Value
+from .critical_path import CriticalPath
+from .evaluate import Evaluation, evaluate
+from .problem import Placement, Problem
+from .setting import AUTO, scheduled
+
+Edge = tuple[int, int]
+_ROUNDS = 3  # of making a schedule of costs that depend on what it keeps in flight
+
+
+@dataclass(frozen=True)
+class Step:
+    """A placement, what it costs, and what one step of it takes."""
+
+    placement: Placement
+    evaluation: Evaluation
+    step_ms: float
+
+
+@dataclass(frozen=True)
+class Talk:
+    """What ranks spend on transfers beside computing, for one micro-batch and by stage, and the
+    times of edges whose transfers go on meanwhile; `edges` are all, `grad_edges` those over which
+    gradients come back."""
+
+    forward_ms: tuple[float, ...]
+    backward_ms: tuple[float, ...]
+    overlapped_ms: dict[Edge, float]
+    edges: frozenset[Edge]
+    grad_edges: frozenset[Edge]
+
+
+def step_of(problem: Problem, placement: Placement) -> Step:
+    """What one optimizer step of the placement takes."""
+    if not is_simulated(problem, placement):
+        setting = problem.setting
+        evaluation = evaluate(problem, placement)
+        # The bottleneck of replicas is of all their micro-batches, unless each has its own part.
+        rounds = setting.micro_batches if setting.is_asynchronous else setting.shared_micro_batches
+        return Step(placement, evaluation, rounds * evaluation.bottleneck_ms)
+    evaluation, schedule = _settled(problem, placement)
+    timeline = timeline_of(problem, placement, evaluation, schedule)
+    return Step(placement, evaluation, timeline.makespan_ms)
+
+
+def is_simulated(problem: Problem, placement: Placement) -> bool:
+    """Whether the schedule runs the stages where the placement has them."""
+    setting, ranks = problem.setting, placement.ranks_of_stage
+    if setting.is_asynchronous:
+        return False
+    if len({rank for of_stage in ranks for rank in of_stage}) == sum(map(len, ranks)):
+        return True
+    if placement.is_replicated:
+        return False
+    at = tuple(of_stage[0] for of_stage in ranks)
+    if setting.schedule == AUTO:
+        return True
+    if setting.schedule not in VIRTUAL or len(at) % len(set(at)):
+        return False
+    count = setting.shared_micro_batches
+    return scheduled(setting.schedule, len(at), count, at).rank_of_stage == at
+
+
+class StepTimer:
+    """Times many placements of one problem, each by a single pass over the schedule's actions.
+
+    `schedule` is that of one of them: `auto` is not made anew for each.
+    """
+
+    def __init__(self, problem: Problem, schedule: Schedule) -> None:
+        self.problem, self.schedule = problem, schedule
+        setting = problem.setting
+        self._is_plain = not setting.is_limited and not setting.replicas
+        self._paths: dict[object, CriticalPath] = {}
+
+    def step(self, placement: Placement) -> Step:
+        """What `step_of` finds of the placement under this schedule."""
+        is_made = self.problem.setting.schedule == AUTO
+        held = self.schedule.in_flight if is_made else ()
+        evaluation = evaluate(self.problem, placement, held)
+        talk = talk_of(self.problem, placement)
+        costs = action_costs(self.problem, placement, evaluation, talk)
+        return Step(placement, evaluation, self._end_ms(placement, costs, talk))
+
+    def shorter(self, placement: Placement, than_ms: float) -> Step | None:
+        """The step of the placement if it fits and is below `than_ms`. Where memory has no end, the
+        stages are only evaluated if so."""
+        if self._is_plain:
+            talk = talk_of(self.problem, placement)
+            costs = self._plain_costs(placement, talk)
+            busy_ms = _busy_ms(costs, placement)
+            if self.schedule.micro_batches * busy_ms >= than_ms:
+                return None
+            if self._end_ms(placement, costs, talk) >= than_ms:
+                return None
+        step = self.step(placement)
+        return step if step.evaluation.fits and step.step_ms < than_ms else None
+
+    def _plain_costs(self, placement: Placement, talk: Talk) -> ActionCosts:
+        """`action_costs` where no stage recomputes for want of memory, without the memory."""
+        problem, count = self.problem, placement.stages
+        at, first = np.asarray(placement.stage_of), placement.ranks_of_stage
+        by_seen = {id(seen): _sums_ms(seen, at, count) for seen in problem.seen}
+        found = [by_seen[id(problem.seen[ranks[0]])][:, stage] for stage, ranks in enumerate(first)]
+        forward_ms, backward_ms, weight_ms = np.stack(found, axis=1)
+        if problem.setting.recompute == "all":
+            again = np.array(self.schedule.in_flight) > 1
+            backward_ms = backward_ms + forward_ms * again
+        return ActionCosts(
+            forward_ms=tuple((forward_ms + talk.forward_ms).tolist()),
+            backward_ms=tuple((backward_ms + talk.backward_ms).tolist()),
+            step_ms=exchanges_ms(problem, placement),
+            transfer_ms=talk.overlapped_ms,
+            weight_ms=tuple(weight_ms.tolist()),
+        )
+
+    def _end_ms(self, placement: Placement, costs: ActionCosts, talk: Talk) -> float:
+        holders = _holders(self.problem, placement)
+        key = (talk.edges, talk.grad_edges, holders)
+        if key not in self._paths:
+            self._paths[key] = CriticalPath(self.schedule, talk.edges, talk.grad_edges, holders)
+        return self._paths[key].end_ms(costs)
+
+
+def _sums_ms(seen: Costs, at: Ints, count: int) -> Floats:
+    """Forward, backward and weight times of the stages."""
+    amounts = (seen.forward_ms, seen.backward_ms, seen.weight_ms)
+    return np.stack([np.bincount(at, weights=each, minlength=count) for each in amounts])
+
+
+def _busy_ms(costs: ActionCosts, placement: Placement) -> float:
+    """What the fullest rank computes and talks for a micro-batch."""
+    on_rank: dict[int, float] = defaultdict(float)
+    for stage, (rank, *_) in enumerate(placement.ranks_of_stage):
+        on_rank[rank] += costs.forward_ms[stage] + costs.backward_ms[stage]
+    return max(on_rank.values())
+
+
+def schedule_of(problem: Problem, placement: Placement) -> Schedule:
+    """The actions of the placement's ranks."""
+    return _settled(problem, placement)[1]
+
+
+def _settled(problem: Problem, placement: Placement) -> tuple[Evaluation, Schedule]:
+    """The costs of a placement and its schedule, which `auto` makes of them."""
+    evaluation = evaluate(problem, placement)
+    schedule = _schedule(problem, placement, evaluation)
+    if problem.setting.schedule != AUTO:
+        return evaluation, schedule
+    for _ in range(_ROUNDS):
+        again = [load.recomputes for load in evaluation.stages]
+        evaluation = evaluate(problem, placement, schedule.in_flight)
+        if again == [load.recomputes for load in evaluation.stages]:
+            break
+        schedule = _schedule(problem, placement, evaluation)
+    return evaluation, schedule
+
+
+def timeline_of(
+    problem: Problem, placement: Placement, evaluation: Evaluation, schedule: Schedule
+) -> Timeline:
+    """One step, simulated; replicas of a stage as one rank that is as fast."""
+    talk = talk_of(problem, placement)
+    return simulate(
+        schedule,
+        action_costs(problem, placement, evaluation, talk),
+        talk.edges,
+        grad_edges=talk.grad_edges,
+        shared_stages=_holders(problem, placement),
+    )
+
+
+def _schedule(problem: Problem, placement: Placement, evaluation: Evaluation) -> Schedule:
+    setting, ranks = problem.setting, placement.ranks_of_stage
+    at = tuple(of_stage[0] for of_stage in ranks)
+    rank_of_stage = at if len(set(at)) < len(at) else ()
+    count = setting.shared_micro_batches
+    return scheduled(setting.schedule, placement.stages, count, rank_of_stage)
+
+
+def action_costs(
+    problem: Problem, placement: Placement, evaluation: Evaluation, talk: Talk
+) -> ActionCosts:
+    """What the actions of every stage take, transfers that ranks wait for included."""
+    setting = problem.setting
+    replicas = [len(ranks) for ranks in placement.ranks_of_stage]
+    positions = [ranks[0] for ranks in placement.ranks_of_stage]
+
+    def shared(times_ms: Sequence[float], beside_ms: Sequence[float]) -> tuple[float, ...]:
+        return tuple(
+            (time_ms + talk_ms) / count
+            for time_ms, talk_ms, count in zip(times_ms, beside_ms, replicas, strict=True)
+        )
+
+    loads, nothing = evaluation.stages, [0.0] * len(replicas)
+    return ActionCosts(
+        forward_ms=shared([load.forward_ms for load in loads], talk.forward_ms),
+        backward_ms=shared([load.backward_ms for load in loads], talk.backward_ms),
+        step_ms=tuple(
+            tied_ms + float(setting.sum_gradients_ms(position, load.param_bytes))
+            for position, tied_ms, load in zip(
+                positions, exchanges_ms(problem, placement), loads, strict=True
+            )
+        ),
+        transfer_ms=talk.overlapped_ms,
+        weight_ms=shared([load.weight_ms for load in loads], nothing),
+    )
+
+
+def _holders(problem: Problem, placement: Placement) -> tuple[tuple[int, ...], ...]:
+    """The stages of every parameter that several stages hold."""
+    shared = {
+        tuple(sorted({placement.stage_of[group] for group in (value.owner, *value.readers)}))
+        for value in problem.exchanges.values()
+    }
+    return tuple(sorted(stages_of for stages_of in shared if len(stages_of) > 1))
+
+
+def talk_of(problem: Problem, placement: Placement) -> Talk:
+    """The transfers of `stage_sums` by direction and by edge."""
+    at, stages = placement.stage_of, placement.stages
+    ranks = [of_stage[0] for of_stage in placement.ranks_of_stage]
+    setting = problem.setting
+    forward_ms, backward_ms = [0.0] * stages, [0.0] * stages
+    on_edge_ms: dict[Edge, float] = defaultdict(float)
+    edges: set[Edge] = set()
+    grad_edges: set[Edge] = set()
+    for index in problem.costs.leaving(placement.stage_of):
+        value = problem.costs.values[index]
+        if value.is_exchange:
+            continue
+        owner = at[value.owner]
+        readers = sorted({at[reader] for reader in value.readers} - {owner}, reverse=True)
+        share = forward_share(value, problem)
+        pairs = {(min(owner, reader), max(owner, reader)) for reader in readers}
+        edges |= pairs
+        if share < 1:
+            grad_edges |= pairs
+        first_on = {ranks[reader]: reader for reader in readers}
+        first_on.pop(ranks[owner], None)
+        if not first_on:
+            continue
+        ends = [(owner, problem.seen[ranks[owner]].send_ms[index])]
+        ends += [
+            (reader, problem.seen[rank].receive_ms[index]) for rank, reader in first_on.items()
+        ]
+        for stage, transfer_ms in ends:
+            if setting.talks_in_turn(ranks[stage]):
+                forward_ms[stage] += share * float(transfer_ms)
+                backward_ms[stage] += (1 - share) * float(transfer_ms)
+        if setting.overlap:
+            for edge in pairs:
+                # The simulator takes gradients to need the time of the tensors forwards.
+                on_edge_ms[edge] += float(ends[0][1]) / 2
+    return Talk(
+        tuple(forward_ms),
+        tuple(backward_ms),
+        dict(on_edge_ms),
+        frozenset(edges),
+        frozenset(grad_edges),
+    )
+
+
+def exchanges_ms(problem: Problem, placement: Placement) -> tuple[float, ...]:
+    """What each stage's optimizer step needs for the gradients of parameters that others hold."""
+    at, rounds = placement.stage_of, problem.setting.micro_batches
+    total = [0.0] * placement.stages
+    for index, value in problem.exchanges.items():
+        owner, readers = at[value.owner], {at[reader] for reader in value.readers}
+        readers.discard(owner)
+        if readers:
+            total[owner] += rounds * float(problem.costs.send_ms[index])
+        for reader in readers:
+            total[reader] += rounds * float(problem.costs.receive_ms[index])
+    return tuple(total)
+
+
+def forward_share(value: Value, problem: Problem) -> float:
+    """The part of a value's transfer that is on the way forward; 1 if no gradient comes back."""
+    if value.owner > value.readers[0]:
+        return 0.0
+    if not value.backward_bytes:
+        return 1.0
+    link = problem.costs.link
+    both_ms = link.transfer_ms(value.forward_bytes) + link.transfer_ms(value.backward_bytes)
+    if value.known_ms is not None or not both_ms:
+        return 0.5
+    return link.transfer_ms(value.forward_bytes) / both_ms

@@ -1,0 +1,1 @@
+"""A schedule computed from costs: `auto` on the command line."""

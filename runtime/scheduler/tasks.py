@@ -1,0 +1,308 @@
+"""Stages, costs and placement -> one step's tasks as numbers, and what a given order of them takes.
+
+What a task waits for is asked of `Rule` once and kept as indices, so that an order of some hundred
+tasks is timed in less than a millisecond; the figures are those of `simulate`, which a test
+compares. A task's number is `kind * count + stage * micro_batches + micro_batch`. A backward is
+WHOLE, or INPUTS and WEIGHTS; the first two make the same gradients of inputs, and have one place in
+the list of times.
+
+Steps follow one another: a rank begins its next step when its own last action is over, whatever
+the others do. The period is what a step takes then, again and again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+
+from ..dependencies import Edge, Rule
+from ..schedule import Action, Kind, Schedule, one_step
+from ..simulate import Costs
+
+FORWARD, WHOLE, INPUTS, WEIGHTS = range(4)
+_LETTERS: tuple[Kind, ...] = ("F", "B", "B", "W")
+Rows = list[list[int]]
+_LAPS = 12
+_SAME = 1e-9
+
+
+@dataclass(frozen=True)
+class Steady:
+    """How an order repeats: the period, when each rank is free again, and when tasks end."""
+
+    period_ms: float
+    free_ms: tuple[float, ...]
+    end_ms: tuple[float, ...]
+
+
+class Tasks:
+    """All tasks of one step; `limit` bounds the live activations of each rank, in units of
+    `weights`, which are those of one micro-batch of each stage. Without `may_split` all backwards
+    are whole."""
+
+    def __init__(
+        self,
+        costs: Costs,
+        rank_of_stage: Sequence[int],
+        micro_batches: int,
+        *,
+        edges: Iterable[Edge] | None = None,
+        grad_edges: Iterable[Edge] | None = None,
+        shared_stages: Iterable[Sequence[int]] = (),
+        limit: Sequence[float] = (),
+        weights: Sequence[float] = (),
+        may_split: bool = True,
+    ) -> None:
+        self.costs, self.rank_of_stage = costs, tuple(rank_of_stage)
+        self.stages, self.micro_batches = len(self.rank_of_stage), micro_batches
+        self.ranks = max(self.rank_of_stage) + 1
+        self.count = self.stages * micro_batches
+        self.may_split = may_split
+        self.limit, self.weights = tuple(limit), tuple(weights) or (1.0,) * self.stages
+        self.of_rank = [
+            [stage for stage, at in enumerate(self.rank_of_stage) if at == rank]
+            for rank in range(self.ranks)
+        ]
+        rule = Rule(
+            one_step("auto", self._plain_rows(), self.rank_of_stage),
+            edges,
+            grad_edges=grad_edges,
+            shared_stages=shared_stages,
+        )
+        self._link(rule)
+        self._others = {
+            stage: sorted(
+                {needed.stage for needed in rule.dependencies(Action(stage, "S", 1))} - {stage}
+            )
+            for stage in range(self.stages)
+        }
+        self._shares = any(self._others.values())
+        self._sources = [rule.sources("F", stage) for stage in range(self.stages)]
+        self._targets = [rule.targets("B", stage) for stage in range(self.stages)]
+        self.readers = [
+            {self.rank_of_stage[j] for j in rule.targets("F", stage) + rule.targets("B", stage)}
+            for stage in range(self.stages)
+        ]
+
+    def _plain_rows(self) -> Iterable[list[Action]]:
+        for own in self.of_rank:
+            kinds: tuple[Kind, Kind] = ("F", "B")
+            yield [Action(j, k, i) for k in kinds for j in own for i in range(self.micro_batches)]
+
+    def _link(self, rule: Rule) -> None:
+        n, m = self.count, self.micro_batches
+        self.cost_ms: list[float] = []
+        self.needs: list[tuple[int, ...]] = []
+        self.sends: list[tuple[tuple[int, int, float], ...]] = [()] * (4 * n)
+        self.place = [task if task < 2 * n else task - n for task in range(4 * n)]
+        self.places, self.links = 3 * n, 0
+        arrivals: dict[tuple[int, int], int] = {}  # of a task's result, at a stage
+        for kind, stage in product((FORWARD, WHOLE), range(self.stages)):
+            for sent in rule.sends(Action(stage, _LETTERS[kind], 0)):
+                assert sent.peer is not None
+                transfer_ms = self._transfer_ms(*sorted((stage, sent.peer)))
+                if not transfer_ms:
+                    continue
+                for index in range(m):
+                    task = self.number(kind, stage, index)
+                    arrivals[task, sent.peer] = self.places
+                    self.sends[task] += ((self.places, self.links, transfer_ms),)
+                    self.places += 1
+                self.links += 1
+        self.sends[2 * n : 3 * n] = self.sends[n : 2 * n]
+        for kind, stage, index in product(range(4), range(self.stages), range(m)):
+            action = Action(stage, _LETTERS[kind], index)
+            self.cost_ms.append(self.costs.of(action, split=kind in (INPUTS, WEIGHTS)))
+            waits = []
+            for needed in rule.dependencies(action):
+                other = self.number(_LETTERS.index(needed.kind), needed.stage, index)
+                waits.append(arrivals.get((other, stage), other))
+            self.needs.append(tuple(waits))
+
+    def number(self, kind: int, stage: int, index: int) -> int:
+        return kind * self.count + stage * self.micro_batches + index
+
+    def kind(self, task: int) -> int:
+        return task // self.count
+
+    def stage(self, task: int) -> int:
+        return task % self.count // self.micro_batches
+
+    def index(self, task: int) -> int:
+        return task % self.micro_batches
+
+    def rows_of(self, schedule: Schedule) -> Rows:
+        """The order that a schedule of these stages and micro-batches has."""
+        kinds, split = {"F": FORWARD, "B": WHOLE, "W": WEIGHTS}, schedule.split
+        return [
+            [
+                self.number(
+                    INPUTS if a.kind == "B" and (a.stage, a.index) in split else kinds[a.kind],
+                    a.stage,
+                    a.index,
+                )
+                for a in row
+                if a.kind in kinds
+            ]
+            for row in schedule.ranks
+        ]
+
+    def schedule_of(self, rows: Rows, name: str) -> Schedule:
+        actions = (
+            [Action(self.stage(t), _LETTERS[self.kind(t)], self.index(t)) for t in row]
+            for row in rows
+        )
+        return one_step(name, actions, self.rank_of_stage)
+
+    def run(
+        self, rows: Rows, free_ms: Sequence[float], links_ms: list[float]
+    ) -> tuple[list[float], list[float]] | None:
+        """When each rank is free after one step and each task ended, or None if it never ends."""
+        cost_ms, needs, sends, place = self.cost_ms, self.needs, self.sends, self.place
+        end_ms = [-1.0] * self.places
+        at = [0] * self.ranks
+        now = list(free_ms)
+        left = sum(map(len, rows))
+        while left:
+            before = left
+            for rank, row in enumerate(rows):
+                position, length, time = at[rank], len(row), now[rank]
+                while position < length:
+                    task = row[position]
+                    start = time
+                    for need in needs[task]:
+                        ready = end_ms[need]
+                        if ready < 0.0:
+                            break
+                        if ready > start:
+                            start = ready
+                    else:
+                        time = start + cost_ms[task]
+                        end_ms[place[task]] = time
+                        for slot, link, transfer_ms in sends[task]:
+                            begin = links_ms[link]
+                            arrived = (time if time > begin else begin) + transfer_ms
+                            end_ms[slot] = links_ms[link] = arrived
+                        position += 1
+                        left -= 1
+                        continue
+                    break
+                at[rank], now[rank] = position, time
+            if left == before:
+                return None
+        return self._stepped(now, end_ms), end_ms
+
+    def _stepped(self, now: list[float], end_ms: list[float]) -> list[float]:
+        gradients_ms = [0.0] * self.stages
+        if self._shares:
+            m, n = self.micro_batches, self.count
+            for stage in range(self.stages):
+                of_stage = range(stage * m, stage * m + m)
+                gradients_ms[stage] = max(max(end_ms[n + t], end_ms[2 * n + t]) for t in of_stage)
+        for rank, own in enumerate(self.of_rank):
+            for stage in own:
+                for other in self._others[stage]:
+                    now[rank] = max(now[rank], gradients_ms[other])
+                now[rank] += self.costs.step_ms[stage]
+        return now
+
+    def steady(
+        self, rows: Rows, free_ms: Sequence[float] | None = None, *, below_ms: float = math.inf
+    ) -> Steady | None:
+        """How the order repeats itself, from ranks that are free then; None if it never ends, or
+        if its period is certain not to be below that."""
+        free = list(free_ms or [0.0] * self.ranks)
+        links_ms = [0.0] * self.links
+        for _ in range(_LAPS):
+            first = min(free)
+            free = [time - first for time in free]
+            links_ms = [time - first for time in links_ms]
+            found = self.run(rows, free, links_ms)
+            if found is None:
+                return None
+            after, end_ms = found
+            gains = [end - begin for begin, end in zip(free, after, strict=True)]
+            if max(gains) - min(gains) <= _SAME:
+                break
+            if min(gains) > below_ms:  # the period is between the gains of one step
+                return None
+            free = after
+        return Steady(max(gains), tuple(free), tuple(end_ms))
+
+    def peaks(self, rows: Rows) -> list[float]:
+        """The most live activations of each rank."""
+        return [self.peak(row) for row in rows]
+
+    def peak(self, row: Sequence[int]) -> float:
+        held = most = 0.0
+        for task in row:
+            kind = self.kind(task)
+            if kind == FORWARD:
+                held += self.weights[self.stage(task)]
+                most = max(most, held)
+            elif kind != INPUTS:
+                held -= self.weights[self.stage(task)]
+        return most
+
+    def fits(self, rows: Rows) -> bool:
+        """Whether the order keeps to the limit, and to whole backwards if it must."""
+        if not self.may_split and any(task >= 2 * self.count for row in rows for task in row):
+            return False
+        return not self.limit or all(
+            peak <= most + _SAME for peak, most in zip(self.peaks(rows), self.limit, strict=True)
+        )
+
+    @cached_property
+    def gap_ms(self) -> list[float]:
+        """What each rank cannot fill but with W that is put off: its first forward comes later
+        than that of stage 0, its last backward earlier."""
+        base, step_ms = self.rank_of_stage[0], self.costs.step_ms
+        gaps = []
+        for rank, own in enumerate(self.of_rank):
+            inside = min(map(self._head, own)) + min(map(self._tail, own))
+            stepping = sum(step_ms[stage] for stage in own)
+            gaps.append(0.0 if rank == base else max(0.0, inside + step_ms[0] - stepping))
+        return gaps
+
+    @cached_property
+    def bound_ms(self) -> float:
+        """No order has a shorter period: a rank has all its work to do in it, and fills its gap
+        with idle time, or with W of which putting off 1 ms takes some `price` more."""
+        costs, n = self.costs, self.count
+        bound = 0.0
+        for own, gap in zip(self.of_rank, self.gap_ms, strict=True):
+            prices = [1.0]
+            for whole in (self.number(WHOLE, stage, 0) for stage in own):
+                if (weight := self.cost_ms[whole + 2 * n]) > 0:
+                    split = self.cost_ms[whole + n] + weight
+                    prices.append((split - self.cost_ms[whole]) / weight)
+            each = sum(costs.forward_ms[j] + costs.backward_ms[j] for j in own)
+            work = self.micro_batches * each + sum(costs.step_ms[j] for j in own)
+            price = max(0.0, min(prices)) if self.may_split else 1.0
+            bound = max(bound, work + price * gap)
+        return bound
+
+    def _head(self, stage: int) -> float:
+        """The least time from the first forward of all to the stage's."""
+        ways = [
+            self._head(source) + self.costs.forward_ms[source] + self._transfer_ms(source, stage)
+            for source in self._sources[stage]
+        ]
+        return max(ways, default=0.0)
+
+    def _tail(self, stage: int) -> float:
+        """The least time from the stage's last backward to that of stage 0, if it waits for it."""
+        ways = []
+        for target in self._targets[stage]:
+            ways_back = (WHOLE, INPUTS) if self.may_split else (WHOLE,)
+            each_ms = min(self.cost_ms[self.number(kind, target, 0)] for kind in ways_back)
+            if target == 0 or self._targets[target]:
+                ways.append(self._transfer_ms(target, stage) + each_ms + self._tail(target))
+        return max(ways, default=0.0)
+
+    def _transfer_ms(self, source: int, target: int) -> float:
+        remote = self.rank_of_stage[source] != self.rank_of_stage[target]
+        return self.costs.transfer_ms.get((source, target), 0.0) if remote else 0.0

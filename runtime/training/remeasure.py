@@ -1,0 +1,144 @@
+"""What the first steps of a run took -> the schedule of all others: `--schedule auto`.
+
+A plan's costs were measured stage by stage, alone and beforehand. A run knows better what its ranks
+take, all at work. So the first schedule, from the plan's costs, goes for a few steps as it is, and
+for a few more with every backward in two parts, one right behind the other: that measures what W
+takes and what parting costs. Then rank 0 computes the schedule again, and all ranks take over its
+text.
+
+    step  1         left out: caches and memory are new
+    steps 2 to 5    whole backwards are measured
+    steps 6 and 7   backwards in two parts are measured
+    step  8         the schedule computed from it begins
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from statistics import median
+
+from ..activity import COMPUTING
+from ..channels import forward_edges, gradient_edges, shared_stages
+from ..plan import Plan
+from ..schedule import Action, Schedule, one_step
+from ..schedule_text import from_text, to_text
+from ..schedules import AUTO
+from ..simulate import Costs, simulate
+from .gather import RankFigures
+from .segments import fit, lowered
+from .settings import Settings
+from .world import World
+
+_WHOLE, _PARTED = range(2, 6), range(6, 8)
+_LAST = _PARTED[-1]
+_ENOUGH = 2 * _LAST
+"""A shorter run keeps to the first schedule."""
+
+
+def when_measured(settings: Settings) -> str:
+    """Whether and when the schedule of the run is computed again."""
+    if settings.steps < _ENOUGH:
+        return f"and kept, since the run has fewer than {_ENOUGH} steps"
+    return f"and again from measured ones after step {_LAST}"
+
+
+class Remeasuring:
+    """The schedule of every step of one run, lowered; all ranks ask for those of all steps in turn.
+
+    On rank 0 `figures` gives what every rank said of the steps so far, from the second on, and
+    `optimizer_ms` each rank's optimizer; `tell` is told what was done.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        settings: Settings,
+        world: World,
+        first: Schedule,
+        *,
+        figures: Callable[[int], Sequence[Sequence[RankFigures]]],
+        optimizer_ms: Callable[[], Sequence[float]],
+        tell: Callable[[str, Schedule], None],
+    ) -> None:
+        self._plan, self._settings, self._world = plan, settings, world
+        self._figures, self._optimizer_ms, self._tell = figures, optimizer_ms, tell
+        self._first = self.current = first
+        self._is_wanted = settings.schedule == AUTO and settings.steps >= _ENOUGH
+
+    def of_step(self, step: int) -> Schedule:
+        """The schedule of a step, counted from 1."""
+        if self._is_wanted and step == _PARTED[0]:
+            parted = with_parted_backwards(self._first.compute)
+            self.current = lowered(self._plan, parted, check=False)
+        elif self._is_wanted and step == _LAST + 1:
+            text = self._fitted() if self._world.rank == 0 else ""
+            made = from_text(self._world.text_of_first(text), (), grad_edges=())
+            self.current = lowered(self._plan, made, check=True)
+        return self.current
+
+    def _fitted(self) -> str:
+        """The text of the new schedule."""
+        plan, first = self._plan, self._first.compute
+        costs = costs_of_steps(self._figures(_LAST), self._optimizer_ms(), first)
+        made = fit(plan, self._settings, costs, rank_of_stage=first.rank_of_stage)
+        edges, gradients = forward_edges(plan), gradient_edges(plan)
+        before, after = (
+            simulate(
+                schedule, costs, edges, grad_edges=gradients, shared_stages=shared_stages(plan)
+            )
+            for schedule in (first, made)
+        )
+        parted = len(made.split)
+        self._tell(
+            f"computed from what steps {_WHOLE[0]} to {_LAST} took: {after.makespan_ms:.0f} ms a "
+            f"step instead of {before.makespan_ms:.0f}; "
+            f"{parted or 'none'} of {made.stages * made.micro_batches} backwards in two parts",
+            made,
+        )
+        return to_text(made)
+
+
+def with_parted_backwards(schedule: Schedule) -> Schedule:
+    """The same order with every backward in two parts, W right behind B.
+
+    >>> from asyncpipe.runtime.schedules import one_f_one_b
+    >>> print(with_parted_backwards(one_f_one_b(1, 2)))
+    rank 0: 0F0@v0 0B0@v0 0W0@v0 0F1@v0 0B1@v0 0W1@v0 0S1
+    """
+    rows: list[list[Action]] = []
+    for row in schedule.ranks:
+        rows.append([])
+        for action in row:
+            if action.kind in ("F", "B"):
+                rows[-1].append(action)
+            if action.kind == "B":
+                rows[-1].append(action._replace(kind="W"))
+    return one_step(schedule.name, rows, schedule.rank_of_stage)
+
+
+def costs_of_steps(
+    figures: Sequence[Sequence[RankFigures]], optimizer_ms: Sequence[float], schedule: Schedule
+) -> Costs:
+    """Medians of the measured steps; transfers free, optimizers shared out among their stages."""
+    stages, m = range(schedule.stages), schedule.micro_batches
+
+    def of(kind: str, stage: int, steps: range) -> float:
+        place = COMPUTING.index(kind) * len(stages) + stage
+        rank = schedule.rank_of_stage[stage]
+        found = [ranks[rank].stage_s[place] for ranks in figures if int(ranks[0].step) in steps]
+        return 1e3 * median(found) / m
+
+    whole = [of("B", stage, _WHOLE) for stage in stages]
+    weight = [of("W", stage, _PARTED) for stage in stages]
+    inputs = [of("B", stage, _PARTED) for stage in stages]
+    on_rank = [schedule.rank_of_stage.count(rank) for rank in schedule.rank_of_stage]
+    return Costs(
+        forward_ms=tuple(of("F", stage, _WHOLE) for stage in stages),
+        backward_ms=tuple(whole),
+        step_ms=tuple(
+            optimizer_ms[rank] / count
+            for rank, count in zip(schedule.rank_of_stage, on_rank, strict=True)
+        ),
+        weight_ms=tuple(weight),
+        split_ms=tuple(max(0.0, i + w - b) for i, w, b in zip(inputs, weight, whole, strict=True)),
+    )
