@@ -8,7 +8,7 @@ hooks are called around every action.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Unpack
 
@@ -87,6 +87,7 @@ class Pipeline:
         self.rank_of_stage = tuple(rank_of_stage or range(len(plan.stages)))
         self.criterion = criterion
         self.device = torch.device(device)
+        self.precision = precision
         self.dtypes = dtypes
         self.seed = seed
         expected = [j for j, rank in enumerate(self.rank_of_stage) if rank == transport.rank]
@@ -106,6 +107,7 @@ class Pipeline:
         }
         self.weights = {j: WeightVersions(j, stages[j]) for j in expected}
         self.staleness = {j: make_staleness(staleness) for j in expected}
+        self._is_live = staleness == "none"
         self._shared = SharedGradients(plan, stages, self.transport)
         self._shared_is_verified = False
         self._model_outputs = output_names(plan)
@@ -156,7 +158,7 @@ class Pipeline:
             yield from self._shared.verify_equal()
             self._shared_is_verified = True
         ends = window_ends(run.program)
-        with self._modes(run.training):
+        with self._modes(run.training), self._casts_kept(run.training):
             for position, action in enumerate(run.program):
                 match action.kind:
                     case "F":
@@ -326,6 +328,7 @@ class Pipeline:
             with staleness.stepping(weights):
                 run.recorder.observer.on_step(action.stage, version)
             weights.stepped()
+            self.precision.forget_casts()
             staleness.after_step(weights)
 
     def _generator(
@@ -353,6 +356,11 @@ class Pipeline:
                 f"{self.plan.name} makes no loss of its own, and no criterion was given.",
                 "Name one with --criterion, such as cross_entropy.",
             )
+
+    def _casts_kept(self, training: bool) -> AbstractContextManager[None]:
+        """Weights are cast once for all micro-batches between two steps. Not where forwards read
+        copies of weights, whose memory is used again for other versions."""
+        return self.precision.casts_kept() if training and self._is_live else nullcontext()
 
     @contextmanager
     def _modes(self, training: bool) -> Iterator[None]:
