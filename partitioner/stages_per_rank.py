@@ -16,9 +16,9 @@ import networkx as nx
 
 from ..runtime.errors import AsyncPipeError, PlanError
 from ..runtime.plan import Candidate
-from ..runtime.schedules import VIRTUAL
+from ..runtime.schedules import AUTO, VIRTUAL
 from .cost import LOCALHOST
-from .setting import AUTO, scheduled
+from .setting import scheduled
 from .solve import Solution, solve
 
 ACTION_MS = 0.15
