@@ -47,7 +47,10 @@ partition_app = App(
     help="Cut a model into balanced pipeline stages and write them as readable Python.",
 )
 train_app = App(
-    name="asyncpipe-train", version=VERSION, help="Train a generated model as a pipeline."
+    name="asyncpipe-train",
+    version=VERSION,
+    help="Train a generated model as a pipeline.",
+    suppress_keyboard_interrupt=False,  # it says at which step
 )
 inspect_app = App(
     name="asyncpipe-inspect", version=VERSION, help="Show the stages, costs and code of a model."

@@ -281,6 +281,10 @@ _TRAIN_HELP = {
     "final_lr_ratio": "The last learning rate as a share of the first.",
     "clip": "Bound of the gradient norm over all stages (asynchronous: of each); 0 is off.",
     "criterion": "The loss, when the plan has none: cross_entropy, mse or file.py:function.",
+    "batch_norm": "When running statistics are updated: micro-batch, or once a mini-batch as if it "
+    "were one batch.",
+    "recompute": "Stages that run their forward again for the backward, to hold less: auto (the "
+    "plan's), all, none, or numbers such as 0,2.",
     "seed": "Of the data order and of dropout.",
     "weights": "To start from: a safetensors file or folder, a run's or a generated folder.",
     "export_hf": "Write the trained model to this folder, for from_pretrained.",
@@ -295,6 +299,9 @@ _TRAIN_HELP = {
     "timeout_s": "Seconds after which a rank that waits gives up, saying for whom.",
     "stall_s": "Seconds without progress after which is told who waits for whom; 0: never.",
     "dtype": "Of the weights.",
+    "precision": "Of computing: that of the weights (full), or less under torch's autocast.",
+    "loss_scale": "The first loss scale of float16; it changes with overflows, as GradScaler's.",
+    "boundary_dtype": "Cast wider tensors to this on their way between ranks.",
     "transport": "How boundary tensors travel; auto: the fastest that works here.",
     "print_schedule": "Print the schedule, as text that --schedule FILE reads, and stop.",
     "dry_run": "Check everything, say what would run, and stop.",

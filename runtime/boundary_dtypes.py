@@ -64,7 +64,9 @@ AS_PLANNED = BoundaryDtypes()
 def dtypes_of_folder(
     folder: str | Path, plan: Plan, precision: Precision
 ) -> dict[str, torch.dtype]:
-    """`dtypes_under` for the stages of a generated folder."""
+    """`dtypes_under` for a generated folder; empty where what the plan says holds."""
+    if precision.dtype is None:
+        return {}
     classes = [load_stage_class(folder, spec) for spec in plan.stages]
     return dtypes_under(precision, plan, classes)
 
@@ -72,10 +74,8 @@ def dtypes_of_folder(
 def dtypes_under(
     precision: Precision, plan: Plan, stages: Sequence[Callable[[], nn.Module]]
 ) -> dict[str, torch.dtype]:
-    """The dtype of every boundary tensor, found by running stages on fake tensors; empty where
-    that of the plan holds. Raises PlanError when a stage cannot be run so."""
-    if precision.dtype is None:
-        return {}
+    """The dtype of every boundary tensor, found by running all stages on fake tensors. Raises
+    PlanError when a stage cannot be run so."""
     device = torch.device(precision.device_type)
     values: dict[str, Any] = {}
     # The inner mode comes first: what asks for a value never gets to the fake tensors.

@@ -18,6 +18,8 @@ from .plan import Boundary, Plan
 from .transports.protocol import Channel, ChannelKind
 
 Edge = tuple[int, int]
+Sizes = Mapping[str, int]
+"""Numbers for a plan's symbols, such as batch and sequence."""
 _Spec = tuple[torch.dtype, tuple[int, ...]]
 
 GENERATOR_STATE = "generator state"
@@ -48,11 +50,35 @@ def shared_stages(plan: Plan) -> tuple[tuple[int, ...], ...]:
     return tuple(shared.stages for shared in plan.shared if len(shared.stages) > 1)
 
 
+def channels_of_each(
+    plan: Plan,
+    rank_of_stage: Sequence[int],
+    sizes: Sequence[Sizes],
+    *,
+    shared_specs: Mapping[str, _Spec],
+    state_bytes: int,
+    dtypes: BoundaryDtypes,
+) -> list[tuple[Channel, ...]]:
+    """The channels for each micro-batch's sizes: they differ in shape, and not in their tags."""
+    made: dict[tuple[tuple[str, int], ...], tuple[Channel, ...]] = {}
+    for own in sizes:
+        if (key := tuple(own.items())) not in made:
+            made[key] = plan_channels(
+                plan,
+                rank_of_stage,
+                sizes=own,
+                shared_specs=shared_specs,
+                state_bytes=state_bytes,
+                dtypes=dtypes,
+            )
+    return [made[tuple(own.items())] for own in sizes]
+
+
 def plan_channels(
     plan: Plan,
     rank_of_stage: Sequence[int],
     *,
-    sizes: Mapping[str, int],
+    sizes: Sizes,
     shared_specs: Mapping[str, _Spec],
     state_bytes: int,
     dtypes: BoundaryDtypes,

@@ -9,27 +9,34 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import TypedDict, Unpack
+from typing import Unpack
 
 import torch
 from torch import Tensor, nn
 
+from .batch_norm import MiniBatchNorm
 from .boundary_dtypes import AS_PLANNED, BoundaryDtypes
-from .channels import GENERATOR_STATE, forward_edges, gradient_edges, plan_channels, shared_stages
+from .channels import (
+    GENERATOR_STATE,
+    channels_of_each,
+    forward_edges,
+    gradient_edges,
+    shared_stages,
+)
 from .errors import PlanError, ScheduleError, TransportError
 from .feed import Criterion, Feed, FeedOnce, loss_of_stage, needed_inputs, output_names
 from .mailbox import Mailbox
 from .plan import Plan
 from .precision import FULL, Precision
-from .program import Program, forward_only, passages, window_ends
+from .program import forward_only, loss_divisors, passages, turning, window_ends
 from .random_state import GeneratorState, micro_batch_seed
 from .report import Observer, Recorder, RunReport, StepOptimizers
-from .schedule import Action, Schedule, shared_delay
+from .run import Run, RunOptions
+from .schedule import Action, Schedule, shared_delay, split_backwards
 from .shared import SharedGradients
 from .stage import Stage
-from .staleness import Passage, make_staleness
+from .staleness import make_staleness
 from .transports.casting import CastingTransport
 from .transports.protocol import Handle, Transport
 from .versions import LedgerEntry, WeightVersions
@@ -48,45 +55,15 @@ __all__ = [
 ]
 
 
-class RunOptions(TypedDict, total=False):
-    """What may be said about one run.
-
-    `first_micro_batch` is the number of the schedule's first micro-batch (0). Without `training`
-    only the forwards are carried out, in eval mode and without gradients; weights, versions and
-    random numbers are left alone. `sizes` are the micro-batches' sizes if not the plan's.
-    `record` keeps the time of each action. The loss is multiplied by `loss_scale` for backwards.
-    """
-
-    first_micro_batch: int
-    observer: Observer | None
-    training: bool
-    sizes: Mapping[str, int] | None
-    record: bool
-    loss_scale: float
-
-
-@dataclass
-class _Run:
-    """What belongs to one call of `run`."""
-
-    schedule: Schedule
-    program: Program
-    training: bool
-    feed: FeedOnce
-    mailbox: Mailbox
-    recorder: Recorder
-    passages: dict[tuple[int, int], Passage]
-    first_micro_batch: int
-    loss_scale: float
-
-
 class Pipeline:
     """One rank of a pipeline: its stages, their weight versions, and its end of the transport.
 
     `stages` are this rank's modules by stage. `rank_of_stage` is by default one stage a rank.
     `staleness` is a name in `staleness.METHODS`. `criterion` makes the loss where the model does
     not, at the last stage that makes a model output. Forwards compute in `precision`; `dtypes` are
-    those of boundary tensors. Raises PlanError when stages and plan do not fit.
+    those of boundary tensors. With `batch_norm_per_step` batch norms update their running
+    statistics once a step instead of once a micro-batch. Raises PlanError when stages and plan do
+    not fit.
     """
 
     def __init__(
@@ -102,6 +79,7 @@ class Pipeline:
         precision: Precision = FULL,
         dtypes: BoundaryDtypes = AS_PLANNED,
         seed: int = 0,
+        batch_norm_per_step: bool = False,
     ) -> None:
         self.plan = plan
         cast = dtypes.cast(plan)
@@ -122,6 +100,7 @@ class Pipeline:
                 plan.stages[j],
                 loss_of=loss_of_stage(plan, j, criterion),
                 precision=precision,
+                batch_norm=MiniBatchNorm(stages[j]) if batch_norm_per_step else None,
             )
             for j in expected
         }
@@ -131,6 +110,7 @@ class Pipeline:
         self._shared_is_verified = False
         self._model_outputs = output_names(plan)
         self._needed = needed_inputs(plan, expected, criterion=criterion is not None)
+        self._state_bytes = len(GeneratorState.seeded(self.device, 0).state)
 
     @property
     def versions(self) -> dict[int, int]:
@@ -183,6 +163,8 @@ class Pipeline:
                         yield from self._forward(run, action)
                     case "B":
                         yield from self._backward(run, action)
+                    case "W":
+                        self._weight_backward(run, action)
                     case "S":
                         yield from self._step(run, action)
                     case "SEND_F" | "SEND_B":
@@ -190,48 +172,68 @@ class Pipeline:
                     case _:
                         run.mailbox.post(action)
                 for stage in ends.get(position, ()):
-                    self._shared.publish(stage, self.weights[stage].version + 1)
+                    version = self.weights[stage].version + 1
+                    self._shared.publish(stage, version)
+                    run.recorder.observer.on_gradients(stage, version)
         yield from self._shared.drain()
-        run.mailbox.assert_empty()
+        run.mailbox.finish()
         return run.recorder.report()
 
     def close(self) -> None:
         """Waits until everything sent has arrived."""
         self.transport.close()
 
-    def _prepare(self, schedule: Schedule, feed: Feed, options: RunOptions) -> _Run:
+    def _prepare(self, schedule: Schedule, feed: Feed, options: RunOptions) -> Run:
         training = options.get("training", True)
         self._check(schedule, training)
         program = schedule.ranks[self.transport.rank]
         if not training:
             program = forward_only(program)
-        channels = plan_channels(
+        sizes = options.get("sizes") or self.plan.sizes
+        every = (sizes,) * schedule.micro_batches if isinstance(sizes, Mapping) else tuple(sizes)
+        if len(every) != schedule.micro_batches:
+            raise ScheduleError(
+                f"The schedule has {schedule.micro_batches} micro-batches, and sizes were given "
+                f"for {len(every)}."
+            )
+        by_index = channels_of_each(
             self.plan,
             self.rank_of_stage,
-            sizes=options.get("sizes") or self.plan.sizes,
+            every,
             shared_specs=self._shared.specs,
-            state_bytes=len(GeneratorState.seeded(self.device, 0).state),
+            state_bytes=self._state_bytes,
             dtypes=self.dtypes,
         )
+        channels = by_index[0]
         self._shared.open(channels)
         if not training:
             channels = tuple(c for c in channels if c.name != GENERATOR_STATE)
         first_micro_batch = options.get("first_micro_batch", 0)
-        return _Run(
+        batches = [own.get("batch", 1) for own in every]
+        return Run(
             schedule,
             program,
             training,
             FeedOnce(feed, self._needed, len(self.stages), self.device, self.transport.rank),
-            Mailbox(channels, self.transport, program),
+            Mailbox(
+                channels,
+                self.transport,
+                program,
+                in_flight=schedule.in_flight if training else None,
+                by_index=by_index if len(set(map(id, by_index))) > 1 else (),
+            ),
             Recorder(
                 options.get("observer") or Observer(), keep_events=options.get("record", False)
             ),
             passages(program, self.versions, first_micro_batch),
+            loss_divisors(batches, schedule.step_every),
+            split_backwards([program]),
+            turning(program),
             first_micro_batch,
             options.get("loss_scale", 1.0),
         )
 
-    def _forward(self, run: _Run, action: Action) -> Generator[Handle, None, None]:
+    def _forward(self, run: Run, action: Action) -> Generator[Handle, None, None]:
         stage, weights = self.stages[action.stage], self.weights[action.stage]
         micro_batch = run.first_micro_batch + action.index
         fed = run.feed(micro_batch)
@@ -239,11 +241,12 @@ class Pipeline:
         for channel in run.mailbox.incoming("activation", action.stage):
             inputs[channel.name] = yield from run.mailbox.take(channel, action.index)
         state = inputs.pop(GENERATOR_STATE, None)
+        where = action.stage, action.index
         generator = self._generator(stage, micro_batch, state) if run.training else None
         with run.recorder.timing(action):
             bound = None
             if run.training:
-                passage = run.passages[action.stage, action.index]
+                passage = run.passages[where]
                 bound = self.staleness[action.stage].before_forward(weights, passage)
                 weights.went_forward(micro_batch)
             outputs, loss = stage.forward(
@@ -253,9 +256,11 @@ class Pipeline:
                 weights=bound,
                 generator=generator,
                 training=run.training,
-                # With one micro-batch in flight nothing is saved that is not used at once.
-                recompute=stage.spec.recompute and run.schedule.in_flight[action.stage] > 1,
+                recompute=stage.spec.recompute and where not in run.turning,
+                split=where in run.split,
+                window=micro_batch // run.schedule.step_every,
             )
+        run.mailbox.made(action)
         for channel in run.mailbox.outgoing("activation", action.stage):
             if generator and channel.name == GENERATOR_STATE:
                 run.mailbox.put(channel, action.index, generator.state)
@@ -266,32 +271,50 @@ class Pipeline:
         if loss is not None:
             run.recorder.loss(micro_batch, loss)
 
-    def _backward(self, run: _Run, action: Action) -> Generator[Handle, None, None]:
+    def _backward(self, run: Run, action: Action) -> Generator[Handle, None, None]:
         stage, weights = self.stages[action.stage], self.weights[action.stage]
+        micro_batch = run.first_micro_batch + action.index
+        channels = run.mailbox.incoming("gradient", action.stage)
+        if stage.is_repeatable(micro_batch) and not all(channel.is_local for channel in channels):
+            # Meanwhile the gradient is on its way.
+            with run.recorder.timing(action):
+                stage.recompute(micro_batch)
         arrived: dict[str, list[Tensor]] = {}
-        for channel in run.mailbox.incoming("gradient", action.stage):
+        for channel in channels:
             gradient = yield from run.mailbox.take(channel, action.index)
             arrived.setdefault(channel.name, []).append(gradient)
-        micro_batch = run.first_micro_batch + action.index
+        where = action.stage, action.index
         with run.recorder.timing(action):
-            passage = run.passages[action.stage, action.index]
-            self.staleness[action.stage].before_backward(weights, passage)
+            self.staleness[action.stage].before_backward(weights, run.passages[where])
             gradients = stage.backward(
                 micro_batch,
                 arrived,
-                loss_divisor=run.schedule.step_every,
+                loss_divisor=run.loss_divisors[action.index],
                 loss_scale=run.loss_scale,
             )
-            run.recorder.ledger.append(weights.went_backward(micro_batch))
+            if where in run.split:
+                weights.add_gradients(micro_batch)
+            else:
+                run.recorder.ledger.append(weights.went_backward(micro_batch))
+        run.mailbox.made(action)
         for channel in run.mailbox.outgoing("gradient", action.stage):
             run.mailbox.put(channel, action.index, gradients[channel.name])
 
-    def _step(self, run: _Run, action: Action) -> Generator[Handle, None, None]:
+    def _weight_backward(self, run: Run, action: Action) -> None:
+        micro_batch = run.first_micro_batch + action.index
+        with run.recorder.timing(action):
+            self.stages[action.stage].weight_backward(micro_batch)
+            weights = self.weights[action.stage]
+            run.recorder.ledger.append(weights.went_backward(micro_batch))
+
+    def _step(self, run: Run, action: Action) -> Generator[Handle, None, None]:
         weights, staleness = self.weights[action.stage], self.staleness[action.stage]
         version = weights.version + 1
+        window = run.first_micro_batch // run.schedule.step_every + action.index - 1
         delay_of = partial(shared_delay, run.schedule)
         yield from self._shared.collect(action.stage, version, delay_of)
         with run.recorder.timing(action):
+            self.stages[action.stage].finish_window(window)
             staleness.transform_gradient(weights)
             with staleness.stepping(weights):
                 run.recorder.observer.on_step(action.stage, version)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 
 from .schedule import Action
 from .staleness import Passage
@@ -24,7 +25,7 @@ def passages(
     """
     met: dict[tuple[int, int], list[int]] = {}
     for action in program:
-        if action.kind in ("F", "B"):
+        if action.kind in ("F", "B", "W"):
             assert action.version is not None
             version = versions[action.stage] + action.version
             met.setdefault((action.stage, action.index), []).append(version)
@@ -32,6 +33,35 @@ def passages(
         (stage, index): Passage(first_micro_batch + index, seen[0], seen[-1])
         for (stage, index), seen in met.items()
     }
+
+
+def turning(program: Program) -> frozenset[tuple[int, int]]:
+    """Stage and index of the micro-batches that go backward at once: the stage does nothing after
+    their forward but their backward. Recomputation would spare them nothing."""
+    last: dict[int, Action] = {}
+    found: set[tuple[int, int]] = set()
+    for action in program:
+        if action.kind in ("F", "B", "W"):
+            before = last.get(action.stage)
+            if action.kind == "B" and before and (before.kind, before.index) == ("F", action.index):
+                found.add((action.stage, action.index))
+            last[action.stage] = action
+    return frozenset(found)
+
+
+def loss_divisors(batches: Sequence[int], step_every: int) -> tuple[int | Fraction, ...]:
+    """What the mean loss of each micro-batch is divided by, so that the sum over one step is the
+    mean over all its samples; `batches` are the micro-batches' samples.
+
+    >>> loss_divisors([4, 4], 2), loss_divisors([3, 1], 2)
+    ((2, 2), (Fraction(4, 3), 4))
+    """
+    divisors: list[int | Fraction] = []
+    for index, samples in enumerate(batches):
+        first = index // step_every * step_every
+        share = Fraction(sum(batches[first : first + step_every]), samples)
+        divisors.append(share.numerator if share.denominator == 1 else share)
+    return tuple(divisors)
 
 
 def window_ends(program: Sequence[Action]) -> dict[int, list[int]]:

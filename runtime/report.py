@@ -32,6 +32,10 @@ class Observer:
     def on_outputs(self, micro_batch: int, outputs: Mapping[str, Tensor]) -> None:
         """The model outputs that a stage of this rank made, detached."""
 
+    def on_gradients(self, stage: int, version: int) -> None:
+        """The stage made its last backward before the step to `version`: its `.grad` are complete,
+        but for parameters that other stages hold too, whose `.grad` are None until `on_step`."""
+
     def on_step(self, stage: int, version: int) -> None:
         """The stage's `.grad` are complete: step its optimizer to `version` (from 1 on)."""
 

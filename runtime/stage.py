@@ -3,14 +3,17 @@
 What a stage receives is cut off from the sender's graph: boundary tensors that need a gradient
 become leaves, and their `.grad` is what goes back. Forward keeps these leaves and the outputs
 that a gradient will come for; backward frees them. A stage that recomputes keeps only what a
-second forward needs (`replay.py`), and runs it when the backward begins.
+second forward needs (`replay.py`), and runs it when the backward begins. Where the backward is in
+two parts (`split_backward.py`), the first leaves the gradients of weights to the second.
 """
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -18,25 +21,20 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils.stateless import _reparametrize_module
 
+from .authors_line import where_in_stage
+from .batch_norm import MiniBatchNorm
 from .errors import AsyncPipeError
 from .feed import LossOf, Values
 from .plan import StageSpec
 from .precision import FULL, Precision
 from .random_state import GeneratorState
 from .replay import Buffers, nothing_saved
+from .split_backward import SplitBackward
 from .versions import Weights
 
 
 class StageError(AsyncPipeError):
     """An exception in a stage's own code, with the stage and the micro-batch."""
-
-
-@dataclass(frozen=True, slots=True)
-class _InFlight:
-    """What backward needs: roots by output name and the loss."""
-
-    roots: dict[str, Tensor]
-    loss: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +46,27 @@ class _Passage:
     arguments: tuple[Tensor, ...]
     fed: Values
     weights: Weights | None
+    split: SplitBackward | None
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    """What backward needs: leaves by input name, roots by output name, the loss, the weights that
+    stand in for the module's, and the part that is put off."""
+
+    leaves: dict[str, Tensor]
+    roots: dict[str, Tensor]
+    loss: Tensor | None
+    weights: Weights | None
+    split: SplitBackward | None
 
 
 @dataclass(frozen=True, slots=True)
 class _Repeatable:
-    """What a second forward needs beside: where the random numbers began, and buffers."""
+    """What a second forward needs: what the first one was given, where the random numbers began,
+    and buffers."""
 
+    passage: _Passage
     generator: GeneratorState | None
     buffers: dict[str, Tensor]
 
@@ -62,7 +75,8 @@ class Stage:
     """One stage of a pipeline on its rank.
 
     `loss_of` makes the loss from the stage's outputs and what the feed gave; only one stage has it.
-    Both are computed in `precision`.
+    Both are computed in `precision`. With `batch_norm` running statistics are updated once a
+    mini-batch.
     """
 
     def __init__(
@@ -72,6 +86,7 @@ class Stage:
         *,
         loss_of: LossOf | None = None,
         precision: Precision = FULL,
+        batch_norm: MiniBatchNorm | None = None,
     ) -> None:
         self.module = module
         self.spec = spec
@@ -79,14 +94,15 @@ class Stage:
         self.precision = precision
         self.grad_inputs = tuple(b.tensor.name for b in spec.receives if b.tensor.requires_grad)
         self._grad_outputs = tuple(b.tensor.name for b in spec.sends if b.tensor.requires_grad)
+        self._batch_norm = batch_norm
         self._buffers = Buffers(module)
-        self._passages: dict[int, _Passage] = {}
         self._kept: dict[int, _InFlight | _Repeatable] = {}
+        self._put_off: dict[int, SplitBackward] = {}
 
     @property
     def in_flight(self) -> int:
-        """Micro-batches that went forward and not yet backward."""
-        return len(self._passages)
+        """Micro-batches that went forward, and whose backward is not over."""
+        return len(self._kept) + len(self._put_off)
 
     def forward(
         self,
@@ -98,46 +114,56 @@ class Stage:
         generator: GeneratorState | None = None,
         training: bool = True,
         recompute: bool = False,
+        split: bool = False,
+        window: int = 0,
     ) -> tuple[dict[str, Tensor], Tensor | None]:
         """Runs the module; its outputs by name and the loss if it is made here, both detached.
 
         `inputs` are model inputs and boundary tensors by name, `fed` what the feed gave,
         `weights` what to read instead of the module's parameters, `generator` where its random
-        numbers come from. Without `training` nothing is kept for a backward, with `recompute`
-        only what a second forward needs. Raises StageError.
+        numbers come from, `window` the mini-batch that batch norms count it in. Without
+        `training` nothing is kept for a backward, with `recompute` only what a second forward
+        needs. With `split` a `weight_backward` follows the backward. Raises StageError.
         """
         leaves = {
             name: inputs[name].detach().requires_grad_() for name in self.grad_inputs if training
         }
         values = {**inputs, **leaves}
-        passage = _Passage(leaves, tuple(values[name] for name in self.spec.inputs), fed, weights)
-        kept: _InFlight | _Repeatable
+        arguments = tuple(values[name] for name in self.spec.inputs)
+        put_off = SplitBackward(weights) if split else None
+        passage = _Passage(leaves, arguments, fed, weights, put_off)
         try:
-            if training and recompute:
-                begin = generator and GeneratorState(generator.device, generator.state)
-                earlier = (
-                    other.buffers for other in self._kept.values() if isinstance(other, _Repeatable)
-                )
-                with self._buffers.remembered(earlier) as found, nothing_saved():
-                    outputs, loss = self._run(passage, generator)
-                kept = _Repeatable(begin, found)
+            if training:
+                with self._counting(window):
+                    outputs, loss = self._forward(micro_batch, passage, generator, recompute)
             else:
-                with torch.set_grad_enabled(training):
+                with torch.no_grad():
                     outputs, loss = self._run(passage, generator)
-                kept = self._roots(outputs, loss)
         except Exception as error:
             raise self._error("forward", micro_batch, error) from error
-        if training:
-            self._passages[micro_batch], self._kept[micro_batch] = passage, kept
         detached = {name: output.detach() for name, output in outputs.items()}
         return detached, None if loss is None else loss.detach()
+
+    def is_repeatable(self, micro_batch: int) -> bool:
+        """Whether a micro-batch's forward is to run a second time."""
+        return isinstance(self._kept[micro_batch], _Repeatable)
+
+    def recompute(self, micro_batch: int) -> None:
+        """Runs the second forward of a micro-batch, if it kept only what that takes. Raises
+        StageError."""
+        kept = self._kept[micro_batch]
+        if isinstance(kept, _Repeatable):
+            try:
+                self._kept[micro_batch] = self._repeated(kept)
+            except Exception as error:
+                raise self._error("second forward", micro_batch, error) from error
 
     def backward(
         self,
         micro_batch: int,
         gradients: Mapping[str, Sequence[Tensor]],
         *,
-        loss_divisor: int,
+        loss_divisor: int | Fraction,
         loss_scale: float = 1.0,
     ) -> dict[str, Tensor]:
         """Adds to the weights' `.grad`; returns the gradients of the boundary inputs that need one.
@@ -147,23 +173,74 @@ class Stage:
         divided by `loss_divisor` and multiplied by `loss_scale`. An input that does not reach the
         loss gets zeros. Raises StageError.
         """
-        passage, kept = self._passages.pop(micro_batch), self._kept.pop(micro_batch)
+        self.recompute(micro_batch)
+        flight = self._kept.pop(micro_batch)
+        assert isinstance(flight, _InFlight)
         try:
-            flight = self._repeated(passage, kept) if isinstance(kept, _Repeatable) else kept
             roots = [(root, _sum(gradients[name])) for name, root in flight.roots.items()]
             if flight.loss is not None and flight.loss.requires_grad:
-                scale = torch.full_like(flight.loss, loss_scale)
-                roots.append((flight.loss, scale / loss_divisor))
+                scale = torch.full_like(flight.loss, loss_scale * loss_divisor.denominator)
+                roots.append((flight.loss, scale / loss_divisor.numerator))
+            if flight.split is not None:
+                flight.split.open()
+                self._put_off[micro_batch] = flight.split
             if roots:
                 tensors, tensor_gradients = zip(*roots, strict=True)
-                with self._reading(passage.weights):
+                with self._reading(flight.weights):
                     torch.autograd.backward(tensors, tensor_gradients)
         except Exception as error:
             raise self._error("backward", micro_batch, error) from error
         return {
             name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-            for name, leaf in passage.leaves.items()
+            for name, leaf in flight.leaves.items()
         }
+
+    def weight_backward(self, micro_batch: int) -> None:
+        """Adds what a split backward put off to the weights' `.grad`. Raises StageError."""
+        try:
+            self._put_off.pop(micro_batch).backward()
+        except Exception as error:
+            raise self._error("weights' backward", micro_batch, error) from error
+
+    def finish_window(self, window: int) -> None:
+        """All forwards of a mini-batch are over."""
+        if self._batch_norm is not None:
+            self._batch_norm.finish(window)
+
+    def _forward(
+        self,
+        micro_batch: int,
+        passage: _Passage,
+        generator: GeneratorState | None,
+        recompute: bool,
+    ) -> tuple[dict[str, Tensor], Tensor | None]:
+        if not recompute:
+            with passage.split or nullcontext():
+                outputs, loss = self._run(passage, generator)
+            self._kept[micro_batch] = self._in_flight(passage, outputs, loss)
+            return outputs, loss
+        begin = generator and GeneratorState(generator.device, generator.state)
+        earlier = (other.buffers for other in self._kept.values() if isinstance(other, _Repeatable))
+        with self._buffers.remembered(earlier) as found, nothing_saved():
+            outputs, loss = self._run(passage, generator)
+        self._kept[micro_batch] = _Repeatable(passage, begin, found)
+        return outputs, loss
+
+    def _repeated(self, kept: _Repeatable) -> _InFlight:
+        with self._counting(None), kept.passage.split or nullcontext():
+            outputs, loss = self._run(kept.passage, kept.generator, kept.buffers)
+        return self._in_flight(kept.passage, outputs, loss)
+
+    def _in_flight(
+        self, passage: _Passage, outputs: Mapping[str, Tensor], loss: Tensor | None
+    ) -> _InFlight:
+        grad = (name for name in self._grad_outputs if outputs[name].requires_grad)
+        roots = {name: outputs[name] for name in grad}
+        return _InFlight(passage.leaves, roots, loss, passage.weights, passage.split)
+
+    def _counting(self, window: int | None) -> AbstractContextManager[None]:
+        """Within, batch norms count their inputs for a window, or for none."""
+        return nullcontext() if self._batch_norm is None else self._batch_norm.counting(window)
 
     def _run(
         self,
@@ -177,13 +254,6 @@ class Stage:
             result = self._call({**(passage.weights or {}), **(buffers or {})}, arguments)
             outputs = self.spec.named_outputs(result)
             return outputs, self.loss_of(outputs, passage.fed) if self.loss_of else None
-
-    def _repeated(self, passage: _Passage, kept: _Repeatable) -> _InFlight:
-        return self._roots(*self._run(passage, kept.generator, kept.buffers))
-
-    def _roots(self, outputs: Mapping[str, Tensor], loss: Tensor | None) -> _InFlight:
-        grad = (name for name in self._grad_outputs if outputs[name].requires_grad)
-        return _InFlight({name: outputs[name] for name in grad}, loss)
 
     def _call(self, tensors: Mapping[str, Tensor], arguments: tuple[Tensor, ...]) -> Any:
         if not tensors:
@@ -200,10 +270,14 @@ class Stage:
         return bound
 
     def _error(self, action: str, micro_batch: int, error: Exception) -> StageError:
-        return StageError(
+        told = StageError(
             f"Stage {self.spec.index} failed in the {action} of micro-batch {micro_batch}: "
             f"{type(error).__name__}: {error}"
         )
+        # Kept with the error, since only its sentence may reach the terminal.
+        detail = "".join(traceback.format_exception(error))
+        told.add_note("\n".join(filter(None, [where_in_stage(error, self.module), detail])))
+        return told
 
 
 def _sum(gradients: Sequence[Tensor]) -> Tensor:

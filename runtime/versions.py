@@ -76,16 +76,21 @@ class WeightVersions:
 
     @property
     def in_flight(self) -> frozenset[int]:
-        """The micro-batches that went forward and not yet backward."""
+        """The micro-batches that went forward, and whose backward is not over."""
         return frozenset(self._in_flight)
 
     def went_forward(self, micro_batch: int) -> None:
         self._in_flight[micro_batch] = self.version
 
+    def add_gradients(self, micro_batch: int) -> None:
+        """Adds what a bound micro-batch has of gradients so far to the live ones."""
+        if copy := self._bound.get(micro_batch):
+            self._add_gradients(copy.leaves)
+
     def went_backward(self, micro_batch: int) -> LedgerEntry:
         """Adds a bound micro-batch's gradients to the live ones, and lets go of its version."""
+        self.add_gradients(micro_batch)
         if copy := self._bound.pop(micro_batch, None):
-            self._add_gradients(copy.leaves)
             copy.users.discard(micro_batch)
             self._drop_unused()
         forward_version = self._in_flight.pop(micro_batch)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,9 +17,10 @@ from asyncpipe.runtime.pipeline import (
     forward_edges,
     gradient_edges,
 )
-from asyncpipe.runtime.schedule import Schedule
+from asyncpipe.runtime.schedule import Action, Schedule, count_in_flight
 from asyncpipe.runtime.schedules import make_schedule
 from asyncpipe.runtime.transports import LocalHub, Transport, run_together
+from asyncpipe.runtime.validation import validate
 from asyncpipe.runtime.versions import LedgerEntry
 from asyncpipe.tests.hand_plans import HandModel
 from asyncpipe.tests.oracle import Gradients, Optimize
@@ -32,6 +33,44 @@ def lowered(
         name, stages=len(model.stages), micro_batches=micro_batches, step_every=step_every
     )
     return lower(schedule, forward_edges(model.plan), grad_edges=gradient_edges(model.plan))
+
+
+def with_split_backwards(schedule: Schedule, model: HandModel, *, behind: int) -> Schedule:
+    """The same schedule with every backward in two parts, W `behind` backwards after its B, but
+    before the stage's step."""
+    rows = []
+    for row in schedule.compute.ranks:
+        made: list[Action] = []
+        waiting: dict[int, list[Action]] = {}
+        for action in row:
+            put_off = waiting.setdefault(action.stage, [])
+            if action.kind == "S":
+                made += put_off
+                put_off.clear()
+            made.append(action)
+            if action.kind == "B":
+                put_off.append(action._replace(kind="W"))
+                if len(put_off) > behind:
+                    made.append(put_off.pop(0))
+        rows.append(tuple(made))
+    compute = replace(
+        schedule.compute,
+        ranks=tuple(rows),
+        in_flight=count_in_flight(rows, schedule.stages),
+    )
+    lowered = lower(compute, forward_edges(model.plan), grad_edges=gradient_edges(model.plan))
+    validate(lowered, forward_edges(model.plan), grad_edges=gradient_edges(model.plan))
+    return lowered
+
+
+def on_ranks(schedule: Schedule, model: HandModel, rank_of_stage: Sequence[int]) -> Schedule:
+    """The forwards and backwards of a one-rank schedule on other ranks, each in the same order."""
+    ranks = [
+        tuple(action for action in schedule.compute.ranks[0] if rank_of_stage[action.stage] == rank)
+        for rank in range(max(rank_of_stage) + 1)
+    ]
+    spread = replace(schedule.compute, ranks=tuple(ranks), rank_of_stage=tuple(rank_of_stage))
+    return lower(spread, forward_edges(model.plan), grad_edges=gradient_edges(model.plan))
 
 
 @dataclass
@@ -90,13 +129,22 @@ def train_together(
     staleness: str = "none",
     seed: int = 0,
     modules: list[nn.Module] | None = None,
+    sizes: Sequence[Mapping[str, int]] | None = None,
+    **options: Any,
 ) -> Trained:
     """All ranks of a schedule in this thread, for some segments one after the other."""
     modules = modules or model.build()
     hub = LocalHub(len(schedule.ranks))
     pipelines = [
         make_pipeline(
-            model, schedule, modules, hub.transport(rank), staleness, seed, criterion=criterion
+            model,
+            schedule,
+            modules,
+            hub.transport(rank),
+            staleness,
+            seed,
+            criterion=criterion,
+            **options,
         )
         for rank in range(len(schedule.ranks))
     ]
@@ -106,7 +154,11 @@ def train_together(
         trained.reports += run_together(
             [
                 pipeline.steps(
-                    schedule, model.make_inputs, first_micro_batch=first, observer=trained.seen
+                    schedule,
+                    model.make_inputs,
+                    first_micro_batch=first,
+                    observer=trained.seen,
+                    sizes=sizes,
                 )
                 for pipeline in pipelines
             ]

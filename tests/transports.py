@@ -11,19 +11,25 @@ import runpy
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from inspect import getfile
+from itertools import permutations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from asyncpipe.runtime.transports import (
     GlooTransport,
     Handle,
     LocalHub,
+    MpiTransport,
+    NcclTransport,
     ShmTransport,
     Transport,
     run_together,
 )
+from asyncpipe.runtime.transports.protocol import DIRECTIONS
+from asyncpipe.tests.mpi_processes import run_mpi
 from asyncpipe.tests.processes import run_processes
 
 Conversation = Callable[..., Generator[Handle, None, Any]]
@@ -36,11 +42,24 @@ class Kind:
 
     make: Callable[..., Transport]
     run: Callable[..., list[Any]] = run_processes
+    end_together: bool = False
+    """Whether the launcher ends all ranks when one ends early."""
+    holds_back: bool = True
+    """Whether a send waits in its process once `depth` messages are under way."""
+
+
+def _in_nccl_s_order(**options: Any) -> NcclTransport:
+    """The transport over NCCL with gloo in its place, which waits nowhere but on the host."""
+    ranks = range(dist.get_world_size())
+    lanes = {(traffic, *pair) for traffic in DIRECTIONS.values() for pair in permutations(ranks, 2)}
+    return NcclTransport(lanes, device="cpu", backend="gloo", **options)
 
 
 PROCESS_KINDS: dict[str, Kind] = {
     "gloo": Kind(GlooTransport),
     "shm": Kind(ShmTransport),
+    "mpi": Kind(MpiTransport, run_mpi, end_together=True),
+    "nccl's order": Kind(_in_nccl_s_order, holds_back=False),
 }
 KINDS = ("local", *PROCESS_KINDS)
 

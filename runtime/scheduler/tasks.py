@@ -297,7 +297,8 @@ class Tasks:
         """The least time from the stage's last backward to that of stage 0, if it waits for it."""
         ways = []
         for target in self._targets[stage]:
-            each_ms = min(self.cost_ms[self.number(kind, target, 0)] for kind in (WHOLE, INPUTS))
+            ways_back = (WHOLE, INPUTS) if self.may_split else (WHOLE,)
+            each_ms = min(self.cost_ms[self.number(kind, target, 0)] for kind in ways_back)
             if target == 0 or self._targets[target]:
                 ways.append(self._transfer_ms(target, stage) + each_ms + self._tail(target))
         return max(ways, default=0.0)

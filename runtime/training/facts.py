@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
 
+from ..boundary_dtypes import BoundaryDtypes
 from ..data.task import TARGET, Task
 from ..forecast import Forecast, few_micro_batches_warning, forecast_step
 from ..pipeline import needed_inputs
@@ -15,6 +16,7 @@ from ..plan import Plan
 from ..schedule import Schedule
 from ..schedules import AUTO
 from ..transports.choose import Choice
+from .half import describe_memory, describe_precision, precision_warning
 from .metrics import Reporter
 from .remeasure import when_measured
 from .resolve import batch_identity
@@ -89,6 +91,7 @@ def announce(
     data: str,
     output: Path,
     forecast: Forecast | None,
+    dtypes: BoundaryDtypes,
 ) -> None:
     """Tells the reporter what will be done, and what is legal but probably not meant."""
     facts = [
@@ -100,14 +103,16 @@ def announce(
         ("data", data),
         ("optimizer", describe_optimizer(settings)),
     ]
+    if precision := describe_precision(settings, plan, dtypes):
+        facts.append(("precision", precision))
     if forecast is not None:
         text = (
             f"{forecast.step_ms:.0f} ms a step without the optimizer, "
             f"ranks idle {forecast.idle_share:.0%}"
         )
         facts.append(("simulated", text))
-    if needed := sum(stage.peak_bytes for stage in plan.stages):
-        facts.append(("memory", f"{_bytes(needed)} over all stages, as planned"))
+    if memory := describe_memory(settings, plan):
+        facts.append(("memory", memory))
     facts.append(("output", str(output)))
     reporter.on_start(facts)
     few = few_micro_batches_warning(
@@ -117,6 +122,8 @@ def announce(
     )
     if few:
         reporter.on_warning(few)
+    if other := precision_warning(settings, plan):
+        reporter.on_warning(other)
     if copies := replicas_warning(plan):
         reporter.on_warning(copies)
 
@@ -215,8 +222,3 @@ def _ranks(schedule: Schedule, transport: Choice, machine: Machine) -> str:
 
 def _readers(ranks: list[str]) -> str:
     return f"rank {ranks[0]} reads" if len(ranks) == 1 else f"ranks {', '.join(ranks)} read"
-
-
-def _bytes(number: int) -> str:
-    gib, mib = number / (1 << 30), number / (1 << 20)
-    return f"{gib:.1f} GiB" if gib >= 1 else f"{mib:.0f} MiB"

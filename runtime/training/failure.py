@@ -109,7 +109,9 @@ class RankFolder:
         failures = self.failures()
         causes = [failure for failure in failures if not failure.consequence]
         for failure in causes or failures:
-            return RankError(failure.what, failure.cure)
+            error = RankError(failure.what, failure.cure)
+            error.add_note(f"On rank {failure.rank}:\n{failure.trace}")
+            return error
         rank, code = next(iter(exit_codes.items()), (0, 1))
         return RankError(
             f"rank {rank}{stages.get(rank, '')} ended with exit code {code} before it could begin.",

@@ -30,7 +30,8 @@ class RankFigures:
     `squared_norm` is of the gradients of the rank's stages, tied parameters with their owner.
     `stage_s` are the seconds since its last step in actions of each kind and stage, kind by kind
     (F, B, W, S); the others those in which it was idle, and why. `optimizer_s` were spent in
-    optimizers, without time that other processes had its core for.
+    optimizers, without time that other processes had its core for. `loss_scale` is that of the next
+    step, `skipped` the number of steps left out so far.
     """
 
     step: float
@@ -38,6 +39,8 @@ class RankFigures:
     squared_norm: float = math.nan
     optimizer_s: float = 0.0
     mem_bytes: float = 0.0
+    loss_scale: float = 1.0
+    skipped: float = 0.0
     waiting_s: float = 0.0
     sending_s: float = 0.0
     data_s: float = 0.0

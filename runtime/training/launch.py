@@ -30,8 +30,10 @@ from ..plan import Plan, read_plan
 from ..schedule import Schedule
 from ..schedule_text import to_text
 from ..user_code import import_object
+from .debugger import check_debugger
 from .facts import announce, find_machine, forecast_run
 from .failure import GRACE_S, RankError, RankFolder, failure_of, is_consequence, root_of
+from .half import find_boundary_dtypes
 from .loop import Job, train
 from .metrics import Reporter
 from .mpi_ranks import run_over_mpi
@@ -89,6 +91,9 @@ def make_job(settings: Settings, folder: Path | None = None) -> Job:
     if resolved.data is None:
         data = default_data(task, sized_plan(planned, resolved))
         resolved = replace(resolved, data=data)
+    if resolved.debug is not None:
+        ranks = make_segment(sized_plan(planned, resolved), resolved, steps=1).ranks
+        check_debugger(resolved, len(ranks))
     return Job(resolved, task, planned, folder or _next_folder(settings))
 
 
@@ -149,6 +154,7 @@ def _show(job: Job, reporter: Reporter) -> None:
         data=data,
         output=job.folder,
         forecast=forecast,
+        dtypes=find_boundary_dtypes(settings, plan),
     )
 
 
@@ -170,7 +176,7 @@ def _join(job: Job, place: Place, reporter: str) -> None:
     check_ranks(job.planned, make_segment(job.plan, settings, steps=1), place.ranks)
     _check_devices(settings, job.plan, place.local_ranks)
     try:
-        world = join(place, settings.timeout_s, settings.transport)
+        world = join(place, settings.patience_s, settings.transport)
         if place.rank == 0:
             job = _make_folder(job)
         job = replace(job, folder=Path(world.text_of_first(str(job.folder))))

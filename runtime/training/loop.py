@@ -26,10 +26,12 @@ from ..tensors import dtype_of
 from ..transports.choose import Choice
 from .agreement import Agreement
 from .criterion import find_criterion
+from .debugger import wait_for_debugger
 from .evaluation import Evaluation
 from .export import check_exportable, copy_configuration, write_weights
 from .facts import announce, describe_data, find_machine, forecast_run
 from .gather import Gather, RankFigures
+from .half import find_boundary_dtypes, precision_of
 from .idleness import simulated_step, split_of_run
 from .metrics import EvalRecord, MetricsFile, Reporter, Summary
 from .observer import Trainer
@@ -38,6 +40,7 @@ from .resolve import gpu_of_rank, sized_plan
 from .segments import make_segment, segments
 from .settings import Settings
 from .sources import Data, Feed, feed_nothing, open_data, prepare_data
+from .step_batch import StepBatch
 from .tracing import Tracing
 from .transport import agree_on_transport, make_transport
 from .watch import Watch
@@ -93,16 +96,20 @@ def _train(
         check_exportable(Path(settings.folder), settings.export_hf)
     schedule = make_segment(plan, settings, steps=1)
     forecast = forecast_run(plan, job.planned, settings, machine.cores, schedule)
+    dtypes = find_boundary_dtypes(settings, plan)
     reporter = None
     if world.rank == 0:
         write_schedule(job.folder, schedule)
         reporter = MetricsFile(job.folder / "metrics.jsonl", make_reporter(settings))
         watchdog.tell = reporter.on_warning
+    wait_for_debugger(settings, world, reporter)
+    if world.rank == 0:
         with activities.during(Activity("other", "prepares the data")):
             prepare_data(settings, job.task, job.folder)
     with activities.during(Activity("meet", "the data are prepared")):
         world.meet()
-    transport = agree_on_transport(world, settings, _device(settings, plan, world))
+    with activities.during(Activity("meet", "the choice of a transport")):
+        transport = agree_on_transport(world, settings, _device(settings, plan, world))
     own = [stage for stage, rank in enumerate(schedule.rank_of_stage) if rank == world.rank]
     fields = needed_inputs(plan, own, criterion=settings.criterion is not None)
     data = open_data(settings, job.task, plan, job.folder) if fields or reporter else None
@@ -119,10 +126,13 @@ def _train(
             data=readers,
             output=job.folder,
             forecast=forecast,
+            dtypes=dtypes,
         )
     read = data if fields else None
     with activities.during(Activity("other", "loads its stages")):
-        run = _Run(job, world, schedule, transport, read, fields, reporter, on_step, activities)
+        run = _Run(
+            job, world, schedule, transport, dtypes, read, fields, reporter, on_step, activities
+        )
     run.train()
     run.save(machine.cores)
 
@@ -136,6 +146,7 @@ class _Run:
         world: World,
         schedule: Schedule,
         transport: Choice,
+        dtypes: BoundaryDtypes,
         data: Data | None,
         fields: tuple[str, ...],
         reporter: MetricsFile | None,
@@ -159,8 +170,10 @@ class _Run:
             staleness=settings.staleness or "none",
             criterion=find_criterion(settings.criterion) if settings.criterion else None,
             device=device,
-            dtypes=BoundaryDtypes(dtype_of(settings.dtype)),
+            precision=precision_of(settings),
+            dtypes=dtypes,
             seed=settings.seed,
+            batch_norm_per_step=settings.batch_norm == "mini-batch",
         )
         self._longer: dict[int, Schedule] = {}
         self._gather = Gather(world, len(plan.stages))
@@ -183,9 +196,9 @@ class _Run:
             lr_scale=self._pipeline.lr_scale,
             activities=activities,
         )
-        size = settings.micro_batch_size or 1
+        self._batch, size = StepBatch.of(settings), settings.micro_batch_size or 1
         order = Order(len(data.train), settings.seed) if data else None
-        feed = Feed(data.train, order, size, fields) if data else feed_nothing
+        feed = Feed(data.train, order, self._batch, fields) if data else feed_nothing
         self._feed = observed_feed(feed, activities)
         held_out = data.evaluation if data else None
         self._agreement = Agreement(world, data, order, size=size, batches=settings.eval_batches)
@@ -193,7 +206,8 @@ class _Run:
             plan,
             job.task,
             observed_feed(
-                Feed(held_out, None, size, fields) if held_out else feed_nothing, activities
+                Feed(held_out, None, StepBatch((size,)), fields) if held_out else feed_nothing,
+                activities,
             ),
             world,
             activities,
@@ -206,18 +220,21 @@ class _Run:
     def train(self) -> None:
         """All segments, the evaluations between them, and one at the end."""
         settings = self._settings
-        every, size = settings.micro_batches or 1, settings.micro_batch_size or 1
+        every, samples = len(self._batch.sizes), self._batch.samples
+        sizes = [{**self._plan.sizes, "batch": size} for size in self._batch.sizes]
         self._gather.start(settings.steps)
         for segment in segments(settings):
             first = segment.start * every
             with self._activities.during(Activity("meet", "the order of the data")):
-                self._agreement.check(first * size, len(segment) * every * size)
+                self._agreement.check(segment.start * samples, len(segment) * samples)
             self._trainer.start_segment(segment.start + 1, first)
             self._pipeline.run(
                 self._schedule(segment),
                 self._feed,
                 first_micro_batch=first,
                 observer=self._trainer,
+                sizes=None if self._batch.is_even else sizes * len(segment),
+                loss_scale=self._trainer.loss_scale,
             )
             if settings.eval_every and segment.stop % settings.eval_every == 0:
                 self._evaluate(segment.stop)

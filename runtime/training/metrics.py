@@ -25,6 +25,8 @@ class StepRecord:
 
     `time` has the parts of each rank's time that PARTS_OF_TIME names, as shares.
     `rate` is in `unit` ("tok" or "samples") per second, `mem_bytes` the most of any rank.
+    Under float16 `loss_scale` is that of the next step, and `skipped` counts the steps so far that
+    were left out because a gradient overflowed.
     """
 
     step: int
@@ -40,6 +42,8 @@ class StepRecord:
     step_ms: float
     elapsed_s: float
     logged: bool
+    loss_scale: float | None = None
+    skipped: int = 0
 
     @property
     def idle_share(self) -> float:
@@ -50,6 +54,8 @@ class StepRecord:
         record = asdict(self) | {"idle_share": round(self.idle_share, 4)}
         for part, shares in record.pop("time").items():
             record[f"{part}_shares"] = [round(share, 4) for share in shares]
+        if self.loss_scale is None:
+            del record["loss_scale"], record["skipped"]
         del record["logged"], record["steps"], record["unit"], record["rate"]
         return _line("step", record | {f"{self.unit}_per_s": round(self.rate, 1)})
 

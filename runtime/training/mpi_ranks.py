@@ -32,9 +32,13 @@ def run_over_mpi(
     logs.mkdir(exist_ok=True)
     command = [mpiexec(), "-n", str(ranks), sys.executable, *arguments]
     with (logs / "mpiexec.txt").open("w+b") as log:
-        # mpiexec ends its ranks when it ends.
+        # mpiexec ends its ranks when it ends; Ctrl-C is for this process alone.
         process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=log, preexec_fn=die_with_parent
+            command,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            start_new_session=True,
+            preexec_fn=die_with_parent,
         )
         try:
             _show(process, log.fileno())
@@ -46,7 +50,7 @@ def run_over_mpi(
         log.seek(0)
         report = log.read().decode(errors="replace")
     if code:
-        killed = _killed(report, {left.process_of(rank): rank for rank in range(ranks)})
+        killed = killed_ranks(report, {left.process_of(rank): rank for rank in range(ranks)})
         raise left.first_cause(killed or {0: code}, stages)
 
 
@@ -78,10 +82,10 @@ def _show(process: subprocess.Popen[bytes], log: int) -> None:
             sys.stdout.buffer.flush()
 
 
-def _killed(report: str, rank_of_process: Mapping[int, int]) -> dict[int, int]:
+def killed_ranks(report: str, rank_of_process: Mapping[int, int]) -> dict[int, int]:
     """The rank that ended by a signal, and minus that, if mpiexec says so.
 
-    >>> _killed("PID 17 RUNNING AT a ... EXIT STRING: Killed (signal 9)", {17: 3})
+    >>> killed_ranks("PID 17 RUNNING AT a ... EXIT STRING: Killed (signal 9)", {17: 3})
     {3: -9}
     """
     process, number = re.search(r"PID (\d+)", report), re.search(r"signal (\d+)", report)

@@ -13,32 +13,33 @@ import torch
 from torch import Tensor, nn
 
 from ..activity import Activities, Activity
-from ..errors import AsyncPipeError
 from ..observed import ActionObserver
 from ..plan import Plan
 from .clipping import (
+    StepMessage,
     clip_factor,
-    counted_parameters,
-    global_squared_norm,
+    gradients_of,
     scale_gradients,
+    share_of,
     squared_norm,
 )
+from .finite import Finite
 from .gather import RankFigures, figures_of
 from .optimizers import StageOptimizer
+from .scaler import INITIAL, LossScale
 from .settings import Settings
+from .step_batch import StepBatch
 from .world import World
-
-
-class LossError(AsyncPipeError):
-    """A loss that is no number any more."""
 
 
 class Trainer(ActionObserver):
     """Clips and steps the stages of one rank, and hands on the figures of every step.
 
-    In a synchronous schedule the norm is that of all stages, so a rank steps none of its stages
-    before it has been told of the last; in an asynchronous one each stage has its own norm and
-    steps at once. `report` gets the figures of a step when all the rank's stages have made it.
+    In a synchronous schedule the norm is that of all stages. Each stage's share is taken when its
+    last backward is done; when the rank has those of all its stages they are on their way to the
+    other ranks, and are waited for when all its stages are to step. Without clipping and loss scale
+    nobody waits. In an asynchronous schedule each stage has its own norm and steps at once.
+    `report` gets the figures of a step when all the rank's stages have made it.
     """
 
     def __init__(
@@ -58,19 +59,25 @@ class Trainer(ActionObserver):
         self._report = report
         self._lr_scale = lr_scale
         self._stages = len(plan.stages)
-        self._parameters = {index: list(module.parameters()) for index, module in modules.items()}
-        self._counted = {
-            index: counted_parameters(plan, index, module) for index, module in modules.items()
-        }
-        self._optimizers = {
-            index: StageOptimizer(module, settings) for index, module in modules.items()
-        }
+        self._parameters = {j: list(module.parameters()) for j, module in modules.items()}
+        self._share = {j: share_of(plan, j, module) for j, module in modules.items()}
+        self._optimizers = {j: StageOptimizer(module, settings) for j, module in modules.items()}
+        self._scale = LossScale(settings.loss_scale or INITIAL) if settings.is_scaled else None
         self._gradients: dict[int, list[Tensor | None]] = {}
-        self._losses: dict[int, list[Tensor]] = defaultdict(list)
-        self._last_good: tuple[int, float] | None = None
-        self._squares: dict[int, float] = {}
+        self._batch = StepBatch.of(settings)
+        self._losses: dict[int, list[tuple[Tensor, int]]] = defaultdict(list)
+        self._squares: dict[int, Tensor] = {}
+        self._complete: set[int] = set()
+        self._message: StepMessage | None = None
+        self._finite = Finite(settings)
+        self._is_skipped = False
         self._stepped = 0
         self._optimizer_s = 0.0
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss of the next step is multiplied by for its backwards."""
+        return self._scale.value if self._scale else 1.0
 
     def start_segment(self, step: int = 1, first_micro_batch: int = 0) -> None:
         """Forgets the time since the last step: something else was done meanwhile. `step` is the
@@ -79,7 +86,18 @@ class Trainer(ActionObserver):
         self.activities.take()
 
     def on_loss(self, micro_batch: int, loss: Tensor) -> None:
-        self._losses[micro_batch // (self._settings.micro_batches or 1) + 1].append(loss)
+        _, samples = self._batch.place(micro_batch)
+        step = micro_batch // len(self._batch.sizes) + 1
+        self._losses[step].append((loss, samples))
+
+    def on_gradients(self, stage: int, version: int) -> None:
+        if self._settings.is_async:
+            return
+        with self.activities.during(Activity("other", "takes the norm of gradients")):
+            own = self._share[stage].own
+            self._take(stage, version, own, own)
+            if not self._share[stage].shared:
+                self._completed(stage, version)
 
     def on_step(self, stage: int, version: int) -> None:
         if self._settings.is_async:
@@ -92,12 +110,49 @@ class Trainer(ActionObserver):
     def _step_alone(self, stage: int, version: int) -> None:
         factor = 1.0
         if self._norm_is_wanted(version):
-            self._squares[stage] = squared_norm(self._counted[stage])
-            norm = math.sqrt(squared_norm(self._parameters[stage]))
+            self._squares[stage] = squared_norm(gradients_of(self._share[stage].counted))
+            norm = math.sqrt(float(squared_norm(gradients_of(self._parameters[stage]))))
+            if self._settings.clip:
+                self._finite.check_norm(version, norm, {stage: norm})
             factor = clip_factor(norm, self._settings.clip or 0.0)
         self._step(stage, version, factor)
 
+    def _take(
+        self,
+        stage: int,
+        version: int,
+        parameters: list[nn.Parameter],
+        counted: list[nn.Parameter],
+    ) -> None:
+        """Gradients that are complete: unscaled, and their squares added to the stage's."""
+        if self._scale:
+            self._scale.unscale(gradients_of(parameters))
+        if self._norm_is_wanted(version):
+            square = squared_norm(gradients_of(counted))
+            before = self._squares.get(stage)
+            self._squares[stage] = square if before is None else before + square
+
+    def _completed(self, stage: int, version: int) -> None:
+        """With the last of the rank's stages its part of the message is on its way."""
+        self._complete.add(stage)
+        if len(self._complete) < len(self._optimizers) or not self._is_agreed:
+            return
+        losses = self._losses.get(version)
+        self._message = StepMessage(
+            self._squares,
+            self._stages,
+            self._world.control,
+            overflowed=self._scale is not None and self._scale.overflowed(),
+            loss=float(_mean(losses)) if losses else 0.0,
+        )
+
     def _step_together(self, stage: int, version: int) -> None:
+        if shared := self._share[stage].shared:
+            self._take(stage, version, shared, self._share[stage].owned)
+            self._completed(stage, version)
+        if not self._is_agreed:
+            self._step(stage, version, 1.0)
+            return
         # The pipeline drops a stage's gradients after its own step action.
         self._gradients[stage] = [parameter.grad for parameter in self._parameters[stage]]
         if len(self._gradients) < len(self._optimizers):
@@ -105,61 +160,75 @@ class Trainer(ActionObserver):
         for index, gradients in self._gradients.items():
             for parameter, gradient in zip(self._parameters[index], gradients, strict=True):
                 parameter.grad = gradient
-        factor = self._factor_of_all() if self._norm_is_wanted(version) else 1.0
+        factor = self._agreed_factor(version)
         for index in self._gradients:
             self._step(index, version, factor)
             for parameter in self._parameters[index]:
                 parameter.grad = None
         self._gradients.clear()
 
-    def _factor_of_all(self) -> float:
-        self._squares = {stage: squared_norm(own) for stage, own in self._counted.items()}
-        if not self._settings.clip:
-            return 1.0
+    def _agreed_factor(self, version: int) -> float:
+        assert self._message is not None
         with self.activities.during(Activity("meet", "the norm of all gradients")):
-            square = global_squared_norm(self._squares, self._stages, self._world.control)
-        return clip_factor(math.sqrt(square), self._settings.clip)
+            agreed = self._message.agreed()
+        self._message = None
+        self._finite.check_loss(version, agreed.loss)
+        self._is_skipped = agreed.overflowed
+        if self._scale:
+            self._scale.update(overflowed=agreed.overflowed)
+            self._finite.check_scale(version, self.loss_scale)
+        if not self._settings.clip or self._is_skipped:
+            return 1.0
+        self._finite.check_norm(version, agreed.norm, dict(enumerate(agreed.squares)))
+        return clip_factor(agreed.norm, self._settings.clip)
 
     def _step(self, stage: int, version: int, factor: float) -> None:
         start_s, start_cpu_s = perf_counter(), process_time()
-        scale_gradients(self._parameters[stage], factor)
-        self._optimizers[stage].step(self._lr_scale(stage, version))
+        if self._is_skipped:
+            self._optimizers[stage].skip()
+        else:
+            scale_gradients(self._parameters[stage], factor)
+            self._optimizers[stage].step(self._lr_scale(stage, version))
         self._optimizer_s += min(perf_counter() - start_s, process_time() - start_cpu_s)
         self._stepped += 1
+
+    @property
+    def _is_agreed(self) -> bool:
+        """Whether a step depends on what other stages say."""
+        return bool(self._settings.clip) or self._scale is not None
 
     def _norm_is_wanted(self, version: int) -> bool:
         return bool(self._settings.clip) or is_logged(version, self._settings)
 
     def _finish_step(self, version: int) -> None:
         spent = self.activities.take()
+        losses = self._losses.pop(version, None)
+        if losses:
+            self._finite.check_loss(version, float(_mean(losses)))
+        is_known = bool(self._squares) and not self._is_skipped
         with self.activities.during(Activity("other", "tells rank 0 of a step")):
             figures = figures_of(
                 spent,
                 self._stages,
                 step=version,
-                loss=self._mean_loss(version),
-                squared_norm=sum(self._squares.values()) if self._squares else math.nan,
+                loss=self._finite.loss if losses else math.nan,
+                squared_norm=sum(map(float, self._squares.values())) if is_known else math.nan,
                 optimizer_s=self._optimizer_s,
                 mem_bytes=_peak_memory_bytes(),
+                loss_scale=self.loss_scale,
+                skipped=self._scale.skipped if self._scale else 0,
             )
             self._report(figures)
         self._stepped, self._squares, self._optimizer_s = 0, {}, 0.0
+        self._complete.clear()
+        self._is_skipped = False
 
-    def _mean_loss(self, version: int) -> float:
-        losses = self._losses.pop(version, None)
-        if not losses:
-            return math.nan
-        mean = float(torch.stack(losses).double().mean())
-        if not math.isfinite(mean):
-            good = self._last_good
-            last = f" (it was {good[1]:.3f} at step {good[0]})" if good else ""
-            lr = self._settings.lr or 0.0
-            raise LossError(
-                f"the loss is {mean} at step {version}{last}. Stopped.",
-                f"--lr {lr / 3:.1g} instead of {lr:.1g}, or a longer --warmup, or --clip 1.",
-            )
-        self._last_good = version, mean
-        return mean
+
+def _mean(losses: list[tuple[Tensor, int]]) -> Tensor:
+    """The mean over the samples of a step, whose micro-batches may differ in size."""
+    values = torch.stack([loss for loss, _ in losses]).double()
+    shares = torch.tensor([samples / losses[0][1] for _, samples in losses], device=values.device)
+    return (values * shares).sum() / shares.sum()
 
 
 def is_logged(step: int, settings: Settings) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -71,6 +72,15 @@ class StageOptimizer:
         for group, lr in zip(groups, scheduled, strict=True):
             group["lr"] = lr
         self._scheduler.step()
+
+    def skip(self) -> None:
+        """Leaves a step out; the learning rate goes on, as in a loop that steps its scheduler."""
+        if self.optimizer is None:
+            return
+        with warnings.catch_warnings():
+            # Of a scheduler that steps before the optimizer ever did.
+            warnings.simplefilter("ignore", UserWarning)
+            self._scheduler.step()
 
 
 def make_optimizer(parameters: Iterable[Tensor], settings: Settings) -> Optimizer:

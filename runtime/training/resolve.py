@@ -12,7 +12,11 @@ from ..data.task import Task, find_task
 from ..errors import PlanError
 from ..plan import Plan
 from ..schedule import Schedule
+from .half import check_precision
+from .recompute import with_recompute
+from .scaler import INITIAL
 from .settings import Settings, SettingsError
+from .step_batch import StepBatch
 
 _TEACHING: Mapping[str, Any] = {
     "optimizer": "sgd",
@@ -55,28 +59,34 @@ def resolve(settings: Settings, plan: Plan, *, architecture: str = "") -> tuple[
             f"{plan.name} returns no loss and names no criterion.",
             "--criterion cross_entropy, or mse, or my_file.py:function",
         )
+    with_recompute(plan, settings.recompute)
+    _check_batch_norm(settings, plan)
     task = find_task(plan, criterion=criterion, architecture=architecture)
     batch = _batch(settings, plan)
     step = _optimization(settings, plan, task)
     filled = replace(
         settings,
         criterion=criterion,
+        loss_scale=INITIAL
+        if settings.is_scaled and not settings.loss_scale
+        else settings.loss_scale,
         staleness=_staleness(settings),
         seq=_sequence(settings, plan),
         **batch,
         **step,
     )
+    check_precision(filled)
     return filled, task
 
 
 def sized_plan(plan: Plan, settings: Settings) -> Plan:
-    """The plan for the micro-batch and sequence length of resolved settings."""
+    """The plan for the micro-batch, sequence length and recomputation of resolved settings."""
     sizes = dict(plan.sizes)
     if settings.micro_batch_size is not None:
         sizes["batch"] = settings.micro_batch_size
     if settings.seq is not None:
         sizes["sequence"] = settings.seq
-    return replace(plan, sizes=sizes)
+    return with_recompute(replace(plan, sizes=sizes), settings.recompute)
 
 
 def batch_identity(settings: Settings, task: Task) -> str:
@@ -84,11 +94,12 @@ def batch_identity(settings: Settings, task: Task) -> str:
 
     `64 sequences per step = 8 micro-batches × 8 sequences × 1 replica`
     """
-    micro_batches, size = settings.micro_batches or 1, settings.micro_batch_size or 1
-    return (
-        f"{micro_batches * size} {task.unit} per step = {micro_batches} micro-batches × "
-        f"{size} {task.unit} × 1 replica"
-    )
+    batch = StepBatch.of(settings)
+    count, size = len(batch.sizes), batch.sizes[0]
+    product = f"{count} micro-batches × {size} {task.unit}"
+    if not batch.is_even:
+        product = f"({count - 1} micro-batches × {size} + {batch.sizes[-1]}) {task.unit}"
+    return f"{batch.samples} {task.unit} per step = {product} × 1 replica"
 
 
 def check_ranks(plan: Plan, schedule: Schedule, started: int) -> None:
@@ -138,11 +149,14 @@ def _batch(settings: Settings, plan: Plan) -> dict[str, Any]:
         settings.micro_batch_size,
         settings.micro_batches,
     )
-    if total is not None:
-        if count is None and size is not None and total % size == 0:
-            count = total // size
+    if total is not None and size is not None:
+        needed = -(-total // size)
+        if count not in (None, needed):
+            raise _indivisible(total, count or needed, size)
+        count = needed
+    elif total is not None:
         count = count or 8
-        if total % count or (size is not None and size * count != total):
+        if total % count:
             raise _indivisible(total, count, size)
         size = total // count
     size = size or planned
@@ -151,7 +165,21 @@ def _batch(settings: Settings, plan: Plan) -> dict[str, Any]:
             f"--micro-batch-size {size}, but the plan was made for {planned} and no other size.",
             f"{plan.command} --micro-batch-size {size}",
         )
-    return {"micro_batches": count or 8, "micro_batch_size": size, "global_batch_size": None}
+    count = count or 8
+    uneven = total if total not in (None, count * size) else None
+    if uneven and not _uses_symbol(plan, "batch"):
+        raise _indivisible(uneven, count, size)
+    return {"micro_batches": count, "micro_batch_size": size, "global_batch_size": uneven}
+
+
+def _check_batch_norm(settings: Settings, plan: Plan) -> None:
+    statistics = any(
+        name.endswith("running_mean") for stage in plan.stages for name in stage.buffers
+    )
+    if settings.batch_norm == "mini-batch" and not statistics:
+        raise SettingsError(
+            f"--batch-norm mini-batch, but {plan.name} has no batch norm.", "Leave it out."
+        )
 
 
 def _indivisible(total: int, count: int, size: int | None) -> SettingsError:

@@ -26,7 +26,10 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "decay": ("none", "linear", "cosine"),
     "device": ("cpu", "cuda"),
     "dtype": ("float32", "float64"),
+    "precision": ("full", "bfloat16", "float16"),
+    "boundary_dtype": ("bfloat16",),
     "transport": ("auto", "local", "shm", "gloo", "nccl", "mpi"),
+    "batch_norm": ("micro-batch", "mini-batch"),
 }
 """The legal values of the options that have a few."""
 
@@ -43,6 +46,7 @@ _AT_LEAST: dict[str, float] = {
     "warmup": 0,
     "final_lr_ratio": 0,
     "clip": 0,
+    "loss_scale": 1,
     "seed": 0,
     "eval_every": 0,
     "eval_batches": 0,
@@ -65,8 +69,11 @@ class Settings:
     `schedule` is a name or a text file, whose path has a slash or ends in .txt; `ranks` share the
     stages, by default as many as the schedule or the plan has. `micro_batches` is the number of
     micro-batches of one optimizer step, under every schedule (8, or what `global_batch_size` and
-    `micro_batch_size` make it). `clip` bounds the gradient norm over all stages (of each stage,
-    when asynchronous); 0 is off.
+    `micro_batch_size` make it). Once resolved, `global_batch_size` is there only where the last
+    micro-batch is smaller than the others. `clip` bounds the gradient norm over all stages (of
+    each stage, when asynchronous); 0 is off. Weights are of `dtype`; forwards compute under
+    autocast to `precision`, unless it is "full". `loss_scale` is the first one (2**16 in
+    float16). Boundary tensors that are wider are cast to `boundary_dtype` between ranks.
     """
 
     folder: str
@@ -93,6 +100,8 @@ class Settings:
     final_lr_ratio: float | None = None
     clip: float | None = None
     criterion: str | None = None
+    batch_norm: str = "micro-batch"
+    recompute: str = "auto"
     seed: int = 1
 
     weights: str | None = None
@@ -110,6 +119,9 @@ class Settings:
     timeout_s: float = 300.0
     stall_s: float = 60.0
     dtype: str = "float32"
+    precision: str = "full"
+    loss_scale: float | None = None
+    boundary_dtype: str | None = None
     transport: str = "auto"
 
     dry_run: bool = False
@@ -147,6 +159,11 @@ class Settings:
         return self.schedule if is_path else None
 
     @property
+    def is_scaled(self) -> bool:
+        """Whether the loss is scaled for the backward, and steps with an overflow are left out."""
+        return self.precision == "float16"
+
+    @property
     def trace_steps(self) -> range:
         """The steps to record, counted from 1: the last so many, or those from one to another."""
         if self.trace is None:
@@ -155,6 +172,11 @@ class Settings:
         if dash:
             return range(int(first), int(last) + 1)
         return range(max(1, self.steps - int(first) + 1), self.steps + 1)
+
+    @property
+    def patience_s(self) -> float:
+        """How long a rank waits: `timeout_s`, or days while a debugger may hold another."""
+        return self.timeout_s if self.debug is None else 7 * 86_400.0
 
     def is_debugged(self, rank: int) -> bool:
         """Whether a debugger is to be attached to the rank."""

@@ -29,6 +29,7 @@ from ..plan import Plan
 from ..tensors import dtype_of
 from ..user_code import names_object
 from .settings import Settings
+from .step_batch import StepBatch
 
 
 class Dataset(Protocol):
@@ -69,20 +70,20 @@ class Feed:
     """
 
     def __init__(
-        self, dataset: Dataset, order: Order | None, size: int, fields: Collection[str]
+        self, dataset: Dataset, order: Order | None, batch: StepBatch, fields: Collection[str]
     ) -> None:
         self._dataset = dataset
         self._order = order
-        self._size = size
+        self._batch = batch
         self._fields = fields
 
     def __call__(self, micro_batch: int) -> dict[str, Tensor]:
-        first = micro_batch * self._size
+        first, size = self._batch.place(micro_batch)
         if self._order is None:
             count = len(self._dataset)
-            indices = [position % count for position in range(first, first + self._size)]
+            indices = [position % count for position in range(first, first + size)]
         else:
-            indices = self._order.samples(first, self._size)
+            indices = self._order.samples(first, size)
         made = self._dataset.get(indices, self._fields)
         # Models may take views of their inputs, as of a batch that was collated.
         return {name: tensor.contiguous() for name, tensor in made.items()}

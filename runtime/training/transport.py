@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from ..boundary_dtypes import AS_PLANNED
@@ -17,7 +19,7 @@ from ..transports.choose import (
     open_transport,
     whereabouts,
 )
-from ..transports.nccl import lanes_of
+from ..transports.nccl import Lane, lanes_of
 from ..transports.protocol import Transport
 from .resolve import gpu_of_rank
 from .settings import Settings
@@ -50,18 +52,23 @@ def make_transport(
     choice: Choice, world: World, settings: Settings, plan: Plan, schedule: Schedule, device: str
 ) -> Transport:
     """This rank's end of the chosen transport; every rank calls it."""
+    return open_transport(
+        choice.name,
+        world.control,
+        timeout_s=settings.patience_s,
+        device=device,
+        lanes=lanes_of_plan(plan, schedule.rank_of_stage),
+    )
+
+
+def lanes_of_plan(plan: Plan, rank_of_stage: Sequence[int]) -> frozenset[Lane]:
+    """The ranks that talk to each other, and of what; its tensors' sizes do not matter."""
     channels = plan_channels(
         plan,
-        schedule.rank_of_stage,
+        rank_of_stage,
         sizes=plan.sizes,
         shared_specs={},
         state_bytes=0,
         dtypes=AS_PLANNED,
     )
-    return open_transport(
-        choice.name,
-        world.control,
-        timeout_s=settings.timeout_s,
-        device=device,
-        lanes=lanes_of(channels),
-    )
+    return lanes_of(channels)

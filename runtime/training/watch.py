@@ -16,6 +16,7 @@ from .metrics import PARTS_OF_TIME, Reporter, StepRecord
 from .observer import is_logged
 from .optimizers import lr_factor
 from .settings import Settings
+from .step_batch import StepBatch
 
 _STEADY = 1000
 
@@ -31,7 +32,7 @@ class Watch:
         self._settings = settings
         self._gather = gather
         self._reporter = reporter
-        size = (settings.micro_batches or 1) * (settings.micro_batch_size or 1)
+        size = StepBatch.of(settings).samples
         self._unit = "tok" if task.kind == "text" else "samples"
         self._per_step = size * (settings.seq or 1) if task.kind == "text" else size
         self._started_s = perf_counter()
@@ -48,7 +49,7 @@ class Watch:
     def drain(self, step: int) -> None:
         """Reports until `step`, waiting for the ranks that have not told yet."""
         while self.step < step:
-            figures = self._gather.take(wait_s=self._settings.timeout_s)
+            figures = self._gather.take(wait_s=self._settings.patience_s)
             assert figures is not None
             self._take(figures)
 
@@ -120,6 +121,8 @@ class Watch:
             step_ms=wall_s * 1000 / len(walls),
             elapsed_s=perf_counter() - self._started_s,
             logged=is_logged(step, settings),
+            loss_scale=figures[0].loss_scale if settings.is_scaled else None,
+            skipped=int(figures[0].skipped),
         )
 
     def _share_of(self, rank: int, part: str) -> float:

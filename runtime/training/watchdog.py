@@ -103,7 +103,7 @@ class Watchdog:
 
     @property
     def _limit_s(self) -> float:
-        return self._settings.timeout_s
+        return self._settings.patience_s
 
     def _watch(self) -> None:
         beat_s = min(_BEAT_S, (self._settings.stall_s or self._limit_s) / 4)

@@ -34,7 +34,7 @@ def main() -> None:
 
         raw = json.loads(options)
         settings = Settings(**{**raw, "betas": tuple(raw["betas"])})
-        world = join(place, settings.timeout_s, settings.transport)
+        world = join(place, settings.patience_s, settings.transport)
         run_rank(make_job(settings, Path(folder)), world, reporter)
         leave()
         end_process(0)

@@ -2,6 +2,8 @@
 
 from .gloo import GlooTransport
 from .local import LocalHub, LocalTransport, run_together
+from .mpi import MpiTransport
+from .nccl import NcclTransport
 from .protocol import Channel, Handle, Transport
 from .shm import ShmTransport
 
@@ -11,6 +13,8 @@ __all__ = [
     "Handle",
     "LocalHub",
     "LocalTransport",
+    "MpiTransport",
+    "NcclTransport",
     "ShmTransport",
     "Transport",
     "run_together",

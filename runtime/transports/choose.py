@@ -74,9 +74,9 @@ def _fastest(where: Circumstances) -> Choice:
         return Choice("local", "one process")
     if where.own_gpus and where.has_nccl:
         return Choice("nccl", "a GPU each")
-    if where.on_gpus:
-        return Choice("gloo", "they are on GPUs")
-    return Choice("gloo", where.apart) if where.apart else Choice("shm", "one host")
+    if where.apart:
+        return Choice("gloo", where.apart)
+    return Choice("shm", "GPUs of one host, by CUDA IPC" if where.on_gpus else "one host")
 
 
 def _refusal(asked: str, where: Circumstances) -> str:
@@ -93,8 +93,6 @@ def _refusal(asked: str, where: Circumstances) -> str:
         return "several ranks share one GPU, which NCCL refuses."
     if asked == "shm" and where.apart:
         return f"{where.apart}."
-    if asked == "shm" and where.on_gpus:
-        return "it carries tensors between CPUs, and --device is cuda."
     return ""
 
 

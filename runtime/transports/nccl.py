@@ -18,6 +18,7 @@ computes wait, not the host. Bytes are sent, so every dtype goes.
 from __future__ import annotations
 
 import datetime
+import re
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -34,8 +35,8 @@ from .protocol import DIRECTIONS, Channel, Handle, peer_is_gone, timed_out
 Lane = tuple[str, int, int]
 """Kind of traffic (a value of DIRECTIONS), rank that sends, rank that receives."""
 
-_NOT_THERE, _CLOSED = -1, -2
-"""What a header holds in place of a tag before it has come, and when no more will come."""
+_NOT_THERE = -1
+"""What a header holds in place of a tag before it has come."""
 
 
 def lanes_of(channels: Iterable[Channel]) -> frozenset[Lane]:
@@ -63,7 +64,9 @@ class _Arrivals:
 
     header: Tensor
     work: dist.Work
-    messages: dict[tuple[int, int], tuple[Tensor, dist.Work | None]] = field(default_factory=dict)
+    messages: defaultdict[tuple[int, int], deque[tuple[Tensor, dist.Work | None]]] = field(
+        default_factory=lambda: defaultdict(deque)
+    )
 
 
 @dataclass(frozen=True)
@@ -79,10 +82,16 @@ class _Sent:
         content = self.works[1]  # gloo never says that a header is over
         return content is not None and content.is_completed()
 
-    def wait(self) -> None:
+    def hold_up(self) -> None:
+        """Makes the stream that computes wait until the content has arrived."""
+        if content := self.works[1]:
+            content.wait()
+
+    def wait(self, timeout: datetime.timedelta) -> None:
+        """Waits until both have arrived."""
         for work in self.works:
             if work is not None:
-                work.wait()
+                work.wait(timeout)
 
 
 class NcclTransport:
@@ -105,7 +114,7 @@ class NcclTransport:
     ) -> None:
         self.rank = dist.get_rank(group)
         self.depth = depth
-        self._timeout_s = timeout_s
+        self._timeout = datetime.timedelta(seconds=timeout_s)
         self._device = torch.device(device)
         self._is_nccl = backend == "nccl"
         self._stream: Any = torch.cuda.Stream(self._device) if self._is_nccl else None  # type: ignore[no-untyped-call]
@@ -132,9 +141,10 @@ class NcclTransport:
         under_way = self._sends[channel]
         while under_way and under_way[0].is_over:
             under_way.popleft()
-        # This holds up the stream, not the host; over gloo it would be the host.
+        # This holds up the stream. The host waits for nobody here: it may have to post what its
+        # peer waits for.
         while self._is_nccl and len(under_way) >= self.depth:
-            under_way.popleft().wait()
+            under_way.popleft().hold_up()
         content = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         header = torch.tensor([channel.tag, index, len(content)])
         with self._waiting(channel.sending(index), channel.target_rank):
@@ -152,11 +162,13 @@ class NcclTransport:
         messages = self._arrivals[lane].messages
         with self._waiting(channel.waiting(index), channel.source_rank):
             self._drain()
-            while (channel.tag, index) not in messages:
+            while not messages[channel.tag, index]:
                 self._take_header(lane)
-            content, work = messages.pop((channel.tag, index))
+            content, work = messages[channel.tag, index].popleft()
             if work is not None:
                 work.wait()
+        if not messages[channel.tag, index]:
+            del messages[channel.tag, index]
         if self._is_nccl:
             content.record_stream(torch.cuda.current_stream(self._device))
         size = channel.dtype.itemsize
@@ -178,22 +190,12 @@ class NcclTransport:
         for channel, under_way in self._sends.items():
             while under_way:
                 self._finish_send(channel)
-        ends = [
-            self._send_header(lane, torch.tensor([_CLOSED, 0, 0]))
-            for lane in self._tags
-            if lane[1] == self.rank
-        ]
-        for lane in self._arrivals:
-            while self._take_header(lane):
-                pass
-        for end in ends:
-            end.wait()
 
     def _finish_send(self, channel: Channel) -> None:
         self._drain()
         sent = self._sends[channel].popleft()
         with self._waiting(channel.sending(sent.index), channel.target_rank):
-            sent.wait()
+            sent.wait(self._timeout)
 
     def _drain(self) -> None:
         """Posts the receives of all messages whose headers are there."""
@@ -203,16 +205,13 @@ class NcclTransport:
                 self._take_header(lane)
                 arrivals = self._arrivals[lane]
 
-    def _take_header(self, lane: Lane) -> bool:
-        """Waits for a lane's next header and posts its receive; False when there are no more."""
+    def _take_header(self, lane: Lane) -> None:
+        """Waits for a lane's next header and posts its receive."""
         arrivals = self._arrivals[lane]
-        arrivals.work.wait(datetime.timedelta(seconds=self._timeout_s))
+        arrivals.work.wait(self._timeout)
         tag, index, size = arrivals.header.tolist()
-        if tag == _CLOSED:
-            return False
         arrivals.header, arrivals.work = self._next_header(lane)
-        arrivals.messages[tag, index] = self._receive_bytes(lane, size)
-        return True
+        arrivals.messages[tag, index].append(self._receive_bytes(lane, size))
 
     def _next_header(self, lane: Lane) -> tuple[Tensor, dist.Work]:
         header = torch.full((3,), _NOT_THERE)
@@ -257,7 +256,7 @@ class NcclTransport:
             options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         group: dist.ProcessGroup = dist.new_group(
             self._ranks,
-            timeout=datetime.timedelta(seconds=self._timeout_s),
+            timeout=self._timeout,
             backend=backend,
             pg_options=options,
         )
@@ -268,8 +267,8 @@ class NcclTransport:
         try:
             yield
         except RuntimeError as error:
-            if "Timed out" in str(error):
-                raise timed_out(what, peer, self._timeout_s) from error
+            if re.search("tim(ed|ing) out", str(error), re.IGNORECASE):
+                raise timed_out(what, peer, self._timeout.total_seconds()) from error
             raise peer_is_gone(what, peer, f": {str(error).splitlines()[0]}") from error
 
 

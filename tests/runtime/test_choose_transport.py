@@ -36,8 +36,8 @@ SHARED_GPUS = replace(OWN_GPUS, own_gpus=False)
         (TWO_HOSTS, "gloo (ranks 0 and 2 are not on one host)"),
         (OWN_GPUS, "nccl (a GPU each)"),
         (replace(OWN_GPUS, apart=TWO_HOSTS.apart), "nccl (a GPU each)"),
-        (replace(OWN_GPUS, has_nccl=False), "gloo (they are on GPUs)"),
-        (SHARED_GPUS, "gloo (they are on GPUs)"),
+        (replace(OWN_GPUS, has_nccl=False), "shm (GPUs of one host, by CUDA IPC)"),
+        (SHARED_GPUS, "shm (GPUs of one host, by CUDA IPC)"),
     ],
 )
 def test_the_fastest_that_works_is_taken(where: Circumstances, chosen: str) -> None:
@@ -52,7 +52,6 @@ def test_the_fastest_that_works_is_taken(where: Circumstances, chosen: str) -> N
         ("nccl", SHARED_GPUS, "several ranks share one GPU, which NCCL refuses."),
         ("nccl", replace(OWN_GPUS, has_nccl=False), "this torch was built without NCCL."),
         ("shm", TWO_HOSTS, "ranks 0 and 2 are not on one host."),
-        ("shm", OWN_GPUS, "it carries tensors between CPUs, and --device is cuda."),
     ],
 )
 def test_one_that_cannot_work_is_refused_with_the_cure(

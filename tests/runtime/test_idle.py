@@ -29,7 +29,7 @@ def in_two_parts(schedule: Schedule) -> Schedule:
         for action in row:
             actions.append(action)
             if action.kind == "B":
-                actions.append(replace(action, kind="W"))
+                actions.append(action._replace(kind="W"))
         rows.append(tuple(actions))
     return replace(schedule, ranks=tuple(rows))
 
@@ -69,6 +69,9 @@ SCHEDULES = [
     schedule_of("async-1f1b", 3, 2),
     schedule_of("single", 3, 4),
     two_stages_a_rank(),
+    make_schedule("interleaved", stages=4, ranks=2, micro_batches=4),
+    make_schedule("zb-h1", stages=3, micro_batches=4),
+    make_schedule("zb-v", stages=4, ranks=2, micro_batches=4),
 ]
 MS = st.floats(0, 100, allow_subnormal=False)
 

@@ -1,4 +1,4 @@
-"""Ranks that talk over MPI: the protocol, the thread that makes progress, and whole runs."""
+"""Ranks that talk over MPI: the thread that makes progress, what may be missing, and whole runs."""
 
 from __future__ import annotations
 
@@ -25,24 +25,13 @@ from asyncpipe.runtime.transports.mpi import (
     load_mpi,
     mpiexec,
 )
-from asyncpipe.tests.executor import lowered, train_rank, train_together
-from asyncpipe.tests.hand_plans import chain, skips, tied
 from asyncpipe.tests.mpi_processes import run_mpi, stop
 from asyncpipe.tests.runtime.handmade import write_mlp
 from asyncpipe.tests.runtime.silent_reporter import FACTORY
 
-DTYPES = (
-    torch.float64, torch.float32, torch.bfloat16, torch.float16,
-    torch.int64, torch.int32, torch.uint8, torch.bool,
-)  # fmt: skip
-SHAPES = ((), (0,), (3,), (2, 0, 3), (4, 5))
 HIDDEN = Channel("activation", "hidden", 0, 1, 0, 1, 0, torch.float32, (2, 3))
 BACK = replace(HIDDEN, kind="gradient", source=1, target=0, source_rank=1, target_rank=0, tag=1)
 LARGE = replace(HIDDEN, tag=2, shape=(4, 1024, 1024))
-TYPED = [
-    replace(HIDDEN, tag=10 + number, dtype=dtype, shape=shape)
-    for number, (dtype, shape) in enumerate((d, s) for d in DTYPES for s in SHAPES)
-]
 FAILING = """
 from torch.nn.functional import cross_entropy
 calls = 0
@@ -53,43 +42,6 @@ def criterion(outputs, target):
         raise ValueError("the tenth call fails")
     return cross_entropy(outputs, target)
 """
-SCHEDULES = ("gpipe", "1f1b")
-MODELS = {
-    "a chain": lambda: chain(4, norm=True, dropout=0.25),
-    "skips": skips,
-    "tied": lambda: tied(4),
-}
-
-
-def converse(rank: int) -> str:
-    transport = MpiTransport(timeout_s=20.0, depth=2)
-    if rank == 0:
-        for channel in TYPED:
-            for i in range(3):
-                transport.send(channel, torch.full(channel.shape, i, dtype=channel.dtype), i)
-        for i in (2, 0, 1):
-            transport.send(HIDDEN, torch.full((3, 2), float(i)).T, i)
-        for i in range(3):
-            assert float(transport.wait(transport.recv(BACK, i)).sum()) == 6 * i
-    else:
-        for channel in TYPED:
-            handles = [transport.recv(channel, i) for i in range(3)]
-            for i, handle in enumerate(handles):
-                found = transport.wait(handle)
-                assert found.dtype == channel.dtype and found.shape == channel.shape
-                assert torch.equal(found, torch.full(channel.shape, i, dtype=channel.dtype))
-        # Messages are found by their index, and what came is the receiver's own.
-        first, second, third = map(transport.wait, [transport.recv(HIDDEN, i) for i in range(3)])
-        first.fill_(9.0)
-        assert float(second.sum()) == 6 and float(third.sum()) == 12
-        for i in range(3):
-            transport.send(BACK, torch.full((2, 3), float(i)), i)
-    transport.close()
-    return "kept"
-
-
-def test_every_dtype_and_shape_arrives_in_any_order() -> None:
-    assert run_mpi(2, converse) == ["kept", "kept"]
 
 
 def sleep_outside_of_mpi(until: Path) -> bool:
@@ -167,48 +119,6 @@ def test_the_thread_sleeps_with_nothing_under_way_and_naps_otherwise() -> None:
         assert posted_s < 0.2
 
 
-def wait_for_nothing(rank: int, folder: str) -> None:
-    transport = MpiTransport(timeout_s=1.0)
-    start_s = time.monotonic()
-    with pytest.raises(TransportError) as raised:
-        if rank == 0:
-            transport.send(LARGE, torch.ones(LARGE.shape), 7)
-            transport.wait_sent(LARGE, 7)
-        else:
-            transport.wait(transport.recv(HIDDEN, 5))
-    waited_s = time.monotonic() - start_s
-    (Path(folder) / str(rank)).write_text(f"{waited_s}\n{raised.value}")
-    load_mpi().COMM_WORLD.Barrier()  # a rank that ends would end the other
-    os._exit(0)
-
-
-def test_a_wait_has_a_time_out_that_says_who_waits_for_whom(tmp_path: Path) -> None:
-    run_mpi(2, wait_for_nothing, str(tmp_path))
-    for rank, what in enumerate(
-        [
-            'rank 0 waits for rank 1 to take the activation "hidden" of micro-batch 7 (1 s).',
-            'rank 1 waits for the activation "hidden" of micro-batch 5 from rank 0 (1 s).',
-        ]
-    ):
-        waited_s, text, cure = (tmp_path / str(rank)).read_text().splitlines()
-        assert text == what
-        assert cure == f"See what rank {1 - rank} does, or allow more time with --timeout-s."
-        assert 0.9 < float(waited_s) < 3
-
-
-def lose_peer(rank: int) -> None:
-    transport = MpiTransport(timeout_s=50.0)
-    if rank == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    transport.wait(transport.recv(HIDDEN, 5))
-
-
-def test_a_killed_rank_ends_the_others_long_before_the_time_out() -> None:
-    start_s = time.monotonic()
-    assert run_mpi(2, lose_peer) == [None, None]
-    assert time.monotonic() - start_s < 20
-
-
 def refuse(rank: int) -> str:
     transport = MpiTransport()
     transport._largest_tag = 32767
@@ -223,30 +133,6 @@ def test_a_tag_beyond_what_mpi_numbers_is_refused() -> None:
         "This MPI numbers messages up to 32767, and "
         'the activation "hidden" of micro-batch 1 needs 32769.\n--transport gloo'
     ]
-
-
-def run_schedules(rank: int, name: str) -> dict:
-    model = MODELS[name]()
-    return {
-        schedule: train_rank(
-            model, lowered(model, schedule, 5), MpiTransport(timeout_s=30.0), seed=3
-        )
-        for schedule in SCHEDULES
-    }
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_a_pipeline_computes_what_ranks_of_one_process_do_to_the_last_bit(name: str) -> None:
-    model = MODELS[name]()
-    results = run_mpi(4, run_schedules, name)
-    for schedule in SCHEDULES:
-        trained = train_together(model, lowered(model, schedule, 5), seed=3)
-        of_ranks = [result[schedule] for result in results]
-        assert of_ranks[-1]["losses"] == trained.seen.losses
-        found = {key: g for rank in of_ranks for key, g in rank["gradients"][1].items()}
-        expected = trained.seen.gradients[1]
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[key], gradient) for key, gradient in expected.items())
 
 
 # Without an MPI that can be used

@@ -25,6 +25,7 @@ from asyncpipe.runtime.training.agreement import Agreement
 from asyncpipe.runtime.training.resolve import resolve
 from asyncpipe.runtime.training.settings import Settings
 from asyncpipe.runtime.training.sources import Data, Feed, default_data, open_data, prepare_data
+from asyncpipe.runtime.training.step_batch import StepBatch
 from asyncpipe.runtime.training.world import Place, World, find_place, first_host
 from asyncpipe.tests.runtime.handmade import CLASSES, WIDTH, write_mlp, write_text
 
@@ -365,7 +366,7 @@ def test_a_feed_gives_micro_batches_in_the_order_of_positions(mlp: Plan) -> None
     task = find_task(mlp, criterion="cross_entropy")
     data = Clusters(task, WIDTH, evaluation=False, dtype=torch.float32)
     order = Order(len(data), seed=1)
-    feed = Feed(data, order, 4, ["target"])
+    feed = Feed(data, order, StepBatch((4,)), ["target"])
     expected = data.get(order.samples(8, 4), ["target"])["target"]
     assert torch.equal(feed(2)["target"], expected)
     assert feed(2).keys() == {"target"}

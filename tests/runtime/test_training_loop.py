@@ -24,6 +24,7 @@ from asyncpipe.runtime.training.optimizers import lr_factor, make_optimizer
 from asyncpipe.runtime.training.segments import segments
 from asyncpipe.runtime.training.settings import Settings, SettingsError, read_config
 from asyncpipe.runtime.training.sources import Feed, open_data
+from asyncpipe.runtime.training.step_batch import StepBatch
 from asyncpipe.tests.runtime.handmade import PlainMlp, PlainText, write_mlp, write_text
 from asyncpipe.tests.runtime.silent_reporter import FACTORY, events_of
 
@@ -68,7 +69,7 @@ def plain_losses(
     settings, plan = job.settings, job.plan
     data = open_data(settings, job.task, plan, Path())
     order = Order(len(data.train), settings.seed)
-    feed = Feed(data.train, order, settings.micro_batch_size or 1, job.task.fields)
+    feed = Feed(data.train, order, StepBatch.of(settings), job.task.fields)
     optimizer = make_optimizer(model.parameters(), settings)
     losses, norms = [], []
     for step in range(settings.steps):
@@ -189,7 +190,7 @@ def test_evaluation_is_the_mean_loss_of_the_trained_model(
     data = open_data(job.settings, job.task, job.plan, Path())
     assert data.evaluation is not None
     pipe = load(folders / "text", weights=tmp_path / "run" / "weights").eval()
-    feed = Feed(data.evaluation, None, 2, job.task.fields)
+    feed = Feed(data.evaluation, None, StepBatch((2,)), job.task.fields)
     losses = [pipe(**feed(i))["loss"].item() for i in range(2)]
     assert values(lines, "eval", "loss") == pytest.approx([sum(losses) / 2], rel=1e-6)
 

@@ -12,14 +12,16 @@ from torch import Tensor, nn
 from asyncpipe.runtime.loading import load_stage
 from asyncpipe.runtime.plan import Plan
 from asyncpipe.runtime.training.clipping import (
+    StepMessage,
     clip_factor,
-    counted_parameters,
-    global_squared_norm,
+    gradients_of,
     scale_gradients,
+    share_of,
     squared_norm,
 )
+from asyncpipe.runtime.training.finite import LossError
 from asyncpipe.runtime.training.gather import RankFigures
-from asyncpipe.runtime.training.observer import LossError, Trainer
+from asyncpipe.runtime.training.observer import Trainer
 from asyncpipe.runtime.training.optimizers import StageOptimizer, lr_factor, make_optimizer
 from asyncpipe.runtime.training.settings import Settings
 from asyncpipe.runtime.training.world import World
@@ -143,10 +145,10 @@ def test_clipping_over_stages_is_that_of_the_whole_model(
     backward(plain, modules)
     expected = float(torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.3))
     squares = {
-        index: squared_norm(counted_parameters(plan, index, module))
+        index: squared_norm(gradients_of(share_of(plan, index, module).counted))
         for index, module in modules.items()
     }
-    norm = math.sqrt(global_squared_norm(squares, 2, None))
+    norm = StepMessage(squares, 2, None).agreed().norm
     assert norm == pytest.approx(expected, rel=1e-6)
     clipped = dict(plain.named_parameters())
     for module in modules.values():
@@ -162,8 +164,8 @@ def test_counting_a_tied_parameter_twice_would_be_seen(
     plan, modules = stages
     plain = PlainText()
     backward(plain, modules)
-    once = sum(squared_norm(counted_parameters(plan, j, m)) for j, m in modules.items())
-    twice = sum(squared_norm(module.parameters()) for module in modules.values())
+    once = sum(squared_norm(gradients_of(share_of(plan, j, m).counted)) for j, m in modules.items())
+    twice = sum(squared_norm(gradients_of(module.parameters())) for module in modules.values())
     assert twice > once * 1.01
 
 
@@ -196,6 +198,8 @@ def test_a_rank_of_several_stages_steps_them_together(
     plain = PlainText()
     backward(plain, modules)
     before = modules[0].inner.bias.clone()
+    for stage in modules:
+        observer.on_gradients(stage, 1)
     observer.on_step(0, 1)
     modules[0].zero_grad()  # as the pipeline does after each stage's step
     assert torch.equal(modules[0].inner.bias, before) and not told
@@ -231,3 +235,61 @@ def test_a_loss_that_is_no_number_ends_the_run(
     step(1, torch.tensor(3.21))
     with pytest.raises(LossError, match=r"the loss is nan at step 2 \(it was 3.210 at step 1\)"):
         step(2, torch.tensor(math.nan))
+
+
+def test_a_gradient_that_is_no_number_ends_a_clipped_run_before_its_step(
+    stages: tuple[Plan, dict[int, nn.Module]],
+) -> None:
+    _, modules = stages
+    observer = trainer(stages, [], clip=1.0)
+    backward(PlainText(), modules)
+    assert modules[1].norm.bias.grad is not None
+    modules[1].norm.bias.grad[3] = math.inf
+    before = modules[0].inner.bias.clone()
+    observer.on_loss(0, torch.tensor(3.21))
+    for stage in modules:
+        observer.on_gradients(stage, 1)
+    observer.on_step(0, 1)
+    found = (
+        r"the gradient norm of stage 1 is inf at step 1, where the loss is 3.210. Stopped before"
+    )
+    with pytest.raises(LossError, match=found):
+        observer.on_step(1, 1)
+    assert torch.equal(modules[0].inner.bias, before)
+
+
+def test_a_clipped_run_says_that_the_loss_is_no_number_rather_than_its_gradients(
+    stages: tuple[Plan, dict[int, nn.Module]],
+) -> None:
+    _, modules = stages
+    observer = trainer(stages, [], clip=1.0)
+    for version, loss in ((1, 3.21), (2, math.nan)):
+        backward(PlainText(), modules)
+        for module in modules.values():
+            for parameter in module.parameters():
+                parameter.grad = torch.full_like(parameter, loss)
+        observer.on_loss(2 * version - 2, torch.tensor(loss))
+        for stage in modules:
+            observer.on_gradients(stage, version)
+        observer.on_step(0, version)
+        if version == 1:
+            observer.on_step(1, version)
+    with pytest.raises(LossError, match=r"the loss is nan at step 2 \(it was 3.210 at step 1"):
+        observer.on_step(1, 2)
+
+
+def test_one_message_tells_all_ranks_the_norm_an_overflow_and_the_loss() -> None:
+    squares = {0: torch.tensor(9.0, dtype=torch.float64), 2: torch.tensor(16.0)}
+    agreed = StepMessage(squares, 3, None, overflowed=True, loss=2.5).agreed()
+    assert agreed.norm == 5.0 and agreed.squares == (9.0, 0.0, 16.0)
+    assert agreed.overflowed and agreed.loss == 2.5
+
+
+def test_norms_are_those_of_torch() -> None:
+    gradients = [torch.randn(n, 7, dtype=torch.float32) for n in (1, 30, 400)]
+    expected = torch.nn.utils.get_total_norm(gradients)
+    assert math.sqrt(float(squared_norm(gradients))) == pytest.approx(float(expected), rel=1e-6)
+    mixed = [*gradients, torch.randn(5, dtype=torch.float64)]
+    whole = torch.cat([gradient.flatten().double() for gradient in mixed])
+    assert float(squared_norm(mixed)) == pytest.approx(float(whole.square().sum()), rel=1e-6)
+    assert float(squared_norm([])) == 0.0

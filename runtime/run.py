@@ -1,0 +1,53 @@
+"""One call of a pipeline's `run`: what may be said about it, and what belongs to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TypedDict
+
+from .channels import Sizes
+from .feed import FeedOnce
+from .mailbox import Mailbox
+from .program import Program
+from .report import Observer, Recorder
+from .schedule import Schedule
+from .staleness import Passage
+
+
+class RunOptions(TypedDict, total=False):
+    """What may be said about one run.
+
+    `first_micro_batch` is the number of the schedule's first micro-batch (0). Without `training`
+    only the forwards are carried out, in eval mode and without gradients; weights, versions and
+    random numbers are left alone. `sizes` are the micro-batches' sizes if not the plan's, for all
+    or for each one of the schedule; the loss of one with fewer samples counts less, so that the
+    gradient is that of the mean over all samples of a step. `record` keeps the time of each action.
+    The loss is multiplied by `loss_scale` for backwards.
+    """
+
+    first_micro_batch: int
+    observer: Observer | None
+    training: bool
+    sizes: Sizes | Sequence[Sizes] | None
+    record: bool
+    loss_scale: float
+
+
+@dataclass
+class Run:
+    """What the actions of one call share: `split` and `turning` are stages and indices."""
+
+    schedule: Schedule
+    program: Program
+    training: bool
+    feed: FeedOnce
+    mailbox: Mailbox
+    recorder: Recorder
+    passages: dict[tuple[int, int], Passage]
+    loss_divisors: Sequence[int | Fraction]
+    split: frozenset[tuple[int, int]]
+    turning: frozenset[tuple[int, int]]
+    first_micro_batch: int
+    loss_scale: float

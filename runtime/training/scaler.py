@@ -1,0 +1,60 @@
+"""Gradients of a scaled loss -> gradients, and the scale of the next step: torch's GradScaler.
+
+In float16 small gradients would be zero, so the loss is multiplied by a scale for the backward, and
+the gradients are divided by it in float32. Where one is no number the step is left out and the
+scale halved; after 2000 steps without, it is doubled. Micikevicius et al., "Mixed Precision
+Training" (2018), section 3.2; the numbers and the kernels are those of torch.amp.GradScaler.
+
+GradScaler itself looks for overflows optimizer by optimizer. Here the stages of all ranks step
+together or not at all, so what was found is told to all of them before the scale changes, and the
+scale is the same everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+INITIAL = 2.0**16
+GROWTH, BACKOFF, INTERVAL = 2.0, 0.5, 2000
+
+
+class LossScale:
+    """The scale of a run, and whether this step's gradients overflowed on this rank.
+
+    `value` is the scale of the current step; `skipped` counts the steps that were left out.
+    """
+
+    def __init__(self, initial: float = INITIAL, *, interval: int = INTERVAL) -> None:
+        self._scale = torch.tensor([initial], dtype=torch.float32)
+        self._steps_since_change = torch.zeros(1, dtype=torch.int32)
+        self._interval = interval
+        self._found: Tensor | None = None
+        self.value = initial
+        self.skipped = 0
+
+    def unscale(self, gradients: Sequence[Tensor]) -> None:
+        """Divides gradients by the scale and looks for those that are no numbers."""
+        if not gradients:
+            return
+        device = gradients[0].device
+        if self._found is None:
+            self._found = torch.zeros(1, device=device)
+        inverse = self._scale.double().reciprocal().float().to(device)
+        torch._amp_foreach_non_finite_check_and_unscale_(list(gradients), self._found, inverse)
+
+    def overflowed(self) -> bool:
+        """Whether this rank found an overflow since the last `update`."""
+        return self._found is not None and bool(self._found)
+
+    def update(self, *, overflowed: bool) -> None:
+        """Ends a step, with what all ranks found together."""
+        found = torch.full((1,), float(overflowed))
+        torch._amp_update_scale_(
+            self._scale, self._steps_since_change, found, GROWTH, BACKOFF, self._interval
+        )
+        self._found = None
+        self.value = float(self._scale)
+        self.skipped += overflowed
