@@ -37,6 +37,7 @@ from .problem import DoesNotFit, Placement, Problem
 from .setting import Setting, scheduled
 from .solvers import METHODS
 from .step_time import LITTLE, Step, StepTimer, schedule_of, step_of
+from .wording import write_bytes
 
 _SHAKES = 4
 _FREE_TRIALS = 24
@@ -69,9 +70,12 @@ def place_several(problem: Problem, stages: int, place: Place) -> Step:
     if problem.setting.schedule == AUTO and place in _PROVING:
         best = _free(problem, best, bound_ms)
     if not best.evaluation.fits:
+        lacking = lacking_bytes(problem, best.evaluation)
         raise DoesNotFit(
             f"no plan of {stages} stages on {problem.stages} ranks that was found fits into the "
-            "memory of the devices."
+            f"memory of the ranks: the best lacks {write_bytes(lacking)} in all.",
+            "Give the ranks more, use more --ranks or a smaller --micro-batch-size"
+            + ("." if problem.setting.recompute != "none" else ", or --recompute auto."),
         )
     return _tidy(problem, best)
 
