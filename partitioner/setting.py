@@ -35,7 +35,10 @@ import numpy as np
 
 from ..runtime.plan import StageMemory
 from ..runtime.schedule import Schedule
-from ..runtime.schedules import ASYNCHRONOUS, make_schedule
+from ..runtime.scheduler.fit import fit_schedule
+from ..runtime.scheduler.tasks import Tasks
+from ..runtime.schedules import ASYNCHRONOUS, AUTO, make_schedule, named_for
+from ..runtime.simulate import Costs as ActionCosts
 from .cost import Bools, Costs, Floats, Link, StageSums, seen_over
 
 Recompute = Literal["none", "auto", "all"]
@@ -45,9 +48,6 @@ OPTIMIZER_COPIES: Mapping[str, int] = MappingProxyType(
     {"adamw": 2, "adam": 2, "sgd": 0, "momentum": 1}
 )
 
-
-# The schedule that is made for the costs of the stages, wherever they are.
-AUTO = "auto"
 
 # Synchronous schedules of one stage a rank whose backward is whole: what waits for what, and so
 # how many micro-batches are in flight, follows from how many stages come after.
@@ -385,8 +385,12 @@ class Setting:
 def scheduled(
     name: str, stages: int, micro_batches: int, rank_of_stage: tuple[int, ...] = ()
 ) -> Schedule:
-    """A synchronous schedule over one step, with the rank of every stage where it has several;
-    its costs are taken to be equal."""
+    """A synchronous schedule over one step, with the rank of every stage where it has several; of
+    `auto` one of those with a name that suits equal costs, until they are known."""
+    if name == AUTO:
+        at = rank_of_stage or tuple(range(stages))
+        tasks = Tasks(ActionCosts.equal(stages), at, micro_batches, may_split=False)
+        return fit_schedule(tasks, named_for(at, micro_batches), effort=0).schedule
     ranks = len(set(rank_of_stage)) or stages
     return make_schedule(name, stages=stages, micro_batches=micro_batches, ranks=ranks)
 
