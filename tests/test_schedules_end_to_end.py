@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import asyncpipe
 from asyncpipe.partitioner.models import load_model
 from asyncpipe.runtime.errors import AsyncPipeError, ScheduleError
-from asyncpipe.runtime.plan import Plan, read_plan
+from asyncpipe.runtime.plan import Plan, RankSpec, read_plan
 from asyncpipe.runtime.schedule import one_step
 from asyncpipe.runtime.schedule_text import from_text
 from asyncpipe.runtime.simulate import Costs
@@ -82,8 +83,7 @@ def test_several_stages_a_rank_train_as_one_process_does(
     taken = from_text((tmp_path / "ranks" / "schedule.txt").read_text())
     assert len(taken.ranks) == 2 and taken.stages == 4
     if options["schedule"] == "auto":
-        told = events_of(tmp_path / "ranks")
-        notes = [value for event, value in told if event == "note"]
+        notes = events_of(tmp_path / "ranks", "note")
         assert len(notes) == 1 and notes[0][0] == "schedule"
         assert "computed from what steps 2 to 7 took" in notes[0][1]
 
@@ -143,6 +143,18 @@ def test_auto_puts_stages_on_as_many_ranks_as_asked(folder: Path) -> None:
         made = make_segment(plan, settings, steps=1)
         assert len(made.ranks) == ranks and not made.split
         assert made == make_segment(plan, settings, steps=1)
+
+
+def test_auto_keeps_to_the_memory_of_the_plans_ranks(folder: Path) -> None:
+    plan, settings = plan_and_settings(folder, schedule="auto", micro_batches=8)
+    assert max(make_segment(plan, settings, steps=1).in_flight) > 2
+    small = []
+    for stage in plan.stages:
+        each = stage.memory.activations / stage.in_flight
+        fixed = stage.memory.total - stage.memory.activations
+        small.append(RankSpec("small", int(fixed + 2.5 * each)))
+    limited = replace(plan, setting=replace(plan.setting, ranks=tuple(small)))
+    assert max(make_segment(limited, settings, steps=1).in_flight) == 2
 
 
 def figures(step: int, whole: bool) -> list[RankFigures]:

@@ -62,10 +62,10 @@ def fit_schedule(tasks: Tasks, named: Iterable[Schedule] = (), *, effort: float 
         if any(order.period_ms <= tasks.bound_ms for order in found):
             break
         found += [order for rows in orders(tasks, policy) if (order := timed(tasks, rows))]
-    whole = [order for order in found if not order.splits]
-    split = [merged(tasks, min(of, key=_rank)) for of in (found,) if of]
-    starts = [min(whole, key=_rank), *split] if whole else split
     tries = int(effort * min(_MOST_TRIES, _SEARCHED_TASKS / size))
+    starts = [merged(tasks, min(found, key=_rank), tries)]
+    if whole := [order for order in found if not order.splits]:
+        starts.append(min(whole, key=_rank))
     ends = [improve(tasks, start, tries) for start in starts]
     shortest = min(order.period_ms for order in found + ends)
     close = min(shortest * _CLOSE, enough) + 1e-9
