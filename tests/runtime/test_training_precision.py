@@ -21,6 +21,7 @@ from asyncpipe.runtime.training.launch import make_job, run
 from asyncpipe.runtime.training.optimizers import make_optimizer
 from asyncpipe.runtime.training.settings import Settings, SettingsError
 from asyncpipe.runtime.training.sources import Feed, open_data
+from asyncpipe.runtime.training.step_batch import StepBatch
 from asyncpipe.tests.runtime.handmade import PlainMlp, PlainText, write_mlp, write_text
 from asyncpipe.tests.runtime.silent_reporter import FACTORY, events_of
 
@@ -60,9 +61,10 @@ def plain(folder: Path, **options: Any) -> tuple[list[float], list[float], list[
     data = str(folder.parent / "words.txt") if folder.name == "text" else None
     asked = Settings(folder=str(folder), schedule="single", steps=STEPS, data=data, **options)
     job = make_job(replace(asked, decay="none", warmup=0))
-    settings, size = job.settings, job.settings.micro_batch_size or 1
+    settings = job.settings
     opened = open_data(settings, job.task, job.plan, Path())
-    feed = Feed(opened.train, Order(len(opened.train), settings.seed), size, job.task.fields)
+    order = Order(len(opened.train), settings.seed)
+    feed = Feed(opened.train, order, StepBatch.of(settings), job.task.fields)
     torch.manual_seed(7)
     model: nn.Module = PlainText() if folder.name == "text" else PlainMlp()
     optimizer = make_optimizer(model.parameters(), settings)
@@ -233,3 +235,19 @@ def test_the_precision_is_said_before_a_run(folders: Path, tmp_path: Path) -> No
     assert facts["precision"] == (
         "autocast to float16; weights, gradients, optimizer in float32 · loss scale 65536 at first"
     )
+
+
+def test_an_uneven_step_is_the_same_in_one_process_and_in_two(
+    folders: Path, tmp_path: Path
+) -> None:
+    options = {
+        "precision": "float16",
+        "clip": 0.5,
+        "global_batch_size": 7,
+        "micro_batch_size": 2,
+        "steps": 3,
+    }
+    alone = train(folders / "text", tmp_path / "1", **options)
+    together = train(folders / "text", tmp_path / "2", schedule="1f1b", **options)
+    for name in ("loss", "grad_norm", "loss_scale", "skipped"):
+        assert column(alone, name) == column(together, name), name
