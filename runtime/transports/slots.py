@@ -9,7 +9,6 @@ still hold it.
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import mmap
 import os
 from collections import defaultdict
@@ -30,13 +29,19 @@ def has_shared_memory() -> bool:
     """Whether this process can create and map such a file."""
     try:
         SharedMemory(create_memory())
-    except (AttributeError, OSError):  # not Linux; forbidden, or no address space (ulimit -v)
+    except (
+        AttributeError,
+        ImportError,
+        OSError,
+    ):  # not Linux; forbidden, or no address space (ulimit -v)
         return False
     return True
 
 
 def create_memory() -> int:
     """A new file of memory that only this user's processes can open."""
+    import fcntl  # Not every system that this module is loaded on has it.
+
     # Pythons that were built for an old C library (conda's, uv's) lack os.memfd_create.
     libc = ctypes.CDLL(None, use_errno=True)
     descriptor: int = libc.memfd_create(b"asyncpipe", _CLOSE_ON_EXEC | _ALLOW_SEALING)
