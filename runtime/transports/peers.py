@@ -153,9 +153,11 @@ class Peers:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
         self._epoll.register(connection, select.EPOLLIN)
         self._peer_of[connection.fileno()] = peer
-        # A process that a dead peer has forked may hold its connection open.
-        if process := _credentials(connection)[0]:
-            self._processes[peer] = descriptor = os.pidfd_open(process)
+        # A process that a dead peer has forked may hold its connection open. Kernels before 5.3
+        # cannot tell of a process's end.
+        with suppress(AttributeError, OSError):
+            descriptor = os.pidfd_open(_credentials(connection)[0])
+            self._processes[peer] = descriptor
             self._epoll.register(descriptor, select.EPOLLIN)
             self._peer_of[descriptor] = peer
 
