@@ -9,9 +9,10 @@ Position j of k is the j-th rank of the pipeline. For one micro-batch
               + W_j x saved, or W_j x received + saved with recomputation
               + boundary tensors on their way + the most that one operation needs beside
 
-with W_j micro-batches in flight. On their way are tensors and gradients whose receive is posted
-ahead, `DEPTH` of each edge and direction; those that were sent last, as many; and what was sent of
-every micro-batch in flight, where the backward begins, unless it is recomputed. Where it is more,
+with W_j micro-batches in flight. On their way are tensors and gradients whose receive is posted as
+far as their sender may be ahead (`runtime/mailbox.py`), at most `DEPTH` of each edge and direction;
+those sent and not yet known to have arrived, as many; and what was sent of every micro-batch in
+flight, where the backward begins, unless it is recomputed. Where it is more,
 the exchange of tied gradients at a step counts instead of an operation (`_transient_bytes`).
 
 What a stage does not fit into is no plan: its load is infinite. An asynchronous pipeline without
@@ -223,12 +224,13 @@ class Setting:
 
     def _transport_bytes(self, position: int, sums: StageSums, *, recompute: bool) -> Floats:
         in_flight = self.in_flight(position)
-        each = DEPTH if self.is_asynchronous else min(DEPTH, self.shared_micro_batches)
-        ahead = DEPTH if self.is_asynchronous else min(DEPTH, self.shared_micro_batches - in_flight)
-        # Of what was sent last, the micro-batches in flight are kept for backward anyway.
-        sent_before = DEPTH if recompute else max(0, DEPTH - in_flight)
-        on_the_way: Floats = (ahead + DEPTH) * sums.received_bytes + (
-            each + sent_before
+        before = self.in_flight(position - 1) if position else in_flight
+        ahead = max(0, min(DEPTH, before - in_flight))
+        held = min(DEPTH, in_flight)
+        # Activations to come, gradients not yet known to have arrived, and the one being made;
+        # gradients to come, and what was sent, unless it is kept for backward anyway.
+        on_the_way: Floats = (2 * ahead + 1) * sums.received_bytes + (
+            2 * held if recompute else held
         ) * np.asarray(sums.sent_bytes)
         return on_the_way if recompute else on_the_way + in_flight * np.asarray(sums.root_bytes)
 

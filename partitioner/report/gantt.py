@@ -106,7 +106,7 @@ def _gantt(
         height=timeline.ranks * _ROW + 24,
         end_x=round(_LEFT + step.step_ms * scale, 2),
         rows=rows,
-        boxes=tuple(sorted(boxes, key=lambda box: box.kind)),  # steps, the narrow ones, last
+        boxes=tuple(sorted(boxes, key=lambda box: box.kind == "S")),  # steps, the narrow ones, last
         ticks=_ticks(step.step_ms, scale),
         summary=_summary(plan, schedule, step, count),
         step_ms=step.step_ms,

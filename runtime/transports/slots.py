@@ -23,6 +23,15 @@ ALIGNMENT = 64
 _MOST_BYTES = 256 * 2**30  # of addresses, which many ranks need of many ranks
 
 
+def has_shared_memory() -> bool:
+    """Whether this process can create and map such a file."""
+    try:
+        SharedMemory(create_memory())
+    except (AttributeError, OSError):  # not Linux; forbidden, or no address space (ulimit -v)
+        return False
+    return True
+
+
 def create_memory() -> int:
     """A new file of memory that only this user's processes can open."""
     descriptor = os.memfd_create("asyncpipe", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
