@@ -247,6 +247,11 @@ def train_command(
     settings = Settings(
         **{**(read_config(config) if config else {}), **given, "folder": str(folder)}
     )
+    if settings.print_sbatch:
+        from .runtime.training.sbatch import batch_script
+
+        print(batch_script(settings), end="")
+        return 0
     from .runtime.training.launch import run, schedule_text
 
     if settings.print_schedule:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import ceil
 from pathlib import Path
 
@@ -18,28 +17,13 @@ from ..schedules import AUTO
 from ..transports.choose import Choice
 from .half import describe_memory, describe_precision, precision_warning
 from .metrics import Reporter
+from .placement import describe_placement, describe_ranks, placement_warning
 from .remeasure import when_measured
 from .resolve import batch_identity
+from .seats import Machine
 from .segments import longest_segment
 from .settings import Settings
 from .sources import Data
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """Cores that this process may use, and threads that each rank computes with."""
-
-    cores: int
-    threads: int
-
-
-def find_machine(settings: Settings, local_ranks: int) -> Machine:
-    """Cores are shared out evenly, at least one thread a rank, unless `threads` says otherwise."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    cores = cores or 1
-    shared = max(1, cores // local_ranks)
-    given = os.environ.get("OMP_NUM_THREADS", "")
-    return Machine(cores, settings.threads or (int(given) if given.isdigit() else shared))
 
 
 def forecast_run(
@@ -96,13 +80,15 @@ def announce(
     """Tells the reporter what will be done, and what is legal but probably not meant."""
     facts = [
         ("plan", f"{plan.name} · {len(plan.stages)} stages · {plan.method}"),
-        ("ranks", _ranks(schedule, transport, machine)),
+        ("ranks", describe_ranks(len(schedule.ranks), transport, machine)),
         ("algorithm", describe_algorithm(schedule, settings)),
         *describe_schedule(schedule, settings),
         ("batch", batch_identity(settings, task)),
         ("data", data),
         ("optimizer", describe_optimizer(settings)),
     ]
+    if placed := describe_placement(plan, schedule, machine):
+        facts.insert(2, ("placement", placed))
     if precision := describe_precision(settings, plan, dtypes):
         facts.append(("precision", precision))
     if forecast is not None:
@@ -126,6 +112,8 @@ def announce(
         reporter.on_warning(other)
     if copies := replicas_warning(plan):
         reporter.on_warning(copies)
+    if misplaced := placement_warning(plan, machine):
+        reporter.on_warning(misplaced)
 
 
 def replicas_warning(plan: Plan) -> str:
@@ -208,16 +196,6 @@ def describe_optimizer(settings: Settings) -> str:
         scope = "of each stage" if settings.is_async else "over all stages"
         parts.append(f"gradient norm {scope} at most {settings.clip:g}")
     return ", ".join(parts)
-
-
-def _ranks(schedule: Schedule, transport: Choice, machine: Machine) -> str:
-    ranks = len(schedule.ranks)
-    threads = f"{machine.threads} thread{'s' if machine.threads > 1 else ''}"
-    if ranks == 1:
-        return f"1 process, all stages in it · {threads} of {machine.cores} cores"
-    return (
-        f"{ranks} processes · {transport} · {threads} each, {machine.cores} cores on this machine"
-    )
 
 
 def _readers(ranks: list[str]) -> str:

@@ -29,14 +29,14 @@ from .criterion import find_criterion
 from .debugger import wait_for_debugger
 from .evaluation import Evaluation
 from .export import check_exportable, copy_configuration, write_weights
-from .facts import announce, describe_data, find_machine, forecast_run
+from .facts import announce, describe_data, forecast_run
 from .gather import Gather, RankFigures
 from .half import find_boundary_dtypes, precision_of
 from .idleness import simulated_step, split_of_run
 from .metrics import EvalRecord, MetricsFile, Reporter, Summary
 from .observer import Trainer
 from .remeasure import Remeasuring
-from .resolve import gpu_of_rank, sized_plan
+from .resolve import sized_plan
 from .segments import make_segment, segments
 from .settings import Settings
 from .sources import Data, Feed, feed_nothing, open_data, prepare_data
@@ -89,7 +89,7 @@ def _train(
     watchdog: Watchdog,
 ) -> None:
     settings, plan = job.settings, job.plan
-    machine = find_machine(settings, world.place.local_ranks)
+    machine = world.machine
     torch.set_num_threads(machine.threads)
     keep_freed_memory()
     if settings.export_hf:
@@ -109,7 +109,7 @@ def _train(
     with activities.during(Activity("meet", "the data are prepared")):
         world.meet()
     with activities.during(Activity("meet", "the choice of a transport")):
-        transport = agree_on_transport(world, settings, _device(settings, plan, world))
+        transport = agree_on_transport(world, settings, world.machine.device)
     own = [stage for stage, rank in enumerate(schedule.rank_of_stage) if rank == world.rank]
     fields = needed_inputs(plan, own, criterion=settings.criterion is not None)
     data = open_data(settings, job.task, plan, job.folder) if fields or reporter else None
@@ -159,7 +159,7 @@ class _Run:
         self._activities = activities
         self._tracing = Tracing(settings, activities)
         self._modules = _load(job, schedule, world)
-        device = _device(settings, plan, world)
+        device = world.machine.device
         self._pipeline = Pipeline(
             plan,
             self._modules,
@@ -372,13 +372,7 @@ def _load(job: Job, schedule: Schedule, world: World) -> dict[int, nn.Module]:
                 job.planned,
                 stage,
                 weights=settings.weights,
-                device=_device(settings, job.plan, world),
+                device=world.machine.device,
             )
             modules[stage] = module.to(dtype_of(settings.dtype)).train()
     return modules
-
-
-def _device(settings: Settings, plan: Plan, world: World) -> str:
-    if settings.device == "cpu":
-        return "cpu"
-    return f"cuda:{gpu_of_rank(plan, world.place.local_ranks)[world.place.local_rank]}"

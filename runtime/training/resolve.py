@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -122,23 +123,34 @@ def check_ranks(plan: Plan, schedule: Schedule, started: int) -> None:
     )
 
 
-def gpu_of_rank(plan: Plan, ranks: int) -> tuple[int, ...]:
-    """The GPU of each rank of one machine: stages that the plan has on one rank share one."""
-    if ranks != len(plan.stages):
-        return tuple(range(ranks))
-    planned = sorted(set(plan.device_of_stage))
-    return tuple(planned.index(device) for device in plan.device_of_stage)
+def gpu_of_rank(plan: Plan, ranks: int, ranks_per_gpu: int = 1) -> tuple[int, ...]:
+    """The GPU of each rank of one machine: stages that the plan has on one rank share one, and
+    so do every `ranks_per_gpu` in a row."""
+    gpus = tuple(range(ranks))
+    if ranks == len(plan.stages):
+        planned = sorted(set(plan.device_of_stage))
+        gpus = tuple(planned.index(device) for device in plan.device_of_stage)
+    return tuple(gpu // ranks_per_gpu for gpu in gpus)
 
 
-def check_devices(device: str, ranks: int, gpus: int, visible: str | None = None) -> None:
-    """Raises SettingsError when `device` is cuda and there are fewer GPUs than local ranks."""
-    if device != "cuda" or ranks <= gpus:
+def check_devices(settings: Settings, plan: Plan, ranks: int, gpus: int) -> None:
+    """Raises SettingsError when the ranks of this machine need more GPUs than there are."""
+    if settings.device == "cpu":
         return
+    unshared = 1 + max(gpu_of_rank(plan, ranks))
+    if 1 + max(gpu_of_rank(plan, ranks, settings.ranks_per_gpu)) <= gpus:
+        return
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     shown = f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else ""
     noun = "GPU" if gpus == 1 else "GPUs"
+    ways = ["--device cpu"]
+    if gpus:
+        ways.insert(0, f"Share them: --ranks-per-gpu {-(-unshared // gpus)} (slower)")
+    if gpus > 1:
+        ways.append(f"partition again with --stages {gpus}")
     raise SettingsError(
         f"{ranks} ranks on this machine, but {gpus or 'no'} {noun} visible{shown}.",
-        "--device cpu" + (f", or partition again with --stages {gpus}." if gpus > 1 else ""),
+        f"{', or '.join(ways)}.",
     )
 
 

@@ -29,6 +29,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "precision": ("full", "bfloat16", "float16"),
     "boundary_dtype": ("bfloat16",),
     "transport": ("auto", "local", "shm", "gloo", "nccl", "mpi"),
+    "pin": ("cores", "numa", "none"),
     "batch_norm": ("micro-batch", "mini-batch"),
 }
 """The legal values of the options that have a few."""
@@ -54,8 +55,16 @@ _AT_LEAST: dict[str, float] = {
     "threads": 1,
     "timeout_s": 1,
     "stall_s": 0,
+    "ranks_per_gpu": 1,
+    "master_port": 1,
+    "nodes": 1,
 }
-_OF_THIS_CALL = frozenset({"dry_run", "print_schedule", "json", "quiet", "output", "debug"})
+OF_THIS_CALL = frozenset(
+    {
+        *("dry_run", "print_schedule", "json", "quiet", "output", "debug"),
+        *("print_sbatch", "nodes", "time_limit"),
+    }
+)
 
 
 class SettingsError(AsyncPipeError):
@@ -115,7 +124,9 @@ class Settings:
     debug: str | None = None
 
     device: str = "cpu"
+    ranks_per_gpu: int = 1
     threads: int | None = None
+    pin: str = "cores"
     timeout_s: float = 300.0
     stall_s: float = 60.0
     dtype: str = "float32"
@@ -123,6 +134,13 @@ class Settings:
     loss_scale: float | None = None
     boundary_dtype: str | None = None
     transport: str = "auto"
+    interface: str | None = None
+    master_addr: str | None = None
+    master_port: int | None = None
+
+    print_sbatch: bool = False
+    nodes: int | None = None
+    time_limit: str = "24:00:00"
 
     dry_run: bool = False
     print_schedule: bool = False
@@ -223,7 +241,7 @@ class Settings:
         lines = ["# asyncpipe-train --config with this file repeats the run."]
         for option in fields(self):
             value = getattr(self, option.name)
-            if value is not None and option.name not in _OF_THIS_CALL:
+            if value is not None and option.name not in OF_THIS_CALL:
                 # JSON's strings, numbers, booleans and lists are TOML's.
                 lines.append(f"{option.name} = {json.dumps(value, ensure_ascii=False)}")
         return "\n".join(lines) + "\n"

@@ -42,7 +42,7 @@ def expect_transport(settings: Settings, plan: Plan, ranks: int) -> Choice:
     where = Circumstances(
         ranks,
         on_gpus=on_gpus,
-        own_gpus=on_gpus and len(set(gpu_of_rank(plan, ranks))) == ranks,
+        own_gpus=on_gpus and len(set(gpu_of_rank(plan, ranks, settings.ranks_per_gpu))) == ranks,
         has_nccl=on_gpus and has_nccl(),
     )
     return choose(settings.transport, where)

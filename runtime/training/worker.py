@@ -7,12 +7,13 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from .failure import GRACE_S, RankFolder, end_process, failure_of
+from .launchers import find_place
 from .mpi_ranks import die_with_parent, keep_output
 from .settings import Settings
-from .world import find_place, join, leave
 
 
 def main() -> None:
@@ -30,12 +31,14 @@ def main() -> None:
         left.mark_process(rank)
     stages = f" (stage {rank})"
     try:
-        from .launch import make_job, run_rank
+        from .jobs import make_job, run_rank
+        from .world import join, leave
 
         raw = json.loads(options)
         settings = Settings(**{**raw, "betas": tuple(raw["betas"])})
-        world = join(place, settings.patience_s, settings.transport)
-        run_rank(make_job(settings, Path(folder)), world, reporter)
+        job = make_job(settings, Path(folder))
+        world = join(replace(place, launcher=""), job.settings, job.plan)
+        run_rank(job, world, reporter)
         leave()
         end_process(0)
     except Exception as error:

@@ -1,108 +1,39 @@
-"""The environment of a process -> its rank among the others, and the groups to talk to them.
+"""Ranks that were started -> ranks that know each other, and what they do together.
 
-torchrun, srun, Open MPI and MPICH each say in environment variables who a process is; the command
-run by itself starts its ranks as torchrun does.
+They meet at rank 0's address over gloo, tell each other where they sit, and have two groups from
+then on.
 """
 
 from __future__ import annotations
 
 import datetime
-import hashlib
 import os
 import re
 import socket
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
 
 from ..errors import TransportError
+from ..plan import Plan
 from ..transports.mpi import share_store
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Which process this is, of how many, on all hosts and on this one; and who rank 0 is."""
-
-    rank: int
-    ranks: int
-    local_rank: int
-    local_ranks: int
-    head: str = "127.0.0.1"
-    port: int = 0
-
-    @property
-    def all_local(self) -> bool:
-        return self.local_ranks == self.ranks
-
-
-ALONE = Place(rank=0, ranks=1, local_rank=0, local_ranks=1)
-
-_LAUNCHERS = (
-    # rank, ranks, local rank, local ranks, and what names the job
-    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"),
-    (
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-        "PMIX_NAMESPACE",
-    ),
-    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_JOBID"),
-    (
-        "SLURM_PROCID",
-        "SLURM_STEP_NUM_TASKS",
-        "SLURM_LOCALID",
-        "SLURM_NTASKS_PER_NODE",
-        "SLURM_JOB_ID",
-    ),
-)
-
-
-def find_place(environment: Mapping[str, str]) -> Place | None:
-    """The place that a launcher gave this process, or None when no launcher started it.
-
-    >>> find_place({"RANK": "1", "WORLD_SIZE": "4", "MASTER_PORT": "29500"}).rank
-    1
-    """
-    for rank, ranks, local_rank, local_ranks, job in _LAUNCHERS:
-        if rank in environment and ranks in environment:
-            count = int(environment[ranks])
-            on_slurm = rank.startswith("SLURM")
-            head = environment.get("MASTER_ADDR")
-            if head is None:
-                head = first_host(environment.get("SLURM_STEP_NODELIST", "")) if on_slurm else None
-            return Place(
-                rank=int(environment[rank]),
-                ranks=count,
-                local_rank=int(environment.get(local_rank, environment[rank])),
-                # Slurm's tasks per node may read 2(x3) or be absent.
-                local_ranks=int((re.match(r"\d+", environment.get(local_ranks, "")) or [count])[0]),
-                head=head or "127.0.0.1",
-                port=int(environment.get("MASTER_PORT", _port_of(environment.get(job)))),
-            )
-    return None
-
-
-def first_host(nodes: str) -> str | None:
-    """The first host of a Slurm node list.
-
-    >>> first_host("gpu-a[03-05,11],gpu-b1")
-    'gpu-a03'
-    """
-    found = re.match(r"([^\[,]+)(?:\[(\d+))?", nodes)
-    return found[1] + (found[2] or "") if found else None
+from .interfaces import VARIABLES, address_of, choose_interface, name_interface, unreachable
+from .launchers import ALONE, Place
+from .seats import Machine, Seat, check_alike, find_machine, own_seat, seat_from
+from .settings import Settings, SettingsError
 
 
 @dataclass(frozen=True)
 class World:
     """The ranks of a run and their two groups: `control` for what all do together between
-    segments, `metrics` for figures on their way to rank 0. A lone rank has neither."""
+    segments, `metrics` for figures on their way to rank 0. A lone rank has neither. `machine` is
+    what this rank computes with."""
 
     place: Place = ALONE
     control: dist.ProcessGroup | None = None
     metrics: dist.ProcessGroup | None = field(default=None)
+    machine: Machine = field(default_factory=Machine)
 
     @property
     def rank(self) -> int:
@@ -135,53 +66,59 @@ class World:
 
     def gathered(self, content: bytes) -> list[bytes]:
         """What each rank gives; equally long on all."""
-        if self.control is None:
-            return [content]
-        own = torch.tensor(list(content), dtype=torch.uint8)
-        parts = [torch.zeros_like(own) for _ in range(self.ranks)]
-        dist.all_gather(parts, own, group=self.control)
-        return [bytes(part.tolist()) for part in parts]
+        return [content] if self.control is None else _gathered(content, self.ranks)
 
     def meet(self) -> None:
         """Returns when every rank has called it."""
         self.sums([0.0])
 
 
-def join(place: Place, timeout_s: float, transport: str = "auto") -> World:
-    """Meets the other ranks over gloo; on loopback when all are on this machine. Ranks that
-    `transport` mpi joins already tell each other where.
+def join(place: Place, settings: Settings, plan: Plan) -> World:
+    """Meets the other ranks over gloo, and keeps to the cores that are this rank's from then on.
+    Ranks that the transport `mpi` joins already tell each other where.
 
-    Raises TransportError when they cannot be reached in time.
+    Raises TransportError when they cannot be reached in time, SettingsError when nothing says
+    where rank 0 is, when they are not alike, or when a host has too few GPUs.
     """
-    if place.all_local:
-        loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
-        if loopback is not None:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-    timeout = datetime.timedelta(seconds=timeout_s)
+    over_mpi = settings.transport == "mpi"
+    if not place.head and not over_mpi:
+        raise SettingsError(
+            f"{place.ranks} ranks on several hosts, and nothing says where rank 0 is: "
+            f"{place.launcher} does not.",
+            "--master-addr HOST, with a name or an address of the first host.",
+        )
+    interface = choose_interface(place, settings.interface)
+    name_interface(interface, asked=settings.interface is not None)
+    timeout_s = settings.patience_s
     store = None
-    if transport == "mpi":
-        is_named = place.all_local or "MASTER_ADDR" in os.environ
-        head = place.head if is_named else socket.gethostname()
+    if over_mpi:
+        head = place.head or address_of(interface) or socket.gethostname()
         store = share_store(place.rank, place.ranks, head, timeout_s)
-    os.environ.setdefault("MASTER_ADDR", place.head)
-    os.environ.setdefault("MASTER_PORT", str(place.port))
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = place.head, str(place.port)
     try:
         dist.init_process_group(
             "gloo",
             store=store,
             rank=place.rank,
             world_size=place.ranks,
-            timeout=timeout,
+            timeout=datetime.timedelta(seconds=timeout_s),
         )
+        seats = _seats(own_seat(settings.device, plan), place.ranks)
     except (dist.DistError, RuntimeError, ValueError) as error:
-        raise TransportError(
-            f"rank {place.rank} cannot reach rank 0 at {place.head}:{os.environ['MASTER_PORT']} in "
-            f"{timeout_s:g} s: {str(error).splitlines()[0]}",
-            "Set MASTER_ADDR and GLOO_SOCKET_IFNAME to a network that all hosts share.",
-        ) from error
+        raise _joining_error(place, timeout_s, str(error)) from error
+    check_alike(seats)
+    machine = find_machine(settings, plan, seats, place.rank)
     # A figure may be on its way for as long as a step takes; the pipeline's own waits end a hang.
     patient = datetime.timedelta(days=1)
-    return World(place, dist.group.WORLD, dist.new_group(timeout=patient, backend="gloo"))
+    metrics = dist.new_group(timeout=patient, backend="gloo")
+    machine.pin()
+    machine = replace(machine, launcher=place.launcher, interface=os.environ.get(VARIABLES[0], ""))
+    return World(place, dist.group.WORLD, metrics, machine)
+
+
+def stay_alone(settings: Settings, plan: Plan) -> World:
+    """The world of a lone rank."""
+    return World(machine=find_machine(settings, plan, [own_seat(settings.device, plan)], 0))
 
 
 def leave() -> None:
@@ -190,7 +127,40 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def _port_of(job: str | None) -> int:
-    """A port that all processes of one job agree on without being told."""
-    name = job or str(os.getppid())
-    return 20_000 + int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") % 20_000
+def _seats(own: Seat, ranks: int) -> list[Seat]:
+    content = own.to_bytes()
+    longest = max(
+        int.from_bytes(size, "big") for size in _gathered(len(content).to_bytes(4, "big"), ranks)
+    )
+    return [seat_from(part) for part in _gathered(content.ljust(longest), ranks)]
+
+
+def _gathered(content: bytes, ranks: int) -> list[bytes]:
+    own = torch.tensor(list(content), dtype=torch.uint8)
+    parts = [torch.zeros_like(own) for _ in range(ranks)]
+    dist.all_gather(parts, own)
+    return [bytes(part.tolist()) for part in parts]
+
+
+def _joining_error(place: Place, seconds: float, text: str) -> TransportError:
+    """What to tell of an exception of torch.distributed while ranks meet."""
+    at = f"{place.head}:{place.port}"
+    if "EADDRINUSE" in text:
+        return TransportError(
+            f"rank 0 cannot open {at}: another program has this port.",
+            f"--master-port {place.port + 1}, the same on all hosts.",
+        )
+    came = re.search(r"(\d+)/(\d+) clients joined", text)
+    if came is not None:
+        return TransportError(
+            f"rank 0 waits at {at} for {came[2]} ranks, and {came[1]} came in {seconds:g} s.",
+            "What the others say tells why; --timeout-s allows more time.",
+        )
+    if "full mesh" in text.lower() or "gloo" in text.lower():
+        interface = os.environ.get(VARIABLES[0], "the interface that gloo chose")
+        return TransportError(
+            f"rank {place.rank} found the others at {at}, and cannot connect to them over "
+            f"{interface}: {text.splitlines()[0]}",
+            "--interface NAME, of a network that all hosts share.",
+        )
+    return unreachable(place, seconds)

@@ -26,7 +26,7 @@ from asyncpipe.runtime.training.resolve import resolve
 from asyncpipe.runtime.training.settings import Settings
 from asyncpipe.runtime.training.sources import Data, Feed, default_data, open_data, prepare_data
 from asyncpipe.runtime.training.step_batch import StepBatch
-from asyncpipe.runtime.training.world import Place, World, find_place, first_host
+from asyncpipe.runtime.training.world import World
 from asyncpipe.tests.runtime.handmade import CLASSES, WIDTH, write_mlp, write_text
 
 LETTERS = "".join(chr(97 + i % 26) for i in range(4000))
@@ -440,33 +440,3 @@ def test_own_code_that_fails_is_named(mlp: Plan, tmp_path: Path) -> None:
         open_for(mlp, f"{tmp_path / 'bad.py'}:data", tmp_path)
     with pytest.raises(DataError, match="there is no module nothing_of_this_name"):
         open_for(mlp, "nothing_of_this_name:data", tmp_path)
-
-
-# Launchers
-
-
-def test_the_place_of_a_process_is_read_from_its_launcher() -> None:
-    assert find_place({}) is None
-    torchrun = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-    assert find_place(torchrun | {"MASTER_ADDR": "a", "MASTER_PORT": "5"}) == Place(
-        3, 4, 1, 2, "a", 5
-    )
-    mpi = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "PMIX_NAMESPACE": "job"}
-    found = find_place(mpi)
-    assert found is not None and (found.rank, found.ranks, found.head) == (1, 2, "127.0.0.1")
-    assert found.port == find_place(mpi | {"OMPI_COMM_WORLD_RANK": "0"}).port  # type: ignore[union-attr]
-
-
-def test_a_batch_script_of_slurm_is_not_a_rank() -> None:
-    script = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "7"}
-    assert find_place(script) is None
-    step = script | {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NODELIST": "gpu-a[03-05],b1"}
-    found = find_place(step)
-    assert found is not None and (found.ranks, found.head) == (4, "gpu-a03")
-
-
-@pytest.mark.parametrize(
-    ("nodes", "host"), [("n1", "n1"), ("n1,n2", "n1"), ("n[10-12]", "n10"), ("", None)]
-)
-def test_the_first_host_of_a_node_list(nodes: str, host: str | None) -> None:
-    assert first_host(nodes) == host

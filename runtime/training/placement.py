@@ -1,0 +1,75 @@
+"""Which rank runs on which host -> the words for it, and what differs from the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from ..plan import Plan
+from ..schedule import Schedule
+from ..transports.choose import Choice
+from .seats import Machine
+
+_FEW = 8
+
+
+def describe_ranks(ranks: int, transport: Choice, machine: Machine) -> str:
+    """How many processes, started by whom, and what each computes with."""
+    threads = f"{machine.threads} thread{'s' if machine.threads > 1 else ''}"
+    origin = f" ({machine.threads_from})" if machine.threads_from == "OMP_NUM_THREADS" else ""
+    if ranks == 1:
+        return f"1 process, all stages in it · {threads} of {machine.cores} cores{origin}"
+    hosts = dict.fromkeys(machine.host_of_rank)
+    several = len(hosts) > 1
+    head = f"{ranks} processes" + (f" on {len(hosts)} hosts" if several else "")
+    if machine.launcher:
+        head += f" by {machine.launcher}"
+    means = f"{transport.name} over {machine.interface}" if several else str(transport)
+    where = f" of {machine.host_of_rank[0]}" if several else ""
+    if machine.pins:
+        shown = machine.pins if len(machine.pins) <= _FEW else (*machine.pins[:3], "..")
+        cores = f"pinned to cores {', '.join(shown)}{where}"
+    else:
+        cores = f"{machine.cores} cores on {'these hosts' if several else 'this machine'}"
+    return f"{head} · {means} · {threads} each{origin}, {cores}"
+
+
+def describe_placement(plan: Plan, schedule: Schedule, machine: Machine) -> str:
+    """The ranks of each host and what crosses between them; "" when all are on one."""
+    hosts = machine.host_of_rank
+    if len(set(hosts)) < 2:
+        return ""
+    of_stage = [hosts[rank] for rank in schedule.rank_of_stage]
+    pairs = {(each.source, target) for each in plan.boundaries for target in each.targets}
+    crossing = sum(of_stage[source] != of_stage[target] for source, target in pairs)
+    verb = "crosses" if crossing == 1 else "cross"
+    return f"{_ranks_of_hosts(hosts)} · {crossing} of {len(pairs)} boundaries {verb} hosts"
+
+
+def placement_warning(plan: Plan, machine: Machine) -> str:
+    """When ranks lie on hosts otherwise than the plan was made for; "" when they do not."""
+    planned = [spec.host for spec in plan.setting.ranks]
+    hosts = machine.host_of_rank
+    if len(set(planned)) < 2 or len(planned) != len(hosts):
+        return ""
+    if _pattern(planned) == _pattern(hosts):
+        return ""
+    return (
+        f"the plan was made for {_ranks_of_hosts(planned)}, but there are "
+        f"{_ranks_of_hosts(hosts)}: other boundaries cross hosts than planned."
+    )
+
+
+def _pattern(hosts: Sequence[str]) -> list[int]:
+    """Hosts as numbers in the order of their first rank."""
+    known = list(dict.fromkeys(hosts))
+    return [known.index(host) for host in hosts]
+
+
+def _ranks_of_hosts(hosts: Sequence[str]) -> str:
+    """`ranks 0-1 on a, 2 on b`."""
+    parts = []
+    for host, group in groupby(range(len(hosts)), key=lambda rank: hosts[rank]):
+        own = list(group)
+        parts.append(f"{own[0]}-{own[-1]} on {host}" if len(own) > 1 else f"{own[0]} on {host}")
+    return f"ranks {', '.join(parts)}"

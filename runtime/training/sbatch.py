@@ -1,0 +1,123 @@
+"""Settings + Plan -> a batch script for Slurm that trains so: one task a rank, no other launcher.
+
+The n-th host of the job takes the ranks of the plan's n-th host. Where these are not equally
+many, or come back to a host, Slurm is given a list of hosts by rank (`--distribution=arbitrary`).
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import fields
+from itertools import groupby
+
+from ..plan import Plan
+from .jobs import make_job
+from .segments import make_segment
+from .settings import OF_THIS_CALL, Settings, SettingsError
+
+CPUS_PER_TASK = 4
+"""What a rank asks for when --threads does not say it."""
+
+_TIMES = re.compile(r"\d+|\d+:\d\d|\d+:\d\d:\d\d|\d+-\d+(:\d\d){0,2}")
+
+
+def batch_script(settings: Settings) -> str:
+    """The text of the script. Settings and plan are checked as for a run.
+
+    Raises AsyncPipeError when they do not fit each other or so many hosts.
+    """
+    job = make_job(settings)
+    ranks = len(make_segment(job.plan, job.settings, steps=1).ranks)
+    return sbatch_script(settings, job.plan, ranks)
+
+
+def sbatch_script(settings: Settings, plan: Plan, ranks: int) -> str:
+    """The script for so many ranks; `settings` are as the user gave them.
+
+    Raises SettingsError when the ranks do not go onto so many hosts.
+    """
+    if not _TIMES.fullmatch(settings.time_limit):
+        raise SettingsError(
+            f"--time-limit {settings.time_limit} is no time of Slurm's.",
+            "Hours, minutes and seconds such as 12:00:00, or days before them: 2-00:00:00.",
+        )
+    host_of_rank = _hosts(settings, plan, ranks)
+    counts = [host_of_rank.count(host) for host in range(max(host_of_rank) + 1)]
+    most = max(counts)
+    lines = [
+        "#!/bin/bash",
+        f"# {plan.name}, {len(plan.stages)} stages: {_in_words(host_of_rank)}.",
+        "# Options given to sbatch win over these: sbatch --partition NAME --account NAME FILE",
+        f"#SBATCH --job-name={plan.name}",
+        f"#SBATCH --nodes={len(counts)}",
+        f"#SBATCH --ntasks={ranks}",
+        f"#SBATCH --ntasks-per-node={most}",
+        f"#SBATCH --cpus-per-task={settings.threads or CPUS_PER_TASK}",
+    ]
+    if settings.device == "cuda":
+        lines.append(f"#SBATCH --gpus-per-node={-(-most // settings.ranks_per_gpu)}")
+    lines += [
+        f"#SBATCH --time={settings.time_limit}",
+        "#SBATCH --output=%x-%j.log",
+        "set -euo pipefail",
+        "",
+        'mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")',
+        "export MASTER_ADDR=${hosts[0]}",
+        "export MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))",
+    ]
+    options = ['--cpus-per-task="$SLURM_CPUS_PER_TASK"', "--kill-on-bad-exit=1"]
+    if len(set(counts)) == 1 and host_of_rank == sorted(host_of_rank):
+        options.append("--distribution=block")
+    else:
+        by_rank = " ".join(f'"${{hosts[{host}]}}"' for host in host_of_rank)
+        lines += [
+            "export SLURM_HOSTFILE=$PWD/hosts-$SLURM_JOB_ID",
+            f"""printf '%s\\n' {by_rank} > "$SLURM_HOSTFILE\"""",
+        ]
+        options.append("--distribution=arbitrary")
+    command = shlex.join(train_command(settings))
+    lines += ["", f"srun --ntasks={ranks} {' '.join(options)} \\", f"    {command}"]
+    return "\n".join(lines) + "\n"
+
+
+def train_command(settings: Settings) -> list[str]:
+    """The command that trains so: all options that are not as they are when not given."""
+    command = ["asyncpipe-train", settings.folder]
+    for option in fields(Settings):
+        value = getattr(settings, option.name)
+        if option.name in OF_THIS_CALL - {"output", "json"} or option.name == "folder":
+            continue
+        if value == option.default or value is None:
+            continue
+        command.append("--" + option.name.replace("_", "-"))
+        if isinstance(value, tuple):
+            command += map(str, value)
+        elif value is not True:
+            command.append(f"{value:g}" if isinstance(value, float) else str(value))
+    return command
+
+
+def _hosts(settings: Settings, plan: Plan, ranks: int) -> list[int]:
+    """The host of each rank, numbered from 0: as the plan says, or so many in a row on each."""
+    names = [spec.host for spec in plan.setting.ranks]
+    planned = list(dict.fromkeys(names))
+    if len(names) == ranks and settings.nodes in (None, len(planned)):
+        return [planned.index(name) for name in names]
+    nodes = settings.nodes or 1
+    if ranks % nodes:
+        raise SettingsError(
+            f"{ranks} ranks are not equally many on each of --nodes {nodes}.",
+            f"Partition with --hosts a:{-(-ranks // nodes)},b:.. to say how many go where.",
+        )
+    return [rank * nodes // ranks for rank in range(ranks)]
+
+
+def _in_words(host_of_rank: Sequence[int]) -> str:
+    parts = []
+    for host, group in groupby(range(len(host_of_rank)), key=lambda rank: host_of_rank[rank]):
+        own = list(group)
+        span = f"ranks {own[0]}-{own[-1]}" if len(own) > 1 else f"rank {own[0]}"
+        parts.append(f"{span} on host {host + 1}")
+    return ", ".join(parts)

@@ -1,0 +1,173 @@
+"""Where each rank sits -> what this rank may use: its cores, its threads, its GPU.
+
+A rank's seat is its host, the CPUs that its launcher left it and the GPUs that it sees. All
+ranks know all seats. Ranks of one host with the same CPUs share them out among themselves
+(`pinning.py`); where the launcher has already bound each rank to its own, nothing is left to do.
+It is the same with GPUs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from ..plan import Plan
+from .pinning import Cpus, near_cores, share_cores
+from .resolve import check_devices, gpu_of_rank
+from .settings import Settings, SettingsError
+from .topology import format_cpus, node_of_pci, parse_cpus, read_topology
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU: what names it on every rank, and the memory node near it, if it is known."""
+
+    uuid: str
+    node: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Where a rank sits, and what it runs. `cores` is how many of its CPUs' cores can be busy."""
+
+    host: str
+    cpus: str
+    cores: int
+    gpus: tuple[Gpu, ...] = ()
+    versions: tuple[tuple[str, str], ...] = ()
+
+    def to_bytes(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+
+def seat_from(content: bytes) -> Seat:
+    """What `to_bytes` wrote; spaces behind it do not matter."""
+    raw = json.loads(content)
+    gpus = tuple(Gpu(**each) for each in raw.pop("gpus"))
+    versions = tuple((name, value) for name, value in raw.pop("versions"))
+    return Seat(**raw, gpus=gpus, versions=versions)
+
+
+def own_seat(device: str, plan: Plan) -> Seat:
+    """The seat of this process; GPUs are looked at only when it is to compute on one."""
+    topology = read_topology()
+    return Seat(
+        host=socket.gethostname(),
+        cpus=format_cpus(topology.cpus),
+        cores=topology.usable,
+        gpus=_visible_gpus() if device == "cuda" else (),
+        versions=(
+            ("torch", torch.__version__),
+            ("the plan", hashlib.sha256(plan.to_json().encode()).hexdigest()[:8]),
+        ),
+    )
+
+
+def check_alike(seats: Sequence[Seat]) -> None:
+    """Raises SettingsError, the same on all ranks, when one runs other versions than rank 0."""
+    for rank, seat in enumerate(seats):
+        for (name, value), (_, expected) in zip(seat.versions, seats[0].versions, strict=True):
+            if value != expected:
+                raise SettingsError(
+                    f"rank {rank} on {seat.host} has {name} {value}, "
+                    f"rank 0 on {seats[0].host} has {expected}.",
+                    "All ranks need the same: use one folder and one environment on all hosts.",
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Cores on all hosts of the run, and what this rank computes with.
+
+    `threads` come from `threads_from` ("cores", "--threads" or "OMP_NUM_THREADS"). `pins` are the
+    CPUs of the ranks on this host, in the order of their ranks, when they are pinned, and `own`
+    those of this rank.
+    """
+
+    cores: int = 1
+    threads: int = 1
+    threads_from: str = "cores"
+    host_of_rank: tuple[str, ...] = ()
+    pins: tuple[str, ...] = ()
+    own: Cpus = frozenset()
+    device: str = "cpu"
+    launcher: str = ""
+    interface: str = ""
+
+    def pin(self) -> None:
+        """Keeps this thread, and those that it starts from now on, on the rank's own CPUs."""
+        if self.own and hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, self.own)
+
+
+def find_machine(settings: Settings, plan: Plan, seats: Sequence[Seat], rank: int) -> Machine:
+    """What `rank` computes with, of resolved settings.
+
+    Raises SettingsError when its host has too few GPUs.
+    """
+    own = seats[rank]
+    local = [other for other, seat in enumerate(seats) if seat.host == own.host]
+    gpus = _gpus_of(settings, plan, seats, local)
+    sharing = [other for other in local if seats[other].cpus == own.cpus]
+    topology = read_topology(parse_cpus(own.cpus))
+    near = [gpus[other].node if other in gpus else None for other in sharing]
+    shares = share_cores(topology, len(sharing), near)
+    fair = max(1, topology.usable // len(sharing))
+    if shares is not None:
+        fair = min(sum(1 for core in topology.cores if set(core.cpus) <= cpus) for cpus in shares)
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    threads, origin = fair, "cores"
+    if settings.threads is not None:
+        threads, origin = settings.threads, "--threads"
+    elif given.isdigit():
+        threads, origin = int(given), "OMP_NUM_THREADS"
+    if shares is not None and settings.pin == "numa":
+        shares = near_cores(topology, shares)
+        shares = shares if len(set(shares)) > 1 else None
+    elif settings.pin == "none" or threads > fair:
+        shares = None
+    pins = shares or ()
+    return Machine(
+        cores=sum({(seat.host, seat.cpus): seat.cores for seat in seats}.values()),
+        threads=threads,
+        threads_from=origin,
+        host_of_rank=tuple(seat.host for seat in seats),
+        pins=tuple(map(format_cpus, pins)),
+        own=pins[sharing.index(rank)] if pins else frozenset(),
+        device="cpu" if settings.device == "cpu" else f"cuda:{_index_of(gpus[rank], own)}",
+    )
+
+
+def _gpus_of(
+    settings: Settings, plan: Plan, seats: Sequence[Seat], local: Sequence[int]
+) -> dict[int, Gpu]:
+    """The GPU of each rank of one host; ranks that see the same GPUs share them out."""
+    if settings.device == "cpu":
+        return {}
+    found = {}
+    for rank in local:
+        sharing = [other for other in local if seats[other].gpus == seats[rank].gpus]
+        check_devices(settings, plan, len(sharing), len(seats[rank].gpus))
+        index = gpu_of_rank(plan, len(sharing), settings.ranks_per_gpu)[sharing.index(rank)]
+        found[rank] = seats[rank].gpus[index]
+    return found
+
+
+def _index_of(gpu: Gpu, seat: Seat) -> int:
+    return [each.uuid for each in seat.gpus].index(gpu.uuid)
+
+
+def _visible_gpus() -> tuple[Gpu, ...]:
+    found = []
+    for index in range(torch.cuda.device_count()):
+        card: Any = torch.cuda.get_device_properties(index)
+        address = f"{card.pci_domain_id:04x}:{card.pci_bus_id:02x}:{card.pci_device_id:02x}.0"
+        found.append(Gpu(str(card.uuid), node_of_pci(address)))
+    return tuple(found)

@@ -1,0 +1,125 @@
+"""The batch script for Slurm: what it asks for, and that it runs (under a stand-in for Slurm)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from asyncpipe.runtime.plan import Plan, RankSpec, read_plan
+from asyncpipe.runtime.training.sbatch import batch_script, sbatch_script, train_command
+from asyncpipe.runtime.training.settings import Settings, SettingsError, read_config
+from asyncpipe.tests import fake_slurm
+from asyncpipe.tests.runtime.handmade import write_mlp
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("generated") / "mlp4"
+    write_mlp(folder, stages=4)
+    return folder
+
+
+def asked(script: str) -> dict[str, str]:
+    lines = [line for line in script.splitlines() if line.startswith("#SBATCH --")]
+    return dict(line.removeprefix("#SBATCH --").split("=", 1) for line in lines)
+
+
+def on_hosts(plan: Plan, *hosts: str) -> Plan:
+    ranks = tuple(RankSpec("cpu", host=host) for host in hosts)
+    return replace(plan, setting=replace(plan.setting, ranks=ranks))
+
+
+def checked(script: str) -> str:
+    """The script, when bash can read it."""
+    result = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True)
+    assert (result.returncode, result.stderr) == (0, ""), script
+    return script
+
+
+def test_a_plan_of_one_host_asks_for_one_node(folder: Path) -> None:
+    script = checked(batch_script(Settings(folder=str(folder), threads=6)))
+    assert asked(script) == {
+        "job-name": "tiny_mlp",
+        "nodes": "1",
+        "ntasks": "4",
+        "ntasks-per-node": "4",
+        "cpus-per-task": "6",
+        "time": "24:00:00",
+        "output": "%x-%j.log",
+    }
+    single = batch_script(Settings(folder=str(folder), schedule="single"))
+    assert asked(single)["ntasks"] == "1"
+
+
+def test_ranks_go_where_the_plan_has_them(folder: Path) -> None:
+    plan = on_hosts(read_plan(folder), "h1", "h1", "h2", "h2")
+    on_gpus = Settings(folder="x", device="cuda", ranks_per_gpu=2, time_limit="2-00:00:00")
+    script = checked(sbatch_script(on_gpus, plan, 4))
+    assert "ranks 0-1 on host 1, ranks 2-3 on host 2" in script
+    found = asked(script)
+    assert (found["nodes"], found["ntasks-per-node"], found["gpus-per-node"]) == ("2", "2", "1")
+    assert found["time"] == "2-00:00:00"
+    assert "--distribution=block" in script and "HOSTFILE" not in script
+
+
+def test_unequal_hosts_are_listed_by_rank(folder: Path) -> None:
+    plan = on_hosts(read_plan(folder), "h1", "h2", "h2", "h1")
+    script = checked(sbatch_script(Settings(folder="x"), plan, 4))
+    assert '"${hosts[0]}" "${hosts[1]}" "${hosts[1]}" "${hosts[0]}"' in script
+    assert "--distribution=arbitrary" in script
+    plan = on_hosts(read_plan(folder), "h1", "h1", "h1", "h2")
+    script = checked(sbatch_script(Settings(folder="x"), plan, 4))
+    assert asked(script)["ntasks-per-node"] == "3" and "arbitrary" in script
+
+
+def test_other_numbers_of_nodes_are_asked_for_with_an_option(folder: Path) -> None:
+    plan = on_hosts(read_plan(folder), "h1", "h1", "h2", "h2")
+    assert asked(sbatch_script(Settings(folder="x", nodes=4), plan, 4))["nodes"] == "4"
+    with pytest.raises(SettingsError, match="4 ranks are not equally many on each of --nodes 3"):
+        sbatch_script(Settings(folder="x", nodes=3), plan, 4)
+    for time in ("soon", "1:2", ""):
+        with pytest.raises(SettingsError, match="no time of Slurm's"):
+            sbatch_script(Settings(folder="x", time_limit=time), plan, 4)
+
+
+def test_the_command_repeats_all_that_was_asked_for(tmp_path: Path) -> None:
+    given = Settings(
+        folder="my models/x", steps=5, lr=1e-3, betas=(0.8, 0.9), quiet=True, json=True,
+        data="own.py:data", nodes=2, print_sbatch=True, output="runs/a b",
+    )  # fmt: skip
+    assert train_command(given) == [
+        "asyncpipe-train", "my models/x", "--data", "own.py:data", "--steps", "5", "--lr", "0.001",
+        "--betas", "0.8", "0.9", "--output", "runs/a b", "--json",
+    ]  # fmt: skip
+    config = tmp_path / "config.toml"
+    config.write_text(given.to_toml())
+    assert "print_sbatch" not in read_config(config)
+
+
+def test_the_script_in_the_document_is_the_one_that_is_printed(folder: Path) -> None:
+    given = Settings(folder="generated_models/mlp_4p", steps=50, nodes=2, threads=2)
+    script = sbatch_script(given, replace(read_plan(folder), name="mlp"), 4)
+    document = Path(__file__).parents[2] / "docs" / "launching.md"
+    assert f"```text\n{script}```" in document.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hosts", ["h1 h1 h2 h2", "h2 h1 h1 h1"])
+def test_the_script_trains(folder: Path, tmp_path: Path, hosts: str) -> None:
+    settings = Settings(folder=str(folder), steps=2, threads=1, output=str(tmp_path / "run"))
+    script = tmp_path / "job.sh"
+    script.write_text(sbatch_script(settings, on_hosts(read_plan(folder), *hosts.split()), 4))
+    tools = fake_slurm.install(tmp_path)
+    environment = os.environ | fake_slurm.job(["localhost", "localhost2"], tasks_per_node=2)
+    # Both hosts are this machine: the ranks see it by its one name.
+    environment |= {"PATH": f"{tools}:{os.environ['PATH']}"}
+    result = subprocess.run(
+        ["bash", str(script)], cwd=tmp_path, env=environment, capture_output=True, text=True,
+        timeout=120,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "4 processes by srun" in result.stdout and "step 2/2" in result.stdout

@@ -1,0 +1,184 @@
+"""What a rank computes with, from where all ranks sit; and what is said of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+
+import pytest
+
+from asyncpipe.runtime.plan import Plan, RankSpec
+from asyncpipe.runtime.schedules import make_schedule
+from asyncpipe.runtime.training import seats
+from asyncpipe.runtime.training.placement import (
+    describe_placement,
+    describe_ranks,
+    placement_warning,
+)
+from asyncpipe.runtime.training.seats import (
+    Gpu,
+    Machine,
+    Seat,
+    check_alike,
+    find_machine,
+    own_seat,
+    seat_from,
+)
+from asyncpipe.runtime.training.settings import Settings, SettingsError
+from asyncpipe.runtime.training.topology import Core, Topology
+from asyncpipe.runtime.transports.choose import Choice
+from asyncpipe.tests.runtime.handmade import write_mlp
+
+GPUS = (Gpu("a", 0), Gpu("b", 1))
+
+
+@pytest.fixture(scope="module")
+def mlp4(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    return write_mlp(tmp_path_factory.mktemp("plans") / "mlp4", stages=4)
+
+
+@pytest.fixture(autouse=True)
+def eight_cores_on_two_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def topology(allowed: tuple[int, ...]) -> Topology:
+        return Topology(tuple(Core(cpu // 4, (cpu,)) for cpu in allowed), inf)
+
+    monkeypatch.setattr(seats, "read_topology", topology)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+
+def settings(**given: object) -> Settings:
+    return Settings(folder="x", **given)  # type: ignore[arg-type]
+
+
+def machine_of(plan: Plan, rank: int, *where: Seat, given: Settings | None = None) -> Machine:
+    return find_machine(given or settings(), plan, where, rank)
+
+
+ON_A = Seat("a", "0-7", 8)
+ON_B = Seat("b", "0-7", 8)
+
+
+def test_ranks_of_one_host_share_its_cores(mlp4: Plan) -> None:
+    found = machine_of(mlp4, 2, *[ON_A] * 4)
+    assert (found.cores, found.threads, found.own) == (8, 2, {4, 5})
+    assert found.pins == ("0-1", "2-3", "4-5", "6-7")
+
+
+def test_ranks_of_two_hosts_share_the_cores_of_their_own(mlp4: Plan) -> None:
+    found = machine_of(mlp4, 2, ON_A, ON_A, ON_B, ON_B)
+    assert (found.cores, found.threads, found.own) == (16, 4, {0, 1, 2, 3})
+    assert found.host_of_rank == ("a", "a", "b", "b")
+    cyclic = machine_of(mlp4, 2, ON_A, ON_B, ON_A, ON_B)
+    assert cyclic.own == {4, 5, 6, 7}
+
+
+def test_ranks_that_their_launcher_bound_stay_where_they_are(mlp4: Plan) -> None:
+    bound = [Seat("a", f"{2 * rank}-{2 * rank + 1}", 2) for rank in range(4)]
+    found = machine_of(mlp4, 1, *bound)
+    assert (found.cores, found.threads, found.pins) == (8, 2, ())
+    by_twos = [Seat("a", "0-3", 4), Seat("a", "0-3", 4), Seat("a", "4-7", 4), Seat("a", "4-7", 4)]
+    found = machine_of(mlp4, 3, *by_twos)
+    assert (found.threads, found.pins, found.own) == (2, ("4-5", "6-7"), {6, 7})
+
+
+def test_threads_are_those_that_were_asked_for(mlp4: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = machine_of(mlp4, 0, *[ON_A] * 4, given=settings(threads=1))
+    assert (one.threads, one.threads_from, one.own) == (1, "--threads", {0, 1})
+    many = machine_of(mlp4, 0, *[ON_A] * 4, given=settings(threads=8))
+    assert (many.threads, many.pins) == (8, ())  # more than its cores: not on these alone
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    found = machine_of(mlp4, 0, *[ON_A] * 4)
+    assert (found.threads, found.threads_from) == (1, "OMP_NUM_THREADS")
+
+
+def test_pinning_to_nodes_leaves_their_cores_to_all_ranks_on_them(mlp4: Plan) -> None:
+    found = machine_of(mlp4, 3, *[ON_A] * 4, given=settings(pin="numa"))
+    assert (found.pins, found.own) == (("0-3", "0-3", "4-7", "4-7"), {4, 5, 6, 7})
+    small = Seat("a", "0-3", 4)
+    assert machine_of(mlp4, 0, *[small] * 4, given=settings(pin="numa")).pins == ()
+    assert machine_of(mlp4, 0, *[ON_A] * 4, given=settings(pin="none")).pins == ()
+
+
+def test_a_rank_takes_its_gpu_and_the_cores_near_it(mlp4: Plan) -> None:
+    on_gpus = replace(ON_A, gpus=GPUS)
+    two = settings(device="cuda", ranks_per_gpu=2)
+    found = [machine_of(mlp4, rank, *[on_gpus] * 4, given=two) for rank in range(4)]
+    assert [each.device for each in found] == ["cuda:0", "cuda:0", "cuda:1", "cuda:1"]
+    assert [sorted(each.own) for each in found] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    swapped = replace(ON_A, gpus=GPUS[::-1])
+    assert machine_of(mlp4, 0, *[swapped] * 4, given=two).own == {4, 5}
+    with pytest.raises(SettingsError, match="4 ranks on this machine, but 2 GPUs visible"):
+        machine_of(mlp4, 0, *[on_gpus] * 4, given=settings(device="cuda"))
+
+
+def test_a_rank_that_sees_one_gpu_of_its_own_takes_it(mlp4: Plan) -> None:
+    each = [replace(ON_A, gpus=(Gpu(name),)) for name in "abcd"]
+    found = [machine_of(mlp4, rank, *each, given=settings(device="cuda")) for rank in range(4)]
+    assert [one.device for one in found] == ["cuda:0"] * 4
+
+
+def test_a_seat_is_told_as_it_is(mlp4: Plan) -> None:
+    seat = replace(ON_A, gpus=GPUS, versions=(("torch", "2.13"), ("the plan", "ab")))
+    assert seat_from(seat.to_bytes() + b"   ") == seat
+
+
+def test_ranks_with_another_plan_or_torch_are_refused(mlp4: Plan) -> None:
+    one = replace(ON_A, versions=(("torch", "2.13"), ("the plan", "ab")))
+    check_alike([one, one])
+    with pytest.raises(SettingsError) as error:
+        check_alike([one, replace(ON_B, versions=(("torch", "2.13"), ("the plan", "cd")))])
+    assert error.value.what == "rank 1 on b has the plan cd, rank 0 on a has ab."
+
+
+def test_a_plan_with_other_cuts_is_another_plan(
+    mlp4: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    other = replace(mlp4, bottleneck_ms=9.0)
+    assert own_seat("cpu", mlp4) == own_seat("cpu", mlp4) != own_seat("cpu", other)
+
+
+# What is said
+
+
+def test_the_ranks_are_described_with_their_cores() -> None:
+    shm = Choice("shm", "one host")
+    pinned = Machine(4, 2, host_of_rank=("a", "a"), pins=("0-1", "2-3"))
+    assert describe_ranks(2, shm, pinned) == (
+        "2 processes · shm (one host) · 2 threads each, pinned to cores 0-1, 2-3"
+    )
+    loose = Machine(2, 1, "OMP_NUM_THREADS", host_of_rank=("a",) * 4, launcher="srun")
+    assert describe_ranks(4, shm, loose) == (
+        "4 processes by srun · shm (one host) · 1 thread each (OMP_NUM_THREADS), "
+        "2 cores on this machine"
+    )
+    far = Machine(
+        4, 1, host_of_rank=("a", "a", "b", "b"), pins=("0", "1"), launcher="torchrun",
+        interface="eth0",
+    )  # fmt: skip
+    assert describe_ranks(4, Choice("gloo"), far) == (
+        "4 processes on 2 hosts by torchrun · gloo over eth0 · 1 thread each, "
+        "pinned to cores 0, 1 of a"
+    )
+
+
+def test_what_crosses_hosts_is_counted(mlp4: Plan) -> None:
+    schedule = make_schedule("1f1b", stages=4, micro_batches=4)
+    blocks, cyclic = ("a", "a", "b", "b"), ("a", "b", "a", "b")
+    assert describe_placement(mlp4, schedule, Machine(host_of_rank=("a",) * 4)) == ""
+    assert describe_placement(mlp4, schedule, Machine(host_of_rank=blocks)) == (
+        "ranks 0-1 on a, 2-3 on b · 1 of 3 boundaries crosses hosts"
+    )
+    assert describe_placement(mlp4, schedule, Machine(host_of_rank=cyclic)) == (
+        "ranks 0 on a, 1 on b, 2 on a, 3 on b · 3 of 3 boundaries cross hosts"
+    )
+
+
+def test_hosts_in_another_order_than_planned_are_warned_of(mlp4: Plan) -> None:
+    ranks = tuple(RankSpec("cpu", host=host) for host in ("h1", "h1", "h2", "h2"))
+    planned = replace(mlp4, setting=replace(mlp4.setting, ranks=ranks))
+    assert placement_warning(mlp4, Machine(host_of_rank=("a", "b", "a", "b"))) == ""
+    assert placement_warning(planned, Machine(host_of_rank=("x", "x", "y", "y"))) == ""
+    warning = placement_warning(planned, Machine(host_of_rank=("a", "b", "a", "b")))
+    assert "made for ranks 0-1 on h1, 2-3 on h2, but there are ranks 0 on a, 1 on b" in warning
+    assert placement_warning(planned, Machine(host_of_rank=("a",) * 4)) != ""
