@@ -19,11 +19,14 @@ from rich.progress import (
 from rich.table import Table
 
 from .runtime.plan import TOPICS, Candidate, Finding, Plan, file_hash
+from .runtime.schedules import ASYNCHRONOUS
 from .runtime.traffic import spec_bytes, traffic
 
 if TYPE_CHECKING:
     from .partitioner.graph_plan import GraphPlan
     from .partitioner.outline import Outline
+
+_DEFAULT = "1f1b"  # what a run takes
 
 
 def make_console(*, quiet: bool = False) -> Console:
@@ -198,7 +201,7 @@ def print_facts(console: Console, plan: Plan) -> None:
     ratio = plan.even_split_ms / plan.bottleneck_ms if plan.bottleneck_ms else 1.0
     slower = f": {ratio:.2f}× as slow" if ratio >= 1 else ""
     lines = (
-        f"slowest stage {plan.bottleneck_ms:.1f} ms, no cut can be below "
+        f"slowest {plan.slowest} {plan.bottleneck_ms:.1f} ms, no cut can be below "
         f"{plan.lower_bound_ms:.1f} ms; an even split of the blocks has "
         f"{plan.even_split_ms:.1f} ms{slower}",
         describe_forecast(plan),
@@ -225,8 +228,11 @@ def print_next(console: Console, plan: Plan, folder: Path) -> None:
     print_facts(console, plan)
     console.print(f"weights {plan.weights}")
     console.print()
-    console.print(f"next    [bold]asyncpipe-train {folder}[/]")
-    console.print(f"read    {folder}/stage_0.py .. stage_{len(plan.stages) - 1}.py")
+    planned = plan.setting.schedule
+    under = f" --schedule {planned}" if planned not in (*ASYNCHRONOUS, _DEFAULT) else ""
+    console.print(f"next    [bold]asyncpipe-train {folder}{under}[/]")
+    last = len(plan.stages) - 1
+    console.print(f"read    {folder}/stage_0.py" + f" .. stage_{last}.py" * (last > 0))
     console.print(f"report  {folder}/report.html")
 
 

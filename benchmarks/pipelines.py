@@ -1,12 +1,14 @@
 """Our pipelines as the runtime benchmark runs them: a plan, a schedule, a transport."""
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import peers
-import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import asyncpipe
@@ -17,12 +19,17 @@ from asyncpipe.runtime.pipeline import (
     StepOptimizers,
     forward_edges,
     gradient_edges,
+    shared_stages,
 )
-from asyncpipe.runtime.plan import read_plan
-from asyncpipe.runtime.schedules import make_schedule
-from asyncpipe.runtime.transports.gloo import GlooTransport
+from asyncpipe.runtime.plan import Plan, read_plan
+from asyncpipe.runtime.schedule import Schedule
+from asyncpipe.runtime.schedules import AUTO, fit_auto, make_schedule
+from asyncpipe.runtime.simulate import Costs
+from asyncpipe.runtime.training.remeasure import with_parted_backwards
+from asyncpipe.runtime.transports.choose import open_transport
 
 ASYNC_STEPS = 6
+MEASURED_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -31,7 +38,7 @@ class Ours:
 
     schedule: str
     each: int = 1
-    transport: str = "gloo"
+    transport: str = "shm"
     staleness: str = "none"
     steps: int = 1
 
@@ -39,6 +46,15 @@ class Ours:
 OURS = {
     "gpipe": Ours("gpipe"),
     "1f1b": Ours("1f1b"),
+    "1f1b over gloo": Ours("1f1b", transport="gloo"),
+    "zb-h1": Ours("zb-h1"),
+    "interleaved, 2 a rank": Ours("interleaved", 2),
+    "interleaved, 4 a rank": Ours("interleaved", 4),
+    "looped-bfs, 2 a rank": Ours("looped-bfs", 2),
+    "zb-v": Ours("zb-v", 2),
+    "auto, 1 a rank": Ours(AUTO, 1),
+    "auto, 2 a rank": Ours(AUTO, 2),
+    "auto, 4 a rank": Ours(AUTO, 4),
     "async-1f1b, stash": Ours("async-1f1b", staleness="stash", steps=ASYNC_STEPS),
 }
 
@@ -61,6 +77,7 @@ def build_plans(
                 model,
                 inputs,
                 stages=ranks * ours.each,
+                ranks=ranks if ours.each > 1 else None,
                 schedule=ours.schedule,
                 micro_batches=micro_batches,
                 threads=1,
@@ -69,6 +86,91 @@ def build_plans(
             )
         folders[ours.schedule, ours.each] = made
     return folders
+
+
+class Configuration:
+    """One of our configurations on this rank; `step` is one sample."""
+
+    def __init__(
+        self, folder: Path, ours: Ours, batch: Sequence[dict[str, Tensor]], rank: int, ranks: int
+    ) -> None:
+        self._plan, self._batch = read_plan(folder), batch
+        made = make_schedule(
+            ours.schedule,
+            stages=len(self._plan.stages),
+            micro_batches=len(batch) * ours.steps,
+            step_every=len(batch),
+            ranks=ranks,
+            **({"costs": costs_of_plan(self._plan)} if ours.schedule == AUTO else {}),
+        )
+        own = [stage for stage, at in enumerate(made.rank_of_stage) if at == rank]
+        modules = {stage: load_stage(folder, self._plan, stage).train() for stage in own}
+        self._pipe = Pipeline(
+            self._plan,
+            modules,
+            open_transport(ours.transport, dist.group.WORLD, timeout_s=300.0, device="cpu"),
+            rank_of_stage=made.rank_of_stage,
+            staleness=ours.staleness,
+        )
+        self._observer = StepOptimizers(
+            {stage: peers.optimizer_of(module.parameters()) for stage, module in modules.items()}
+        )
+        self._schedule = self._lowered(made)
+        if ours.schedule == AUTO:
+            fitted = fit_auto(
+                self._measured(made),
+                len(batch),
+                ranks=ranks,
+                rank_of_stage=made.rank_of_stage,
+                edges=forward_edges(self._plan),
+                grad_edges=gradient_edges(self._plan),
+                shared_stages=shared_stages(self._plan),
+            )
+            self._schedule = self._lowered(fitted.schedule)
+
+    def step(self) -> Any:
+        return self._run(self._schedule)
+
+    def _run(self, schedule: Schedule, *, record: bool = False) -> Any:
+        count = len(self._batch)
+        return self._pipe.run(
+            schedule, lambda i: self._batch[i % count], observer=self._observer, record=record
+        )
+
+    def _lowered(self, made: Schedule) -> Schedule:
+        return lower(made, forward_edges(self._plan), grad_edges=gradient_edges(self._plan))
+
+    def _measured(self, made: Schedule) -> Costs:
+        """What the actions of all ranks take, backwards whole and in two parts; the same on all
+        ranks. `asyncpipe-train --schedule auto` measures in its first steps likewise."""
+        taken: dict[tuple[bool, str, int], list[float]] = defaultdict(list)
+        for is_parted, schedule in ((False, made), (True, with_parted_backwards(made))):
+            lowered = self._lowered(schedule)
+            self._run(lowered)
+            for _ in range(MEASURED_STEPS):
+                for action, start_s, end_s in self._run(lowered, record=True).events:
+                    taken[is_parted, action.kind, action.stage].append(1e3 * (end_s - start_s))
+        own = {key: median(values) for key, values in taken.items()}
+        of_ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, own)
+        ms = {key: value for of_rank in of_ranks for key, value in of_rank.items()}
+        stages = range(made.stages)
+        parted = [ms[True, "B", stage] + ms[True, "W", stage] for stage in stages]
+        return Costs(
+            forward_ms=tuple(ms[False, "F", stage] for stage in stages),
+            backward_ms=tuple(ms[False, "B", stage] for stage in stages),
+            step_ms=tuple(ms[False, "S", stage] for stage in stages),
+            weight_ms=tuple(ms[True, "W", stage] for stage in stages),
+            split_ms=tuple(max(0.0, parted[stage] - ms[False, "B", stage]) for stage in stages),
+        )
+
+
+def costs_of_plan(plan: Plan) -> Costs:
+    return Costs(
+        forward_ms=tuple(stage.forward_ms for stage in plan.stages),
+        backward_ms=tuple(stage.backward_ms for stage in plan.stages),
+        step_ms=(0.0,) * len(plan.stages),
+    )
 
 
 def pipeline(
@@ -80,28 +182,4 @@ def pipeline(
 ) -> Callable[[], Any]:
     """One sample of one of our configurations, on this rank."""
     folder = folders[ours.schedule, ours.each]
-    plan, count = read_plan(folder), len(batch)
-    schedule = lower(
-        make_schedule(
-            ours.schedule,
-            stages=len(plan.stages),
-            micro_batches=count * ours.steps,
-            step_every=count,
-        ),
-        forward_edges(plan),
-        grad_edges=gradient_edges(plan),
-    )
-    own = [stage for stage, at in enumerate(schedule.rank_of_stage) if at == rank]
-    stages = {stage: load_stage(folder, plan, stage).train() for stage in own}
-    pipe = Pipeline(
-        plan,
-        stages,
-        GlooTransport(),
-        rank_of_stage=schedule.rank_of_stage,
-        staleness=ours.staleness,
-    )
-    optimizers: dict[int, torch.optim.Optimizer] = {
-        stage: peers.optimizer_of(module.parameters()) for stage, module in stages.items()
-    }
-    observer = StepOptimizers(optimizers)
-    return lambda: pipe.run(schedule, lambda i: batch[i % count], observer=observer)
+    return Configuration(folder, ours, batch, rank, ranks).step

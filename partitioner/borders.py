@@ -23,7 +23,7 @@ from .evaluate import Evaluation
 from .problem import Placement, Problem
 from .step_time import Step, StepTimer
 
-_MOVES = 1_500
+MOVES = 1_500
 """Placements that are timed; fewer of over a thousand groups or eight stages."""
 _LEAST = 1e-9
 _NEAR = 24  # places on either side of a border that a tidier one is looked for at
@@ -67,14 +67,16 @@ class _Cuts:
         return Placement(tuple(stage_of.tolist()), like.ranks)
 
 
-def with_borders_moved(timer: StepTimer, start: Step, bound_ms: float) -> Step:
+def with_borders_moved(
+    timer: StepTimer, start: Step, bound_ms: float = 0.0, *, moves: int = MOVES
+) -> Step:
     """Hill climbing over the cuts of one order, until no move helps or `bound_ms` is met."""
     cuts = _Cuts.of(timer.problem, start.placement)
     if cuts is None or start.placement.stages == 1:
         return start
     num_places, stages = len(cuts.places), start.placement.stages
     size = max(1, len(cuts.order) / 1000) * max(1, stages / 8)
-    budget = max(20, int(_MOVES / size))
+    budget = max(20, int(moves / size))
     best = start
     if math.comb(num_places, stages - 1) <= budget:
         for trial in combinations(range(num_places), stages - 1):

@@ -3,9 +3,9 @@
 All plans are priced by the one evaluator, so the rows can be compared; what a method takes for
 granted (an order, one stage a rank) is its own affair. Of plans that are equal, but for the share
 that may be given up for tidy cuts, that of the first method is taken, and `auto` is the first.
-Shown but not taken are plans with replicated stages, of which one replica is trained, and for a
-synchronous schedule those with several stages on a rank, whose step is not simulated: what they
-wait is not in their time.
+Shown but not taken are plans with replicated stages, of which one replica is trained, and those
+with several stages on a rank where a synchronous schedule does not put them, so that no step is
+simulated: what they wait is not in their time.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, ParamSpec
 from ..runtime.errors import PlanError
 from ..runtime.plan import Candidate
 from .solvers import METHODS
+from .step_time import is_simulated
 
 if TYPE_CHECKING:
     from .solve import Solution
@@ -77,9 +78,9 @@ def best_of(by: Callable[[str], Solution], methods: Collection[str]) -> Solution
 def _runs_as_priced(solution: Solution) -> bool:
     """Whether training the plan takes what its evaluation says."""
     placement = solution.placement
-    if solution.setting.is_asynchronous:
-        return not placement.is_replicated
-    return placement.ranks is None
+    if placement.is_replicated:
+        return False
+    return solution.setting.is_asynchronous or is_simulated(solution.problem, placement)
 
 
 def _with_best_bound(found: dict[str, Solution]) -> dict[str, Solution]:
@@ -109,7 +110,7 @@ def _candidate(solution: Solution) -> Candidate:
         given_up = solution.bottleneck_ms / optimum_ms - 1
         notes += [f"{given_up:.1%} given up for tidy cuts"] * (given_up > _WORTH_SAYING)
     if len({of_stage[0] for of_stage in ranks}) < len(ranks):
-        waits = "" if solution.setting.is_asynchronous else ", without what they wait"
+        waits = "" if _runs_as_priced(solution) else ", without what they wait"
         notes.append("several stages a rank" + waits)
     if solution.placement.is_replicated:
         replicas = ", ".join(str(len(of_stage)) for of_stage in ranks)

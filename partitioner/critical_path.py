@@ -19,6 +19,8 @@ from ..runtime.errors import ScheduleError
 from ..runtime.schedule import Action, Schedule
 from ..runtime.simulate import Costs
 
+_LAPS = 2
+
 
 @dataclass(frozen=True, slots=True)
 class _Row:
@@ -66,8 +68,12 @@ class CriticalPath:
         if position != [len(row) for row in rows]:
             raise ScheduleError(f"{schedule.name} never ends.")
 
-    def end_ms(self, costs: Costs) -> float:
-        """When the last action ends."""
+    def period_ms(self, costs: Costs) -> float:
+        """What a step takes in a row of them, where a rank goes on when its own is over."""
+        return (self.end_ms(costs, 2 * _LAPS) - self.end_ms(costs, _LAPS)) / _LAPS
+
+    def end_ms(self, costs: Costs, steps: int = 1) -> float:
+        """When the last action of so many steps ends."""
         stages = range(len(costs.forward_ms))
         cost_ms = {
             "F": costs.forward_ms,
@@ -80,7 +86,7 @@ class CriticalPath:
         free_ms = [0.0] * self._ranks
         link_free_ms: dict[Edge, float] = {}
         transfers = costs.transfer_ms
-        for row in self._rows:
+        for row in self._rows * steps:
             start_ms = free_ms[row.rank]
             for place in row.needs:
                 if at_ms[place] > start_ms:

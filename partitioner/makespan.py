@@ -24,13 +24,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from .borders import with_borders_moved
+from ..runtime.schedules import AUTO
+from .borders import MOVES, with_borders_moved
 from .cost import Bools, Floats
 from .problem import DoesNotFit, Placement, Problem
-from .setting import AUTO
 from .solvers.bounds import lower_bound_ms
 from .solvers.chain import place as place_in_order
-from .step_time import Step, StepTimer, forward_share, schedule_of, step_of
+from .step_time import LITTLE, Step, StepTimer, forward_share, schedule_of, step_of
 
 _THRESHOLDS = (0.01, 0.05)
 _MANY_GROUPS = 3_000  # from here on thresholds are not looked at
@@ -112,13 +112,16 @@ def _candidates(problem: Problem, place: Callable[[Problem], Placement]) -> Iter
 def improved(problem: Problem, start: Step, bound_ms: float) -> Step:
     """The step with its borders moved; where the schedule is made for the costs, it is made again
     for what came of it, as long as that helps."""
+    if problem.setting.schedule != AUTO:
+        timer = StepTimer(problem, schedule_of(problem, start.placement))
+        return with_borders_moved(timer, start, bound_ms)
     best = start
     for _ in range(_SCHEDULES):
-        schedule = schedule_of(problem, best.placement)
-        moved = with_borders_moved(StepTimer(problem, schedule), best, bound_ms)
-        if moved is best or problem.setting.schedule != AUTO:
-            return moved
-        again = step_of(problem, moved.placement)
+        timer = StepTimer(problem, schedule_of(problem, best.placement))
+        moved = with_borders_moved(timer, best, bound_ms, moves=MOVES // 8)
+        if moved is best:
+            break
+        again = step_of(problem, moved.placement, effort=LITTLE)
         if not _is_better(again, best):
             break
         best = again

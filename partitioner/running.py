@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TypedDict, cast, get_args
 
 from ..runtime.errors import PlanError
-from ..runtime.schedules import ASYNCHRONOUS, SCHEDULES, make_schedule
+from ..runtime.schedules import ASYNCHRONOUS, AUTO, SCHEDULES, make_schedule, natural_ranks
 from .setting import OPTIMIZER_COPIES, Device, Recompute, Setting
 
 
@@ -50,7 +50,7 @@ def make_setting(
     Raises PlanError for a name that there is not and a number that cannot be.
     """
     schedule = schedule or "async-1f1b"
-    check_choice("schedule", schedule, SCHEDULES)
+    check_choice("schedule", schedule, (*SCHEDULES, AUTO))
     check_choice("recompute", recompute, get_args(Recompute))
     check_choice("optimizer", optimizer, OPTIMIZER_COPIES)
     check_choice("staleness", staleness, ("none", "stash"))
@@ -73,8 +73,9 @@ def make_setting(
             "--ranks 2" if few else "Leave --ranks out: every device is a rank.",
         )
     if not devices and schedule not in ASYNCHRONOUS:
-        made = make_schedule(schedule, stages=stages, micro_batches=micro_batches, ranks=ranks)
-        ranks = len(made.ranks) if stages > 1 else 1
+        ranks = natural_ranks(schedule, stages) if ranks is None else ranks
+        if schedule != AUTO:  # raises where they do not fit
+            make_schedule(schedule, stages=stages, micro_batches=micro_batches, ranks=ranks)
     most_bytes = math.inf if memory_limit is None else parse_bytes(memory_limit)
     return Setting(
         devices=tuple(

@@ -9,9 +9,10 @@ Position j of k is the j-th rank of the pipeline. For one micro-batch
               + W_j x saved, or W_j x received + saved with recomputation
               + boundary tensors on their way + the most that one operation needs beside
 
-with W_j micro-batches in flight. On their way are tensors and gradients whose receive is posted
-ahead, `DEPTH` of each edge and direction; those that were sent last, as many; and what was sent of
-every micro-batch in flight, where the backward begins, unless it is recomputed. Where it is more,
+with W_j micro-batches in flight. On their way are tensors and gradients whose receive is posted as
+far as their sender may be ahead (`runtime/mailbox.py`), at most `DEPTH` of each edge and direction;
+those sent and not yet known to have arrived, as many; and what was sent of every micro-batch in
+flight, where the backward begins, unless it is recomputed. Where it is more,
 the exchange of tied gradients at a step counts instead of an operation (`_transient_bytes`).
 
 What a stage does not fit into is no plan: its load is infinite. An asynchronous pipeline without
@@ -34,7 +35,10 @@ import numpy as np
 
 from ..runtime.plan import StageMemory
 from ..runtime.schedule import Schedule
-from ..runtime.schedules import ASYNCHRONOUS, make_schedule
+from ..runtime.scheduler.fit import fit_schedule
+from ..runtime.scheduler.tasks import Tasks
+from ..runtime.schedules import ASYNCHRONOUS, AUTO, make_schedule, named_for
+from ..runtime.simulate import Costs as ActionCosts
 from .cost import Bools, Costs, Floats, Link, StageSums, seen_over
 
 Recompute = Literal["none", "auto", "all"]
@@ -44,9 +48,6 @@ OPTIMIZER_COPIES: Mapping[str, int] = MappingProxyType(
     {"adamw": 2, "adam": 2, "sgd": 0, "momentum": 1}
 )
 
-
-# The schedule that is made for the costs of the stages, wherever they are.
-AUTO = "auto"
 
 # Synchronous schedules of one stage a rank whose backward is whole: what waits for what, and so
 # how many micro-batches are in flight, follows from how many stages come after.
@@ -223,12 +224,13 @@ class Setting:
 
     def _transport_bytes(self, position: int, sums: StageSums, *, recompute: bool) -> Floats:
         in_flight = self.in_flight(position)
-        each = DEPTH if self.is_asynchronous else min(DEPTH, self.shared_micro_batches)
-        ahead = DEPTH if self.is_asynchronous else min(DEPTH, self.shared_micro_batches - in_flight)
-        # Of what was sent last, the micro-batches in flight are kept for backward anyway.
-        sent_before = DEPTH if recompute else max(0, DEPTH - in_flight)
-        on_the_way: Floats = (ahead + DEPTH) * sums.received_bytes + (
-            each + sent_before
+        before = self.in_flight(position - 1) if position else in_flight
+        ahead = max(0, min(DEPTH, before - in_flight))
+        held = min(DEPTH, in_flight)
+        # Activations to come, gradients not yet known to have arrived, and the one being made;
+        # gradients to come, and what was sent, unless it is kept for backward anyway.
+        on_the_way: Floats = (2 * ahead + 1) * sums.received_bytes + (
+            2 * held if recompute else held
         ) * np.asarray(sums.sent_bytes)
         return on_the_way if recompute else on_the_way + in_flight * np.asarray(sums.root_bytes)
 
@@ -383,8 +385,12 @@ class Setting:
 def scheduled(
     name: str, stages: int, micro_batches: int, rank_of_stage: tuple[int, ...] = ()
 ) -> Schedule:
-    """A synchronous schedule over one step, with the rank of every stage where it has several;
-    its costs are taken to be equal."""
+    """A synchronous schedule over one step, with the rank of every stage where it has several; of
+    `auto` one of those with a name that suits equal costs, until they are known."""
+    if name == AUTO:
+        at = rank_of_stage or tuple(range(stages))
+        tasks = Tasks(ActionCosts.equal(stages), at, micro_batches, may_split=False)
+        return fit_schedule(tasks, named_for(at, micro_batches), effort=0).schedule
     ranks = len(set(rank_of_stage)) or stages
     return make_schedule(name, stages=stages, micro_batches=micro_batches, ranks=ranks)
 

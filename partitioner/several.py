@@ -14,6 +14,8 @@ cuts are searched by what a step takes (`borders.py`), from several starts:
     even      the least slowest stage of so many, by the method that was asked for
     counted   the split that counts blocks
     further   the best plan with one stage a rank, each cut into equal parts
+    named     for `auto`, the best plan for interleaved, or zb-v
+    balanced  for `auto`, equal work on every rank
 
 so a plan is never worse than any of these. The rest of the idea is that of `makespan.py`.
 """
@@ -27,16 +29,18 @@ from itertools import combinations
 
 import numpy as np
 
-from ..runtime.errors import PlanError
-from .borders import lacking_bytes, shaken, tidied
+from ..runtime.errors import AsyncPipeError, PlanError
+from ..runtime.schedules import AUTO
+from .borders import lacking_bytes, shaken, tidied, with_borders_moved
 from .makespan import improved
 from .problem import DoesNotFit, Placement, Problem
-from .setting import AUTO, Setting, scheduled
+from .setting import Setting, scheduled
 from .solvers import METHODS
-from .step_time import Step, StepTimer, schedule_of, step_of
+from .step_time import LITTLE, Step, StepTimer, schedule_of, step_of
+from .wording import write_bytes
 
 _SHAKES = 4
-_FREE_TRIALS = 60
+_FREE_TRIALS = 24
 """Schedules that are made while stages are given to other ranks."""
 _LEAST = 1e-9
 
@@ -52,22 +56,35 @@ def place_several(problem: Problem, stages: int, place: Place) -> Step:
     found = []
     for rank_of_stage in _rank_orders(problem, stages):
         steps = list(_starts(problem, rank_of_stage, place))
+        if place in _PROVING and problem.setting.schedule == AUTO:
+            steps += [_balanced(problem, step) for step in _distinct(steps)]
         best = min(steps, key=lambda step: _key(problem, step))
         if place in _PROVING:
-            moved = (improved(problem, step, bound_ms) for step in _distinct(steps))
+            promising = [best] if problem.setting.schedule == AUTO else _distinct(steps)
+            moved = (improved(problem, step, bound_ms) for step in promising)
             best = min((best, *moved), key=lambda step: _key(problem, step))
-        if place is METHODS["auto"]:
+        if place is METHODS["auto"] and problem.setting.schedule != AUTO:
             best = _searched(problem, best, bound_ms)
         found.append(best)
     best = min(found, key=lambda step: _key(problem, step))
     if problem.setting.schedule == AUTO and place in _PROVING:
         best = _free(problem, best, bound_ms)
     if not best.evaluation.fits:
+        lacking = lacking_bytes(problem, best.evaluation)
         raise DoesNotFit(
             f"no plan of {stages} stages on {problem.stages} ranks that was found fits into the "
-            "memory of the devices."
+            f"memory of the ranks: the best lacks {write_bytes(lacking)} in all.",
+            "Give the ranks more, use more --ranks or a smaller --micro-batch-size"
+            + ("." if problem.setting.recompute != "none" else ", or --recompute auto."),
         )
     return _tidy(problem, best)
+
+
+def _balanced(problem: Problem, start: Step) -> Step:
+    """Equal work for every rank: the best where a schedule is found in which nobody waits."""
+    timer = StepTimer(problem, None)
+    moved = with_borders_moved(timer, timer.step(start.placement))
+    return step_of(problem, moved.placement, effort=LITTLE)
 
 
 def _searched(problem: Problem, best: Step, bound_ms: float) -> Step:
@@ -128,12 +145,24 @@ def _starts(problem: Problem, rank_of_stage: tuple[int, ...], place: Place) -> I
     if place in _PROVING:
         makers.append(lambda: METHODS["uniform"](ample))
         makers.append(lambda: _further(problem, place, len(rank_of_stage)))
+        if problem.setting.schedule == AUTO:
+            makers.append(lambda: _named(problem, rank_of_stage))
     for number, make in enumerate(makers):
         try:
-            yield step_of(problem, on_ranks(make(), rank_of_stage))
-        except PlanError:
+            yield step_of(problem, on_ranks(make(), rank_of_stage), effort=LITTLE)
+        except AsyncPipeError:
             if number == 0:
                 raise
+
+
+def _named(problem: Problem, rank_of_stage: tuple[int, ...]) -> Placement:
+    """The best for a schedule with a name that has the stages on these ranks."""
+    ranks = problem.stages
+    is_loop = rank_of_stage == tuple(stage % ranks for stage in range(len(rank_of_stage)))
+    name = "interleaved" if is_loop else "zb-v"
+    setting = replace(problem.setting, schedule=name)
+    named = replace(problem, setting=setting)
+    return place_several(named, len(rank_of_stage), METHODS["chain"]).placement
 
 
 def _or_ample(place: Place, problem: Problem, ample: Problem) -> Placement:
@@ -161,10 +190,12 @@ def _further(problem: Problem, place: Place, stages: int) -> Placement:
     for stage in range(problem.stages):
         own = np.flatnonzero(coarse == stage)
         places = own[1:][may_cut[own[1:]]]
+        if len(places) < parts - 1:
+            raise PlanError("a stage has too few places to cut.")
         done = np.cumsum(problem.least_work_ms[own])
         wanted = own[np.searchsorted(done, done[-1] * np.arange(1, parts) / parts)]
         chosen = np.unique(places[np.searchsorted(places, wanted).clip(max=len(places) - 1)])
-        if len(places) < parts - 1 or len(chosen) < parts - 1:
+        if len(chosen) < parts - 1:
             raise PlanError("a stage has too few places to cut.")
         cuts += [int(own[0]), *chosen.tolist()] if stage else chosen.tolist()
     where = np.searchsorted(cuts, np.arange(len(coarse)), side="right")
@@ -186,7 +217,8 @@ def _free(problem: Problem, best: Step, bound_ms: float) -> Step:
     while True:
         for ranks in _with_other_ranks(best.placement.ranks_of_stage):
             trials -= 1
-            step = step_of(problem, Placement(best.placement.stage_of, ranks))
+            placement = Placement(best.placement.stage_of, ranks)
+            step = step_of(problem, placement, effort=LITTLE)
             if _key(problem, step) < _key(problem, best):
                 best = step
                 break
@@ -217,11 +249,13 @@ def _with_other_ranks(
 
 
 def _tidy(problem: Problem, best: Step) -> Step:
-    """Cuts between blocks and where few bytes cross, for the share that may be given up."""
+    """Cuts between blocks and where few bytes cross, for the share that may be given up; with all
+    effort for the schedule."""
     share = problem.rules.prefer_modules
+    best = step_of(problem, best.placement)
     if not share or problem.rules.must_cut:
         return best
-    schedule = schedule_of(problem, best.placement)
-    tidy = tidied(StepTimer(problem, schedule), best, best.step_ms * (1 + share))
+    schedule, limit_ms = schedule_of(problem, best.placement), best.step_ms * (1 + share)
+    tidy = tidied(StepTimer(problem, schedule), best, limit_ms)
     again = step_of(problem, tidy.placement)
-    return again if again.step_ms <= best.step_ms * (1 + share) * (1 + _LEAST) else best
+    return again if again.step_ms <= limit_ms * (1 + _LEAST) else best

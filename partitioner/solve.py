@@ -95,7 +95,8 @@ class Solution:
     def summary(self) -> str:
         """The objective and what is proved of it, in one clause."""
         proved = "proved the least" if self.optimal else f"at most {self.gap:.1%} above the least"
-        slowest = f"slowest stage {self.bottleneck_ms:.1f} ms"
+        several = self.placement.ranks is not None and not self.placement.is_replicated
+        slowest = f"slowest {'rank' if several else 'stage'} {self.bottleneck_ms:.1f} ms"
         if self.setting.is_asynchronous:
             return f"{self.method} · {slowest}, {proved}"
         step = f"{self.setting.schedule} step {self.step_ms:.1f} ms"

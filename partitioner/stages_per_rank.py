@@ -16,9 +16,9 @@ import networkx as nx
 
 from ..runtime.errors import AsyncPipeError, PlanError
 from ..runtime.plan import Candidate
-from ..runtime.schedules import VIRTUAL
+from ..runtime.schedules import AUTO, VIRTUAL
 from .cost import LOCALHOST
-from .setting import AUTO, scheduled
+from .setting import scheduled
 from .solve import Solution, solve
 
 ACTION_MS = 0.15
@@ -94,7 +94,7 @@ def other_ways(
 def _others(graph: nx.DiGraph, taken: Way, options: Mapping[str, Any]) -> Iterator[Way]:
     ranks = taken.solution.setting.stages
     several = taken.schedule if taken.schedule in ("looped-bfs", AUTO) else "interleaved"
-    for each in (1, 2, 2 * taken.each):
+    for each in sorted({1, 2, 2 * taken.each}):
         schedule = several if each > 1 else "1f1b"
         if (schedule, each) == (taken.schedule, taken.each) or (each > 2 and taken.each == 1):
             continue

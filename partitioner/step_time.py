@@ -2,9 +2,10 @@
 
 A synchronous step is that of the schedule's own actions with the costs of the stages, wherever the
 stages are: one a rank, several where the schedule provides for them, replicas of a stage as one
-rank that is as fast. `auto` is made for these costs, and how many micro-batches it keeps in flight
-is known only then, so its stages are evaluated again with that. Of asynchronous schedules, and
-where a schedule does not put stages on the ranks that the placement has, a step is the slowest
+rank that is as fast. `auto` is made for these costs as a run makes it, with backwards in one part,
+and how many micro-batches it keeps in flight is known only then, so its stages are evaluated again
+with that; its step is one in a row of them, without a wait in between. Of asynchronous schedules,
+and where a schedule does not put stages on the ranks that the placement has, a step is the slowest
 rank's time for all its micro-batches.
 """
 
@@ -17,16 +18,19 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..runtime.schedule import Schedule
-from ..runtime.schedules import VIRTUAL
+from ..runtime.scheduler.fit import Fit, fit_schedule
+from ..runtime.scheduler.tasks import Tasks
+from ..runtime.schedules import AUTO, VIRTUAL, named_for
 from ..runtime.simulate import Costs as ActionCosts
 from ..runtime.simulate import Timeline, simulate
 from .cost import Costs, Floats, Ints, Value
 from .critical_path import CriticalPath
 from .evaluate import Evaluation, evaluate
 from .problem import Placement, Problem
-from .setting import AUTO, scheduled
+from .setting import scheduled
 
 Edge = tuple[int, int]
+LITTLE = 0.05  # effort for a schedule, while the best placement is looked for
 _ROUNDS = 3  # of making a schedule of costs that depend on what it keeps in flight
 
 
@@ -52,17 +56,20 @@ class Talk:
     grad_edges: frozenset[Edge]
 
 
-def step_of(problem: Problem, placement: Placement) -> Step:
-    """What one optimizer step of the placement takes."""
+def step_of(problem: Problem, placement: Placement, *, effort: float = 1.0) -> Step:
+    """What one optimizer step of the placement takes. With less `effort` than 1 the schedule that
+    is made for it is not as good as that of a run."""
+    setting = problem.setting
     if not is_simulated(problem, placement):
-        setting = problem.setting
         evaluation = evaluate(problem, placement)
         # The bottleneck of replicas is of all their micro-batches, unless each has its own part.
         rounds = setting.micro_batches if setting.is_asynchronous else setting.shared_micro_batches
         return Step(placement, evaluation, rounds * evaluation.bottleneck_ms)
-    evaluation, schedule = _settled(problem, placement)
-    timeline = timeline_of(problem, placement, evaluation, schedule)
-    return Step(placement, evaluation, timeline.makespan_ms)
+    if setting.schedule == AUTO:
+        evaluation, fit = _fitted(problem, placement, effort)
+        return Step(placement, evaluation, fit.period_ms)
+    evaluation = evaluate(problem, placement)
+    return Step(placement, evaluation, _timeline(problem, placement, evaluation).makespan_ms)
 
 
 def is_simulated(problem: Problem, placement: Placement) -> bool:
@@ -86,19 +93,20 @@ def is_simulated(problem: Problem, placement: Placement) -> bool:
 class StepTimer:
     """Times many placements of one problem, each by a single pass over the schedule's actions.
 
-    `schedule` is that of one of them: `auto` is not made anew for each.
+    `schedule` is that of one of them: `auto` is not made anew for each. Without one, ranks are
+    taken to wait for nothing but the slowest stage, once.
     """
 
-    def __init__(self, problem: Problem, schedule: Schedule) -> None:
+    def __init__(self, problem: Problem, schedule: Schedule | None) -> None:
         self.problem, self.schedule = problem, schedule
         setting = problem.setting
+        self._is_made = setting.schedule == AUTO
         self._is_plain = not setting.is_limited and not setting.replicas
         self._paths: dict[object, CriticalPath] = {}
 
     def step(self, placement: Placement) -> Step:
         """What `step_of` finds of the placement under this schedule."""
-        is_made = self.problem.setting.schedule == AUTO
-        held = self.schedule.in_flight if is_made else ()
+        held = self.schedule.in_flight if self._is_made and self.schedule else ()
         evaluation = evaluate(self.problem, placement, held)
         talk = talk_of(self.problem, placement)
         costs = action_costs(self.problem, placement, evaluation, talk)
@@ -110,8 +118,7 @@ class StepTimer:
         if self._is_plain:
             talk = talk_of(self.problem, placement)
             costs = self._plain_costs(placement, talk)
-            busy_ms = _busy_ms(costs, placement)
-            if self.schedule.micro_batches * busy_ms >= than_ms:
+            if self._busy_ms(placement, costs) >= than_ms:
                 return None
             if self._end_ms(placement, costs, talk) >= than_ms:
                 return None
@@ -126,7 +133,11 @@ class StepTimer:
         found = [by_seen[id(problem.seen[ranks[0]])][:, stage] for stage, ranks in enumerate(first)]
         forward_ms, backward_ms, weight_ms = np.stack(found, axis=1)
         if problem.setting.recompute == "all":
-            again = np.array(self.schedule.in_flight) > 1
+            setting = problem.setting.at(ranks[0] for ranks in first)
+            held = (
+                self.schedule.in_flight if self.schedule else map(setting.in_flight, range(count))
+            )
+            again = np.array([*held]) > 1
             backward_ms = backward_ms + forward_ms * again
         return ActionCosts(
             forward_ms=tuple((forward_ms + talk.forward_ms).tolist()),
@@ -136,12 +147,23 @@ class StepTimer:
             weight_ms=tuple(weight_ms.tolist()),
         )
 
+    def _busy_ms(self, placement: Placement, costs: ActionCosts) -> float:
+        """What the fullest rank computes and talks in a step."""
+        on_rank: dict[int, float] = defaultdict(float)
+        for stage, (rank, *_) in enumerate(placement.ranks_of_stage):
+            on_rank[rank] += costs.forward_ms[stage] + costs.backward_ms[stage]
+        return self.problem.setting.shared_micro_batches * max(on_rank.values())
+
     def _end_ms(self, placement: Placement, costs: ActionCosts, talk: Talk) -> float:
+        if self.schedule is None:
+            stages_ms = map(sum, zip(costs.forward_ms, costs.backward_ms, strict=True))
+            return self._busy_ms(placement, costs) + max(stages_ms)
         holders = _holders(self.problem, placement)
         key = (talk.edges, talk.grad_edges, holders)
         if key not in self._paths:
             self._paths[key] = CriticalPath(self.schedule, talk.edges, talk.grad_edges, holders)
-        return self._paths[key].end_ms(costs)
+        path = self._paths[key]
+        return path.period_ms(costs) if self._is_made else path.end_ms(costs)
 
 
 def _sums_ms(seen: Costs, at: Ints, count: int) -> Floats:
@@ -150,41 +172,43 @@ def _sums_ms(seen: Costs, at: Ints, count: int) -> Floats:
     return np.stack([np.bincount(at, weights=each, minlength=count) for each in amounts])
 
 
-def _busy_ms(costs: ActionCosts, placement: Placement) -> float:
-    """What the fullest rank computes and talks for a micro-batch."""
-    on_rank: dict[int, float] = defaultdict(float)
-    for stage, (rank, *_) in enumerate(placement.ranks_of_stage):
-        on_rank[rank] += costs.forward_ms[stage] + costs.backward_ms[stage]
-    return max(on_rank.values())
-
-
 def schedule_of(problem: Problem, placement: Placement) -> Schedule:
-    """The actions of the placement's ranks."""
-    return _settled(problem, placement)[1]
+    """The actions of the placement's ranks; of `auto` as soon as they are not bad."""
+    if problem.setting.schedule == AUTO:
+        return _fitted(problem, placement, LITTLE)[1].schedule
+    return _schedule(problem, placement)
 
 
-def _settled(problem: Problem, placement: Placement) -> tuple[Evaluation, Schedule]:
-    """The costs of a placement and its schedule, which `auto` makes of them."""
+def _fitted(problem: Problem, placement: Placement, effort: float) -> tuple[Evaluation, Fit]:
+    """The schedule for the costs of a placement, and the costs with what it has in flight; these
+    change where it decides on what is recomputed."""
+    at = tuple(ranks[0] for ranks in placement.ranks_of_stage)
+    count = problem.setting.shared_micro_batches
+    talk, holders = talk_of(problem, placement), _holders(problem, placement)
     evaluation = evaluate(problem, placement)
-    schedule = _schedule(problem, placement, evaluation)
-    if problem.setting.schedule != AUTO:
-        return evaluation, schedule
     for _ in range(_ROUNDS):
+        tasks = Tasks(
+            action_costs(problem, placement, evaluation, talk),
+            at,
+            count,
+            edges=talk.edges,
+            grad_edges=talk.grad_edges,
+            shared_stages=holders,
+            may_split=False,
+        )
+        fit = fit_schedule(tasks, named_for(at, count), effort=effort)
         again = [load.recomputes for load in evaluation.stages]
-        evaluation = evaluate(problem, placement, schedule.in_flight)
+        evaluation = evaluate(problem, placement, fit.schedule.in_flight)
         if again == [load.recomputes for load in evaluation.stages]:
             break
-        schedule = _schedule(problem, placement, evaluation)
-    return evaluation, schedule
+    return evaluation, fit
 
 
-def timeline_of(
-    problem: Problem, placement: Placement, evaluation: Evaluation, schedule: Schedule
-) -> Timeline:
+def _timeline(problem: Problem, placement: Placement, evaluation: Evaluation) -> Timeline:
     """One step, simulated; replicas of a stage as one rank that is as fast."""
     talk = talk_of(problem, placement)
     return simulate(
-        schedule,
+        _schedule(problem, placement),
         action_costs(problem, placement, evaluation, talk),
         talk.edges,
         grad_edges=talk.grad_edges,
@@ -192,7 +216,7 @@ def timeline_of(
     )
 
 
-def _schedule(problem: Problem, placement: Placement, evaluation: Evaluation) -> Schedule:
+def _schedule(problem: Problem, placement: Placement) -> Schedule:
     setting, ranks = problem.setting, placement.ranks_of_stage
     at = tuple(of_stage[0] for of_stage in ranks)
     rank_of_stage = at if len(set(at)) < len(at) else ()

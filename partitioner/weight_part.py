@@ -38,9 +38,11 @@ def _multiplies_a_weight(node: fx.Node, model: nn.Module) -> bool:
         leaf = model.get_submodule(str(node.target))
         is_other = isinstance(leaf, _OTHERS)
         return not is_other and any(weight.dim() > 1 for weight in leaf.parameters())
-    return node.target in _PRODUCTS and any(
-        source.op == "get_attr" and _needs_gradient(source) for source in node.all_input_nodes
-    )
+    if node.target not in _PRODUCTS:
+        return False
+    read = {str(source.target) for source in node.all_input_nodes if source.op == "get_attr"}
+    names = (name for name, _ in model.named_parameters(remove_duplicate=False)) if read else ()
+    return not read.isdisjoint(names)
 
 
 def _needs_gradient(node: fx.Node) -> bool:

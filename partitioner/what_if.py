@@ -13,14 +13,13 @@ from typing import Protocol
 import networkx as nx
 
 from ..runtime.errors import PlanError
-from ..runtime.forecast import forecast_one_step
+from ..runtime.forecast import forecast_one_step, told_schedules
 from ..runtime.plan import Finding, Plan
+from ..runtime.schedules import AUTO
 from .cost import Link
 from .setting import Setting
 from .solve import Solution
 from .wording import counted, write_bytes, write_change, write_ms, write_share
-
-_SCHEDULES = ("gpipe", "1f1b", "async-1f1b")
 
 
 class Resolve(Protocol):
@@ -47,7 +46,9 @@ def explain_micro_batches(plan: Plan) -> list[Finding]:
         return []
     count = plan.setting.micro_batches
     findings = []
-    for schedule in _SCHEDULES:
+    for schedule in told_schedules(plan):
+        if schedule == AUTO:  # which would take seconds for every number
+            continue
         parts = []
         for number in (count, count + 1, 2 * count):
             step = forecast_one_step(plan, schedule, number)

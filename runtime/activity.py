@@ -10,16 +10,15 @@ the seconds of all kinds add up to the time that passed. Another thread may read
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from .schedule import Action
 
-Kind = Literal["F", "B", "W", "S", "data", "receive", "send", "meet", "other"]
+Kind = Literal["F", "B", "W", "S", "norm", "data", "receive", "send", "taken", "meet", "other"]
 
-COMPUTING: tuple[Kind, ...] = ("F", "B", "W", "S")
+COMPUTING: tuple[Kind, ...] = ("F", "B", "W", "S", "norm")
 _WORDS = {"F": "forward", "B": "backward", "W": "backward (weights)"}
 
 
@@ -42,15 +41,15 @@ class Message:
         return f'the {self.kind} "{self.name}" of {unit} {index}'
 
 
-@dataclass(frozen=True, slots=True)
-class Activity:
-    """One thing that a rank does: an action, reading micro-batch `index` (`data`), the wait for a
-    message to come (`receive`) or to be taken (`send`), the wait for all ranks (`meet`), or
-    something else, in words."""
+class Activity(NamedTuple):
+    """One thing that a rank does: an action, the norm of a stage's gradients before the optimizer
+    steps (`norm`), reading micro-batch `index` (`data`), the wait for a
+    message to come (`receive`), giving one to the transport (`send`), the wait until it was taken
+    (`taken`), the wait for all ranks (`meet`), or something else, in words."""
 
     kind: Kind
     subject: Action | Message | str = ""
-    index: int = 0
+    index: int = 0  # type: ignore[assignment]  # no need of the tuple's method of that name
 
     @property
     def stage(self) -> int:
@@ -73,6 +72,8 @@ class Activity:
         """
         if isinstance(self.subject, Action):
             stage = f"(stage {self.subject.stage})"
+            if self.kind == "norm":
+                return f"takes the norm of gradients {stage}"
             if self.kind == "S":
                 return f"is in the optimizer step {stage}"
             return f"is in {_WORDS[self.kind]} of micro-batch {self.index} {stage}"
@@ -89,8 +90,7 @@ class Activity:
 NOTHING = Activity("other", "is between two actions")
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """An activity from when to when, in seconds of `time.perf_counter`; `first_micro_batch` is the
     number of its segment's first one, `step` the first step that the segment makes."""
 
@@ -103,6 +103,22 @@ class Span:
 
 Spent = dict[tuple[Kind, int], float]
 """Kind of activity and stage (-1: of none) -> seconds."""
+
+
+class _During:
+    """Begins and ends an activity; one that an exception leaves stays as it was."""
+
+    __slots__ = ("_activities", "_activity")
+
+    def __init__(self, activities: Activities, activity: Activity) -> None:
+        self._activities, self._activity = activities, activity
+
+    def __enter__(self) -> None:
+        self._activities.begin(self._activity)
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if kind is None:
+            self._activities.end()
 
 
 class Activities:
@@ -142,11 +158,9 @@ class Activities:
         if self.spans is not None:
             self.spans.append(Span(activity, start_s, now_s, self.first_micro_batch, self.step))
 
-    @contextmanager
-    def during(self, activity: Activity) -> Iterator[None]:
-        self.begin(activity)
-        yield
-        self.end()
+    def during(self, activity: Activity) -> _During:
+        """Within, the rank does this."""
+        return _During(self, activity)
 
     def take(self) -> Spent:
         """The seconds since it was last called, by kind and stage; what belongs to no activity is

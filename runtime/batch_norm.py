@@ -67,12 +67,16 @@ class MiniBatchNorm:
 
     @torch.no_grad()
     def finish(self, window: int) -> None:
-        """Updates the running statistics by a window that is complete."""
-        for norm, moments in self._seen.pop(window, {}).items():
-            mean, variance, number = norm.running_mean, norm.running_var, norm.num_batches_tracked
-            assert mean is not None and variance is not None and number is not None
-            number += 1
-            share = 1 / float(number) if norm.momentum is None else norm.momentum
+        """Updates the running statistics by all that was counted up to a window, as one batch."""
+        together: dict[_BatchNorm, _Moments] = {}
+        for number in sorted(number for number in self._seen if number <= window):
+            for norm, moments in self._seen.pop(number).items():
+                together[norm] = together[norm] + moments if norm in together else moments
+        for norm, moments in together.items():
+            mean, variance, updates = norm.running_mean, norm.running_var, norm.num_batches_tracked
+            assert mean is not None and variance is not None and updates is not None
+            updates += 1
+            share = 1 / float(updates) if norm.momentum is None else norm.momentum
             mean += share * (moments.mean - mean)
             variance += share * (moments.squares / max(1, moments.count - 1) - variance)
 

@@ -9,16 +9,18 @@ from .schedule import Action, Schedule
 from .simulate import Costs, simulate
 from .timeline import Timeline
 
-_BARS = {"F": "░", "B": "▓", "S": "█"}
+_BARS = {"F": "░", "B": "▓", "W": "▒", "S": "█"}
 
 
 def draw_grid(
-    schedule: Schedule, edges: Iterable[Edge] | None = None, *, backward_clocks: int = 1
+    schedule: Schedule, edges: Iterable[Edge] | None = None, *, backward_clocks: int | None = None
 ) -> str:
     """What each rank does at each clock, when a forward takes one clock and a step one.
 
-    Versions are shown where they change within the schedule, stages where a rank has several;
-    a backward of more than one clock is drawn on with dashes.
+    A backward takes one too, or of a schedule with W two, one for either part, unless
+    `backward_clocks` says otherwise (an even number, with W); what is longer is drawn on with
+    dashes. Versions are shown where they change within the schedule, stages where a rank has
+    several.
 
     >>> from asyncpipe.runtime.schedules import one_f_one_b
     >>> print(draw_grid(one_f_one_b(3, 4)))
@@ -26,7 +28,8 @@ def draw_grid(
     rank 1 | .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 S1 .
     rank 2 | .  .  F0 B0 F1 B1 F2 B2 F3 B3 S1 .  .
     """
-    costs = Costs.equal(schedule.stages, backward_ms=backward_clocks, step_ms=1)
+    clocks = backward_clocks or (2 if schedule.split else 1)
+    costs = Costs.equal(schedule.stages, backward_ms=clocks, step_ms=1)
     timeline = simulate(schedule, costs, edges)
     rows = [["."] * round(timeline.makespan_ms) for _ in range(timeline.ranks)]
     for event in timeline.events:
@@ -61,7 +64,7 @@ def draw_timeline(timeline: Timeline, *, width: int = 72) -> str:
     """
     bars = [[" "] * width for _ in range(timeline.ranks)]
     columns_per_ms = width / timeline.makespan_ms if timeline.makespan_ms else 0.0
-    for event in sorted(timeline.events, key=lambda event: event.action.kind):
+    for event in sorted(timeline.events, key=lambda event: event.action.kind == "S"):
         begin = round((event.start_ms - timeline.start_ms) * columns_per_ms)
         end = round((event.end_ms - timeline.start_ms) * columns_per_ms)
         if event.action.kind == "S":
@@ -73,6 +76,8 @@ def draw_timeline(timeline: Timeline, *, width: int = 72) -> str:
         for rank, (bar, idle) in enumerate(zip(bars, timeline.idle_shares, strict=True))
     ]
     end_ms = f"{timeline.makespan_ms:.0f} ms"
-    legend = "░ forward  ▓ backward  █ step"
+    has_weights = any(event.action.kind == "W" for event in timeline.events)
+    weights = "▒ its weights  " if has_weights else ""
+    legend = f"░ forward  ▓ backward  {weights}█ step"
     lines.append(f"{' ' * 8}{legend.ljust(width - len(end_ms) - 1)} {end_ms}")
     return "\n".join(lines)

@@ -61,10 +61,10 @@ def forecast_step(
 
     timeline = simulated(made)
     if name == AUTO:
-        ends_ms = [simulated(_in_a_row(made, laps)).end_ms for laps in (_LAPS, 2 * _LAPS)]
-        period_ms = (ends_ms[1] - ends_ms[0]) / _LAPS
-        busy = (1 - timeline.idle_share) * timeline.makespan_ms
-        return Forecast(period_ms, max(0.0, 1 - busy / period_ms if period_ms else 0.0), timeline)
+        row = simulated(_in_a_row(made, 2 * _LAPS))
+        period_ms = (row.end_ms - simulated(_in_a_row(made, _LAPS)).end_ms) / _LAPS
+        busy_ms = (1 - timeline.idle_share) * timeline.makespan_ms
+        return Forecast(period_ms, max(0.0, 1 - busy_ms / period_ms if period_ms else 0.0), row)
     idle = timeline.steady_idle_share if count > 1 else timeline.idle_share
     return Forecast(timeline.makespan_ms / count, idle, timeline)
 
@@ -170,15 +170,30 @@ class OneStep:
 
 
 def forecast_one_step(plan: Plan, schedule: str, micro_batches: int) -> OneStep:
-    """A step of a synchronous schedule, or one in the middle of a long asynchronous run. Replicas
-    of a stage count as one rank that is as fast as they are together."""
+    """A step of a synchronous schedule, or one in the middle of a long asynchronous run or of a
+    row of computed steps. Replicas of a stage count as one rank that is as fast as they are
+    together."""
     # Every stage has to make a step before the first one makes its last forward.
     steps = 3 + -(-2 * len(plan.stages) // micro_batches)
     found = forecast_step(_without_replicas(plan), schedule, micro_batches, steps=steps)
+    timeline = found.timeline
+    if schedule == AUTO:
+        row = [event for event in timeline.events if event.action.kind != "S"]
+        start_ms = min(event.start_ms for event in row if event.action.index >= micro_batches)
+        return OneStep(start_ms, start_ms + found.step_ms, found.idle_share, timeline)
     if schedule not in ASYNCHRONOUS:
-        timeline = found.timeline
         return OneStep(timeline.start_ms, timeline.end_ms, found.idle_share, timeline)
-    return OneStep(*found.timeline.steady_step, found.idle_share, found.timeline)
+    return OneStep(*timeline.steady_step, found.idle_share, timeline)
+
+
+def told_schedules(plan: Plan) -> tuple[str, ...]:
+    """The schedules that a plan is told of: its own in front, and others that it can run under; of
+    several stages a rank those that have them on the same ranks."""
+    planned = plan.setting.schedule
+    others = [name for name in VIRTUAL if planned_ranks(plan, name)]
+    if planned in ASYNCHRONOUS or planned_ranks(plan, planned) is None:
+        others = ["gpipe", "1f1b", "async-1f1b"]
+    return tuple(others) if planned in others else (planned, *others)
 
 
 def _without_replicas(plan: Plan) -> Plan:
@@ -208,14 +223,15 @@ def describe_forecast(plan: Plan, micro_batches: tuple[int, ...] = (8, 32)) -> s
     for number in micro_batches:
         step = forecast_step(plan, name, number)
         parts.append(f"{number} micro-batches {step.step_ms:.0f} ms, {step.idle_share:.0%} idle")
+    if ranks:
+        return f"one {name} step on {ranks} ranks: " + " · ".join(parts)
     ahead = len(plan.stages) - 1
     steady = forecast_step(plan, "async-1f1b", micro_batches[0], steps=8)
     parts.append(
         f"async {steady.idle_share:.0%} idle, weights at most "
         f"{-(-ahead // micro_batches[0])} step old"
     )
-    where = f"{ranks} ranks" if ranks else "a device a stage"
-    return f"one {name} step on {where}: " + " · ".join(parts)
+    return f"one {name} step on a device a stage: " + " · ".join(parts)
 
 
 def few_micro_batches_warning(name: str, *, ranks: int, micro_batches: int) -> str | None:

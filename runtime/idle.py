@@ -42,7 +42,7 @@ from .simulate import Costs, simulate
 @dataclass(frozen=True, slots=True)
 class RankTime:
     """Where one rank's time went: milliseconds of one optimizer step, on average. `stage_ms` has
-    the computing by kind of action (F, B, W, S) and stage."""
+    the computing by kind of action (F, B, W, S; norm is part of a step) and stage."""
 
     stage_ms: Mapping[tuple[str, int], float]
     waiting_ms: float
@@ -120,6 +120,11 @@ def measured_costs(times: Sequence[RankTime], schedule: Schedule) -> Costs:
         count = counted.get((kind, stage), 0.0)
         return times[rank].stage_ms.get((kind, stage), 0.0) / count if count else 0.0
 
+    def steps_ms(stage: int) -> float:
+        rank = schedule.rank_of_stage[stage]
+        norms_ms = times[rank].stage_ms.get(("norm", stage), 0.0)
+        return mean("S", stage) + norms_ms / counted.get(("S", stage), 1.0)
+
     weight = tuple(mean("W", stage) for stage in stages)
     backward = []
     for stage in stages:
@@ -132,7 +137,7 @@ def measured_costs(times: Sequence[RankTime], schedule: Schedule) -> Costs:
     return Costs(
         tuple(mean("F", stage) for stage in stages),
         tuple(backward),
-        tuple(mean("S", stage) for stage in stages),
+        tuple(steps_ms(stage) for stage in stages),
         weight_ms=weight,
     )
 

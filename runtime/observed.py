@@ -41,7 +41,7 @@ class ActionObserver(Observer):
 
 
 class ObservedTransport:
-    """A transport whose waits are `receive`, and whose sends are `send`."""
+    """A transport whose waits are `receive` and `taken`, and whose sends are `send`."""
 
     def __init__(self, transport: Transport, activities: Activities) -> None:
         self._transport = transport
@@ -69,7 +69,7 @@ class ObservedTransport:
             return self._transport.wait(handle)
 
     def wait_sent(self, channel: Channel, index: int) -> None:
-        with self._activities.during(Activity("send", self._message(channel), index)):
+        with self._activities.during(Activity("taken", self._message(channel), index)):
             self._transport.wait_sent(channel, index)
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ hooks are called around every action.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Unpack
 
@@ -29,7 +29,7 @@ from .feed import Criterion, Feed, FeedOnce, loss_of_stage, needed_inputs, outpu
 from .mailbox import Mailbox
 from .plan import Plan
 from .precision import FULL, Precision
-from .program import forward_only, loss_divisors, passages, turning, window_ends
+from .program import forward_only, loss_divisors, passages, turning, window_ends, without_steps
 from .random_state import GeneratorState, micro_batch_seed
 from .report import Observer, Recorder, RunReport, StepOptimizers
 from .run import Run, RunOptions
@@ -87,6 +87,7 @@ class Pipeline:
         self.rank_of_stage = tuple(rank_of_stage or range(len(plan.stages)))
         self.criterion = criterion
         self.device = torch.device(device)
+        self.precision = precision
         self.dtypes = dtypes
         self.seed = seed
         expected = [j for j, rank in enumerate(self.rank_of_stage) if rank == transport.rank]
@@ -106,6 +107,7 @@ class Pipeline:
         }
         self.weights = {j: WeightVersions(j, stages[j]) for j in expected}
         self.staleness = {j: make_staleness(staleness) for j in expected}
+        self._is_live = staleness == "none"
         self._shared = SharedGradients(plan, stages, self.transport)
         self._shared_is_verified = False
         self._model_outputs = output_names(plan)
@@ -156,7 +158,7 @@ class Pipeline:
             yield from self._shared.verify_equal()
             self._shared_is_verified = True
         ends = window_ends(run.program)
-        with self._modes(run.training):
+        with self._modes(run.training), self._casts_kept(run.training):
             for position, action in enumerate(run.program):
                 match action.kind:
                     case "F":
@@ -189,6 +191,13 @@ class Pipeline:
         program = schedule.ranks[self.transport.rank]
         if not training:
             program = forward_only(program)
+        elif not options.get("step", True):
+            if not schedule.synchronous:
+                raise ScheduleError(
+                    f"{schedule.name} steps while it goes on, so it cannot be run without steps.",
+                    "Choose a synchronous schedule, such as 1f1b.",
+                )
+            program = without_steps(program)
         sizes = options.get("sizes") or self.plan.sizes
         every = (sizes,) * schedule.micro_batches if isinstance(sizes, Mapping) else tuple(sizes)
         if len(every) != schedule.micro_batches:
@@ -319,6 +328,7 @@ class Pipeline:
             with staleness.stepping(weights):
                 run.recorder.observer.on_step(action.stage, version)
             weights.stepped()
+            self.precision.forget_casts()
             staleness.after_step(weights)
 
     def _generator(
@@ -346,6 +356,11 @@ class Pipeline:
                 f"{self.plan.name} makes no loss of its own, and no criterion was given.",
                 "Name one with --criterion, such as cross_entropy.",
             )
+
+    def _casts_kept(self, training: bool) -> AbstractContextManager[None]:
+        """Weights are cast once for all micro-batches between two steps. Not where forwards read
+        copies of weights, whose memory is used again for other versions."""
+        return self.precision.casts_kept() if training and self._is_live else nullcontext()
 
     @contextmanager
     def _modes(self, training: bool) -> Iterator[None]:

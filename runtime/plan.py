@@ -291,6 +291,21 @@ class Plan:
         return tuple(stage.ranks[0] for stage in self.stages)
 
     @property
+    def stages_of_rank(self) -> Mapping[int, tuple[int, ...]]:
+        """The stages that each rank has, one or several."""
+        ranks = sorted({rank for stage in self.stages for rank in stage.ranks})
+        return {
+            rank: tuple(stage.index for stage in self.stages if rank in stage.ranks)
+            for rank in ranks
+        }
+
+    @property
+    def slowest(self) -> str:
+        """What the bottleneck is of: a stage, or a rank where some have several."""
+        several = any(len(stages) > 1 for stages in self.stages_of_rank.values())
+        return "rank" if several else "stage"
+
+    @property
     def boundaries(self) -> tuple[Boundary, ...]:
         return tuple(boundary for stage in self.stages for boundary in stage.sends)
 

@@ -16,6 +16,11 @@ def forward_only(program: Program) -> Program:
     return tuple(action for action in program if action.kind in ("F", "SEND_F", "RECV_F"))
 
 
+def without_steps(program: Program) -> Program:
+    """All but the optimizer steps."""
+    return tuple(action for action in program if action.kind != "S")
+
+
 def passages(
     program: Program, versions: Mapping[int, int], first_micro_batch: int
 ) -> dict[tuple[int, int], Passage]:
@@ -57,10 +62,11 @@ def loss_divisors(batches: Sequence[int], step_every: int) -> tuple[int | Fracti
     ((2, 2), (Fraction(4, 3), 4))
     """
     divisors: list[int | Fraction] = []
-    for index, samples in enumerate(batches):
-        first = index // step_every * step_every
-        share = Fraction(sum(batches[first : first + step_every]), samples)
-        divisors.append(share.numerator if share.denominator == 1 else share)
+    for first in range(0, len(batches), step_every):
+        of_step = batches[first : first + step_every]
+        total = sum(of_step)
+        for samples in of_step:
+            divisors.append(Fraction(total, samples) if total % samples else total // samples)
     return tuple(divisors)
 
 

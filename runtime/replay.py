@@ -8,7 +8,7 @@ statistics are updated once. Chen et al., "Training Deep Nets with Sublinear Mem
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -57,6 +57,42 @@ class Buffers:
         return {
             name: (id(buffer), buffer._version) for name, buffer in self._module.named_buffers()
         }
+
+
+class WrittenArguments:
+    """The arguments that a module's forward writes to in place.
+
+    What it is given belongs to others too: to the stage that made it, to other readers, to a
+    second forward; and a leaf cannot be written to. So it gets copies of those, and in the first
+    forward, which tells them from the others, copies of all.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+        self._written: set[int] | None = None
+
+    @contextmanager
+    def guarded(self, arguments: tuple[Tensor, ...]) -> Iterator[tuple[Tensor, ...]]:
+        """Around a forward: what to call it with. Raises RuntimeError for an argument that was
+        not written to in the first forward, and is now."""
+        known = self._written
+        given = tuple(
+            argument.clone() if known is None or number in known else argument
+            for number, argument in enumerate(arguments)
+        )
+        before = [argument._version for argument in given]
+        yield given
+        written = {
+            number for number, argument in enumerate(given) if argument._version != before[number]
+        }
+        if known is None:
+            self._written = written
+        elif not written <= known:
+            name = self._names[min(written - known)]
+            raise RuntimeError(
+                f"{name} is written to in place, which it was not in the first forward; "
+                "write to a copy of it"
+            )
 
 
 @contextmanager

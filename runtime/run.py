@@ -24,7 +24,8 @@ class RunOptions(TypedDict, total=False):
     random numbers are left alone. `sizes` are the micro-batches' sizes if not the plan's, for all
     or for each one of the schedule; the loss of one with fewer samples counts less, so that the
     gradient is that of the mean over all samples of a step. `record` keeps the time of each action.
-    The loss is multiplied by `loss_scale` for backwards.
+    The loss is multiplied by `loss_scale` for backwards. Without `step` a synchronous schedule ends
+    before its steps, and the next run adds its gradients to what is there.
     """
 
     first_micro_batch: int
@@ -33,6 +34,7 @@ class RunOptions(TypedDict, total=False):
     sizes: Sizes | Sequence[Sizes] | None
     record: bool
     loss_scale: float
+    step: bool
 
 
 @dataclass

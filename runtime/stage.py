@@ -28,7 +28,7 @@ from .feed import LossOf, Values
 from .plan import StageSpec
 from .precision import FULL, Precision
 from .random_state import GeneratorState
-from .replay import Buffers, nothing_saved
+from .replay import Buffers, WrittenArguments, nothing_saved
 from .split_backward import SplitBackward
 from .versions import Weights
 
@@ -96,6 +96,7 @@ class Stage:
         self._grad_outputs = tuple(b.tensor.name for b in spec.sends if b.tensor.requires_grad)
         self._batch_norm = batch_norm
         self._buffers = Buffers(module)
+        self._written = WrittenArguments(spec.inputs)
         self._kept: dict[int, _InFlight | _Repeatable] = {}
         self._put_off: dict[int, SplitBackward] = {}
 
@@ -251,7 +252,8 @@ class Stage:
         """The module's outputs by name and the loss; `buffers` stand in for the module's own."""
         with generator.drawing() if generator else nullcontext(), self.precision.computing():
             arguments = tuple(map(self.precision.argument, passage.arguments))
-            result = self._call({**(passage.weights or {}), **(buffers or {})}, arguments)
+            with self._written.guarded(arguments) as arguments:
+                result = self._call({**(passage.weights or {}), **(buffers or {})}, arguments)
             outputs = self.spec.named_outputs(result)
             return outputs, self.loss_of(outputs, passage.fed) if self.loss_of else None
 

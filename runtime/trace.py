@@ -17,8 +17,8 @@ from .timeline import Event, Timeline
 
 TRACKS: dict[str, tuple[Kind, ...]] = {
     "compute": ("F", "B", "W"),
-    "optimizer": ("S",),
-    "waits": ("receive", "meet"),
+    "optimizer": ("S", "norm"),
+    "waits": ("receive", "taken", "meet"),
     "data": ("data",),
     "sends": ("send",),
     "other": ("other",),
@@ -105,13 +105,16 @@ def _slice(rank: int, span: Span, begin_s: float) -> dict[str, Any]:
 def _name(span: Span) -> str:
     activity, subject = span.activity, span.activity.subject
     if isinstance(subject, Action):
+        if activity.kind == "norm":
+            return f"norm stage {subject.stage}"
         if subject.kind == "S":
             return f"step {_step(span, subject)} stage {subject.stage}"
         return f"{subject.kind}{subject.index} stage {subject.stage}"
     if isinstance(subject, Message):
         if activity.kind == "receive":
             return f"wait for {subject.name} {activity.index} of stage {subject.source}"
-        return f"send {subject.name} {activity.index} to stage {subject.target}"
+        verb = "send" if activity.kind == "send" else "taken:"
+        return f"{verb} {subject.name} {activity.index} to stage {subject.target}"
     return f"data {activity.index}" if activity.kind == "data" else subject
 
 
@@ -166,18 +169,12 @@ def _messages(ranks: Sequence[RankTrace], begin_s: float) -> Iterator[dict[str, 
 
 
 def _ends(ranks: Sequence[RankTrace], kind: Kind) -> Iterator[tuple[_Key, tuple[int, Span]]]:
-    """The spans of one end of messages, by what tells a message from all others; of a send that
-    was waited for later only the first."""
-    seen: set[_Key] = set()
+    """The spans of one end of messages, by what tells a message from all others."""
     for rank in ranks:
         for span in rank.spans:
             subject = span.activity.subject
-            if span.activity.kind != kind or not isinstance(subject, Message):
-                continue
-            key = span.step, subject, span.activity.index
-            if key not in seen:
-                seen.add(key)
-                yield key, (rank.rank, span)
+            if span.activity.kind == kind and isinstance(subject, Message):
+                yield (span.step, subject, span.activity.index), (rank.rank, span)
 
 
 def _us(seconds: float) -> float:

@@ -5,7 +5,10 @@ With T_f, T_i and T_w of a rank's work on a micro-batch, and equal stages, a ran
 
     zb-h1    (p-1) (T_f + T_i - T_w) of a step, with the activations of p micro-batches
     zb-h2    (p-1) (T_f + T_i - 2 T_w), with those of 2p-1
-    zb-v     0, with those of p; if T_f = T_i = T_w and no rank waits for another to step
+    zb-v     (p-1) (T_i - T_w), with those of p
+
+from m = p, 2p-1 and 2p micro-batches on, where T_i is no less than T_w (for the last: and T_f not
+above T_i), and no rank waits for another to step.
 
 Sources: Qi et al., "Zero bubble pipeline parallelism", ICLR 2024, section 2; "Pipeline parallelism
 with controllable memory", NeurIPS 2024, appendix on the V schedule.

@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["pytest", "asyncpipe.tests.executor", __name__])
+# The first optimizer of a process loads torch._dynamo, which takes seconds.
+_CONTEXT.set_forkserver_preload(["pytest", "torch._dynamo", "asyncpipe.tests.executor", __name__])
 
 
 def run_processes(

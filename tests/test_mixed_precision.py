@@ -9,6 +9,7 @@ for the uncut model.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import asyncpipe
 from asyncpipe.runtime.boundary_dtypes import AS_PLANNED, BoundaryDtypes, dtypes_of_folder
@@ -35,8 +37,10 @@ from asyncpipe.runtime.precision import FULL, Precision
 from asyncpipe.runtime.schedules import make_schedule
 from asyncpipe.runtime.transports.gloo import GlooTransport
 from asyncpipe.runtime.transports.local import LocalHub, run_together
+from asyncpipe.tests.executor import lowered, train_together
 from asyncpipe.tests.generated import CASES, Case, cut, loss_of
-from asyncpipe.tests.hand_plans import HandModel, HandStage, hand_model
+from asyncpipe.tests.hand_plans import HandModel, HandStage, chain, hand_model
+from asyncpipe.tests.oracle import async_run
 from asyncpipe.tests.processes import run_processes
 
 MICRO_BATCHES, STEPS, SEED = 4, 2, 7
@@ -100,25 +104,25 @@ def pipelined(
 ) -> Found:
     """All ranks in this thread."""
     made = make_schedule(schedule, stages=len(stages), micro_batches=MICRO_BATCHES, ranks=ranks)
-    lowered = lower(made, forward_edges(plan), grad_edges=gradient_edges(plan))
-    hub = LocalHub(len(lowered.ranks))
+    actions = lower(made, forward_edges(plan), grad_edges=gradient_edges(plan))
+    hub = LocalHub(len(actions.ranks))
     collect = Collect(dict(enumerate(stages)))
     pipelines = [
         Pipeline(
             plan,
-            {j: stages[j] for j, at in enumerate(lowered.rank_of_stage) if at == rank},
+            {j: stages[j] for j, at in enumerate(actions.rank_of_stage) if at == rank},
             hub.transport(rank),
-            rank_of_stage=lowered.rank_of_stage,
+            rank_of_stage=actions.rank_of_stage,
             seed=SEED,
             **options,
         )
-        for rank in range(len(lowered.ranks))
+        for rank in range(len(actions.ranks))
     ]
     for step in range(STEPS):
         first = step * MICRO_BATCHES
         run_together(
             [
-                pipeline.steps(lowered, feed, first_micro_batch=first, observer=collect)
+                pipeline.steps(actions, feed, first_micro_batch=first, observer=collect)
                 for pipeline in pipelines
             ]
         )
@@ -171,6 +175,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Pa
         ("1f1b", 2, "float16"),
         ("gpipe", 2, "bfloat16"),
         ("single", 4, "float16"),
+        ("zb-h1", 2, "bfloat16"),
     ],
 )
 @pytest.mark.parametrize("name", CASES)
@@ -320,7 +325,7 @@ def on_a_rank(rank: int, folder: Path) -> Found:
     case = CASES["t5"]
     plan, precision = read_plan(folder), Precision(torch.bfloat16)
     made = make_schedule("1f1b", stages=2, micro_batches=MICRO_BATCHES)
-    lowered = lower(made, forward_edges(plan), grad_edges=gradient_edges(plan))
+    actions = lower(made, forward_edges(plan), grad_edges=gradient_edges(plan))
     stages = {rank: load_stage(folder, plan, rank).train()}
     collect = Collect(stages)
     found = dtypes_of_folder(folder, plan, precision)
@@ -334,7 +339,7 @@ def on_a_rank(rank: int, folder: Path) -> Found:
     )
     for step in range(STEPS):
         pipeline.run(
-            lowered, case.micro_batch, first_micro_batch=step * MICRO_BATCHES, observer=collect
+            actions, case.micro_batch, first_micro_batch=step * MICRO_BATCHES, observer=collect
         )
     pipeline.close()
     return collect.losses, collect.gradients
@@ -393,6 +398,41 @@ def readers() -> HandModel:
     return replace(model, make_inputs=inputs)
 
 
+class CountCasts(TorchDispatchMode):
+    """How often something of the shape of a weight is cast to bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.casts = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        is_cast = func is torch.ops.aten._to_copy.default and args[0].shape == (16, 16)
+        self.casts += is_cast and (kwargs or {}).get("dtype") is torch.bfloat16
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("is_kept", "casts"), [(True, 3 * STEPS), (False, 3 * 4 * STEPS)])
+def test_a_weight_is_cast_once_a_step(
+    is_kept: bool, casts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_kept:
+        monkeypatch.setattr(Precision, "casts_kept", lambda self: nullcontext())
+    model = readers()
+    dtypes = replace(AS_PLANNED, made={"h": torch.float32, "loss": torch.float32})
+    modules = [module.float() for module in model.build()]
+    with CountCasts() as counted:
+        pipelined(
+            model.plan,
+            modules,
+            model.make_inputs,
+            precision=Precision(torch.bfloat16),
+            dtypes=dtypes,
+        )
+    assert counted.casts == casts
+
+
 class CachedArguments(Precision):
     """The fault: boundary tensors are given as the leaves that they are."""
 
@@ -426,3 +466,41 @@ def test_a_boundary_cast_once_for_all_readers_would_be_seen() -> None:
     expected, actual, plan = run_readers(CachedArguments(torch.bfloat16))
     with pytest.raises(AssertionError, match="the loss of|scale at step"):
         assert_same(plan, expected, actual)
+
+
+# ------------------------------------------------------------------------------- asynchronous runs
+
+
+@pytest.mark.parametrize("step_every", [1, 3])
+def test_stashed_weights_are_cast_version_by_version(step_every: int) -> None:
+    double = chain(3)
+
+    def inputs(i: int) -> dict[str, Tensor]:
+        return {name: value.float() for name, value in double.make_inputs(i).items()}
+
+    def optimize(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+    model = replace(double, make_inputs=inputs)
+    steps = 6
+    modules = [module.float() for module in model.build()]
+    for module in modules:  # the oracle knows nothing of precision
+        module.forward = torch.autocast("cpu", dtype=torch.bfloat16)(module.forward)
+    expected = async_run(model, modules, steps, step_every, optimize, stash=True)
+    schedule = lowered(model, "async-1f1b", steps * step_every, step_every)
+    fresh = [module.float() for module in model.build()]
+    made = {"h1": torch.bfloat16, "h2": torch.bfloat16}
+    trained = train_together(
+        model,
+        schedule,
+        optimize=optimize,
+        staleness="stash",
+        modules=fresh,
+        precision=Precision(torch.bfloat16),
+        dtypes=BoundaryDtypes(made=made),
+    )
+    assert trained.ledger == expected.ledger
+    for own, other in zip(trained.modules, expected.modules, strict=True):
+        for name, value in own.state_dict().items():
+            assert torch.equal(value, other.state_dict()[name]), name
+    assert all(torch.equal(trained.seen.losses[i], loss) for i, loss in expected.losses.items())

@@ -74,14 +74,22 @@ def facts_of(plan: Plan) -> list[str]:
     facts = [f"Costs are for one micro-batch ({sizes})" + (f" on {device}." if device else ".")]
     if plan.bottleneck_ms:
         bound = (
-            "no split has a faster slowest stage"
+            f"no split has a faster slowest {plan.slowest}"
             if plan.optimal
             else f"no split can be below {plan.lower_bound_ms:.2f} ms"
         )
         facts.append(
-            f"The slowest stage takes {plan.bottleneck_ms:.2f} ms; {bound} "
+            f"The slowest {plan.slowest} takes {plan.bottleneck_ms:.2f} ms; {bound} "
             f"(method {plan.method}). An even split of the layers would take "
             f"{plan.even_split_ms:.2f} ms."
+        )
+    if plan.slowest == "rank":
+        ranks = (
+            f"rank {rank} has {', '.join(map(str, stages))}"
+            for rank, stages in plan.stages_of_rank.items()
+        )
+        facts.append(
+            f"Ranks have several stages under {plan.setting.schedule}: {'; '.join(ranks)}."
         )
     facts.append(f"Weights: {plan.weights}.")
     return facts

@@ -8,6 +8,7 @@ from ...runtime.forecast import forecast_one_step
 from ...runtime.plan import Plan
 from ...runtime.traffic import traffic
 from ..wording import counted, write_bytes, write_ms, write_share
+from .curves import drawn_schedules
 
 _MORE = (1, 2, 4)  # times the plan's micro-batches
 
@@ -33,9 +34,16 @@ def _gain(plan: Plan) -> Card:
 
 
 def _slowest(plan: Plan) -> Card:
-    slowest = max(plan.stages, key=lambda stage: stage.load_ms)
     bound = f"no plan can be below {write_ms(plan.lower_bound_ms)}"
-    return Card(f"Slowest: stage {slowest.index}", write_ms(plan.bottleneck_ms), bound)
+    loads_ms = {str(stage.index): stage.load_ms for stage in plan.stages}
+    if plan.slowest == "rank":
+        loads_ms = {
+            str(rank): sum(plan.stages[stage].load_ms for stage in stages)
+            for rank, stages in plan.stages_of_rank.items()
+        }
+    slowest = max(loads_ms, key=loads_ms.__getitem__)
+    heading = f"Slowest: {plan.slowest} {slowest}"
+    return Card(heading, write_ms(plan.bottleneck_ms), bound)
 
 
 def _step(plan: Plan) -> Card:
@@ -46,14 +54,15 @@ def _step(plan: Plan) -> Card:
 
 
 def _idle(plan: Plan) -> Card:
+    name = drawn_schedules(plan)[0]
     shares = {
-        number: forecast_one_step(plan, "1f1b", number).idle_share
+        number: forecast_one_step(plan, name, number).idle_share
         for number in (plan.setting.micro_batches * times for times in _MORE)
     }
     first, *more = (f"{number}: {write_share(share)}" for number, share in shares.items())
     number, share = first.split(": ")
     return Card(
-        f"Idle in 1f1b, {counted(int(number), 'micro-batch', 'micro-batches')}",
+        f"Idle in {name}, {counted(int(number), 'micro-batch', 'micro-batches')}",
         share,
         "with " + ", ".join(more),
     )

@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ...runtime.forecast import forecast_one_step
+from ...runtime.forecast import forecast_one_step, told_schedules
 from ...runtime.plan import Plan
+from ...runtime.schedules import AUTO
 from ..wording import write_ms, write_share
 
-_SCHEDULES = ("1f1b", "async-1f1b")
 _COUNTS = (1, 2, 4, 8, 16, 32, 64)
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 480, 220, 58, 14, 12, 34
 
@@ -72,12 +72,13 @@ class Curves:
     charts: tuple[Chart, ...]
     samples: tuple[Sample, ...]
     table: tuple[tuple[int, tuple[Sample, ...]], ...]
-    schedules: tuple[str, ...] = _SCHEDULES
+    schedules: tuple[str, ...]
 
 
 def curves(plan: Plan) -> Curves:
     """Both charts and the table of their numbers."""
-    samples = tuple(_sample(plan, schedule, count) for count in _COUNTS for schedule in _SCHEDULES)
+    schedules = drawn_schedules(plan)
+    samples = tuple(_sample(plan, schedule, count) for count in _COUNTS for schedule in schedules)
     return Curves(
         charts=(
             _chart("Idle share", samples, lambda sample: sample.idle_share, write_share),
@@ -88,7 +89,15 @@ def curves(plan: Plan) -> Curves:
             (count, tuple(sample for sample in samples if sample.micro_batches == count))
             for count in _COUNTS
         ),
+        schedules=schedules,
     )
+
+
+def drawn_schedules(plan: Plan) -> tuple[str, ...]:
+    """The plan's own schedule or 1f1b, and one to compare with. Computed ones are left out: each
+    number of micro-batches would take seconds."""
+    told = [name for name in told_schedules(plan) if name not in ("gpipe", AUTO)]
+    return tuple(dict.fromkeys((told[0], told[-1])))
 
 
 def _sample(plan: Plan, schedule: str, count: int) -> Sample:
@@ -112,7 +121,7 @@ def _chart(
         return round(bottom - (bottom - _TOP) * height / most, 2)
 
     lines = []
-    for number, schedule in enumerate(_SCHEDULES):
+    for number, schedule in enumerate(dict.fromkeys(sample.schedule for sample in samples)):
         points = tuple(
             Point(
                 x_of(sample.micro_batches),

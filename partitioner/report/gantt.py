@@ -9,18 +9,22 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ...runtime.forecast import OneStep, forecast_one_step
+from ...runtime.forecast import (
+    OneStep,
+    forecast_one_step,
+    planned_schedule,
+    told_schedules,
+)
 from ...runtime.plan import Plan
-from ...runtime.schedules import ASYNCHRONOUS, make_schedule
+from ...runtime.schedules import ASYNCHRONOUS, AUTO
 from ...runtime.timeline import Event
 from ..wording import counted, write_ms, write_share
 
-SCHEDULES = ("gpipe", "1f1b", "async-1f1b")
 _MOST = 16  # micro-batches that are drawn
 
 _WIDTH, _LEFT, _ROW, _BOX = 1000, 52, 28, 22
 _LETTER, _AROUND = 7, 3  # the width of a digit in a box, and what is beside it
-_NAMES = {"F": "forward", "B": "backward", "S": "step"}
+_NAMES = {"F": "forward", "B": "backward", "W": "gradients of weights", "S": "step"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +73,10 @@ class Gantt:
 def gantts(plan: Plan) -> tuple[Gantt, ...]:
     """A drawing for every schedule; the plan's own stands in front."""
     count = min(plan.setting.micro_batches, _MOST)
-    steps = {schedule: forecast_one_step(plan, schedule, count) for schedule in SCHEDULES}
+    schedules = told_schedules(plan)
+    steps = {schedule: forecast_one_step(plan, schedule, count) for schedule in schedules}
     scale = (_WIDTH - _LEFT) / (max(step.step_ms for step in steps.values()) or 1.0)
-    chosen = plan.setting.schedule if plan.setting.schedule in SCHEDULES else "1f1b"
+    chosen = plan.setting.schedule
     return tuple(
         _gantt(plan, schedule, step, count, scale, is_chosen=schedule == chosen)
         for schedule, step in steps.items()
@@ -90,7 +95,7 @@ def _gantt(
         Row(
             y=rank * _ROW,
             text_y=rank * _ROW + 16,
-            label=f"{'rank' if is_plain else 'stage'} {rank}",
+            label=f"{'rank' if is_plain or several else 'stage'} {rank}",
             idle=write_share(_idle_share(timeline.of_rank(rank), step)),
         )
         for rank in range(timeline.ranks)
@@ -101,7 +106,7 @@ def _gantt(
         height=timeline.ranks * _ROW + 24,
         end_x=round(_LEFT + step.step_ms * scale, 2),
         rows=rows,
-        boxes=tuple(sorted(boxes, key=lambda box: box.kind)),  # steps, the narrow ones, last
+        boxes=tuple(sorted(boxes, key=lambda box: box.kind == "S")),  # steps, the narrow ones, last
         ticks=_ticks(step.step_ms, scale),
         summary=_summary(plan, schedule, step, count),
         step_ms=step.step_ms,
@@ -156,7 +161,7 @@ def _ticks(step_ms: float, scale: float) -> tuple[Tick, ...]:
 def _summary(plan: Plan, schedule: str, step: OneStep, count: int) -> str:
     stages = len(plan.stages)
     number = counted(count, "micro-batch", "micro-batches")
-    made = make_schedule(schedule, stages=stages, micro_batches=count, step_every=count)
+    made = planned_schedule(plan, schedule, count)
     in_flight = ", ".join(map(str, made.in_flight))
     text = (
         f"{schedule}: {number} in {write_ms(step.step_ms)}, ranks idle "
@@ -165,5 +170,6 @@ def _summary(plan: Plan, schedule: str, step: OneStep, count: int) -> str:
     if schedule in ASYNCHRONOUS:
         stale = -(-(stages - 1) // count)
         text += f"; weights at most {counted(stale, 'step')} old" if stale else "; weights are new"
+    if schedule in (*ASYNCHRONOUS, AUTO):
         text += ". A step out of the middle of a run: what is cut off belongs to its neighbours"
     return text + "."

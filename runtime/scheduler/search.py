@@ -73,19 +73,25 @@ def improve(tasks: Tasks, order: Order, tries: int) -> Order:
                 best = current
         history.popleft()
         history.append(cost(current))
-    return merged(tasks, best)
+    return merged(tasks, best, tries)
 
 
-def merged(tasks: Tasks, order: Order) -> Order:
-    """The order with every split undone that its period does not need."""
-    for rank, row in enumerate(order.rows):
-        for task in reversed(row):
-            if tasks.kind(task) == INPUTS:
-                rows = [*order.rows]
-                rows[rank] = _whole(tasks, rows[rank], task)
-                found = timed(tasks, rows, order)
-                if found is not None and found.period_ms <= order.period_ms + 1e-9:
-                    order = found
+def merged(tasks: Tasks, order: Order, tries: float = math.inf) -> Order:
+    """The order with the splits undone that its period does not need: as many at once as can be,
+    in halves where they cannot."""
+    waiting = [[task for row in order.rows for task in row if tasks.kind(task) == INPUTS]]
+    while waiting and tries > 0:
+        some = waiting.pop()
+        if not some:
+            continue
+        tries -= 1
+        rows = [_whole(tasks, row, set(some)) for row in order.rows]
+        found = timed(tasks, rows, order, below_ms=order.period_ms + 1e-9)
+        if found is not None and found.period_ms <= order.period_ms + 1e-9:
+            order = found
+        elif len(some) > 1:
+            half = len(some) // 2
+            waiting += some[:half], some[half:]
     return order
 
 
@@ -132,7 +138,7 @@ def changed(
     if kind == WHOLE and draw < 0.3 and tasks.may_split:
         new = _split(tasks, row, position, random)
     elif kind == INPUTS and draw < 0.1:
-        new = _whole(tasks, row, task)
+        new = _whole(tasks, row, {task})
     elif kind == WEIGHTS or draw < 0.15:
         new = _moved(row, position, random.randrange(len(row)))
     elif draw < 0.75:
@@ -161,12 +167,11 @@ def _split(tasks: Tasks, row: list[int], position: int, random: Random) -> list[
     return new
 
 
-def _whole(tasks: Tasks, row: list[int], task: int) -> list[int]:
-    return [
-        other - tasks.count if other == task else other
-        for other in row
-        if other != task + tasks.count
-    ]
+def _whole(tasks: Tasks, row: list[int], some: set[int]) -> list[int]:
+    """The row where those backwards, each named by its first part, are whole."""
+    n = tasks.count
+    put_off = {task + n for task in some}
+    return [task - n if task in some else task for task in row if task not in put_off]
 
 
 def _is_legal(tasks: Tasks, row: list[int]) -> bool:

@@ -29,7 +29,7 @@ class RankFigures:
 
     `squared_norm` is of the gradients of the rank's stages, tied parameters with their owner.
     `stage_s` are the seconds since its last step in actions of each kind and stage, kind by kind
-    (F, B, W, S); the others those in which it was idle, and why. `optimizer_s` were spent in
+    as in COMPUTING; the others those in which it was idle, and why. `optimizer_s` were spent in
     optimizers, without time that other processes had its core for. `loss_scale` is that of the next
     step, `skipped` the number of steps left out so far.
     """
@@ -75,7 +75,7 @@ def figures_of(spent: Spent, stages: int, **known: float) -> RankFigures:
 
     return RankFigures(
         **known,
-        waiting_s=of("receive") + of("meet"),
+        waiting_s=of("receive") + of("taken") + of("meet"),
         sending_s=of("send"),
         data_s=of("data"),
         overhead_s=of("other"),

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..activity import Activities, Activity
 from ..observed import ActionObserver
 from ..plan import Plan
+from ..schedule import Action
 from .clipping import (
     StepMessage,
     clip_factor,
@@ -93,7 +94,7 @@ class Trainer(ActionObserver):
     def on_gradients(self, stage: int, version: int) -> None:
         if self._settings.is_async:
             return
-        with self.activities.during(Activity("other", "takes the norm of gradients")):
+        with self.activities.during(Activity("norm", Action(stage, "S", 1), 1)):
             own = self._share[stage].own
             self._take(stage, version, own, own)
             if not self._share[stage].shared:
@@ -143,7 +144,7 @@ class Trainer(ActionObserver):
             self._stages,
             self._world.control,
             overflowed=self._scale is not None and self._scale.overflowed(),
-            loss=float(_mean(losses)) if losses else 0.0,
+            loss=_mean(losses) if losses else 0.0,
         )
 
     def _step_together(self, stage: int, version: int) -> None:
@@ -204,7 +205,7 @@ class Trainer(ActionObserver):
         spent = self.activities.take()
         losses = self._losses.pop(version, None)
         if losses:
-            self._finite.check_loss(version, float(_mean(losses)))
+            self._finite.check_loss(version, _mean(losses))
         is_known = bool(self._squares) and not self._is_skipped
         with self.activities.during(Activity("other", "tells rank 0 of a step")):
             figures = figures_of(
@@ -224,11 +225,11 @@ class Trainer(ActionObserver):
         self._is_skipped = False
 
 
-def _mean(losses: list[tuple[Tensor, int]]) -> Tensor:
+def _mean(losses: list[tuple[Tensor, int]]) -> float:
     """The mean over the samples of a step, whose micro-batches may differ in size."""
-    values = torch.stack([loss for loss, _ in losses]).double()
-    shares = torch.tensor([samples / losses[0][1] for _, samples in losses], device=values.device)
-    return (values * shares).sum() / shares.sum()
+    values = torch.stack([loss for loss, _ in losses]).double().cpu()
+    shares = torch.tensor([samples / losses[0][1] for _, samples in losses])
+    return float((values * shares).sum() / shares.sum())
 
 
 def is_logged(step: int, settings: Settings) -> bool:

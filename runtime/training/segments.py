@@ -6,7 +6,7 @@ evaluation, after which it is drained.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ..channels import forward_edges, gradient_edges, shared_stages
@@ -95,10 +95,11 @@ def fit(
     """
     stages = len(plan.stages)
     ranks = ranks_of_plan(plan, settings) or stages
-    planned = sorted(set(plan.device_of_stage))
-    if rank_of_stage is None and len(planned) == ranks < stages:
-        rank_of_stage = tuple(map(planned.index, plan.device_of_stage))
+    planned = _ranks_of_stages(plan)
+    if rank_of_stage is None and len(set(planned)) == ranks < stages:
+        rank_of_stage = planned
     shared = [tuple(range(stages))] if settings.clip else shared_stages(plan)
+    limit, weights = _memory(plan, ranks)
     found = fit_auto(
         costs,
         settings.micro_batches or 1,
@@ -108,8 +109,28 @@ def fit(
         grad_edges=gradient_edges(plan),
         shared_stages=shared,
         may_split=may_split,
+        limit=limit,
+        weights=weights,
     )
     return found.schedule
+
+
+def _memory(plan: Plan, ranks: int) -> tuple[Sequence[float], Sequence[float]]:
+    """What the plan's ranks have room for beside all else, and what the activations of a
+    micro-batch take at each stage; nothing where the plan knows of no limit."""
+    room = [rank.memory_bytes for rank in plan.setting.ranks]
+    if len(room) != ranks or None in room:
+        return (), ()
+    left = [float(size or 0) for size in room]
+    for stage, rank in zip(plan.stages, _ranks_of_stages(plan), strict=True):
+        left[rank] -= stage.memory.total - stage.memory.activations
+    each = [stage.memory.activations / max(1, stage.in_flight) for stage in plan.stages]
+    return left, each
+
+
+def _ranks_of_stages(plan: Plan) -> tuple[int, ...]:
+    planned = sorted(set(plan.device_of_stage))
+    return tuple(map(planned.index, plan.device_of_stage))
 
 
 def _read(path: str, plan: Plan, settings: Settings) -> Schedule:

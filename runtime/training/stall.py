@@ -47,7 +47,7 @@ class Sighting:
 
     @property
     def is_waiting(self) -> bool:
-        return not self.trouble and self.state.kind in ("receive", "send", "meet")
+        return not self.trouble and self.state.kind in ("receive", "send", "taken", "meet")
 
     @property
     def is_elsewhere(self) -> bool:

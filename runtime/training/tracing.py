@@ -69,8 +69,12 @@ class Tracing:
             return measured_timeline(ranks, [self._steps[-1]])
         segments = {span.step for rank in ranks for span in rank.spans}
         timeline = measured_timeline(ranks, segments)
-        ends = [event.end_ms for event in timeline.of_rank(0) if event.action.kind == "S"]
-        return timeline.between(ends[-2], ends[-1]) if len(ends) > 1 else timeline
+        # A step may be in pieces, around what it waited for.
+        ends = {
+            event.action: event.end_ms for event in timeline.of_rank(0) if event.action.kind == "S"
+        }
+        moments = sorted(ends.values())
+        return timeline.between(*moments[-2:]) if len(moments) > 1 else timeline
 
     def _stop(self) -> None:
         spans, self._activities.spans = self._activities.spans, None

@@ -97,8 +97,9 @@ class Watchdog:
         waited_s = self._activities.now[1]
         if error is not None and is_consequence(error) and waited_s > self._limit_s - _BEAT_S:
             self._publish()
-            if (verdict := self._judge(waited_s)) is not None:
-                verdict.add_note("".join(traceback.format_exception(error)))
+            detail = "".join(traceback.format_exception(error))
+            if (verdict := self._judge(waited_s, detail)) is not None:
+                verdict.add_note(detail)
                 raise verdict from None
 
     @property
@@ -143,10 +144,8 @@ class Watchdog:
             now_s - self._since_s,
         )
         path = self._path("state")
-        new = path.with_suffix(".new")
         with contextlib.suppress(OSError):  # A full disk is told by who writes results.
-            new.write_text(json.dumps(asdict(state)), encoding="utf-8")
-            new.replace(path)
+            _write(path, json.dumps(asdict(state)))
         return state.idle_s
 
     def _look(self) -> dict[int, Sighting]:
@@ -181,10 +180,11 @@ class Watchdog:
             parts.append(f"longer limit: --timeout-s {2 * self._limit_s:g}")
         return what, " · ".join(parts)
 
-    def _leave_stacks(self, seen: dict[int, Sighting]) -> None:
-        """Leaves this rank's stacks, and those of ranks of this host that cannot do so."""
-        text = format_stacks(without=[threading.get_ident()])
-        self._stacks(self._world.rank).write_text(text, encoding="utf-8")
+    def _leave_stacks(self, seen: dict[int, Sighting], ended_by: str = "") -> None:
+        """Leaves this rank's stacks, or the trace of what ended it, and the stacks of ranks of this
+        host that cannot do so."""
+        text = ended_by or format_stacks(without=[threading.get_ident()])
+        _write(self._stacks(self._world.rank), text)
         able = [rank for rank, sighting in seen.items() if not sighting.trouble]
         silent = [rank for rank, sighting in seen.items() if sighting.trouble == SAYS_NOTHING]
         if self._world.rank == min(able, default=-1):
@@ -196,12 +196,12 @@ class Watchdog:
         for rank in silent:
             held = self._path("held", rank).read_text(encoding="utf-8")
             if held and self._world.rank == min(able):
-                self._stacks(rank).write_text(held, encoding="utf-8")
+                _write(self._stacks(rank), held)
 
-    def _judge(self, stalled_s: float) -> StallError | None:
+    def _judge(self, stalled_s: float, ended_by: str = "") -> StallError | None:
         """The error of the run, if no other rank has put one down already."""
         seen = self._look()
-        self._leave_stacks(seen)
+        self._leave_stacks(seen, ended_by)
         error = StallError(*self._words(seen, max(stalled_s, self._limit_s)))
         if not self._left.put_verdict(error):
             return None
@@ -223,6 +223,13 @@ class Watchdog:
 
     def _stacks(self, rank: int) -> Path:
         return self._left.path.parent / f"stacks-rank{rank}.txt"
+
+
+def _write(path: Path, text: str) -> None:
+    """Writes a file whole or not at all: the process may be ended at any moment."""
+    new = path.with_suffix(".new")
+    new.write_text(text, encoding="utf-8")
+    new.replace(path)
 
 
 def _trouble(state: RankState) -> str:

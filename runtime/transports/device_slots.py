@@ -82,9 +82,8 @@ class CudaMemory:
 
     def open(self, handle: str) -> Tensor:
         uuid, block, size, offset, counter, counter_offset, event, has_event = json.loads(handle)
-        device = _device_of(uuid)
         storage = torch.UntypedStorage._new_shared_cuda(
-            device,
+            _device_of(uuid),
             bytes.fromhex(block),
             size,
             offset,
@@ -93,7 +92,7 @@ class CudaMemory:
             bytes.fromhex(event),
             has_event,
         )
-        return torch.empty(0, dtype=torch.uint8, device=f"cuda:{device}").set_(storage)
+        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
     def new_event(self) -> Any:
         return _EVENT(interprocess=True)

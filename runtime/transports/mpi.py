@@ -38,7 +38,6 @@ INDICES = 1024
 class MpiHandle:
     channel: Channel
     index: int
-    buffer: Tensor
     message: Message
 
     @property
@@ -70,7 +69,7 @@ class MpiTransport:
         self._largest_tag = world.Get_attr(self._mpi.TAG_UB)
         self._worlds = {direction: world.Dup() for direction in sorted(set(DIRECTIONS.values()))}
         self._progress = Progress(self._mpi.Request.Testsome)
-        self._sends: dict[Channel, deque[tuple[int, Message, Tensor]]] = defaultdict(deque)
+        self._sends: dict[Channel, deque[tuple[int, Message]]] = defaultdict(deque)
 
     def send(self, channel: Channel, tensor: Tensor, index: int) -> None:
         channel.check(tensor, index)
@@ -81,26 +80,25 @@ class MpiTransport:
             self._finish_send(channel)
         buffer, is_written = self._memory.outgoing(tensor)
         start = partial(self._world(channel).Isend, self._content(buffer), channel.target_rank)
-        message = Message(partial(start, self._tag(channel, index)), is_written)
-        # The buffer is kept here: MPI reads it until the peer has it.
-        under_way.append((index, message, buffer))
+        message = Message(buffer, partial(start, self._tag(channel, index)), is_written)
+        under_way.append((index, message))
         with self._waiting(channel.sending(index), channel.target_rank):
             self._progress.add(message)
 
     def recv(self, channel: Channel, index: int) -> MpiHandle:
         buffer, is_free = self._memory.incoming(channel.shape, channel.dtype)
         start = partial(self._world(channel).Irecv, self._content(buffer), channel.source_rank)
-        message = Message(partial(start, self._tag(channel, index)), is_free)
+        message = Message(buffer, partial(start, self._tag(channel, index)), is_free)
         with self._waiting(channel.waiting(index), channel.source_rank):
             self._progress.add(message)
-        return MpiHandle(channel, index, buffer, message)
+        return MpiHandle(channel, index, message)
 
     def wait(self, handle: Handle) -> Tensor:
         assert isinstance(handle, MpiHandle)
         channel, index = handle.channel, handle.index
         with self._waiting(channel.waiting(index), channel.source_rank):
             self._progress.wait(handle.message, self._timeout_s)
-        return self._memory.arrived(handle.buffer)
+        return self._memory.arrived(handle.message.buffer)
 
     def wait_sent(self, channel: Channel, index: int) -> None:
         under_way = self._sends[channel]
@@ -116,7 +114,7 @@ class MpiTransport:
             world.Free()
 
     def _finish_send(self, channel: Channel) -> None:
-        index, message, _ = self._sends[channel].popleft()
+        index, message = self._sends[channel].popleft()
         with self._waiting(channel.sending(index), channel.target_rank):
             self._progress.wait(message, self._timeout_s)
 

@@ -14,16 +14,16 @@ import secrets
 import select
 import socket
 import struct
-import sys
 import time
 from collections import defaultdict, deque
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from ..errors import TransportError
-from .slots import SharedMemory
+from .slots import SharedMemory, has_shared_memory
 
 PACKET_BYTES = 16 * 1024
 """The longest packet."""
@@ -39,7 +39,7 @@ def obstacle(group: dist.ProcessGroup | None = None) -> str | None:
     places = _gather(_host(), group)
     if not all(any(place) for place in places):
         rank = next(rank for rank, place in enumerate(places) if not any(place))
-        return f"rank {rank} is not on Linux"
+        return f"rank {rank} cannot map a memory file of Linux's (memfd, ulimit -v)"
     other = next((rank for rank, place in enumerate(places) if place != places[0]), None)
     if other is not None:
         return f"ranks 0 and {other} are not on one host, or not in one network or user of it"
@@ -57,13 +57,15 @@ class Peers:
         self.rank = dist.get_rank(group)
         self.gone: set[int] = set()
         self.memories: dict[int, SharedMemory] = {}
+        self._timeout_s = timeout_s
         self._sockets: dict[int, socket.socket] = {}
         self._processes: dict[int, int] = {}
         self._unsent: dict[int, deque[bytes]] = defaultdict(deque)
+        self._behind: set[int] = set()
         self._epoll = select.epoll()
         self._peer_of: dict[int, int] = {}
         try:
-            self._connect(group, memory, timeout_s)
+            self._connect(group, memory)
         except OSError as error:
             self.close()
             raise TransportError(
@@ -100,20 +102,25 @@ class Peers:
         return packets
 
     def close(self) -> None:
-        for peer in list(self._sockets):
+        """Sends what is unsent and ends all connections."""
+        for peer, connection in list(self._sockets.items()):
+            with suppress(OSError):
+                connection.settimeout(self._timeout_s)
+                for packet in self._unsent[peer]:
+                    connection.send(packet, socket.MSG_NOSIGNAL)
             self._end(peer)
         self._epoll.close()
 
-    def _connect(self, group: dist.ProcessGroup | None, memory: int, timeout_s: float) -> None:
+    def _connect(self, group: dist.ProcessGroup | None, memory: int) -> None:
         ranks = dist.get_world_size(group)
-        end_s = time.monotonic() + timeout_s
-        with _socket(timeout_s) as listener:
+        end_s = time.monotonic() + self._timeout_s
+        with _socket(self._timeout_s) as listener:
             token = secrets.token_bytes(_TOKEN_BYTES)
             listener.bind(_address(token))
             listener.listen(ranks)
             tokens = _gather(token, group)
             for peer in range(self.rank):
-                connection = _socket(timeout_s)
+                connection = _socket(self._timeout_s)
                 self._sockets[peer] = connection
                 connection.connect(_address(tokens[peer]))
                 self._greet(connection, memory)
@@ -124,7 +131,7 @@ class Peers:
                 if _credentials(connection)[1] != os.getuid():
                     connection.close()
                     continue
-                connection.settimeout(timeout_s)
+                connection.settimeout(self._timeout_s)
                 self._sockets[self._meet(connection)] = connection
                 self._greet(connection, memory)
         for peer, connection in self._sockets.items():
@@ -146,9 +153,11 @@ class Peers:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
         self._epoll.register(connection, select.EPOLLIN)
         self._peer_of[connection.fileno()] = peer
-        # A process that a dead peer has forked may hold its connection open.
-        if process := _credentials(connection)[0]:
-            self._processes[peer] = descriptor = os.pidfd_open(process)
+        # A process that a dead peer has forked may hold its connection open. Kernels before 5.3
+        # cannot tell of a process's end.
+        with suppress(AttributeError, OSError):
+            descriptor = os.pidfd_open(_credentials(connection)[0])
+            self._processes[peer] = descriptor
             self._epoll.register(descriptor, select.EPOLLIN)
             self._peer_of[descriptor] = peer
 
@@ -173,18 +182,19 @@ class Peers:
 
     def _flush(self, peer: int) -> None:
         unsent, connection = self._unsent[peer], self._sockets[peer]
-        was_full = len(unsent) > 1
         try:
             while unsent:
                 connection.send(unsent[0], socket.MSG_NOSIGNAL)
                 unsent.popleft()
         except BlockingIOError:
+            self._behind.add(peer)
             self._epoll.modify(connection, select.EPOLLIN | select.EPOLLOUT)
             return
         except OSError:
             # What it had sent is still to be read; then comes the end.
             unsent.clear()
-        if was_full:
+        if peer in self._behind:
+            self._behind.remove(peer)
             self._epoll.modify(connection, select.EPOLLIN)
 
     def _end(self, peer: int) -> None:
@@ -192,6 +202,7 @@ class Peers:
             return
         self.gone.add(peer)
         self._unsent.pop(peer, None)
+        self._behind.discard(peer)
         connection = self._sockets.pop(peer)
         self._peer_of.pop(connection.fileno(), None)
         connection.close()
@@ -218,7 +229,7 @@ def _credentials(connection: socket.socket) -> tuple[int, int, int]:
 
 def _host() -> bytes:
     """The same on all ranks that can connect to each other; zeros where no rank can."""
-    if sys.platform != "linux":
+    if not has_shared_memory():
         return bytes(_TOKEN_BYTES)
     boot = Path("/proc/sys/kernel/random/boot_id").read_text()
     network = os.stat("/proc/self/ns/net").st_ino

@@ -2,9 +2,9 @@
 
 MPI moves large messages only while a process is inside one of its calls, and it cannot wake a
 process that sleeps. So somebody has to ask again and again: the rank itself while it waits for a
-message, a thread while it computes. Ranks share cores, so neither spins: the naps between two
-questions grow as long as nothing happens, and with nothing under way the thread sleeps until there
-is something.
+message, a thread while it computes. Ranks share cores, so neither spins: a nap between two
+questions is a tenth of the time in which nothing happened, which is what a message may be late by,
+and with nothing under way the thread sleeps until there is something.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
+
 SHORTEST_NAP_S = 50e-6
 LONGEST_NAP_S = 1e-3
-"""A message that comes while the rank computes is moved this much later at the worst."""
 
 EAGER_S = 200e-6
 """How long a rank that begins to wait only yields its core before it naps."""
@@ -26,11 +27,15 @@ EAGER_S = 200e-6
 
 class Message:
     """A send or a receive. It is handed to MPI by `start` as soon as `may_start`, which is at
-    once but for memory of a GPU that is still being written."""
+    once but for memory of a GPU that is still being written. MPI reads or writes `buffer` until
+    the message is over, so that it lives as long, whoever else lets it go."""
 
-    __slots__ = ("is_over", "may_start", "request", "start")
+    __slots__ = ("buffer", "is_over", "may_start", "request", "start")
 
-    def __init__(self, start: Callable[[], Any], may_start: Callable[[], bool] | None) -> None:
+    def __init__(
+        self, buffer: Tensor, start: Callable[[], Any], may_start: Callable[[], bool] | None
+    ) -> None:
+        self.buffer = buffer
         self.start = start
         self.may_start = may_start
         self.request: Any = None
@@ -64,7 +69,6 @@ class Progress:
         self._waits = True
         try:
             start_s = time.monotonic()
-            nap_s = SHORTEST_NAP_S
             while not message.is_over:
                 self.ask()
                 if self._error is not None:
@@ -77,8 +81,7 @@ class Progress:
                 if waited_s < EAGER_S:
                     os.sched_yield()
                 else:
-                    time.sleep(nap_s)
-                    nap_s = min(nap_s * 1.5, LONGEST_NAP_S)
+                    time.sleep(_nap_s(waited_s))
         finally:
             self._waits = False
             if self._new or self._under_way:
@@ -103,23 +106,31 @@ class Progress:
             return is_new or bool(over)
 
     def close(self) -> None:
-        """Ends the thread."""
+        """Ends the thread, and takes back the receives that nothing came for."""
         self._is_closed = True
         self._wake.set()
         self._thread.join()
+        for message in (*self._under_way, *self._new):
+            if message.request is not None:
+                message.request.Cancel()
+                message.request.Wait()
 
     def _look_after(self) -> None:
-        nap_s = SHORTEST_NAP_S
+        last_s = time.monotonic()
         while not self._is_closed:
             if self._waits or not (self._new or self._under_way):
                 self._wake.wait()
                 self._wake.clear()
-                nap_s = SHORTEST_NAP_S
+                last_s = time.monotonic()
                 continue
             try:
-                is_new = self.ask()
+                if self.ask():
+                    last_s = time.monotonic()
             except BaseException as error:  # told to the rank when it waits
                 self._error = error
                 return
-            nap_s = SHORTEST_NAP_S if is_new else min(nap_s * 1.5, LONGEST_NAP_S)
-            time.sleep(nap_s)
+            time.sleep(_nap_s(time.monotonic() - last_s))
+
+
+def _nap_s(quiet_s: float) -> float:
+    return min(max(quiet_s / 10, SHORTEST_NAP_S), LONGEST_NAP_S)

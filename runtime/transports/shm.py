@@ -10,7 +10,10 @@ through slots on it (`device_slots.py`).
 
     sender                                              receiver
     take a slot, copy in, HOST(place)  ---------------> a receive is posted for it
-    one message less on its way  <--------------------- ARRIVED(slots that were let go)
+    one message less under way, slots free again  <---- notes: arrivals, slots let go
+
+Notes travel with the next packet to that rank; they have a packet of their own when the sender
+might miss them, and before the receiver sleeps. So a hop costs one packet.
 
 Measured on 2 cores: taking the slot itself halves the receiver's core time (16 MiB, read once: 1.2
 against 2.7 ms), and makes no difference at 64 KiB. A socket wakes in 6.5 us, a futex in 5, but a
@@ -40,13 +43,15 @@ from .slots import SharedMemory, Slots, create_memory
 INLINE_BYTES = 8192
 """Messages up to this size go in the packet."""
 
-_HEADER = struct.Struct("<BxxxIqqq")  # kind, tag, index, place, bytes
-# Messages in a host slot, in the packet and in a device slot; a message met its receive; a device
-# slot was emptied for the first time.
-_HOST, _INLINE, _DEVICE, _ARRIVED, _EMPTIED = range(5)
-_PLACE = struct.Struct("<q")
-_MOST_PLACES = 1024
-assert INLINE_BYTES + _HEADER.size <= PACKET_BYTES
+_HEADER = struct.Struct("<BxHIqqq")  # kind, number of notes, tag, index, place, bytes
+_NOTE = struct.Struct("<qq")  # tag and index of what arrived, or _FREE and a place
+_FREE = -1
+_MOST_NOTES = 192
+assert INLINE_BYTES + _HEADER.size + 2 * _MOST_NOTES * _NOTE.size <= PACKET_BYTES
+
+# Messages in a host slot, in the packet and in a device slot; a device slot was emptied for the
+# first time; notes alone.
+_HOST, _INLINE, _DEVICE, _EMPTIED, _NOTES = range(5)
 
 _Key = tuple[int, int, int]
 """Where a message comes from: peer, tag and index."""
@@ -70,6 +75,7 @@ class ShmHandle:
     channel: Channel
     index: int
     message: _Message | None = field(default=None)
+    is_taken: bool = field(default=False)
 
     @property
     def ready(self) -> bool:
@@ -94,6 +100,7 @@ class ShmTransport:
         device_memory: DeviceMemory | None = None,
     ) -> None:
         self.depth = depth
+        self._withheld = depth // 2  # arrivals of a channel that its sender is not told of yet
         self._timeout_s = timeout_s
         if device_memory is None and torch.device(device).type == "cuda":
             device_memory = CudaMemory(torch.device(device))
@@ -108,6 +115,7 @@ class ShmTransport:
         self._under_way: dict[tuple[int, int], _UnderWay] = defaultdict(deque)
         self._expected: dict[_Key, deque[ShmHandle]] = defaultdict(deque)
         self._unexpected: dict[_Key, deque[_Message]] = defaultdict(deque)
+        self._arrivals: dict[int, list[tuple[int, int]]] = defaultdict(list)
         self._kept: Counter[tuple[int, int]] = Counter()
         self._let_go: dict[int, deque[tuple[int, int]]] = defaultdict(deque)
         self._outgoing: dict[int, Outgoing] = {}
@@ -120,7 +128,7 @@ class ShmTransport:
         channel.check(tensor, index)
         peer, tag, size = channel.target_rank, channel.tag, tensor.nbytes
         under_way = self._under_way[peer, tag]
-        self._wait_for_arrivals(peer, under_way, self.depth - 1)
+        self._wait_for_arrivals(peer, under_way, self.depth + self._withheld - 1)
         if peer in self._peers.gone:
             raise peer_is_gone(channel.sending(index), peer, ".")
         under_way.append((channel, index))
@@ -131,13 +139,14 @@ class ShmTransport:
             place, handles = self._outgoing[peer].fill(tensor)
             rest = handles.encode()
         elif size <= INLINE_BYTES:
-            rest = _content(tensor)
+            content = torch.empty(size, dtype=torch.uint8)
+            _fill(content, tensor)
+            rest = content.numpy().tobytes()
         else:
             self._progress(0.0)
             kind, place = _HOST, self._slots.take(size)
-            slot = torch.from_numpy(self._memory.bytes_at(place, size))
-            slot.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
-        self._peers.send(peer, _HEADER.pack(kind, tag, index, place, size) + rest)
+            _fill(torch.from_numpy(self._memory.bytes_at(place, size)), tensor)
+        self._post(peer, kind, tag, index, place, size, rest)
 
     def recv(self, channel: Channel, index: int) -> ShmHandle:
         handle = ShmHandle(channel, index)
@@ -146,13 +155,13 @@ class ShmTransport:
             handle.message = arrived.popleft()
             if not arrived:
                 del self._unexpected[key]
-            self._acknowledge(*key)
+            self._note_arrival(*key)
         else:
             self._expected[key].append(handle)
         return handle
 
     def wait(self, handle: Handle) -> Tensor:
-        assert isinstance(handle, ShmHandle)
+        assert isinstance(handle, ShmHandle) and not handle.is_taken
         channel = handle.channel
         if handle.message is None:
             self._wait(
@@ -161,12 +170,14 @@ class ShmTransport:
                 channel.waiting(handle.index),
             )
         assert handle.message is not None
+        handle.is_taken = True
         return self._tensor(channel, handle.index, handle.message)
 
     def wait_sent(self, channel: Channel, index: int) -> None:
         """What was sent are copies."""
 
     def close(self) -> None:
+        self._post_notes()
         for (peer, _), under_way in self._under_way.items():
             self._wait_for_arrivals(peer, under_way, 0)
         self._peers.close()
@@ -186,43 +197,69 @@ class ShmTransport:
             left_s = end_s - time.monotonic()
             if left_s <= 0:
                 raise timed_out(what, peer, self._timeout_s)
+            self._post_notes()
             self._progress(left_s)
 
     def _progress(self, wait_s: float) -> None:
         for peer, packet in self._peers.receive(wait_s):
-            kind, tag, index, place, size = _HEADER.unpack_from(packet)
-            rest = packet[_HEADER.size :]
-            if kind == _ARRIVED:
-                under_way = self._under_way[peer, tag]
-                under_way.remove(next(sent for sent in under_way if sent[1] == index))
-                for (place,) in _PLACE.iter_unpack(rest):
-                    if place < 0:
-                        self._outgoing[peer].give_back(~place)
-                    else:
-                        self._slots.give_back(place)
-            elif kind == _EMPTIED:
-                self._outgoing[peer].give_back(place, rest.decode())
-            else:
-                self._take_in((peer, tag, index), _Message(kind, place, size, rest))
+            kind, notes, tag, index, place, size = _HEADER.unpack_from(packet)
+            end = _HEADER.size + notes * _NOTE.size
+            for note in _NOTE.iter_unpack(packet[_HEADER.size : end]):
+                self._take_note(peer, *note)
+            if kind == _EMPTIED:
+                self._outgoing[peer].give_back(place, packet[end:].decode())
+            elif kind != _NOTES:
+                self._take_in((peer, tag, index), _Message(kind, place, size, packet[end:]))
+
+    def _take_note(self, peer: int, tag: int, number: int) -> None:
+        if tag != _FREE:
+            under_way = self._under_way[peer, tag]
+            under_way.remove(next(sent for sent in under_way if sent[1] == number))
+        elif number >= 0:
+            self._slots.give_back(number)
+        else:
+            self._outgoing[peer].give_back(~number)
 
     def _take_in(self, key: _Key, message: _Message) -> None:
         if expected := self._expected.get(key):
             expected.popleft().message = message
             if not expected:
                 del self._expected[key]
-            self._acknowledge(*key)
+            self._note_arrival(*key)
         else:
             self._unexpected[key].append(message)
 
-    def _acknowledge(self, peer: int, tag: int, index: int) -> None:
-        """Tells a sender that a message met its receive, and which slots are free again."""
-        places: list[bytes] = []
-        let_go = self._let_go[peer]
-        while let_go and len(places) < _MOST_PLACES:
-            of_tag, place = let_go.popleft()
-            self._kept[peer, of_tag] -= place >= 0
-            places.append(_PLACE.pack(place))
-        self._peers.send(peer, _HEADER.pack(_ARRIVED, tag, index, 0, 0) + b"".join(places))
+    def _note_arrival(self, peer: int, tag: int, index: int) -> None:
+        arrivals = self._arrivals[peer]
+        arrivals.append((tag, index))
+        of_channel = sum(of_tag == tag for of_tag, _ in arrivals)
+        if of_channel > self._withheld or len(arrivals) == _MOST_NOTES:
+            self._post(peer, _NOTES)
+
+    def _post_notes(self) -> None:
+        for peer, arrivals in self._arrivals.items():
+            if arrivals:
+                self._post(peer, _NOTES)
+
+    def _post(
+        self,
+        peer: int,
+        kind: int,
+        tag: int = 0,
+        index: int = 0,
+        place: int = 0,
+        size: int = 0,
+        rest: bytes = b"",
+    ) -> None:
+        """Sends a packet, and with it all notes for that rank."""
+        notes, let_go = self._arrivals[peer], self._let_go[peer]
+        while let_go and len(notes) < 2 * _MOST_NOTES:
+            of_tag, free = let_go.popleft()
+            self._kept[peer, of_tag] -= free >= 0
+            notes.append((_FREE, free))
+        header = _HEADER.pack(kind, len(notes), tag, index, place, size)
+        self._peers.send(peer, b"".join((header, *(_NOTE.pack(*note) for note in notes), rest)))
+        notes.clear()
 
     def _tensor(self, channel: Channel, index: int, message: _Message) -> Tensor:
         peer, tag, size = channel.source_rank, channel.tag, channel.nbytes
@@ -241,8 +278,7 @@ class ShmTransport:
             handles = message.rest.decode()
             found, handle = self._incoming[peer].empty(message.place, handles, channel)
             if handle:
-                packet = _HEADER.pack(_EMPTIED, tag, index, message.place, 0)
-                self._peers.send(peer, packet + handle.encode())
+                self._post(peer, _EMPTIED, place=message.place, rest=handle.encode())
             else:
                 self._let_go[peer].append((tag, ~message.place))
             return found
@@ -259,7 +295,6 @@ def _is_shorter(under_way: _UnderWay, count: int) -> bool:
     return len(under_way) < count
 
 
-def _content(tensor: Tensor) -> bytes:
-    """The elements' bytes, in order."""
-    flat = tensor.detach().contiguous().view(-1)
-    return flat.view(torch.uint8).numpy().tobytes() if len(flat) else b""
+def _fill(content: Tensor, tensor: Tensor) -> None:
+    """Copies the elements, whatever their layout, into bytes."""
+    content.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())

@@ -8,7 +8,7 @@ still hold it.
 
 from __future__ import annotations
 
-import fcntl
+import ctypes
 import mmap
 import os
 from collections import defaultdict
@@ -20,15 +20,36 @@ from ..errors import TransportError
 
 ALIGNMENT = 64
 
+_CLOSE_ON_EXEC, _ALLOW_SEALING = 1, 2  # linux/memfd.h
+_ADD_SEALS, _SEAL_SHRINK, _SEAL_GROW = 1033, 2, 4  # linux/fcntl.h
 _MOST_BYTES = 256 * 2**30  # of addresses, which many ranks need of many ranks
+
+
+def has_shared_memory() -> bool:
+    """Whether this process can create and map such a file."""
+    try:
+        SharedMemory(create_memory())
+    except (
+        AttributeError,
+        ImportError,
+        OSError,
+    ):  # not Linux; forbidden, or no address space (ulimit -v)
+        return False
+    return True
 
 
 def create_memory() -> int:
     """A new file of memory that only this user's processes can open."""
-    descriptor = os.memfd_create("asyncpipe", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    import fcntl  # Not every system that this module is loaded on has it.
+
+    # Pythons that were built for an old C library (conda's, uv's) lack os.memfd_create.
+    libc = ctypes.CDLL(None, use_errno=True)
+    descriptor: int = libc.memfd_create(b"asyncpipe", _CLOSE_ON_EXEC | _ALLOW_SEALING)
+    if descriptor < 0:
+        raise OSError(ctypes.get_errno(), "no file of memory can be created")
     os.fchmod(descriptor, 0o600)
     os.ftruncate(descriptor, min(os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE, _MOST_BYTES))
-    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    fcntl.fcntl(descriptor, _ADD_SEALS, _SEAL_SHRINK | _SEAL_GROW)
     return descriptor
 
 

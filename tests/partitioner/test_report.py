@@ -17,10 +17,10 @@ import asyncpipe
 from asyncpipe.partitioner.report import render_report
 from asyncpipe.partitioner.report.bars import cost_bars, memory_bars
 from asyncpipe.partitioner.report.curves import curves
-from asyncpipe.partitioner.report.gantt import SCHEDULES, gantts
+from asyncpipe.partitioner.report.gantt import gantts
 from asyncpipe.partitioner.report.stage_graph import stage_graph
 from asyncpipe.partitioner.wording import write_bytes, write_gap, write_ms, write_share
-from asyncpipe.runtime.forecast import forecast_one_step
+from asyncpipe.runtime.forecast import forecast_one_step, told_schedules
 from asyncpipe.runtime.plan import Boundary, Candidate, Plan, TensorSpec, read_plan
 from asyncpipe.runtime.traffic import spec_bytes
 
@@ -244,13 +244,13 @@ def test_replicas_of_a_stage_share_its_time(plan):
 def test_every_schedule_has_a_tab_and_one_is_open(page, plan):
     tree = parsed(page)
     tabs = all_of(tree, "input")
-    assert [tab.get("id") for tab in tabs] == [f"tab-{name}" for name in SCHEDULES]
+    assert [tab.get("id") for tab in tabs] == [f"tab-{name}" for name in told_schedules(plan)]
     assert [tab.get("id") for tab in tabs if "checked" in tab.attrib] == [
         f"tab-{plan.setting.schedule}"
     ]
     labels = {label.get("for") for label in all_of(tree, "label")}
     style = all_of(tree, "style")[0].text
-    for name in SCHEDULES:
+    for name in told_schedules(plan):
         assert f"tab-{name}" in labels
         assert f"#tab-{name}:checked ~ #panel-{name}" in style
         assert all_of(by_id(tree, f"panel-{name}"), "svg")
@@ -362,11 +362,11 @@ def test_light_dark_and_print_each_have_their_style(page):
     assert {"--ink", "--back", "--forward", "--line"} <= set(re.findall(r"(--[\w-]+):", dark))
 
 
-def test_whatever_may_be_wide_scrolls_in_its_own_box(page):
+def test_whatever_may_be_wide_scrolls_in_its_own_box(page, plan):
     tree = parsed(page)
     parents = {child: parent for parent in tree.iter() for child in parent}
     drawings = [svg for svg in all_of(tree, "svg") if svg.get("aria-hidden") is None]
-    assert len(drawings) == 1 + len(SCHEDULES) + 2
+    assert len(drawings) == 1 + len(told_schedules(plan)) + 2
     for element in (*all_of(tree, "table"), *drawings):
         assert parents[element].get("class") == "wide"
 

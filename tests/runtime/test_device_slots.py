@@ -2,11 +2,14 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from asyncpipe.runtime.errors import TransportError
 from asyncpipe.runtime.transports import Channel, ShmTransport
+from asyncpipe.runtime.transports.device_slots import CudaMemory
 from asyncpipe.tests.pretended_device import PretendedDevice, UnorderedDevice
 from asyncpipe.tests.processes import run_processes
 
@@ -49,6 +52,36 @@ def test_tensors_on_a_device_arrive_whole_and_slots_are_opened_once(tmp_path: Pa
 def test_without_events_they_would_not(tmp_path: Path) -> None:
     right, _ = run_processes(2, talk, tmp_path, False)[1]
     assert right < COUNT
+
+
+def see_gpus(monkeypatch: pytest.MonkeyPatch, seen: list[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(seen))
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda device: SimpleNamespace(uuid=seen[getattr(device, "index", device)]),
+    )
+
+
+def test_a_cuda_buffer_is_opened_by_what_it_was_shared_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    block = (b"\x00\xff" * 32, 96, 512, b"/torch_counter", 3, b"\x01" * 64, True)
+    opened = []
+
+    def open_storage(*fields: object) -> torch.UntypedStorage:
+        opened.append(fields)
+        return torch.UntypedStorage(96)
+
+    monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", lambda storage: (0, *block))
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", open_storage)
+    see_gpus(monkeypatch, ["a1"])
+    handle = CudaMemory(torch.device("cuda", 0)).share(torch.zeros(96, dtype=torch.uint8))
+    see_gpus(monkeypatch, ["b2", "a1"])  # As another rank numbers them.
+    buffer = CudaMemory(torch.device("cuda", 0)).open(handle)
+    assert opened == [(1, *block)]
+    assert buffer.dtype == torch.uint8 and buffer.shape == (96,)
+    see_gpus(monkeypatch, ["b2"])
+    with pytest.raises(TransportError, match="GPU a1 of another rank cannot be seen by this one"):
+        CudaMemory(torch.device("cuda", 0)).open(handle)
 
 
 def talk_on_cuda(rank: int) -> bool:

@@ -4,7 +4,7 @@ import inspect
 
 from asyncpipe.runtime.drawing import draw_grid, draw_timeline
 from asyncpipe.runtime.schedule import Action
-from asyncpipe.runtime.schedules import async_1f1b, gpipe, single
+from asyncpipe.runtime.schedules import async_1f1b, gpipe, make_schedule, single
 from asyncpipe.runtime.simulate import Costs, simulate
 from asyncpipe.runtime.timeline import Event, Timeline
 
@@ -25,6 +25,19 @@ def test_stages_that_are_not_connected_run_beside_each_other() -> None:
 
 def test_stages_of_one_rank_are_told_apart() -> None:
     assert draw_grid(single(2, 1)) == "rank 0 | 0F0 1F0 1B0 0B0 0S1 1S1"
+
+
+def test_both_parts_of_a_backward_are_drawn() -> None:
+    schedule = make_schedule("zb-h1", stages=2, micro_batches=2)
+    assert draw_grid(schedule) == inspect.cleandoc("""
+        rank 0 | F0 F1 .  B0 W0 B1 W1 S1
+        rank 1 | .  F0 B0 F1 B1 W0 W1 S1
+    """)
+    assert draw_timeline(simulate(schedule, Costs.equal(2, step_ms=1)), width=32) == (
+        "rank 0 |░░░░░░░░    ▓▓▓▓▒▒▒▒▓▓▓▓▒▒▒▒████|  12% idle\n"
+        "rank 1 |    ░░░░▓▓▓▓░░░░▓▓▓▓▒▒▒▒▒▒▒▒████|  12% idle\n"
+        "        ░ forward  ▓ backward  ▒ its weights  █ step 8 ms"
+    )
 
 
 def test_every_bar_is_as_wide_as_asked() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from asyncpipe.runtime.errors import TransportError
 from asyncpipe.runtime.training.launch import run
@@ -117,6 +118,31 @@ def test_the_thread_sleeps_with_nothing_under_way_and_naps_otherwise() -> None:
     for nothing_s, posted_s in run_mpi(2, idle):
         assert nothing_s < 0.02
         assert posted_s < 0.2
+
+
+def let_go(rank: int) -> list[bool]:
+    transport = MpiTransport(timeout_s=20.0)
+    alive = []
+    if rank == 0:
+        handle = transport.recv(BACK, 0)
+        memory = StorageWeakRef(handle.message.buffer.untyped_storage())
+        del handle  # MPI will write to it all the same
+        alive.append(not memory.expired())
+    load_mpi().COMM_WORLD.Barrier()
+    if rank == 1:
+        transport.send(BACK, torch.zeros(2, 3), 0)
+        transport.send(BACK, torch.zeros(2, 3), 1)
+    else:
+        transport.wait(transport.recv(BACK, 1))
+        while not memory.expired():
+            time.sleep(0.01)
+        transport.recv(BACK, 2)  # nothing comes for it
+    transport.close()
+    return alive
+
+
+def test_memory_that_mpi_writes_to_outlives_a_handle_that_was_let_go() -> None:
+    assert run_mpi(2, let_go) == [[True], []]
 
 
 def refuse(rank: int) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from asyncpipe.runtime.loading import load_stage
 from asyncpipe.runtime.plan import Plan, read_plan
 from asyncpipe.tests.executor import lowered, train_rank, train_together
-from asyncpipe.tests.hand_plans import chain, skips, tied
+from asyncpipe.tests.hand_plans import chain, passing, skips, tied
 from asyncpipe.tests.transports import PROCESS_KINDS, open_transport, run_ranks
 
 SCHEDULES = (("gpipe", None), ("1f1b", None), ("async-1f1b", 2))
@@ -24,6 +24,7 @@ HAND_MODELS: dict[str, Callable[[], Any]] = {
     "dropout": partial(chain, 2, norm=True, dropout=0.25),
     "tied": tied,
     "skips": skips,
+    "passing": passing,
 }
 
 

@@ -1,4 +1,4 @@
-"""The table of docs/schedules.md is what the schedules and the simulator do."""
+"""The tables of docs/schedules.md are what the schedules and the simulator do."""
 
 import re
 from math import ceil
@@ -9,18 +9,21 @@ import pytest
 from pytest import approx
 
 from asyncpipe.runtime.schedule import Schedule
+from asyncpipe.runtime.scheduler.tasks import Tasks
 from asyncpipe.runtime.schedules import ASYNCHRONOUS, SCHEDULES, make_schedule
 from asyncpipe.runtime.simulate import Costs, simulate
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "schedules.md"
-TABLE = {
-    name: cells
-    for name, *cells in re.findall(
-        r"^\| `([^`]+)` \| `([^`]+)` \| `([^`]+)` \| `([^`]+)` \| `([^`]+)` \|$",
-        DOCUMENT.read_text(),
-        re.MULTILINE,
-    )
-}
+
+
+def rows(columns: int) -> dict[str, list[str]]:
+    """Those of all tables of formulas with so many columns, by their schedule."""
+    cells = r" \| ".join([r"`([^`]+)`"] * columns)
+    found = re.findall(rf"^\| {cells} \|$", DOCUMENT.read_text(), re.MULTILINE)
+    return {name: formulas for name, *formulas in found}
+
+
+TABLE, STALE = rows(5), rows(3)
 
 
 def value(formula: str, **numbers: int) -> Any:
@@ -36,41 +39,75 @@ def kept_versions(schedule: Schedule, stage: int) -> int:
                 used[action.index] = newest
             case "B":
                 del used[action.index]
-            case _:
+            case "S":
                 newest += 1
         most = max(most, len({newest, *used.values()}))
     return most
 
 
 def staleness(schedule: Schedule, stage: int) -> int:
-    """The most steps between a forward and its backward."""
+    """The most steps between a forward and the end of its backward."""
     versions: dict[int, list[int]] = {}
     for row in schedule.ranks:
         for action in row:
             if action.stage == stage and action.version is not None:
                 versions.setdefault(action.index, []).append(action.version)
-    return max(backward - forward for forward, backward in versions.values())
+    return max(max(seen) - min(seen) for seen in versions.values())
 
 
 def test_the_table_has_every_schedule_and_no_other() -> None:
     assert tuple(TABLE) == SCHEDULES
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_every_cell_of_the_table_is_what_happens(name: str) -> None:
-    idle, in_flight, versions, late = TABLE[name]
+@pytest.mark.parametrize("name", [name for name in SCHEDULES if name not in ASYNCHRONOUS])
+def test_idle_shares_and_activations_are_as_documented(name: str) -> None:
+    stages_a_rank, idle, live, condition = TABLE[name]
+    checked = 0
     for p in range(1, 6):
-        for m in range(1, 9):
-            steps = 2 * p + 3 if name in ASYNCHRONOUS else 1
-            made = make_schedule(name, stages=p, micro_batches=m * steps, step_every=m)
+        for m in range(1, 11):
+            for v in (1, 2, 3):
+                numbers = {"p": p, "m": m, "v": v}
+                stages = p if name == "single" else p * value(stages_a_rank, **numbers)
+                ranks = 1 if name == "single" else p
+                if not value(condition, **numbers):
+                    continue
+                made = make_schedule(name, stages=stages, micro_batches=m, ranks=ranks)
+                tasks = Tasks(Costs.equal(stages), made.rank_of_stage, m)
+                order = tasks.rows_of(made)
+                steady = tasks.steady(order)
+                assert steady is not None
+                work = 3 * m * stages / ranks
+                assert 1 - work / steady.period_ms == approx(value(idle, **numbers), abs=1e-9)
+                for r, peak in enumerate(tasks.peaks(order)):
+                    expected = value(live, r=r, **numbers)
+                    assert peak / (stages / ranks) == approx(expected)
+                checked += 1
+    assert checked >= 10
+
+
+@pytest.mark.parametrize("name", ASYNCHRONOUS)
+def test_every_cell_of_an_asynchronous_schedule_is_what_happens(name: str) -> None:
+    _, idle, live, _ = TABLE[name]
+    versions, late = STALE[name]
+    for p in range(1, 6):
+        for k in range(1, 9):
+            made = make_schedule(name, stages=p, micro_batches=k * (2 * p + 3), step_every=k)
             timeline = simulate(made, Costs.equal(p))
-            numbers = {"p": p, "m": m, "k": m}
+            numbers = {"p": p, "m": k, "k": k}
             assert timeline.steady_idle_share == approx(value(idle, **numbers), abs=1e-9)
-            for j in range(p):
-                numbers["j"] = j
-                assert timeline.peak_in_flight[j] == value(in_flight, **numbers)
-                assert kept_versions(made, j) == value(versions, **numbers)
-                assert staleness(made, j) == value(late, **numbers)
+            for r in range(p):
+                numbers["r"] = r
+                assert timeline.peak_in_flight[r] == value(live, **numbers)
+                assert kept_versions(made, r) == value(versions, **numbers)
+                assert staleness(made, r) == value(late, **numbers)
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEDULES if name not in ASYNCHRONOUS])
+def test_a_synchronous_schedule_has_one_version_and_nothing_is_late(name: str) -> None:
+    made = make_schedule(name, stages=4, micro_batches=5)
+    for stage in range(4):
+        assert kept_versions(made, stage) == 1
+        assert staleness(made, stage) == 0
 
 
 def test_the_fill_and_drain_of_a_segment_are_as_documented() -> None:

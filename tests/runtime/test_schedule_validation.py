@@ -11,6 +11,7 @@ from asyncpipe.runtime.errors import ScheduleError
 from asyncpipe.runtime.lowering import lower
 from asyncpipe.runtime.schedule import Action, Schedule, count_versions, parse_action
 from asyncpipe.runtime.schedules import async_1f1b, gpipe, make_schedule, one_f_one_b
+from asyncpipe.runtime.simulate import Costs, simulate
 from asyncpipe.runtime.validation import validate
 
 from .small_schedules import small_schedules
@@ -156,6 +157,38 @@ def test_sends_that_block_on_each_other_are_found_though_buffers_would_hide_them
         rank 0 | 0F0@v0     0SEND_F0>1 0F1@v0     0SEND_F1>1 <-- waits for 1RECV_F1<0, which rank 1 has not come to
         rank 1 | 1RECV_F0<0 1F0@v0     1B0@v0     1SEND_B0>0 <-- waits for 0RECV_B0<1, which rank 0 has not come to
     """)  # noqa: E501
+
+
+def with_weights() -> Schedule:
+    return make_schedule("zb-h1", stages=2, micro_batches=2)
+
+
+WEIGHT_FAULTS: list[tuple[Callable[[Rows], object], str]] = [
+    (lambda rows: swap(rows, 0, 2, 3), "rank 0 stays at 0W0@v0, which waits for 0B0, which is la"),
+    (lambda rows: rows[0].remove(parse_action("0B1@v0")), "0B1 is missing from rank 0"),
+    (lambda rows: rows[0].append(parse_action("0W1@v0")), "it is there twice"),
+    (lambda rows: rows[0].append(parse_action("0W2@v0")), "W of a stage runs from 0 to 1"),
+    (lambda rows: swap(rows, 1, 5, 6), "not legal at 1W1@v0 on rank 1: stage 1 is at version 1"),
+    (lambda rows: rows[1].remove(parse_action("1B0@v0")), "1B0 is missing from rank 1"),
+]
+
+
+@pytest.mark.parametrize(("fault", "message"), WEIGHT_FAULTS)
+def test_a_backward_in_two_parts_has_both_in_their_order(
+    fault: Callable[[Rows], object], message: str
+) -> None:
+    with pytest.raises(ScheduleError) as caught:
+        validate(change(with_weights(), fault))
+    assert message in caught.value.what
+
+
+def test_a_w_that_is_not_there_makes_a_backward_whole_which_others_wait_for() -> None:
+    lost = change(with_weights(), lambda rows: rows[1].remove(parse_action("1W0@v0")))
+    validate(lost)
+    assert lost.split == with_weights().split - {(1, 0)}
+    late, soon = (simulate(made, Costs.equal(2)).events for made in (lost, with_weights()))
+    ends = [{str(e.action): e.end_ms for e in events}["0B0@v0"] for events in (late, soon)]
+    assert ends == [5, 4]
 
 
 FAULTS: list[tuple[Callable[[Rows], object], str]] = [

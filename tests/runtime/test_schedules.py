@@ -37,6 +37,27 @@ GRIDS = {
         rank 1 | .  F0 .  .  B0 .  .  F1 .  .  B1 S1 .
         rank 2 | .  .  F0 B0 .  .  .  .  F1 B1 S1 .  .
     """,
+    ("interleaved", 4, 4): """
+        rank 0 | 0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 .   2B2 .   2B3 0B2 0B3 0S1 2S1
+        rank 1 | .   1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3 1S1 3S1 .
+    """,
+    ("looped-bfs", 4, 2): """
+        rank 0 | 0F0 0F1 2F0 2F1 .   .   2B0 2B1 0B0 0B1 0S1 2S1
+        rank 1 | .   1F0 1F1 3F0 3F1 3B0 3B1 1B0 1B1 1S1 3S1 .
+    """,
+    ("zb-h1", 3, 4): """
+        rank 0 | F0 F1 F2 .  .  B0 W0 F3 B1 W1 B2 W2 B3 W3 S1
+        rank 1 | .  F0 F1 .  B0 F2 B1 W0 F3 B2 W1 B3 W2 W3 S1
+        rank 2 | .  .  F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3 S1
+    """,
+    ("zb-h2", 2, 4): """
+        rank 0 | F0 F1 F2 B0 W0 F3 B1 W1 B2 W2 B3 W3 S1 .
+        rank 1 | .  F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3 S1
+    """,
+    ("zb-v", 4, 2): """
+        rank 0 | 0F0 0F1 .   3F0 3B0 3W0 3F1 3B1 3W1 0B0 0W0 .   0B1 0W1 0S1 3S1
+        rank 1 | .   1F0 2F0 1F1 2F1 2B0 2W0 1B0 1W0 2B1 2W1 1B1 1W1 1S1 2S1 .
+    """,
     ("single", 2, 2): """
         rank 0 | 0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1 0S1 1S1
     """,
@@ -137,7 +158,7 @@ def test_an_unknown_schedule_is_answered_with_the_names_and_the_nearest() -> Non
         make_schedule("async1f1b", stages=2, micro_batches=4)
     assert caught.value.what == (
         "unknown schedule 'async1f1b': there are gpipe, 1f1b, zb-h1, zb-h2, seq, single, "
-        "interleaved, looped-bfs, zb-v, async-1f1b."
+        "interleaved, looped-bfs, zb-v, async-1f1b, auto."
     )
     assert caught.value.cure == "Did you mean --schedule async-1f1b?"
     with pytest.raises(ScheduleError, match="there are gpipe") as caught:
@@ -160,6 +181,34 @@ def test_numbers_that_make_no_schedule_are_refused(
 ) -> None:
     with pytest.raises(ScheduleError, match=message):
         make_schedule(name, stages=stages, micro_batches=micro_batches, step_every=step_every)
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "ranks", "message", "cure"),
+    [
+        (
+            "1f1b",
+            4,
+            2,
+            "1f1b has one stage on every rank, but 4 stages are on 2 ranks",
+            "--ranks 4",
+        ),
+        ("single", 4, 2, "single has all stages on one rank, but 4 stages are on", "--ranks 1"),
+        ("interleaved", 5, None, "equally many stages on every rank, but 5", "--ranks 1 or 5"),
+        ("looped-bfs", 6, 4, "but 6 stages are on 4 ranks", "--ranks 1 or 2 or 3 or 6"),
+        ("zb-v", 6, 2, "two stages on every rank, but 6 stages are on 2", "--ranks 3, or part"),
+        ("zb-v", 3, 1, "but 3 stages are on 1 rank.", "Partition again with --stages 2"),
+        ("zb-v", 1, None, "but 1 stage is on 1 rank.", "Partition again with --stages 2"),
+        ("interleaved", 4, 8, "4 stages cannot be shared by 8 ranks", "--ranks 1 to 4"),
+        ("auto", 4, 0, "4 stages cannot be shared by 0 ranks", "--ranks 1 to 4"),
+    ],
+)
+def test_stages_that_do_not_fit_the_ranks_are_refused(
+    name: str, stages: int, ranks: int | None, message: str, cure: str
+) -> None:
+    with pytest.raises(ScheduleError) as caught:
+        make_schedule(name, stages=stages, micro_batches=4, ranks=ranks)
+    assert message in caught.value.what and caught.value.cure.startswith(cure)
 
 
 @pytest.mark.parametrize("warmup", [[1], [0, 1], [1, -1]])

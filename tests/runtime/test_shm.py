@@ -1,6 +1,7 @@
 """What is particular to ranks that share the memory of a host."""
 
 import os
+import resource
 import signal
 import stat
 import time
@@ -132,6 +133,18 @@ def test_ranks_that_disagree_about_a_size_are_told_both() -> None:
     )
 
 
+def limited(rank: int) -> str | None:
+    if rank == 1:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + 2**30, resource.RLIM_INFINITY))
+    return peers.obstacle()
+
+
+def test_too_little_address_space_is_seen_beforehand() -> None:
+    for reason in run_processes(2, limited):
+        assert reason == "rank 1 cannot map a memory file of Linux's (memfd, ulimit -v)"
+
+
 def elsewhere(rank: int, host: bytes) -> str:
     if rank == 1:
         peers._host = lambda: host
@@ -144,7 +157,7 @@ def elsewhere(rank: int, host: bytes) -> str:
     ("host", "reason"),
     [
         (b"another host, you", "ranks 0 and 1 are not on one host"),
-        (bytes(16), "rank 1 is not on Linux"),
+        (bytes(16), "rank 1 cannot map a memory file"),
     ],
 )
 def test_ranks_that_cannot_share_memory_are_all_told_why(host: bytes, reason: str) -> None:
@@ -177,3 +190,32 @@ def crowd(rank: int) -> list[float]:
 def test_all_ranks_may_send_before_any_receives() -> None:
     for rank, found in enumerate(run_processes(6, crowd)):
         assert found == [float(other) for other in range(6) if other != rank for _ in range(64)]
+
+
+def burst_then_sleep(rank: int) -> float:
+    """Core seconds of a second in which the rank waits, after a time when a socket was full."""
+    transport = ShmTransport(timeout_s=20, depth=400)
+    small = replace(HIDDEN, shape=(2000,))
+    if rank == 0:
+        for i in range(400):
+            transport.send(small, torch.zeros(2000), i)
+        transport.wait(transport.recv(DONE, 0))
+        before_s = time.process_time()
+        transport.wait(transport.recv(DONE, 1))
+        used_s = time.process_time() - before_s
+    else:
+        time.sleep(0.5)
+        for i in range(400):
+            transport.wait(transport.recv(small, i))
+        transport.send(DONE, torch.ones(1), 0)
+        time.sleep(1.0)
+        transport.send(DONE, torch.ones(1), 1)
+        used_s = 0.0
+    transport.close()
+    return used_s
+
+
+def test_a_rank_that_waits_uses_no_core() -> None:
+    used_s = run_processes(2, burst_then_sleep)[0]
+    assert isinstance(used_s, float), used_s
+    assert used_s < 0.1

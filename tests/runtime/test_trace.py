@@ -31,8 +31,14 @@ from asyncpipe.tests.runtime.silent_reporter import FACTORY, events_of
 
 Events = list[dict[str, Any]]
 PART_OF_KIND = {
-    **dict.fromkeys(("F", "B", "W", "S"), "busy"),
-    **{"receive": "waiting", "meet": "waiting", "send": "sending", "data": "data"},
+    **dict.fromkeys(("F", "B", "W", "S", "norm"), "busy"),
+    **{
+        "receive": "waiting",
+        "taken": "waiting",
+        "meet": "waiting",
+        "send": "sending",
+        "data": "data",
+    },
 }
 FORWARD, BACKWARD, STEP = (Action(0, kind, 1) for kind in ("F", "B", "S"))
 HIDDEN = Message("activation", "hidden", 0, 1, 0, 1, 64)
@@ -67,7 +73,8 @@ def slices(events: Events, rank: int, *tracks: str) -> Events:
 def test_every_action_of_the_recorded_steps_is_there_once(folder: Path) -> None:
     events = trace_of(folder / "sync")
     for rank in range(2):
-        names = [event["name"] for event in slices(events, rank, "compute", "optimizer")]
+        acts = slices(events, rank, "compute", "optimizer")
+        names = [event["name"] for event in acts if event["cat"] != "norm"]
         expected = [f"{kind}{i} stage {rank}" for kind in "FB" for i in range(4)] * 2
         assert sorted(names) == sorted([*expected, f"step 2 stage {rank}", f"step 3 stage {rank}"])
     numbers = {e["args"]["micro_batch"] for e in slices(events, 0, "compute")}
@@ -80,7 +87,7 @@ def test_every_action_of_the_recorded_steps_is_there_once(folder: Path) -> None:
 def test_an_asynchronous_trace_has_the_steps_of_every_rank(folder: Path) -> None:
     events = trace_of(folder / "async")
     for rank in range(4):
-        steps = [e["args"]["step"] for e in slices(events, rank, "optimizer")]
+        steps = [e["args"]["step"] for e in slices(events, rank, "optimizer") if e["cat"] == "S"]
         assert {4, 5, 6} <= set(steps) <= {3, 4, 5, 6}
         backwards = [e for e in slices(events, rank, "compute") if e["cat"] == "B"]
         assert len(backwards) == 3 * 4
@@ -124,7 +131,8 @@ def test_durations_add_up_to_the_steps_with_the_overhead_between(folder: Path) -
             assert sum(shares) == pytest.approx(1, abs=3e-4)
             assert step["idle"][rank] == pytest.approx(1 - shares[0], abs=3e-4)
     for rank in range(2):
-        before, end = (e["ts"] + e["dur"] for e in slices(events, rank, "optimizer"))
+        steps_made = [e for e in slices(events, rank, "optimizer") if e["cat"] == "S"]
+        before, end = (e["ts"] + e["dur"] for e in steps_made)
         spent = dict.fromkeys(("busy", "waiting", "sending", "data"), 0.0)
         nested = 0.0
         for event in slices(events, rank):
@@ -157,8 +165,7 @@ def test_every_arrow_goes_from_a_send_to_the_wait_that_took_it(
         (took,) = [e for e in slices(events, end["pid"], "waits") if around(e, end["ts"])]
         assert sent["args"] == took["args"]
     for rank in range(ranks):
-        # A tied gradient is sent, and later waited for until it was taken.
-        sends = {json.dumps(e["args"]) for e in slices(events, rank, "sends")}
+        sends = slices(events, rank, "sends")
         arrows = [e for e in starts.values() if e["pid"] == rank]
         assert run_name == "async" or len(sends) == len(arrows) > 0
 
@@ -176,7 +183,7 @@ def test_the_simulated_step_stands_above_the_measured_one(
         rows = drawn.splitlines()
         assert len(rows) == ranks + 1
         assert all(row.startswith(f"rank {i} |") for i, row in enumerate(rows[:-1]))
-        assert all("░" in row for row in rows[:-1])
+        assert all(set(row) & set("░▓█") for row in rows[:-1])
     (summary,) = events_of(folder / run_name, "end")
     assert summary["trace"] == str(folder / run_name / "trace.json")
     parts = summary["idle_parts"]

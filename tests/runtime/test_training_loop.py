@@ -121,6 +121,36 @@ def test_one_process_trains_the_plain_model(folders: Path, tmp_path: Path) -> No
         torch.testing.assert_close(written[name], tensor, rtol=1e-12, atol=1e-12)
 
 
+def test_a_smaller_last_micro_batch_weighs_less(folders: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "dtype": "float64",
+        "global_batch_size": 14,
+        "micro_batch_size": 4,
+        "micro_batches": None,
+        "clip": 0.0,
+        "decay": "none",
+    }
+    lines = train(folders / "mlp", tmp_path / "run", recompute="all", **options)
+    torch.manual_seed(7)
+    model = PlainMlp().double()
+    # The plain model on all 14 samples of a step at once.
+    job = make_job(Settings(folder=str(folders / "mlp"), schedule="single", **options))
+    data = open_data(job.settings, job.task, job.plan, Path())
+    order = Order(len(data.train), job.settings.seed)
+    feed = Feed(data.train, order, StepBatch((14,)), job.task.fields)
+    optimizer = make_optimizer(model.parameters(), job.settings)
+    losses = []
+    for step in range(5):
+        fields = feed(step)
+        loss = F.cross_entropy(model(fields["x"]), fields["target"])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert values(lines, "step", "loss") == pytest.approx(losses, rel=1e-12)
+    assert "global_batch_size = 14" in (tmp_path / "run" / "config.toml").read_text()
+
+
 def test_clipping_and_tied_weights_are_those_of_the_plain_model(
     folders: Path, tmp_path: Path, text_file: Path
 ) -> None:

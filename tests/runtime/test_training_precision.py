@@ -235,3 +235,19 @@ def test_the_precision_is_said_before_a_run(folders: Path, tmp_path: Path) -> No
     assert facts["precision"] == (
         "autocast to float16; weights, gradients, optimizer in float32 · loss scale 65536 at first"
     )
+
+
+def test_an_uneven_step_is_the_same_in_one_process_and_in_two(
+    folders: Path, tmp_path: Path
+) -> None:
+    options = {
+        "precision": "float16",
+        "clip": 0.5,
+        "global_batch_size": 7,
+        "micro_batch_size": 2,
+        "steps": 3,
+    }
+    alone = train(folders / "text", tmp_path / "1", **options)
+    together = train(folders / "text", tmp_path / "2", schedule="1f1b", **options)
+    for name in ("loss", "grad_norm", "loss_scale", "skipped"):
+        assert column(alone, name) == column(together, name), name

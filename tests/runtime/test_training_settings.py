@@ -21,6 +21,7 @@ from asyncpipe.runtime.training.resolve import (
     sized_plan,
 )
 from asyncpipe.runtime.training.settings import Settings, SettingsError, read_config
+from asyncpipe.runtime.training.step_batch import StepBatch
 from asyncpipe.tests.runtime.handmade import write_mlp, write_text
 
 
@@ -129,6 +130,72 @@ def test_an_indivisible_global_batch_names_its_neighbours(text: Plan) -> None:
     assert "global batch 100 = micro-batches × size × replicas has no answer" in message(error)
     assert "100 / 8 = 12.5" in message(error)
     assert "--global-batch-size 96 or 104, or --micro-batches 4, 5, 10, 20, 25" in message(error)
+
+
+def test_a_global_batch_that_its_micro_batches_do_not_divide_has_a_smaller_last_one(
+    text: Plan,
+) -> None:
+    settings, task = resolve(Settings(folder="x", global_batch_size=30, micro_batch_size=8), text)
+    assert (settings.micro_batches, settings.micro_batch_size) == (4, 8)
+    assert StepBatch.of(settings).sizes == (8, 8, 8, 6)
+    expected = "30 sequences per step = (3 micro-batches × 8 + 6) sequences × 1 replica"
+    assert batch_identity(settings, task) == expected
+    again, _ = resolve(settings, text)
+    assert again == settings
+
+
+def test_a_global_batch_with_another_number_of_micro_batches_has_no_answer(text: Plan) -> None:
+    with pytest.raises(SettingsError) as error:
+        resolved(text, global_batch_size=30, micro_batch_size=8, micro_batches=3)
+    assert "has no answer with 3 micro-batches of 8" in message(error)
+    assert "--global-batch-size 24 or 48" in message(error)
+
+
+def test_a_plan_for_one_batch_size_has_no_smaller_last_micro_batch(text: Plan) -> None:
+    inputs = tuple(replace(spec, shape=(2, *spec.shape[1:])) for spec in text.inputs)
+    with pytest.raises(SettingsError) as error:
+        resolved(replace(text, inputs=inputs), global_batch_size=5, micro_batch_size=2)
+    assert "global batch 5 = micro-batches × size × replicas has no answer" in message(error)
+
+
+def test_stages_recompute_as_planned_or_as_asked(text: Plan) -> None:
+    stages = tuple(replace(stage, in_flight=2 - stage.index) for stage in text.stages)
+    text = replace(text, stages=stages)
+
+    def seen(chosen: str) -> list[tuple[bool, float]]:
+        plan = sized_plan(text, Settings(folder="x", recompute=chosen))
+        return [(stage.recompute, stage.backward_ms) for stage in plan.stages]
+
+    assert seen("auto") == seen("none") == [(False, 2.0), (False, 2.0)]
+    assert seen("all") == [(True, 3.0), (True, 2.0)]  # nothing is in flight at the last stage
+    assert seen("0") == [(True, 3.0), (False, 2.0)]
+    assert seen("1, 0") == seen("all")
+    planned = sized_plan(text, Settings(folder="x", recompute="all"))
+    again = sized_plan(planned, Settings(folder="x", recompute="none"))
+    assert again.stages == text.stages
+
+
+@pytest.mark.parametrize(
+    ("chosen", "words"),
+    [
+        ("0,2", "there is no stage 2, the plan has stages 0 to 1"),
+        ("some", "neither auto, all, none nor numbers of stages"),
+        ("-1", "neither auto, all, none nor numbers of stages"),
+        ("", "neither auto, all, none nor numbers of stages"),
+    ],
+)
+def test_stages_that_do_not_exist_cannot_recompute(text: Plan, chosen: str, words: str) -> None:
+    with pytest.raises(SettingsError) as error:
+        resolved(text, recompute=chosen)
+    assert words in message(error)
+
+
+def test_batch_norms_that_do_not_exist_cannot_be_updated_once_a_mini_batch(text: Plan) -> None:
+    with pytest.raises(SettingsError) as error:
+        resolved(text, batch_norm="mini-batch")
+    assert "tiny_text has no batch norm" in message(error)
+    with pytest.raises(SettingsError, match="--batch-norm mini is not known"):
+        Settings(folder="x", batch_norm="mini")
 
 
 def test_a_global_batch_smaller_than_its_micro_batches_names_the_next(text: Plan) -> None:

@@ -81,7 +81,7 @@ def test_a_sleeping_data_loader_is_named_and_its_line_shown(tmp_path: Path) -> N
     assert "usual cause: the data loader, or the disk" in second
     assert second.endswith("longer limit: --timeout-s 12")
     assert "own.py" in stacks_of(output, 0) and "time.sleep(600)" in stacks_of(output, 0)
-    assert "waits" not in stacks_of(output, 1) and "wait" in stacks_of(output, 1)
+    assert "transports" in stacks_of(output, 1) and "in wait" in stacks_of(output, 1)
     warning = events_of(output, "warning")[-1]
     assert warning.startswith("no progress for ") and "reads the data" in warning
     assert warning.endswith("The run ends after 6 s (--timeout-s).")

@@ -1,0 +1,150 @@
+"""What the runtime costs an action: pipelines whose stages do nothing.
+
+Every F and B is carried out as in a real run, with its receives, sends and bookkeeping; the stages
+hand on a tensor of one number. One process has no messages; between two, each F and B has one of
+either kind.
+
+    python benchmarks/overhead.py
+"""
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from machine import write_result
+from torch import Tensor, nn
+
+from asyncpipe.runtime.lowering import lower
+from asyncpipe.runtime.pipeline import Pipeline, forward_edges, gradient_edges
+from asyncpipe.runtime.plan import Boundary, Plan, Setting, StageMemory, StageSpec, TensorSpec
+from asyncpipe.runtime.schedules import make_schedule
+from asyncpipe.runtime.transports.gloo import GlooTransport
+from asyncpipe.runtime.transports.local import LocalHub
+from asyncpipe.runtime.transports.protocol import Transport
+
+MICRO_BATCHES, STAGES, ROUNDS = 64, 2, 21
+
+
+class Empty(nn.Module):
+    """Hands on what it is given; the first stage's is where gradients end."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.requires_grad else x.detach().requires_grad_()
+
+
+class Last(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sum()
+
+
+def empty_plan(stages: int) -> Plan:
+    """A line of stages between which one number goes."""
+    names = ["x", *(f"h{j}" for j in range(1, stages)), "loss"]
+    tensors = [TensorSpec(name, "float32", (1,), requires_grad=True) for name in names]
+    boundaries = [Boundary(tensors[j], j - 1, (j,)) for j in range(1, stages)]
+    return Plan(
+        name="empty",
+        model="",
+        model_args={},
+        command="",
+        sizes={},
+        inputs=(tensors[0],),
+        values=tuple(tensors),
+        outputs="loss",
+        loss="loss",
+        criterion=None,
+        stages=tuple(
+            StageSpec(
+                index=j,
+                file="",
+                class_name="",
+                modules=(),
+                inputs=(names[j],),
+                outputs=(names[j + 1],),
+                parameters=(),
+                buffers=(),
+                draws_random=False,
+                forward_ms=0.0,
+                backward_ms=0.0,
+                param_bytes=0,
+                activation_bytes=0,
+                peak_bytes=0,
+                sends=tuple(boundaries[j : j + 1]),
+                receives=tuple(boundaries[j - 1 : j]) if j else (),
+                memory=StageMemory(),
+                in_flight=1,
+                load_ms=0.0,
+                ranks=(j,),
+            )
+            for j in range(stages)
+        ),
+        shared=(),
+        method="",
+        bottleneck_ms=0.0,
+        lower_bound_ms=0.0,
+        even_split_ms=0.0,
+        optimal=True,
+        setting=Setting(),
+        profile={},
+        hashes={},
+        weights="",
+    )
+
+
+def overhead_us(
+    transport: Transport, schedule_name: str, meet: Callable[[], Any] = lambda: None
+) -> float:
+    """Microseconds of this rank for an F or B; every rank calls it. The median of some steps."""
+    plan = empty_plan(STAGES)
+    made = make_schedule(schedule_name, stages=STAGES, micro_batches=MICRO_BATCHES)
+    schedule = lower(made, forward_edges(plan), grad_edges=gradient_edges(plan))
+    own = [j for j, rank in enumerate(made.rank_of_stage) if rank == transport.rank]
+    stages: dict[int, nn.Module] = {j: Last() if j == STAGES - 1 else Empty() for j in own}
+    pipeline = Pipeline(plan, stages, transport, rank_of_stage=made.rank_of_stage)
+    inputs, seconds = {"x": torch.ones(1)}, []
+    for _ in range(ROUNDS + 2):
+        meet()
+        start = time.perf_counter()
+        pipeline.run(schedule, lambda _: inputs)
+        seconds.append(time.perf_counter() - start)
+    pipeline.close()
+    return statistics.median(seconds[2:]) / (2 * len(own) * MICRO_BATCHES) * 1e6
+
+
+def _rank(rank: int, rendezvous: str, result: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=STAGES)
+    for name in ("1f1b", "gpipe"):
+        result[name, rank] = overhead_us(GlooTransport(), name, dist.barrier)
+    dist.destroy_process_group()
+
+
+def measure() -> dict[str, float]:
+    """Microseconds an action: in one process, and of the slower of two processes over gloo."""
+    torch.set_num_threads(1)
+    found = {"one process": overhead_us(LocalHub(1).transport(0), "single")}
+    with tempfile.TemporaryDirectory() as folder, mp.Manager() as manager:
+        result = manager.dict()
+        mp.spawn(_rank, (f"file://{Path(folder) / 'store'}", result), nprocs=STAGES)
+        for name in ("1f1b", "gpipe"):
+            ranks = [result[name, rank] for rank in range(STAGES)]
+            found[f"two processes over gloo, {name}"] = max(ranks)
+    return found
+
+
+if __name__ == "__main__":
+    figures = measure()
+    for name, us in figures.items():
+        print(f"{name:32} {us:6.0f} us an action")
+    write_result("overhead", {"micro_batches": MICRO_BATCHES, "us": figures})

@@ -1,0 +1,64 @@
+"""Which part of a backward is of weights: by operation, and as autograd has it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from asyncpipe.partitioner.capture import capture
+from asyncpipe.partitioner.cost_graph import costs_of
+from asyncpipe.partitioner.graph import build_graph
+from asyncpipe.partitioner.profiler import CPU_CORE, profile_analytic
+from asyncpipe.partitioner.weight_part import weight_share
+from asyncpipe.runtime.errors import PlanError
+
+
+class Reader(nn.Module):
+    """An embedding, a norm, a layer, a product with a bare weight and one of two activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.norm = nn.LayerNorm(8)
+        self.layer = nn.Linear(8, 8)
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = F.relu(self.layer(self.norm(self.embed(ids))))
+        product = torch.matmul(h, self.weight)
+        likeness = torch.matmul(product, product.transpose(1, 2))
+        return likeness.sum()
+
+
+def shares() -> dict[str, float]:
+    model = Reader()
+    captured = capture(model, {"ids": torch.randint(0, 11, (4, 3))})
+    return {node.name: weight_share(node, model) for node in captured.graph.nodes}
+
+
+def test_products_with_a_weight_have_half_of_their_backward_for_it() -> None:
+    found = shares()
+    assert found["layer"] == found["product"] == 0.5
+    assert found["norm"] == found["h"] == found["likeness"] == 0.0
+
+
+def test_where_the_input_has_no_gradient_all_is_for_the_weight() -> None:
+    assert shares()["embed"] == 1.0
+
+
+def test_the_graph_has_the_part_of_every_group() -> None:
+    captured = capture(Reader(), {"ids": torch.randint(0, 11, (4, 3))})
+    profile = profile_analytic(captured, captured.arguments.tensors, CPU_CORE)
+    costs = costs_of(build_graph(captured, profile))
+    assert 0 < costs.weight_ms.sum() < costs.backward_ms.sum()
+    assert (costs.weight_ms <= costs.backward_ms).all()
+
+
+def test_a_part_that_is_more_than_the_whole_is_refused() -> None:
+    captured = capture(Reader(), {"ids": torch.randint(0, 11, (4, 3))})
+    graph = build_graph(captured, profile_analytic(captured, captured.arguments.tensors, CPU_CORE))
+    graph.nodes[next(iter(graph))]["weight_ms"] = 1e9
+    with pytest.raises(PlanError, match="is a part of its backward_ms"):
+        costs_of(graph)
