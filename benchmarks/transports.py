@@ -1,8 +1,9 @@
 """Microseconds and bytes a second of every transport between two processes of one thread each.
 
 The limit beside them is a copy within one process (memcpy); raw gloo and raw MPI are what the
-transports over them could reach at most. All live in one pair of processes and take turns in
-shuffled rounds; figures are medians over the rounds in which other processes used at most 4 % of
+transports over them could reach at most. Every round starts a pair of processes in which all take
+turns in shuffled order, and one under mpiexec for MPI, whose progress thread would hold up the
+others; figures are medians over the rounds in which other processes used at most 4 % of
 the cores (over all, where there were none), and the least.
 
     one way    half of a round trip: a message there and one of the same size back
@@ -44,7 +45,7 @@ from asyncpipe.runtime.transports import Channel, GlooTransport, ShmTransport, T
 LATENCIES = {"1 B": 1, "256 B": 256, "4 KiB": 4 * 2**10}
 BANDWIDTHS = {"64 KiB": 2**16, "512 KiB": 2**19, "4 MiB": 2**22, "16 MiB": 2**24}
 SIZES = LATENCIES | BANDWIDTHS
-COMPUTE_S, QUIET = 0.030, 0.04
+COMPUTE_S, QUIET, WARM_UP = 0.030, 0.04, 5
 LIMIT_S = 1800
 
 
@@ -68,28 +69,28 @@ class OverTransport:
         self.transport = transport
         self.index = {size: [0, 0] for size in SIZES.values()}
         self.content = {size: torch.zeros(size, dtype=torch.uint8) for size in SIZES.values()}
-
-    def channel(self, size: int, source: int) -> Channel:
-        tag = 2 * list(SIZES.values()).index(size) + source
-        ends = source, 1 - source
-        return Channel("activation", "x", *ends, *ends, tag, torch.uint8, (size,))
+        rank = transport.rank
+        self.mine = {size: _channel(n, size, rank) for n, size in enumerate(SIZES.values())}
+        self.others = {size: _channel(n, size, 1 - rank) for n, size in enumerate(SIZES.values())}
 
     def post(self, size: int) -> Any:
         self.index[size][0] += 1
-        other = 1 - self.transport.rank
-        return self.transport.recv(self.channel(size, other), self.index[size][0])
+        return self.transport.recv(self.others[size], self.index[size][0])
 
     def send(self, size: int) -> None:
         self.index[size][1] += 1
-        mine = self.channel(size, self.transport.rank)
-        self.transport.send(mine, self.content[size], self.index[size][1])
+        self.transport.send(self.mine[size], self.content[size], self.index[size][1])
 
     def wait(self, posted: Any) -> None:
         self.transport.wait(posted)
 
     def finish(self, size: int) -> None:
-        mine = self.channel(size, self.transport.rank)
-        self.transport.wait_sent(mine, self.index[size][1])
+        self.transport.wait_sent(self.mine[size], self.index[size][1])
+
+
+def _channel(number: int, size: int, source: int) -> Channel:
+    ends = source, 1 - source
+    return Channel("activation", "x", *ends, *ends, 2 * number + source, torch.uint8, (size,))
 
 
 class Raw:
@@ -172,38 +173,36 @@ def copy_once(size: int, buffers: dict[int, tuple[Tensor, Tensor]]) -> float:
 def repeated(measure: Callable[[], float], size: int) -> float:
     """The median of a turn, its first ones left out."""
     count = 60 if size <= 2**12 else 20 if size <= 2**19 else 7
-    times = [measure() for _ in range(count + 2)][2:]
+    times = [measure() for _ in range(count + WARM_UP)][WARM_UP:]
     return statistics.median(times)
 
 
-def ways_of(rank: int) -> dict[str, Way]:
-    ways: dict[str, Way] = {
+def ways_of(rank: int, over_mpi: bool) -> dict[str, Way]:
+    if over_mpi:
+        from asyncpipe.runtime.transports import MpiTransport
+
+        return {"mpi": OverTransport(MpiTransport()), "raw MPI": RawMpi(rank)}
+    return {
         "shm": OverTransport(ShmTransport()),
         "gloo": OverTransport(GlooTransport()),
         "raw gloo": RawGloo(rank),
     }
-    if _has_mpi():
-        from asyncpipe.runtime.transports.mpi import MpiTransport
-
-        ways |= {"mpi": OverTransport(MpiTransport()), "raw MPI": RawMpi(rank)}
-    return ways
 
 
-def worker(rank: int, folder: Path, rounds: int) -> None:
+def worker(rank: int, folder: Path, number: int, over_mpi: bool) -> None:
     torch.set_num_threads(1)
     keep_freed_memory()  # as in training
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    ways = ways_of(rank)
+    ways = ways_of(rank, over_mpi)
     buffers = {
         size: (torch.zeros(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8))
         for size in SIZES.values()
     }
     turns: list[tuple[str, str, str, Callable[[], float]]] = []
     for label, size in SIZES.items():
-        if rank == 0:
-            turns.append(("memcpy", "one way", label, lambda s=size: copy_once(s, buffers)))
-        else:
-            turns.append(("memcpy", "one way", label, lambda: 0.0))
+        if not over_mpi:
+            copy = (lambda s=size: copy_once(s, buffers)) if rank == 0 else (lambda: 0.0)
+            turns.append(("memcpy", "one way", label, copy))
         for name, way in ways.items():
             turns.append((name, "one way", label, lambda w=way, s=size: one_way(w, rank, s)))
             if label in BANDWIDTHS:
@@ -216,30 +215,27 @@ def worker(rank: int, folder: Path, rounds: int) -> None:
                             lambda w=way, s=size, b=busy_s: exchange(w, rank, s, b),
                         )
                     )
-    order = random.Random(0)
+    random.Random(number).shuffle(turns)
     rows = []
-    for number in range(rounds + 1):
-        order.shuffle(turns)
-        for name, what, label, measure in turns:
-            dist.barrier()
-            busy, own, start = busy_core_seconds(), sum(os.times()[:2]), time.perf_counter()
-            seconds = repeated(measure, SIZES[label])
-            dist.barrier()
-            wall_s = time.perf_counter() - start
-            used = torch.tensor([sum(os.times()[:2]) - own], dtype=torch.float64)
-            dist.all_reduce(used)
-            others = max(0.0, busy_core_seconds() - busy - used.item()) / (2 * wall_s)
-            if number:
-                rows.append(
-                    {
-                        "round": number,
-                        "way": name,
-                        "what": what,
-                        "size": label,
-                        "us": round(1e6 * seconds, 2),
-                        "others_share": round(others, 3),
-                    }
-                )
+    for name, what, label, measure in turns:
+        dist.barrier()
+        busy, own, start = busy_core_seconds(), sum(os.times()[:2]), time.perf_counter()
+        seconds = repeated(measure, SIZES[label])
+        dist.barrier()
+        wall_s = time.perf_counter() - start
+        used = torch.tensor([sum(os.times()[:2]) - own], dtype=torch.float64)
+        dist.all_reduce(used)
+        others = max(0.0, busy_core_seconds() - busy - used.item()) / (2 * wall_s)
+        rows.append(
+            {
+                "round": number,
+                "way": name,
+                "what": what,
+                "size": label,
+                "us": round(1e6 * seconds, 2),
+                "others_share": round(others, 3),
+            }
+        )
     if rank == 0:
         (folder / "rows.json").write_text(json.dumps(rows))
     dist.barrier()
@@ -251,20 +247,29 @@ def worker(rank: int, folder: Path, rounds: int) -> None:
 
 
 def measure_all(rounds: int) -> list[dict[str, Any]]:
+    mpiexec = _mpiexec()
+    if mpiexec is None:
+        print("mpi4py or mpiexec is not installed: MPI is left out")
+    rows: list[dict[str, Any]] = []
+    for number in range(rounds):
+        rows += _measure(number, None)
+        if mpiexec is not None:
+            rows += _measure(number, mpiexec)
+    return rows
+
+
+def _measure(number: int, mpiexec: str | None) -> list[dict[str, Any]]:
+    """The rows of one round, from a pair of processes."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, "--rounds", str(rounds), "--worker", folder]
-        if _has_mpi():
-            mpiexec = str(_mpiexec())
-            subprocess.run([mpiexec, "-n", "2", *command], check=True, timeout=LIMIT_S)
+        command = [sys.executable, __file__, "--round", str(number), "--worker", folder]
+        if mpiexec:
+            started = [subprocess.Popen([mpiexec, "-n", "2", *command, "--over-mpi"])]
         else:
-            print("mpi4py or mpiexec is not installed: MPI is left out")
-            processes = [
-                subprocess.Popen(command, env={**os.environ, "RANK": str(rank)})
-                for rank in range(2)
-            ]
-            for process in processes:
-                if process.wait(LIMIT_S):
-                    raise SystemExit("a rank failed")
+            environments = ({**os.environ, "RANK": str(rank)} for rank in range(2))
+            started = [subprocess.Popen(command, env=environment) for environment in environments]
+        for process in started:
+            if process.wait(LIMIT_S):
+                raise SystemExit("a rank failed")
         rows: list[dict[str, Any]] = json.loads((Path(folder) / "rows.json").read_text())
     return rows
 
@@ -313,12 +318,10 @@ def _median(rows: list[dict[str, Any]]) -> float:
 
 
 def _mpiexec() -> str | None:
+    """The command that starts MPI's ranks, if mpi4py is there to talk over it."""
     beside = Path(sys.executable).parent
-    return shutil.which("mpiexec", path=f"{beside}:{os.environ.get('PATH', '')}")
-
-
-def _has_mpi() -> bool:
-    return find_spec("mpi4py") is not None and _mpiexec() is not None
+    found = shutil.which("mpiexec", path=f"{beside}:{os.environ.get('PATH', '')}")
+    return found if find_spec("mpi4py") else None
 
 
 def _rank() -> int:
@@ -330,9 +333,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--round", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--over-mpi", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
-        worker(_rank(), arguments.worker, arguments.rounds)
+        worker(_rank(), arguments.worker, arguments.round, arguments.over_mpi)
     else:
         report(measure_all(arguments.rounds), arguments.rounds)
 
