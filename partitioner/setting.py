@@ -27,18 +27,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
 
 from ..runtime.plan import StageMemory
-from ..runtime.schedule import Schedule
-from ..runtime.scheduler.fit import fit_schedule
-from ..runtime.scheduler.tasks import Tasks
-from ..runtime.schedules import ASYNCHRONOUS, AUTO, make_schedule, named_for
-from ..runtime.simulate import Costs as ActionCosts
+from ..runtime.schedules import ASYNCHRONOUS
+from .actions import scheduled, stashed_versions
 from .cost import Bools, Costs, Floats, Link, StageSums, seen_over
 
 Recompute = Literal["none", "auto", "all"]
@@ -171,7 +168,7 @@ class Setting:
         """Weight versions kept beside the live one."""
         if not (self.stash and self.is_asynchronous):
             return 0
-        return _stashed_versions(self.in_flight(position) - 1, self.micro_batches)
+        return stashed_versions(self.in_flight(position) - 1, self.micro_batches)
 
     def memory_bytes(self, position: int, sums: StageSums, *, recompute: bool) -> Floats:
         """Peak bytes of the rank at `position`: the formula above."""
@@ -379,41 +376,3 @@ class Setting:
             return costs
         times = ("forward_ms", "backward_ms", "weight_ms", "send_ms", "receive_ms")
         return replace(costs, **{name: getattr(costs, name) / replicas for name in times})
-
-
-@lru_cache
-def scheduled(
-    name: str, stages: int, micro_batches: int, rank_of_stage: tuple[int, ...] = ()
-) -> Schedule:
-    """A synchronous schedule over one step, with the rank of every stage where it has several; of
-    `auto` one of those with a name that suits equal costs, until they are known."""
-    if name == AUTO:
-        at = rank_of_stage or tuple(range(stages))
-        tasks = Tasks(ActionCosts.equal(stages), at, micro_batches, may_split=False)
-        return fit_schedule(tasks, named_for(at, micro_batches), effort=0).schedule
-    ranks = len(set(rank_of_stage)) or stages
-    return make_schedule(name, stages=stages, micro_batches=micro_batches, ranks=ranks)
-
-
-@lru_cache
-def _stashed_versions(ahead: int, step_every: int) -> int:
-    """The most versions that a stash holds at once: of the micro-batches t to t + ahead in flight,
-    those that see a step between forward and backward. It is at most ceil(ahead / step_every) + 1.
-
-    >>> [_stashed_versions(ahead, 2) for ahead in range(5)]
-    [0, 1, 2, 3, 3]
-    """
-
-    def forward_version(micro_batch: int) -> int:
-        return max(0, micro_batch - ahead) // step_every
-
-    return max(
-        len(
-            {
-                forward_version(i)
-                for i in range(t, t + ahead + 1)
-                if i // step_every > forward_version(i)
-            }
-        )
-        for t in range(2 * step_every + ahead + 1)
-    )

@@ -31,10 +31,11 @@ import numpy as np
 
 from ..runtime.errors import AsyncPipeError, PlanError
 from ..runtime.schedules import AUTO
+from .actions import scheduled
 from .borders import lacking_bytes, shaken, tidied, with_borders_moved
 from .makespan import improved
 from .problem import DoesNotFit, Placement, Problem
-from .setting import Setting, scheduled
+from .setting import Setting
 from .solvers import METHODS
 from .step_time import LITTLE, Step, StepTimer, schedule_of, step_of
 from .wording import write_bytes

@@ -17,8 +17,8 @@ import networkx as nx
 from ..runtime.errors import AsyncPipeError, PlanError
 from ..runtime.plan import Candidate
 from ..runtime.schedules import AUTO, VIRTUAL
+from .actions import scheduled
 from .cost import LOCALHOST
-from .setting import scheduled
 from .solve import Solution, solve
 
 ACTION_MS = 0.15

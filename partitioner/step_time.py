@@ -23,11 +23,11 @@ from ..runtime.scheduler.tasks import Tasks
 from ..runtime.schedules import AUTO, VIRTUAL, named_for
 from ..runtime.simulate import Costs as ActionCosts
 from ..runtime.simulate import Timeline, simulate
+from .actions import scheduled
 from .cost import Costs, Floats, Ints, Value
 from .critical_path import CriticalPath
 from .evaluate import Evaluation, evaluate
 from .problem import Placement, Problem
-from .setting import scheduled
 
 Edge = tuple[int, int]
 LITTLE = 0.05  # effort for a schedule, while the best placement is looked for

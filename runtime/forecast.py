@@ -98,9 +98,9 @@ def planned_schedule(
 
 def planned_ranks(plan: Plan, name: str) -> int | None:
     """The ranks that the plan has for its stages, where the schedule of that name puts several on
-    one as the plan does; None for another, which has as many as it always has."""
+    one as the plan does, or is the plan's own; None for another, which has as many as always."""
     stages, ranks = len(plan.stages), len(set(plan.device_of_stage))
-    if name not in (*VIRTUAL, AUTO) or ranks == stages:
+    if name not in (*VIRTUAL, AUTO) or (ranks == stages and name != plan.setting.schedule):
         return None
     is_even = stages == 2 * ranks if name == "zb-v" else stages % ranks == 0
     return ranks if is_even or name == AUTO else None
@@ -191,7 +191,8 @@ def told_schedules(plan: Plan) -> tuple[str, ...]:
     several stages a rank those that have them on the same ranks."""
     planned = plan.setting.schedule
     others = [name for name in VIRTUAL if planned_ranks(plan, name)]
-    if planned in ASYNCHRONOUS or planned_ranks(plan, planned) is None:
+    is_folded = len(set(plan.device_of_stage)) < len(plan.stages)
+    if not is_folded or planned_ranks(plan, planned) is None:
         others = ["gpipe", "1f1b", "async-1f1b"]
     return tuple(others) if planned in others else (planned, *others)
 
@@ -223,7 +224,7 @@ def describe_forecast(plan: Plan, micro_batches: tuple[int, ...] = (8, 32)) -> s
     for number in micro_batches:
         step = forecast_step(plan, name, number)
         parts.append(f"{number} micro-batches {step.step_ms:.0f} ms, {step.idle_share:.0%} idle")
-    if ranks:
+    if ranks and ranks < len(plan.stages):
         return f"one {name} step on {ranks} ranks: " + " · ".join(parts)
     ahead = len(plan.stages) - 1
     steady = forecast_step(plan, "async-1f1b", micro_batches[0], steps=8)

@@ -71,7 +71,8 @@ def ranks_of_plan(plan: Plan, settings: Settings) -> int | None:
         return settings.ranks
     several = settings.schedule in (*VIRTUAL, AUTO)
     planned = len(set(plan.device_of_stage))
-    return planned if several and planned < len(plan.stages) else None
+    is_planned = settings.schedule == plan.setting.schedule
+    return planned if several and (is_planned or planned < len(plan.stages)) else None
 
 
 def first_fit(plan: Plan, settings: Settings) -> Schedule:

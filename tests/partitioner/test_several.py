@@ -26,6 +26,8 @@ from asyncpipe.runtime.forecast import forecast_one_step, forecast_step, told_sc
 from asyncpipe.runtime.plan import read_plan
 from asyncpipe.runtime.schedules import AUTO, SYNCHRONOUS, VIRTUAL, make_schedule
 from asyncpipe.runtime.simulate import Costs, simulate
+from asyncpipe.runtime.training.segments import make_segment
+from asyncpipe.runtime.training.settings import Settings
 from asyncpipe.tests.generated import CASES, cut
 from asyncpipe.tests.partitioner.placements import LINKS, contiguous, problem_of
 from asyncpipe.tests.runtime.small_schedules import ranks_for
@@ -241,3 +243,13 @@ def test_what_is_put_off_counts_in_a_forecast(tmp_path) -> None:
     nothing = replace(plan, stages=tuple(replace(stage, weight_ms=0.0) for stage in plan.stages))
     assert forecast_step(plan, "zb-h1", 6).step_ms < forecast_step(nothing, "zb-h1", 6).step_ms
     assert forecast_step(plan, "1f1b", 6).step_ms == forecast_step(nothing, "1f1b", 6).step_ms
+
+
+def test_one_stage_a_rank_may_be_planned_for_a_schedule_of_several(tmp_path) -> None:
+    folder = cut(CASES["mlp"], 2, tmp_path / "2p", schedule="interleaved", ranks=2)
+    plan = read_plan(folder)
+    assert forecast_step(plan, "interleaved", 8).timeline.ranks == 2
+    assert make_segment(
+        plan, Settings(folder="x", schedule="interleaved", micro_batches=8), steps=1
+    ).rank_of_stage == (0, 1)
+    assert forecast_step(plan, "looped-bfs", 8).timeline.ranks == 1
