@@ -79,7 +79,8 @@ def test_several_stages_a_rank_train_as_one_process_does(
     steps = options.get("steps", 3)
     expected = losses(folder, tmp_path / "alone", schedule="single", steps=steps)
     found = losses(folder, tmp_path / "ranks", **options)
-    assert found == pytest.approx(expected, rel=1e-5) and len(found) == steps + 1
+    # A W that is put off is added later than its micro-batch's turn: equal but for rounding.
+    assert found == pytest.approx(expected, rel=1e-4) and len(found) == steps + 1
     taken = from_text((tmp_path / "ranks" / "schedule.txt").read_text())
     assert len(taken.ranks) == 2 and taken.stages == 4
     if options["schedule"] == "auto":
