@@ -260,11 +260,14 @@ class PartitionOptions:
 
 _TRAIN_HELP = {
     "schedule": "Synchronous: gpipe, 1f1b, interleaved, looped-bfs, zb-h1, zb-h2, zb-v, seq, "
-    "single (one process), auto (computed from measured costs); asynchronous: async-1f1b; or a "
-    "text file.",
+    "single (one process), auto (computed from measured costs), ddp (the whole model in each "
+    "process); asynchronous: async-1f1b; or a text file.",
     "ranks": "Processes that share the stages; by default as the schedule or the plan has it.",
+    "replicas": "Copies of the whole pipeline, each with micro-batches of its own; gradients are "
+    "averaged. [default: 1; of ddp one a process]",
+    "check_replicas": "Steps between comparisons of all replicas' weights; 0: only at the start.",
     "staleness": "Of an asynchronous schedule: backward with live weights, or with a stash.",
-    "micro_batches": "Micro-batches of one optimizer step.",
+    "micro_batches": "Micro-batches of one optimizer step, in each replica (ddp: in all).",
     "micro_batch_size": "Samples of a micro-batch; by default the plan's.",
     "global_batch_size": "Samples of one step, instead of one of the two above.",
     "seq": "Tokens of a sequence; by default the plan's.",

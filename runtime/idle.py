@@ -109,6 +109,19 @@ def split_idle(
     return _shares(parts, sum(walls)), by_rank
 
 
+def mean_split(splits: Sequence[IdleSplit], walls_ms: Sequence[float]) -> IdleSplit:
+    """One split of several groups of ranks, whose times add up to `walls_ms`; that of one group is
+    left as it is."""
+    if len(splits) == 1:
+        return splits[0]
+    total_ms = sum(walls_ms)
+    parts = (
+        sum(getattr(split, part.name) * ms for split, ms in zip(splits, walls_ms, strict=True))
+        for part in fields(IdleSplit)
+    )
+    return IdleSplit(*(part / total_ms if total_ms else 0.0 for part in parts))
+
+
 def measured_costs(times: Sequence[RankTime], schedule: Schedule) -> Costs:
     """The mean cost of each stage's actions, transfers free."""
     counted = _counts(schedule)

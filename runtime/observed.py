@@ -41,11 +41,17 @@ class ActionObserver(Observer):
 
 
 class ObservedTransport:
-    """A transport whose waits are `receive` and `taken`, and whose sends are `send`."""
+    """A transport whose waits are `receive` and `taken`, and whose sends are `send`.
 
-    def __init__(self, transport: Transport, activities: Activities) -> None:
+    `first_rank` is the number of the pipeline's rank 0 among the ranks of all replicas.
+    """
+
+    def __init__(
+        self, transport: Transport, activities: Activities, *, first_rank: int = 0
+    ) -> None:
         self._transport = transport
         self._activities = activities
+        self._first_rank = first_rank
         self._messages: dict[Channel, Message] = {}
 
     @property
@@ -83,8 +89,8 @@ class ObservedTransport:
                 channel.name,
                 channel.source,
                 channel.target,
-                channel.source_rank,
-                channel.target_rank,
+                self._first_rank + channel.source_rank,
+                self._first_rank + channel.target_rank,
                 math.prod(channel.shape) * channel.dtype.itemsize,
             )
         return self._messages[channel]

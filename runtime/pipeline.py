@@ -164,6 +164,9 @@ class Pipeline:
                     case "F":
                         yield from self._forward(run, action)
                     case "B":
+                        if action.stage in ends.get(position, ()):
+                            version = self.weights[action.stage].version + 1
+                            run.recorder.observer.on_last_backward(action.stage, version)
                         yield from self._backward(run, action)
                     case "W":
                         self._weight_backward(run, action)
@@ -235,7 +238,7 @@ class Pipeline:
                 options.get("observer") or Observer(), keep_events=options.get("record", False)
             ),
             passages(program, self.versions, first_micro_batch),
-            loss_divisors(batches, schedule.step_every),
+            loss_divisors(batches, schedule.step_every, options.get("step_samples")),
             split_backwards([program]),
             turning(program),
             first_micro_batch,

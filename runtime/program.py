@@ -54,17 +54,20 @@ def turning(program: Program) -> frozenset[tuple[int, int]]:
     return frozenset(found)
 
 
-def loss_divisors(batches: Sequence[int], step_every: int) -> tuple[int | Fraction, ...]:
+def loss_divisors(
+    batches: Sequence[int], step_every: int, step_samples: int | None = None
+) -> tuple[int | Fraction, ...]:
     """What the mean loss of each micro-batch is divided by, so that the sum over one step is the
-    mean over all its samples; `batches` are the micro-batches' samples.
+    mean over all its samples; `batches` are the micro-batches' samples, `step_samples` those of a
+    step, if it has more than these.
 
-    >>> loss_divisors([4, 4], 2), loss_divisors([3, 1], 2)
-    ((2, 2), (Fraction(4, 3), 4))
+    >>> loss_divisors([4, 4], 2), loss_divisors([3, 1], 2), loss_divisors([4, 4], 2, 16)
+    ((2, 2), (Fraction(4, 3), 4), (4, 4))
     """
     divisors: list[int | Fraction] = []
     for first in range(0, len(batches), step_every):
         of_step = batches[first : first + step_every]
-        total = sum(of_step)
+        total = step_samples or sum(of_step)
         for samples in of_step:
             divisors.append(Fraction(total, samples) if total % samples else total // samples)
     return tuple(divisors)

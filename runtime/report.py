@@ -32,6 +32,11 @@ class Observer:
     def on_outputs(self, micro_batch: int, outputs: Mapping[str, Tensor]) -> None:
         """The model outputs that a stage of this rank made, detached."""
 
+    def on_last_backward(self, stage: int, version: int) -> None:
+        """The backward that completes the stage's gradients before the step to `version` is about
+        to begin: each `.grad` is final when it is accumulated. Not told of where that backward is
+        in two parts."""
+
     def on_gradients(self, stage: int, version: int) -> None:
         """The stage made its last backward before the step to `version`: its `.grad` are complete,
         but for parameters that other stages hold too, whose `.grad` are None until `on_step`."""

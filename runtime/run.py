@@ -23,7 +23,8 @@ class RunOptions(TypedDict, total=False):
     only the forwards are carried out, in eval mode and without gradients; weights, versions and
     random numbers are left alone. `sizes` are the micro-batches' sizes if not the plan's, for all
     or for each one of the schedule; the loss of one with fewer samples counts less, so that the
-    gradient is that of the mean over all samples of a step. `record` keeps the time of each action.
+    gradient is that of the mean over all samples of a step; `step_samples` says how many these are
+    where others do micro-batches of the same step. `record` keeps the time of each action.
     The loss is multiplied by `loss_scale` for backwards. Without `step` a synchronous schedule ends
     before its steps, and the next run adds its gradients to what is there.
     """
@@ -32,6 +33,7 @@ class RunOptions(TypedDict, total=False):
     observer: Observer | None
     training: bool
     sizes: Sizes | Sequence[Sizes] | None
+    step_samples: int | None
     record: bool
     loss_scale: float
     step: bool

@@ -23,6 +23,7 @@ from .channels import CHECKSUM_BYTES
 from .errors import PlanError
 from .mailbox import Waiting, take
 from .plan import Plan, SharedParameter
+from .tensors import raw_bytes
 from .transports.protocol import Channel, ChannelKind, Handle, Transport
 
 _Key = tuple[str, int, int, int]
@@ -182,7 +183,6 @@ def _check_separate(held: Mapping[int, list[tuple[SharedParameter, nn.Parameter]
 
 
 def _checksum(parameter: nn.Parameter) -> Tensor:
-    values = parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-    digest = hashlib.sha256(values.data).digest()
+    digest = hashlib.sha256(raw_bytes(parameter)).digest()
     assert len(digest) == CHECKSUM_BYTES
     return torch.frombuffer(bytearray(digest), dtype=torch.uint8)

@@ -91,6 +91,12 @@ def tensor_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
+def raw_bytes(tensor: Tensor) -> memoryview:
+    """A tensor's content as it lies in memory, row by row."""
+    content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    return content.numpy().data
+
+
 def dtype_of(name: str) -> torch.dtype:
     """`"float32"` -> `torch.float32`."""
     dtype = getattr(torch, name, None)

@@ -81,7 +81,8 @@ class StepMessage:
     """One all-reduce a step, which goes on while others still compute.
 
     Begun by every rank as soon as it knows its part: `own` squares by stage, and the loss if it
-    is made there. `agreed` waits for the other ranks.
+    is made there. Replicas have the same gradients, whose squares the first one tells, and each a
+    part of the loss. `agreed` waits for the other ranks.
     """
 
     def __init__(
@@ -92,12 +93,15 @@ class StepMessage:
         *,
         overflowed: bool = False,
         loss: float = math.nan,
+        replica: int = 0,
+        replicas: int = 1,
     ) -> None:
-        self._content = torch.zeros(stages + 2, dtype=torch.float64)
-        for stage, square in own.items():
+        self._stages = stages
+        self._content = torch.zeros(stages + 1 + replicas, dtype=torch.float64)
+        for stage, square in own.items() if replica == 0 else ():
             self._content[stage] = square
         self._content[stages] = float(overflowed)
-        self._content[stages + 1] = loss
+        self._content[stages + 1 + replica] = loss
         # Every place has one contributor: adding zeros is exact in any order.
         self._work = None
         if group is not None:
@@ -106,8 +110,9 @@ class StepMessage:
     def agreed(self) -> Agreed:
         if self._work is not None:
             self._work.wait()
-        *squares, overflowed, loss = self._content.tolist()
-        return Agreed(tuple(squares), overflowed > 0, loss)
+        content = self._content.tolist()
+        squares, (overflowed, *losses) = content[: self._stages], content[self._stages :]
+        return Agreed(tuple(squares), overflowed > 0, sum(losses))
 
 
 def clip_factor(norm: float, limit: float) -> float:

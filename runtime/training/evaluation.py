@@ -20,7 +20,8 @@ from .world import World
 
 
 class Evaluation:
-    """Evaluates the live weights between two segments; all ranks take part.
+    """Evaluates the live weights between two segments; all ranks take part, and of several replicas
+    the first one's read the data: their weights are equal, and its statistics are those written.
 
     Micro-batches are of one size, so the mean over micro-batches is the mean over samples. A
     classifier's accuracy is counted where one rank makes the logits and reads the labels.
@@ -56,7 +57,8 @@ class Evaluation:
             counts.labels[micro_batch] = fields.get(self._task.label or "")
             return fields
 
-        pipeline.run(self._schedule, feed, observer=counts, training=False)
+        if self._world.replica == 0:
+            pipeline.run(self._schedule, feed, observer=counts, training=False)
         with self._activities.during(Activity("meet", "the losses of the evaluation")):
             loss, losses, right, answers = self._world.sums(
                 [counts.loss, counts.losses, counts.right, counts.answers]

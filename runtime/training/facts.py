@@ -15,10 +15,12 @@ from ..plan import Plan
 from ..schedule import Schedule
 from ..schedules import AUTO
 from ..transports.choose import Choice
+from .grid import grid_of
 from .half import describe_memory, describe_precision, precision_warning
 from .metrics import Reporter
 from .placement import describe_placement, describe_ranks, placement_warning
 from .remeasure import when_measured
+from .replicas import in_words
 from .resolve import batch_identity
 from .seats import Machine
 from .segments import longest_segment
@@ -80,7 +82,7 @@ def announce(
     """Tells the reporter what will be done, and what is legal but probably not meant."""
     facts = [
         ("plan", f"{plan.name} · {len(plan.stages)} stages · {plan.method}"),
-        ("ranks", describe_ranks(len(schedule.ranks), transport, machine)),
+        ("ranks", describe_ranks(grid_of(schedule, settings.replicas), transport, machine)),
         ("algorithm", describe_algorithm(schedule, settings)),
         *describe_schedule(schedule, settings),
         ("batch", batch_identity(settings, task)),
@@ -148,7 +150,10 @@ def describe_data(data: Data, plan: Plan, schedule: Schedule, settings: Settings
 def describe_algorithm(schedule: Schedule, settings: Settings) -> str:
     """What the schedule does to the weights, in a sentence."""
     if schedule.synchronous:
-        return f"{schedule.name}, synchronous: the gradients of the plain model"
+        told = f"{schedule.name}, synchronous: the gradients of the plain model"
+        if (replicas := settings.replicas or 1) > 1:
+            told += f", averaged over {in_words(replicas)}"
+        return told
     k = settings.micro_batches or 1
     delays = [ceil((in_flight - 1) / k) for in_flight in schedule.in_flight]
     worst = max(delays)

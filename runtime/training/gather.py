@@ -27,7 +27,8 @@ _UNDER_WAY = 64
 class RankFigures:
     """What one rank says about one step; NaN where it does not know.
 
-    `squared_norm` is of the gradients of the rank's stages, tied parameters with their owner.
+    `loss` is its replica's part of the step's. `squared_norm` is of the gradients of the rank's
+    stages, tied parameters with their owner.
     `stage_s` are the seconds since its last step in actions of each kind and stage, kind by kind
     as in COMPUTING; the others those in which it was idle, and why. `optimizer_s` were spent in
     optimizers, without time that other processes had its core for. `loss_scale` is that of the next

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ..channels import forward_edges, gradient_edges, shared_stages
 from ..forecast import Forecast
-from ..idle import IdleSplit, RankTime, measured_costs, split_idle
+from ..idle import IdleSplit, RankTime, mean_split, measured_costs, split_idle
 from ..plan import Plan
 from ..schedule import Schedule
 from ..simulate import simulate
@@ -18,14 +18,25 @@ from .settings import Settings
 def split_of_run(
     plan: Plan, settings: Settings, schedule: Schedule, times: Sequence[RankTime]
 ) -> tuple[IdleSplit, tuple[IdleSplit, ...]]:
-    """Why ranks were idle in a usual step, over all ranks and of each; see `runtime/idle.py`."""
-    return split_idle(
-        times,
-        _enough_steps(plan, settings, schedule),
-        forward_edges(plan),
-        grad_edges=gradient_edges(plan),
-        shared_stages=shared_stages(plan),
-    )
+    """Why ranks were idle in a usual step, over all ranks and of each; see `runtime/idle.py`.
+
+    Every replica is taken by itself: what it waits for the others is communication.
+    """
+    played, ranks = _enough_steps(plan, settings, schedule), len(schedule.ranks)
+    replicas = [times[first : first + ranks] for first in range(0, len(times), ranks)]
+    splits = [
+        split_idle(
+            own,
+            played,
+            forward_edges(plan),
+            grad_edges=gradient_edges(plan),
+            shared_stages=shared_stages(plan),
+        )
+        for own in replicas
+    ]
+    walls_ms = [sum(time.wall_ms for time in own) for own in replicas]
+    whole = mean_split([split for split, _ in splits], walls_ms)
+    return whole, tuple(split for _, by_rank in splits for split in by_rank)
 
 
 def simulated_step(

@@ -12,6 +12,7 @@ from ..plan import read_plan
 from ..user_code import import_object
 from .debugger import check_debugger
 from .failure import RankFolder
+from .grid import grid_of
 from .loop import Job, train
 from .metrics import Reporter
 from .resolve import resolve, sized_plan
@@ -33,8 +34,8 @@ def make_job(settings: Settings, folder: Path | None = None) -> Job:
         data = default_data(task, sized_plan(planned, resolved))
         resolved = replace(resolved, data=data)
     if resolved.debug is not None:
-        ranks = make_segment(sized_plan(planned, resolved), resolved, steps=1).ranks
-        check_debugger(resolved, len(ranks))
+        schedule = make_segment(sized_plan(planned, resolved), resolved, steps=1)
+        check_debugger(resolved, grid_of(schedule, resolved.replicas).processes)
     return Job(resolved, task, planned, folder or _next_folder(settings))
 
 

@@ -17,13 +17,14 @@ from ..errors import AsyncPipeError
 from ..schedule_text import to_text
 from .facts import announce, forecast_run
 from .failure import GRACE_S, RankError, RankFolder, failure_of, root_of
+from .grid import grid_of
 from .half import find_boundary_dtypes
 from .jobs import make_folder, make_job, reporter_factory, run_rank
 from .launchers import Place, find_place
 from .loop import Job
 from .metrics import Reporter
 from .own_ranks import interruption, stages_of_ranks, start_ranks
-from .resolve import check_ranks
+from .replicas import as_started, check_ranks
 from .seats import find_machine, own_seat
 from .segments import make_segment
 from .settings import Settings, SettingsError
@@ -41,11 +42,11 @@ def run(settings: Settings, reporter: str) -> int:
     0. Raises AsyncPipeError with the first cause when a rank fails, when all ranks have ended;
     KeyboardInterrupt, with the step, after Ctrl-C.
     """
-    job = make_job(settings)
     place = find_place(
         os.environ, master_addr=settings.master_addr, master_port=settings.master_port
     )
-    alone = job.settings.schedule == "single"
+    job = make_job(settings if place is None else as_started(settings, place.ranks))
+    alone = job.settings.schedule == "single" and job.settings.replicas == 1
     if settings.dry_run:
         _show(job, reporter_factory(reporter)(job.settings))
     elif place is not None and (place.ranks > 1 or not alone):
@@ -67,7 +68,8 @@ def _show(job: Job, reporter: Reporter) -> None:
     """A dry run: everything is checked and said, nothing is started or written."""
     settings, plan = job.settings, job.plan
     schedule = make_segment(plan, settings, steps=1)
-    seats = (own_seat(settings.device, plan),) * len(schedule.ranks)
+    grid = grid_of(schedule, settings.replicas)
+    seats = (own_seat(settings.device, plan),) * grid.processes
     machine = find_machine(settings, plan, seats, 0)
     forecast = forecast_run(plan, job.planned, settings, machine.cores, schedule)
     data = f"{settings.data} ({settings.tokenizer})" if settings.tokenizer else str(settings.data)
@@ -78,7 +80,7 @@ def _show(job: Job, reporter: Reporter) -> None:
         job.task,
         schedule,
         machine,
-        transport=expect_transport(settings, plan, len(schedule.ranks)),
+        transport=expect_transport(settings, plan, grid.ranks),
         data=data,
         output=job.folder,
         forecast=forecast,
@@ -101,7 +103,7 @@ def _run_alone(job: Job, reporter: str) -> None:
 
 def _join(job: Job, place: Place, reporter: str) -> None:
     schedule = make_segment(job.plan, job.settings, steps=1)
-    check_ranks(job.planned, schedule, place.ranks)
+    check_ranks(job.planned, schedule, place.ranks, job.settings.replicas or 1)
     left: RankFolder | None = None
     try:
         world = join(place, job.settings, job.plan)
@@ -113,7 +115,8 @@ def _join(job: Job, place: Place, reporter: str) -> None:
             shutil.rmtree(left.path)
         leave()
     except Exception as error:
-        raise _told(error, place.rank, stages_of_ranks(schedule)[place.rank], left) from error
+        stages = stages_of_ranks(schedule, job.settings.replicas)[place.rank]
+        raise _told(error, place.rank, stages, left) from error
 
 
 def _in_one_folder(job: Job, world: World) -> Job:

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import nn
 
 from ..activity import Activities, Activity
 from ..boundary_dtypes import BoundaryDtypes
 from ..data.order import Order
 from ..data.task import Task
 from ..data.vocabulary import check_vocabulary
-from ..forecast import Forecast
 from ..host_memory import keep_freed_memory
-from ..loading import load_stage, load_unused
+from ..loading import load_stage
 from ..observed import ObservedTransport, observed_feed
 from ..pipeline import Pipeline, needed_inputs
 from ..plan import Plan
@@ -27,13 +27,14 @@ from ..transports.choose import Choice
 from .agreement import Agreement
 from .criterion import find_criterion
 from .debugger import wait_for_debugger
+from .ending import save_weights, tell_end
+from .equality import Equality
 from .evaluation import Evaluation
-from .export import check_exportable, copy_configuration, write_weights
+from .export import check_exportable
 from .facts import announce, describe_data, forecast_run
 from .gather import Gather, RankFigures
 from .half import find_boundary_dtypes, precision_of
-from .idleness import simulated_step, split_of_run
-from .metrics import EvalRecord, MetricsFile, Reporter, Summary
+from .metrics import EvalRecord, MetricsFile, Reporter
 from .observer import Trainer
 from .remeasure import Remeasuring
 from .resolve import sized_plan
@@ -42,7 +43,7 @@ from .settings import Settings
 from .sources import Data, Feed, feed_nothing, open_data, prepare_data
 from .step_batch import StepBatch
 from .tracing import Tracing
-from .transport import agree_on_transport, make_transport
+from .transport import agree_on_transport, group_of_gradients, make_transport
 from .watch import Watch
 from .watchdog import Watchdog
 from .world import World
@@ -110,7 +111,8 @@ def _train(
         world.meet()
     with activities.during(Activity("meet", "the choice of a transport")):
         transport = agree_on_transport(world, settings, world.machine.device)
-    own = [stage for stage, rank in enumerate(schedule.rank_of_stage) if rank == world.rank]
+        copies = group_of_gradients(world, settings, world.machine.device)
+    own = world.grid.stages_of(world.rank, schedule.rank_of_stage)
     fields = needed_inputs(plan, own, criterion=settings.criterion is not None)
     data = open_data(settings, job.task, plan, job.folder) if fields or reporter else None
     if reporter is not None and data is not None:
@@ -131,10 +133,20 @@ def _train(
     read = data if fields else None
     with activities.during(Activity("other", "loads its stages")):
         run = _Run(
-            job, world, schedule, transport, dtypes, read, fields, reporter, on_step, activities
+            job,
+            world,
+            schedule,
+            transport,
+            dtypes,
+            read,
+            fields,
+            reporter,
+            on_step,
+            activities,
+            copies,
         )
     run.train()
-    run.save(machine.cores)
+    run.end(machine.cores)
 
 
 class _Run:
@@ -152,6 +164,7 @@ class _Run:
         reporter: MetricsFile | None,
         on_step: Callable[[int], None],
         activities: Activities,
+        copies: dist.ProcessGroup | None,
     ) -> None:
         settings, plan = job.settings, job.plan
         self._job, self._settings, self._plan, self._world = job, settings, plan, world
@@ -164,7 +177,9 @@ class _Run:
             plan,
             self._modules,
             ObservedTransport(
-                make_transport(transport, world, settings, plan, schedule, device), activities
+                make_transport(transport, world, settings, plan, schedule, device),
+                activities,
+                first_rank=world.grid.first_of(world.replica),
             ),
             rank_of_stage=schedule.rank_of_stage,
             staleness=settings.staleness or "none",
@@ -195,7 +210,9 @@ class _Run:
             self._told,
             lr_scale=self._pipeline.lr_scale,
             activities=activities,
+            copies=copies,
         )
+        self._equality = Equality(self._modules, settings, world)
         self._batch, size = StepBatch.of(settings), settings.micro_batch_size or 1
         order = Order(len(data.train), settings.seed) if data else None
         feed = Feed(data.train, order, self._batch, fields) if data else feed_nothing
@@ -220,11 +237,13 @@ class _Run:
     def train(self) -> None:
         """All segments, the evaluations between them, and one at the end."""
         settings = self._settings
-        every, samples = len(self._batch.sizes), self._batch.samples
-        sizes = [{**self._plan.sizes, "batch": size} for size in self._batch.sizes]
+        world, samples = self._world, self._batch.samples
+        sizes = [
+            {**self._plan.sizes, "batch": size} for size in self._batch.sizes_of(world.replica)
+        ]
         self._gather.start(settings.steps)
         for segment in segments(settings):
-            first = segment.start * every
+            first = self._batch.first_of(segment.start, world.replica)
             with self._activities.during(Activity("meet", "the order of the data")):
                 self._agreement.check(segment.start * samples, len(segment) * samples)
             self._trainer.start_segment(segment.start + 1, first)
@@ -234,8 +253,11 @@ class _Run:
                 first_micro_batch=first,
                 observer=self._trainer,
                 sizes=None if self._batch.is_even else sizes * len(segment),
+                step_samples=samples if world.replicas > 1 else None,
                 loss_scale=self._trainer.loss_scale,
             )
+            with self._activities.during(Activity("other", "compares the replicas' weights")):
+                self._equality.check(segment.stop)
             if settings.eval_every and segment.stop % settings.eval_every == 0:
                 self._evaluate(segment.stop)
         if self._evaluated is None or self._evaluated.step != settings.steps:
@@ -244,55 +266,23 @@ class _Run:
             self._gather.finish()
         self._pipeline.close()
 
-    def save(self, cores: int) -> None:
+    def end(self, cores: int) -> None:
         """Writes the weights, exports them if asked to, and reports the end of the run."""
-        settings, folder = self._settings, self._job.folder
-        unused: dict[str, Tensor] = {}
-        if self._world.rank == 0:
-            unused = load_unused(settings.folder, self._plan, weights=settings.weights)
-        targets = [folder / "weights", *([Path(settings.export_hf)] if settings.export_hf else [])]
-        for target in targets:
-            with self._activities.during(Activity("other", "writes the weights")):
-                write_weights(target, self._plan, self._modules, unused, self._world)
-        if settings.export_hf and self._world.rank == 0:
-            copy_configuration(Path(settings.export_hf), Path(settings.folder))
-        with self._activities.during(Activity("meet", "the weights are written")):
-            self._world.meet()
-        traced = None
-        if self._tracing.is_wanted:
-            traced = self._tracing.write(self._world, self._steps.current, folder)
-        if self._watch is None or self._reporter is None:
-            return
-        forecast = self._forecast(self._watch.optimizer_ms, cores)
-        first, last = self._watch.records[0], self._watch.records[-1]
-        evaluated = self._evaluated
-        times = self._watch.times
-        whole, by_rank = split_of_run(self._plan, settings, self._steps.current, times)
-        self._reporter.on_end(
-            Summary(
-                steps=settings.steps,
-                seconds=last.elapsed_s,
-                first_loss=first.loss,
-                last_loss=last.loss,
-                eval_loss=evaluated.loss if evaluated else None,
-                accuracy=evaluated.accuracy if evaluated else None,
-                idle=whole.total,
-                idle_parts=whole,
-                idle_parts_by_rank=by_rank,
-                simulated_idle=forecast.idle_share if forecast else None,
-                step_ms=self._watch.step_ms,
-                simulated_step_ms=forecast.step_ms if forecast else None,
-                output=str(folder),
-                weights=str(folder / "weights"),
-                exported=settings.export_hf,
-                trace=traced[0] if traced else None,
-            )
+        settings, folder, world = self._settings, self._job.folder, self._world
+        save_weights(self._plan, settings, folder, self._modules, world, self._activities)
+        tell_end(
+            self._plan,
+            self._job.planned,
+            settings,
+            folder,
+            world=world,
+            schedule=self._steps.current,
+            tracing=self._tracing,
+            watch=self._watch,
+            reporter=self._reporter,
+            evaluated=self._evaluated,
+            cores=cores,
         )
-        if traced:
-            costs, simulated = simulated_step(
-                self._plan, settings, self._steps.current, forecast, times
-            )
-            self._reporter.on_timelines(costs, simulated, traced[1])
 
     def _told(self, figures: RankFigures) -> None:
         """A step is over on this rank."""
@@ -312,15 +302,6 @@ class _Run:
         self._evaluated = self._evaluation(self._pipeline, step)
         if self._reporter is not None:
             self._reporter.on_eval(self._evaluated)
-
-    def _forecast(self, optimizer_ms: Sequence[float], cores: int) -> Forecast | None:
-        """The simulated step with the optimizers' measured times, given by rank."""
-        schedule = self._steps.current
-        rank_of_stage = schedule.rank_of_stage
-        by_stage = [optimizer_ms[r] / rank_of_stage.count(r) for r in rank_of_stage]
-        return forecast_run(
-            self._plan, self._job.planned, self._settings, cores, schedule, optimizer_ms=by_stage
-        )
 
     def _schedule(self, segment: range) -> Schedule:
         """That of a segment of steps, counted from 0."""
@@ -366,7 +347,7 @@ def _load(job: Job, schedule: Schedule, world: World) -> dict[int, nn.Module]:
     settings = job.settings
     modules = {}
     for stage, rank in enumerate(schedule.rank_of_stage):
-        if rank == world.rank:
+        if rank == world.pipeline_rank:
             module = load_stage(
                 settings.folder,
                 job.planned,

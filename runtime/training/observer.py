@@ -10,12 +10,14 @@ from collections.abc import Callable, Mapping
 from time import perf_counter, process_time
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..activity import Activities, Activity
 from ..observed import ActionObserver
 from ..plan import Plan
 from ..schedule import Action
+from .buckets import GradientSums
 from .clipping import (
     StepMessage,
     clip_factor,
@@ -39,7 +41,10 @@ class Trainer(ActionObserver):
     In a synchronous schedule the norm is that of all stages. Each stage's share is taken when its
     last backward is done; when the rank has those of all its stages they are on their way to the
     other ranks, and are waited for when all its stages are to step. Without clipping and loss scale
-    nobody waits. In an asynchronous schedule each stage has its own norm and steps at once.
+    nobody waits. In an asynchronous schedule each stage has its own norm and steps at once. With
+    replicas, whose ranks with the same stages are `copies`, gradients are on their way to be summed
+    as soon as they are final; the sums are waited for when the stage is to step, and its share of
+    the norm is taken then.
     `report` gets the figures of a step when all the rank's stages have made it.
     """
 
@@ -53,6 +58,7 @@ class Trainer(ActionObserver):
         *,
         lr_scale: Callable[[int, int], float],
         activities: Activities | None = None,
+        copies: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(activities or Activities())
         self._settings = settings
@@ -62,10 +68,16 @@ class Trainer(ActionObserver):
         self._stages = len(plan.stages)
         self._parameters = {j: list(module.parameters()) for j, module in modules.items()}
         self._share = {j: share_of(plan, j, module) for j, module in modules.items()}
+        self._sums: GradientSums | None = None
+        if copies is not None:
+            ranks = ", ".join(map(str, world.grid.copies_of(world.rank)))
+            self._sums = GradientSums(self._share, copies, f"ranks {ranks}")
         self._optimizers = {j: StageOptimizer(module, settings) for j, module in modules.items()}
         self._scale = LossScale(settings.loss_scale or INITIAL) if settings.is_scaled else None
         self._gradients: dict[int, list[Tensor | None]] = {}
         self._batch = StepBatch.of(settings)
+        # That the samples of this replica have in those of a step.
+        self._part = sum(self._batch.sizes_of(world.replica)) / self._batch.samples
         self._losses: dict[int, list[tuple[Tensor, int]]] = defaultdict(list)
         self._squares: dict[int, Tensor] = {}
         self._complete: set[int] = set()
@@ -91,9 +103,18 @@ class Trainer(ActionObserver):
         step = micro_batch // len(self._batch.sizes) + 1
         self._losses[step].append((loss, samples))
 
+    def on_last_backward(self, stage: int, version: int) -> None:
+        if self._sums is not None:
+            self._sums.expect(stage)
+
     def on_gradients(self, stage: int, version: int) -> None:
-        if self._settings.is_async:
-            return
+        if self._sums is not None:
+            with self.activities.during(Activity("other", "sends gradients to its replicas")):
+                self._sums.begin(stage)
+        elif not self._settings.is_async:
+            self._take_own(stage, version)
+
+    def _take_own(self, stage: int, version: int) -> None:
         with self.activities.during(Activity("norm", Action(stage, "S", 1), 1)):
             own = self._share[stage].own
             self._take(stage, version, own, own)
@@ -144,10 +165,16 @@ class Trainer(ActionObserver):
             self._stages,
             self._world.control,
             overflowed=self._scale is not None and self._scale.overflowed(),
-            loss=_mean(losses) if losses else 0.0,
+            loss=_mean(losses) * self._part if losses else 0.0,
+            replica=self._world.replica,
+            replicas=self._world.replicas,
         )
 
     def _step_together(self, stage: int, version: int) -> None:
+        if self._sums is not None:
+            with self.activities.during(Activity("meet", "the gradients of all replicas")):
+                self._sums.finish(stage)
+            self._take_own(stage, version)
         if shared := self._share[stage].shared:
             self._take(stage, version, shared, self._share[stage].owned)
             self._completed(stage, version)
@@ -212,7 +239,7 @@ class Trainer(ActionObserver):
                 spent,
                 self._stages,
                 step=version,
-                loss=self._finite.loss if losses else math.nan,
+                loss=self._finite.loss * self._part if losses else math.nan,
                 squared_norm=sum(map(float, self._squares.values())) if is_known else math.nan,
                 optimizer_s=self._optimizer_s,
                 mem_bytes=_peak_memory_bytes(),

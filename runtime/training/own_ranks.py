@@ -22,6 +22,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from ..schedule import Schedule
 from .failure import RankFolder
+from .grid import grid_of
 from .jobs import make_folder
 from .loop import Job
 from .mpi_ranks import run_over_mpi
@@ -35,16 +36,17 @@ WORKER = "asyncpipe.runtime.training.worker"
 def start_ranks(job: Job, reporter: str) -> None:
     """Runs the job to its end. Raises RankError with the first cause when a rank fails."""
     schedule = make_segment(job.plan, job.settings, steps=1)
-    ranks = len(schedule.ranks)
+    grid = grid_of(schedule, job.settings.replicas)
+    ranks, stages = grid.processes, stages_of_ranks(schedule, job.settings.replicas)
     check_devices(job.settings, job.plan, ranks, torch.cuda.device_count())
-    expect_transport(job.settings, job.plan, ranks)
+    expect_transport(job.settings, job.plan, grid.ranks)
     job = make_folder(job)
     left = RankFolder(job.folder)
     options = json.dumps(asdict(job.settings))
     command = ("-m", WORKER, options, str(job.folder), reporter)
     if job.settings.transport == "mpi":
         try:
-            run_over_mpi(command, ranks, left, stages_of_ranks(schedule))
+            run_over_mpi(command, ranks, left, stages)
         except KeyboardInterrupt:
             raise KeyboardInterrupt(interruption(left)) from None
         shutil.rmtree(left.path)
@@ -69,7 +71,7 @@ def start_ranks(job: Job, reporter: str) -> None:
         codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
         if -signal.SIGINT in codes.values():
             raise KeyboardInterrupt(interruption(left)) from None
-        raise left.first_cause(codes, stages_of_ranks(schedule)) from None
+        raise left.first_cause(codes, stages) from None
     except SignalException as stopped:
         if stopped.sigval is not signal.SIGINT:
             raise SystemExit(128 + stopped.sigval) from None
@@ -84,12 +86,14 @@ def interruption(left: RankFolder) -> str:
     return f"interrupted at step {left.last_step()} · {left.path.parent}"
 
 
-def stages_of_ranks(schedule: Schedule) -> dict[int, str]:
-    """Rank -> ` (stage 2)` or ` (stages 0, 1)`, to be put behind its number."""
+def stages_of_ranks(schedule: Schedule, replicas: int | None = None) -> dict[int, str]:
+    """Rank -> ` (stage 2)` or ` (stages 0, 1 of replica 1)`, to be put behind its number."""
+    grid = grid_of(schedule, replicas)
     names = {}
-    for rank in range(len(schedule.ranks)):
-        own = [str(stage) for stage, at in enumerate(schedule.rank_of_stage) if at == rank]
-        names[rank] = f" (stage{'s' if len(own) > 1 else ''} {', '.join(own)})"
+    for rank in range(grid.processes):
+        own = [str(stage) for stage in grid.stages_of(rank, schedule.rank_of_stage)]
+        whose = f" of replica {grid.replica_of(rank)}" if grid.replicas > 1 else ""
+        names[rank] = f" (stage{'s' if len(own) > 1 else ''} {', '.join(own)}{whose})"
     return names
 
 

@@ -8,20 +8,23 @@ from itertools import groupby
 from ..plan import Plan
 from ..schedule import Schedule
 from ..transports.choose import Choice
+from .grid import Grid
 from .seats import Machine
 
 _FEW = 8
 
 
-def describe_ranks(ranks: int, transport: Choice, machine: Machine) -> str:
+def describe_ranks(grid: Grid, transport: Choice, machine: Machine) -> str:
     """How many processes, started by whom, and what each computes with."""
     threads = f"{machine.threads} thread{'s' if machine.threads > 1 else ''}"
+    ranks = grid.processes
     origin = f" ({machine.threads_from})" if machine.threads_from == "OMP_NUM_THREADS" else ""
     if ranks == 1:
         return f"1 process, all stages in it · {threads} of {machine.cores} cores{origin}"
     hosts = dict.fromkeys(machine.host_of_rank)
     several = len(hosts) > 1
-    head = f"{ranks} processes" + (f" on {len(hosts)} hosts" if several else "")
+    whole = f", {grid.replicas} replicas of {grid.ranks}" if grid.replicas > 1 else ""
+    head = f"{ranks} processes{whole}" + (f" on {len(hosts)} hosts" if several else "")
     if machine.launcher:
         head += f" by {machine.launcher}"
     means = f"{transport.name} over {machine.interface}" if several else str(transport)

@@ -12,9 +12,9 @@ from typing import Any
 from ..data.task import Task, find_task
 from ..errors import PlanError
 from ..plan import Plan
-from ..schedule import Schedule
 from .half import check_precision
 from .recompute import with_recompute
+from .replicas import in_words, with_replicas
 from .scaler import INITIAL
 from .settings import Settings, SettingsError
 from .step_batch import StepBatch
@@ -63,6 +63,7 @@ def resolve(settings: Settings, plan: Plan, *, architecture: str = "") -> tuple[
     with_recompute(plan, settings.recompute)
     _check_batch_norm(settings, plan)
     task = find_task(plan, criterion=criterion, architecture=architecture)
+    settings = with_replicas(settings, plan)
     batch = _batch(settings, plan)
     step = _optimization(settings, plan, task)
     filled = replace(
@@ -96,40 +97,28 @@ def batch_identity(settings: Settings, task: Task) -> str:
     `64 sequences per step = 8 micro-batches × 8 sequences × 1 replica`
     """
     batch = StepBatch.of(settings)
-    count, size = len(batch.sizes), batch.sizes[0]
-    product = f"{count} micro-batches × {size} {task.unit}"
-    if not batch.is_even:
-        product = f"({count - 1} micro-batches × {size} + {batch.sizes[-1]}) {task.unit}"
-    return f"{batch.samples} {task.unit} per step = {product} × 1 replica"
-
-
-def check_ranks(plan: Plan, schedule: Schedule, started: int) -> None:
-    """Raises PlanError unless the number of started ranks is the one that the schedule needs."""
-    stages, wanted = len(plan.stages), len(schedule.ranks)
-    if started == wanted:
-        return
-    if schedule.name == "single":
-        raise PlanError(
-            f"--schedule single runs all {stages} stages in 1 process, {started} ranks were "
-            "started.",
-            "Start it without a launcher, or choose --schedule 1f1b.",
+    count, size, replicas = batch.in_replica, batch.sizes[0], in_words(batch.replicas)
+    product = f"{count} micro-batches × {size} {task.unit} × {replicas}"
+    if not batch.is_even and batch.replicas == 1:
+        product = (
+            f"({count - 1} micro-batches × {size} + {batch.sizes[-1]}) {task.unit} × {replicas}"
         )
-    were = "1 rank was" if started == 1 else f"{started} ranks were"
-    on = f" on {wanted} ranks under {schedule.name}" if wanted != stages else ""
-    again = f", or partition again: asyncpipe-partition --model {plan.model} --stages {started}"
-    raise PlanError(
-        f"the plan has {stages} stages{on}, {were} started.",
-        f"Use {wanted} ranks{again if started > 1 else ', or --schedule single'}.",
-    )
+    elif not batch.is_even:
+        product += f" - {size - batch.sizes[-1]} in the last micro-batch of the last"
+    return f"{batch.samples} {task.unit} per step = {product}"
 
 
 def gpu_of_rank(plan: Plan, ranks: int, ranks_per_gpu: int = 1) -> tuple[int, ...]:
     """The GPU of each rank of one machine: stages that the plan has on one rank share one, and
-    so do every `ranks_per_gpu` in a row."""
+    so do every `ranks_per_gpu` in a row. Whole replicas have one set of GPUs after the other."""
     gpus = tuple(range(ranks))
-    if ranks == len(plan.stages):
+    stages = len(plan.stages)
+    if ranks % stages == 0:
         planned = sorted(set(plan.device_of_stage))
-        gpus = tuple(planned.index(device) for device in plan.device_of_stage)
+        of_stage = [planned.index(device) for device in plan.device_of_stage]
+        gpus = tuple(
+            replica * len(planned) + gpu for replica in range(ranks // stages) for gpu in of_stage
+        )
     return tuple(gpu // ranks_per_gpu for gpu in gpus)
 
 
@@ -156,21 +145,22 @@ def check_devices(settings: Settings, plan: Plan, ranks: int, gpus: int) -> None
 
 def _batch(settings: Settings, plan: Plan) -> dict[str, Any]:
     planned = plan.sizes.get("batch", 1)
-    total, size, count = (
+    total, size, count, replicas = (
         settings.global_batch_size,
         settings.micro_batch_size,
         settings.micro_batches,
+        settings.replicas or 1,
     )
     if total is not None and size is not None:
         needed = -(-total // size)
-        if count not in (None, needed):
-            raise _indivisible(total, count or needed, size)
-        count = needed
+        if needed % replicas or count not in (None, needed // replicas):
+            raise _indivisible(total, count or max(1, needed // replicas), size, replicas)
+        count = needed // replicas
     elif total is not None:
         count = count or 8
-        if total % count:
-            raise _indivisible(total, count, size)
-        size = total // count
+        if total % (count * replicas):
+            raise _indivisible(total, count, size, replicas)
+        size = total // (count * replicas)
     size = size or planned
     if size != planned and not _uses_symbol(plan, "batch"):
         raise SettingsError(
@@ -178,9 +168,9 @@ def _batch(settings: Settings, plan: Plan) -> dict[str, Any]:
             f"{plan.command} --micro-batch-size {size}",
         )
     count = count or 8
-    uneven = total if total not in (None, count * size) else None
+    uneven = total if total not in (None, count * size * replicas) else None
     if uneven and not _uses_symbol(plan, "batch"):
-        raise _indivisible(uneven, count, size)
+        raise _indivisible(uneven, count, size, replicas)
     return {"micro_batches": count, "micro_batch_size": size, "global_batch_size": uneven}
 
 
@@ -194,18 +184,18 @@ def _check_batch_norm(settings: Settings, plan: Plan) -> None:
         )
 
 
-def _indivisible(total: int, count: int, size: int | None) -> SettingsError:
+def _indivisible(total: int, count: int, size: int | None, replicas: int) -> SettingsError:
     given = f" of {size}" if size is not None else ""
-    unit = count * (size or 1)
+    unit = count * (size or 1) * replicas
     near = [str(n) for n in (total // unit * unit, (total // unit + 1) * unit) if n]
-    divisors = [n for n in range(1, total + 1) if total % n == 0]
+    divisors = [n for n in range(1, total + 1) if total % (n * replicas) == 0]
     if size is not None:
-        divisors = [n for n in divisors if n * size == total]
+        divisors = [n for n in divisors if n * size * replicas == total]
     counts = sorted(sorted(divisors, key=lambda n: abs(log(n / count)))[:5])
     other = f", or --micro-batches {', '.join(map(str, counts))}" if counts else ""
     return SettingsError(
         f"global batch {total} = micro-batches × size × replicas has no answer with {count} "
-        f"micro-batches{given} and 1 replica ({total} / {unit} = {total / unit:g}).",
+        f"micro-batches{given} and {in_words(replicas)} ({total} / {unit} = {total / unit:g}).",
         f"Nearest: --global-batch-size {' or '.join(near)}{other}",
     )
 

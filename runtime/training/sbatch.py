@@ -13,6 +13,7 @@ from dataclasses import fields
 from itertools import groupby
 
 from ..plan import Plan
+from .grid import grid_of
 from .jobs import make_job
 from .segments import make_segment
 from .settings import OF_THIS_CALL, Settings, SettingsError
@@ -29,7 +30,8 @@ def batch_script(settings: Settings) -> str:
     Raises AsyncPipeError when they do not fit each other or so many hosts.
     """
     job = make_job(settings)
-    ranks = len(make_segment(job.plan, job.settings, steps=1).ranks)
+    schedule = make_segment(job.plan, job.settings, steps=1)
+    ranks = grid_of(schedule, job.settings.replicas).processes
     return sbatch_script(settings, job.plan, ranks)
 
 
@@ -103,8 +105,14 @@ def _hosts(settings: Settings, plan: Plan, ranks: int) -> list[int]:
     """The host of each rank, numbered from 0: as the plan says, or so many in a row on each."""
     names = [spec.host for spec in plan.setting.ranks]
     planned = list(dict.fromkeys(names))
-    if len(names) == ranks and settings.nodes in (None, len(planned)):
-        return [planned.index(name) for name in names]
+    if names and ranks % len(names) == 0 and settings.nodes in (None, len(planned)):
+        # Replicas of a plan for one host are on that host, of one for several on as many more.
+        more = len(planned) if len(planned) > 1 and settings.nodes is None else 0
+        return [
+            planned.index(name) + more * replica
+            for replica in range(ranks // len(names))
+            for name in names
+        ]
     nodes = settings.nodes or 1
     if ranks % nodes:
         raise SettingsError(

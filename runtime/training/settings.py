@@ -20,6 +20,9 @@ from typing import Any, get_args, get_type_hints
 from ..errors import AsyncPipeError
 from ..schedules import ASYNCHRONOUS, AUTO, SCHEDULES
 
+DDP = "ddp"
+"""As a schedule: whole models that share the micro-batches, which are replicas of `single`."""
+
 CHOICES: dict[str, tuple[str, ...]] = {
     "staleness": ("none", "stash"),
     "optimizer": ("sgd", "adam", "adamw"),
@@ -36,6 +39,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
 
 _AT_LEAST: dict[str, float] = {
     "ranks": 1,
+    "replicas": 1,
+    "check_replicas": 0,
     "micro_batches": 1,
     "micro_batch_size": 1,
     "global_batch_size": 1,
@@ -76,19 +81,23 @@ class Settings:
     """All options of `asyncpipe-train`. Times in seconds, sizes in samples or tokens.
 
     `schedule` is a name or a text file, whose path has a slash or ends in .txt; `ranks` share the
-    stages, by default as many as the schedule or the plan has. `micro_batches` is the number of
-    micro-batches of one optimizer step, under every schedule (8, or what `global_batch_size` and
-    `micro_batch_size` make it). Once resolved, `global_batch_size` is there only where the last
-    micro-batch is smaller than the others. `clip` bounds the gradient norm over all stages (of
-    each stage, when asynchronous); 0 is off. Weights are of `dtype`; forwards compute under
-    autocast to `precision`, unless it is "full". `loss_scale` is the first one (2**16 in
-    float16). Boundary tensors that are wider are cast to `boundary_dtype` between ranks.
+    stages, by default as many as the schedule or the plan has, and there are `replicas` of the
+    whole pipeline. `micro_batches` is the number of micro-batches of one optimizer step in each
+    replica, under every schedule (8, or what `global_batch_size` and `micro_batch_size` make it);
+    under `ddp`, until it is resolved to replicas of `single`, that of all together. Once resolved,
+    `global_batch_size` is there only where the last micro-batch is smaller than the others. `clip`
+    bounds the gradient norm over all stages (of each stage, when asynchronous); 0 is off. Weights
+    are of `dtype`; forwards compute under autocast to `precision`, unless it is "full".
+    `loss_scale` is the first one (2**16 in float16). Boundary tensors that are wider are cast to
+    `boundary_dtype` between ranks.
     """
 
     folder: str
 
     schedule: str = "1f1b"
     ranks: int | None = None
+    replicas: int | None = None
+    check_replicas: int = 0
     staleness: str | None = None
     micro_batches: int | None = None
     micro_batch_size: int | None = None
@@ -201,7 +210,7 @@ class Settings:
         return self.debug == "all" or str(rank) in (self.debug or "").split(",")
 
     def _check_schedule(self) -> None:
-        legal = (*SCHEDULES, AUTO)
+        legal = (*SCHEDULES, AUTO, DDP)
         if self.schedule_file:
             if not Path(self.schedule_file).is_file():
                 raise SettingsError(

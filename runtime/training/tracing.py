@@ -43,7 +43,7 @@ class Tracing:
 
     def write(self, world: World, schedule: Schedule, folder: Path) -> tuple[str, Timeline] | None:
         """Puts the ranks' spans together in `trace.json`; the file and the last traced step's
-        timeline on rank 0, None elsewhere. Collective."""
+        timeline (of replicas the first one's) on rank 0, None elsewhere. Collective."""
         self._stop()
         own = json.dumps(to_plain(self._taken)).encode()
         offset_s = clock_offset_s(world)
@@ -55,14 +55,14 @@ class Tracing:
         ranks = [
             RankTrace(
                 rank,
-                tuple(j for j, at in enumerate(schedule.rank_of_stage) if at == rank),
+                world.grid.stages_of(rank, schedule.rank_of_stage),
                 tuple(from_plain(json.loads(part), later_s=later_s)),
             )
             for rank, (part, (_, later_s)) in enumerate(zip(parts, lengths, strict=True))
         ]
         file = folder / "trace.json"
         file.write_text(json.dumps(chrome_trace(ranks)), encoding="utf-8")
-        return str(file), self._last_step(ranks, schedule)
+        return str(file), self._last_step(ranks[: len(schedule.ranks)], schedule)
 
     def _last_step(self, ranks: list[RankTrace], schedule: Schedule) -> Timeline:
         if schedule.synchronous:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 
 from ..boundary_dtypes import AS_PLANNED
 from ..channels import plan_channels
@@ -16,6 +18,7 @@ from ..transports.choose import (
     choose,
     find_circumstances,
     has_nccl,
+    have_own_gpus,
     open_transport,
     whereabouts,
 )
@@ -27,13 +30,30 @@ from .world import World
 
 
 def agree_on_transport(world: World, settings: Settings, device: str) -> Choice:
-    """What rank 0 was asked for, or the fastest for where all ranks are; the same on every rank.
+    """What rank 0 was asked for, or the fastest for where the ranks of this pipeline are; the same
+    on every rank of it.
 
-    Raises TransportError, on every rank, for a transport that cannot work there.
+    Raises TransportError, on every rank of it, for a transport that cannot work there.
     """
     asked = world.text_of_first(settings.transport)
     places = world.gathered(whereabouts(torch.device(device)))
-    return choose(asked, find_circumstances(world.control, places))
+    own = [places[rank] for rank in world.grid.pipeline_of(world.rank)]
+    return choose(asked, find_circumstances(world.pipeline, own))
+
+
+def group_of_gradients(world: World, settings: Settings, device: str) -> dist.ProcessGroup | None:
+    """The ranks with the same stages, among whom gradients are summed; None without replicas. It
+    is NCCL's where each has a GPU of its own. Every rank calls it."""
+    places = world.gathered_from_copies(whereabouts(torch.device(device)))
+    if len(places) > 1 and have_own_gpus(places) and all(text[16] for text in places):
+        group: dist.ProcessGroup = dist.new_group(
+            list(world.grid.copies_of(world.rank)),
+            timeout=datetime.timedelta(seconds=settings.patience_s),
+            backend="nccl",
+            use_local_synchronization=True,
+        )
+        return group
+    return world.copies
 
 
 def expect_transport(settings: Settings, plan: Plan, ranks: int) -> Choice:
@@ -51,10 +71,10 @@ def expect_transport(settings: Settings, plan: Plan, ranks: int) -> Choice:
 def make_transport(
     choice: Choice, world: World, settings: Settings, plan: Plan, schedule: Schedule, device: str
 ) -> Transport:
-    """This rank's end of the chosen transport; every rank calls it."""
+    """This rank's end of the transport of its pipeline; every rank calls it."""
     return open_transport(
         choice.name,
-        world.control,
+        world.pipeline,
         timeout_s=settings.patience_s,
         device=device,
         lanes=lanes_of_plan(plan, schedule.rank_of_stage),

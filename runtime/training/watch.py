@@ -94,7 +94,9 @@ class Watch:
     def _record(self, step: int, figures: list[RankFigures]) -> StepRecord:
         settings = self._settings
         losses = [rank.loss for rank in figures if not math.isnan(rank.loss)]
-        squares = [rank.squared_norm for rank in figures]
+        # Replicas have the same gradients, and each its part of the loss.
+        pipeline = len(figures) // (settings.replicas or 1)
+        squares = [rank.squared_norm for rank in figures[:pipeline]]
         walls = [max(rank.wall_s for rank in ranks) for ranks in self._interval]
         wall_s = max(sum(walls), 1e-9)
         factor = lr_factor(
@@ -107,7 +109,7 @@ class Watch:
         return StepRecord(
             step=step,
             steps=settings.steps,
-            loss=losses[0] if losses else math.nan,
+            loss=sum(losses) if losses else math.nan,
             lr=(settings.lr or 0.0) * factor,
             grad_norm=None if any(map(math.isnan, squares)) else math.sqrt(sum(squares)),
             rate=self._per_step * len(walls) / wall_s,

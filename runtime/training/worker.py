@@ -38,6 +38,8 @@ def main() -> None:
         settings = Settings(**{**raw, "betas": tuple(raw["betas"])})
         job = make_job(settings, Path(folder))
         world = join(replace(place, launcher=""), job.settings, job.plan)
+        if world.replicas > 1:
+            stages = f" (rank {world.pipeline_rank} of replica {world.replica})"
         run_rank(job, world, reporter)
         leave()
         end_process(0)

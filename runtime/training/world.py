@@ -1,7 +1,7 @@
 """Ranks that were started -> ranks that know each other, and what they do together.
 
 They meet at rank 0's address over gloo, tell each other where they sit, and have two groups from
-then on.
+then on; with replicas each has one more with its pipeline, and one with those of its stages.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from ..errors import TransportError
 from ..plan import Plan
 from ..transports.mpi import share_store
+from .grid import Grid
 from .interfaces import VARIABLES, address_of, choose_interface, name_interface, unreachable
 from .launchers import ALONE, Place
 from .seats import Machine, Seat, check_alike, find_machine, own_seat, seat_from
@@ -28,12 +29,16 @@ from .settings import Settings, SettingsError
 class World:
     """The ranks of a run and their two groups: `control` for what all do together between
     segments, `metrics` for figures on their way to rank 0. A lone rank has neither. `machine` is
-    what this rank computes with."""
+    what this rank computes with. Of several `replicas`, `own` is the group of this rank's pipeline
+    (None where it has one rank), `copies` that of the ranks with the same stages."""
 
     place: Place = ALONE
     control: dist.ProcessGroup | None = None
     metrics: dist.ProcessGroup | None = field(default=None)
     machine: Machine = field(default_factory=Machine)
+    replicas: int = 1
+    own: dist.ProcessGroup | None = None
+    copies: dist.ProcessGroup | None = None
 
     @property
     def rank(self) -> int:
@@ -42,6 +47,24 @@ class World:
     @property
     def ranks(self) -> int:
         return self.place.ranks
+
+    @property
+    def grid(self) -> Grid:
+        return Grid(self.ranks // self.replicas, self.replicas)
+
+    @property
+    def replica(self) -> int:
+        return self.grid.replica_of(self.rank)
+
+    @property
+    def pipeline_rank(self) -> int:
+        """The rank within the pipeline, by which a schedule and its channels count."""
+        return self.grid.rank_of(self.rank)
+
+    @property
+    def pipeline(self) -> dist.ProcessGroup | None:
+        """The group of this rank's pipeline; None where it has one rank."""
+        return self.own if self.replicas > 1 else self.control
 
     def text_of_first(self, text: str = "") -> str:
         """What rank 0 gives, on every rank."""
@@ -67,6 +90,12 @@ class World:
     def gathered(self, content: bytes) -> list[bytes]:
         """What each rank gives; equally long on all."""
         return [content] if self.control is None else _gathered(content, self.ranks)
+
+    def gathered_from_copies(self, content: bytes) -> list[bytes]:
+        """What each rank with the same stages gives, by replica; equally long on all."""
+        if self.copies is None:
+            return [content]
+        return _gathered(content, self.replicas, self.copies)
 
     def meet(self) -> None:
         """Returns when every rank has called it."""
@@ -113,7 +142,8 @@ def join(place: Place, settings: Settings, plan: Plan) -> World:
     metrics = dist.new_group(timeout=patient, backend="gloo")
     machine.pin()
     machine = replace(machine, launcher=place.launcher, interface=os.environ.get(VARIABLES[0], ""))
-    return World(place, dist.group.WORLD, metrics, machine)
+    world = World(place, dist.group.WORLD, metrics, machine, settings.replicas or 1)
+    return _in_groups(world, datetime.timedelta(seconds=timeout_s))
 
 
 def stay_alone(settings: Settings, plan: Plan) -> World:
@@ -135,10 +165,25 @@ def _seats(own: Seat, ranks: int) -> list[Seat]:
     return [seat_from(part) for part in _gathered(content.ljust(longest), ranks)]
 
 
-def _gathered(content: bytes, ranks: int) -> list[bytes]:
-    own = torch.tensor(list(content), dtype=torch.uint8)
+def _in_groups(world: World, timeout: datetime.timedelta) -> World:
+    """The world with the groups of this rank's pipeline and of the ranks with its stages. Only
+    their members make them."""
+    if world.replicas == 1:
+        return world
+    grid, rank = world.grid, world.rank
+    own, copies = (
+        dist.new_group(list(ranks), timeout=timeout, backend="gloo", use_local_synchronization=True)
+        if len(ranks) > 1
+        else None
+        for ranks in (grid.pipeline_of(rank), grid.copies_of(rank))
+    )
+    return replace(world, own=own, copies=copies)
+
+
+def _gathered(content: bytes, ranks: int, group: dist.ProcessGroup | None = None) -> list[bytes]:
+    own = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     parts = [torch.zeros_like(own) for _ in range(ranks)]
-    dist.all_gather(parts, own)
+    dist.all_gather(parts, own, group=group)
     return [bytes(part.tolist()) for part in parts]
 
 

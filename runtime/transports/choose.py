@@ -104,6 +104,12 @@ def whereabouts(device: torch.device) -> bytes:
     return hashlib.sha256(uuid.encode()).digest()[:16] + bytes([has_nccl()])
 
 
+def have_own_gpus(all_whereabouts: Sequence[bytes]) -> bool:
+    """Whether each of these ranks computes on a GPU that no other uses."""
+    gpus = [text[:16] for text in all_whereabouts]
+    return all(map(any, gpus)) and len(set(gpus)) == len(gpus)
+
+
 def has_nccl() -> bool:
     """Whether this torch was built with NCCL."""
     return dist.is_nccl_available()
@@ -119,7 +125,7 @@ def find_circumstances(
         ranks=len(gpus),
         apart=(obstacle(group) or "") if len(gpus) > 1 else "",
         on_gpus=on_gpus,
-        own_gpus=on_gpus and len(set(gpus)) == len(gpus),
+        own_gpus=have_own_gpus(all_whereabouts),
         has_nccl=all(text[16] for text in all_whereabouts),
     )
 
@@ -132,15 +138,17 @@ def open_transport(
     device: str | torch.device,
     lanes: Iterable[Lane] = (),
 ) -> Transport:
-    """This rank's end; every rank of `group` calls it, with the same `lanes`."""
+    """This rank's end; every rank of `group` calls it, with the same `lanes`. Groups are those of
+    one pipeline each, and every rank is in one."""
     if group is None or name == "local":
         return LocalHub(1).transport(0)
     if name == "nccl":
         return NcclTransport(lanes, group, timeout_s=timeout_s, device=device)
     if name == "mpi":
         world = load_mpi().COMM_WORLD
-        check_world(world, dist.get_rank(group), dist.get_world_size(group))
-        return MpiTransport(world, timeout_s=timeout_s, device=device)
+        check_world(world, dist.get_rank(), dist.get_world_size())
+        own = world.Split(min(dist.get_process_group_ranks(group)), dist.get_rank(group))
+        return MpiTransport(own, timeout_s=timeout_s, device=device)
     if name == "shm":
         return ShmTransport(group, timeout_s=timeout_s, device=device)
     return GlooTransport(group, timeout_s=timeout_s, device=device)

@@ -62,7 +62,9 @@ class GlooTransport:
         self._timeout = datetime.timedelta(seconds=timeout_s)
         self._device = torch.device(device)
         self._groups = {
-            direction: dist.new_group(self._ranks, timeout=self._timeout, backend="gloo")
+            direction: dist.new_group(
+                self._ranks, timeout=self._timeout, backend="gloo", use_local_synchronization=True
+            )
             for direction in sorted(set(DIRECTIONS.values()))
         }
         self._sends: dict[Channel, deque[tuple[int, dist.Work, Tensor]]] = defaultdict(deque)

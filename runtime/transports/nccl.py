@@ -259,6 +259,7 @@ class NcclTransport:
             timeout=self._timeout,
             backend=backend,
             pg_options=options,
+            use_local_synchronization=True,
         )
         return group
 

@@ -10,6 +10,7 @@ import pytest
 from asyncpipe.runtime.plan import Plan, RankSpec
 from asyncpipe.runtime.schedules import make_schedule
 from asyncpipe.runtime.training import seats
+from asyncpipe.runtime.training.grid import Grid
 from asyncpipe.runtime.training.placement import (
     describe_placement,
     describe_ranks,
@@ -144,11 +145,11 @@ def test_a_plan_with_other_cuts_is_another_plan(
 def test_the_ranks_are_described_with_their_cores() -> None:
     shm = Choice("shm", "one host")
     pinned = Machine(4, 2, host_of_rank=("a", "a"), pins=("0-1", "2-3"))
-    assert describe_ranks(2, shm, pinned) == (
+    assert describe_ranks(Grid(2), shm, pinned) == (
         "2 processes · shm (one host) · 2 threads each, pinned to cores 0-1, 2-3"
     )
     loose = Machine(2, 1, "OMP_NUM_THREADS", host_of_rank=("a",) * 4, launcher="srun")
-    assert describe_ranks(4, shm, loose) == (
+    assert describe_ranks(Grid(4), shm, loose) == (
         "4 processes by srun · shm (one host) · 1 thread each (OMP_NUM_THREADS), "
         "2 cores on this machine"
     )
@@ -156,7 +157,7 @@ def test_the_ranks_are_described_with_their_cores() -> None:
         4, 1, host_of_rank=("a", "a", "b", "b"), pins=("0", "1"), launcher="torchrun",
         interface="eth0",
     )  # fmt: skip
-    assert describe_ranks(4, Choice("gloo"), far) == (
+    assert describe_ranks(Grid(4), Choice("gloo"), far) == (
         "4 processes on 2 hosts by torchrun · gloo over eth0 · 1 thread each, "
         "pinned to cores 0, 1 of a"
     )

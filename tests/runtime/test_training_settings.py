@@ -12,10 +12,10 @@ from asyncpipe.runtime.errors import AsyncPipeError
 from asyncpipe.runtime.plan import Plan, TensorSpec
 from asyncpipe.runtime.schedules import make_schedule
 from asyncpipe.runtime.training.facts import replicas_warning
+from asyncpipe.runtime.training.replicas import check_ranks
 from asyncpipe.runtime.training.resolve import (
     batch_identity,
     check_devices,
-    check_ranks,
     gpu_of_rank,
     resolve,
     sized_plan,
@@ -255,7 +255,7 @@ def test_a_wrong_number_of_ranks_is_refused(text: Plan) -> None:
     with pytest.raises(AsyncPipeError) as error:
         check_ranks(text, pipelined, 6)
     assert "the plan has 2 stages, 6 ranks were started." in message(error)
-    assert "Use 2 ranks, or partition again: asyncpipe-partition" in message(error)
+    assert "Use 2 ranks, or --replicas 3, or partition again: asyncpipe-partition" in message(error)
     assert "--stages 6" in message(error)
     with pytest.raises(AsyncPipeError, match="1 rank was started"):
         check_ranks(text, pipelined, 1)

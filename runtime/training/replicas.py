@@ -1,0 +1,97 @@
+"""Settings, a plan and the ranks that were started -> the number of replicas, or why it is wrong.
+
+A replica is the whole pipeline once more, with micro-batches of its own. `ddp` is replicas of a
+pipeline of one rank, which has all stages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..errors import PlanError
+from ..plan import Plan
+from ..schedule import Schedule
+from .settings import DDP, Settings, SettingsError
+
+
+def in_words(replicas: int) -> str:
+    """`1 replica` or `2 replicas`."""
+    return f"{replicas} replica{'s' if replicas > 1 else ''}"
+
+
+def with_replicas(settings: Settings, plan: Plan) -> Settings:
+    """The settings with a number of replicas; `ddp` becomes so many of `single`, which share the
+    micro-batches out evenly.
+
+    Raises SettingsError where they cannot, and for replicas of an asynchronous schedule.
+    """
+    replicas = settings.replicas or 1
+    if settings.is_async and replicas > 1:
+        raise SettingsError(
+            f"--replicas {replicas}, but under {settings.schedule} stages step without waiting for "
+            "others, and replicas wait for each other at every step.",
+            "Choose --schedule 1f1b or auto, or leave --replicas out.",
+        )
+    if settings.check_replicas and settings.schedule != DDP and replicas == 1:
+        raise SettingsError(
+            f"--check-replicas {settings.check_replicas}, but there is 1 replica.",
+            "--replicas 2, or leave it out.",
+        )
+    if settings.schedule != DDP:
+        return replace(settings, replicas=replicas)
+    if settings.ranks not in (None, 1):
+        raise SettingsError(
+            f"--ranks {settings.ranks}, but under ddp each process has all stages.",
+            f"--replicas {settings.ranks}",
+        )
+    replicas = settings.replicas or len(set(plan.device_of_stage))
+    total = settings.micro_batches
+    if total is None and settings.global_batch_size and settings.micro_batch_size:
+        total = -(-settings.global_batch_size // settings.micro_batch_size)
+    total = total or -(-8 // replicas) * replicas
+    if total % replicas:
+        near = [str(n) for n in (total // replicas * replicas, -(-total // replicas) * replicas)]
+        raise SettingsError(
+            f"{total} micro-batches cannot be shared out evenly among {replicas} processes.",
+            f"--micro-batches {' or '.join(n for n in near if n != '0')}",
+        )
+    return replace(
+        settings, schedule="single", ranks=None, replicas=replicas, micro_batches=total // replicas
+    )
+
+
+def check_ranks(plan: Plan, schedule: Schedule, started: int, replicas: int = 1) -> None:
+    """Raises PlanError unless the number of started ranks is the one that the schedule needs."""
+    stages, in_pipeline = len(plan.stages), len(schedule.ranks)
+    wanted = in_pipeline * replicas
+    if started == wanted:
+        return
+    if schedule.name == "single" and replicas == 1:
+        raise PlanError(
+            f"--schedule single runs all {stages} stages in 1 process, {started} ranks were "
+            "started.",
+            "Start it without a launcher, or choose --schedule 1f1b, or ddp.",
+        )
+    were = "1 rank was" if started == 1 else f"{started} ranks were"
+    on = f" on {in_pipeline} ranks under {schedule.name}" if in_pipeline != stages else ""
+    times = f" × {in_words(replicas)} = {wanted} ranks" if replicas > 1 else ""
+    ways = [f"Use {wanted} ranks"]
+    if started % in_pipeline == 0 and started > in_pipeline:
+        ways.append(f"--replicas {started // in_pipeline}")
+    elif replicas > 1:
+        ways.append(f"another multiple of {in_pipeline} with --replicas")
+    if started > 1 and replicas == 1:
+        again = f"asyncpipe-partition --model {plan.model} --stages {started}"
+        ways.append(f"partition again: {again}")
+    elif started == 1:
+        ways.append("--schedule single")
+    raise PlanError(
+        f"the plan has {stages} stages{on}{times}, {were} started.", f"{', or '.join(ways)}."
+    )
+
+
+def as_started(settings: Settings, started: int) -> Settings:
+    """The settings for so many started ranks: as many replicas of `ddp`, if none were asked for."""
+    if settings.schedule != DDP or settings.replicas is not None:
+        return settings
+    return replace(settings, replicas=started)
