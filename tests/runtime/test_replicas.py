@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from asyncpipe.tests.runtime.silent_reporter import FACTORY, events_of
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("generated")
     write_mlp(folder / "mlp")
+    write_mlp(folder / "mlp4", stages=4)
     write_text(folder / "text")
     (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 100)
     return folder
@@ -57,3 +59,73 @@ def test_two_pipelines_train_as_one_with_twice_the_micro_batches(
         folders / "text", tmp_path / "two", replicas=2, check_replicas=1, trace="1", **given
     )
     assert_same_training(one, two, PlainText())
+    assert (two / "schedule.txt").is_file() and not (two / "ranks").exists()
+    (facts,) = events_of(two, "start")
+    assert facts["ranks"].startswith("4 processes, 2 replicas of 2 · shm (one host)")
+    assert facts["batch"] == "8 sequences per step = 2 micro-batches × 2 sequences × 2 replicas"
+    assert "averaged over 2 replicas" in facts["algorithm"]
+    (end,) = events_of(two, "end")
+    assert len(end["idle_parts_by_rank"]) == 4
+    trace = json.loads((two / "trace.json").read_text())
+    assert {event["pid"] for event in trace["traceEvents"]} == {0, 1, 2, 3}
+
+
+def test_ddp_deals_out_the_micro_batches_of_a_step_and_the_last_may_be_smaller(
+    folders: Path, tmp_path: Path
+) -> None:
+    given = {"micro_batches": None, "global_batch_size": 14, "micro_batch_size": 4, "clip": 0.0}
+    one = train(folders / "mlp", tmp_path / "one", schedule="single", **given)
+    two = train(folders / "mlp", tmp_path / "two", schedule="ddp", **given)
+    assert_same_training(one, two, PlainMlp())
+    (facts,) = events_of(two, "start")
+    assert facts["batch"] == (
+        "14 samples per step = 2 micro-batches × 4 samples × 2 replicas - 2 in the last "
+        "micro-batch of the last"
+    )
+
+
+@pytest.mark.slow
+def test_several_stages_a_rank_and_backwards_in_two_parts_do_the_same(
+    folders: Path, tmp_path: Path
+) -> None:
+    one = train(folders / "mlp4", tmp_path / "one", schedule="single", micro_batches=8)
+    two = train(
+        folders / "mlp4",
+        tmp_path / "two",
+        schedule="zb-v",
+        ranks=2,
+        replicas=2,
+        micro_batches=4,
+        recompute="all",
+        transport="gloo",
+        clip=0.1,
+    )
+    again = train(
+        folders / "mlp4", tmp_path / "three", schedule="single", micro_batches=8, clip=0.1
+    )
+    assert_same_training(again, two, PlainMlp())
+    assert events_of(one, "step")[-1]["loss"] != events_of(two, "step")[-1]["loss"]
+
+
+@pytest.mark.slow
+def test_a_schedule_computed_from_measured_costs_is_the_same_in_all_replicas(
+    folders: Path, tmp_path: Path
+) -> None:
+    given = {"steps": 14, "micro_batches": 4}
+    two = train(folders / "mlp4", tmp_path / "two", schedule="auto", ranks=2, replicas=2, **given)
+    one = train(folders / "mlp4", tmp_path / "one", schedule="single", steps=14, micro_batches=8)
+    assert_same_training(one, two, PlainMlp())
+    assert any("computed from what steps" in note for _, note in events_of(two, "note"))
+
+
+@pytest.mark.slow
+def test_replicas_leave_out_a_step_that_overflows_together(folders: Path, tmp_path: Path) -> None:
+    given = {"precision": "float16", "dtype": "float32", "loss_scale": 2.0**40, "steps": 26}
+    two = train(folders / "mlp", tmp_path / "two", replicas=2, check_replicas=5, **given)
+    one = train(folders / "mlp", tmp_path / "one", schedule="single", micro_batches=4, **given)
+    for name in ("skipped", "loss_scale"):
+        expected = [line[name] for line in events_of(one, "step")]
+        assert [line[name] for line in events_of(two, "step")] == expected
+    losses = [[line["loss"] for line in events_of(run, "step")] for run in (one, two)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+    assert 0 < events_of(two, "step")[-1]["skipped"] < 26

@@ -1,0 +1,135 @@
+"""Buckets of gradients: summed over real processes, begun while the backward goes on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from asyncpipe.runtime.training.buckets import GradientSums, make_buckets
+from asyncpipe.runtime.training.clipping import Share
+from asyncpipe.tests.processes import run_processes
+
+WIDTH = 8
+LAYER_BYTES = WIDTH * WIDTH * 8
+
+
+def chain(layers: int = 4) -> nn.Sequential:
+    torch.manual_seed(3)
+    linear = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)]
+    return nn.Sequential(*linear).double()
+
+
+def inputs(replica: int) -> Tensor:
+    return torch.randn(5, WIDTH, dtype=torch.float64, generator=torch.manual_seed(replica))
+
+
+def gradients_of(model: nn.Module, replicas: int) -> list[Tensor]:
+    for replica in range(replicas):
+        model(inputs(replica)).square().sum().backward()
+    return [
+        parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None
+    ]
+
+
+def sum_chain(rank: int, is_expected: bool) -> dict[str, Any]:
+    model = chain()
+    begun: list[int] = []
+    moments: list[str] = []
+    plain = dist.all_reduce
+
+    def noted(tensor: Tensor, **options: Any) -> Any:
+        begun.append(tensor.numel())
+        moments.append("backward" if under_way else "after")
+        return plain(tensor, **options)
+
+    dist.all_reduce = noted
+    group = dist.group.WORLD
+    assert group is not None
+    share = Share(list(model.parameters()), [], [])
+    sums = GradientSums({0: share}, group, "ranks", bucket_bytes=2 * LAYER_BYTES)
+    (model(inputs(rank)).square().sum() / 2).backward()
+    assert not begun  # an earlier micro-batch of the window
+    if is_expected:
+        sums.expect(0)
+    under_way = True
+    (model(inputs(rank)).square().sum() / 2).backward()
+    under_way = False
+    sums.begin(0)
+    sums.finish(0)
+    grads = [parameter.grad for parameter in model.parameters()]
+    return {"moments": moments, "grads": grads, "numbers": begun}
+
+
+@pytest.mark.parametrize("is_expected", [True, False])
+def test_gradients_are_summed_and_their_buckets_begin_as_early_as_they_can(
+    is_expected: bool,
+) -> None:
+    ranks = run_processes(3, sum_chain, is_expected)
+    expected = gradients_of(chain(), 3)
+    for told in ranks:
+        assert told["moments"] == ["backward" if is_expected else "after"] * 2
+        assert told["numbers"] == [2 * WIDTH * WIDTH + 2] * 2
+        for found, first, grad in zip(told["grads"], ranks[0]["grads"], expected, strict=True):
+            torch.testing.assert_close(found, grad, rtol=1e-12, atol=1e-12)
+            assert torch.equal(found, first)
+
+
+def sum_partly(rank: int) -> list[Tensor | None]:
+    """The second layer has a gradient on rank 1 alone, the last on none."""
+    model = chain(3)
+    share = Share(list(model.parameters()), [], [])
+    group = dist.group.WORLD
+    assert group is not None
+    sums = GradientSums({0: share}, group, "ranks")
+    sums.expect(0)
+    hidden = model[0](inputs(rank))
+    (model[1](hidden) if rank else hidden).sum().backward()
+    sums.begin(0)
+    sums.finish(0)
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def test_a_gradient_that_no_replica_has_stays_none() -> None:
+    first, second = run_processes(2, sum_partly)
+    assert [grad is None for grad in first] == [False, False, True]
+    assert all(torch.equal(one, other) for one, other in zip(first[:2], second[:2], strict=True))
+    model = chain(3)
+    model[0](inputs(0)).sum().backward()
+    model[1](model[0](inputs(1))).sum().backward()
+    for found, parameter in zip(first[:2], list(model.parameters())[:2], strict=True):
+        torch.testing.assert_close(found, parameter.grad, rtol=1e-12, atol=1e-12)
+
+
+def sum_shared(rank: int) -> list[Tensor | None]:
+    model = chain(2)
+    own, shared = model.parameters()
+    group = dist.group.WORLD
+    assert group is not None
+    sums = GradientSums({0: Share([own], [shared], [shared])}, group, "ranks")
+    model(inputs(rank)).square().sum().backward()
+    sums.begin(0)
+    assert shared.grad is not None  # it is summed with the other stages' first
+    shared.grad = 2 * shared.grad
+    sums.finish(0)
+    return [own.grad, shared.grad]
+
+
+def test_a_parameter_of_several_stages_is_summed_after_they_have_exchanged_it() -> None:
+    expected = gradients_of(chain(2), 2)
+    for own, shared in run_processes(2, sum_shared):
+        torch.testing.assert_close(own, expected[0], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(shared, 2 * expected[1], rtol=1e-12, atol=1e-12)
+
+
+def test_buckets_hold_one_dtype_from_the_last_parameter_to_the_first() -> None:
+    model = chain(5)
+    model[2].float()
+    model[0].weight.requires_grad_(False)
+    buckets = make_buckets(list(model.parameters()), 2 * LAYER_BYTES)
+    layers = {id(layer.weight): index for index, layer in enumerate(model)}
+    found = [[layers[id(parameter)] for parameter in bucket.parameters] for bucket in buckets]
+    assert found == [[4, 3], [2], [1]]
