@@ -12,7 +12,7 @@ from asyncpipe.runtime.errors import AsyncPipeError
 from asyncpipe.runtime.plan import Plan, TensorSpec
 from asyncpipe.runtime.schedules import make_schedule
 from asyncpipe.runtime.training.facts import replicas_warning
-from asyncpipe.runtime.training.replicas import check_ranks
+from asyncpipe.runtime.training.replicas import as_started, check_ranks
 from asyncpipe.runtime.training.resolve import (
     batch_identity,
     check_devices,
@@ -151,6 +151,63 @@ def test_a_global_batch_with_another_number_of_micro_batches_has_no_answer(text:
     assert "--global-batch-size 24 or 48" in message(error)
 
 
+def test_replicas_multiply_the_micro_batches_of_a_step(text: Plan) -> None:
+    settings, task = resolve(Settings(folder="x", replicas=3, micro_batches=4), text)
+    assert batch_identity(settings, task) == (
+        "24 sequences per step = 4 micro-batches × 2 sequences × 3 replicas"
+    )
+    batch = StepBatch.of(settings)
+    assert [batch.first_of(1, replica) for replica in range(3)] == [12, 16, 20]
+    settings = resolved(text, replicas=2, global_batch_size=64, micro_batches=4)
+    assert settings.micro_batch_size == 8
+    settings, task = resolve(
+        Settings(folder="x", replicas=2, global_batch_size=30, micro_batch_size=8), text
+    )
+    assert settings.micro_batches == 2 and resolve(settings, text)[0] == settings
+    assert [StepBatch.of(settings).sizes_of(replica) for replica in (0, 1)] == [(8, 8), (8, 6)]
+    assert batch_identity(settings, task) == (
+        "30 sequences per step = 2 micro-batches × 8 sequences × 2 replicas - 2 in the last "
+        "micro-batch of the last"
+    )
+
+
+def test_a_batch_that_does_not_fit_the_replicas_names_its_neighbours(text: Plan) -> None:
+    with pytest.raises(SettingsError) as error:
+        resolved(text, replicas=3, global_batch_size=40, micro_batches=4)
+    assert "with 4 micro-batches and 3 replicas (40 / 12 = 3.33333)" in message(error)
+    assert "--global-batch-size 36 or 48" in message(error)
+    with pytest.raises(SettingsError) as error:
+        resolved(text, replicas=2, global_batch_size=20, micro_batch_size=8)
+    assert "with 1 micro-batches of 8 and 2 replicas" in message(error)
+    assert "--global-batch-size 16 or 32" in message(error)
+
+
+def test_ddp_is_replicas_of_single_that_share_the_micro_batches(text: Plan) -> None:
+    settings = resolved(text, schedule="ddp", micro_batches=8)
+    assert (settings.schedule, settings.replicas, settings.micro_batches) == ("single", 2, 4)
+    assert resolve(settings, text)[0] == settings
+    assert resolved(text, schedule="ddp", replicas=3).micro_batches == 3
+    uneven = resolved(text, schedule="ddp", global_batch_size=30, micro_batch_size=8)
+    assert (uneven.micro_batches, uneven.global_batch_size) == (2, 30)
+    with pytest.raises(SettingsError) as error:
+        resolved(text, schedule="ddp", replicas=3, micro_batches=8)
+    assert message(error) == (
+        "8 micro-batches cannot be shared out evenly among 3 processes.\n--micro-batches 6 or 9"
+    )
+    with pytest.raises(SettingsError, match="under ddp each process has all stages"):
+        resolved(text, schedule="ddp", ranks=2)
+    assert as_started(Settings(folder="x", schedule="ddp"), 4).replicas == 4
+    assert as_started(Settings(folder="x", schedule="ddp", replicas=2), 4).replicas == 2
+
+
+def test_replicas_that_cannot_be_are_refused(text: Plan) -> None:
+    with pytest.raises(SettingsError, match="replicas wait for each other at every step"):
+        resolved(text, schedule="async-1f1b", replicas=2)
+    with pytest.raises(SettingsError, match="--check-replicas 5, but there is 1 replica"):
+        resolved(text, check_replicas=5)
+    assert resolved(text, schedule="ddp", check_replicas=5).check_replicas == 5
+
+
 def test_a_plan_for_one_batch_size_has_no_smaller_last_micro_batch(text: Plan) -> None:
     inputs = tuple(replace(spec, shape=(2, *spec.shape[1:])) for spec in text.inputs)
     with pytest.raises(SettingsError) as error:
@@ -257,6 +314,14 @@ def test_a_wrong_number_of_ranks_is_refused(text: Plan) -> None:
     assert "the plan has 2 stages, 6 ranks were started." in message(error)
     assert "Use 2 ranks, or --replicas 3, or partition again: asyncpipe-partition" in message(error)
     assert "--stages 6" in message(error)
+    check_ranks(text, pipelined, 6, replicas=3)
+    check_ranks(text, single, 3, replicas=3)
+    with pytest.raises(AsyncPipeError) as error:
+        check_ranks(text, pipelined, 7, replicas=2)
+    assert message(error) == (
+        "the plan has 2 stages × 2 replicas = 4 ranks, 7 ranks were started.\n"
+        "Use 4 ranks, or another multiple of 2 with --replicas."
+    )
     with pytest.raises(AsyncPipeError, match="1 rank was started"):
         check_ranks(text, pipelined, 1)
     with pytest.raises(AsyncPipeError, match="in 1 process, 2 ranks were started"):
@@ -296,6 +361,7 @@ def test_stages_that_the_plan_has_on_one_rank_share_its_gpu(mlp: Plan) -> None:
     assert gpu_of_rank(on_ranks(mlp, (0, 1), (2, 3)), 2) == (0, 1)
     assert gpu_of_rank(mlp, 2) == (0, 1)
     assert gpu_of_rank(mlp, 5, 2) == (0, 0, 1, 1, 2)
+    assert gpu_of_rank(mixed, 6) == (0, 1, 0, 2, 3, 2)  # two replicas
 
 
 def test_a_plan_with_replicas_says_that_one_of_each_stage_is_trained(mlp: Plan) -> None:

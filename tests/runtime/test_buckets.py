@@ -1,4 +1,4 @@
-"""Buckets of gradients: summed over real processes, begun while the backward goes on."""
+"""Gradients summed over real processes while a backward goes on, and weights compared."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ from torch import Tensor, nn
 
 from asyncpipe.runtime.training.buckets import GradientSums, make_buckets
 from asyncpipe.runtime.training.clipping import Share
+from asyncpipe.runtime.training.equality import Equality
+from asyncpipe.runtime.training.launchers import Place
+from asyncpipe.runtime.training.settings import Settings
+from asyncpipe.runtime.training.world import World
 from asyncpipe.tests.processes import run_processes
 
 WIDTH = 8
@@ -123,6 +127,30 @@ def test_a_parameter_of_several_stages_is_summed_after_they_have_exchanged_it() 
     for own, shared in run_processes(2, sum_shared):
         torch.testing.assert_close(own, expected[0], rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(shared, 2 * expected[1], rtol=1e-12, atol=1e-12)
+
+
+def compare(rank: int, what: str) -> str:
+    """Rank 1 of two replicas changes a weight, or what batch norm has seen of its data."""
+    world = World(Place(rank, 2, rank, 2), dist.group.WORLD, replicas=2, copies=dist.group.WORLD)
+    module = nn.Sequential(*chain(2), nn.BatchNorm1d(WIDTH))
+    if rank == 1 and what == "start":
+        module[2].running_mean.add_(1)
+    equality = Equality({3: module}, Settings(folder="x", check_replicas=5), world)
+    module[2].running_mean.add_(rank)
+    if rank == 1 and what == "weight":
+        with torch.no_grad():
+            module[1].weight[0, 0] += 1e-15
+    equality.check(4)
+    equality.check(5)
+    return "equal"
+
+
+def test_replicas_that_differ_are_named_with_the_parameter() -> None:
+    assert run_processes(2, compare, "nothing") == ["equal", "equal"]
+    for error in run_processes(2, compare, "weight"):
+        assert "ranks 0 and 1 are replicas, but differ in 1.weight of stage 3 after step 5" in error
+    for error in run_processes(2, compare, "start"):
+        assert "differ in 2.running_mean of stage 3 at the start" in error
 
 
 def test_buckets_hold_one_dtype_from_the_last_parameter_to_the_first() -> None:
