@@ -39,8 +39,8 @@ def forecast_run(
 ) -> Forecast | None:
     """The simulated step, at the plan's costs scaled to the run's sizes; None without costs.
 
-    Ranks share the cores when they compute on CPUs. `optimizer_ms` are milliseconds of each
-    stage's optimizer, which a plan does not know; without them its steps are free.
+    Ranks, and replicas, share the cores when they compute on CPUs. `optimizer_ms` are milliseconds
+    of each stage's optimizer, which a plan does not know; without them its steps are free.
     """
     if not all(stage.forward_ms > 0 for stage in plan.stages):
         return None
@@ -59,7 +59,7 @@ def forecast_run(
         replace(plan, stages=stages),
         schedule.compute if schedule.synchronous else settings.schedule,
         settings.micro_batches or 1,
-        processors=cores if settings.device == "cpu" else None,
+        processors=max(1, cores // (settings.replicas or 1)) if settings.device == "cpu" else None,
         steps=min(settings.steps, 8),
         step_ms=optimizer_ms,
     )

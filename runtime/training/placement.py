@@ -24,6 +24,8 @@ def describe_ranks(grid: Grid, transport: Choice, machine: Machine) -> str:
     hosts = dict.fromkeys(machine.host_of_rank)
     several = len(hosts) > 1
     whole = f", {grid.replicas} replicas of {grid.ranks}" if grid.replicas > 1 else ""
+    if grid.ranks == 1:
+        whole = ", all stages in each"
     head = f"{ranks} processes{whole}" + (f" on {len(hosts)} hosts" if several else "")
     if machine.launcher:
         head += f" by {machine.launcher}"

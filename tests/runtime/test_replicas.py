@@ -78,6 +78,7 @@ def test_ddp_deals_out_the_micro_batches_of_a_step_and_the_last_may_be_smaller(
     two = train(folders / "mlp", tmp_path / "two", schedule="ddp", **given)
     assert_same_training(one, two, PlainMlp())
     (facts,) = events_of(two, "start")
+    assert facts["ranks"].startswith("2 processes, all stages in each · local (one process)")
     assert facts["batch"] == (
         "14 samples per step = 2 micro-batches × 4 samples × 2 replicas - 2 in the last "
         "micro-batch of the last"

@@ -179,6 +179,17 @@ def test_a_killed_rank_ends_all_and_is_named(folders: Path, tmp_path: Path) -> N
     assert_gone(ranks)
 
 
+def test_a_killed_rank_is_named_with_its_replica(folders: Path, tmp_path: Path) -> None:
+    given = options(folders / "slow", tmp_path / "run", steps=1000, replicas=2)
+    process = start(given)
+    ranks = ranks_of(process, 4, tmp_path / "run")
+    os.kill(ranks[3], signal.SIGKILL)
+    code, _, error = finish(process)
+    assert code == 1
+    assert "rank 3 (stage 1 of replica 1) was killed by SIGKILL at step" in error
+    assert_gone(ranks)
+
+
 def test_a_failing_rank_ends_all_and_its_sentence_is_shown(folders: Path, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(FAILING)
     given = options(
