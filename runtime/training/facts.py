@@ -112,21 +112,22 @@ def announce(
         reporter.on_warning(few)
     if other := precision_warning(settings, plan):
         reporter.on_warning(other)
-    if copies := replicas_warning(plan):
+    if copies := replicas_warning(plan, settings.replicas or 1):
         reporter.on_warning(copies)
     if misplaced := placement_warning(plan, machine):
         reporter.on_warning(misplaced)
 
 
-def replicas_warning(plan: Plan) -> str:
-    """Of a plan that has stages on several ranks; "" if it has none."""
-    replicated = [stage for stage in plan.stages if len(stage.ranks) > 1]
+def replicas_warning(plan: Plan, replicas: int) -> str:
+    """Of a plan that has stages on several ranks, as a run of whole pipelines has not; "" if it
+    has none."""
+    replicated = [stage for stage in plan.stages if len(stage.ranks) not in (1, replicas)]
     if not replicated:
         return ""
     stages = ", ".join(f"stage {stage.index} on {len(stage.ranks)} ranks" for stage in replicated)
     return (
-        f"the plan has {stages}, but training runs one replica of each stage, so a step takes "
-        "longer than planned."
+        f"the plan has {stages}, but training runs {in_words(replicas)} of each stage, so a step "
+        "takes longer than planned."
     )
 
 

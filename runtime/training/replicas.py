@@ -19,13 +19,21 @@ def in_words(replicas: int) -> str:
     return f"{replicas} replica{'s' if replicas > 1 else ''}"
 
 
+def planned_replicas(plan: Plan) -> int:
+    """The whole pipelines that the plan has side by side; 1 where single stages are on several
+    ranks."""
+    counts = {len(stage.ranks) for stage in plan.stages}
+    return counts.pop() if len(counts) == 1 else 1
+
+
 def with_replicas(settings: Settings, plan: Plan) -> Settings:
-    """The settings with a number of replicas; `ddp` becomes so many of `single`, which share the
-    micro-batches out evenly.
+    """The settings with a number of replicas, by default the plan's; `ddp` becomes so many of
+    `single`, which share the micro-batches out evenly.
 
     Raises SettingsError where they cannot, and for replicas of an asynchronous schedule.
     """
-    replicas = settings.replicas or 1
+    has_none = settings.is_async or settings.schedule == "single"
+    replicas = settings.replicas or (1 if has_none else planned_replicas(plan))
     if settings.is_async and replicas > 1:
         raise SettingsError(
             f"--replicas {replicas}, but under {settings.schedule} stages step without waiting for "
@@ -44,7 +52,7 @@ def with_replicas(settings: Settings, plan: Plan) -> Settings:
             f"--ranks {settings.ranks}, but under ddp each process has all stages.",
             f"--replicas {settings.ranks}",
         )
-    replicas = settings.replicas or len(set(plan.device_of_stage))
+    replicas = settings.replicas or len(plan.stages_of_rank)
     total = settings.micro_batches
     if total is None and settings.global_batch_size and settings.micro_batch_size:
         total = -(-settings.global_batch_size // settings.micro_batch_size)
@@ -76,7 +84,7 @@ def check_ranks(plan: Plan, schedule: Schedule, started: int, replicas: int = 1)
     on = f" on {in_pipeline} ranks under {schedule.name}" if in_pipeline != stages else ""
     times = f" × {in_words(replicas)} = {wanted} ranks" if replicas > 1 else ""
     ways = [f"Use {wanted} ranks"]
-    if started % in_pipeline == 0 and started > in_pipeline:
+    if started % in_pipeline == 0:
         ways.append(f"--replicas {started // in_pipeline}")
     elif replicas > 1:
         ways.append(f"another multiple of {in_pipeline} with --replicas")

@@ -82,14 +82,14 @@ class Settings:
 
     `schedule` is a name or a text file, whose path has a slash or ends in .txt; `ranks` share the
     stages, by default as many as the schedule or the plan has, and there are `replicas` of the
-    whole pipeline. `micro_batches` is the number of micro-batches of one optimizer step in each
-    replica, under every schedule (8, or what `global_batch_size` and `micro_batch_size` make it);
-    under `ddp`, until it is resolved to replicas of `single`, that of all together. Once resolved,
-    `global_batch_size` is there only where the last micro-batch is smaller than the others. `clip`
-    bounds the gradient norm over all stages (of each stage, when asynchronous); 0 is off. Weights
-    are of `dtype`; forwards compute under autocast to `precision`, unless it is "full".
-    `loss_scale` is the first one (2**16 in float16). Boundary tensors that are wider are cast to
-    `boundary_dtype` between ranks.
+    whole pipeline, by default as many as the plan has side by side. `micro_batches` is the number
+    of micro-batches of one optimizer step in each replica, under every schedule (8, or what
+    `global_batch_size` and `micro_batch_size` make it); under `ddp`, until it is resolved to
+    replicas of `single`, that of all together. Once resolved, `global_batch_size` is there only
+    where the last micro-batch is smaller than the others. `clip` bounds the gradient norm over all
+    stages (of each stage, when asynchronous); 0 is off. Weights are of `dtype`; forwards compute
+    under autocast to `precision`, unless it is "full". `loss_scale` is the first one (2**16 in
+    float16). Boundary tensors that are wider are cast to `boundary_dtype` between ranks.
     """
 
     folder: str

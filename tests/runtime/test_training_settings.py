@@ -365,6 +365,18 @@ def test_stages_that_the_plan_has_on_one_rank_share_its_gpu(mlp: Plan) -> None:
 
 
 def test_a_plan_with_replicas_says_that_one_of_each_stage_is_trained(mlp: Plan) -> None:
-    warning = replicas_warning(on_ranks(mlp, (0, 1, 2), (3,)))
-    assert "the plan has stage 0 on 3 ranks, but training runs one replica" in warning
-    assert replicas_warning(on_ranks(mlp, (0,), (1,), (0,))) == ""
+    uneven = on_ranks(mlp, (0, 1, 2), (3,))
+    warning = replicas_warning(uneven, resolved(uneven).replicas or 0)
+    assert "the plan has stage 0 on 3 ranks, but training runs 1 replica of each" in warning
+    assert replicas_warning(on_ranks(mlp, (0,), (1,), (0,)), 1) == ""
+
+
+def test_a_plan_of_whole_pipelines_side_by_side_is_followed(mlp: Plan) -> None:
+    side_by_side = on_ranks(mlp, (0, 2), (1, 3))
+    assert resolved(side_by_side).replicas == 2
+    assert resolved(side_by_side, replicas=1).replicas == 1
+    assert resolved(side_by_side, schedule="single").replicas == 1
+    assert resolved(side_by_side, schedule="async-1f1b").replicas == 1
+    assert resolved(side_by_side, schedule="ddp").replicas == 4
+    assert replicas_warning(side_by_side, 2) == ""
+    assert "runs 1 replica of each stage" in replicas_warning(side_by_side, 1)
