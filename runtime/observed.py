@@ -9,6 +9,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from .activity import Activities, Activity, Kind, Message
+from .errors import TransportError
 from .report import Observer
 from .schedule import Action
 from .transports.protocol import Channel, Handle, Transport
@@ -52,6 +53,7 @@ class ObservedTransport:
         self._transport = transport
         self._activities = activities
         self._first_rank = first_rank
+        self._numbered = _Numbered(first_rank)
         self._messages: dict[Channel, Message] = {}
 
     @property
@@ -63,19 +65,23 @@ class ObservedTransport:
         return self._transport.depth
 
     def send(self, channel: Channel, tensor: Tensor, index: int) -> None:
-        with self._activities.during(Activity("send", self._message(channel), index)):
+        sending = self._activities.during(Activity("send", self._message(channel), index))
+        with sending, self._numbered:
             self._transport.send(channel, tensor, index)
 
     def recv(self, channel: Channel, index: int) -> Handle:
-        return self._transport.recv(channel, index)
+        with self._numbered:
+            return self._transport.recv(channel, index)
 
     def wait(self, handle: Handle) -> Tensor:
         message = self._message(handle.channel)
-        with self._activities.during(Activity("receive", message, handle.index)):
+        receiving = self._activities.during(Activity("receive", message, handle.index))
+        with receiving, self._numbered:
             return self._transport.wait(handle)
 
     def wait_sent(self, channel: Channel, index: int) -> None:
-        with self._activities.during(Activity("taken", self._message(channel), index)):
+        waiting = self._activities.during(Activity("taken", self._message(channel), index))
+        with waiting, self._numbered:
             self._transport.wait_sent(channel, index)
 
     def close(self) -> None:
@@ -94,6 +100,22 @@ class ObservedTransport:
                 math.prod(channel.shape) * channel.dtype.itemsize,
             )
         return self._messages[channel]
+
+
+class _Numbered:
+    """Within, an error of the transport says where its ranks are counted from, if not from 0."""
+
+    __slots__ = ("_first_rank",)
+
+    def __init__(self, first_rank: int) -> None:
+        self._first_rank = first_rank
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if self._first_rank and isinstance(error, TransportError):
+            error.what += f" (ranks of one replica, counted from rank {self._first_rank})"
 
 
 def _kind(action: Action) -> Kind:

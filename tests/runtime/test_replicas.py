@@ -9,9 +9,16 @@ from typing import Any
 import pytest
 import torch
 
+from asyncpipe.runtime.activity import Activities
+from asyncpipe.runtime.errors import TransportError
+from asyncpipe.runtime.observed import ObservedTransport
 from asyncpipe.runtime.tensors import read_tensors
 from asyncpipe.runtime.training.launch import run
 from asyncpipe.runtime.training.settings import Settings
+from asyncpipe.runtime.transports import LocalHub, run_together
+from asyncpipe.runtime.transports.protocol import Channel, peer_is_gone
+from asyncpipe.tests.executor import Seen, lowered, make_pipeline, train_together
+from asyncpipe.tests.hand_plans import chain
 from asyncpipe.tests.runtime.handmade import PlainMlp, PlainText, write_mlp, write_text
 from asyncpipe.tests.runtime.silent_reporter import FACTORY, events_of
 
@@ -68,6 +75,64 @@ def test_two_pipelines_train_as_one_with_twice_the_micro_batches(
     assert len(end["idle_parts_by_rank"]) == 4
     trace = json.loads((two / "trace.json").read_text())
     assert {event["pid"] for event in trace["traceEvents"]} == {0, 1, 2, 3}
+
+
+def test_a_replica_draws_the_random_numbers_of_its_micro_batches_among_all() -> None:
+    model = chain(3, dropout=0.5)
+    whole = train_together(model, lowered(model, "1f1b", 4), seed=5)
+    schedule, samples = lowered(model, "1f1b", 2), model.plan.sizes["batch"]
+    total: dict[Any, torch.Tensor] = {}
+    for replica in range(2):
+        modules, hub = model.build(), LocalHub(3)
+        pipelines = [
+            make_pipeline(model, schedule, modules, hub.transport(rank), seed=5)
+            for rank in range(3)
+        ]
+        seen = Seen(modules=dict(enumerate(modules)))
+        options: dict[str, Any] = {
+            "first_micro_batch": 2 * replica,
+            "step_samples": 4 * samples,
+            "observer": seen,
+        }
+        run_together([each.steps(schedule, model.make_inputs, **options) for each in pipelines])
+        (gradients,) = seen.gradients.values()
+        for name, gradient in gradients.items():
+            total[name] = total.get(name, torch.zeros_like(gradient)) + gradient
+        for micro_batch, loss in seen.losses.items():
+            assert torch.equal(loss, whole.seen.losses[micro_batch])
+    (expected,) = whole.seen.gradients.values()
+    assert total.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(total[name], gradient)
+
+
+class Lost:
+    """A transport whose other ranks are gone."""
+
+    rank, depth = 0, 1
+
+    def send(self, channel: Channel, tensor: torch.Tensor, index: int) -> None:
+        raise peer_is_gone(channel.sending(index), channel.target_rank)
+
+    def recv(self, channel: Channel, index: int) -> Any:
+        raise NotImplementedError
+
+    wait = wait_sent = close = recv
+
+
+def test_ranks_are_counted_over_all_replicas_where_a_rank_is_told_of() -> None:
+    channel = Channel("activation", "h", 0, 1, 0, 1, 0, torch.float32, (2,))
+    activities = Activities()
+    with pytest.raises(TransportError) as error:
+        ObservedTransport(Lost(), activities, first_rank=4).send(channel, torch.zeros(2), 3)
+    assert error.value.what == (
+        'rank 0 waits for rank 1 to take the activation "h" of micro-batch 3, but rank 1 is gone '
+        "(ranks of one replica, counted from rank 4)"
+    )
+    assert activities.now[0].peer == 5  # by which the watchdog finds who is waited for
+    with pytest.raises(TransportError) as error:
+        ObservedTransport(Lost(), activities).send(channel, torch.zeros(2), 3)
+    assert error.value.what.endswith("but rank 1 is gone")
 
 
 def test_ddp_deals_out_the_micro_batches_of_a_step_and_the_last_may_be_smaller(
