@@ -66,6 +66,20 @@ def test_ranks_go_where_the_plan_has_them(folder: Path) -> None:
     assert "--distribution=block" in script and "HOSTFILE" not in script
 
 
+def test_replicas_ask_for_as_many_more(folder: Path) -> None:
+    script = checked(batch_script(Settings(folder=str(folder), replicas=3)))
+    assert (asked(script)["nodes"], asked(script)["ntasks"]) == ("1", "12")
+    assert "--replicas 3" in script
+    by_node = checked(batch_script(Settings(folder=str(folder), replicas=3, nodes=3)))
+    assert "ranks 0-3 on host 1, ranks 4-7 on host 2, ranks 8-11 on host 3" in by_node
+    plan = on_hosts(read_plan(folder), "h1", "h1", "h1", "h2")
+    script = checked(sbatch_script(Settings(folder="x", replicas=2), plan, 8))
+    hosts = ["ranks 0-2 on host 1", "rank 3 on host 2", "ranks 4-6 on host 3", "rank 7 on host 4"]
+    assert ", ".join(hosts) in script
+    ddp = batch_script(Settings(folder=str(folder), schedule="ddp", replicas=2))
+    assert asked(ddp)["ntasks"] == "2" and "--schedule ddp" in ddp
+
+
 def test_unequal_hosts_are_listed_by_rank(folder: Path) -> None:
     plan = on_hosts(read_plan(folder), "h1", "h2", "h2", "h1")
     script = checked(sbatch_script(Settings(folder="x"), plan, 4))
