@@ -170,6 +170,15 @@ def test_several_stages_a_rank_and_backwards_in_two_parts_do_the_same(
 
 
 @pytest.mark.slow
+def test_each_replica_has_its_own_part_of_an_mpi_world(folders: Path, tmp_path: Path) -> None:
+    one = train(folders / "mlp", tmp_path / "one", schedule="single", micro_batches=6)
+    three = train(folders / "mlp", tmp_path / "three", replicas=3, transport="mpi")
+    assert_same_training(one, three, PlainMlp())
+    (facts,) = events_of(three, "start")
+    assert facts["ranks"].startswith("6 processes, 3 replicas of 2 · mpi")
+
+
+@pytest.mark.slow
 def test_a_schedule_computed_from_measured_costs_is_the_same_in_all_replicas(
     folders: Path, tmp_path: Path
 ) -> None:
