@@ -94,7 +94,7 @@ class GradientSums:
 
     def finish(self, stage: int) -> None:
         """Waits until all the stage's gradients are sums, those of parameters that other stages
-        hold too among them, which nobody may have changed. Raises TransportError."""
+        hold too among them. Raises TransportError."""
         for bucket in self._shared[stage]:
             self._begin(bucket)
         for bucket in (*self._windows[stage].buckets, *self._shared[stage]):
