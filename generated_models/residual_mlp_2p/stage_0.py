@@ -7,7 +7,7 @@ graph      sha256:89b025153ac1, plan in plan.json
 modules    embed, blocks.0-1
 cost       forward 0.52 ms, backward 0.98 ms (49% of the pipeline), analytic on one cpu
            core
-memory     134.8 KiB parameters, 532.0 KiB activations per micro-batch, 2.8 MiB at peak
+memory     134.8 KiB parameters, 532.0 KiB activations per micro-batch, 2.3 MiB at peak
 receives   x  f32[batch, 16]  input of the model
 returns    embedded  f32[batch, 64]  to stage 1
            hidden    f32[batch, 64]  to stage 1

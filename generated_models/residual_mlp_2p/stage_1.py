@@ -7,7 +7,7 @@ graph      sha256:89b025153ac1, plan in plan.json
 modules    blocks.2-3, head
 cost       forward 0.54 ms, backward 1.02 ms (51% of the pipeline), analytic on one cpu
            core
-memory     131.5 KiB parameters, 580.0 KiB activations per micro-batch, 2.3 MiB at peak
+memory     131.5 KiB parameters, 580.0 KiB activations per micro-batch, 1.7 MiB at peak
 receives   embedded  f32[batch, 64]  from stage 0
            hidden    f32[batch, 64]  from stage 0
 returns    head  f32[batch, 4]  output of the model

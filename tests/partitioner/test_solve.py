@@ -196,9 +196,9 @@ def test_graph_plan_names_what_crosses_and_what_it_keeps():
     assert [crossing.name for crossing in plan.stages[0].sends] == ["n0"]
     assert plan.stages[0].sends[0].targets == (1, 2)
     assert plan.stages[2].activation_bytes == 8
-    # 3 micro-batches in flight save 7 each and what they send; one more was sent before, and
-    # the gradients of 4 are waited for; an operation needs 1.
-    in_flight = 3 * (7 + 1) + 1 + 4  # of three micro-batches, of which one is done at a step
+    # 3 micro-batches in flight save 7 each and what they send, and their gradients are waited for;
+    # one is done at a step, and an operation needs 1.
+    in_flight = 3 * (7 + 1 + 1)
     assert plan.stages[0].peak_bytes == int(4 * 100 + 3 * 100 + in_flight * 2 / 3)
     assert plan.device_of_stage == (0, 1, 2)
     assert plan.bottleneck_ms == 3 and plan.optimal

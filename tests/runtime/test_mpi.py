@@ -280,7 +280,7 @@ def test_training_under_mpirun_makes_the_losses_of_gloo(
     folder = folders / f"mlp{ranks}"
     code, out, error = finished(mpirun(ranks, folder, "--steps", 4, "--output", tmp_path / "mpi"))
     assert code == 0, error
-    assert f"{ranks} processes · mpi · " in out
+    assert f"{ranks} processes by mpirun · mpi · " in out
     gloo = Settings(
         folder=str(folder),
         steps=4,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -130,7 +131,8 @@ def test_the_script_trains(folder: Path, tmp_path: Path, hosts: str) -> None:
     tools = fake_slurm.install(tmp_path)
     environment = os.environ | fake_slurm.job(["localhost", "localhost2"], tasks_per_node=2)
     # Both hosts are this machine: the ranks see it by its one name.
-    environment |= {"PATH": f"{tools}:{os.environ['PATH']}"}
+    commands = Path(sys.executable).parent
+    environment |= {"PATH": f"{tools}:{commands}:{os.environ['PATH']}"}
     result = subprocess.run(
         ["bash", str(script)], cwd=tmp_path, env=environment, capture_output=True, text=True,
         timeout=120,
