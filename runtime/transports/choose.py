@@ -2,9 +2,10 @@
 
     one process                            local
     every rank on a GPU of its own         nccl
-    all ranks on one host                  shm
-    several hosts                          gloo
+    all ranks on one host, on CPUs         shm
+    several hosts, or ranks share GPUs     gloo
 
+CUDA IPC, which `shm` takes between GPUs, is not a default until it has been measured on some.
 `mpi` is taken when it is asked for: it carries tensors between hosts faster than gloo does, but
 only ranks that mpiexec started have it.
 """
@@ -74,9 +75,9 @@ def _fastest(where: Circumstances) -> Choice:
         return Choice("local", "one process")
     if where.own_gpus and where.has_nccl:
         return Choice("nccl", "a GPU each")
-    if where.apart:
-        return Choice("gloo", where.apart)
-    return Choice("shm", "GPUs of one host, by CUDA IPC" if where.on_gpus else "one host")
+    if where.on_gpus:
+        return Choice("gloo", where.apart or "GPUs of one host; CUDA IPC: --transport shm")
+    return Choice("gloo", where.apart) if where.apart else Choice("shm", "one host")
 
 
 def _refusal(asked: str, where: Circumstances) -> str:

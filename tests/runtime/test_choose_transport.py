@@ -36,8 +36,8 @@ SHARED_GPUS = replace(OWN_GPUS, own_gpus=False)
         (TWO_HOSTS, "gloo (ranks 0 and 2 are not on one host)"),
         (OWN_GPUS, "nccl (a GPU each)"),
         (replace(OWN_GPUS, apart=TWO_HOSTS.apart), "nccl (a GPU each)"),
-        (replace(OWN_GPUS, has_nccl=False), "shm (GPUs of one host, by CUDA IPC)"),
-        (SHARED_GPUS, "shm (GPUs of one host, by CUDA IPC)"),
+        (replace(OWN_GPUS, has_nccl=False), "gloo (GPUs of one host; CUDA IPC: --transport shm)"),
+        (SHARED_GPUS, "gloo (GPUs of one host; CUDA IPC: --transport shm)"),
     ],
 )
 def test_the_fastest_that_works_is_taken(where: Circumstances, chosen: str) -> None:
