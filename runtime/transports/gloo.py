@@ -15,7 +15,6 @@ Tensors on another device go through host memory.
 from __future__ import annotations
 
 import datetime
-from collections import defaultdict, deque
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from ..errors import TransportError
 from .protocol import DIRECTIONS, Channel, Handle, peer_is_gone, timed_out
+from .sends import Sends
 
 INDICES = 1024
 """Messages of one channel that may be told apart at a time: tags are `tag * INDICES + index`."""
@@ -67,13 +67,12 @@ class GlooTransport:
             )
             for direction in sorted(set(DIRECTIONS.values()))
         }
-        self._sends: dict[Channel, deque[tuple[int, dist.Work, Tensor]]] = defaultdict(deque)
+        # A tensor is kept here: gloo reads it until the peer has it.
+        self._sends: Sends[tuple[dist.Work, Tensor]] = Sends(self._finish_send)
 
     def send(self, channel: Channel, tensor: Tensor, index: int) -> None:
         channel.check(tensor, index)
-        under_way = self._sends[channel]
-        if len(under_way) >= self.depth:
-            self._finish_send(channel)
+        self._sends.make_room(channel, self.depth)
         host = tensor.detach().to("cpu").contiguous()
         try:
             work = dist.isend(
@@ -85,8 +84,7 @@ class GlooTransport:
         except RuntimeError as error:
             raise self._send_error(channel, index, error) from error
         assert work is not None
-        # The tensor is kept here: gloo reads it until the peer has it.
-        under_way.append((index, work, host))
+        self._sends.add(channel, index, (work, host))
 
     def recv(self, channel: Channel, index: int) -> GlooHandle:
         buffer = torch.empty(channel.shape, dtype=channel.dtype)
@@ -111,19 +109,14 @@ class GlooTransport:
         return handle.buffer.to(self._device)
 
     def wait_sent(self, channel: Channel, index: int) -> None:
-        under_way = self._sends[channel]
-        while under_way and under_way[0][0] <= index:
-            self._finish_send(channel)
+        self._sends.finish_until(channel, index)
 
     def close(self) -> None:
-        for channel, under_way in self._sends.items():
-            while under_way:
-                self._finish_send(channel)
+        self._sends.finish_all()
 
-    def _finish_send(self, channel: Channel) -> None:
-        index, work, _ = self._sends[channel].popleft()
+    def _finish_send(self, channel: Channel, index: int, sent: tuple[dist.Work, Tensor]) -> None:
         try:
-            work.wait(self._timeout)
+            sent[0].wait(self._timeout)
         except RuntimeError as error:
             raise self._send_error(channel, index, error) from error
 

@@ -13,7 +13,6 @@ import datetime
 import shutil
 import sys
 import time
-from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from ..errors import TransportError
 from .memory import find_memory
 from .progress import LONGEST_NAP_S, Message, Progress
 from .protocol import DIRECTIONS, Channel, Handle, peer_is_gone, timed_out
+from .sends import Sends
 
 INDICES = 1024
 """Messages of one channel that may be told apart at a time: tags are `tag * INDICES + index`."""
@@ -69,19 +69,16 @@ class MpiTransport:
         self._largest_tag = world.Get_attr(self._mpi.TAG_UB)
         self._worlds = {direction: world.Dup() for direction in sorted(set(DIRECTIONS.values()))}
         self._progress = Progress(self._mpi.Request.Testsome)
-        self._sends: dict[Channel, deque[tuple[int, Message]]] = defaultdict(deque)
+        self._sends: Sends[Message] = Sends(self._finish_send)
 
     def send(self, channel: Channel, tensor: Tensor, index: int) -> None:
         channel.check(tensor, index)
-        under_way = self._sends[channel]
-        while under_way and under_way[0][1].is_over:
-            under_way.popleft()
-        if len(under_way) >= self.depth:
-            self._finish_send(channel)
+        self._sends.forget(channel, lambda message: message.is_over)
+        self._sends.make_room(channel, self.depth)
         buffer, is_written = self._memory.outgoing(tensor)
         start = partial(self._world(channel).Isend, self._content(buffer), channel.target_rank)
         message = Message(buffer, partial(start, self._tag(channel, index)), is_written)
-        under_way.append((index, message))
+        self._sends.add(channel, index, message)
         with self._waiting(channel.sending(index), channel.target_rank):
             self._progress.add(message)
 
@@ -101,20 +98,15 @@ class MpiTransport:
         return self._memory.arrived(handle.message.buffer)
 
     def wait_sent(self, channel: Channel, index: int) -> None:
-        under_way = self._sends[channel]
-        while under_way and under_way[0][0] <= index:
-            self._finish_send(channel)
+        self._sends.finish_until(channel, index)
 
     def close(self) -> None:
-        for channel, under_way in self._sends.items():
-            while under_way:
-                self._finish_send(channel)
+        self._sends.finish_all()
         self._progress.close()
         for world in self._worlds.values():
             world.Free()
 
-    def _finish_send(self, channel: Channel) -> None:
-        index, message = self._sends[channel].popleft()
+    def _finish_send(self, channel: Channel, index: int, message: Message) -> None:
         with self._waiting(channel.sending(index), channel.target_rank):
             self._progress.wait(message, self._timeout_s)
 

@@ -27,6 +27,17 @@ CLASSES = 4
 VOCABULARY = 256
 POSITIONS = 64
 
+FAILING = """
+from torch.nn.functional import cross_entropy
+calls = 0
+def criterion(outputs, target):
+    global calls
+    calls += 1
+    if calls == 10:
+        raise ValueError("the tenth call fails")
+    return cross_entropy(outputs, target)
+"""
+
 
 class PlainMlp(nn.Module):
     """Four layers with tanh; the loss is a criterion's."""

@@ -27,22 +27,12 @@ from asyncpipe.runtime.transports.mpi import mpiexec
 from asyncpipe.tests import fake_slurm
 from asyncpipe.tests.generated import CASES, cut
 from asyncpipe.tests.hosts import Host, HostsError, cut_link, hosts
-from asyncpipe.tests.runtime.handmade import write_mlp
+from asyncpipe.tests.runtime.handmade import FAILING, write_mlp
 from asyncpipe.tests.runtime.silent_reporter import FACTORY, events_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 TRAIN = str(Path(sys.executable).parent / "asyncpipe-train")
-FAILING = """
-from torch.nn.functional import cross_entropy
-calls = 0
-def criterion(outputs, target):
-    global calls
-    calls += 1
-    if calls == 10:
-        raise ValueError("the tenth call fails")
-    return cross_entropy(outputs, target)
-"""
 
 
 @pytest.fixture(scope="module")

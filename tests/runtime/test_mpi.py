@@ -27,22 +27,12 @@ from asyncpipe.runtime.transports.mpi import (
     mpiexec,
 )
 from asyncpipe.tests.mpi_processes import run_mpi, stop
-from asyncpipe.tests.runtime.handmade import write_mlp
+from asyncpipe.tests.runtime.handmade import FAILING, write_mlp
 from asyncpipe.tests.runtime.silent_reporter import FACTORY
 
 HIDDEN = Channel("activation", "hidden", 0, 1, 0, 1, 0, torch.float32, (2, 3))
 BACK = replace(HIDDEN, kind="gradient", source=1, target=0, source_rank=1, target_rank=0, tag=1)
 LARGE = replace(HIDDEN, tag=2, shape=(4, 1024, 1024))
-FAILING = """
-from torch.nn.functional import cross_entropy
-calls = 0
-def criterion(outputs, target):
-    global calls
-    calls += 1
-    if calls == 10:
-        raise ValueError("the tenth call fails")
-    return cross_entropy(outputs, target)
-"""
 
 
 def sleep_outside_of_mpi(until: Path) -> bool:

@@ -17,7 +17,7 @@ from asyncpipe.runtime.errors import AsyncPipeError, TransportError
 from asyncpipe.runtime.training.failure import Failure, RankFolder, failure_of
 from asyncpipe.runtime.training.launch import run
 from asyncpipe.runtime.training.settings import Settings
-from asyncpipe.tests.runtime.handmade import write_mlp, write_text
+from asyncpipe.tests.runtime.handmade import FAILING, write_mlp, write_text
 from asyncpipe.tests.runtime.silent_reporter import FACTORY, events_of
 
 PROGRAM = """
@@ -32,16 +32,6 @@ except AsyncPipeError as error:
 except KeyboardInterrupt as interruption:
     print(interruption)
     sys.exit(130)
-"""
-FAILING = """
-from torch.nn.functional import cross_entropy
-calls = 0
-def criterion(outputs, target):
-    global calls
-    calls += 1
-    if calls == 10:
-        raise ValueError("the tenth call fails")
-    return cross_entropy(outputs, target)
 """
 
 
