@@ -67,7 +67,7 @@ def train() -> None:
     """Entry point of asyncpipe-train."""
     code = _run(train_app)
     if "torch.distributed" in sys.modules:  # else only --help, or a usage error
-        from .runtime.training.failure import end_process
+        from .runtime.launching.failure import end_process
 
         end_process(code)
     sys.exit(code)
@@ -248,11 +248,11 @@ def train_command(
         **{**(read_config(config) if config else {}), **given, "folder": str(folder)}
     )
     if settings.print_sbatch:
-        from .runtime.training.sbatch import batch_script
+        from .runtime.launching.sbatch import batch_script
 
         print(batch_script(settings), end="")
         return 0
-    from .runtime.training.launch import run, schedule_text
+    from .runtime.launching.launch import run, schedule_text
 
     if settings.print_schedule:
         print(schedule_text(settings), end="")

@@ -16,8 +16,8 @@ from .terminal import make_console
 if TYPE_CHECKING:
     from .runtime.idle import IdleSplit
     from .runtime.timeline import Timeline
-    from .runtime.training.metrics import EvalRecord, Reporter, StepRecord, Summary
     from .runtime.training.settings import Settings
+    from .runtime.watching.metrics import EvalRecord, Reporter, StepRecord, Summary
 
 _WIDTH = 72
 """Columns of the longer of two timelines."""

@@ -22,10 +22,10 @@ from typing import Any
 from machine import write_result
 
 from asyncpipe.runtime.activity import Activities, Activity, Message
+from asyncpipe.runtime.launching.world import World
 from asyncpipe.runtime.schedule import Action
 from asyncpipe.runtime.training.settings import Settings
-from asyncpipe.runtime.training.watchdog import Watchdog
-from asyncpipe.runtime.training.world import World
+from asyncpipe.runtime.watching.watchdog import Watchdog
 
 ACTION = Action(1, "F", 3, version=1)
 MESSAGE = Message("activation", "hidden", 0, 1, 0, 1, 4)

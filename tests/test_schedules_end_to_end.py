@@ -12,12 +12,12 @@ import pytest
 import asyncpipe
 from asyncpipe.partitioner.models import load_model
 from asyncpipe.runtime.errors import AsyncPipeError, ScheduleError
+from asyncpipe.runtime.launching.launch import run, schedule_text
+from asyncpipe.runtime.launching.world import World
 from asyncpipe.runtime.plan import Plan, RankSpec, read_plan
 from asyncpipe.runtime.schedule import one_step
 from asyncpipe.runtime.schedule_text import from_text
 from asyncpipe.runtime.simulate import Costs
-from asyncpipe.runtime.training.gather import RankFigures
-from asyncpipe.runtime.training.launch import run, schedule_text
 from asyncpipe.runtime.training.remeasure import (
     Remeasuring,
     costs_of_steps,
@@ -26,7 +26,7 @@ from asyncpipe.runtime.training.remeasure import (
 )
 from asyncpipe.runtime.training.segments import make_segment
 from asyncpipe.runtime.training.settings import Settings, SettingsError
-from asyncpipe.runtime.training.world import World
+from asyncpipe.runtime.watching.gather import RankFigures
 from asyncpipe.tests.runtime.silent_reporter import FACTORY, events_of
 
 

@@ -8,11 +8,11 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from ..data.tokens import Tokens
 from ..errors import DataError
 from ..plan import Plan
 from .order import seeded_generator
 from .task import TARGET, Task
+from .tokens import Tokens
 
 EVALUATION_SHARE = 0.05
 IGNORED = -100

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..data.corpora import iterate_text, read_corpus
 from ..errors import DataError
+from .corpora import iterate_text, read_corpus
 
 Ids = NDArray[np.unsignedinteger[Any]]
 BYTES = "bytes"

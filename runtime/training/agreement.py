@@ -12,8 +12,8 @@ import struct
 
 from ..data.order import Order
 from ..errors import DataError
+from ..launching.world import World
 from .sources import Data
-from .world import World
 
 _NOTHING = bytes(32)
 

@@ -8,17 +8,17 @@ from pathlib import Path
 from torch import nn
 
 from ..activity import Activities, Activity
+from ..launching.world import World
 from ..loading import load_unused
 from ..plan import Plan
 from ..schedule import Schedule
+from ..watching.idleness import simulated_step, split_of_run
+from ..watching.metrics import EvalRecord, MetricsFile, Summary
+from ..watching.tracing import Tracing
+from ..watching.watch import Watch
 from .export import copy_configuration, write_weights
 from .facts import forecast_run
-from .idleness import simulated_step, split_of_run
-from .metrics import EvalRecord, MetricsFile, Summary
 from .settings import Settings
-from .tracing import Tracing
-from .watch import Watch
-from .world import World
 
 
 def save_weights(

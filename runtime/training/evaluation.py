@@ -9,14 +9,14 @@ from torch import Tensor
 from ..activity import Activities, Activity
 from ..channels import forward_edges
 from ..data.task import Task
+from ..launching.world import World
 from ..lowering import lower
 from ..observed import ActionObserver
 from ..pipeline import Pipeline
 from ..plan import Plan
 from ..schedule import Action, Kind, Schedule, one_step
-from .metrics import EvalRecord
+from ..watching.metrics import EvalRecord
 from .sources import MicroBatches
-from .world import World
 
 
 class Evaluation:

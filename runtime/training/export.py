@@ -9,9 +9,9 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from ..errors import DataError
+from ..launching.world import World
 from ..plan import Plan
 from ..tensors import tensor_bytes, write_index, write_shard
-from .world import World
 
 HF_FILES = "hf"
 """In a generated folder: the configuration of the transformers model that it was made from."""

@@ -10,19 +10,19 @@ from pathlib import Path
 from ..boundary_dtypes import BoundaryDtypes
 from ..data.task import TARGET, Task
 from ..forecast import Forecast, few_micro_batches_warning, forecast_step
+from ..launching.placement import describe_placement, describe_ranks, placement_warning
+from ..launching.seats import Machine
 from ..pipeline import needed_inputs
 from ..plan import Plan
+from ..replication.grid import grid_of
+from ..replication.replicas import in_words
 from ..schedule import Schedule
 from ..schedules import AUTO
 from ..transports.choose import Choice
-from .grid import grid_of
+from ..watching.metrics import Reporter
 from .half import describe_memory, describe_precision, precision_warning
-from .metrics import Reporter
-from .placement import describe_placement, describe_ranks, placement_warning
 from .remeasure import when_measured
-from .replicas import in_words
 from .resolve import batch_identity
-from .seats import Machine
 from .segments import longest_segment
 from .settings import Settings
 from .sources import Data

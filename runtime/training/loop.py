@@ -16,25 +16,29 @@ from ..data.order import Order
 from ..data.task import Task
 from ..data.vocabulary import check_vocabulary
 from ..host_memory import keep_freed_memory
+from ..launching.world import World
 from ..loading import load_stage
 from ..observed import ObservedTransport, observed_feed
 from ..pipeline import Pipeline, needed_inputs
 from ..plan import Plan
+from ..replication.equality import Equality
 from ..schedule import Schedule
 from ..schedule_text import to_text
 from ..tensors import dtype_of
 from ..transports.choose import Choice
+from ..watching.debugger import wait_for_debugger
+from ..watching.gather import Gather, RankFigures
+from ..watching.metrics import EvalRecord, MetricsFile, Reporter
+from ..watching.tracing import Tracing
+from ..watching.watch import Watch
+from ..watching.watchdog import Watchdog
 from .agreement import Agreement
 from .criterion import find_criterion
-from .debugger import wait_for_debugger
 from .ending import save_weights, tell_end
-from .equality import Equality
 from .evaluation import Evaluation
 from .export import check_exportable
 from .facts import announce, describe_data, forecast_run
-from .gather import Gather, RankFigures
 from .half import find_boundary_dtypes, precision_of
-from .metrics import EvalRecord, MetricsFile, Reporter
 from .observer import Trainer
 from .remeasure import Remeasuring
 from .resolve import sized_plan
@@ -42,11 +46,7 @@ from .segments import make_segment, segments
 from .settings import Settings
 from .sources import Data, Feed, feed_nothing, open_data, prepare_data
 from .step_batch import StepBatch
-from .tracing import Tracing
 from .transport import agree_on_transport, group_of_gradients, make_transport
-from .watch import Watch
-from .watchdog import Watchdog
-from .world import World
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..activity import Activities, Activity
+from ..launching.world import World
 from ..observed import ActionObserver
 from ..plan import Plan
+from ..replication.buckets import GradientSums
 from ..schedule import Action
-from .buckets import GradientSums
+from ..watching.gather import RankFigures, figures_of
 from .clipping import (
     StepMessage,
     clip_factor,
@@ -27,12 +29,10 @@ from .clipping import (
     squared_norm,
 )
 from .finite import Finite
-from .gather import RankFigures, figures_of
 from .optimizers import StageOptimizer
 from .scaler import INITIAL, LossScale
 from .settings import Settings
 from .step_batch import StepBatch
-from .world import World
 
 
 class Trainer(ActionObserver):

@@ -19,15 +19,15 @@ from statistics import median
 
 from ..activity import COMPUTING
 from ..channels import forward_edges, gradient_edges, shared_stages
+from ..launching.world import World
 from ..plan import Plan
 from ..schedule import Action, Schedule, one_step
 from ..schedule_text import from_text, to_text
 from ..schedules import AUTO
 from ..simulate import Costs, simulate
-from .gather import RankFigures
+from ..watching.gather import RankFigures
 from .segments import fit, lowered
 from .settings import Settings
-from .world import World
 
 _WHOLE, _PARTED = range(2, 6), range(6, 8)
 _LAST = _PARTED[-1]

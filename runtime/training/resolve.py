@@ -12,9 +12,9 @@ from typing import Any
 from ..data.task import Task, find_task
 from ..errors import PlanError
 from ..plan import Plan
+from ..replication.replicas import in_words, with_replicas
 from .half import check_precision
 from .recompute import with_recompute
-from .replicas import in_words, with_replicas
 from .scaler import INITIAL
 from .settings import Settings, SettingsError
 from .step_batch import StepBatch

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from ..boundary_dtypes import AS_PLANNED
 from ..channels import plan_channels
+from ..launching.world import World
 from ..plan import Plan
 from ..schedule import Schedule
 from ..transports.choose import (
@@ -26,7 +27,6 @@ from ..transports.nccl import Lane, lanes_of
 from ..transports.protocol import Transport
 from .resolve import gpu_of_rank
 from .settings import Settings
-from .world import World
 
 
 def agree_on_transport(world: World, settings: Settings, device: str) -> Choice:

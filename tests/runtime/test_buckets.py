@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from asyncpipe.runtime.training.buckets import GradientSums, make_buckets
+from asyncpipe.runtime.launching.launchers import Place
+from asyncpipe.runtime.launching.world import World
+from asyncpipe.runtime.replication.buckets import GradientSums, make_buckets
+from asyncpipe.runtime.replication.equality import Equality
 from asyncpipe.runtime.training.clipping import Share
-from asyncpipe.runtime.training.equality import Equality
-from asyncpipe.runtime.training.launchers import Place
 from asyncpipe.runtime.training.settings import Settings
-from asyncpipe.runtime.training.world import World
 from asyncpipe.tests.processes import run_processes
 
 WIDTH = 8

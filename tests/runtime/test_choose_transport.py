@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from asyncpipe.runtime.errors import TransportError
+from asyncpipe.runtime.launching.world import ALONE, Place, World
 from asyncpipe.runtime.training.settings import CHOICES, Settings
 from asyncpipe.runtime.training.transport import agree_on_transport, expect_transport
-from asyncpipe.runtime.training.world import ALONE, Place, World
 from asyncpipe.runtime.transports.choose import (
     Circumstances,
     choose,

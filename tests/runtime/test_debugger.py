@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from asyncpipe.runtime.training.debugger import check_debugger
-from asyncpipe.runtime.training.launch import run
+from asyncpipe.runtime.launching.launch import run
 from asyncpipe.runtime.training.settings import Settings, SettingsError
+from asyncpipe.runtime.watching.debugger import check_debugger
 from asyncpipe.tests.runtime.handmade import write_mlp
 from asyncpipe.tests.runtime.silent_reporter import FACTORY, events_of
 from asyncpipe.tests.runtime.test_training_launch import finish, losses, options, start

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from asyncpipe.runtime.training.launch import run
+from asyncpipe.runtime.launching.launch import run
 from asyncpipe.runtime.training.settings import Settings
 from asyncpipe.runtime.transports.mpi import mpiexec
 from asyncpipe.tests import fake_slurm

@@ -6,15 +6,15 @@ import os
 
 import pytest
 
-from asyncpipe.runtime.training import interfaces
-from asyncpipe.runtime.training.interfaces import (
+from asyncpipe.runtime.launching import interfaces
+from asyncpipe.runtime.launching.interfaces import (
     VARIABLES,
     Interface,
     choose_interface,
     name_interface,
     unreachable,
 )
-from asyncpipe.runtime.training.launchers import Place
+from asyncpipe.runtime.launching.launchers import Place
 from asyncpipe.runtime.training.settings import SettingsError
 
 LOOPBACK = Interface("lo", "127.0.0.1")

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from asyncpipe.runtime.training.launchers import (
+from asyncpipe.runtime.launching.launchers import (
     DEFAULT_PORT,
     Place,
     find_place,

@@ -16,7 +16,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from asyncpipe.runtime.errors import TransportError
-from asyncpipe.runtime.training.launch import run
+from asyncpipe.runtime.launching.launch import run
 from asyncpipe.runtime.training.settings import Settings
 from asyncpipe.runtime.transports import Channel
 from asyncpipe.runtime.transports.mpi import (

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncpipe.runtime.training.pinning import near_cores, share_cores
-from asyncpipe.runtime.training.topology import (
+from asyncpipe.runtime.launching.pinning import near_cores, share_cores
+from asyncpipe.runtime.launching.topology import (
     Core,
     Topology,
     allowed_cpus,

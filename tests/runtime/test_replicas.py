@@ -11,9 +11,9 @@ import torch
 
 from asyncpipe.runtime.activity import Activities
 from asyncpipe.runtime.errors import TransportError
+from asyncpipe.runtime.launching.launch import run
 from asyncpipe.runtime.observed import ObservedTransport
 from asyncpipe.runtime.tensors import read_tensors
-from asyncpipe.runtime.training.launch import run
 from asyncpipe.runtime.training.settings import Settings
 from asyncpipe.runtime.transports import LocalHub, run_together
 from asyncpipe.runtime.transports.protocol import Channel, peer_is_gone

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from asyncpipe.runtime.launching.sbatch import batch_script, sbatch_script, train_command
 from asyncpipe.runtime.plan import Plan, RankSpec, read_plan
-from asyncpipe.runtime.training.sbatch import batch_script, sbatch_script, train_command
 from asyncpipe.runtime.training.settings import Settings, SettingsError, read_config
 from asyncpipe.tests import fake_slurm
 from asyncpipe.tests.runtime.handmade import write_mlp

@@ -7,16 +7,13 @@ from math import inf
 
 import pytest
 
-from asyncpipe.runtime.plan import Plan, RankSpec
-from asyncpipe.runtime.schedules import make_schedule
-from asyncpipe.runtime.training import seats
-from asyncpipe.runtime.training.grid import Grid
-from asyncpipe.runtime.training.placement import (
+from asyncpipe.runtime.launching import seats
+from asyncpipe.runtime.launching.placement import (
     describe_placement,
     describe_ranks,
     placement_warning,
 )
-from asyncpipe.runtime.training.seats import (
+from asyncpipe.runtime.launching.seats import (
     Gpu,
     Machine,
     Seat,
@@ -25,8 +22,11 @@ from asyncpipe.runtime.training.seats import (
     own_seat,
     seat_from,
 )
+from asyncpipe.runtime.launching.topology import Core, Topology
+from asyncpipe.runtime.plan import Plan, RankSpec
+from asyncpipe.runtime.replication.grid import Grid
+from asyncpipe.runtime.schedules import make_schedule
 from asyncpipe.runtime.training.settings import Settings, SettingsError
-from asyncpipe.runtime.training.topology import Core, Topology
 from asyncpipe.runtime.transports.choose import Choice
 from asyncpipe.tests.runtime.handmade import write_mlp
 

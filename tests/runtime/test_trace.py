@@ -12,6 +12,8 @@ import pytest
 import torch.distributed as dist
 
 from asyncpipe.runtime.activity import Activities, Activity, Message, Span
+from asyncpipe.runtime.launching.launch import run
+from asyncpipe.runtime.launching.world import Place, World
 from asyncpipe.runtime.schedule import Action
 from asyncpipe.runtime.trace import (
     TRACKS,
@@ -21,10 +23,8 @@ from asyncpipe.runtime.trace import (
     measured_timeline,
     to_plain,
 )
-from asyncpipe.runtime.training import clocks
-from asyncpipe.runtime.training.launch import run
 from asyncpipe.runtime.training.settings import Settings, SettingsError
-from asyncpipe.runtime.training.world import Place, World
+from asyncpipe.runtime.watching import clocks
 from asyncpipe.tests.processes import run_processes
 from asyncpipe.tests.runtime.handmade import write_mlp, write_text
 from asyncpipe.tests.runtime.silent_reporter import FACTORY, events_of

@@ -20,13 +20,13 @@ from asyncpipe.runtime.data.task import Task, find_task
 from asyncpipe.runtime.data.texts import IGNORED, Windows
 from asyncpipe.runtime.data.tokens import encode_bytes, read_bin, write_bin
 from asyncpipe.runtime.errors import DataError
+from asyncpipe.runtime.launching.world import World
 from asyncpipe.runtime.plan import Plan, TensorSpec
 from asyncpipe.runtime.training.agreement import Agreement
 from asyncpipe.runtime.training.resolve import resolve
 from asyncpipe.runtime.training.settings import Settings
 from asyncpipe.runtime.training.sources import Data, Feed, default_data, open_data, prepare_data
 from asyncpipe.runtime.training.step_batch import StepBatch
-from asyncpipe.runtime.training.world import World
 from asyncpipe.tests.runtime.handmade import CLASSES, WIDTH, write_mlp, write_text
 
 LETTERS = "".join(chr(97 + i % 26) for i in range(4000))

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from asyncpipe.runtime.errors import AsyncPipeError, TransportError
-from asyncpipe.runtime.training.failure import Failure, RankFolder, failure_of
-from asyncpipe.runtime.training.launch import run
+from asyncpipe.runtime.launching.failure import Failure, RankFolder, failure_of
+from asyncpipe.runtime.launching.launch import run
 from asyncpipe.runtime.training.settings import Settings
 from asyncpipe.tests.runtime.handmade import FAILING, write_mlp, write_text
 from asyncpipe.tests.runtime.silent_reporter import FACTORY, events_of
@@ -23,7 +23,7 @@ from asyncpipe.tests.runtime.silent_reporter import FACTORY, events_of
 PROGRAM = """
 import json, sys
 from asyncpipe.runtime.errors import AsyncPipeError
-from asyncpipe.runtime.training.launch import run
+from asyncpipe.runtime.launching.launch import run
 from asyncpipe.runtime.training.settings import Settings
 try:
     run(Settings(**json.loads(sys.argv[1])), sys.argv[2])

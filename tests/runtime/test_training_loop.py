@@ -17,9 +17,9 @@ from torch.nn import functional as F
 from asyncpipe.runtime.data.order import Order
 from asyncpipe.runtime.data.tokens import write_bin
 from asyncpipe.runtime.errors import AsyncPipeError, DataError
+from asyncpipe.runtime.launching.launch import make_job, run
 from asyncpipe.runtime.pipe import load
 from asyncpipe.runtime.tensors import read_tensors
-from asyncpipe.runtime.training.launch import make_job, run
 from asyncpipe.runtime.training.optimizers import lr_factor, make_optimizer
 from asyncpipe.runtime.training.segments import segments
 from asyncpipe.runtime.training.settings import Settings, SettingsError, read_config

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from asyncpipe.runtime.launching.world import World
 from asyncpipe.runtime.loading import load_stage
 from asyncpipe.runtime.plan import Plan
 from asyncpipe.runtime.training.clipping import (
@@ -20,11 +21,10 @@ from asyncpipe.runtime.training.clipping import (
     squared_norm,
 )
 from asyncpipe.runtime.training.finite import LossError
-from asyncpipe.runtime.training.gather import RankFigures
 from asyncpipe.runtime.training.observer import Trainer
 from asyncpipe.runtime.training.optimizers import StageOptimizer, lr_factor, make_optimizer
 from asyncpipe.runtime.training.settings import Settings
-from asyncpipe.runtime.training.world import World
+from asyncpipe.runtime.watching.gather import RankFigures
 from asyncpipe.tests.runtime.handmade import PlainText, write_text
 
 

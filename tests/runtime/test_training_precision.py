@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from asyncpipe.runtime.data.order import Order
+from asyncpipe.runtime.launching.launch import make_job, run
 from asyncpipe.runtime.plan import Plan, read_plan
 from asyncpipe.runtime.training.half import describe_memory, precision_warning
-from asyncpipe.runtime.training.launch import make_job, run
 from asyncpipe.runtime.training.optimizers import make_optimizer
 from asyncpipe.runtime.training.settings import Settings, SettingsError
 from asyncpipe.runtime.training.sources import Feed, open_data

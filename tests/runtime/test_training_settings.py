@@ -10,9 +10,9 @@ import pytest
 
 from asyncpipe.runtime.errors import AsyncPipeError
 from asyncpipe.runtime.plan import Plan, TensorSpec
+from asyncpipe.runtime.replication.replicas import as_started, check_ranks
 from asyncpipe.runtime.schedules import make_schedule
 from asyncpipe.runtime.training.facts import replicas_warning
-from asyncpipe.runtime.training.replicas import as_started, check_ranks
 from asyncpipe.runtime.training.resolve import (
     batch_identity,
     check_devices,

@@ -12,7 +12,7 @@ import pytest
 
 from asyncpipe.runtime.activity import Activity, Message
 from asyncpipe.runtime.schedule import Action
-from asyncpipe.runtime.training.stall import RankState, Sighting, describe_stall, usual_cause
+from asyncpipe.runtime.watching.stall import RankState, Sighting, describe_stall, usual_cause
 from asyncpipe.tests.runtime.handmade import write_mlp
 from asyncpipe.tests.runtime.silent_reporter import events_of
 from asyncpipe.tests.runtime.test_training_launch import (

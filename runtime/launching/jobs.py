@@ -9,16 +9,16 @@ from pathlib import Path
 from ..data.task import architecture_of
 from ..errors import AsyncPipeError
 from ..plan import read_plan
+from ..replication.grid import grid_of
+from ..training.loop import Job, train
+from ..training.resolve import resolve, sized_plan
+from ..training.segments import make_segment
+from ..training.settings import Settings, SettingsError
+from ..training.sources import default_data
 from ..user_code import import_object
-from .debugger import check_debugger
+from ..watching.debugger import check_debugger
+from ..watching.metrics import Reporter
 from .failure import RankFolder
-from .grid import grid_of
-from .loop import Job, train
-from .metrics import Reporter
-from .resolve import resolve, sized_plan
-from .segments import make_segment
-from .settings import Settings, SettingsError
-from .sources import default_data
 from .world import World
 
 

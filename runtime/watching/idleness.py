@@ -11,8 +11,8 @@ from ..plan import Plan
 from ..schedule import Schedule
 from ..simulate import simulate
 from ..timeline import Timeline
-from .segments import make_segment
-from .settings import Settings
+from ..training.segments import make_segment
+from ..training.settings import Settings
 
 
 def split_of_run(

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import TransportError
-from .clipping import Share
+from ..training.clipping import Share
 
 BUCKET_BYTES = 25 << 20
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from .world import World
+from ..launching.world import World
 
 _ROUNDS = 8
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from ..plan import Plan
+from ..replication.grid import Grid
 from ..schedule import Schedule
 from ..transports.choose import Choice
-from .grid import Grid
 from .seats import Machine
 
 _FEW = 8

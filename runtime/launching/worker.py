@@ -10,10 +10,10 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from ..training.settings import Settings
 from .failure import GRACE_S, RankFolder, end_process, failure_of
 from .launchers import find_place
 from .mpi_ranks import die_with_parent, keep_output
-from .settings import Settings
 
 
 def main() -> None:

@@ -13,10 +13,10 @@ from dataclasses import fields
 from itertools import groupby
 
 from ..plan import Plan
-from .grid import grid_of
+from ..replication.grid import grid_of
+from ..training.segments import make_segment
+from ..training.settings import OF_THIS_CALL, Settings, SettingsError
 from .jobs import make_job
-from .segments import make_segment
-from .settings import OF_THIS_CALL, Settings, SettingsError
 
 CPUS_PER_TASK = 4
 """What a rank asks for when --threads does not say it."""

@@ -11,9 +11,9 @@ import importlib.util
 import os
 import struct
 
+from ..launching.world import World
+from ..training.settings import Settings, SettingsError
 from .metrics import Reporter
-from .settings import Settings, SettingsError
-from .world import World
 
 FIRST_PORT = 5678
 """Rank r listens on FIRST_PORT + r, or where there is a free port if that is taken."""

@@ -17,12 +17,12 @@ import torch.distributed as dist
 
 from ..errors import TransportError
 from ..plan import Plan
+from ..replication.grid import Grid
+from ..training.settings import Settings, SettingsError
 from ..transports.mpi import share_store
-from .grid import Grid
 from .interfaces import VARIABLES, address_of, choose_interface, name_interface, unreachable
 from .launchers import ALONE, Place
 from .seats import Machine, Seat, check_alike, find_machine, own_seat, seat_from
-from .settings import Settings, SettingsError
 
 
 @dataclass(frozen=True)

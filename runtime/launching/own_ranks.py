@@ -20,17 +20,17 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from ..replication.grid import grid_of
 from ..schedule import Schedule
+from ..training.loop import Job
+from ..training.resolve import check_devices
+from ..training.segments import make_segment
+from ..training.transport import expect_transport
 from .failure import RankFolder
-from .grid import grid_of
 from .jobs import make_folder
-from .loop import Job
 from .mpi_ranks import run_over_mpi
-from .resolve import check_devices
-from .segments import make_segment
-from .transport import expect_transport
 
-WORKER = "asyncpipe.runtime.training.worker"
+WORKER = "asyncpipe.runtime.launching.worker"
 
 
 def start_ranks(job: Job, reporter: str) -> None:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import TransportError
+from ..training.settings import SettingsError
 from .launchers import Place
-from .settings import SettingsError
 
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Where the backends of torch.distributed look for the interface."""

@@ -11,7 +11,7 @@ from dataclasses import replace
 from ..errors import PlanError
 from ..plan import Plan
 from ..schedule import Schedule
-from .settings import DDP, Settings, SettingsError
+from ..training.settings import DDP, Settings, SettingsError
 
 
 def in_words(replicas: int) -> str:

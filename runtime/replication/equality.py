@@ -14,9 +14,9 @@ from collections.abc import Iterable, Mapping
 from torch import Tensor, nn
 
 from ..errors import AsyncPipeError
+from ..launching.world import World
 from ..tensors import raw_bytes
-from .settings import Settings
-from .world import World
+from ..training.settings import Settings
 
 _DIGEST_BYTES = 16
 

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from ..plan import Plan
+from ..training.resolve import check_devices, gpu_of_rank
+from ..training.settings import Settings, SettingsError
 from .pinning import Cpus, near_cores, share_cores
-from .resolve import check_devices, gpu_of_rank
-from .settings import Settings, SettingsError
 from .topology import format_cpus, node_of_pci, parse_cpus, read_topology
 
 

@@ -31,11 +31,11 @@ from types import TracebackType
 from typing import IO
 
 from ..activity import Activities
-from .failure import RankFolder, end_process, is_consequence
-from .settings import Settings
+from ..launching.failure import RankFolder, end_process, is_consequence
+from ..launching.world import World
+from ..training.settings import Settings
 from .stacks import format_stacks
 from .stall import RankState, Sighting, StallError, culprits, describe_stall, usual_cause
-from .world import World
 
 _BEAT_S = 1.0
 _SILENT_S = 4.0

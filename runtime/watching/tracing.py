@@ -8,12 +8,12 @@ from pathlib import Path
 from time import perf_counter
 
 from ..activity import Activities, Span
+from ..launching.world import World
 from ..schedule import Schedule
 from ..timeline import Timeline
 from ..trace import RankTrace, chrome_trace, from_plain, measured_timeline, to_plain
+from ..training.settings import Settings
 from .clocks import clock_offset_s
-from .settings import Settings
-from .world import World
 
 
 class Tracing:

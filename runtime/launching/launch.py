@@ -14,21 +14,21 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..errors import AsyncPipeError
+from ..replication.grid import grid_of
+from ..replication.replicas import as_started, check_ranks
 from ..schedule_text import to_text
-from .facts import announce, forecast_run
+from ..training.facts import announce, forecast_run
+from ..training.half import find_boundary_dtypes
+from ..training.loop import Job
+from ..training.segments import make_segment
+from ..training.settings import Settings, SettingsError
+from ..training.transport import expect_transport
+from ..watching.metrics import Reporter
 from .failure import GRACE_S, RankError, RankFolder, failure_of, root_of
-from .grid import grid_of
-from .half import find_boundary_dtypes
 from .jobs import make_folder, make_job, reporter_factory, run_rank
 from .launchers import Place, find_place
-from .loop import Job
-from .metrics import Reporter
 from .own_ranks import interruption, stages_of_ranks, start_ranks
-from .replicas import as_started, check_ranks
 from .seats import find_machine, own_seat
-from .segments import make_segment
-from .settings import Settings, SettingsError
-from .transport import expect_transport
 from .world import World, join, leave, stay_alone
 
 _SHARED_FOLDER_S = 10.0

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..activity import COMPUTING, Kind, Spent
 from ..errors import TransportError
-from .world import World
+from ..launching.world import World
 
 _UNDER_WAY = 64
 

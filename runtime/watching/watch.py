@@ -11,12 +11,12 @@ from time import perf_counter
 from ..activity import COMPUTING
 from ..data.task import Task
 from ..idle import RankTime
+from ..training.observer import is_logged
+from ..training.optimizers import lr_factor
+from ..training.settings import Settings
+from ..training.step_batch import StepBatch
 from .gather import Gather, RankFigures
 from .metrics import PARTS_OF_TIME, Reporter, StepRecord
-from .observer import is_logged
-from .optimizers import lr_factor
-from .settings import Settings
-from .step_batch import StepBatch
 
 _STEADY = 1000
 

@@ -1,0 +1,1 @@
+"""Several replicas of a pipeline: their grid of ranks, sums of gradients, proof of equality."""
