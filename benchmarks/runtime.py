@@ -2,15 +2,17 @@
 
 All configurations of a case live in one group of processes of one thread each, and take turns in
 shuffled rounds, so that what else the machine does falls on all alike; a sample counts only if
-other processes used at most 4 % of the cores meanwhile. The ceiling is that of independent copies
-of the plain model, one a process, which nothing that computes the same can pass. An asynchronous
-sample is a whole segment, its fill and drain included. The processes keep the memory that they
-free, as ranks of `asyncpipe-train` do; torch's configurations gain by that too.
+other processes used at most 4 % of the cores meanwhile. A configuration may be a tenth faster or
+slower for as long as its processes live, by where in memory it came to lie: so there are several
+groups, one after the other, that build the configurations in different orders. The ceiling is that
+of independent copies of the plain model, one a process, which nothing that computes the same can
+pass. An asynchronous sample is a whole segment, its fill and drain included. The processes keep the
+memory that they free, as ranks of `asyncpipe-train` do; torch's configurations gain by that too.
 
 With `--memory` each pipeline has processes of its own, and what they need at their peak is
 measured.
 
-    python benchmarks/runtime.py                        the cases of results/runtime.json
+    python benchmarks/runtime.py                        results/runtime_<case>.json, every case
     python benchmarks/runtime.py --cases gpt-m8 --rounds 9 --only 1f1b "torch 1F1B"
     python benchmarks/runtime.py --memory               results/runtime_memory.json
 """
@@ -23,7 +25,8 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,14 +57,30 @@ class Case:
     micro_batches: int
     micro_batch_size: int = 4
     model: Mapping[str, int] = field(default_factory=dict)
+    only: tuple[str, ...] = ()
+    """The configurations that take part, all by default."""
 
 
+LEADING = (
+    "DDP",
+    "gpipe",
+    "torch GPipe",
+    "1f1b",
+    "torch 1F1B",
+    "interleaved, 2 a rank",
+    "torch Interleaved1F1B",
+    "zb-v",
+    "torch ZBVZeroBubble",
+    "torch DualPipeV",
+    "auto, 2 a rank",
+    "async-1f1b, stash",
+)
 CASES = {
     "gpt-m8": Case(ranks=2, micro_batches=8),
-    "gpt-m16": Case(ranks=2, micro_batches=16),
+    "gpt-m16": Case(ranks=2, micro_batches=16, only=LEADING),
     # Weights are many and samples are few: what data parallelism sends is as much as it computes.
-    "wide-m8": Case(2, 8, 1, {"width": 512, "heads": 16, "vocabulary": 16384}),
-    "four-m16": Case(ranks=4, micro_batches=16),
+    "wide-m8": Case(2, 8, 1, {"width": 512, "heads": 16, "vocabulary": 16384}, LEADING),
+    "four-m16": Case(ranks=4, micro_batches=16, only=LEADING),
 }
 
 
@@ -91,35 +110,54 @@ class Turn:
 
 
 def turns_of(
-    case: Case, rank: int, folders: Mapping[tuple[str, int], Path], only: Sequence[str]
+    case: Case,
+    rank: int,
+    folders: Mapping[tuple[str, int], Path],
+    only: Sequence[str],
+    order: random.Random,
 ) -> dict[str, Turn]:
-    """The configurations of a case on this rank, those named in `only` or all."""
+    """The configurations of a case on this rank, those named in `only` or all, built in the order
+    that `order` makes: what is built first has the better place in memory."""
     batch, samples = batch_of(case), case.micro_batch_size * case.micro_batches
     layers = case.model.get("layers", 8)
-
-    def wanted(name: str) -> bool:
-        return not only or name in only or name == CEILING
-
-    turns = {CEILING: Turn(peers.plain(build_model(case), batch), case.ranks * samples)}
-    for threads in (1, case.ranks):
-        name = f"plain model, {threads} thread{'s' if threads > 1 else ''}"
-        if wanted(name):
-            alone = peers.plain(build_model(case), batch) if rank == 0 else _nothing
-            turns[name] = Turn(alone, samples, threads)
-    if wanted("DDP"):
-        model = build_model(case)
-        turns["DDP"] = Turn(peers.data_parallel(model, batch, rank, case.ranks), samples)
     costs = _agreed(peers.unit_costs(build_model(case), batch[0]))
-    for name in peers.TORCH:
-        if wanted(name) and peers.is_possible(name, case.ranks, case.micro_batches, layers):
-            model = build_model(case)
-            step = peers.pipelined(model, batch, rank, case.ranks, name, costs)
-            turns[name] = Turn(step, samples)
-    for name, ours in OURS.items():
-        if wanted(name):
-            step = pipeline(folders, ours, batch, rank, case.ranks)
-            turns[name] = Turn(step, samples * ours.steps)
-    return turns
+
+    def ceiling() -> Turn:
+        return Turn(peers.plain(build_model(case), batch), case.ranks * samples)
+
+    def alone(threads: int) -> Turn:
+        step = peers.plain(build_model(case), batch) if rank == 0 else _nothing
+        return Turn(step, samples, threads)
+
+    def data_parallel() -> Turn:
+        return Turn(peers.data_parallel(build_model(case), batch, rank, case.ranks), samples)
+
+    def torchs(name: str) -> Turn:
+        model = build_model(case)
+        return Turn(peers.pipelined(model, batch, rank, case.ranks, name, costs), samples)
+
+    def our_own(name: str) -> Turn:
+        step = pipeline(folders, OURS[name], batch, rank, case.ranks)
+        return Turn(step, samples * OURS[name].steps)
+
+    possible: dict[str, Callable[[], Turn]] = {
+        "plain model, 1 thread": partial(alone, 1),
+        f"plain model, {case.ranks} threads": partial(alone, case.ranks),
+        "DDP": data_parallel,
+        **{
+            name: partial(torchs, name)
+            for name in peers.TORCH
+            if peers.is_possible(name, case.ranks, case.micro_batches, layers)
+        },
+        **{name: partial(our_own, name) for name in OURS},
+    }
+    wanted = {
+        CEILING: ceiling,
+        **{name: make for name, make in possible.items() if not only or name in only},
+    }
+    names = list(wanted)
+    order.shuffle(names)
+    return {name: wanted[name]() for name in names}
 
 
 def memory_of(
@@ -172,6 +210,7 @@ def worker(
     case: Case,
     folders: Mapping[tuple[str, int], Path],
     rendezvous: str,
+    group: int,
     rounds: int,
     only: Sequence[str],
     results: Any,
@@ -179,15 +218,15 @@ def worker(
     torch.set_num_threads(1)
     keep_freed_memory()
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=case.ranks)
-    turns = turns_of(case, rank, folders, only)
-    order, rows = random.Random(0), []
+    order, rows = random.Random(group), []
+    turns = turns_of(case, rank, folders, only, order)
     for number in range(rounds + 2):  # two to warm up
         names = list(turns)
         order.shuffle(names)
         for name in names:
             row = measure(name, turns[name], case.ranks)
             if rank == 0 and number >= 2:
-                rows.append({"round": number - 1, **row})
+                rows.append({"group": group + 1, "round": number - 1, **row})
     if rank == 0:
         results.put(rows)
     dist.barrier()
@@ -213,12 +252,16 @@ def measure(name: str, turn: Turn, ranks: int) -> dict[str, Any]:
     }
 
 
-def run_case(case: Case, rounds: int, only: Sequence[str]) -> list[dict[str, Any]]:
+def run_case(case: Case, groups: int, rounds: int, only: Sequence[str]) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as temporary:
         folders = plans_of(case, [name for name in OURS if not only or name in only], temporary)
-        rendezvous = f"file://{temporary}/rendezvous"
-        rows: list[dict[str, Any]]
-        [rows] = together(worker, case, (folders, rendezvous, rounds, only), answers=1)
+        for group in range(groups):
+            rendezvous = f"file://{temporary}/rendezvous{group}"
+            [of_group] = together(
+                worker, case, (folders, rendezvous, group, rounds, only), answers=1
+            )
+            rows += of_group
     return rows
 
 
@@ -304,7 +347,8 @@ def show(name: str, table: Sequence[Mapping[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--groups", type=int, default=3, help="of new processes")
+    parser.add_argument("--rounds", type=int, default=5, help="of each group")
     parser.add_argument("--only", nargs="*", default=[], help="names of configurations")
     parser.add_argument("--memory", action="store_true", help="peak memory instead of speed")
     arguments = parser.parse_args()
@@ -313,17 +357,17 @@ def main() -> None:
         if name not in known and not re.match(r"plain model, \d+ threads?$", name):
             parser.error(f"no configuration {name!r}: {', '.join(sorted(known))}")
     if arguments.memory:
-        cases = {name: run_memory(CASES[name]) for name in arguments.cases[:1]}
-        write_result("runtime_memory", {"steps": MEMORY_STEPS, "cases": cases})
+        for name in arguments.cases[:1]:
+            table = run_memory(CASES[name])
+            write_result("runtime_memory", {"case": asdict(CASES[name]), "table": table})
         return
-    cases = {}
     for name in arguments.cases:
-        rows = run_case(CASES[name], arguments.rounds, arguments.only)
+        case = CASES[name]
+        rows = run_case(case, arguments.groups, arguments.rounds, arguments.only or case.only)
         table = table_of(rows)
         show(name, table)
-        cases[name] = {"table": table, "rows": rows}
-    if not arguments.only:
-        write_result("runtime", {"rounds": arguments.rounds, "cases": cases})
+        if not arguments.only:
+            write_result(f"runtime_{name}", {"case": asdict(case), "table": table, "rows": rows})
 
 
 if __name__ == "__main__":
