@@ -2,7 +2,8 @@
 
 Every F and B is carried out as in a real run, with its receives, sends and bookkeeping; the stages
 hand on a tensor of one number. One process has no messages; between two, each F and B has one of
-either kind.
+either kind. The time of an action has two parts then: what its process computes (core), and what it
+sleeps until a message wakes it, which stages that compute hide.
 
     python benchmarks/overhead.py
 """
@@ -11,6 +12,8 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from itertools import product
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -29,11 +32,12 @@ from asyncpipe.runtime.lowering import lower
 from asyncpipe.runtime.pipeline import Pipeline, forward_edges, gradient_edges
 from asyncpipe.runtime.plan import Boundary, Plan, Setting, StageMemory, StageSpec, TensorSpec
 from asyncpipe.runtime.schedules import make_schedule
-from asyncpipe.runtime.transports.gloo import GlooTransport
+from asyncpipe.runtime.transports.choose import open_transport
 from asyncpipe.runtime.transports.local import LocalHub
 from asyncpipe.runtime.transports.protocol import Transport
 
 MICRO_BATCHES, STAGES, ROUNDS = 64, 2, 21
+TRANSPORTS, SCHEDULES = ("shm", "gloo"), ("1f1b", "gpipe")
 
 
 class Empty(nn.Module):
@@ -102,49 +106,67 @@ def empty_plan(stages: int) -> Plan:
     )
 
 
-def overhead_us(
+@dataclass(frozen=True)
+class Overhead:
+    """Microseconds of a rank for an F or B: on the clock, and of its core."""
+
+    us: float
+    core_us: float
+
+
+def overhead(
     transport: Transport, schedule_name: str, meet: Callable[[], Any] = lambda: None
-) -> float:
-    """Microseconds of this rank for an F or B; every rank calls it. The median of some steps."""
+) -> Overhead:
+    """Of this rank; every rank calls it. Medians of some steps."""
     plan = empty_plan(STAGES)
     made = make_schedule(schedule_name, stages=STAGES, micro_batches=MICRO_BATCHES)
     schedule = lower(made, forward_edges(plan), grad_edges=gradient_edges(plan))
     own = [j for j, rank in enumerate(made.rank_of_stage) if rank == transport.rank]
     stages: dict[int, nn.Module] = {j: Last() if j == STAGES - 1 else Empty() for j in own}
     pipeline = Pipeline(plan, stages, transport, rank_of_stage=made.rank_of_stage)
-    inputs, seconds = {"x": torch.ones(1)}, []
+    inputs, taken = {"x": torch.ones(1)}, []
     for _ in range(ROUNDS + 2):
         meet()
-        start = time.perf_counter()
+        start_s, start_core_s = time.perf_counter(), time.process_time()
         pipeline.run(schedule, lambda _: inputs)
-        seconds.append(time.perf_counter() - start)
+        taken.append((time.perf_counter() - start_s, time.process_time() - start_core_s))
     pipeline.close()
-    return statistics.median(seconds[2:]) / (2 * len(own) * MICRO_BATCHES) * 1e6
+    actions = 2 * len(own) * MICRO_BATCHES
+    return Overhead(*(statistics.median(of) / actions * 1e6 for of in zip(*taken[2:], strict=True)))
 
 
 def _rank(rank: int, rendezvous: str, result: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=STAGES)
-    for name in ("1f1b", "gpipe"):
-        result[name, rank] = overhead_us(GlooTransport(), name, dist.barrier)
+    for transport in TRANSPORTS:
+        for name in SCHEDULES:
+            opened = open_transport(transport, dist.group.WORLD, timeout_s=60.0, device="cpu")
+            result[transport, name, rank] = overhead(opened, name, dist.barrier)
     dist.destroy_process_group()
 
 
-def measure() -> dict[str, float]:
-    """Microseconds an action: in one process, and of the slower of two processes over gloo."""
+def measure() -> dict[str, Overhead]:
+    """In one process, and of the slower of two."""
     torch.set_num_threads(1)
-    found = {"one process": overhead_us(LocalHub(1).transport(0), "single")}
+    found = {"one process": overhead(LocalHub(1).transport(0), "single")}
     with tempfile.TemporaryDirectory() as folder, mp.Manager() as manager:
         result = manager.dict()
         mp.spawn(_rank, (f"file://{Path(folder) / 'store'}", result), nprocs=STAGES)
-        for name in ("1f1b", "gpipe"):
-            ranks = [result[name, rank] for rank in range(STAGES)]
-            found[f"two processes over gloo, {name}"] = max(ranks)
+        for transport, name in product(TRANSPORTS, SCHEDULES):
+            ranks = [result[transport, name, rank] for rank in range(STAGES)]
+            slower = max(ranks, key=lambda rank: rank.us)
+            found[f"two processes over {transport}, {name}"] = slower
     return found
 
 
 if __name__ == "__main__":
     figures = measure()
-    for name, us in figures.items():
-        print(f"{name:32} {us:6.0f} us an action")
-    write_result("overhead", {"micro_batches": MICRO_BATCHES, "us": figures})
+    for name, taken in figures.items():
+        print(f"{name:32} {taken.us:6.0f} us an action, {taken.core_us:4.0f} us of a core")
+    write_result(
+        "overhead",
+        {
+            "micro_batches": MICRO_BATCHES,
+            "figures": {name: asdict(taken) for name, taken in figures.items()},
+        },
+    )

@@ -139,9 +139,7 @@ class ShmTransport:
             place, handles = self._outgoing[peer].fill(tensor)
             rest = handles.encode()
         elif size <= INLINE_BYTES:
-            content = torch.empty(size, dtype=torch.uint8)
-            _fill(content, tensor)
-            rest = content.numpy().tobytes()
+            rest = tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
         else:
             self._progress(0.0)
             kind, place = _HOST, self._slots.take(size)
