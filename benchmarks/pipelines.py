@@ -25,7 +25,7 @@ from asyncpipe.runtime.plan import Plan, read_plan
 from asyncpipe.runtime.schedule import Schedule
 from asyncpipe.runtime.schedules import AUTO, fit_auto, make_schedule
 from asyncpipe.runtime.simulate import Costs
-from asyncpipe.runtime.training.remeasure import with_parted_backwards
+from asyncpipe.runtime.training.remeasure import with_parted_backwards, with_whole_backwards
 from asyncpipe.runtime.transports.choose import open_transport
 
 ASYNC_STEPS = 6
@@ -143,8 +143,9 @@ class Configuration:
     def _measured(self, made: Schedule) -> Costs:
         """What the actions of all ranks take, backwards whole and in two parts; the same on all
         ranks. `asyncpipe-train --schedule auto` measures in its first steps likewise."""
-        taken: dict[tuple[bool, str, int], list[float]] = defaultdict(list)
-        for is_parted, schedule in ((False, made), (True, with_parted_backwards(made))):
+        taken: dict[tuple[int, str, int], list[float]] = defaultdict(list)
+        orders = with_whole_backwards(made), with_parted_backwards(made)
+        for is_parted, schedule in enumerate(orders):
             lowered = self._lowered(schedule)
             self._run(lowered)
             for _ in range(MEASURED_STEPS):

@@ -200,7 +200,7 @@ def test_the_schedule_is_computed_again_once_and_only_in_a_long_run(folder: Path
 
     steps = steps_of(settings)
     taken = [steps.of_step(step) for step in range(1, 21)]
-    assert taken[:5] == [first] * 5
+    assert [made.compute.ranks for made in taken[:5]] == [first.compute.ranks] * 5
     parted = with_parted_backwards(first.compute)
     assert [made.compute.ranks for made in taken[5:7]] == [parted.ranks] * 2
     assert len(set(map(str, taken[7:]))) == 1 and len(told) == 1
@@ -209,6 +209,23 @@ def test_the_schedule_is_computed_again_once_and_only_in_a_long_run(folder: Path
     assert {str(steps_of(short).of_step(step)) for step in range(1, 14)} == {str(first)}
     assert "fewer than 14" in when_measured(short)
     assert len(told) == 1
+
+
+def test_whole_backwards_are_measured_whatever_the_first_schedule_splits(folder: Path) -> None:
+    plan, settings = plan_and_settings(folder, schedule="auto", ranks=1, steps=20)
+    parted = with_parted_backwards(make_segment(plan, settings, steps=1))
+    steps = Remeasuring(
+        plan,
+        settings,
+        World(),
+        parted,
+        figures=lambda step: [],
+        optimizer_ms=lambda: [1.0],
+        tell=lambda text, schedule: None,
+    )
+    assert parted.split and not steps.of_step(1).split
+    assert not {action.kind for action in steps.of_step(5).ranks[0]} - {"F", "B", "S"}
+    assert steps.of_step(6).split == parted.split
 
 
 def test_a_parted_schedule_is_the_same_but_for_its_backwards() -> None:

@@ -1,10 +1,10 @@
 """What the first steps of a run took -> the schedule of all others: `--schedule auto`.
 
 A plan's costs were measured stage by stage, alone and beforehand. A run knows better what its ranks
-take, all at work. So the first schedule, from the plan's costs, goes for a few steps as it is, and
-for a few more with every backward in two parts, one right behind the other: that measures what W
-takes and what parting costs. Then rank 0 computes the schedule again, and all ranks take over its
-text.
+take, all at work. So the first schedule, from the plan's costs, goes for a few steps with every
+backward whole, and for a few more with every backward in two parts, one right behind the other:
+that measures what W takes and what parting costs. Then rank 0 computes the schedule again, and all
+ranks take over its text.
 
     step  1         left out: caches and memory are new
     steps 2 to 5    whole backwards are measured
@@ -64,6 +64,8 @@ class Remeasuring:
         self._figures, self._optimizer_ms, self._tell = figures, optimizer_ms, tell
         self._first = self.current = first
         self._is_wanted = settings.schedule == AUTO and settings.steps >= _ENOUGH
+        if self._is_wanted:
+            self.current = lowered(plan, with_whole_backwards(first.compute), check=False)
 
     def of_step(self, step: int) -> Schedule:
         """The schedule of a step, counted from 1."""
@@ -98,6 +100,17 @@ class Remeasuring:
         return to_text(made)
 
 
+def with_whole_backwards(schedule: Schedule) -> Schedule:
+    """The same order with every backward whole, where its first part is.
+
+    >>> from asyncpipe.runtime.zero_bubble import zb_v
+    >>> print(with_whole_backwards(zb_v(2, 2, 1)))
+    rank 0: 0F0@v0 1F0@v0 1B0@v0 0F1@v0 0B0@v0 1F1@v0 1B1@v0 0B1@v0 0S1 1S1
+    """
+    rows = [[action for action in row if action.kind in ("F", "B")] for row in schedule.ranks]
+    return one_step(schedule.name, rows, schedule.rank_of_stage)
+
+
 def with_parted_backwards(schedule: Schedule) -> Schedule:
     """The same order with every backward in two parts, W right behind B.
 
@@ -106,7 +119,7 @@ def with_parted_backwards(schedule: Schedule) -> Schedule:
     rank 0: 0F0@v0 0B0@v0 0W0@v0 0F1@v0 0B1@v0 0W1@v0 0S1
     """
     rows: list[list[Action]] = []
-    for row in schedule.ranks:
+    for row in with_whole_backwards(schedule).ranks:
         rows.append([])
         for action in row:
             if action.kind in ("F", "B"):
