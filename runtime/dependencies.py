@@ -8,7 +8,8 @@
              step_every micro-batches of step v)
 
 Between two ranks "waits for F(s, i)" becomes: its message is sent by s and received by j. What
-comes earlier on the same rank is over anyway. `Player` carries out a schedule by this rule alone,
+comes earlier on the same rank is over anyway. A stage with replicas needs no rule of its own: which
+of them has micro-batch i says the schedule, and each makes its S when all have their gradients. `Player` carries out a schedule by this rule alone,
 without a clock; `simulate.py` does it with one.
 """
 
