@@ -10,14 +10,13 @@ are in flight in a stage that takes one every T. A replica of stage j holds
     c_j = ceil(R_j / r_j)
 
 of them: ceil(ranks / replicas of the input stage) at the first one, PipeDream's NOAM, and p - j
-where no stage is replicated. Such a schedule never waits in a circle. Replica i mod r_j makes F(j, i)
-when B(j, i - c_j r_j) is over, and B(j, i) when F(j, i + (c_j - 1) r_j) is. So the backwards that
-B(j, i) waits for are of micro-batches below i + (c_t - 1) r_t - c_s r_s, for stages s < t, and
+where no stage is replicated. Such a schedule never waits in a circle. A replica makes F(j, i) when
+B(j, i - c_j r_j) is over, and B(j, i) when F(j, i + (c_j - 1) r_j) is. So before B(s, i) comes, of
+a later stage t, F(t, i + (c_t - 1) r_t), and before that B(s, i + (c_t - 1) r_t - c_s r_s), where
 
-    (c_t - 1) r_t < R_t < R_s <= c_s r_s
+    (c_t - 1) r_t < R_t < R_s <= c_s r_s:
 
-puts that below i: every backward waits for earlier ones alone. `gpipe`, with all forwards first,
-waits for no backward before the last forward.
+every backward waits for earlier ones alone. `gpipe` makes all its forwards first.
 """
 
 from __future__ import annotations
@@ -49,8 +48,8 @@ def replicated(name: str, micro_batches: int, replicas: Sequence[Sequence[int]])
     most = max(map(len, replicas))
     if micro_batches < most:
         raise ScheduleError(
-            f"{micro_batches} micro-batches are too few for a stage with {most} replicas: one would "
-            "have none.",
+            f"{micro_batches} micro-batches are too few for a stage with {most} replicas: one has "
+            "none.",
             f"--micro-batches {most}",
         )
     depths = in_flight(name, micro_batches, [len(ranks) for ranks in replicas])

@@ -23,6 +23,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from math import lcm
 from typing import Literal, NamedTuple, cast
 
 from .errors import ScheduleError
@@ -111,6 +112,12 @@ class Schedule:
         """The rank that has a micro-batch of a stage."""
         ranks = self.ranks_of(stage)
         return ranks[index % len(ranks)]
+
+    @property
+    def placements(self) -> set[tuple[int, ...]]:
+        """The ranks that the micro-batches pass, stage after stage."""
+        turns = range(lcm(*map(len, self.replicas)))
+        return {tuple(self.rank_of(j, i) for j in range(self.stages)) for i in turns}
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages of a rank."""

@@ -6,9 +6,9 @@
     rank 0: 0F0@v0 0F1@v0 0B0@v0 0B1@v0 0S1
     rank 1: 1F0@v0 1B0@v0 1F1@v0 1B1@v0 1S1
 
-A stage that is on several ranks has replicas there. Only the ranks' lines must be there. A version that is left out is counted, and so is what is in
-flight; a schedule whose stages step once is synchronous unless it says no. Lines that begin with
-# are comments.
+Only the ranks' lines must be there. A version that is left out is counted, and so is what is in
+flight; a schedule whose stages step once is synchronous unless it says no. A stage that is on
+several ranks has replicas there. Lines that begin with # are comments.
 """
 
 from __future__ import annotations

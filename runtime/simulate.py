@@ -2,8 +2,8 @@
 
 A rank carries out its list in order; an action begins when its rank is free and all that it
 waits for (`Rule.dependencies`) is there. Transfers take none of a rank's time, but the tensors of
-one edge and direction follow one another between two ranks. Ranks that share fewer processors than they are get
-equal parts of them at every moment.
+one edge and direction follow one another between two ranks. Ranks that share fewer processors than
+they are get equal parts of them at every moment.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def make_transport(
         world.pipeline,
         timeout_s=settings.patience_s,
         device=device,
-        lanes=lanes_of_plan(plan, schedule.rank_of_stage),
+        lanes=frozenset().union(*(lanes_of_plan(plan, ranks) for ranks in schedule.placements)),
     )
 
 

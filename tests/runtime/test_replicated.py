@@ -1,4 +1,4 @@
-"""Schedules whose single stages have replicas: legal, never stuck, and the plain model's gradients."""
+"""Schedules whose single stages have replicas: legal, never stuck, the plain model's gradients."""
 
 from __future__ import annotations
 
