@@ -185,7 +185,8 @@ def _seats(own: Seat, ranks: int) -> list[Seat]:
 
 def _in_groups(world: World, plan: Plan, timeout: datetime.timedelta) -> World:
     """The world with the groups of this rank's pipeline, of the ranks with its stages, and of those
-    that hold its shared parameters. Only their members make them."""
+    that hold its shared parameters. Only their members make them, so a rank that is in none makes
+    one of itself: torch names a group by its ranks and by how many groups a process has made."""
     grid, rank = world.grid, world.rank
 
     def group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
@@ -196,22 +197,24 @@ def _in_groups(world: World, plan: Plan, timeout: datetime.timedelta) -> World:
 
     if grid.most_copies == 1:
         return world
-    pipeline, copies = grid.pipeline_of(rank), grid.copies_of(rank)
-    world = replace(
-        world,
-        own=group_of(pipeline) if 1 < len(pipeline) < grid.processes else None,
-        copies=group_of(copies) if len(copies) > 1 else None,
-    )
     if not grid.ranks_of_stage:
-        return world
+        own = group_of(grid.pipeline_of(rank)) if grid.ranks > 1 else None
+        return replace(world, own=own, copies=group_of(grid.copies_of(rank)))
+    copies = group_of(grid.copies_of(rank))
     holders = {
         number: grid.holders_of(shared.stages)
         for number, shared in enumerate(plan.shared)
         if len(shared.stages) > 1
     }
-    groups = {ranks: group_of(ranks) for ranks in dict.fromkeys(holders.values()) if rank in ranks}
-    mine = {number: groups[ranks] for number, ranks in holders.items() if ranks in groups}
-    return replace(world, holders=mine)
+    groups = {
+        ranks: group_of(ranks if rank in ranks else (rank,))
+        for ranks in dict.fromkeys(holders.values())
+    }
+    return replace(
+        world,
+        copies=copies if len(grid.copies_of(rank)) > 1 else None,
+        holders={number: groups[ranks] for number, ranks in holders.items() if rank in ranks},
+    )
 
 
 def gather_alike(content: bytes, ranks: int, group: dist.ProcessGroup | None = None) -> list[bytes]:

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 
 from ..errors import AsyncPipeError
 from ..launching.world import World, gather_alike
-from ..plan import Plan
 from ..tensors import raw_bytes
 from ..training.settings import Settings
-from .holders import held_parameters
+from .holders import Held
 
 _DIGEST_BYTES = 16
 
@@ -28,19 +27,22 @@ class ReplicaError(AsyncPipeError):
 
 
 class Equality:
-    """Compares the stages of this rank with those of its copies. Making one compares everything;
+    """Compares the stages of this rank with those of its copies, and parameters of several stages
+    that are `held` by more. Making one compares everything;
     raises ReplicaError, the same on all copies, as `check` does. Collective."""
 
     def __init__(
-        self, plan: Plan, modules: Mapping[int, nn.Module], settings: Settings, world: World
+        self,
+        modules: Mapping[int, nn.Module],
+        settings: Settings,
+        world: World,
+        held: Iterable[Held] = (),
     ) -> None:
         self._modules, self._settings, self._world = modules, settings, world
         self._compare(_named(modules, with_buffers=True), "at the start")
-        for held in held_parameters(plan, modules, world):
-            told = gather_alike(_digest(held.parameter), len(held.ranks), held.group)
-            _check(
-                held.ranks, told, [f"{held.name}, a parameter of several stages"], "at the start"
-            )
+        for one in held:
+            told = gather_alike(_digest(one.parameter), len(one.ranks), one.group)
+            _check(one.ranks, told, [f"{one.name}, a parameter of several stages"], "at the start")
 
     def check(self, step: int) -> None:
         """Compares the parameters if that is due after this step."""

@@ -25,10 +25,8 @@ def in_words(replicas: int) -> str:
 def stage_replicas(plan: Plan, settings: Settings) -> tuple[tuple[int, ...], ...]:
     """The ranks of each stage where the plan has single stages on several and these are trained;
     () where a pipeline has one of each, as `--replicas` says."""
-    are_whole = len({len(stage.ranks) for stage in plan.stages}) == 1
-    if are_whole or settings.replicas is not None or settings.schedule in ("single", DDP):
-        return ()
-    return tuple(stage.ranks for stage in plan.stages)
+    has_none = settings.replicas is not None or settings.schedule in ("single", DDP)
+    return () if has_none else plan.stage_replicas
 
 
 def planned_replicas(plan: Plan) -> int:

@@ -7,23 +7,21 @@ evaluation that replicas share reads them everywhere. Training goes on with each
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..launching.world import World
-from ..pipeline import Pipeline
 
 
 @contextmanager
-def first_buffers(pipeline: Pipeline, world: World) -> Iterator[None]:
+def first_buffers(modules: Mapping[int, nn.Module], world: World) -> Iterator[None]:
     """Within, this rank's stages have the buffers of the first rank with the same stages.
     Collective among these."""
-    modules = (stage.module for stage in pipeline.stages.values())
-    buffers = [buffer for module in modules for buffer in module.buffers()]
+    buffers = [buffer for module in modules.values() for buffer in module.buffers()]
     if world.copies is None or not buffers:
         yield
         return

@@ -60,7 +60,9 @@ class Evaluation:
             counts.labels[micro_batch] = fields.get(self._task.label or "")
             return fields
 
-        with first_buffers(pipeline, self._world):
+        modules = {index: stage.module for index, stage in pipeline.stages.items()}
+        self._activities.first_micro_batch = self._first
+        with first_buffers(modules, self._world):
             if self._schedule is not None:
                 pipeline.run(
                     self._schedule,

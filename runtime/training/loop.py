@@ -22,6 +22,7 @@ from ..observed import ObservedTransport, observed_feed
 from ..pipeline import Pipeline, needed_inputs
 from ..plan import Plan
 from ..replication.equality import Equality
+from ..replication.holders import held_parameters
 from ..schedule import Schedule
 from ..schedule_text import to_text
 from ..tensors import dtype_of
@@ -213,7 +214,9 @@ class _Run:
             activities=activities,
             copies=copies,
         )
-        self._equality = Equality(plan, self._modules, settings, world)
+        self._equality = Equality(
+            self._modules, settings, world, held_parameters(plan, self._modules, world)
+        )
         self._batch, size = StepBatch.of(settings), settings.micro_batch_size or 1
         order = Order(len(data.train), settings.seed) if data else None
         feed = Feed(data.train, order, self._batch, fields) if data else feed_nothing
@@ -299,7 +302,6 @@ class _Run:
                 self._watch.drain(step)
         if not self._evaluation.batches:
             return
-        self._activities.first_micro_batch = 0
         self._evaluated = self._evaluation(self._pipeline, step)
         if self._reporter is not None:
             self._reporter.on_eval(self._evaluated)
