@@ -264,7 +264,7 @@ _TRAIN_HELP = {
     "process); asynchronous: async-1f1b; or a text file.",
     "ranks": "Processes that share the stages; by default as the schedule or the plan has it.",
     "replicas": "Copies of the whole pipeline, each with micro-batches of its own; gradients are "
-    "averaged. [default: the plan's; of ddp one a process]",
+    "averaged. [default: the plan's, those of single stages too; of ddp one a process]",
     "check_replicas": "Steps between comparisons of all replicas' weights; 0: only at the start.",
     "staleness": "Of an asynchronous schedule: backward with live weights, or with a stash.",
     "micro_batches": "Micro-batches of one optimizer step, in each replica (ddp: in all).",

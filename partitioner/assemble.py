@@ -28,7 +28,7 @@ from .evaluate import StageLoad
 from .profiler import Profile
 from .solve import Solution
 from .split import StageGraph, StageTensors, stage_tensors, unused_tensors
-from .step_time import is_simulated
+from .step_time import has_replicas, is_simulated
 from .walk import NodeCost
 from .weight_part import weight_share
 
@@ -104,7 +104,9 @@ def assemble(
 def _with_written_step(plan: Plan, solution: Solution) -> Plan:
     """The plan with the step of its stages as they are written: some compute again what others
     have made, which the planner does not count."""
-    if not is_simulated(solution.problem, solution.placement) or solution.placement.is_replicated:
+    placement = solution.placement
+    is_trained = not placement.is_replicated or has_replicas(solution.problem, placement)
+    if not is_simulated(solution.problem, placement) or not is_trained:
         return plan
     micro_batches = solution.setting.shared_micro_batches
     step_ms = forecast_step(plan, plan.setting.schedule, micro_batches).step_ms

@@ -3,9 +3,9 @@
 All plans are priced by the one evaluator, so the rows can be compared; what a method takes for
 granted (an order, one stage a rank) is its own affair. Of plans that are equal, but for the share
 that may be given up for tidy cuts, that of the first method is taken, and `auto` is the first.
-Shown but not taken are plans with replicated stages, of which one replica is trained, and those
-with several stages on a rank where a synchronous schedule does not put them, so that no step is
-simulated: what they wait is not in their time.
+Shown but not taken are plans with replicated stages under a schedule that does not train them so,
+and those with several stages on a rank where a synchronous schedule does not put them, so that no
+step is simulated: what they wait is not in their time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, ParamSpec
 from ..runtime.errors import PlanError
 from ..runtime.plan import Candidate
 from .solvers import METHODS
-from .step_time import is_simulated
+from .step_time import has_replicas, is_simulated
 
 if TYPE_CHECKING:
     from .solve import Solution
@@ -79,7 +79,7 @@ def _runs_as_priced(solution: Solution) -> bool:
     """Whether training the plan takes what its evaluation says."""
     placement = solution.placement
     if placement.is_replicated:
-        return False
+        return has_replicas(solution.problem, placement)
     return solution.setting.is_asynchronous or is_simulated(solution.problem, placement)
 
 

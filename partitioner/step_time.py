@@ -1,8 +1,9 @@
 """A problem and a placement -> what one optimizer step takes, as the simulator finds it.
 
 A synchronous step is that of the schedule's own actions with the costs of the stages, wherever the
-stages are: one a rank, several where the schedule provides for them, replicas of a stage as one
-rank that is as fast. `auto` is made for these costs as a run makes it, with backwards in one part,
+stages are: one a rank, several where the schedule provides for them, a stage on several where it
+has replicas. Elsewhere replicas of a stage, and whole pipelines side by side, are taken as one rank
+that is as fast. `auto` is made for these costs as a run makes it, with backwards in one part,
 and how many micro-batches it keeps in flight is known only then, so its stages are evaluated again
 with that; its step is one in a row of them, without a wait in between. Of asynchronous schedules,
 and where a schedule does not put stages on the ranks that the placement has, a step is the slowest
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..runtime.replicated import REPLICATED, in_flight, replicated
 from ..runtime.schedule import Schedule
 from ..runtime.scheduler.fit import Fit, fit_schedule
 from ..runtime.scheduler.tasks import Tasks
@@ -68,7 +70,11 @@ def step_of(problem: Problem, placement: Placement, *, effort: float = 1.0) -> S
     if setting.schedule == AUTO:
         evaluation, fit = _fitted(problem, placement, effort)
         return Step(placement, evaluation, fit.period_ms)
-    evaluation = evaluate(problem, placement)
+    held: tuple[int, ...] = ()
+    if has_replicas(problem, placement):
+        shape = tuple(map(len, placement.ranks_of_stage))
+        held = in_flight(setting.schedule, setting.shared_micro_batches, shape)
+    evaluation = evaluate(problem, placement, held)
     return Step(placement, evaluation, _timeline(problem, placement, evaluation).makespan_ms)
 
 
@@ -205,7 +211,7 @@ def _fitted(problem: Problem, placement: Placement, effort: float) -> tuple[Eval
 
 
 def _timeline(problem: Problem, placement: Placement, evaluation: Evaluation) -> Timeline:
-    """One step, simulated; replicas of a stage as one rank that is as fast."""
+    """One step, simulated."""
     talk = talk_of(problem, placement)
     return simulate(
         _schedule(problem, placement),
@@ -221,7 +227,16 @@ def _schedule(problem: Problem, placement: Placement) -> Schedule:
     at = tuple(of_stage[0] for of_stage in ranks)
     rank_of_stage = at if len(set(at)) < len(at) else ()
     count = setting.shared_micro_batches
+    if has_replicas(problem, placement):
+        return replicated(setting.schedule, count, ranks)
     return scheduled(setting.schedule, placement.stages, count, rank_of_stage)
+
+
+def has_replicas(problem: Problem, placement: Placement) -> bool:
+    """Whether single stages are on several ranks, and the schedule trains them so."""
+    replicas = set(map(len, placement.ranks_of_stage))
+    few = max(replicas) <= problem.setting.shared_micro_batches
+    return problem.setting.schedule in REPLICATED and len(replicas) > 1 and few
 
 
 def action_costs(
@@ -229,8 +244,9 @@ def action_costs(
 ) -> ActionCosts:
     """What the actions of every stage take, transfers that ranks wait for included."""
     setting = problem.setting
-    replicas = [len(ranks) for ranks in placement.ranks_of_stage]
-    positions = [ranks[0] for ranks in placement.ranks_of_stage]
+    on = placement.ranks_of_stage
+    replicas = [1 if has_replicas(problem, placement) else len(ranks) for ranks in on]
+    positions = [ranks[0] for ranks in on]
 
     def shared(times_ms: Sequence[float], beside_ms: Sequence[float]) -> tuple[float, ...]:
         return tuple(
@@ -243,14 +259,30 @@ def action_costs(
         forward_ms=shared([load.forward_ms for load in loads], talk.forward_ms),
         backward_ms=shared([load.backward_ms for load in loads], talk.backward_ms),
         step_ms=tuple(
-            tied_ms + float(setting.sum_gradients_ms(position, load.param_bytes))
-            for position, tied_ms, load in zip(
-                positions, exchanges_ms(problem, placement), loads, strict=True
+            tied_ms + float(setting.sum_gradients_ms(position, load.param_bytes)) + summing_ms
+            for position, tied_ms, summing_ms, load in zip(
+                positions,
+                exchanges_ms(problem, placement),
+                _summing_ms(problem, placement, evaluation),
+                loads,
+                strict=True,
             )
         ),
         transfer_ms=talk.overlapped_ms,
         weight_ms=shared([load.weight_ms for load in loads], nothing),
     )
+
+
+def _summing_ms(problem: Problem, placement: Placement, evaluation: Evaluation) -> list[float]:
+    """What the ranks that share a stage need once a step to sum their gradients."""
+    setting = problem.setting
+    each_ms = [
+        float(
+            setting.exchange_ms(problem.link_among(ranks), np.asarray(load.param_bytes), len(ranks))
+        )
+        for ranks, load in zip(placement.ranks_of_stage, evaluation.stages, strict=True)
+    ]
+    return [setting.micro_batches * ms for ms in each_ms]
 
 
 def _holders(problem: Problem, placement: Placement) -> tuple[tuple[int, ...], ...]:

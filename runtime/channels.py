@@ -15,6 +15,7 @@ import torch
 
 from .boundary_dtypes import BoundaryDtypes
 from .plan import Boundary, Plan
+from .schedule import Schedule
 from .transports.protocol import Channel, ChannelKind
 
 Edge = tuple[int, int]
@@ -52,26 +53,31 @@ def shared_stages(plan: Plan) -> tuple[tuple[int, ...], ...]:
 
 def channels_of_each(
     plan: Plan,
-    rank_of_stage: Sequence[int],
+    schedule: Schedule,
     sizes: Sequence[Sizes],
     *,
     shared_specs: Mapping[str, _Spec],
     state_bytes: int,
     dtypes: BoundaryDtypes,
 ) -> list[tuple[Channel, ...]]:
-    """The channels for each micro-batch's sizes: they differ in shape, and not in their tags."""
-    made: dict[tuple[tuple[str, int], ...], tuple[Channel, ...]] = {}
-    for own in sizes:
-        if (key := tuple(own.items())) not in made:
+    """The channels for each micro-batch's sizes and the ranks that have it: they differ in shape or
+    ranks, and not in their tags."""
+    made: dict[object, tuple[Channel, ...]] = {}
+    found, ranks = [], schedule.rank_of_stage
+    for index, own in enumerate(sizes):
+        if schedule.replicas:
+            ranks = tuple(schedule.rank_of(stage, index) for stage in range(schedule.stages))
+        if (key := (ranks, *own.items())) not in made:
             made[key] = plan_channels(
                 plan,
-                rank_of_stage,
+                ranks,
                 sizes=own,
                 shared_specs=shared_specs,
                 state_bytes=state_bytes,
                 dtypes=dtypes,
             )
-    return [made[tuple(own.items())] for own in sizes]
+        found.append(made[key])
+    return found
 
 
 def plan_channels(

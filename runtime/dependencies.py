@@ -8,8 +8,9 @@
              step_every micro-batches of step v)
 
 Between two ranks "waits for F(s, i)" becomes: its message is sent by s and received by j. What
-comes earlier on the same rank is over anyway. `Player` carries out a schedule by this rule alone,
-without a clock; `simulate.py` does it with one.
+comes earlier on the same rank is over anyway. Replicas of a stage need no
+rule of their own: the schedule says which of them has micro-batch i, and S waits for all of them.
+`Player` carries out a schedule by this rule alone, without a clock; `simulate.py` does it with one.
 """
 
 from __future__ import annotations

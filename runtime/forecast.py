@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from .plan import Plan, StageSpec
+from .replicated import REPLICATED, replicated
 from .schedule import Action, Schedule, count_versions
 from .schedules import ASYNCHRONOUS, AUTO, SYNCHRONOUS, VIRTUAL, fit_auto, make_schedule
 from .simulate import Costs, Timeline, simulate
@@ -48,6 +49,14 @@ def forecast_step(
         made = planned_schedule(plan, schedule, micro_batches, steps=count)
     else:
         made = schedule.compute
+    if made.replicas:
+        costs = replace(
+            costs,
+            step_ms=tuple(
+                ms + _summing_ms(stage, plan.setting.micro_batches)
+                for stage, ms in zip(plan.stages, costs.step_ms, strict=True)
+            ),
+        )
 
     def simulated(of: Schedule) -> Timeline:
         return simulate(
@@ -73,7 +82,9 @@ def planned_schedule(
     plan: Plan, name: str, micro_batches: int, *, steps: int = 1, may_split: bool = False
 ) -> Schedule:
     """The schedule of that name for a plan: on the plan's ranks, where it puts several stages on
-    one, and computed from the plan's costs, where it is."""
+    one or one on several, and computed from the plan's costs, where it is."""
+    if has_stage_replicas(plan, name, micro_batches):
+        return replicated(name, micro_batches, plan.stage_replicas)
     stages, ranks = len(plan.stages), planned_ranks(plan, name)
     if name == AUTO:
         placed = sorted(set(plan.device_of_stage))
@@ -94,6 +105,21 @@ def planned_schedule(
         step_every=micro_batches,
         ranks=ranks,
     )
+
+
+def has_stage_replicas(plan: Plan, name: str, micro_batches: int) -> bool:
+    """Whether the schedule of that name has the plan's replicas of single stages, each with a
+    micro-batch at least."""
+    most = max(map(len, plan.stage_replicas), default=0)
+    return name in REPLICATED and 0 < most <= micro_batches
+
+
+def _summing_ms(stage: StageSpec, micro_batches: int) -> float:
+    """What the ranks of a stage need to sum their gradients, once a step: what its load is above
+    its times."""
+    busy_ms = stage.forward_ms + stage.backward_ms + stage.forward_talk_ms + stage.backward_talk_ms
+    beside_ms = stage.load_ms - busy_ms / len(stage.ranks)
+    return max(0.0, beside_ms) * micro_batches if len(stage.ranks) > 1 else 0.0
 
 
 def planned_ranks(plan: Plan, name: str) -> int | None:
@@ -171,11 +197,13 @@ class OneStep:
 
 def forecast_one_step(plan: Plan, schedule: str, micro_batches: int) -> OneStep:
     """A step of a synchronous schedule, or one in the middle of a long asynchronous run or of a
-    row of computed steps. Replicas of a stage count as one rank that is as fast as they are
-    together."""
+    row of computed steps. Replicas of a stage that the schedule does not know count as one rank
+    that is as fast as they are together."""
     # Every stage has to make a step before the first one makes its last forward.
     steps = 3 + -(-2 * len(plan.stages) // micro_batches)
-    found = forecast_step(_without_replicas(plan), schedule, micro_batches, steps=steps)
+    if not has_stage_replicas(plan, schedule, micro_batches):
+        plan = _without_replicas(plan)
+    found = forecast_step(plan, schedule, micro_batches, steps=steps)
     timeline = found.timeline
     if schedule == AUTO:
         row = [event for event in timeline.events if event.action.kind != "S"]
@@ -227,12 +255,15 @@ def describe_forecast(plan: Plan, micro_batches: tuple[int, ...] = (8, 32)) -> s
     if ranks and ranks < len(plan.stages):
         return f"one {name} step on {ranks} ranks: " + " · ".join(parts)
     ahead = len(plan.stages) - 1
+    on = "on a device a stage"
+    if any(has_stage_replicas(plan, name, number) for number in micro_batches):
+        on = f"on {sum(map(len, plan.stage_replicas))} ranks"
     steady = forecast_step(plan, "async-1f1b", micro_batches[0], steps=8)
     parts.append(
         f"async {steady.idle_share:.0%} idle, weights at most "
         f"{-(-ahead // micro_batches[0])} step old"
     )
-    return f"one {name} step on a device a stage: " + " · ".join(parts)
+    return f"one {name} step {on}: " + " · ".join(parts)
 
 
 def few_micro_batches_warning(name: str, *, ranks: int, micro_batches: int) -> str | None:

@@ -128,15 +128,16 @@ def measured_costs(times: Sequence[RankTime], schedule: Schedule) -> Costs:
     stages = range(schedule.stages)
     split = schedule.split
 
+    def total_ms(kind: str, stage: int) -> float:
+        ranks = schedule.ranks_of(stage)
+        return sum(times[rank].stage_ms.get((kind, stage), 0.0) for rank in ranks)
+
     def mean(kind: str, stage: int) -> float:
-        rank = schedule.rank_of_stage[stage]
         count = counted.get((kind, stage), 0.0)
-        return times[rank].stage_ms.get((kind, stage), 0.0) / count if count else 0.0
+        return total_ms(kind, stage) / count if count else 0.0
 
     def steps_ms(stage: int) -> float:
-        rank = schedule.rank_of_stage[stage]
-        norms_ms = times[rank].stage_ms.get(("norm", stage), 0.0)
-        return mean("S", stage) + norms_ms / counted.get(("S", stage), 1.0)
+        return mean("S", stage) + total_ms("norm", stage) / counted.get(("S", stage), 1.0)
 
     weight = tuple(mean("W", stage) for stage in stages)
     backward = []
@@ -165,18 +166,24 @@ def _counts(schedule: Schedule) -> dict[tuple[str, int], float]:
 
 
 def _equalised(costs: Costs, schedule: Schedule) -> Costs:
-    """The same work, shared out evenly: among the ranks, and among the stages of each."""
+    """The same work, shared out evenly: among the ranks, and among the stages of each. Of a stage's
+    micro-batches each of its replicas has a part."""
     stages_of_rank = [schedule.rank_of_stage.count(rank) for rank in schedule.rank_of_stage]
+    replicas = [len(schedule.ranks_of(stage)) for stage in range(schedule.stages)]
 
     def even(values: Sequence[float]) -> tuple[float, ...]:
         of_rank = sum(values) / len(schedule.ranks)
-        return tuple(of_rank / stages for stages in stages_of_rank)
+        return tuple(
+            of_rank * parts / stages for parts, stages in zip(replicas, stages_of_rank, strict=True)
+        )
 
+    # Each makes every step.
+    steps_ms = [ms * parts for ms, parts in zip(costs.step_ms, replicas, strict=True)]
     return replace(
         costs,
         forward_ms=even(costs.forward_ms),
         backward_ms=even(costs.backward_ms),
-        step_ms=even(costs.step_ms),
+        step_ms=tuple(ms / parts for ms, parts in zip(even(steps_ms), replicas, strict=True)),
         weight_ms=even(costs.weight_ms),
     )
 
@@ -185,7 +192,7 @@ def _with_data(costs: Costs, times: Sequence[RankTime], schedule: Schedule) -> C
     """A rank's first stage waits for the data of its micro-batches."""
     more = [0.0] * schedule.stages
     for rank, time in enumerate(times):
-        more[schedule.rank_of_stage.index(rank)] = time.data_ms / schedule.step_every
+        more[schedule.stages_of(rank)[0]] += time.data_ms / schedule.step_every
     return replace(costs, forward_ms=_added(costs.forward_ms, more))
 
 
@@ -195,7 +202,14 @@ def _with_overhead(costs: Costs, times: Sequence[RankTime], schedule: Schedule) 
     of_rank = [0.0] * len(times)
     for (_, stage), count in counted.items():
         of_rank[schedule.rank_of_stage[stage]] += count
-    more = [times[rank].overhead_ms / (of_rank[rank] or 1.0) for rank in schedule.rank_of_stage]
+    overhead_ms = [
+        sum(times[rank].overhead_ms for rank in schedule.ranks_of(stage))
+        for stage in range(schedule.stages)
+    ]
+    more = [
+        ms / (of_rank[rank] or 1.0)
+        for ms, rank in zip(overhead_ms, schedule.rank_of_stage, strict=True)
+    ]
     parts = [counted.get(("W", stage), 0.0) > 0 for stage in range(schedule.stages)]
     return replace(
         costs,

@@ -66,7 +66,7 @@ def _post_earlier(player: Player) -> bool:
     for rank in range(len(player.rows)):
         action = player.next_action(rank)
         for receive in player.missing(action) if action and "SEND" in action.kind else ():
-            receiver = player.rule.schedule.rank_of_stage[receive.stage]
+            receiver = player.rule.schedule.rank_of(receive.stage, receive.index)
             row, position = player.rows[receiver], player.position[receiver]
             row.insert(position, row.pop(row.index(receive, position)))
             return True

@@ -52,8 +52,9 @@ class _Receives:
 class Mailbox:
     """Gives and takes one tensor of a channel and micro-batch at a time.
 
-    `in_flight` is the schedule's, None for a run without backwards. `by_index` are the channels of
-    each micro-batch, by tag, where micro-batches differ in size.
+    `in_flight` is the schedule's, None for a run without backwards; `replicas` are how many ranks
+    each stage is on, if not one. `by_index` are the channels of each micro-batch, by tag, where
+    micro-batches differ in size or ranks.
     """
 
     def __init__(
@@ -63,10 +64,12 @@ class Mailbox:
         program: Sequence[Action],
         *,
         in_flight: Sequence[int] | None = None,
+        replicas: Sequence[int] = (),
         by_index: Sequence[Sequence[Channel]] = (),
     ) -> None:
         self.transport = transport
         self._in_flight = in_flight
+        self._replicas = replicas
         self._by_index = by_index
         self._here: dict[tuple[Channel, int], Tensor] = {}
         self._posted: dict[tuple[Channel, int], Handle] = {}
@@ -87,6 +90,7 @@ class Mailbox:
                 if edge not in self._receives:
                     self._receives[edge] = _Receives(self._at_most_at_first(edge))
                 self._receives[edge].to_post.append(action.index)
+        self._sent = {edge: frozenset(indices) for edge, indices in self._sends.items()}
         self._in_order = {
             edge
             for edge, indices in self._sends.items()
@@ -177,12 +181,16 @@ class Mailbox:
         if edge not in self._in_order or self._in_flight is None:
             return
         if back == "gradient":
-            index -= self._in_flight[arrived.source]
+            # Replicas have every so many-th: of those of this sender, the last that came from here.
+            apart = self._replicas[arrived.source] if self._replicas else 1
+            index -= self._in_flight[arrived.source] * apart
+            while index >= 0 and index not in self._sent[edge]:
+                index -= apart
         for channel in self._edges[edge] if index >= 0 else ():
             self.transport.wait_sent(self._at(channel, index), index)
 
     def _at(self, channel: Channel, index: int) -> Channel:
-        """The channel as it is for one micro-batch's sizes."""
+        """The channel as it is for one micro-batch's sizes, between the ranks that have it."""
         return self._by_index[index][channel.tag] if self._by_index else channel
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Unpack
 
@@ -58,7 +59,9 @@ __all__ = [
 class Pipeline:
     """One rank of a pipeline: its stages, their weight versions, and its end of the transport.
 
-    `stages` are this rank's modules by stage. `rank_of_stage` is by default one stage a rank.
+    `stages` are this rank's modules by stage. `rank_of_stage` is by default one stage a rank;
+    `replicas` are as for Schedule. Gradients of replicas, and with them those of parameters that
+    stages share, are for the observer to sum.
     `staleness` is a name in `staleness.METHODS`. `criterion` makes the loss where the model does
     not, at the last stage that makes a model output. Forwards compute in `precision`; `dtypes` are
     those of boundary tensors. With `batch_norm_per_step` batch norms update their running
@@ -73,6 +76,7 @@ class Pipeline:
         transport: Transport,
         *,
         rank_of_stage: Sequence[int] | None = None,
+        replicas: Sequence[Sequence[int]] = (),
         staleness: str = "none",
         criterion: Criterion | None = None,
         device: str | torch.device = "cpu",
@@ -85,12 +89,14 @@ class Pipeline:
         cast = dtypes.cast(plan)
         self.transport = CastingTransport(transport, cast) if cast else transport
         self.rank_of_stage = tuple(rank_of_stage or range(len(plan.stages)))
+        self.replicas = tuple(map(tuple, replicas))
         self.criterion = criterion
         self.device = torch.device(device)
         self.precision = precision
         self.dtypes = dtypes
         self.seed = seed
-        expected = [j for j, rank in enumerate(self.rank_of_stage) if rank == transport.rank]
+        ranks = self.replicas or tuple((rank,) for rank in self.rank_of_stage)
+        expected = [j for j, of_stage in enumerate(ranks) if transport.rank in of_stage]
         if sorted(stages) != expected:
             raise PlanError(
                 f"Rank {transport.rank} was given stages {sorted(stages)}, and has {expected}."
@@ -108,7 +114,8 @@ class Pipeline:
         self.weights = {j: WeightVersions(j, stages[j]) for j in expected}
         self.staleness = {j: make_staleness(staleness) for j in expected}
         self._is_live = staleness == "none"
-        self._shared = SharedGradients(plan, stages, self.transport)
+        exchanged = replace(plan, shared=()) if self.replicas else plan
+        self._shared = SharedGradients(exchanged, stages, self.transport)
         self._shared_is_verified = False
         self._model_outputs = output_names(plan)
         self._needed = needed_inputs(plan, expected, criterion=criterion is not None)
@@ -210,7 +217,7 @@ class Pipeline:
             )
         by_index = channels_of_each(
             self.plan,
-            self.rank_of_stage,
+            schedule,
             every,
             shared_specs=self._shared.specs,
             state_bytes=self._state_bytes,
@@ -232,6 +239,7 @@ class Pipeline:
                 self.transport,
                 program,
                 in_flight=schedule.in_flight if training else None,
+                replicas=tuple(map(len, schedule.replicas)),
                 by_index=by_index if len(set(map(id, by_index))) > 1 else (),
             ),
             Recorder(
@@ -344,10 +352,10 @@ class Pipeline:
         return GeneratorState(self.device, state)
 
     def _check(self, schedule: Schedule, training: bool) -> None:
-        if schedule.rank_of_stage != self.rank_of_stage:
+        asked, has = (each.replicas or each.rank_of_stage for each in (schedule, self))
+        if asked != has:
             raise ScheduleError(
-                f"The schedule puts stages on ranks {schedule.rank_of_stage}, "
-                f"the pipeline on {self.rank_of_stage}."
+                f"The schedule puts stages on ranks {asked}, the pipeline on {has}."
             )
         if len(schedule.ranks) > 1 and not schedule.is_lowered:
             raise ScheduleError(

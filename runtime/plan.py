@@ -300,6 +300,13 @@ class Plan:
         }
 
     @property
+    def stage_replicas(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each stage where single stages are on several; () where all are on as many,
+        one or the same number of whole pipelines."""
+        ranks = tuple(stage.ranks for stage in self.stages)
+        return ranks if len(set(map(len, ranks))) > 1 else ()
+
+    @property
     def slowest(self) -> str:
         """What the bottleneck is of: a stage, or a rank where some have several."""
         several = any(len(stages) > 1 for stages in self.stages_of_rank.values())

@@ -23,6 +23,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from math import lcm
 from typing import Literal, NamedTuple, cast
 
 from .errors import ScheduleError
@@ -87,6 +88,10 @@ class Schedule:
     `step_every` is how many micro-batches one optimizer step sees, `in_flight` the most
     micro-batches of each stage whose forward is over and whose backward is not; a synchronous
     schedule has one step, at the end of the segment.
+
+    `rank_of_stage` has the rank of each stage. Where some stage is on several, `replicas` has the
+    ranks of every stage, each of which has that stage alone; micro-batch i of a stage with r of
+    them is done by its replica i mod r, and `in_flight` is what each of them holds.
     """
 
     name: str
@@ -97,6 +102,26 @@ class Schedule:
     ranks: tuple[tuple[Action, ...], ...]
     rank_of_stage: tuple[int, ...]
     in_flight: tuple[int, ...]
+    replicas: tuple[tuple[int, ...], ...] = ()
+
+    def ranks_of(self, stage: int) -> tuple[int, ...]:
+        """The ranks of a stage, its replicas."""
+        return self.replicas[stage] if self.replicas else (self.rank_of_stage[stage],)
+
+    def rank_of(self, stage: int, index: int) -> int:
+        """The rank that has a micro-batch of a stage."""
+        ranks = self.ranks_of(stage)
+        return ranks[index % len(ranks)]
+
+    @property
+    def placements(self) -> set[tuple[int, ...]]:
+        """The ranks that the micro-batches pass, stage after stage."""
+        turns = range(lcm(*map(len, self.replicas)))
+        return {tuple(self.rank_of(j, i) for j in range(self.stages)) for i in turns}
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages of a rank."""
+        return tuple(stage for stage in range(self.stages) if rank in self.ranks_of(stage))
 
     @property
     def steps(self) -> int:
@@ -123,17 +148,23 @@ class Schedule:
         )
 
 
-def one_step(name: str, rows: Iterable[Iterable[Action]], rank_of_stage: Iterable[int]) -> Schedule:
+def one_step(
+    name: str,
+    rows: Iterable[Iterable[Action]],
+    rank_of_stage: Iterable[int],
+    replicas: Iterable[Iterable[int]] = (),
+) -> Schedule:
     """The synchronous schedule of these forwards and backwards, one list a rank: at its end each
-    rank steps its stages.
+    rank steps its stages. `replicas` are as for Schedule.
 
     >>> print(one_step("mine", [[Action(0, "F", 0), Action(0, "B", 0)]], [0]))
     rank 0: 0F0@v0 0B0@v0 0S1
     """
-    placed = tuple(rank_of_stage)
+    placed, replicated = tuple(rank_of_stage), tuple(map(tuple, replicas))
     ranks = []
     for rank, row in enumerate(rows):
-        steps = (Action(stage, "S", 1) for stage, at in enumerate(placed) if at == rank)
+        on = replicated or tuple((at,) for at in placed)
+        steps = (Action(stage, "S", 1) for stage, of_stage in enumerate(on) if rank in of_stage)
         ranks.append(tuple(count_versions((*row, *steps))))
     micro_batches = 1 + max((a.index for row in ranks for a in row if a.kind == "F"), default=0)
     return Schedule(
@@ -145,6 +176,7 @@ def one_step(name: str, rows: Iterable[Iterable[Action]], rank_of_stage: Iterabl
         ranks=tuple(ranks),
         rank_of_stage=placed,
         in_flight=count_in_flight(ranks, len(placed)),
+        replicas=replicated,
     )
 
 
@@ -164,16 +196,19 @@ def count_versions(actions: Iterable[Action]) -> Iterator[Action]:
 
 
 def count_in_flight(ranks: Iterable[Iterable[Action]], stages: int) -> tuple[int, ...]:
-    """The most micro-batches that each stage holds between forward and the end of backward."""
+    """The most micro-batches that each stage holds between forward and the end of backward, on
+    one rank."""
     rows = [list(row) for row in ranks]
     split = split_backwards(rows)
-    held, most = [0] * stages, [0] * stages
-    for action in (action for row in rows for action in row):
-        if action.kind == "F":
-            held[action.stage] += 1
-        elif is_backward_end(action, split):
-            held[action.stage] -= 1
-        most[action.stage] = max(most[action.stage], held[action.stage])
+    most = [0] * stages
+    for row in rows:
+        held = [0] * stages
+        for action in row:
+            if action.kind == "F":
+                held[action.stage] += 1
+            elif is_backward_end(action, split):
+                held[action.stage] -= 1
+            most[action.stage] = max(most[action.stage], held[action.stage])
     return tuple(most)
 
 

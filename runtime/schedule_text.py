@@ -7,13 +7,14 @@
     rank 1: 1F0@v0 1B0@v0 1F1@v0 1B1@v0 1S1
 
 Only the ranks' lines must be there. A version that is left out is counted, and so is what is in
-flight; a schedule whose stages step once is synchronous unless it says no. Lines that begin with
-# are comments.
+flight; a schedule whose stages step once is synchronous unless it says no. A stage that is on
+several ranks has replicas there. Lines that begin with # are comments.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from math import inf
 
 from .dependencies import Edge
 from .errors import ScheduleError
@@ -68,6 +69,8 @@ def from_text(
 
 def _assemble(heads: dict[str, str], rows: Sequence[Sequence[Action]]) -> Schedule:
     rank_of = {action.stage: rank for rank, row in enumerate(rows) for action in row}
+    replicas = _replicas(rows)
+    rank_of.update((stage, ranks[0]) for stage, ranks in enumerate(replicas))
     stages = max(rank_of, default=-1) + 1
     micro_batches, steps = _last(rows, "F") + 1, max(0, _last(rows, "S"))
     if len(rank_of) < stages or not micro_batches or not steps:
@@ -102,7 +105,26 @@ def _assemble(heads: dict[str, str], rows: Sequence[Sequence[Action]]) -> Schedu
         ranks=tuple(tuple(map(_versioned, row, count_versions(row))) for row in rows),
         rank_of_stage=tuple(rank_of[stage] for stage in range(stages)),
         in_flight=tuple(map(int, in_flight)),
+        replicas=replicas,
     )
+
+
+def _replicas(rows: Sequence[Sequence[Action]]) -> tuple[tuple[int, ...], ...]:
+    """The ranks of each stage, where every rank has one and some stage is on several: in the order
+    of their first micro-batches."""
+    stages = [{action.stage for action in row} for row in rows]
+    on = sorted(
+        (stage, _first(row), rank) for rank, row in enumerate(rows) for stage in stages[rank]
+    )
+    found = tuple(
+        tuple(rank for stage, _, rank in on if stage == each)
+        for each in sorted({s for s, *_ in on})
+    )
+    return found if len(on) == len(rows) > len(found) else ()
+
+
+def _first(row: Sequence[Action]) -> float:
+    return min((action.index for action in row if action.kind == "F"), default=inf)
 
 
 def _last(rows: Sequence[Sequence[Action]], kind: Kind) -> int:

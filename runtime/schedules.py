@@ -102,7 +102,7 @@ def alternating(
     schedule is asynchronous; or once, at the end, and then it is synchronous.
     """
     rows = (
-        _alternate(stage, micro_batches, forwards, step_every or micro_batches)
+        alternate(stage, micro_batches, forwards, step_every or micro_batches)
         for stage, forwards in enumerate(ahead)
     )
     return Schedule(
@@ -117,7 +117,8 @@ def alternating(
     )
 
 
-def _alternate(stage: int, micro_batches: int, ahead: int, step_every: int) -> Iterator[Action]:
+def alternate(stage: int, micro_batches: int, ahead: int, step_every: int) -> Iterator[Action]:
+    """One rank's actions of such a schedule."""
     for index in range(min(ahead, micro_batches)):
         yield Action(stage, "F", index)
     for index in range(micro_batches):

@@ -2,8 +2,8 @@
 
 A rank carries out its list in order; an action begins when its rank is free and all that it
 waits for (`Rule.dependencies`) is there. Transfers take none of a rank's time, but the tensors of
-one edge and direction follow one another. Ranks that share fewer processors than they are get
-equal parts of them at every moment.
+one edge and direction follow one another between two ranks. Ranks that share fewer processors than
+they are get equal parts of them at every moment.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from .timeline import Event, Timeline
 from .validation import validate
 
 __all__ = ["Costs", "Event", "Timeline", "simulate"]
+
+_Link = tuple[int, int, int, int]
+"""Source and target stage, and their ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +126,7 @@ class _Clock:
         self._wake_ms = math.inf
         self._end_ms: dict[Action, float] = {}
         self._arrival_ms: dict[tuple[Action, int], float] = {}  # at a stage of another rank
-        self._link_free_ms: dict[Edge, float] = {}
+        self._link_free_ms: dict[_Link, float] = {}
 
     def is_over(self) -> bool:
         return self._position == [len(row) for row in self._rows]
@@ -179,5 +182,6 @@ class _Clock:
             assert message.peer is not None
             edge = (action.stage, message.peer)
             transfer_ms = self._costs.transfer_ms.get((min(edge), max(edge)), 0.0)
-            free_ms = max(self._now_ms, self._link_free_ms.get(edge, 0.0)) + transfer_ms
-            self._link_free_ms[edge] = self._arrival_ms[done, message.peer] = free_ms
+            link = (*edge, rank, self._rule.schedule.rank_of(message.peer, action.index))
+            free_ms = max(self._now_ms, self._link_free_ms.get(link, 0.0)) + transfer_ms
+            self._link_free_ms[link] = self._arrival_ms[done, message.peer] = free_ms

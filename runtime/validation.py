@@ -35,6 +35,7 @@ def validate(
     """
     edges = None if edges is None else list(edges)
     grad_edges = None if grad_edges is None else list(grad_edges)
+    _check_replicas(schedule)
     _check_actions(schedule)
     _check_versions(schedule)
     _check_in_flight(schedule)
@@ -65,14 +66,17 @@ def _check_actions(schedule: Schedule) -> None:
         raise ScheduleError(
             f"{schedule.name}: a synchronous schedule has one step, not {schedule.steps}.", _CURE
         )
-    seen: Counter[Action] = Counter()
+    seen: Counter[tuple[Action, int]] = Counter()
     for rank, position, action in _walk(schedule):
-        seen[action.unversioned] += 1
         if not 0 <= action.stage < schedule.stages:
-            found = f"there are stages 0 to {schedule.stages - 1}"
-        elif schedule.rank_of_stage[action.stage] != rank:
-            found = f"stage {action.stage} is on rank {schedule.rank_of_stage[action.stage]}"
-        elif seen[action.unversioned] > 1:
+            _raise_at(schedule, rank, position, f"there are stages 0 to {schedule.stages - 1}")
+        seen[_at_its_rank(schedule, action, rank)] += 1
+        if rank not in (ranks := schedule.ranks_of(action.stage)):
+            are = "rank" if len(ranks) == 1 else "ranks"
+            found = f"stage {action.stage} is on {are} {', '.join(map(str, ranks))}"
+        elif action.kind != "S" and rank != (at := schedule.rank_of(action.stage, action.index)):
+            found = f"micro-batch {action.index} of stage {action.stage} is on rank {at}"
+        elif seen[_at_its_rank(schedule, action, rank)] > 1:
             found = "it is there twice"
         elif action.kind in numbers and action.index not in numbers[action.kind]:
             of = numbers[action.kind]
@@ -80,28 +84,53 @@ def _check_actions(schedule: Schedule) -> None:
         else:
             continue
         _raise_at(schedule, rank, position, found)
-    for stage, rank in enumerate(schedule.rank_of_stage):
+    for stage in range(schedule.stages):
         for kind in ("F", "B", "S"):
-            for index in numbers[kind]:
-                if Action(stage, kind, index) not in seen:
-                    _raise_at(
-                        schedule,
-                        rank,
-                        len(schedule.ranks[rank]) - 1,
-                        f"{Action(stage, kind, index)} is missing from rank {rank}",
-                    )
+            for action in (Action(stage, kind, index) for index in numbers[kind]):
+                ranks = schedule.ranks_of(stage)
+                if kind != "S":
+                    ranks = (schedule.rank_of(stage, action.index),)
+                for rank in ranks:
+                    if not seen[_at_its_rank(schedule, action, rank)]:
+                        end = len(schedule.ranks[rank]) - 1
+                        _raise_at(schedule, rank, end, f"{action} is missing from rank {rank}")
+
+
+def _check_replicas(schedule: Schedule) -> None:
+    """Replicas have one stage, and steps at the end."""
+    if not schedule.replicas:
+        return
+    ranks = sorted(rank for of_stage in schedule.replicas for rank in of_stage)
+    if ranks != list(range(len(schedule.ranks))):
+        raise ScheduleError(
+            f"{schedule.name}: replicas are on ranks {ranks}, but each of {len(schedule.ranks)} "
+            "ranks has one stage.",
+            _CURE,
+        )
+    if not schedule.synchronous:
+        raise ScheduleError(
+            f"{schedule.name} has no flush, and replicas of a stage wait for each other at every "
+            "step.",
+            "Take a synchronous schedule: --schedule 1f1b.",
+        )
+
+
+def _at_its_rank(schedule: Schedule, action: Action, rank: int) -> tuple[Action, int]:
+    """What there may be once: a step on every rank of its stage, all else on one."""
+    return action.unversioned, rank if action.kind == "S" else -1
 
 
 def _check_versions(schedule: Schedule) -> None:
-    made = [0] * schedule.stages
+    made: Counter[tuple[int, int]] = Counter()
     for rank, position, action in _walk(schedule):
+        here = rank, action.stage
         if action.kind == "S":
-            if action.index != made[action.stage] + 1:
-                found = f"the next step of stage {action.stage} makes {made[action.stage] + 1}"
+            if action.index != made[here] + 1:
+                found = f"the next step of stage {action.stage} makes {made[here] + 1}"
                 _raise_at(schedule, rank, position, found)
-            made[action.stage] += 1
-        elif action.kind in ("F", "B", "W") and action.version != made[action.stage]:
-            found = f"stage {action.stage} is at version {made[action.stage]} there"
+            made[here] += 1
+        elif action.kind in ("F", "B", "W") and action.version != made[here]:
+            found = f"stage {action.stage} is at version {made[here]} there"
             _raise_at(schedule, rank, position, found)
 
 
@@ -117,7 +146,7 @@ def _check_in_flight(schedule: Schedule) -> None:
 
 def _check_messages(rule: Rule) -> None:
     """Every message has a reader and a writer, and one channel's arrive in the order sent."""
-    channels: dict[tuple[str, int, int], list[int]] = {}
+    channels: dict[tuple[str, int, int, int, int], list[int]] = {}
     computes = [action for _, _, action in _walk(rule.schedule) if action.peer is None]
     expected = {m for a in computes for m in (*rule.receives(a), *rule.sends(a))}
     for rank, position, action in _walk(rule.schedule):
@@ -125,9 +154,11 @@ def _check_messages(rule: Rule) -> None:
             continue
         if action not in expected:
             _raise_at(rule.schedule, rank, position, "no edge between ranks carries it")
-        channels.setdefault((action.kind, action.stage, action.peer), []).append(action.index)
-    for (kind, stage, peer), received in channels.items():
-        sent = channels.get((kind.replace("RECV", "SEND"), peer, stage), received)
+        other = rule.schedule.rank_of(action.peer, action.index)
+        key = action.kind, action.stage, action.peer, rank, other
+        channels.setdefault(key, []).append(action.index)
+    for (kind, stage, peer, rank, other), received in channels.items():
+        sent = channels.get((kind.replace("RECV", "SEND"), peer, stage, other, rank), received)
         if kind.startswith("RECV") and sorted(sent) == sorted(received) and sent != received:
             raise ScheduleError(
                 f"{rule.schedule.name}: stage {stage} posts receives from stage {peer} for "

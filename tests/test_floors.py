@@ -20,7 +20,7 @@ PURE = {
         "validation",
     ),
     *("dependencies", "lowering", "simulate", "timeline", "drawing", "forecast", "traffic"),
-    *("interleaving", "zero_bubble", "scheduler", "activity", "idle", "trace"),
+    *("interleaving", "zero_bubble", "replicated", "scheduler", "activity", "idle", "trace"),
 }
 # The check runs the files and the profile times them as the runtime will; weights have one format.
 SHARED = {"pipe", "loading", "tensors", "host_memory"}

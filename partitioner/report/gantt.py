@@ -88,7 +88,7 @@ def _gantt(
 ) -> Gantt:
     timeline = step.timeline
     shown = [event for event in timeline.events if _is_in(event, step)]
-    several = len(plan.stages) > timeline.ranks
+    several = len(plan.stages) != timeline.ranks
     is_plain = all(stage.ranks in ((), (stage.index,)) for stage in plan.stages)
     boxes = [_box(event, step, scale, count, several=several) for event in shown]
     rows = tuple(

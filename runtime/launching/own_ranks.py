@@ -91,9 +91,9 @@ def stages_of_ranks(schedule: Schedule, replicas: int | None = None) -> dict[int
     grid = grid_of(schedule, replicas)
     names = {}
     for rank in range(grid.processes):
-        own = [str(stage) for stage in grid.stages_of(rank, schedule.rank_of_stage)]
-        whose = f" of replica {grid.replica_of(rank)}" if grid.replicas > 1 else ""
-        names[rank] = f" (stage{'s' if len(own) > 1 else ''} {', '.join(own)}{whose})"
+        own = [str(stage) for stage in grid.stages_of(rank, schedule)]
+        stages = f"stage{'s' if len(own) > 1 else ''} {', '.join(own)}"
+        names[rank] = f" ({stages}{grid.whose(rank)})"
     return names
 
 

@@ -7,6 +7,7 @@ from itertools import groupby
 
 from ..plan import Plan
 from ..replication.grid import Grid
+from ..replication.replicas import describe_stages
 from ..schedule import Schedule
 from ..transports.choose import Choice
 from .seats import Machine
@@ -24,6 +25,8 @@ def describe_ranks(grid: Grid, transport: Choice, machine: Machine) -> str:
     hosts = dict.fromkeys(machine.host_of_rank)
     several = len(hosts) > 1
     whole = f", {grid.replicas} replicas of {grid.ranks}" if grid.replicas > 1 else ""
+    if grid.ranks_of_stage:
+        whole = f", {describe_stages(grid.ranks_of_stage)}"
     if grid.ranks == 1:
         whole = ", all stages in each"
     head = f"{ranks} processes{whole}" + (f" on {len(hosts)} hosts" if several else "")
@@ -44,9 +47,11 @@ def describe_placement(plan: Plan, schedule: Schedule, machine: Machine) -> str:
     hosts = machine.host_of_rank
     if len(set(hosts)) < 2:
         return ""
-    of_stage = [hosts[rank] for rank in schedule.rank_of_stage]
     pairs = {(each.source, target) for each in plan.boundaries for target in each.targets}
-    crossing = sum(of_stage[source] != of_stage[target] for source, target in pairs)
+    crossing = sum(
+        any(hosts[ranks[source]] != hosts[ranks[target]] for ranks in schedule.placements)
+        for source, target in pairs
+    )
     verb = "crosses" if crossing == 1 else "cross"
     return f"{_ranks_of_hosts(hosts)} · {crossing} of {len(pairs)} boundaries {verb} hosts"
 

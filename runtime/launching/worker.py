@@ -40,6 +40,9 @@ def main() -> None:
         world = join(replace(place, launcher=""), job.settings, job.plan)
         if world.replicas > 1:
             stages = f" (rank {world.pipeline_rank} of replica {world.replica})"
+        elif world.ranks_of_stage:
+            (stage,) = (j for j, ranks in enumerate(world.ranks_of_stage) if rank in ranks)
+            stages = f" (stage {stage}{world.grid.whose(rank)})"
         run_rank(job, world, reporter)
         leave()
         end_process(0)

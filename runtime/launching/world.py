@@ -10,6 +10,7 @@ import datetime
 import os
 import re
 import socket
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from ..errors import TransportError
 from ..plan import Plan
 from ..replication.grid import Grid
+from ..replication.replicas import stage_replicas
 from ..training.settings import Settings, SettingsError
 from ..transports.mpi import share_store
 from .interfaces import VARIABLES, address_of, choose_interface, name_interface, unreachable
@@ -30,7 +32,9 @@ class World:
     """The ranks of a run and their two groups: `control` for what all do together between
     segments, `metrics` for figures on their way to rank 0. A lone rank has neither. `machine` is
     what this rank computes with. Of several `replicas`, `own` is the group of this rank's pipeline
-    (None where it has one rank), `copies` that of the ranks with the same stages."""
+    (None where it has one rank), `copies` that of the ranks with the same stages. Where single
+    stages have replicas, `ranks_of_stage` are as for Grid, and `holders` the ranks that have a
+    parameter of several stages, by its number in the plan, where this rank is one of them."""
 
     place: Place = ALONE
     control: dist.ProcessGroup | None = None
@@ -39,6 +43,8 @@ class World:
     replicas: int = 1
     own: dist.ProcessGroup | None = None
     copies: dist.ProcessGroup | None = None
+    ranks_of_stage: tuple[tuple[int, ...], ...] = ()
+    holders: Mapping[int, dist.ProcessGroup] = field(default_factory=dict)
 
     @property
     def rank(self) -> int:
@@ -50,11 +56,16 @@ class World:
 
     @property
     def grid(self) -> Grid:
-        return Grid(self.ranks // self.replicas, self.replicas)
+        return Grid(self.ranks // self.replicas, self.replicas, self.ranks_of_stage)
 
     @property
     def replica(self) -> int:
         return self.grid.replica_of(self.rank)
+
+    @property
+    def copy(self) -> int:
+        """Which of the ranks with the same stages this is."""
+        return self.grid.copy_of(self.rank)
 
     @property
     def pipeline_rank(self) -> int:
@@ -89,13 +100,13 @@ class World:
 
     def gathered(self, content: bytes) -> list[bytes]:
         """What each rank gives; equally long on all."""
-        return [content] if self.control is None else _gathered(content, self.ranks)
+        return [content] if self.control is None else gather_alike(content, self.ranks)
 
     def gathered_from_copies(self, content: bytes) -> list[bytes]:
         """What each rank with the same stages gives, by replica; equally long on all."""
         if self.copies is None:
             return [content]
-        return _gathered(content, self.replicas, self.copies)
+        return gather_alike(content, len(self.grid.copies_of(self.rank)), self.copies)
 
     def meet(self) -> None:
         """Returns when every rank has called it."""
@@ -142,8 +153,15 @@ def join(place: Place, settings: Settings, plan: Plan) -> World:
     metrics = dist.new_group(timeout=patient, backend="gloo")
     machine.pin()
     machine = replace(machine, launcher=place.launcher, interface=os.environ.get(VARIABLES[0], ""))
-    world = World(place, dist.group.WORLD, metrics, machine, settings.replicas or 1)
-    return _in_groups(world, datetime.timedelta(seconds=timeout_s))
+    world = World(
+        place,
+        dist.group.WORLD,
+        metrics,
+        machine,
+        settings.replicas or 1,
+        ranks_of_stage=stage_replicas(plan, settings),
+    )
+    return _in_groups(world, plan, datetime.timedelta(seconds=timeout_s))
 
 
 def stay_alone(settings: Settings, plan: Plan) -> World:
@@ -160,27 +178,47 @@ def leave() -> None:
 def _seats(own: Seat, ranks: int) -> list[Seat]:
     content = own.to_bytes()
     longest = max(
-        int.from_bytes(size, "big") for size in _gathered(len(content).to_bytes(4, "big"), ranks)
+        int.from_bytes(size, "big") for size in gather_alike(len(content).to_bytes(4, "big"), ranks)
     )
-    return [seat_from(part) for part in _gathered(content.ljust(longest), ranks)]
+    return [seat_from(part) for part in gather_alike(content.ljust(longest), ranks)]
 
 
-def _in_groups(world: World, timeout: datetime.timedelta) -> World:
-    """The world with the groups of this rank's pipeline and of the ranks with its stages. Only
-    their members make them."""
-    if world.replicas == 1:
-        return world
+def _in_groups(world: World, plan: Plan, timeout: datetime.timedelta) -> World:
+    """The world with the groups of this rank's pipeline, of the ranks with its stages, and of those
+    that hold its shared parameters. Only their members make them, so a rank that is in none makes
+    one of itself: torch names a group by its ranks and by how many groups a process has made."""
     grid, rank = world.grid, world.rank
-    own, copies = (
-        dist.new_group(list(ranks), timeout=timeout, backend="gloo", use_local_synchronization=True)
-        if len(ranks) > 1
-        else None
-        for ranks in (grid.pipeline_of(rank), grid.copies_of(rank))
+
+    def group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
+        group: dist.ProcessGroup = dist.new_group(
+            list(ranks), timeout=timeout, backend="gloo", use_local_synchronization=True
+        )
+        return group
+
+    if grid.most_copies == 1:
+        return world
+    if not grid.ranks_of_stage:
+        own = group_of(grid.pipeline_of(rank)) if grid.ranks > 1 else None
+        return replace(world, own=own, copies=group_of(grid.copies_of(rank)))
+    copies = group_of(grid.copies_of(rank))
+    holders = {
+        number: grid.holders_of(shared.stages)
+        for number, shared in enumerate(plan.shared)
+        if len(shared.stages) > 1
+    }
+    groups = {
+        ranks: group_of(ranks if rank in ranks else (rank,))
+        for ranks in dict.fromkeys(holders.values())
+    }
+    return replace(
+        world,
+        copies=copies if len(grid.copies_of(rank)) > 1 else None,
+        holders={number: groups[ranks] for number, ranks in holders.items() if rank in ranks},
     )
-    return replace(world, own=own, copies=copies)
 
 
-def _gathered(content: bytes, ranks: int, group: dist.ProcessGroup | None = None) -> list[bytes]:
+def gather_alike(content: bytes, ranks: int, group: dist.ProcessGroup | None = None) -> list[bytes]:
+    """What each rank of a group gives; equally long on all."""
     own = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     parts = [torch.zeros_like(own) for _ in range(ranks)]
     dist.all_gather(parts, own, group=group)

@@ -9,6 +9,7 @@ samples' share of the whole step in every replica, so the sum of gradients is th
 
 A parameter of several stages has a bucket to itself, summed after its holders have exchanged their
 gradients: buckets of one size are added in one order, so its holders stay equal to the last bit.
+Where single stages have replicas, all ranks of all its holders sum it together instead.
 A gradient that no replica has stays None.
 """
 
@@ -24,16 +25,19 @@ from torch import Tensor, nn
 
 from ..errors import TransportError
 from ..training.clipping import Share
+from .holders import Held
 
 BUCKET_BYTES = 25 << 20
 
 
 @dataclass(eq=False)
 class _Bucket:
-    """Parameters whose gradients travel together; `missing` are not final yet, and `has_all` says
-    whether this replica had a gradient of each."""
+    """Parameters whose gradients travel together, among the ranks of `group`, if it is another than
+    that of all buckets; `missing` are not final yet, and `has_all` says whether this replica had a
+    gradient of each."""
 
     parameters: list[nn.Parameter]
+    group: dist.ProcessGroup | None = None
     missing: int = 0
     has_all: bool = False
     flat: Tensor | None = None
@@ -50,26 +54,34 @@ class _Window:
 
 
 class GradientSums:
-    """Sums the gradients of one rank's stages over the ranks of `group`, which have the same.
+    """Sums the gradients of one rank's stages over the ranks of `group`, which have the same; None
+    where no other has.
 
-    `peers` names them in errors. For each window of a stage `expect` may be called before its last
+    `peers` names them in errors. `held` are the parameters of several stages, if they are summed
+    over all of their ranks. For each window of a stage `expect` may be called before its last
     backward, then `begin` after it, and `finish` before the gradients are read.
     """
 
     def __init__(
         self,
         shares: Mapping[int, Share],
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | None,
         peers: str,
         *,
+        held: Sequence[Held] = (),
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self._group, self._peers = group, peers
         self._windows = {
-            stage: _Window(make_buckets(share.own, bucket_bytes)) for stage, share in shares.items()
+            stage: _Window(make_buckets(share.own, bucket_bytes) if group else [])
+            for stage, share in shares.items()
         }
+        groups = {each.parameter: each.group for each in held}
         self._shared = {
-            stage: [_Bucket([parameter]) for parameter in _with_gradients(share.shared)]
+            stage: [
+                _Bucket([parameter], groups.get(parameter))
+                for parameter in _with_gradients(groups or share.shared)
+            ]
             for stage, share in shares.items()
         }
         for window in self._windows.values():
@@ -127,7 +139,8 @@ class GradientSums:
         for parameter in parameters:
             parameter.grad = None  # now in the bucket
         with self._telling():
-            bucket.work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
+            group = bucket.group or self._group
+            bucket.work = dist.all_reduce(bucket.flat, group=group, async_op=True)
 
     def _finish(self, bucket: _Bucket) -> None:
         assert bucket.flat is not None and bucket.work is not None

@@ -1,15 +1,18 @@
 """Settings, a plan and the ranks that were started -> the number of replicas, or why it is wrong.
 
 A replica is the whole pipeline once more, with micro-batches of its own. `ddp` is replicas of a
-pipeline of one rank, which has all stages.
+pipeline of one rank, which has all stages. A plan may have replicas of single stages instead: then
+no number of them is given.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ..errors import PlanError
 from ..plan import Plan
+from ..replicated import REPLICATED
 from ..schedule import Schedule
 from ..training.settings import DDP, Settings, SettingsError
 
@@ -17,6 +20,13 @@ from ..training.settings import DDP, Settings, SettingsError
 def in_words(replicas: int) -> str:
     """`1 replica` or `2 replicas`."""
     return f"{replicas} replica{'s' if replicas > 1 else ''}"
+
+
+def stage_replicas(plan: Plan, settings: Settings) -> tuple[tuple[int, ...], ...]:
+    """The ranks of each stage where the plan has single stages on several and these are trained;
+    () where a pipeline has one of each, as `--replicas` says."""
+    has_none = settings.replicas is not None or settings.schedule in ("single", DDP)
+    return () if has_none else plan.stage_replicas
 
 
 def planned_replicas(plan: Plan) -> int:
@@ -27,11 +37,14 @@ def planned_replicas(plan: Plan) -> int:
 
 
 def with_replicas(settings: Settings, plan: Plan) -> Settings:
-    """The settings with a number of replicas, by default the plan's; `ddp` becomes so many of
-    `single`, which share the micro-batches out evenly.
+    """The settings with a number of replicas, by default the plan's, none where it has those of
+    single stages; `ddp` becomes so many of `single`, which share the micro-batches out evenly.
 
     Raises SettingsError where they cannot, and for replicas of an asynchronous schedule.
     """
+    if ranks_of_stage := stage_replicas(plan, settings):
+        _check_stage_replicas(settings, ranks_of_stage)
+        return settings
     has_none = settings.is_async or settings.schedule == "single"
     replicas = settings.replicas or (1 if has_none else planned_replicas(plan))
     if settings.is_async and replicas > 1:
@@ -68,6 +81,37 @@ def with_replicas(settings: Settings, plan: Plan) -> Settings:
     )
 
 
+def _check_stage_replicas(settings: Settings, ranks_of_stage: Sequence[Sequence[int]]) -> None:
+    """Raises SettingsError for what single stages with replicas cannot be combined with."""
+    has = describe_stages(ranks_of_stage)
+    one = "--replicas 1 for one rank a stage"
+    if settings.schedule not in REPLICATED and not settings.schedule_file:
+        raise SettingsError(
+            f"the plan has {has}, but single stages have no replicas under {settings.schedule}.",
+            f"--schedule {' or '.join(REPLICATED)}, or {one}.",
+        )
+    ranks = sum(map(len, ranks_of_stage))
+    if settings.ranks not in (None, ranks):
+        raise SettingsError(
+            f"--ranks {settings.ranks}, but the plan has {has}: {ranks} ranks.",
+            f"Leave it out, or {one}.",
+        )
+
+
+def describe_stages(ranks_of_stage: Sequence[Sequence[int]]) -> str:
+    """The stages that are on several ranks.
+
+    >>> describe_stages([[0, 1], [2], [3, 4, 5]])
+    'stage 0 on ranks 0-1, stage 2 on ranks 3-5'
+    """
+    parts = []
+    for stage, ranks in enumerate(ranks_of_stage):
+        in_a_row = list(ranks) == list(range(ranks[0], ranks[0] + len(ranks)))
+        shown = f"{ranks[0]}-{ranks[-1]}" if in_a_row else ", ".join(map(str, ranks))
+        parts += [f"stage {stage} on ranks {shown}"] * (len(ranks) > 1)
+    return ", ".join(parts)
+
+
 def check_ranks(plan: Plan, schedule: Schedule, started: int, replicas: int = 1) -> None:
     """Raises PlanError unless the number of started ranks is the one that the schedule needs."""
     stages, in_pipeline = len(plan.stages), len(schedule.ranks)
@@ -84,7 +128,9 @@ def check_ranks(plan: Plan, schedule: Schedule, started: int, replicas: int = 1)
     on = f" on {in_pipeline} ranks under {schedule.name}" if in_pipeline != stages else ""
     times = f" × {in_words(replicas)} = {wanted} ranks" if replicas > 1 else ""
     ways = [f"Use {wanted} ranks"]
-    if started % in_pipeline == 0:
+    if schedule.replicas:
+        ways += [f"--replicas {started // stages}"] * (started % stages == 0)
+    elif started % in_pipeline == 0:
         ways.append(f"--replicas {started // in_pipeline}")
     elif replicas > 1:
         ways.append(f"another multiple of {in_pipeline} with --replicas")

@@ -36,7 +36,7 @@ def save_weights(
     targets = [folder / "weights", *([Path(settings.export_hf)] if settings.export_hf else [])]
     for target in targets:
         with activities.during(Activity("other", "writes the weights")):
-            write_weights(target, plan, modules if world.replica == 0 else {}, unused, world)
+            write_weights(target, plan, modules if world.copy == 0 else {}, unused, world)
     if settings.export_hf and world.rank == 0:
         copy_configuration(Path(settings.export_hf), Path(settings.folder))
     with activities.during(Activity("meet", "the weights are written")):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from torch import Tensor
 
@@ -14,14 +14,15 @@ from ..lowering import lower
 from ..observed import ActionObserver
 from ..pipeline import Pipeline
 from ..plan import Plan
+from ..replication.statistics import first_buffers
 from ..schedule import Action, Kind, Schedule, one_step
 from ..watching.metrics import EvalRecord
 from .sources import MicroBatches
 
 
 class Evaluation:
-    """Evaluates the live weights between two segments; all ranks take part, and of several replicas
-    the first one's read the data: their weights are equal, and its statistics are those written.
+    """Evaluates the live weights between two segments. All ranks take part: of several replicas
+    each has some of the micro-batches, and all the first one's buffers, which are those written.
 
     Micro-batches are of one size, so the mean over micro-batches is the mean over samples. A
     classifier's accuracy is counted where one rank makes the logits and reads the labels.
@@ -35,7 +36,7 @@ class Evaluation:
         world: World,
         activities: Activities,
         *,
-        rank_of_stage: Sequence[int],
+        schedule: Schedule,
         batches: int,
     ) -> None:
         self._activities = activities
@@ -45,11 +46,13 @@ class Evaluation:
         self.batches = batches
         outputs = plan.outputs
         self._logits = outputs.get("logits") if isinstance(outputs, Mapping) else outputs
-        self._schedule = _forward_schedule(plan, rank_of_stage, batches) if batches else None
+        # Whole replicas each have a row of micro-batches.
+        ends = [batches * part // world.replicas for part in range(world.replicas + 1)]
+        self._first, end = ends[world.replica], ends[world.replica + 1]
+        self._schedule = _forward_schedule(plan, schedule, end - self._first)
 
     def __call__(self, pipeline: Pipeline, step: int) -> EvalRecord:
         """Runs every evaluation micro-batch forward; the same record on every rank."""
-        assert self._schedule is not None
         counts = _Counts(self._logits if self._task.classes else None, self._activities)
 
         def feed(micro_batch: int) -> Mapping[str, Tensor]:
@@ -57,8 +60,17 @@ class Evaluation:
             counts.labels[micro_batch] = fields.get(self._task.label or "")
             return fields
 
-        if self._world.replica == 0:
-            pipeline.run(self._schedule, feed, observer=counts, training=False)
+        modules = {index: stage.module for index, stage in pipeline.stages.items()}
+        self._activities.first_micro_batch = self._first
+        with first_buffers(modules, self._world):
+            if self._schedule is not None:
+                pipeline.run(
+                    self._schedule,
+                    feed,
+                    observer=counts,
+                    training=False,
+                    first_micro_batch=self._first,
+                )
         with self._activities.during(Activity("meet", "the losses of the evaluation")):
             loss, losses, right, answers = self._world.sums(
                 [counts.loss, counts.losses, counts.right, counts.answers]
@@ -67,20 +79,25 @@ class Evaluation:
         return EvalRecord(step, loss / losses, accuracy, self.batches)
 
 
-def _forward_schedule(plan: Plan, rank_of_stage: Sequence[int], batches: int) -> Schedule:
-    """All forwards; as many micro-batches as there are ranks go through a rank's stages together.
-    The backwards are there for the form, and left out."""
-    ranks = len(set(rank_of_stage))
+def _forward_schedule(plan: Plan, of: Schedule, batches: int) -> Schedule | None:
+    """All forwards, on the ranks of another schedule; as many micro-batches as there are ranks go
+    through a rank's stages together. The backwards are there for the form, and left out. None
+    without micro-batches."""
+    if not batches:
+        return None
+    ranks = len(of.ranks)
     kinds: tuple[Kind, Kind] = ("F", "B")
     actions = [
         Action(stage, kind, index)
         for kind, order in zip(kinds, (1, -1), strict=True)
         for first in range(0, batches, ranks)
-        for stage in range(len(rank_of_stage))[::order]
+        for stage in range(of.stages)[::order]
         for index in range(first, min(first + ranks, batches))
     ]
-    rows = [[a for a in actions if rank_of_stage[a.stage] == rank] for rank in range(ranks)]
-    schedule = one_step("evaluation", rows, rank_of_stage)
+    rows: list[list[Action]] = [[] for _ in range(ranks)]
+    for action in actions:
+        rows[of.rank_of(action.stage, action.index)].append(action)
+    schedule = one_step("evaluation", rows, of.rank_of_stage, of.replicas)
     return lower(schedule, forward_edges(plan), grad_edges=())
 
 

@@ -15,7 +15,7 @@ from ..launching.seats import Machine
 from ..pipeline import needed_inputs
 from ..plan import Plan
 from ..replication.grid import grid_of
-from ..replication.replicas import in_words
+from ..replication.replicas import describe_stages, in_words
 from ..schedule import Schedule
 from ..schedules import AUTO
 from ..transports.choose import Choice
@@ -105,14 +105,15 @@ def announce(
     reporter.on_start(facts)
     few = few_micro_batches_warning(
         settings.schedule,
-        ranks=len(schedule.ranks),
+        ranks=min(len(schedule.ranks), schedule.stages),
         micro_batches=settings.micro_batches or 1,
     )
     if few:
         reporter.on_warning(few)
     if other := precision_warning(settings, plan):
         reporter.on_warning(other)
-    if copies := replicas_warning(plan, settings.replicas or 1):
+    copies = replicas_warning(plan, settings.replicas or 1)
+    if copies and not schedule.replicas:
         reporter.on_warning(copies)
     if misplaced := placement_warning(plan, machine):
         reporter.on_warning(misplaced)
@@ -137,7 +138,7 @@ def describe_data(data: Data, plan: Plan, schedule: Schedule, settings: Settings
     ranks = range(len(schedule.ranks))
     inputs, answers = [], []
     for rank in ranks:
-        own = [stage for stage, at in enumerate(schedule.rank_of_stage) if at == rank]
+        own = schedule.stages_of(rank)
         read = set(needed_inputs(plan, own, criterion=settings.criterion is not None))
         if read - {"labels", TARGET}:
             inputs.append(str(rank))
@@ -154,6 +155,8 @@ def describe_algorithm(schedule: Schedule, settings: Settings) -> str:
         told = f"{schedule.name}, synchronous: the gradients of the plain model"
         if (replicas := settings.replicas or 1) > 1:
             told += f", averaged over {in_words(replicas)}"
+        if schedule.replicas:
+            told += f", summed over {describe_stages(schedule.replicas)}"
         return told
     k = settings.micro_batches or 1
     delays = [ceil((in_flight - 1) / k) for in_flight in schedule.in_flight]

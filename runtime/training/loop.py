@@ -22,6 +22,7 @@ from ..observed import ObservedTransport, observed_feed
 from ..pipeline import Pipeline, needed_inputs
 from ..plan import Plan
 from ..replication.equality import Equality
+from ..replication.holders import held_parameters
 from ..schedule import Schedule
 from ..schedule_text import to_text
 from ..tensors import dtype_of
@@ -112,7 +113,7 @@ def _train(
     with activities.during(Activity("meet", "the choice of a transport")):
         transport = agree_on_transport(world, settings, world.machine.device)
         copies = group_of_gradients(world, settings, world.machine.device)
-    own = world.grid.stages_of(world.rank, schedule.rank_of_stage)
+    own = world.grid.stages_of(world.rank, schedule)
     fields = needed_inputs(plan, own, criterion=settings.criterion is not None)
     data = open_data(settings, job.task, plan, job.folder) if fields or reporter else None
     if reporter is not None and data is not None:
@@ -182,6 +183,7 @@ class _Run:
                 first_rank=world.grid.first_of(world.replica),
             ),
             rank_of_stage=schedule.rank_of_stage,
+            replicas=schedule.replicas,
             staleness=settings.staleness or "none",
             criterion=find_criterion(settings.criterion) if settings.criterion else None,
             device=device,
@@ -212,7 +214,9 @@ class _Run:
             activities=activities,
             copies=copies,
         )
-        self._equality = Equality(self._modules, settings, world)
+        self._equality = Equality(
+            self._modules, settings, world, held_parameters(plan, self._modules, world)
+        )
         self._batch, size = StepBatch.of(settings), settings.micro_batch_size or 1
         order = Order(len(data.train), settings.seed) if data else None
         feed = Feed(data.train, order, self._batch, fields) if data else feed_nothing
@@ -228,7 +232,7 @@ class _Run:
             ),
             world,
             activities,
-            rank_of_stage=schedule.rank_of_stage,
+            schedule=schedule,
             batches=self._agreement.evaluation_batches,
         )
         self._evaluated: EvalRecord | None = None
@@ -298,7 +302,6 @@ class _Run:
                 self._watch.drain(step)
         if not self._evaluation.batches:
             return
-        self._activities.first_micro_batch = 0
         self._evaluated = self._evaluation(self._pipeline, step)
         if self._reporter is not None:
             self._reporter.on_eval(self._evaluated)
@@ -346,14 +349,13 @@ def write_schedule(folder: Path, schedule: Schedule) -> None:
 def _load(job: Job, schedule: Schedule, world: World) -> dict[int, nn.Module]:
     settings = job.settings
     modules = {}
-    for stage, rank in enumerate(schedule.rank_of_stage):
-        if rank == world.pipeline_rank:
-            module = load_stage(
-                settings.folder,
-                job.planned,
-                stage,
-                weights=settings.weights,
-                device=world.machine.device,
-            )
-            modules[stage] = module.to(dtype_of(settings.dtype)).train()
+    for stage in world.grid.stages_of(world.rank, schedule):
+        module = load_stage(
+            settings.folder,
+            job.planned,
+            stage,
+            weights=settings.weights,
+            device=world.machine.device,
+        )
+        modules[stage] = module.to(dtype_of(settings.dtype)).train()
     return modules

@@ -18,6 +18,7 @@ from ..launching.world import World
 from ..observed import ActionObserver
 from ..plan import Plan
 from ..replication.buckets import GradientSums
+from ..replication.holders import held_parameters
 from ..schedule import Action
 from ..watching.gather import RankFigures, figures_of
 from .clipping import (
@@ -69,15 +70,21 @@ class Trainer(ActionObserver):
         self._parameters = {j: list(module.parameters()) for j, module in modules.items()}
         self._share = {j: share_of(plan, j, module) for j, module in modules.items()}
         self._sums: GradientSums | None = None
-        if copies is not None:
-            ranks = ", ".join(map(str, world.grid.copies_of(world.rank)))
-            self._sums = GradientSums(self._share, copies, f"ranks {ranks}")
+        held = held_parameters(plan, modules, world)
+        if copies is not None or held:
+            peers = {
+                *world.grid.copies_of(world.rank),
+                *(rank for one in held for rank in one.ranks),
+            }
+            ranks = ", ".join(map(str, sorted(peers)))
+            self._sums = GradientSums(self._share, copies, f"ranks {ranks}", held=held)
         self._optimizers = {j: StageOptimizer(module, settings) for j, module in modules.items()}
         self._scale = LossScale(settings.loss_scale or INITIAL) if settings.is_scaled else None
         self._gradients: dict[int, list[Tensor | None]] = {}
         self._batch = StepBatch.of(settings)
         # That the samples of this replica have in those of a step.
-        self._part = sum(self._batch.sizes_of(world.replica)) / self._batch.samples
+        own = world.grid.share_of(world.rank, self._batch.sizes_of(world.replica))
+        self._part = sum(own) / self._batch.samples
         self._losses: dict[int, list[tuple[Tensor, int]]] = defaultdict(list)
         self._squares: dict[int, Tensor] = {}
         self._complete: set[int] = set()
@@ -166,8 +173,8 @@ class Trainer(ActionObserver):
             self._world.control,
             overflowed=self._scale is not None and self._scale.overflowed(),
             loss=_mean(losses) * self._part if losses else 0.0,
-            replica=self._world.replica,
-            replicas=self._world.replicas,
+            replica=self._world.copy,
+            replicas=self._world.grid.most_copies,
         )
 
     def _step_together(self, stage: int, version: int) -> None:
@@ -234,13 +241,15 @@ class Trainer(ActionObserver):
         if losses:
             self._finite.check_loss(version, _mean(losses))
         is_known = bool(self._squares) and not self._is_skipped
+        # Replicas have the same gradients, whose squares the first one tells.
+        squares = map(float, self._squares.values()) if self._world.copy == 0 else ()
         with self.activities.during(Activity("other", "tells rank 0 of a step")):
             figures = figures_of(
                 spent,
                 self._stages,
                 step=version,
                 loss=self._finite.loss * self._part if losses else math.nan,
-                squared_norm=sum(map(float, self._squares.values())) if is_known else math.nan,
+                squared_norm=sum(squares, 0.0) if is_known else math.nan,
                 optimizer_s=self._optimizer_s,
                 mem_bytes=_peak_memory_bytes(),
                 loss_scale=self.loss_scale,

@@ -14,6 +14,8 @@ from ..errors import ScheduleError
 from ..forecast import costs_of_plan
 from ..lowering import lower
 from ..plan import Plan
+from ..replicated import replicated
+from ..replication.replicas import describe_stages, stage_replicas
 from ..schedule import Schedule
 from ..schedule_text import from_text
 from ..schedules import AUTO, VIRTUAL, fit_auto, make_schedule
@@ -52,6 +54,8 @@ def _schedule(plan: Plan, settings: Settings, steps: int) -> Schedule:
     every = settings.micro_batches or 1
     if settings.schedule_file:
         return _read(settings.schedule_file, plan, settings)
+    if replicas := stage_replicas(plan, settings):
+        return replicated(settings.schedule, every, replicas)
     ranks = ranks_of_plan(plan, settings)
     if settings.schedule == AUTO:
         return first_fit(plan, settings)
@@ -159,6 +163,12 @@ def _read(path: str, plan: Plan, settings: Settings) -> Schedule:
             f"{path} is of {made.micro_batches} micro-batches, but a step has "
             f"{settings.micro_batches or 1}.",
             f"--micro-batches {made.micro_batches}",
+        )
+    if made.replicas != (asked := stage_replicas(plan, settings)):
+        has = describe_stages(made.replicas) or "one rank a stage"
+        raise ScheduleError(
+            f"{path} has {has}, but the run {describe_stages(asked) or 'one rank a stage'}.",
+            "Print it for this plan, or --replicas 1 for one rank a stage.",
         )
     if settings.ranks not in (None, len(made.ranks)):
         raise ScheduleError(

@@ -44,15 +44,19 @@ def agree_on_transport(world: World, settings: Settings, device: str) -> Choice:
 def group_of_gradients(world: World, settings: Settings, device: str) -> dist.ProcessGroup | None:
     """The ranks with the same stages, among whom gradients are summed; None without replicas. It
     is NCCL's where each has a GPU of its own. Every rank calls it."""
+    if world.grid.most_copies == 1:
+        return None
     places = world.gathered_from_copies(whereabouts(torch.device(device)))
-    if len(places) > 1 and have_own_gpus(places) and all(text[16] for text in places):
+    is_able = have_own_gpus(places) and all(text[16] for text in places)
+    # All make a group or none: see `launching/world.py`.
+    if all(told == b"1" for told in world.gathered(b"1" if is_able else b"0")):
         group: dist.ProcessGroup = dist.new_group(
             list(world.grid.copies_of(world.rank)),
             timeout=datetime.timedelta(seconds=settings.patience_s),
             backend="nccl",
             use_local_synchronization=True,
         )
-        return group
+        return group if len(places) > 1 else None
     return world.copies
 
 
@@ -77,7 +81,7 @@ def make_transport(
         world.pipeline,
         timeout_s=settings.patience_s,
         device=device,
-        lanes=lanes_of_plan(plan, schedule.rank_of_stage),
+        lanes=frozenset().union(*(lanes_of_plan(plan, ranks) for ranks in schedule.placements)),
     )
 
 

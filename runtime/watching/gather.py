@@ -28,7 +28,7 @@ class RankFigures:
     """What one rank says about one step; NaN where it does not know.
 
     `loss` is its replica's part of the step's. `squared_norm` is of the gradients of the rank's
-    stages, tied parameters with their owner.
+    stages, tied parameters with their owner, all with the first of several replicas.
     `stage_s` are the seconds since its last step in actions of each kind and stage, kind by kind
     as in COMPUTING; the others those in which it was idle, and why. `optimizer_s` were spent in
     optimizers, without time that other processes had its core for. `loss_scale` is that of the next

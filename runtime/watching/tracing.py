@@ -55,7 +55,7 @@ class Tracing:
         ranks = [
             RankTrace(
                 rank,
-                world.grid.stages_of(rank, schedule.rank_of_stage),
+                world.grid.stages_of(rank, schedule),
                 tuple(from_plain(json.loads(part), later_s=later_s)),
             )
             for rank, (part, (_, later_s)) in enumerate(zip(parts, lengths, strict=True))

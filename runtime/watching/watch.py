@@ -94,9 +94,7 @@ class Watch:
     def _record(self, step: int, figures: list[RankFigures]) -> StepRecord:
         settings = self._settings
         losses = [rank.loss for rank in figures if not math.isnan(rank.loss)]
-        # Replicas have the same gradients, and each its part of the loss.
-        pipeline = len(figures) // (settings.replicas or 1)
-        squares = [rank.squared_norm for rank in figures[:pipeline]]
+        squares = [rank.squared_norm for rank in figures]
         walls = [max(rank.wall_s for rank in ranks) for ranks in self._interval]
         wall_s = max(sum(walls), 1e-9)
         factor = lr_factor(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from asyncpipe.runtime.launching.launchers import Place
 from asyncpipe.runtime.launching.world import World
 from asyncpipe.runtime.replication.buckets import GradientSums, make_buckets
 from asyncpipe.runtime.replication.equality import Equality
+from asyncpipe.runtime.replication.holders import Held
+from asyncpipe.runtime.replication.statistics import first_buffers
 from asyncpipe.runtime.training.clipping import Share
 from asyncpipe.runtime.training.settings import Settings
 from asyncpipe.tests.processes import run_processes
@@ -127,6 +130,84 @@ def test_a_parameter_of_several_stages_is_summed_after_they_have_exchanged_it() 
     for own, shared in run_processes(2, sum_shared):
         torch.testing.assert_close(own, expected[0], rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(shared, 2 * expected[1], rtol=1e-12, atol=1e-12)
+
+
+def sum_held(rank: int) -> dict[str, Tensor | None]:
+    """Stage 0 is on ranks 0 and 1, stage 1 on rank 2; all hold the last layer."""
+    model = chain(2)
+    own, held = model.parameters()
+    pair, all_ranks = dist.new_group([0, 1]), dist.group.WORLD
+    assert all_ranks is not None
+    sums = GradientSums(
+        {rank // 2: Share([own], [held], [held])},
+        pair if rank < 2 else None,
+        "ranks",
+        held=[Held("last", held, (0, 1, 2), all_ranks)],
+    )
+    sums.expect(rank // 2)
+    model(inputs(rank)).square().sum().backward()
+    sums.begin(rank // 2)
+    sums.finish(rank // 2)
+    return {"own": own.grad, "held": held.grad}
+
+
+def test_where_stages_have_replicas_all_holders_of_a_parameter_sum_it_together() -> None:
+    told = run_processes(3, sum_held)
+    pair, every = gradients_of(chain(2), 2), gradients_of(chain(2), 3)
+    alone = chain(2)
+    alone(inputs(2)).square().sum().backward()
+    for rank, found in enumerate(told):
+        expected = pair[0] if rank < 2 else alone[0].weight.grad
+        torch.testing.assert_close(found["own"], expected, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(found["held"], every[1], rtol=1e-12, atol=1e-12)
+        assert torch.equal(found["held"], told[0]["held"])
+
+
+class Statistics(nn.Module):
+    """Buffers of dtypes whose sizes differ, as batch norm and masks have them."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("mask", torch.tensor([rank == 0, True, False]))
+        self.register_buffer("half", torch.full((), rank + 0.5, dtype=torch.bfloat16))
+        self.norm.running_mean.fill_(rank + 1.0)
+        self.norm.num_batches_tracked.fill_(10 * rank)
+
+
+def borrow(rank: int) -> list[dict[str, Tensor]]:
+    world = World(Place(rank, 2, rank, 2), dist.group.WORLD, copies=dist.group.WORLD)
+    world = replace(world, ranks_of_stage=((0, 1),))
+    module = Statistics(rank)
+    seen = [{name: buffer.clone() for name, buffer in module.named_buffers()}]
+    with first_buffers({0: module}, world):
+        seen.append({name: buffer.clone() for name, buffer in module.named_buffers()})
+    return [*seen, dict(module.named_buffers())]
+
+
+def test_an_evaluation_reads_the_first_replica_s_buffers_and_training_goes_on_with_its_own() -> (
+    None
+):
+    first, second = run_processes(2, borrow)
+    for name, buffer in first[0].items():
+        assert torch.equal(second[1][name], buffer) and torch.equal(first[1][name], buffer)
+        for told in (first, second):
+            assert torch.equal(told[2][name], told[0][name])
+    assert not torch.equal(first[0]["mask"], second[0]["mask"])
+
+
+def compare_held(rank: int) -> str:
+    held = nn.Parameter(torch.full((2,), float(rank == 2)))
+    group = dist.group.WORLD
+    assert group is not None
+    world = World(Place(rank, 3, rank, 3), group)
+    Equality({}, Settings(folder="x"), world, [Held("wte", held, (0, 1, 2), group)])
+    return "equal"
+
+
+def test_holders_of_a_parameter_that_differ_at_the_start_are_named() -> None:
+    for error in run_processes(3, compare_held):
+        assert "ranks 0 and 2 are replicas, but differ in wte, a parameter of several" in error
 
 
 def compare(rank: int, what: str) -> str:

@@ -29,6 +29,7 @@ from asyncpipe.tests.generated import CASES, cut
 from asyncpipe.tests.hosts import Host, HostsError, cut_link, hosts
 from asyncpipe.tests.runtime.handmade import FAILING, write_mlp
 from asyncpipe.tests.runtime.silent_reporter import FACTORY, events_of
+from asyncpipe.tests.runtime.test_stage_replicas import replicate
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -40,6 +41,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("generated")
     cut(CASES["mlp"], 4, folder / "generated")
     write_mlp(folder / "mlp4", stages=4)
+    write_mlp(folder / "mlp2")
+    replicate(folder / "first", write_mlp(folder / "first"), 3, 1)
     write_mlp(folder / "slow", stages=4, slow_s=0.02)
     return folder
 
@@ -128,6 +131,32 @@ def test_two_hosts_under_torchrun_make_the_losses_of_one(
     assert "4 processes on 2 hosts by torchrun · gloo over eth0" in told[0]
     assert "ranks 0-1 on h1, 2-3 on h2 · " in told[0]
     assert losses(tmp_path / "run") == on_one_host
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "told_of_ranks"),
+    [
+        ("mlp2", {"replicas": 2, "micro_batches": 3}, "4 processes, 2 replicas of 2 on 2 hosts"),
+        ("first", {"micro_batches": 6}, "4 processes, stage 0 on ranks 0-2 on 2 hosts"),
+    ],
+    ids=["replicas of the pipeline", "replicas of a stage"],
+)
+def test_replicas_on_two_hosts_make_the_losses_of_one_process(
+    folder: Path, tmp_path: Path, name: str, more: dict[str, Any], told_of_ranks: str
+) -> None:
+    with two_hosts() as both:
+        given = options(
+            tmp_path / "run", steps=5, dtype="float64", clip=0.5, check_replicas=1, **more
+        )
+        codes, told = Started(
+            *(torchrun(host, str(folder / name), *given) for host in both)
+        ).finish()
+    assert codes == [0, 0], told
+    assert told_of_ranks in told[0]
+    one: dict[str, Any] = {"steps": 5, "dtype": "float64", "clip": 0.5, "log_every": 1}
+    one |= {"threads": 1, "schedule": "single", "micro_batches": 6, "data": "clusters"}
+    run(Settings(folder=str(folder / name), output=str(tmp_path / "one"), **one), FACTORY)
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "one"), rel=1e-12)
 
 
 def srun(both: list[Host], *command: str) -> list[list[str]]:
