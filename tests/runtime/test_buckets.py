@@ -170,7 +170,7 @@ class Statistics(nn.Module):
         super().__init__()
         self.norm = nn.BatchNorm1d(3)
         self.register_buffer("mask", torch.tensor([rank == 0, True, False]))
-        self.register_buffer("half", torch.full((), rank + 0.5, dtype=torch.bfloat16))
+        self.register_buffer("short", torch.full((), rank + 0.5, dtype=torch.bfloat16))
         self.norm.running_mean.fill_(rank + 1.0)
         self.norm.num_batches_tracked.fill_(10 * rank)
 
