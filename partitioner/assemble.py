@@ -30,7 +30,7 @@ from .solve import Solution
 from .split import StageGraph, StageTensors, stage_tensors, unused_tensors
 from .step_time import Talk, is_simulated
 from .walk import NodeCost
-from .weight_part import weight_share
+from .weight_part import weight_ms
 from .written_talk import written_exchanges_ms, written_talk
 
 _NO_MODULE = "other operations"
@@ -158,7 +158,7 @@ def _stage(
         in_flight=load.in_flight,
         load_ms=load.load_ms,
         weight_ms=sum(
-            weight_share(node, capture.model) * cost.backward_ms
+            weight_ms(node, capture.model, cost)
             for node, cost in zip(stage.nodes, costs, strict=True)
         ),
         recompute=load.recomputes,
