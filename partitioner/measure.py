@@ -231,7 +231,8 @@ class _Bench:
         seeds, mark = _seeds(outputs), self.clock.mark
         marks = [mark()]
         if seeds:
-            torch.autograd.backward(*zip(*seeds, strict=True))
+            results, ones = zip(*seeds, strict=True)
+            torch.autograd.backward(results, ones)
         marks.append(mark())
         missing = [parameter for parameter in self.parameters if parameter.grad is None]
         marks.append(mark())

@@ -75,7 +75,7 @@ def place_several(problem: Problem, stages: int, place: Place) -> Step:
         if place is METHODS["auto"] and problem.setting.schedule != AUTO:
             best = _searched(problem, best, bound_ms)
         found.append(best)
-    further = fewer and _cut_further(problem, fewer.placement, stages)
+    further = _cut_further(problem, fewer.placement, stages) if fewer else None
     if further:
         found.append(improved(problem, step_of(problem, further, effort=LITTLE), bound_ms))
     best = min(found, key=lambda step: _key(problem, step))
