@@ -5,9 +5,8 @@ from __future__ import annotations
 from functools import lru_cache
 
 from ..runtime.schedule import Schedule
-from ..runtime.scheduler.fit import fit_schedule
 from ..runtime.scheduler.tasks import Tasks
-from ..runtime.schedules import AUTO, make_schedule, named_for
+from ..runtime.schedules import AUTO, computed, make_schedule
 from ..runtime.simulate import Costs
 
 
@@ -20,7 +19,7 @@ def scheduled(
     if name == AUTO:
         at = rank_of_stage or tuple(range(stages))
         tasks = Tasks(Costs.equal(stages), at, micro_batches, may_split=False)
-        return fit_schedule(tasks, named_for(at, micro_batches), effort=0).schedule
+        return computed(tasks, effort=0).schedule
     ranks = len(set(rank_of_stage)) or stages
     return make_schedule(name, stages=stages, micro_batches=micro_batches, ranks=ranks)
 

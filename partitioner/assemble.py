@@ -28,9 +28,10 @@ from .evaluate import StageLoad
 from .profiler import Profile
 from .solve import Solution
 from .split import StageGraph, StageTensors, stage_tensors, unused_tensors
-from .step_time import has_replicas, is_simulated
+from .step_time import Talk, has_replicas, is_simulated
 from .walk import NodeCost
-from .weight_part import weight_share
+from .weight_part import weight_ms
+from .written_talk import written_exchanges_ms, written_talk
 
 _NO_MODULE = "other operations"
 
@@ -58,6 +59,8 @@ def assemble(
     boundaries = _boundaries(capture, stage_graphs)
     all_sent = _if_sent(capture, stage_graphs, if_sent or {})
     outputs = _output_structure(capture.graph)
+    shared = _shared_parameters(capture, tensors)
+    talk, exchanges_ms = _transfers(capture, solution, boundaries, shared, profile.sizes)
     crossing = [boundary.tensor for boundary in boundaries]
     returned = [spec for spec in _returned(capture, stage_graphs) if spec not in crossing]
     plan = Plan(
@@ -73,18 +76,23 @@ def assemble(
         loss=_loss(outputs, (*crossing, *returned)),
         criterion=criterion,
         stages=tuple(
-            _stage(capture, stage, held, profile, solution, boundaries, labels)
+            replace(
+                _stage(capture, stage, held, profile, solution, boundaries, labels),
+                forward_talk_ms=talk.forward_ms[stage.index],
+                backward_talk_ms=talk.backward_ms[stage.index],
+                exchange_ms=exchanges_ms[stage.index],
+            )
             for stage, held, labels in zip(
                 stage_graphs, tensors, _node_labels(stage_graphs), strict=True
             )
         ),
-        shared=_shared_parameters(capture, tensors),
+        shared=shared,
         method=solution.method,
         bottleneck_ms=solution.bottleneck_ms,
         lower_bound_ms=solution.lower_bound_ms,
         even_split_ms=solution.even_split_ms,
         optimal=solution.optimal,
-        setting=_setting(solution),
+        setting=_setting(solution, talk),
         profile=profile.facts,
         hashes={},
         weights=weights,
@@ -103,7 +111,7 @@ def assemble(
 
 def _with_written_step(plan: Plan, solution: Solution) -> Plan:
     """The plan with the step of its stages as they are written: some compute again what others
-    have made, which the planner does not count."""
+    have made, and send something else, which the planner does not count."""
     placement = solution.placement
     is_trained = not placement.is_replicated or has_replicas(solution.problem, placement)
     if not is_simulated(solution.problem, placement) or not is_trained:
@@ -151,11 +159,8 @@ def _stage(
         memory=load.memory,
         in_flight=load.in_flight,
         load_ms=load.load_ms,
-        forward_talk_ms=solution.talk.forward_ms[stage.index],
-        backward_talk_ms=solution.talk.backward_ms[stage.index],
-        exchange_ms=solution.exchanges_ms[stage.index],
         weight_ms=sum(
-            weight_share(node, capture.model) * cost.backward_ms
+            weight_ms(node, capture.model, cost)
             for node, cost in zip(stage.nodes, costs, strict=True)
         ),
         recompute=load.recomputes,
@@ -191,7 +196,28 @@ def _parts(
     return tuple(Part(name, *both) for name, both in times.items())
 
 
-def _setting(solution: Solution) -> Setting:
+def _transfers(
+    capture: Capture,
+    solution: Solution,
+    boundaries: Sequence[Boundary],
+    shared: Iterable[SharedParameter],
+    sizes: Mapping[str, int],
+) -> tuple[Talk, tuple[float, ...]]:
+    """What the stages as they are written send for a micro-batch, and exchange once a step."""
+    problem, placement = solution.problem, solution.placement
+    parameters = dict(capture.model.named_parameters(remove_duplicate=False))
+    held = (
+        (each.stages, parameters[name].numel() * parameters[name].element_size())
+        for each in shared
+        for name in each.names[:1]
+    )
+    return (
+        written_talk(problem, placement, boundaries, sizes),
+        written_exchanges_ms(problem, placement, held),
+    )
+
+
+def _setting(solution: Solution, talk: Talk) -> Setting:
     setting = solution.setting
     limits = [None if math.isinf(d.memory_bytes) else int(d.memory_bytes) for d in setting.devices]
     return Setting(
@@ -207,9 +233,9 @@ def _setting(solution: Solution) -> Setting:
             for device, limit in zip(setting.devices, limits, strict=True)
         ),
         transfer_ms=tuple(
-            (*edge, transfer_ms)
-            for edge, transfer_ms in sorted(solution.talk.overlapped_ms.items())
+            (*edge, transfer_ms) for edge, transfer_ms in sorted(talk.overlapped_ms.items())
         ),
+        latency_ms=solution.problem.costs.link.latency_ms,
         step_ms=solution.step_ms,
         step_bound_ms=solution.step_bound_ms,
     )

@@ -34,7 +34,7 @@ from .prices import Prices, num_bytes
 from .profiler import CPU_CORE, Profile
 from .recompute import Recomputation
 from .walk import NodeCost, storage_makers
-from .weight_part import weight_share
+from .weight_part import weight_ms
 
 _EXTERNAL = ("placeholder", "get_attr")
 
@@ -72,8 +72,7 @@ def build_graph(
             label=_called(members, profile),
             **_costs(members, profile, owners),
             weight_ms=sum(
-                weight_share(node, capture.model) * profile.nodes[node.name].backward_ms
-                for node in members
+                weight_ms(node, capture.model, profile.nodes[node.name]) for node in members
             ),
             saved_as=_saved_as(members, makers),
             **_place(members, blocks),

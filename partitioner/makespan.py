@@ -113,15 +113,16 @@ def improved(problem: Problem, start: Step, bound_ms: float) -> Step:
     """The step with its borders moved; where the schedule is made for the costs, it is made again
     for what came of it, as long as that helps."""
     if problem.setting.schedule != AUTO:
-        timer = StepTimer(problem, schedule_of(problem, start.placement))
+        timer = StepTimer(problem, schedule_of(problem, start))
         return with_borders_moved(timer, start, bound_ms)
     best = start
     for _ in range(_SCHEDULES):
-        timer = StepTimer(problem, schedule_of(problem, best.placement))
+        timer = StepTimer(problem, schedule_of(problem, best))
         moved = with_borders_moved(timer, best, bound_ms, moves=MOVES // 8)
         if moved is best:
             break
-        again = step_of(problem, moved.placement, effort=LITTLE)
+        made = schedule_of(problem, moved)
+        again = step_of(problem, moved.placement, effort=LITTLE, known=[made])
         if not _is_better(again, best):
             break
         best = again

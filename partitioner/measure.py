@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.module_tracker import ModuleTracker
 
+from ..runtime.split_backward import SplitBackward
 from .capture.structure import tensors_in
 from .clock import clock_of
 from .live_bytes import counting
@@ -33,7 +34,8 @@ class OperationCost:
     are neither an argument, a parameter nor the result. `transient_bytes` are the most that live
     inside the forward or the backward beyond all these, gradients on their way among them.
     `is_view` says that the result is in the memory of an argument, which is as before: such a
-    call counts as free.
+    call counts as free. `weight_share` is what W takes of a backward that the runtime does in two
+    parts, None where that was not timed.
     """
 
     forward_ms: float = 0.0
@@ -47,6 +49,7 @@ class OperationCost:
     saves_result: bool = False
     is_view: bool = False
     has_backward: bool = False
+    weight_share: float | None = None
 
     @classmethod
     def read(cls, stored: Any) -> OperationCost | None:
@@ -98,6 +101,7 @@ def measure(operation: Operation, device: torch.device, repeats: Repeats) -> Ope
         facts,
         forward_ms=statistics.median(forward_ms),
         backward_ms=statistics.median(backward_ms),
+        weight_share=bench.weight_share(repeats),
     )
 
 
@@ -203,6 +207,43 @@ class _Bench:
         self._backward(seeds)
         marks.append(mark())
         return self.clock.ms(*marks[:2]), self.clock.ms(*marks[2:])
+
+    def weight_share(self, repeats: Repeats) -> float | None:
+        """The share of W in a backward in two parts; 0 where all is in B."""
+        if not self.parameters:
+            return 0.0
+        if self.mutates:  # its arguments are copies, and no leaves
+            return None
+        shares = []
+        for number in repeats:
+            inputs_ms, weights_ms, is_split = self._time_parts()
+            if number == 0 and not is_split:
+                return 0.0
+            shares.append(weights_ms / (inputs_ms + weights_ms))
+        return statistics.median(shares)
+
+    def _time_parts(self) -> tuple[float, float, bool]:
+        """Milliseconds of B and of W, and whether W has made a gradient that there was not."""
+        parts = SplitBackward({str(index): each for index, each in enumerate(self.parameters)})
+        with parts:
+            outputs = list(tensors_in(self.operation.call(self.module, self.tensors)))
+        parts.open()
+        seeds, mark = _seeds(outputs), self.clock.mark
+        marks = [mark()]
+        if seeds:
+            results, ones = zip(*seeds, strict=True)
+            torch.autograd.backward(results, ones)
+        marks.append(mark())
+        missing = [parameter for parameter in self.parameters if parameter.grad is None]
+        marks.append(mark())
+        parts.backward()
+        marks.append(mark())
+        is_split = any(parameter.grad is not None for parameter in missing)
+        own = {id(parameter) for parameter in self.parameters}
+        for tensor in self.wanted:
+            if id(tensor) not in own:
+                tensor.grad = None
+        return self.clock.ms(*marks[:2]), self.clock.ms(*marks[2:]), is_split
 
     def _backward(self, seeds: list[tuple[Tensor, Tensor]]) -> None:
         if not seeds or not self.wanted:

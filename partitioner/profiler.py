@@ -247,8 +247,8 @@ def _scaled(
 
 
 def _with_recomputation(capture: Capture, costs: Mapping[str, NodeCost]) -> dict[str, NodeCost]:
-    """The costs where the author checkpoints: backward computes forward again, and what is made
-    inside is not kept in between."""
+    """The costs where the author checkpoints: backward computes forward again, nothing of it is put
+    off, and what is made inside is not kept in between."""
     inside: dict[Recompute, set[str]] = defaultdict(set)
     outermost: dict[str, Recompute] = {}
     for node in capture.graph.nodes:
@@ -261,6 +261,7 @@ def _with_recomputation(capture: Capture, costs: Mapping[str, NodeCost]) -> dict
         result[name] = replace(
             cost,
             backward_ms=cost.backward_ms + cost.forward_ms,
+            weight_share=0.0,
             backward_flops=cost.backward_flops + cost.flops,
             saved={
                 maker: count

@@ -21,7 +21,7 @@ from .profiler import Profile
 from .solve import Solution, explain_shortly
 from .split import StageGraph
 from .stage_times import rescaled
-from .step_time import exchanges_ms, step_of, talk_of
+from .step_time import step_of
 from .whole import WholeTimes
 
 _WORTH = 0.02
@@ -103,8 +103,6 @@ def _evaluated(solution: Solution, under: Cut) -> Solution:
         lower_bound_ms=min(best.lower_bound_ms, step.evaluation.bottleneck_ms),
         step_ms=step.step_ms,
         step_bound_ms=min(best.step_bound_ms, step.step_ms),
-        talk=talk_of(problem, placement),
-        exchanges_ms=exchanges_ms(problem, placement),
         even_split=best.even_split,
         explanation=explain_shortly(problem, step.evaluation, placement),
     )

@@ -16,12 +16,15 @@ cuts are searched by what a step takes (`borders.py`), from several starts:
     further   the best plan with one stage a rank, each cut into equal parts
     named     for `auto`, the best plan for interleaved, or zb-v
     balanced  for `auto`, equal work on every rank
+    fewer     for `auto`, the best plan with fewer stages, the largest cut in two on their ranks
 
-so a plan is never worse than any of these. The rest of the idea is that of `makespan.py`.
+so a plan is never worse than any of these, and for `auto` none of 2, 4, 8 .. stages a rank is worse
+than that of half as many. The rest of the idea is that of `makespan.py`.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -33,16 +36,18 @@ from ..runtime.errors import AsyncPipeError, PlanError
 from ..runtime.schedules import AUTO
 from .actions import scheduled
 from .borders import lacking_bytes, shaken, tidied, with_borders_moved
-from .makespan import improved
+from .makespan import improved, shortest_step
 from .problem import DoesNotFit, Placement, Problem
 from .setting import Setting
 from .solvers import METHODS
-from .step_time import LITTLE, Step, StepTimer, schedule_of, step_of
+from .step_time import LITTLE, NONE, Step, StepTimer, schedule_of, step_of
 from .wording import write_bytes
 
 _SHAKES = 4
 _FREE_TRIALS = 24
 """Schedules that are made while stages are given to other ranks."""
+_PROMISING = 0.03
+"""How much longer a step may be that is timed under a better schedule."""
 _LEAST = 1e-9
 
 Place = Callable[[Problem], Placement]
@@ -54,21 +59,27 @@ def place_several(problem: Problem, stages: int, place: Place) -> Step:
     Raises DoesNotFit when none that was found fits into the memory of the ranks.
     """
     bound_ms = several_bound_ms(problem)
+    is_made = problem.setting.schedule == AUTO and place in _PROVING
+    fewer = _with_fewer(problem, stages, place) if is_made else None
     found = []
     for rank_of_stage in _rank_orders(problem, stages):
         steps = list(_starts(problem, rank_of_stage, place))
-        if place in _PROVING and problem.setting.schedule == AUTO:
-            steps += [_balanced(problem, step) for step in _distinct(steps)]
         best = min(steps, key=lambda step: _key(problem, step))
+        if is_made:
+            best = min(best, _balanced(problem, best), key=lambda step: _key(problem, step))
+            best = step_of(problem, best.placement, effort=LITTLE)
         if place in _PROVING:
-            promising = [best] if problem.setting.schedule == AUTO else _distinct(steps)
+            promising = [best] if is_made else _distinct(steps)
             moved = (improved(problem, step, bound_ms) for step in promising)
             best = min((best, *moved), key=lambda step: _key(problem, step))
         if place is METHODS["auto"] and problem.setting.schedule != AUTO:
             best = _searched(problem, best, bound_ms)
         found.append(best)
+    further = _cut_further(problem, fewer.placement, stages) if fewer else None
+    if further:
+        found.append(improved(problem, step_of(problem, further, effort=LITTLE), bound_ms))
     best = min(found, key=lambda step: _key(problem, step))
-    if problem.setting.schedule == AUTO and place in _PROVING:
+    if is_made:
         best = _free(problem, best, bound_ms)
     if not best.evaluation.fits:
         lacking = lacking_bytes(problem, best.evaluation)
@@ -78,14 +89,54 @@ def place_several(problem: Problem, stages: int, place: Place) -> Step:
             "Give the ranks more, use more --ranks or a smaller --micro-batch-size"
             + ("." if problem.setting.recompute != "none" else ", or --recompute auto."),
         )
-    return _tidy(problem, best)
+    return _tidy(problem, best, fewer if further else None, further)
+
+
+def _with_fewer(problem: Problem, stages: int, place: Place) -> Step | None:
+    """The best plan of half as many stages, or of one less a rank; None where there is none."""
+    ranks = problem.stages
+    number = stages // 2 if stages % (2 * ranks) == 0 else stages - ranks
+    if number < ranks or number <= len(problem.rules.must_cut):
+        return None
+    try:
+        if number == ranks:
+            return shortest_step(problem, place(problem), place)
+        return place_several(problem, number, place)
+    except AsyncPipeError:
+        return None
+
+
+def _cut_further(problem: Problem, placement: Placement, stages: int) -> Placement | None:
+    """The placement with its largest stages cut in equal halves, both on the rank of the whole."""
+    at, work_ms, may_cut = (
+        np.array(placement.stage_of),
+        problem.least_work_ms,
+        problem.rules.may_cut,
+    )
+    if (np.diff(at) < 0).any() and not may_cut.all():
+        return None
+    ranks, positions = list(placement.ranks_of_stage), np.arange(len(at))
+    while len(ranks) < stages:
+        of_stage_ms = np.bincount(at, weights=work_ms, minlength=len(ranks))
+        for stage in np.argsort(-of_stage_ms, kind="stable").tolist():
+            own = np.flatnonzero(at == stage)
+            places = own[1:][may_cut[own[1:]]]
+            if len(places):
+                break
+        else:
+            return None
+        before_ms = np.cumsum(work_ms[own])[np.searchsorted(own, places) - 1]
+        place = places[np.abs(2 * before_ms - of_stage_ms[stage]).argmin()]
+        at = at + (at > stage) + ((at == stage) & (positions >= place))
+        ranks.insert(stage + 1, ranks[stage])
+    return Placement(tuple(at.tolist()), tuple(ranks))
 
 
 def _balanced(problem: Problem, start: Step) -> Step:
     """Equal work for every rank: the best where a schedule is found in which nobody waits."""
     timer = StepTimer(problem, None)
     moved = with_borders_moved(timer, timer.step(start.placement))
-    return step_of(problem, moved.placement, effort=LITTLE)
+    return step_of(problem, moved.placement, effort=NONE)
 
 
 def _searched(problem: Problem, best: Step, bound_ms: float) -> Step:
@@ -94,8 +145,7 @@ def _searched(problem: Problem, best: Step, bound_ms: float) -> Step:
     for _ in range(_SHAKES if best.evaluation.fits else 0):
         if best.step_ms <= bound_ms * (1 + _LEAST):
             break
-        schedule = schedule_of(problem, best.placement)
-        start = shaken(StepTimer(problem, schedule), best, rng)
+        start = shaken(StepTimer(problem, schedule_of(problem, best)), best, rng)
         found = improved(problem, start, bound_ms)
         best = min(best, found, key=lambda step: _key(problem, step))
     return best
@@ -150,7 +200,7 @@ def _starts(problem: Problem, rank_of_stage: tuple[int, ...], place: Place) -> I
             makers.append(lambda: _named(problem, rank_of_stage))
     for number, make in enumerate(makers):
         try:
-            yield step_of(problem, on_ranks(make(), rank_of_stage), effort=LITTLE)
+            yield step_of(problem, on_ranks(make(), rank_of_stage), effort=NONE)
         except AsyncPipeError:
             if number == 0:
                 raise
@@ -219,7 +269,9 @@ def _free(problem: Problem, best: Step, bound_ms: float) -> Step:
         for ranks in _with_other_ranks(best.placement.ranks_of_stage):
             trials -= 1
             placement = Placement(best.placement.stage_of, ranks)
-            step = step_of(problem, placement, effort=LITTLE)
+            step = step_of(problem, placement, effort=NONE)
+            if step.step_ms < best.step_ms * (1 + _PROMISING):
+                step = step_of(problem, placement, effort=LITTLE)
             if _key(problem, step) < _key(problem, best):
                 best = step
                 break
@@ -249,14 +301,22 @@ def _with_other_ranks(
             yield tuple(exchanged)
 
 
-def _tidy(problem: Problem, best: Step) -> Step:
+def _tidy(problem: Problem, best: Step, fewer: Step | None, further: Placement | None) -> Step:
     """Cuts between blocks and where few bytes cross, for the share that may be given up; with all
-    effort for the schedule."""
-    share = problem.rules.prefer_modules
+    effort for the schedule. It is no longer than with `fewer` stages, which cut `further` it is
+    not either."""
+    share, limit_ms = problem.rules.prefer_modules, math.inf
     best = step_of(problem, best.placement)
+    if fewer and fewer.evaluation.fits:
+        limit_ms = fewer.step_ms
+        if best.step_ms > limit_ms and further:
+            best = min(best, step_of(problem, further), key=lambda step: _key(problem, step))
+            limit_ms = max(limit_ms, best.step_ms)
     if not share or problem.rules.must_cut:
         return best
-    schedule, limit_ms = schedule_of(problem, best.placement), best.step_ms * (1 + share)
-    tidy = tidied(StepTimer(problem, schedule), best, limit_ms)
+    limit_ms = min(limit_ms, best.step_ms * (1 + share)) * (1 + _LEAST)
+    tidy = tidied(StepTimer(problem, schedule_of(problem, best)), best, limit_ms)
+    if tidy.placement == best.placement:
+        return best
     again = step_of(problem, tidy.placement)
-    return again if again.step_ms <= limit_ms * (1 + _LEAST) else best
+    return again if again.step_ms <= limit_ms else best

@@ -23,7 +23,7 @@ from .running import Running, check_choice, make_setting
 from .setting import Setting
 from .several import on_ranks, place_several, rank_bound_ms, rank_of_stage_in, several_bound_ms
 from .solvers import HEEDS_CUTS, HEEDS_RANKS, METHODS
-from .step_time import Step, Talk, exchanges_ms, talk_of
+from .step_time import Step
 
 GRANULARITIES = ("op", "module")
 
@@ -49,8 +49,6 @@ class Solution:
     lower_bound_ms: float
     step_ms: float
     step_bound_ms: float
-    talk: Talk
-    exchanges_ms: tuple[float, ...]
     even_split: Evaluation
     method: str
     seconds: float
@@ -172,8 +170,6 @@ def solve(
         lower_bound_ms=found.bottleneck_bound_ms,
         step_ms=found.step.step_ms,
         step_bound_ms=found.step_bound_ms,
-        talk=talk_of(problem, placement),
-        exchanges_ms=exchanges_ms(problem, placement),
         even_split=evaluate(problem, found.even),
         method=_method_name(method),
         seconds=time.perf_counter() - started,

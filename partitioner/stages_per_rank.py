@@ -26,6 +26,7 @@ ACTION_MS = 0.15
 
 _NUMBERS = (1, 2, 4, 8)
 _WORTH_SAYING = 0.01
+_MOST_EACH = (4, 2)  # stages a rank that are looked at beside another number, and beside one
 _MOST_GROUPS = 1_000  # of a graph whose other numbers of stages are looked at
 
 
@@ -96,7 +97,7 @@ def _others(graph: nx.DiGraph, taken: Way, options: Mapping[str, Any]) -> Iterat
     several = taken.schedule if taken.schedule in ("looped-bfs", AUTO) else "interleaved"
     for each in sorted({1, 2, 2 * taken.each}):
         schedule = several if each > 1 else "1f1b"
-        if (schedule, each) == (taken.schedule, taken.each) or (each > 2 and taken.each == 1):
+        if (schedule, each) == (taken.schedule, taken.each) or each > _MOST_EACH[taken.each == 1]:
             continue
         try:
             yield _way(graph, ranks, schedule, each, options)

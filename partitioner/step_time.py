@@ -12,17 +12,19 @@ rank's time for all its micro-batches.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
+from ..runtime.errors import ScheduleError
 from ..runtime.replicated import REPLICATED, in_flight, replicated
 from ..runtime.schedule import Schedule
-from ..runtime.scheduler.fit import Fit, fit_schedule
+from ..runtime.scheduler.fit import Fit
 from ..runtime.scheduler.tasks import Tasks
-from ..runtime.schedules import AUTO, VIRTUAL, named_for
+from ..runtime.schedules import AUTO, VIRTUAL, computed
 from ..runtime.simulate import Costs as ActionCosts
 from ..runtime.simulate import Timeline, simulate
 from .actions import scheduled
@@ -33,16 +35,19 @@ from .problem import Placement, Problem
 
 Edge = tuple[int, int]
 LITTLE = 0.05  # effort for a schedule, while the best placement is looked for
+NONE = 0.0  # for a start of the search: the best that is known, and one that is made
 _ROUNDS = 3  # of making a schedule of costs that depend on what it keeps in flight
 
 
 @dataclass(frozen=True)
 class Step:
-    """A placement, what it costs, and what one step of it takes."""
+    """A placement, what it costs, and what one step of it takes; under which schedule, where that
+    was computed for it."""
 
     placement: Placement
     evaluation: Evaluation
     step_ms: float
+    schedule: Schedule | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -58,9 +63,15 @@ class Talk:
     grad_edges: frozenset[Edge]
 
 
-def step_of(problem: Problem, placement: Placement, *, effort: float = 1.0) -> Step:
+def step_of(
+    problem: Problem,
+    placement: Placement,
+    *,
+    effort: float = 1.0,
+    known: Sequence[Schedule] = (),
+) -> Step:
     """What one optimizer step of the placement takes. With less `effort` than 1 the schedule that
-    is made for it is not as good as that of a run."""
+    is made for it is not as good as that of a run; with `known` ones it is no worse than these."""
     setting = problem.setting
     if not is_simulated(problem, placement):
         evaluation = evaluate(problem, placement)
@@ -68,8 +79,8 @@ def step_of(problem: Problem, placement: Placement, *, effort: float = 1.0) -> S
         rounds = setting.micro_batches if setting.is_asynchronous else setting.shared_micro_batches
         return Step(placement, evaluation, rounds * evaluation.bottleneck_ms)
     if setting.schedule == AUTO:
-        evaluation, fit = _fitted(problem, placement, effort)
-        return Step(placement, evaluation, fit.period_ms)
+        evaluation, fit = _fitted(problem, placement, effort, known)
+        return Step(placement, evaluation, fit.period_ms, fit.schedule)
     held: tuple[int, ...] = ()
     if has_replicas(problem, placement):
         shape = tuple(map(len, placement.ranks_of_stage))
@@ -108,7 +119,7 @@ class StepTimer:
         setting = problem.setting
         self._is_made = setting.schedule == AUTO
         self._is_plain = not setting.is_limited and not setting.replicas
-        self._paths: dict[object, CriticalPath] = {}
+        self._paths: dict[object, CriticalPath | None] = {}
 
     def step(self, placement: Placement) -> Step:
         """What `step_of` finds of the placement under this schedule."""
@@ -116,7 +127,8 @@ class StepTimer:
         evaluation = evaluate(self.problem, placement, held)
         talk = talk_of(self.problem, placement)
         costs = action_costs(self.problem, placement, evaluation, talk)
-        return Step(placement, evaluation, self._end_ms(placement, costs, talk))
+        made = self.schedule if self._is_made else None
+        return Step(placement, evaluation, self._end_ms(placement, costs, talk), made)
 
     def shorter(self, placement: Placement, than_ms: float) -> Step | None:
         """The step of the placement if it fits and is below `than_ms`. Where memory has no end, the
@@ -167,9 +179,19 @@ class StepTimer:
         holders = _holders(self.problem, placement)
         key = (talk.edges, talk.grad_edges, holders)
         if key not in self._paths:
-            self._paths[key] = CriticalPath(self.schedule, talk.edges, talk.grad_edges, holders)
+            self._paths[key] = _path(self.schedule, talk, holders)
         path = self._paths[key]
+        if path is None:
+            return math.inf
         return path.period_ms(costs) if self._is_made else path.end_ms(costs)
+
+
+def _path(schedule: Schedule, talk: Talk, holders: Sequence[Sequence[int]]) -> CriticalPath | None:
+    """None where ranks would wait for each other: a schedule that was computed for other edges."""
+    try:
+        return CriticalPath(schedule, talk.edges, talk.grad_edges, holders)
+    except ScheduleError:
+        return None
 
 
 def _sums_ms(seen: Costs, at: Ints, count: int) -> Floats:
@@ -178,14 +200,14 @@ def _sums_ms(seen: Costs, at: Ints, count: int) -> Floats:
     return np.stack([np.bincount(at, weights=each, minlength=count) for each in amounts])
 
 
-def schedule_of(problem: Problem, placement: Placement) -> Schedule:
-    """The actions of the placement's ranks; of `auto` as soon as they are not bad."""
-    if problem.setting.schedule == AUTO:
-        return _fitted(problem, placement, LITTLE)[1].schedule
-    return _schedule(problem, placement)
+def schedule_of(problem: Problem, step: Step) -> Schedule:
+    """The actions of the placement's ranks; of `auto` those that the step was timed under."""
+    return step.schedule or _schedule(problem, step.placement)
 
 
-def _fitted(problem: Problem, placement: Placement, effort: float) -> tuple[Evaluation, Fit]:
+def _fitted(
+    problem: Problem, placement: Placement, effort: float, known: Sequence[Schedule]
+) -> tuple[Evaluation, Fit]:
     """The schedule for the costs of a placement, and the costs with what it has in flight; these
     change where it decides on what is recomputed."""
     at = tuple(ranks[0] for ranks in placement.ranks_of_stage)
@@ -202,7 +224,7 @@ def _fitted(problem: Problem, placement: Placement, effort: float) -> tuple[Eval
             shared_stages=holders,
             may_split=False,
         )
-        fit = fit_schedule(tasks, named_for(at, count), effort=effort)
+        fit = computed(tasks, known, effort=effort)
         again = [load.recomputes for load in evaluation.stages]
         evaluation = evaluate(problem, placement, fit.schedule.in_flight)
         if again == [load.recomputes for load in evaluation.stages]:
@@ -340,15 +362,18 @@ def talk_of(problem: Problem, placement: Placement) -> Talk:
 
 
 def exchanges_ms(problem: Problem, placement: Placement) -> tuple[float, ...]:
-    """What each stage's optimizer step needs for the gradients of parameters that others hold."""
+    """What each stage's optimizer step needs for the gradients of parameters that other ranks
+    hold."""
     at, rounds = placement.stage_of, problem.setting.micro_batches
+    ranks = [of_stage[0] for of_stage in placement.ranks_of_stage]
     total = [0.0] * placement.stages
     for index, value in problem.exchanges.items():
         owner, readers = at[value.owner], {at[reader] for reader in value.readers}
-        readers.discard(owner)
-        if readers:
+        first_on = {ranks[reader]: reader for reader in sorted(readers, reverse=True)}
+        first_on.pop(ranks[owner], None)
+        if first_on:
             total[owner] += rounds * float(problem.costs.send_ms[index])
-        for reader in readers:
+        for reader in first_on.values():
             total[reader] += rounds * float(problem.costs.receive_ms[index])
     return tuple(total)
 

@@ -49,6 +49,7 @@ class NodeCost:
     `saved` are the storages kept for backward, parameters left out, by the name of the node that
     made them; storages of the same name are the same one. `transient_bytes` are the most that
     live during the call or its backward beyond arguments, result, `saved` and parameters.
+    `weight_share` of the backward makes gradients of weights and can be put off, if that is known.
     """
 
     forward_ms: float = 0.0
@@ -58,6 +59,7 @@ class NodeCost:
     moved_bytes: int = 0
     transient_bytes: int = 0
     saved: Mapping[str, int] = field(default_factory=dict)
+    weight_share: float | None = None
 
     @property
     def recompute_ms(self) -> float:
@@ -150,6 +152,7 @@ class Walk:
             moved_bytes=cost.moved_bytes,
             transient_bytes=cost.transient_bytes,
             saved=self._saved(call, cost, result),
+            weight_share=cost.weight_share,
         )
         if self.on_progress:
             self.on_progress(len(self.costs), self._calls)

@@ -1,9 +1,11 @@
-"""An operation of a graph -> the share of its backward that makes gradients of weights.
+"""An operation of a graph -> the part of its backward that makes gradients of weights.
 
-A product of an input and a weight, a convolution or an embedding has a backward of two halves: one
-for the input, which the stage before waits for, and one for the weight, of as many FLOPs, which a
-schedule may put off. Where the input needs no gradient all of it is the weight's. Of other
-operations nothing is put off: their weights are small, or not read by a rule of the runtime.
+It is measured with the operation (`measure.py`), by the code that parts a backward in a run. Where
+nothing is measured there is a rule: a product of an input and a weight, a convolution or an
+embedding has a backward of two halves, one for the input, which the stage before waits for, and one
+for the weight, of as many FLOPs, which a schedule may put off. Where the input needs no gradient
+all of it is the weight's. Of other operations nothing is put off: their weights are small, or not
+read by a rule of the runtime.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
+from .walk import NodeCost
+
 _PRODUCTS: frozenset[Callable[..., Any] | str] = frozenset(
     {
         F.linear, F.embedding, F.conv1d, F.conv2d, F.conv3d,
@@ -25,8 +29,14 @@ _PRODUCTS: frozenset[Callable[..., Any] | str] = frozenset(
 _OTHERS = (nn.RNNBase, nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
+def weight_ms(node: fx.Node, model: nn.Module, cost: NodeCost) -> float:
+    """Milliseconds that a schedule may put off."""
+    share = cost.weight_share
+    return cost.backward_ms * (weight_share(node, model) if share is None else share)
+
+
 def weight_share(node: fx.Node, model: nn.Module) -> float:
-    """Nothing, half or all of the backward."""
+    """The rule: nothing, half or all of the backward."""
     if not _multiplies_a_weight(node, model):
         return 0.0
     read = [source for source in node.all_input_nodes if source.op != "get_attr"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from .plan import Plan, StageSpec
@@ -32,19 +32,22 @@ def forecast_step(
     processors: int | None = None,
     steps: int = 1,
     step_ms: Iterable[float] | None = None,
+    shared_stages: Iterable[Sequence[int]] | None = None,
 ) -> Forecast:
     """Simulates `steps` steps (one, unless asynchronous) at the plan's costs, of the schedule of
     that name on the plan's ranks, or of a given one.
 
     A rank is busy with its transfers as the plan says, and at the end of a step with the gradients
     of shared parameters. `processors` is the number of cores that the ranks share, None for one
-    each; `step_ms` the optimizer's milliseconds of every stage. For an asynchronous schedule the
-    idle share is that of the steady state, fill and drain left out. A step of a computed schedule
-    is one in a row of them.
+    each; `step_ms` the optimizer's milliseconds of every stage; `shared_stages` the groups of
+    stages that step when all have their gradients, by default those that hold a parameter together.
+    For an asynchronous schedule the idle share is that of the steady state, fill and drain left
+    out. A step of a computed schedule is one in a row of them.
     """
     name = schedule if isinstance(schedule, str) else schedule.name
     count = steps if name in ASYNCHRONOUS else 1
     costs = _costs(plan, step_ms)
+    waiting = _shared(plan) if shared_stages is None else [*shared_stages]
     if isinstance(schedule, str):
         made = planned_schedule(plan, schedule, micro_batches, steps=count)
     else:
@@ -64,7 +67,7 @@ def forecast_step(
             costs,
             _edges(plan),
             grad_edges=_edges(plan, with_gradient=True),
-            shared_stages=_shared(plan),
+            shared_stages=waiting,
             processors=processors,
         )
 

@@ -92,7 +92,8 @@ class RankSpec:
 class Setting:
     """How the plan was meant to run: what its costs and its choice of cuts rest on.
 
-    `transfer_ms` are (source, target, milliseconds) of transfers that go on while ranks compute.
+    `transfer_ms` are (source, target, milliseconds) of transfers that go on while ranks compute;
+    `latency_ms` is the part of every transfer that does not depend on its bytes.
     `step_ms` is what a step of `micro_batches` takes under the schedule, and `step_bound_ms` what
     is proved that no plan can be below.
     """
@@ -105,6 +106,7 @@ class Setting:
     memory_limit: int | None = None
     ranks: tuple[RankSpec, ...] = ()
     transfer_ms: tuple[tuple[int, int, float], ...] = ()
+    latency_ms: float = 0.0
     step_ms: float = 0.0
     step_bound_ms: float = 0.0
 

@@ -14,6 +14,7 @@ from .dependencies import Edge
 from .errors import ScheduleError
 from .interleaving import interleaved, looped_bfs
 from .schedule import Action, Schedule, count_versions, one_step
+from .scheduler.blocks import blocks_of
 from .scheduler.fit import Fit, fit_schedule
 from .scheduler.tasks import Tasks
 from .simulate import Costs
@@ -285,8 +286,17 @@ def fit_auto(
     fits = []
     for placed in placements:
         tasks = Tasks(costs, placed, micro_batches, **model)
-        fits.append(fit_schedule(tasks, named_for(placed, micro_batches)))
+        fits.append(computed(tasks))
     return min(fits, key=lambda fit: fit.period_ms)
+
+
+def computed(tasks: Tasks, known: Iterable[Schedule] = (), *, effort: float = 1.0) -> Fit:
+    """The schedule computed for the tasks, no longer than those `known` or with a name, nor than
+    one computed for the blocks that their stages make on the ranks."""
+    starts = [*known, *named_for(tasks.rank_of_stage, tasks.micro_batches)]
+    if blocks := blocks_of(tasks):
+        starts.append(blocks.expanded(computed(blocks.tasks, effort=effort).schedule))
+    return fit_schedule(tasks, starts, effort=effort)
 
 
 def named_for(rank_of_stage: Sequence[int], micro_batches: int) -> Iterator[Schedule]:

@@ -23,7 +23,7 @@ PURE = {
     *("interleaving", "zero_bubble", "replicated", "scheduler", "activity", "idle", "trace"),
 }
 # The check runs the files and the profile times them as the runtime will; weights have one format.
-SHARED = {"pipe", "loading", "tensors", "host_memory"}
+SHARED = {"pipe", "loading", "tensors", "host_memory", "split_backward"}
 FILES = sorted(
     path
     for folder in ("partitioner", "runtime", "templates")

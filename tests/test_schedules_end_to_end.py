@@ -79,7 +79,7 @@ def test_several_stages_a_rank_train_as_one_process_does(
     steps = options.get("steps", 3)
     expected = losses(folder, tmp_path / "alone", schedule="single", steps=steps)
     found = losses(folder, tmp_path / "ranks", **options)
-    # A W that is put off is added later than its micro-batch's turn: equal but for rounding.
+    # To the last bit: also a W that is put off is added in its micro-batch's turn.
     assert found == pytest.approx(expected, rel=1e-4) and len(found) == steps + 1
     taken = from_text((tmp_path / "ranks" / "schedule.txt").read_text())
     assert len(taken.ranks) == 2 and taken.stages == 4

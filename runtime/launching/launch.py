@@ -71,7 +71,8 @@ def _show(job: Job, reporter: Reporter) -> None:
     grid = grid_of(schedule, settings.replicas)
     seats = (own_seat(settings.device, plan),) * grid.processes
     machine = find_machine(settings, plan, seats, 0)
-    forecast = forecast_run(plan, job.planned, settings, machine.cores, schedule)
+    dtypes = find_boundary_dtypes(settings, plan)
+    forecast = forecast_run(plan, job.planned, settings, machine.cores, schedule, dtypes)
     data = f"{settings.data} ({settings.tokenizer})" if settings.tokenizer else str(settings.data)
     announce(
         reporter,
@@ -84,7 +85,7 @@ def _show(job: Job, reporter: Reporter) -> None:
         data=data,
         output=job.folder,
         forecast=forecast,
-        dtypes=find_boundary_dtypes(settings, plan),
+        dtypes=dtypes,
     )
 
 

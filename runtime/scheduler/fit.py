@@ -55,7 +55,8 @@ def fit_schedule(tasks: Tasks, named: Iterable[Schedule] = (), *, effort: float 
     (24.0, 0.0)
     """
     _check_limit(tasks)
-    found = [order for made in named if (order := timed(tasks, tasks.rows_of(made)))]
+    known = (rows for made in named if all(map(tasks.is_ordered, rows := tasks.rows_of(made))))
+    found = [order for rows in known if (order := timed(tasks, rows))]
     enough = min((order.period_ms for order in found), default=math.inf)
     size = 2 * tasks.count
     for policy in islice(policies(tasks), max(1, int(effort * _GREEDY_TASKS / size))):

@@ -4,7 +4,8 @@ The period of an order is the length of a critical cycle: tasks of which each wa
 before it, on its rank or for its tensors, across as many steps as it goes through. Only a change on
 that cycle can shorten it (Van Laarhoven, Aarts and Lenstra, "Job shop scheduling by simulated
 annealing", 1992): an earlier place for a task that holds up another, a backward in two parts with
-its W put off, or a W moved to where its rank waits. Worse orders are taken for a while (late
+its W put off, or a W moved to where its rank waits; where that leaves every sum of gradients in the
+order of micro-batches (`Tasks.is_fixed`). Worse orders are taken for a while (late
 acceptance, Burke and Bykov, 2017), the best is kept. Random numbers come from a fixed seed.
 """
 
@@ -15,7 +16,7 @@ from collections import deque
 from dataclasses import dataclass
 from random import Random
 
-from .tasks import FORWARD, INPUTS, WEIGHTS, WHOLE, Rows, Steady, Tasks
+from .tasks import INPUTS, WEIGHTS, WHOLE, Rows, Steady, Tasks
 
 _HISTORY = 5
 _NEAR = 1e-6
@@ -85,13 +86,16 @@ def merged(tasks: Tasks, order: Order, tries: float = math.inf) -> Order:
         if not some:
             continue
         tries -= 1
-        rows = [_whole(tasks, row, set(some)) for row in order.rows]
-        found = timed(tasks, rows, order, below_ms=order.period_ms + 1e-9)
+        undone = [_whole(tasks, row, set(some)) for row in order.rows]
+        rows = [row for row in undone if row is not None]
+        found = None
+        if len(rows) == len(undone):
+            found = timed(tasks, rows, order, below_ms=order.period_ms + 1e-9)
         if found is not None and found.period_ms <= order.period_ms + 1e-9:
             order = found
         elif len(some) > 1:
             half = len(some) // 2
-            waiting += some[:half], some[half:]
+            waiting += some[half:], some[:half]  # W is in the way of later whole backwards
     return order
 
 
@@ -140,55 +144,43 @@ def changed(
     elif kind == INPUTS and draw < 0.1:
         new = _whole(tasks, row, {task})
     elif kind == WEIGHTS or draw < 0.15:
-        new = _moved(row, position, random.randrange(len(row)))
+        new = _moved(tasks, row, position, random.randrange(len(row)))
     elif draw < 0.75:
-        new = _moved(row, position, max(0, position - random.choice((1, 1, 1, 2, 3, 5, 8))))
+        new = _moved(tasks, row, position, max(0, position - random.choice((1, 1, 1, 2, 3, 5, 8))))
     else:
-        new = _moved(row, position, position + random.choice((1, 1, 2, 3, 5, 8)))
-    if new == row or not _is_legal(tasks, new):
+        new = _moved(tasks, row, position, position + random.choice((1, 1, 2, 3, 5, 8)))
+    if new is None:
         return None
     rows = [*order.rows]
     rows[rank] = new
     return rows
 
 
-def _moved(row: list[int], position: int, to: int) -> list[int]:
+def _moved(tasks: Tasks, row: list[int], position: int, to: int) -> list[int] | None:
+    """The row with a task at another place; None if it cannot pass what lies between."""
+    task = row[position]
+    passed = row[to:position] if to < position else row[position + 1 : to + 1]
+    if not passed or any(tasks.is_fixed(task, other) for other in passed):
+        return None
     new = [*row]
     new.insert(to, new.pop(position))
     return new
 
 
-def _split(tasks: Tasks, row: list[int], position: int, random: Random) -> list[int]:
-    task = row[position]
-    new = [*row, task + 2 * tasks.count]
-    new[position] = task + tasks.count
-    if random.random() < 0.5:
-        new.insert(random.randrange(position + 1, len(new)), new.pop())
-    return new
+def _split(tasks: Tasks, row: list[int], position: int, random: Random) -> list[int] | None:
+    """The row with that backward in two parts, and W put off as long as it may be, or less."""
+    inputs, weights = row[position] + tasks.count, row[position] + 2 * tasks.count
+    last = position + 1
+    while last < len(row) and not tasks.is_fixed(weights, row[last]):
+        last += 1
+    to = last if random.random() < 0.5 else random.randrange(position + 1, last + 1)
+    return [*row[:position], inputs, *row[position + 1 : to], weights, *row[to:]]
 
 
-def _whole(tasks: Tasks, row: list[int], some: set[int]) -> list[int]:
-    """The row where those backwards, each named by its first part, are whole."""
+def _whole(tasks: Tasks, row: list[int], some: set[int]) -> list[int] | None:
+    """The row where those backwards, each named by its first part, are whole; None if gradients
+    would be summed in another order."""
     n = tasks.count
     put_off = {task + n for task in some}
-    return [task - n if task in some else task for task in row if task not in put_off]
-
-
-def _is_legal(tasks: Tasks, row: list[int]) -> bool:
-    """Whether what a rank does with one micro-batch of one stage is in its order, and whether
-    micro-batches, which are alike, come in theirs."""
-    last: dict[tuple[int, int], int] = {}
-    seen: set[int] = set()
-    n, m = tasks.count, tasks.micro_batches
-    for task in row:
-        kind, own = divmod(task, n)
-        place = WHOLE if kind == INPUTS else kind
-        if place != FORWARD and (own if place == WHOLE else n + own) not in seen:
-            return False
-        seen.add(own + (0 if place == FORWARD else n if place == WHOLE else 2 * n))
-        if place != WEIGHTS:
-            stage, index = divmod(own, m)
-            if last.get((place, stage), -1) > index:
-                return False
-            last[place, stage] = index
-    return True
+    new = [task - n if task in some else task for task in row if task not in put_off]
+    return new if tasks.is_ordered(new) else None

@@ -23,6 +23,16 @@ from ..schedule import Action, Kind, Schedule, one_step
 from ..simulate import Costs
 
 FORWARD, WHOLE, INPUTS, WEIGHTS = range(4)
+_AFTER = {WHOLE: FORWARD, INPUTS: FORWARD, WEIGHTS: INPUTS}
+_LIKE = {
+    FORWARD: (FORWARD,),
+    WHOLE: (WHOLE, INPUTS, WEIGHTS),
+    INPUTS: (WHOLE, INPUTS),
+    WEIGHTS: (WHOLE, WEIGHTS),
+}
+"""What of a stage comes in the order of micro-batches: forwards, which are alike, what makes
+gradients of inputs, and what adds to those of weights. So each sum of gradients is that of the
+plain model to the last bit."""
 _LETTERS: tuple[Kind, ...] = ("F", "B", "B", "W")
 Rows = list[list[int]]
 _LAPS = 12
@@ -66,11 +76,12 @@ class Tasks:
             [stage for stage, at in enumerate(self.rank_of_stage) if at == rank]
             for rank in range(self.ranks)
         ]
-        rule = Rule(
+        self.shared_stages = tuple(map(tuple, shared_stages))
+        self.rule = rule = Rule(
             one_step("auto", self._plain_rows(), self.rank_of_stage),
             edges,
             grad_edges=grad_edges,
-            shared_stages=shared_stages,
+            shared_stages=self.shared_stages,
         )
         self._link(rule)
         self._others = {
@@ -133,6 +144,27 @@ class Tasks:
 
     def index(self, task: int) -> int:
         return task % self.micro_batches
+
+    def is_fixed(self, task: int, other: int) -> bool:
+        """Whether the order of two tasks of a rank is given: those of one micro-batch at a stage,
+        and those that are in the order of micro-batches."""
+        (kind, own), (other_kind, other_own) = divmod(task, self.count), divmod(other, self.count)
+        m = self.micro_batches
+        if own // m != other_own // m:
+            return False
+        return own == other_own or other_kind in _LIKE[kind]
+
+    def is_ordered(self, row: Sequence[int]) -> bool:
+        """Whether all tasks are in the order that is given."""
+        last: dict[tuple[int, int], int] = {}
+        for task in row:
+            kind, stage, index = self.kind(task), self.stage(task), self.index(task)
+            if kind != FORWARD and last.get((_AFTER[kind], stage), -1) < index:
+                return False
+            if any(last.get((other, stage), -1) > index for other in _LIKE[kind]):
+                return False
+            last[kind, stage] = index
+        return True
 
     def rows_of(self, schedule: Schedule) -> Rows:
         """The order that a schedule of these stages and micro-batches has."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from torch import nn
 
 from ..activity import Activities, Activity
+from ..boundary_dtypes import BoundaryDtypes
 from ..launching.world import World
 from ..loading import load_unused
 from ..plan import Plan
@@ -56,6 +57,7 @@ def tell_end(
     reporter: MetricsFile | None,
     evaluated: EvalRecord | None,
     cores: int,
+    dtypes: BoundaryDtypes,
 ) -> None:
     """Puts the ranks' traces together, and reports the end of the run on rank 0; every rank calls
     it."""
@@ -67,7 +69,7 @@ def tell_end(
     by_stage = [
         optimizer_ms[rank] / schedule.rank_of_stage.count(rank) for rank in schedule.rank_of_stage
     ]
-    forecast = forecast_run(plan, planned, settings, cores, schedule, optimizer_ms=by_stage)
+    forecast = forecast_run(plan, planned, settings, cores, schedule, dtypes, optimizer_ms=by_stage)
     first, last = watch.records[0], watch.records[-1]
     whole, by_rank = split_of_run(plan, settings, schedule, watch.times)
     reporter.on_end(

@@ -23,9 +23,10 @@ from ..watching.metrics import Reporter
 from .half import describe_memory, describe_precision, precision_warning
 from .remeasure import when_measured
 from .resolve import batch_identity
-from .segments import longest_segment
+from .segments import longest_segment, waiting_stages
 from .settings import Settings
 from .sources import Data
+from .transfers import with_transfers_of_run
 
 
 def forecast_run(
@@ -34,10 +35,12 @@ def forecast_run(
     settings: Settings,
     cores: int,
     schedule: Schedule,
+    dtypes: BoundaryDtypes,
     *,
     optimizer_ms: Sequence[float] | None = None,
 ) -> Forecast | None:
-    """The simulated step, at the plan's costs scaled to the run's sizes; None without costs.
+    """The simulated step, at the plan's costs scaled to the run's sizes, with the transfers of its
+    `dtypes`; None without costs.
 
     Ranks, and replicas, share the cores when they compute on CPUs. `optimizer_ms` are milliseconds
     of each stage's optimizer, which a plan does not know; without them its steps are free.
@@ -56,12 +59,13 @@ def forecast_run(
         for stage in plan.stages
     )
     return forecast_step(
-        replace(plan, stages=stages),
+        with_transfers_of_run(replace(plan, stages=stages), planned, dtypes),
         schedule.compute if schedule.synchronous else settings.schedule,
         settings.micro_batches or 1,
         processors=max(1, cores // (settings.replicas or 1)) if settings.device == "cpu" else None,
         steps=min(settings.steps, 8),
         step_ms=optimizer_ms,
+        shared_stages=waiting_stages(plan, settings),
     )
 
 

@@ -97,8 +97,8 @@ def _train(
     if settings.export_hf:
         check_exportable(Path(settings.folder), settings.export_hf)
     schedule = make_segment(plan, settings, steps=1)
-    forecast = forecast_run(plan, job.planned, settings, machine.cores, schedule)
     dtypes = find_boundary_dtypes(settings, plan)
+    forecast = forecast_run(plan, job.planned, settings, machine.cores, schedule, dtypes)
     reporter = None
     if world.rank == 0:
         write_schedule(job.folder, schedule)
@@ -169,7 +169,7 @@ class _Run:
     ) -> None:
         settings, plan = job.settings, job.plan
         self._job, self._settings, self._plan, self._world = job, settings, plan, world
-        self._reporter, self._on_step = reporter, on_step
+        self._reporter, self._on_step, self._dtypes = reporter, on_step, dtypes
         self._activities = activities
         self._tracing = Tracing(settings, activities)
         self._modules = _load(job, schedule, world)
@@ -286,6 +286,7 @@ class _Run:
             reporter=self._reporter,
             evaluated=self._evaluated,
             cores=cores,
+            dtypes=self._dtypes,
         )
 
     def _told(self, figures: RankFigures) -> None:

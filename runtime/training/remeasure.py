@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from statistics import median
 
 from ..activity import COMPUTING
-from ..channels import forward_edges, gradient_edges, shared_stages
+from ..channels import forward_edges, gradient_edges
 from ..launching.world import World
 from ..plan import Plan
 from ..schedule import Action, Schedule, one_step
@@ -26,7 +26,7 @@ from ..schedule_text import from_text, to_text
 from ..schedules import AUTO
 from ..simulate import Costs, simulate
 from ..watching.gather import RankFigures
-from .segments import fit, lowered
+from .segments import fit, lowered, waiting_stages
 from .settings import Settings
 
 _WHOLE, _PARTED = range(2, 6), range(6, 8)
@@ -84,10 +84,9 @@ class Remeasuring:
         costs = costs_of_steps(self._figures(_LAST), self._optimizer_ms(), first)
         made = fit(plan, self._settings, costs, rank_of_stage=first.rank_of_stage)
         edges, gradients = forward_edges(plan), gradient_edges(plan)
+        waiting = waiting_stages(plan, self._settings)
         before, after = (
-            simulate(
-                schedule, costs, edges, grad_edges=gradients, shared_stages=shared_stages(plan)
-            )
+            simulate(schedule, costs, edges, grad_edges=gradients, shared_stages=waiting)
             for schedule in (first, made)
         )
         parted = len(made.split)

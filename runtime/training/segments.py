@@ -94,16 +94,12 @@ def fit(
     may_split: bool = True,
     rank_of_stage: tuple[int, ...] | None = None,
 ) -> Schedule:
-    """The schedule computed for this plan at these costs, by default where the plan has stages.
-
-    Clipping by the norm of all stages makes every stage wait for all others before it steps.
-    """
+    """The schedule computed for this plan at these costs, by default where the plan has stages."""
     stages = len(plan.stages)
     ranks = ranks_of_plan(plan, settings) or stages
     planned = _ranks_of_stages(plan)
     if rank_of_stage is None and len(set(planned)) == ranks < stages:
         rank_of_stage = planned
-    shared = [tuple(range(stages))] if settings.clip else shared_stages(plan)
     limit, weights = _memory(plan, ranks)
     found = fit_auto(
         costs,
@@ -112,12 +108,22 @@ def fit(
         rank_of_stage=rank_of_stage,
         edges=forward_edges(plan),
         grad_edges=gradient_edges(plan),
-        shared_stages=shared,
+        shared_stages=waiting_stages(plan, settings),
         may_split=may_split,
         limit=limit,
         weights=weights,
     )
     return found.schedule
+
+
+def waiting_stages(plan: Plan, settings: Settings) -> tuple[tuple[int, ...], ...]:
+    """The groups of stages each of which steps when all of its group have their gradients.
+
+    Clipping by the norm of all stages makes every stage wait for all others, and so does a loss
+    scale, which may skip the step on all together; in an asynchronous run none of them does.
+    """
+    is_agreed = (settings.clip or settings.is_scaled) and not settings.is_async
+    return (tuple(range(len(plan.stages))),) if is_agreed else shared_stages(plan)
 
 
 def _memory(plan: Plan, ranks: int) -> tuple[Sequence[float], Sequence[float]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from itertools import product
 
 import networkx as nx
 import numpy as np
@@ -20,10 +22,11 @@ from asyncpipe.partitioner.several import on_ranks, rank_of_stage_in
 from asyncpipe.partitioner.solve import solve
 from asyncpipe.partitioner.solvers import METHODS
 from asyncpipe.partitioner.stages_per_rank import choose_stages, other_ways
-from asyncpipe.partitioner.step_time import StepTimer, schedule_of, step_of
+from asyncpipe.partitioner.step_time import LITTLE, StepTimer, schedule_of, step_of
 from asyncpipe.runtime.errors import AsyncPipeError, PlanError
 from asyncpipe.runtime.forecast import forecast_one_step, forecast_step, told_schedules
 from asyncpipe.runtime.plan import read_plan
+from asyncpipe.runtime.schedule import Action, one_step
 from asyncpipe.runtime.schedules import AUTO, SYNCHRONOUS, VIRTUAL, make_schedule
 from asyncpipe.runtime.simulate import Costs, simulate
 from asyncpipe.runtime.training.segments import make_segment
@@ -141,7 +144,7 @@ def test_moved_borders_are_timed_as_they_are_evaluated() -> None:
         at = rank_of_stage_in(problem, 4)
         unfolded = replace(problem, setting=problem.setting.at(at))
         placement = on_ranks(METHODS["uniform"](unfolded), at)
-        timer = StepTimer(problem, schedule_of(problem, placement))
+        timer = StepTimer(problem, schedule_of(problem, step_of(problem, placement)))
         exact = timer.step(placement)
         assert exact.step_ms == pytest.approx(step_of(problem, placement).step_ms)
         assert timer.shorter(placement, exact.step_ms * (1 - 1e-6)) is None
@@ -253,3 +256,45 @@ def test_one_stage_a_rank_may_be_planned_for_a_schedule_of_several(tmp_path) -> 
         plan, Settings(folder="x", schedule="interleaved", micro_batches=8), steps=1
     ).rank_of_stage == (0, 1)
     assert forecast_step(plan, "looped-bfs", 8).timeline.ranks == 1
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_more_stages_a_rank_are_never_worse_than_fewer(seed: int) -> None:
+    """Also where the best there is has fewer: they are then cut further on their ranks."""
+    graph = headed_row(20, seed)
+    steps_ms = [
+        solve(graph, stages=stages, schedule=AUTO, ranks=2, micro_batches=3).step_ms
+        for stages in (2, 4, 8)
+    ]
+    assert steps_ms[1] <= steps_ms[0] * (1 + 1e-9)
+    assert steps_ms[2] <= steps_ms[1] * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_no_cut_and_no_ranks_step_much_faster_than_the_plan_for_a_computed_schedule(
+    seed: int,
+) -> None:
+    graph = headed_row(7, seed)
+    running = {"schedule": AUTO, "ranks": 2, "micro_batches": 2}
+    found = solve(graph, stages=4, prefer_modules=0, **running)
+    problem = problem_of(graph, 4, None, make_setting(4, **running))
+    best_ms = min(
+        step_of(problem, on_ranks(Placement(tuple(stage_of)), at), effort=LITTLE).step_ms
+        for stage_of in contiguous(len(graph), 4)
+        for at in product((0, 1), repeat=4)
+        if len(set(at)) == 2
+    )
+    assert found.step_bound_ms <= found.step_ms * (1 + 1e-9)
+    assert found.step_ms <= best_ms * 1.02
+
+
+def test_a_schedule_in_which_ranks_wait_for_each_other_times_no_placement() -> None:
+    problem = problem_of(headed_row(6), 2, None, make_setting(2, schedule=AUTO, micro_batches=1))
+    row_of = {kind: Action(1, kind, 0) for kind in ("F", "B")}
+    stuck = one_step(
+        AUTO, [[Action(0, "F", 0), Action(0, "B", 0)], [row_of["B"], row_of["F"]]], [0, 1]
+    )
+    timer = StepTimer(problem, stuck)
+    placement = Placement((0, 0, 0, 1, 1, 1))
+    assert timer.step(placement).step_ms == math.inf
+    assert timer.shorter(placement, 1e9) is None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,8 +12,9 @@ from torch.nn import functional as F
 from asyncpipe.partitioner.capture import capture
 from asyncpipe.partitioner.cost_graph import costs_of
 from asyncpipe.partitioner.graph import build_graph
-from asyncpipe.partitioner.profiler import CPU_CORE, profile_analytic
-from asyncpipe.partitioner.weight_part import weight_share
+from asyncpipe.partitioner.measure import Repeats
+from asyncpipe.partitioner.profiler import CPU_CORE, profile, profile_analytic
+from asyncpipe.partitioner.weight_part import weight_ms, weight_share
 from asyncpipe.runtime.errors import PlanError
 
 
@@ -62,3 +65,22 @@ def test_a_part_that_is_more_than_the_whole_is_refused() -> None:
     graph.nodes[next(iter(graph))]["weight_ms"] = 1e9
     with pytest.raises(PlanError, match="is a part of its backward_ms"):
         costs_of(graph)
+
+
+def test_what_a_run_puts_off_is_measured_with_the_operation() -> None:
+    model = Reader()
+    ids = torch.randint(0, 11, (64, 32))
+    captured = capture(model, {"ids": ids})
+    found = profile(captured, {"ids": ids}, threads=1, repeats=Repeats(enough_ms=200))
+    shares = {name: cost.weight_share for name, cost in found.nodes.items()}
+    assert shares["norm"] == shares["likeness"] == shares["h"] == 0.0  # all in B
+    assert shares["embed"] is not None and shares["embed"] > 0.5  # hardly anything is
+    for name in ("layer", "product"):
+        share = shares[name]
+        assert share is not None and 0.1 < share < 0.9
+    nodes = {node.name: node for node in captured.graph.nodes}
+    measured = weight_ms(nodes["layer"], model, found.nodes["layer"])
+    assert measured == shares["layer"] * found.nodes["layer"].backward_ms
+    unknown = replace(found.nodes["layer"], weight_share=None)
+    assert weight_ms(nodes["layer"], model, unknown) == unknown.backward_ms / 2
+    assert all(parameter.grad is None for parameter in model.parameters())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
+from itertools import pairwise
 from random import Random
 
 import pytest
@@ -12,11 +14,18 @@ from pytest import approx
 
 from asyncpipe.runtime.errors import ScheduleError
 from asyncpipe.runtime.schedule import Action, Schedule, count_versions
+from asyncpipe.runtime.scheduler.blocks import blocks_of
 from asyncpipe.runtime.scheduler.fit import Fit, fit_schedule
 from asyncpipe.runtime.scheduler.greedy import orders, policies
 from asyncpipe.runtime.scheduler.search import improve, merged, timed
 from asyncpipe.runtime.scheduler.tasks import Tasks
-from asyncpipe.runtime.schedules import fit_auto, make_schedule, named_for, one_f_one_b
+from asyncpipe.runtime.schedules import (
+    computed,
+    fit_auto,
+    make_schedule,
+    named_for,
+    one_f_one_b,
+)
 from asyncpipe.runtime.simulate import Costs, simulate
 from asyncpipe.runtime.validation import validate
 
@@ -103,6 +112,60 @@ def test_an_order_that_never_ends_has_no_period() -> None:
     assert tasks.steady([rows[0][::-1], rows[1]]) is None
 
 
+def sums_in_order(schedule: Schedule) -> bool:
+    """Whether every stage adds to the gradients of its weights as the plain loop does."""
+    added: dict[int, list[int]] = defaultdict(list)
+    for row in schedule.ranks:
+        for action in row:
+            is_first_part = (action.stage, action.index) in schedule.split and action.kind == "B"
+            if action.kind in ("B", "W") and not is_first_part:
+                added[action.stage].append(action.index)
+    return all(indices == sorted(indices) for indices in added.values())
+
+
+def test_schedules_with_a_name_add_gradients_in_the_order_of_the_plain_loop() -> None:
+    for stages in range(1, 6):
+        for micro_batches in range(1, 7):
+            for schedule in synchronous(stages, micro_batches):
+                assert sums_in_order(schedule)
+                tasks = Tasks(Costs.equal(stages), schedule.rank_of_stage, micro_batches)
+                assert all(map(tasks.is_ordered, tasks.rows_of(schedule)))
+
+
+def test_an_order_that_adds_gradients_in_another_order_is_seen() -> None:
+    tasks = Tasks(Costs.equal(1), [0], 2)
+    early, late = (
+        [tasks.number(*task) for task in [(0, 0, 0), (0, 0, 1), (2, 0, 0), *rest]]
+        for rest in ([(3, 0, 0), (1, 0, 1)], [(1, 0, 1), (3, 0, 0)])
+    )
+    assert tasks.is_ordered(early) and not tasks.is_ordered(late)
+    made = tasks.schedule_of([late], "auto")
+    assert not sums_in_order(made)
+    assert fit_schedule(tasks, [made]).schedule != made
+
+
+@pytest.mark.parametrize("placement", [[0, 0, 1, 1], [0, 1, 1, 0, 0, 1], [0, 0, 0]])
+@pytest.mark.parametrize("may_split", [False, True])
+def test_a_stage_cut_further_on_its_rank_makes_no_step_longer(
+    placement: list[int], may_split: bool
+) -> None:
+    for seed in range(3):
+        costs = random_costs(len(placement), Random(seed))
+        tasks = Tasks(
+            costs,
+            placement,
+            3,
+            edges=[*pairwise(range(len(placement))), (0, len(placement) - 1)],
+            shared_stages=[(0, len(placement) - 1)],
+            may_split=may_split,
+        )
+        blocks = blocks_of(tasks)
+        assert blocks is not None and len(blocks.stages) < len(placement)
+        coarse, fine = (computed(each, effort=0.05) for each in (blocks.tasks, tasks))
+        assert fine.period_ms <= coarse.period_ms * (1 + 1e-9)
+    assert blocks_of(Tasks(Costs.equal(4), [0, 1, 0, 1], 2)) is None
+
+
 @given(st.sampled_from(PLACEMENTS), st.integers(1, 6), st.integers(0, 10**6), st.booleans())
 @settings(max_examples=40, deadline=None)
 def test_a_computed_schedule_is_legal_and_no_worse_than_any_named_one(
@@ -116,6 +179,7 @@ def test_a_computed_schedule_is_legal_and_no_worse_than_any_named_one(
     assert fit.period_ms == approx(simulated_period_ms(fit.schedule, costs), rel=1e-6)
     assert fit.period_ms >= fit.bound_ms - 1e-9
     assert may_split or not fit.schedule.split
+    assert sums_in_order(fit.schedule)
     for named in named_for(placement, micro_batches):
         if may_split or not named.split:
             assert fit.period_ms <= simulated_period_ms(named, costs) * (1 + 1e-6)
