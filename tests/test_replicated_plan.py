@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import asyncpipe
+from asyncpipe.partitioner.cluster import cluster_of_hosts
 from asyncpipe.partitioner.models import load_model
 from asyncpipe.runtime.forecast import describe_forecast, forecast_one_step, forecast_step
 from asyncpipe.runtime.launching.launch import run
@@ -27,7 +28,8 @@ TRAIN = str(Path(sys.executable).parent / "asyncpipe-train")
 def plan_of(folder: Path, method: str) -> Plan:
     source = load_model(f"{SIGNALS}:build")
     given: dict[str, Any] = {"schedule": "1f1b", "profile": "analytic", "micro_batches": 4}
-    given["hosts"] = "a:2,b:1"  # gradients would cross hosts if all three had all stages
+    # Gradients would cross hosts if all three devices had all stages.
+    given["devices"] = cluster_of_hosts("a:2,b:1")
     return asyncpipe.partition(
         source.model,
         source.example_inputs,

@@ -95,7 +95,8 @@ def test_stages_may_lie_on_ranks_as_one_likes() -> None:
         ("rank 0: 0B0 0F0 0S1", "never ends"),
         ("rank 0: 0F0 0B0 0F1 0B1 0F2 0B2 0S1 0S2", "has 3 micro-batches and 2 optimizer steps"),
         ("rank 0: 0F0@v1 0B0 0S1", "stage 0 is at version 0 there"),
-        ("rank 0: 0F0 0B0 0S1\nrank 1: 0F1 0B1", "stage 0 is on rank 1"),
+        ("rank 0: 0F0 0B0 0S1\nrank 1: 0F1 0B1", "0S1 is missing from rank 1"),
+        ("rank 0: 0F0 0B0 0S1\nrank 1: 0F1 0B1 1F0 1B0 1S1", "stage 0 is on rank 1"),
     ],
 )
 def test_a_bad_file_is_refused(text: str, message: str) -> None:
