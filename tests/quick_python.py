@@ -125,6 +125,7 @@ def _read(connection: socket.socket, count: int) -> bytes:
 
 def _serve(address: str) -> list[str]:
     """Forks a process for each client, until standard input ends; in a fork, its arguments."""
+    import gc
     import importlib
     import shutil
 
@@ -136,6 +137,7 @@ def _serve(address: str) -> list[str]:
     os.rename(f"{address}.new", address)
     for name in _PRELOADED:
         importlib.import_module(name)
+    gc.freeze()  # a collection in a fork would copy all that is shared
     while True:
         ready, _, _ = select.select([listener, sys.stdin], [], [], 1.0)
         while _reap():
