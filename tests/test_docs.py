@@ -1,8 +1,7 @@
 """Every command and every Python block shown in the documents runs.
 
 Commands are the lines of `sh` blocks. They run in order, in one folder a document, with the
-examples beside them; only the number of steps is made small. Their processes are forks with the
-imports done, but for those of one document. A command that ends in `# exit code 1`
+examples beside them; only the number of steps is made small. A command that ends in `# exit code 1`
 fails, and the document shows what it says.
 """
 
@@ -22,7 +21,6 @@ import pytest
 import torch
 
 import asyncpipe
-from asyncpipe.tests.quick_python import bin_folder
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -57,7 +55,7 @@ def shortened(command: list[str]) -> list[str]:
 def test_every_command_shown_runs(document: Path, tmp_path: Path) -> None:
     for folder in ("examples", "benchmarks"):
         (tmp_path / folder).symlink_to(ROOT / folder)
-    scripts = Path(sys.executable).parent if document.name == "launching.md" else bin_folder()
+    scripts = Path(sys.executable).parent
     environment = os.environ | {"PATH": f"{scripts}:{os.environ['PATH']}"}
     for line, command in zip(lines_of_shell(document), commands(document), strict=True):
         if command[0] in SETUP:
