@@ -18,7 +18,7 @@ quickstart: $(VENV)/.demo
 		--optimizer adamw --lr 3e-4 --warmup 4 --clip 1.0
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 -q
+	$(BIN)/python -m pytest -n 2 --dist worksteal -q
 
 check: test lint types
 

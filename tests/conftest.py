@@ -1,14 +1,39 @@
-"""What all tests share: measured costs are kept in a folder of their own, never the user's."""
+"""What all tests share: one thread a process, and measured costs in a folder of their own, never
+the user's."""
 
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Before any test module is imported; processes that tests start inherit it."""
+    """Before any test module is imported; the workers and the processes of tests inherit it."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        return
     folder = tempfile.mkdtemp(prefix="asyncpipe-cache-")
     os.environ["ASYNCPIPE_CACHE"] = folder
+    # The workers fill the cores; more threads in each would wait for one another.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """BatchNorm and reductions round differently on several threads; ranks have one each."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of this run of the tests, the same in every worker."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own

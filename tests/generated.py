@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import shutil
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -114,18 +117,26 @@ LARGER: Mapping[str, Case] = {
 
 
 def cut(case: Case, stages: int, folder: Path, **running: Any) -> Path:
-    """Partitions the case into `folder`, to run so."""
+    """Partitions the case into `folder`, to run so; what this process made before is copied."""
+    shutil.copytree(_partitioned(case, stages, tuple(sorted(running.items()))), folder)
+    return folder
+
+
+@cache
+def _partitioned(case: Case, stages: int, running: tuple[tuple[str, Any], ...]) -> Path:
+    home = tempfile.mkdtemp(prefix="cut-")
+    atexit.register(shutil.rmtree, home)
     asyncpipe.partition(
         case.build(),
         case.example_inputs,
         stages=stages,
-        output=folder,
+        output=Path(home) / "case",
         name="case",
         loss=case.criterion,
         profile="analytic",
-        **running,
+        **dict(running),
     )
-    return folder
+    return Path(home) / "case"
 
 
 def loss_of(case: Case, model: Callable[..., Any], inputs: Inputs) -> Tensor:

@@ -23,6 +23,7 @@ import torch
 
 from asyncpipe.runtime.transports.mpi import leave_mpi, load_mpi, mpiexec
 from asyncpipe.tests.processes import RankError
+from asyncpipe.tests.quick_python import bin_folder
 
 
 def run_mpi(
@@ -36,7 +37,7 @@ def run_mpi(
     with TemporaryDirectory() as folder:
         call = getfile(function), function.__name__, arguments
         torch.save(call, Path(folder) / "call.pt")
-        rank = [sys.executable, "-m", "asyncpipe.tests.mpi_processes", folder]
+        rank = [bin_folder() / "python", "-m", "asyncpipe.tests.mpi_processes", folder]
         start = subprocess.Popen(
             [mpiexec(), "-n", str(world_size), *rank],
             stdout=subprocess.DEVNULL,

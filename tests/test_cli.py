@@ -1,4 +1,7 @@
-"""The three commands as a user types them: exit codes, messages, and what is left on disk."""
+"""The three commands as a user types them: exit codes, messages, and what is left on disk.
+
+Their processes are forks with the imports done, but for one of each command.
+"""
 
 import json
 import os
@@ -10,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from asyncpipe.tests.quick_python import bin_folder
+
 ROOT = Path(__file__).parent.parent
 SCRIPTS = Path(sys.executable).parent
 MLP = ["--model", f"{ROOT / 'examples' / 'residual_mlp.py'}:build", "--loss", "cross_entropy"]
@@ -17,10 +22,15 @@ DATA = ["--data", f"{ROOT / 'examples' / 'residual_mlp.py'}:data"]
 
 
 def run(
-    folder: Path, command: str, *arguments: str, timeout: float = 120, **environment: str
+    folder: Path,
+    command: str,
+    *arguments: str,
+    timeout: float = 120,
+    scripts: Path | None = None,
+    **environment: str,
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [SCRIPTS / f"asyncpipe-{command}", *arguments],
+        [(scripts or bin_folder()) / f"asyncpipe-{command}", *arguments],
         cwd=folder,
         env=os.environ | environment,
         capture_output=True,
@@ -47,7 +57,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_partition_ticks_each_step_and_says_what_to_do_next(tmp_path: Path) -> None:
-    result = run(tmp_path, "partition", *MLP, "--stages", "2")
+    result = run(tmp_path, "partition", *MLP, "--stages", "2", scripts=SCRIPTS)
     ticks = re.findall(r"^✓ (\w+)", result.stdout, re.MULTILINE)
     assert ticks == ["load", "capture", "profile", "plan", "generate", "verify", "write"]
     assert "random, seed 0" in result.stdout
@@ -142,7 +152,7 @@ def test_a_stage_edited_by_hand_is_used_and_not_overwritten(tmp_path: Path) -> N
 
 def test_inspect_shows_the_table_the_boundaries_and_the_code(made: Path) -> None:
     folder = "generated_models/residual_mlp_2p"
-    table = run(made, "inspect", folder).stdout
+    table = run(made, "inspect", folder, scripts=SCRIPTS).stdout
     assert "boundary" in table and "f32[batch, 64]" in table
     assert "class Stage1(nn.Module):" in run(made, "inspect", folder, "--stage", "1").stdout
     assert "has no stage 7" in error(run(made, "inspect", folder, "--stage", "7"))
@@ -158,9 +168,8 @@ def test_a_quiet_run_prints_nothing(made: Path, tmp_path: Path, flag: str) -> No
 
 def test_train_runs_its_own_ranks_and_the_loss_falls(made: Path) -> None:
     folder = "generated_models/residual_mlp_2p"
-    result = run(
-        made, "train", folder, *DATA, "--steps", "30", "--micro-batches", "4", "--lr", "0.01"
-    )
+    short = ["--steps", "30", "--micro-batches", "4", "--lr", "0.01"]
+    result = run(made, "train", folder, *DATA, *short, scripts=SCRIPTS)
     assert result.returncode == 0, result.stderr
     assert "32 samples per step = 4 micro-batches × 8 samples × 1 replica" in result.stdout
     (metrics,) = made.glob("runs/*/*/metrics.jsonl")

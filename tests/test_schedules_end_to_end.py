@@ -12,7 +12,7 @@ import pytest
 import asyncpipe
 from asyncpipe.partitioner.models import load_model
 from asyncpipe.runtime.errors import AsyncPipeError, ScheduleError
-from asyncpipe.runtime.launching.launch import run, schedule_text
+from asyncpipe.runtime.launching.launch import schedule_text
 from asyncpipe.runtime.launching.world import World
 from asyncpipe.runtime.plan import Plan, RankSpec, read_plan
 from asyncpipe.runtime.schedule import one_step
@@ -27,6 +27,7 @@ from asyncpipe.runtime.training.remeasure import (
 from asyncpipe.runtime.training.segments import make_segment
 from asyncpipe.runtime.training.settings import Settings, SettingsError
 from asyncpipe.runtime.watching.gather import RankFigures
+from asyncpipe.tests.quick_python import run
 from asyncpipe.tests.runtime.silent_reporter import FACTORY, events_of
 
 

@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from asyncpipe.runtime.loading import load_stage
 from asyncpipe.runtime.pipe import Pipe
 from asyncpipe.runtime.plan import read_plan
 from asyncpipe.tests.generated import CASES, cut
+from asyncpipe.tests.quick_python import bin_folder
 
 
 class Counting(nn.Module):
@@ -159,7 +159,7 @@ def test_weights_trained_in_two_stages_go_on_in_four(name: str, tmp_path: Path) 
 
 def command(folder: Path, name: str, *arguments: str) -> str:
     result = subprocess.run(
-        [Path(sys.executable).parent / f"asyncpipe-{name}", *arguments],
+        [bin_folder() / f"asyncpipe-{name}", *arguments],
         cwd=folder,
         env=os.environ,
         capture_output=True,

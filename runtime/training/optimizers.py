@@ -13,6 +13,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from .settings import Settings
+from .uncompiled import uncompiled
 
 
 def lr_factor(
@@ -98,10 +99,10 @@ def make_optimizer(parameters: Iterable[Tensor], settings: Settings) -> Optimize
     if settings.optimizer == "sgd":
         # Fused SGD fails when a parameter has its first gradient later than others, as a tied
         # one has in an asynchronous run.
-        return SGD(groups, lr=lr, momentum=settings.momentum or 0.0)
+        return uncompiled(SGD)(groups, lr=lr, momentum=settings.momentum or 0.0)
     fused = all(_can_fuse(parameter) for parameter in given)
     kind = AdamW if settings.optimizer == "adamw" else Adam
-    return kind(groups, lr=lr, betas=settings.betas, fused=fused)
+    return uncompiled(kind)(groups, lr=lr, betas=settings.betas, fused=fused)
 
 
 def _can_fuse(parameter: Tensor) -> bool:

@@ -21,7 +21,7 @@ from asyncpipe.partitioner.solve import solve
 from asyncpipe.partitioner.split import StageGraph, split
 from asyncpipe.partitioner.ssa import separated
 from asyncpipe.tests.partitioner.chain import HEADER
-from asyncpipe.tests.partitioner.test_generate_models import tool
+from asyncpipe.tests.partitioner.test_generate_models import assert_no_findings
 
 
 @cache
@@ -83,7 +83,9 @@ PUBLISHED = {
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_formatter_linter_and_type_checker_accept_published_models(tmp_path: Path) -> None:
+def test_formatter_linter_and_type_checker_accept_published_models(
+    tmp_path: Path, shared_folder: Path
+) -> None:
     for name, stages in PUBLISHED.items():
         captured, graphs = planned(name, stages)
         for code in CODES:
@@ -91,10 +93,4 @@ def test_formatter_linter_and_type_checker_accept_published_models(tmp_path: Pat
                 if file != "__init__.py":
                     stem = name.replace("-", "_")
                     (tmp_path / f"{stem}_{code}_{file}").write_text(text)
-    for width in (88, 100, 120):
-        found = tool("ruff", "format", "--isolated", "--diff", f"--line-length={width}", tmp_path)
-        assert found.returncode == 0, found.stdout
-    found = tool("ruff", "check", "--isolated", "--select=E,F,I,UP,B", tmp_path)
-    assert found.returncode == 0, found.stdout
-    found = tool("mypy", "--ignore-missing-imports", "--no-incremental", tmp_path)
-    assert found.returncode == 0, found.stdout
+    assert_no_findings(tmp_path, shared_folder)

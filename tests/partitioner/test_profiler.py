@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 
 import pytest
@@ -19,14 +18,6 @@ from asyncpipe.tests.partitioner.zoo import ZOO
 
 CPU = torch.device("cpu")
 QUICK = Repeats(enough_ms=0.1, most=2)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def operation(call, *tensors, module=None, parameters=()):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,14 +29,6 @@ from asyncpipe.tests.partitioner.chain import (
 )
 from asyncpipe.tests.partitioner.programs import Operation, Program, programs
 from asyncpipe.tests.partitioner.sameness import assert_same
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def stages(name: str, *places: int) -> list[str]:

@@ -13,9 +13,9 @@ from transformers.utils import ModelOutput
 
 import asyncpipe
 from asyncpipe.runtime.errors import CaptureError, DataError
-from asyncpipe.runtime.launching.launch import run
 from asyncpipe.runtime.training.settings import Settings
 from asyncpipe.tests.partitioner.same import assert_same, cut
+from asyncpipe.tests.quick_python import run
 from asyncpipe.tests.runtime.silent_reporter import FACTORY
 
 

@@ -40,7 +40,8 @@ class SilentReporter:
 
     def on_timelines(self, costs: str, simulated: Any, measured: Any) -> None:
         drawn = [draw_timeline(simulated), draw_timeline(measured)]
-        self._write("timelines", {"costs": costs, "drawn": drawn})
+        idle = [simulated.idle_shares, measured.idle_shares]
+        self._write("timelines", {"costs": costs, "drawn": drawn, "idle_shares": idle})
 
 
 def make_reporter(settings: Settings) -> SilentReporter:

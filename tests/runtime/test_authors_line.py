@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 
 from asyncpipe.runtime.authors_line import where_in_stage
 from asyncpipe.runtime.user_code import import_file
+from asyncpipe.tests.quick_python import bin_folder
 
 ROOT = Path(__file__).parents[2]
 STAGE = """
@@ -78,7 +78,7 @@ def test_a_failing_stage_is_told_in_a_sentence_and_with_v_by_its_line(
     text = stage.read_text()
     assert text.count("self.head(hidden + embedded)") == 1
     stage.write_text(text.replace("self.head(hidden + embedded)", "self.head(hidden.flatten())"))
-    command = [Path(sys.executable).parent / "asyncpipe-train", folder, "--schedule", schedule]
+    command = [bin_folder() / "asyncpipe-train", folder, "--schedule", schedule]
     for verbose in ((), ("-v",)):
         output = tmp_path / f"run{len(verbose)}"
         result = subprocess.run(

@@ -16,7 +16,6 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from asyncpipe.runtime.errors import TransportError
-from asyncpipe.runtime.launching.launch import run
 from asyncpipe.runtime.training.settings import Settings
 from asyncpipe.runtime.transports import Channel
 from asyncpipe.runtime.transports.mpi import (
@@ -27,6 +26,7 @@ from asyncpipe.runtime.transports.mpi import (
     mpiexec,
 )
 from asyncpipe.tests.mpi_processes import run_mpi, stop
+from asyncpipe.tests.quick_python import run
 from asyncpipe.tests.runtime.handmade import FAILING, write_mlp
 from asyncpipe.tests.runtime.silent_reporter import FACTORY
 
@@ -307,7 +307,7 @@ def test_a_killed_rank_ends_all_under_mpirun(folders: Path, tmp_path: Path) -> N
     code, _, _ = finished(start)
     assert code != 0
     assert time.monotonic() - killed_s < 10
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids.values())
+    assert_gone(pids)
 
 
 def ranks_of(output: Path) -> dict[int, int]:
@@ -329,6 +329,14 @@ def ranks_of(output: Path) -> dict[int, int]:
                 found[int(variable[9:])] = int(entry.name)
     assert sorted(found) == [0, 1]
     return found
+
+
+def assert_gone(pids: dict[int, int]) -> None:
+    """Within seconds: mpiexec ends its ranks by signal and does not wait for them."""
+    end_s = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in pids.values()):
+        assert time.monotonic() < end_s
+        time.sleep(0.05)
 
 
 # The command by itself, which calls mpiexec
@@ -358,7 +366,7 @@ def test_a_killed_rank_is_named(folders: Path, tmp_path: Path) -> None:
     assert time.monotonic() - killed_s < 10
     assert error.startswith("error: rank 1 (stage 1) was killed by SIGKILL at step ")
     assert "BAD TERMINATION" not in out
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids.values())
+    assert_gone(pids)
 
 
 def test_a_failing_rank_ends_all_and_its_sentence_is_shown(folders: Path, tmp_path: Path) -> None:
@@ -377,7 +385,7 @@ def test_an_interrupted_run_ends_with_one_line(folders: Path, tmp_path: Path) ->
     code, out, error = finished(start)
     assert code == 130
     assert "interrupted at step " in out + error
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids.values())
+    assert_gone(pids)
 
 
 def test_ranks_do_not_outlive_a_killed_command(folders: Path, tmp_path: Path) -> None:
@@ -385,7 +393,4 @@ def test_ranks_do_not_outlive_a_killed_command(folders: Path, tmp_path: Path) ->
     pids = ranks_of(tmp_path / "run")
     start.kill()
     finished(start)
-    end_s = time.monotonic() + 10
-    while any(Path(f"/proc/{pid}").exists() for pid in pids.values()):
-        assert time.monotonic() < end_s
-        time.sleep(0.05)
+    assert_gone(pids)

@@ -11,7 +11,6 @@ import torch
 
 from asyncpipe.runtime.activity import Activities
 from asyncpipe.runtime.errors import TransportError
-from asyncpipe.runtime.launching.launch import run
 from asyncpipe.runtime.observed import ObservedTransport
 from asyncpipe.runtime.tensors import read_tensors
 from asyncpipe.runtime.training.settings import Settings
@@ -19,6 +18,7 @@ from asyncpipe.runtime.transports import LocalHub, run_together
 from asyncpipe.runtime.transports.protocol import Channel, peer_is_gone
 from asyncpipe.tests.executor import Seen, lowered, make_pipeline, train_together
 from asyncpipe.tests.hand_plans import chain
+from asyncpipe.tests.quick_python import run
 from asyncpipe.tests.runtime.handmade import PlainMlp, PlainText, write_mlp, write_text
 from asyncpipe.tests.runtime.silent_reporter import FACTORY, events_of
 

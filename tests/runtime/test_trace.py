@@ -12,7 +12,6 @@ import pytest
 import torch.distributed as dist
 
 from asyncpipe.runtime.activity import Activities, Activity, Message, Span
-from asyncpipe.runtime.launching.launch import run
 from asyncpipe.runtime.launching.world import Place, World
 from asyncpipe.runtime.schedule import Action
 from asyncpipe.runtime.trace import (
@@ -26,6 +25,7 @@ from asyncpipe.runtime.trace import (
 from asyncpipe.runtime.training.settings import Settings, SettingsError
 from asyncpipe.runtime.watching import clocks
 from asyncpipe.tests.processes import run_processes
+from asyncpipe.tests.quick_python import run
 from asyncpipe.tests.runtime.handmade import write_mlp, write_text
 from asyncpipe.tests.runtime.silent_reporter import FACTORY, events_of
 
@@ -179,11 +179,12 @@ def test_the_simulated_step_stands_above_the_measured_one(
     folder: Path, run_name: str, ranks: int
 ) -> None:
     (told,) = events_of(folder / run_name, "timelines")
-    for drawn in told["drawn"]:
+    # On a busy machine what a rank computes may be shorter than a column of the drawing.
+    for drawn, idle_shares in zip(told["drawn"], told["idle_shares"], strict=True):
         rows = drawn.splitlines()
         assert len(rows) == ranks + 1
         assert all(row.startswith(f"rank {i} |") for i, row in enumerate(rows[:-1]))
-        assert all(set(row) & set("░▓█") for row in rows[:-1])
+        assert len(idle_shares) == ranks and all(0 <= share < 1 for share in idle_shares)
     (summary,) = events_of(folder / run_name, "end")
     assert summary["trace"] == str(folder / run_name / "trace.json")
     parts = summary["idle_parts"]

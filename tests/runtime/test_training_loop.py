@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from asyncpipe.runtime.data.order import Order
 from asyncpipe.runtime.data.tokens import write_bin
 from asyncpipe.runtime.errors import AsyncPipeError, DataError
-from asyncpipe.runtime.launching.launch import make_job, run
+from asyncpipe.runtime.launching.launch import make_job
 from asyncpipe.runtime.pipe import load
 from asyncpipe.runtime.tensors import read_tensors
 from asyncpipe.runtime.training.optimizers import lr_factor, make_optimizer
@@ -25,6 +25,7 @@ from asyncpipe.runtime.training.segments import segments
 from asyncpipe.runtime.training.settings import Settings, SettingsError, read_config
 from asyncpipe.runtime.training.sources import Feed, open_data
 from asyncpipe.runtime.training.step_batch import StepBatch
+from asyncpipe.tests.quick_python import run
 from asyncpipe.tests.runtime.handmade import PlainMlp, PlainText, write_mlp, write_text
 from asyncpipe.tests.runtime.silent_reporter import FACTORY, events_of
 

@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from asyncpipe.runtime.data.order import Order
-from asyncpipe.runtime.launching.launch import make_job, run
+from asyncpipe.runtime.launching.launch import make_job
 from asyncpipe.runtime.plan import Plan, read_plan
 from asyncpipe.runtime.training.half import describe_memory, precision_warning
 from asyncpipe.runtime.training.optimizers import make_optimizer
 from asyncpipe.runtime.training.settings import Settings, SettingsError
 from asyncpipe.runtime.training.sources import Feed, open_data
 from asyncpipe.runtime.training.step_batch import StepBatch
+from asyncpipe.tests.quick_python import run
 from asyncpipe.tests.runtime.handmade import PlainMlp, PlainText, write_mlp, write_text
 from asyncpipe.tests.runtime.silent_reporter import FACTORY, events_of
 

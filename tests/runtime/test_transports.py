@@ -1,62 +1,35 @@
 """Every transport keeps one protocol: what is sent arrives, bit for bit, found by its name."""
 
-import os
 import random
-import signal
 import time
-from collections.abc import Generator
 from dataclasses import replace
-from math import prod
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from asyncpipe.runtime.errors import TransportError
 from asyncpipe.runtime.mailbox import take
-from asyncpipe.runtime.transports import Channel, Transport
+from asyncpipe.runtime.transports import Transport
+from asyncpipe.tests.runtime.messages import (
+    BACK,
+    DTYPES,
+    HIDDEN,
+    LARGE,
+    LARGE_BACK,
+    SHAPES,
+    Steps,
+    content,
+    every_kind,
+    every_process_kind,
+    receive,
+)
 from asyncpipe.tests.transports import (
-    KINDS,
     PROCESS_KINDS,
     converse,
     open_transport,
     run_ranks,
     same_bits,
 )
-
-DTYPES = (
-    torch.float64, torch.float32, torch.bfloat16, torch.float16,
-    torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool, torch.complex64,
-)  # fmt: skip
-SHAPES = ((), (0,), (3,), (2, 0, 3), (4, 5), (33, 1031))
-HIDDEN = Channel("activation", "hidden", 0, 1, 0, 1, 0, torch.float32, (2, 3))
-BACK = replace(HIDDEN, kind="gradient", source=1, target=0, source_rank=1, target_rank=0, tag=1)
-TIED = replace(HIDDEN, kind="shared gradient", name="wte.weight", tag=2)
-LARGE = replace(HIDDEN, name="large", tag=3, shape=(512, 513))
-LARGE_BACK = replace(BACK, name="large", tag=4, shape=(512, 513))
-Steps = Generator[Any, None, Any]
-
-every_kind = pytest.mark.parametrize("kind", KINDS)
-every_process_kind = pytest.mark.parametrize("kind", PROCESS_KINDS)
-
-
-def content(channel: Channel, index: int) -> Tensor:
-    """Bits that tell channel and index, NaNs and denormals among them."""
-    size = prod(channel.shape) * channel.dtype.itemsize
-    seed = torch.Generator().manual_seed(1000 * channel.tag + index)
-    highest = 2 if channel.dtype == torch.bool else 256
-    bits = torch.randint(0, highest, (size,), generator=seed, dtype=torch.uint8)
-    if not size:
-        return torch.empty(channel.shape, dtype=channel.dtype)
-    return bits.view(channel.dtype).view(channel.shape)
-
-
-def receive(transport: Transport, channel: Channel, index: int) -> Steps:
-    found = yield from take(transport, transport.recv(channel, index))
-    assert same_bits(found, content(channel, index)), channel.message(index)
-
 
 # --- What is sent arrives -----------------------------------------------------------------------
 
@@ -380,145 +353,3 @@ def refused(transport: Transport) -> Steps:
 @every_kind
 def test_a_tensor_of_another_shape_or_dtype_is_refused(kind: str) -> None:
     converse(kind, 1, refused)
-
-
-# --- When a rank does not do its part -----------------------------------------------------------
-
-
-def wait_in_vain(rank: int, kind: str) -> tuple[str, float]:
-    transport = open_transport(kind, timeout_s=60.0 if rank == 0 else 1.0)
-    if rank == 0:
-        time.sleep(3.0)
-        return "", 0.0
-    start_s = time.monotonic()
-    with pytest.raises(TransportError) as raised:
-        transport.wait(transport.recv(HIDDEN, 5))
-    return str(raised.value), time.monotonic() - start_s
-
-
-@every_process_kind
-def test_a_wait_has_a_time_out_that_says_who_waits_for_whom(kind: str) -> None:
-    text, waited_s = run_ranks(kind, 2, wait_in_vain, limit_s=30)[1]
-    assert 'rank 1 waits for the activation "hidden" of micro-batch 5 from rank 0 (1 s)' in text
-    assert "See what rank 0 does, or allow more time with --timeout-s." in text
-    assert 0.9 < waited_s < 2.5
-
-
-def send_in_vain(rank: int, kind: str, count: int) -> tuple[str, float]:
-    transport = open_transport(kind, timeout_s=1.0 if rank == 0 else 60.0, depth=1)
-    if rank == 1:
-        time.sleep(3.0)
-        return "", 0.0
-    start_s = time.monotonic()
-    with pytest.raises(TransportError) as raised:
-        for i in range(count):
-            transport.send(LARGE, content(LARGE, i), i)
-        transport.close()
-    return str(raised.value), time.monotonic() - start_s
-
-
-@pytest.mark.parametrize("count", [1, 2], ids=["closing", "sending"])
-@every_process_kind
-def test_closing_and_sending_wait_for_the_peer_but_not_for_ever(kind: str, count: int) -> None:
-    text, waited_s = run_ranks(kind, 2, send_in_vain, count, limit_s=30)[0]
-    assert 'rank 0 waits for rank 1 to take the activation "large" of micro-batch 0 (1 s)' in text
-    assert 0.9 < waited_s < 2.5
-
-
-def end_like(how: str) -> None:
-    if how == "exit":
-        os._exit(9)
-    if how == "raised":
-        raise ValueError("no such luck")
-    if how == "forked and killed" and os.fork() == 0:
-        time.sleep(3.0)  # A worker that holds what its parent held.
-        os._exit(0)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def lose_peer(rank: int, kind: str, how: str, waits: str, mark: Path) -> tuple[str, float]:
-    transport = open_transport(kind, timeout_s=50.0, depth=1)
-    if rank == 0:
-        transport.send(HIDDEN, content(HIDDEN, 0), 0)
-        time.sleep(0.5)
-        mark.write_text(str(time.time()))
-        if how == "raised":
-            transport.close()
-        end_like(how)
-    assert same_bits(transport.wait(transport.recv(HIDDEN, 0)), content(HIDDEN, 0))
-    with pytest.raises(TransportError) as raised:
-        if waits == "receive":
-            transport.wait(transport.recv(HIDDEN, 5))
-        else:
-            for i in range(9):
-                transport.send(LARGE_BACK, content(LARGE_BACK, i), i)
-            transport.close()
-    return str(raised.value), time.time() - float(mark.read_text())
-
-
-@pytest.mark.parametrize("waits", ["receive", "send"])
-@pytest.mark.parametrize("how", ["exit", "raised", "killed"])
-@every_process_kind
-def test_a_peer_that_ends_is_named_within_two_seconds(
-    kind: str, how: str, waits: str, tmp_path: Path
-) -> None:
-    mine = run_ranks(kind, 2, lose_peer, how, waits, tmp_path / "mark", limit_s=40)[1]
-    if PROCESS_KINDS[kind].end_together:
-        assert mine is None
-        assert time.time() - float((tmp_path / "mark").read_text()) < 10
-        return
-    assert isinstance(mine, tuple), mine
-    text, waited_s = mine
-    if waits == "receive":
-        assert 'waits for the activation "hidden" of micro-batch 5 from rank 0, but rank' in text
-    else:
-        assert 'rank 1 waits for rank 0 to take the gradient "large" of micro-batch' in text
-    assert "but rank 0 is gone" in text
-    assert waited_s < 2.0
-
-
-def test_a_killed_peer_is_noticed_though_a_process_that_it_forked_lives(tmp_path: Path) -> None:
-    how = "forked and killed"
-    mine = run_ranks("shm", 2, lose_peer, how, "receive", tmp_path / "mark", limit_s=40)[1]
-    assert isinstance(mine, tuple), mine
-    assert "but rank 0 is gone" in mine[0] and mine[1] < 2.0
-
-
-# --- What is left behind ------------------------------------------------------------------------
-
-
-def open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
-def shared_mappings() -> list[str]:
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    return [line for line in lines if "memfd:" in line or "/dev/shm/" in line]
-
-
-def talk(transport: Transport, numbers: range) -> None:
-    for i in numbers:
-        for there, back in ((HIDDEN, BACK), (LARGE, LARGE_BACK)):
-            if transport.rank == 0:
-                transport.send(there, torch.zeros(there.shape), i)
-                transport.wait(transport.recv(back, i))
-            else:
-                transport.wait(transport.recv(there, i))
-                transport.send(back, torch.zeros(back.shape), i)
-
-
-def talk_long(rank: int, kind: str) -> tuple[int, list[str]]:
-    of_others = shared_mappings()
-    transport = open_transport(kind, depth=2)
-    talk(transport, range(20))
-    early = open_files()
-    talk(transport, range(20, 520))
-    grown = open_files() - early
-    transport.close()
-    del transport
-    return grown, [mapping for mapping in shared_mappings() if mapping not in of_others]
-
-
-@every_process_kind
-def test_two_thousand_messages_open_no_file_and_leave_no_memory_behind(kind: str) -> None:
-    assert run_ranks(kind, 2, talk_long) == [(0, []), (0, [])]
