@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from asyncpipe.runtime.activity import Activities
 from asyncpipe.runtime.errors import TransportError
+from asyncpipe.runtime.launching import launch
 from asyncpipe.runtime.observed import ObservedTransport
 from asyncpipe.runtime.tensors import read_tensors
 from asyncpipe.runtime.training.settings import Settings
@@ -33,7 +35,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train(folder: Path, output: Path, **given: Any) -> Path:
+def train(
+    folder: Path, output: Path, start: Callable[[Settings, str], Any] = run, **given: Any
+) -> Path:
     options: dict[str, Any] = {
         "steps": 3,
         "log_every": 1,
@@ -42,7 +46,7 @@ def train(folder: Path, output: Path, **given: Any) -> Path:
         "dtype": "float64",
         "micro_batches": 2,
     }
-    run(Settings(folder=str(folder), output=str(output), **(options | given)), FACTORY)
+    start(Settings(folder=str(folder), output=str(output), **(options | given)), FACTORY)
     return output
 
 
@@ -172,7 +176,7 @@ def test_several_stages_a_rank_and_backwards_in_two_parts_do_the_same(
 @pytest.mark.slow
 def test_each_replica_has_its_own_part_of_an_mpi_world(folders: Path, tmp_path: Path) -> None:
     one = train(folders / "mlp", tmp_path / "one", schedule="single", micro_batches=6)
-    three = train(folders / "mlp", tmp_path / "three", replicas=3, transport="mpi")
+    three = train(folders / "mlp", tmp_path / "three", launch.run, replicas=3, transport="mpi")
     assert_same_training(one, three, PlainMlp())
     (facts,) = events_of(three, "start")
     assert facts["ranks"].startswith("6 processes, 3 replicas of 2 · mpi")

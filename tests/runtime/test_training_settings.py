@@ -364,9 +364,10 @@ def test_stages_that_the_plan_has_on_one_rank_share_its_gpu(mlp: Plan) -> None:
     assert gpu_of_rank(mixed, 6) == (0, 1, 0, 2, 3, 2)  # two replicas
 
 
-def test_a_plan_with_replicas_says_that_one_of_each_stage_is_trained(mlp: Plan) -> None:
+def test_a_plan_with_replicas_of_which_one_is_trained_says_so(mlp: Plan) -> None:
     uneven = on_ranks(mlp, (0, 1, 2), (3,))
-    warning = replicas_warning(uneven, resolved(uneven).replicas or 0)
+    assert resolved(uneven).replicas is None  # the plan's own
+    warning = replicas_warning(uneven, resolved(uneven, replicas=1).replicas or 0)
     assert "the plan has stage 0 on 3 ranks, but training runs 1 replica of each" in warning
     assert replicas_warning(on_ranks(mlp, (0,), (1,), (0,)), 1) == ""
 
