@@ -10,7 +10,7 @@ import torch
 
 from asyncpipe.runtime.boundary_dtypes import BoundaryDtypes
 from asyncpipe.runtime.channels import plan_channels
-from asyncpipe.runtime.forecast import Forecast
+from asyncpipe.runtime.forecast import Forecast, forecast_step
 from asyncpipe.runtime.launching.launch import make_job
 from asyncpipe.runtime.plan import Plan, read_plan
 from asyncpipe.runtime.training.facts import forecast_run
@@ -97,11 +97,23 @@ def test_a_forecast_knows_the_dtype_of_boundaries(folder: Path) -> None:
     assert half.step_ms < 0.7 * as_planned.step_ms
 
 
-def test_ranks_that_clip_together_wait_for_each_other_in_the_forecast_too(folder: Path) -> None:
-    alone, together = (
-        foreseen(folder, BoundaryDtypes(), schedule="auto", clip=clip) for clip in (0.0, 1.0)
-    )
-    assert together.step_ms >= alone.step_ms  # with whole backwards the bubble is the same
+def test_a_stage_that_clips_with_others_steps_later_in_the_forecast(folder: Path) -> None:
+    plan = replace(slow(read_plan(folder)), shared=())
+
+    def step_ms(clip: float) -> float:
+        settings = Settings(folder=str(folder), schedule="1f1b", clip=clip)
+        return forecast_step(
+            plan,
+            "1f1b",
+            4,
+            step_ms=(0.0, 0.0, 5000.0),  # the last stage has its gradients first
+            shared_stages=waiting_stages(plan, settings),
+        ).step_ms
+
+    assert step_ms(1.0) > step_ms(0.0) + 1000.0
+
+
+def test_ranks_that_clip_together_wait_for_each_other(folder: Path) -> None:
     plan = read_plan(folder)
     for schedule, clip, all_wait in (("1f1b", 1.0, True), ("1f1b", 0.0, False)):
         settings = Settings(folder=str(folder), schedule=schedule, clip=clip)
