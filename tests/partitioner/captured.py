@@ -77,8 +77,9 @@ def assert_graph_is_model(captured: Capture, inputs: dict[str, Any]) -> None:
             {k: v.clone() if isinstance(v, Tensor) else v for k, v in inputs.items()}
             for _ in range(2)
         ]
-        expected = observe(plain, training, lambda: plain(**given[0]))  # noqa: B023
-        found = observe(traced, training, lambda: run(captured, given[1], training=training))  # noqa: B023
+        expected = observe(plain, training, functools.partial(plain, **given[0]))
+        traced_run = functools.partial(run, captured, given[1], training=training)
+        found = observe(traced, training, traced_run)
         assert len(expected[0]) == len(found[0])
         for one, other in zip(expected[0], found[0], strict=True):
             assert torch.equal(one, other)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from asyncpipe.runtime.plan import (
     TensorSpec,
 )
 from asyncpipe.runtime.tensors import write_shard
+from asyncpipe.runtime.training.settings import Settings
 
 WIDTH = 16
 CLASSES = 4
@@ -281,3 +283,15 @@ def _plan(name: str, **fields: object) -> Plan:
         weights="random",
         **fields,  # type: ignore[arg-type]
     )
+
+
+def exact_settings(folder: Path, output: Path, **given: Any) -> Settings:
+    """A short run in float64, each step of which is logged."""
+    options: dict[str, Any] = {
+        "steps": 3,
+        "log_every": 1,
+        "threads": 1,
+        "pin": "none",
+        "dtype": "float64",
+    }
+    return Settings(folder=str(folder), output=str(output), **(options | given))

@@ -21,7 +21,13 @@ from asyncpipe.runtime.transports.protocol import Channel, peer_is_gone
 from asyncpipe.tests.executor import Seen, lowered, make_pipeline, train_together
 from asyncpipe.tests.hand_plans import chain
 from asyncpipe.tests.quick_python import run
-from asyncpipe.tests.runtime.handmade import PlainMlp, PlainText, write_mlp, write_text
+from asyncpipe.tests.runtime.handmade import (
+    PlainMlp,
+    PlainText,
+    exact_settings,
+    write_mlp,
+    write_text,
+)
 from asyncpipe.tests.runtime.silent_reporter import FACTORY, events_of
 
 
@@ -38,15 +44,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(
     folder: Path, output: Path, start: Callable[[Settings, str], Any] = run, **given: Any
 ) -> Path:
-    options: dict[str, Any] = {
-        "steps": 3,
-        "log_every": 1,
-        "threads": 1,
-        "pin": "none",
-        "dtype": "float64",
-        "micro_batches": 2,
-    }
-    start(Settings(folder=str(folder), output=str(output), **(options | given)), FACTORY)
+    start(exact_settings(folder, output, **({"micro_batches": 2} | given)), FACTORY)
     return output
 
 

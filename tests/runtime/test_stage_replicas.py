@@ -14,7 +14,7 @@ from asyncpipe.runtime.launching.launch import run, schedule_text
 from asyncpipe.runtime.plan import Plan
 from asyncpipe.runtime.training.settings import Settings, SettingsError
 
-from .handmade import PlainMlp, PlainText, write_mlp, write_text
+from .handmade import PlainMlp, PlainText, exact_settings, write_mlp, write_text
 from .silent_reporter import FACTORY, events_of
 from .test_replicas import assert_same_training
 
@@ -42,15 +42,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def settings(folder: Path, output: Path, **given: Any) -> Settings:
-    options: dict[str, Any] = {
-        "steps": 3,
-        "log_every": 1,
-        "threads": 1,
-        "pin": "none",
-        "dtype": "float64",
-        "micro_batches": 5,
-    }
-    return Settings(folder=str(folder), output=str(output), **(options | given))
+    return exact_settings(folder, output, **({"micro_batches": 5} | given))
 
 
 def train(folder: Path, output: Path, **given: Any) -> Path:
