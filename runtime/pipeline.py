@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .batch_norm import MiniBatchNorm
+from .binding import Binder
 from .boundary_dtypes import AS_PLANNED, BoundaryDtypes
 from .channels import (
     GENERATOR_STATE,
@@ -37,7 +38,7 @@ from .run import Run, RunOptions
 from .schedule import Action, Schedule, shared_delay, split_backwards
 from .shared import SharedGradients
 from .stage import Stage
-from .staleness import make_staleness
+from .staleness import Situation, Steps, make_staleness
 from .transports.casting import CastingTransport
 from .transports.protocol import Handle, Transport
 from .versions import LedgerEntry, WeightVersions
@@ -62,7 +63,8 @@ class Pipeline:
     `stages` are this rank's modules by stage. `rank_of_stage` is by default one stage a rank;
     `replicas` are as for Schedule. Gradients of replicas, and with them those of parameters that
     stages share, are for the observer to sum.
-    `staleness` is a name in `staleness.METHODS`. `criterion` makes the loss where the model does
+    `staleness` has names in `staleness.METHODS`, joined by +; those that go by a stage's optimizer
+    are given it by `attach`. `criterion` makes the loss where the model does
     not, at the last stage that makes a model output. Forwards compute in `precision`; `dtypes` are
     those of boundary tensors. With `batch_norm_per_step` batch norms update their running
     statistics once a step instead of once a micro-batch. Raises PlanError when stages and plan do
@@ -112,8 +114,9 @@ class Pipeline:
             for j in expected
         }
         self.weights = {j: WeightVersions(j, stages[j]) for j in expected}
-        self.staleness = {j: make_staleness(staleness) for j in expected}
-        self._is_live = staleness == "none"
+        self._binders = {
+            j: Binder(weights, make_staleness(staleness)) for j, weights in self.weights.items()
+        }
         exchanged = replace(plan, shared=()) if self.replicas else plan
         self._shared = SharedGradients(exchanged, stages, self.transport)
         self._shared_is_verified = False
@@ -131,8 +134,13 @@ class Pipeline:
         self.weights[stage].version = version
 
     def lr_scale(self, stage: int, version: int) -> float:
-        """The staleness method's factor on the learning rate of the step that makes `version`."""
-        return self.staleness[stage].lr_scale(version)
+        """The staleness methods' factor on the learning rate of the step that makes `version`."""
+        return self._binders[stage].lr_scale(version)
+
+    def attach(self, optimizers: Mapping[int, Steps]) -> None:
+        """Gives the staleness methods the optimizers of the stages, which the observer steps."""
+        for stage, steps in optimizers.items():
+            self._binders[stage].attach(steps)
 
     def run(self, schedule: Schedule, feed: Feed, **options: Unpack[RunOptions]) -> RunReport:
         """Carries out this rank's actions of a lowered schedule.
@@ -210,6 +218,8 @@ class Pipeline:
             program = without_steps(program)
         sizes = options.get("sizes") or self.plan.sizes
         every = (sizes,) * schedule.micro_batches if isinstance(sizes, Mapping) else tuple(sizes)
+        for stage, binder in self._binders.items() if training else ():
+            binder.begin(_situation(schedule, stage))
         if len(every) != schedule.micro_batches:
             raise ScheduleError(
                 f"The schedule has {schedule.micro_batches} micro-batches, and sizes were given "
@@ -254,7 +264,7 @@ class Pipeline:
         )
 
     def _forward(self, run: Run, action: Action) -> Generator[Handle, None, None]:
-        stage, weights = self.stages[action.stage], self.weights[action.stage]
+        stage = self.stages[action.stage]
         micro_batch = run.first_micro_batch + action.index
         fed = run.feed(micro_batch)
         inputs = {name: fed[name] for name in stage.spec.inputs if name in fed}
@@ -263,12 +273,12 @@ class Pipeline:
         state = inputs.pop(GENERATOR_STATE, None)
         where = action.stage, action.index
         generator = self._generator(stage, micro_batch, state) if run.training else None
+        recompute = stage.spec.recompute and where not in run.turning
         with run.recorder.timing(action):
             bound = None
             if run.training:
-                passage = run.passages[where]
-                bound = self.staleness[action.stage].before_forward(weights, passage)
-                weights.went_forward(micro_batch)
+                binder = self._binders[action.stage]
+                bound = binder.forward(run.passages[where], repeats=recompute)
             outputs, loss = stage.forward(
                 micro_batch,
                 inputs,
@@ -276,7 +286,7 @@ class Pipeline:
                 weights=bound,
                 generator=generator,
                 training=run.training,
-                recompute=stage.spec.recompute and where not in run.turning,
+                recompute=recompute,
                 split=where in run.split,
                 window=micro_batch // run.schedule.step_every,
             )
@@ -292,30 +302,32 @@ class Pipeline:
             run.recorder.loss(micro_batch, loss)
 
     def _backward(self, run: Run, action: Action) -> Generator[Handle, None, None]:
-        stage, weights = self.stages[action.stage], self.weights[action.stage]
+        stage, binder = self.stages[action.stage], self._binders[action.stage]
         micro_batch = run.first_micro_batch + action.index
+        where = action.stage, action.index
+        repeats = stage.is_repeatable(micro_batch)
+        bound = binder.backward(run.passages[where], repeats=repeats)
         channels = run.mailbox.incoming("gradient", action.stage)
-        if stage.is_repeatable(micro_batch) and not all(channel.is_local for channel in channels):
+        if repeats and not all(channel.is_local for channel in channels):
             # Meanwhile the gradient is on its way.
             with run.recorder.timing(action):
-                stage.recompute(micro_batch)
+                stage.recompute(micro_batch, weights=bound)
         arrived: dict[str, list[Tensor]] = {}
         for channel in channels:
             gradient = yield from run.mailbox.take(channel, action.index)
             arrived.setdefault(channel.name, []).append(gradient)
-        where = action.stage, action.index
         with run.recorder.timing(action):
-            self.staleness[action.stage].before_backward(weights, run.passages[where])
             gradients = stage.backward(
                 micro_batch,
                 arrived,
+                weights=bound,
                 loss_divisor=run.loss_divisors[action.index],
                 loss_scale=run.loss_scale,
             )
             if where in run.split:
-                weights.add_gradients(micro_batch)
+                self.weights[action.stage].add_gradients(micro_batch)
             else:
-                run.recorder.ledger.append(weights.went_backward(micro_batch))
+                run.recorder.ledger.append(binder.finish(run.passages[where]))
         run.mailbox.made(action)
         for channel in run.mailbox.outgoing("gradient", action.stage):
             run.mailbox.put(channel, action.index, gradients[channel.name])
@@ -324,23 +336,19 @@ class Pipeline:
         micro_batch = run.first_micro_batch + action.index
         with run.recorder.timing(action):
             self.stages[action.stage].weight_backward(micro_batch)
-            weights = self.weights[action.stage]
-            run.recorder.ledger.append(weights.went_backward(micro_batch))
+            passage = run.passages[action.stage, action.index]
+            run.recorder.ledger.append(self._binders[action.stage].finish(passage))
 
     def _step(self, run: Run, action: Action) -> Generator[Handle, None, None]:
-        weights, staleness = self.weights[action.stage], self.staleness[action.stage]
-        version = weights.version + 1
+        version = self.weights[action.stage].version + 1
         window = run.first_micro_batch // run.schedule.step_every + action.index - 1
         delay_of = partial(shared_delay, run.schedule)
         yield from self._shared.collect(action.stage, version, delay_of)
         with run.recorder.timing(action):
             self.stages[action.stage].finish_window(window)
-            staleness.transform_gradient(weights)
-            with staleness.stepping(weights):
+            with self._binders[action.stage].stepping():
                 run.recorder.observer.on_step(action.stage, version)
-            weights.stepped()
             self.precision.forget_casts()
-            staleness.after_step(weights)
 
     def _generator(
         self, stage: Stage, micro_batch: int, state: Tensor | None
@@ -371,7 +379,8 @@ class Pipeline:
     def _casts_kept(self, training: bool) -> AbstractContextManager[None]:
         """Weights are cast once for all micro-batches between two steps. Not where forwards read
         copies of weights, whose memory is used again for other versions."""
-        return self.precision.casts_kept() if training and self._is_live else nullcontext()
+        is_live = all(binder.is_live for binder in self._binders.values())
+        return self.precision.casts_kept() if training and is_live else nullcontext()
 
     @contextmanager
     def _modes(self, training: bool) -> Iterator[None]:
@@ -383,3 +392,8 @@ class Pipeline:
                         restored.callback(setattr, module, "training", module.training)
                     stage.module.eval()
             yield
+
+
+def _situation(schedule: Schedule, stage: int) -> Situation:
+    ahead = 0 if schedule.synchronous else schedule.in_flight[stage] - 1
+    return Situation(stage, schedule.stages, ahead, schedule.step_every)

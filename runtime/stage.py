@@ -12,7 +12,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -149,13 +149,14 @@ class Stage:
         """Whether a micro-batch's forward is to run a second time."""
         return isinstance(self._kept[micro_batch], _Repeatable)
 
-    def recompute(self, micro_batch: int) -> None:
-        """Runs the second forward of a micro-batch, if it kept only what that takes. Raises
-        StageError."""
+    def recompute(self, micro_batch: int, *, weights: Weights | None = None) -> None:
+        """Runs the second forward of a micro-batch, if it kept only what that takes; it reads
+        `weights` instead of the module's parameters. Raises StageError."""
         kept = self._kept[micro_batch]
         if isinstance(kept, _Repeatable):
+            passage = replace(kept.passage, weights=weights)
             try:
-                self._kept[micro_batch] = self._repeated(kept)
+                self._kept[micro_batch] = self._repeated(replace(kept, passage=passage))
             except Exception as error:
                 raise self._error("second forward", micro_batch, error) from error
 
@@ -166,15 +167,16 @@ class Stage:
         *,
         loss_divisor: int | Fraction,
         loss_scale: float = 1.0,
+        weights: Weights | None = None,
     ) -> dict[str, Tensor]:
         """Adds to the weights' `.grad`; returns the gradients of the boundary inputs that need one.
 
         `gradients` has, for each output that a gradient comes for, one tensor of each stage that
         read it; they are added from the last stage to the first, as autograd would. The loss is
         divided by `loss_divisor` and multiplied by `loss_scale`. An input that does not reach the
-        loss gets zeros. Raises StageError.
+        loss gets zeros. A second forward that is still to run reads `weights`. Raises StageError.
         """
-        self.recompute(micro_batch)
+        self.recompute(micro_batch, weights=weights)
         flight = self._kept.pop(micro_batch)
         assert isinstance(flight, _InFlight)
         try:

@@ -21,9 +21,12 @@ from asyncpipe.runtime.schedule import Action, Schedule, count_in_flight
 from asyncpipe.runtime.schedules import make_schedule
 from asyncpipe.runtime.transports import LocalHub, Transport, run_together
 from asyncpipe.runtime.validation import validate
-from asyncpipe.runtime.versions import LedgerEntry
+from asyncpipe.runtime.versions import LedgerEntry, WeightVersions
 from asyncpipe.tests.hand_plans import HandModel
-from asyncpipe.tests.oracle import Gradients, Optimize
+from asyncpipe.tests.oracle import Gradients, Optimize, scaled_step
+
+Factors = Callable[[int], float]
+"""What the learning rate of the step that makes a version is multiplied by."""
 
 
 def lowered(
@@ -81,6 +84,7 @@ class Seen(Observer):
     optimizers: dict[int, torch.optim.Optimizer] = field(default_factory=dict)
     losses: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    scale: Callable[[int, int], float] = lambda stage, version: 1.0
     steps: list[tuple[int, int]] = field(default_factory=list)
     gradients: dict[int, Gradients] = field(default_factory=dict)
     actions: list[str] = field(default_factory=list)
@@ -102,7 +106,7 @@ class Seen(Observer):
             if parameter.grad is not None:
                 gradients[stage, name] = parameter.grad.clone()
         if stage in self.optimizers:
-            self.optimizers[stage].step()
+            scaled_step(self.optimizers[stage], self.scale(stage, version))
 
 
 @dataclass
@@ -125,6 +129,7 @@ def train_together(
     *,
     segments: int = 1,
     optimize: Optimize | None = None,
+    factors: Factors | None = None,
     criterion: Callable[[Any, Tensor], Tensor] | None = None,
     staleness: str = "none",
     seed: int = 0,
@@ -148,7 +153,10 @@ def train_together(
         )
         for rank in range(len(schedule.ranks))
     ]
-    trained = Trained(modules, pipelines, _seen(modules, optimize))
+    seen = _seen(modules, optimize)
+    if optimize:
+        _attach(pipelines, seen, factors or (lambda version: 1.0))
+    trained = Trained(modules, pipelines, seen)
     for segment in range(segments):
         first = segment * schedule.micro_batches
         trained.reports += run_together(
@@ -219,6 +227,31 @@ def make_pipeline(
         seed=seed,
         **options,
     )
+
+
+@dataclass(frozen=True)
+class Planned:
+    """An optimizer whose learning rate follows given factors."""
+
+    optimizer: torch.optim.Optimizer
+    factors: Factors
+    weights: WeightVersions
+
+    def future_lr(self, steps: int) -> tuple[float, ...]:
+        return tuple(self.factors(self.weights.version + 1 + step) for step in range(steps))
+
+
+def _attach(pipelines: Sequence[Pipeline], seen: Seen, factors: Factors) -> None:
+    """Lets staleness methods see the optimizers, and scale their learning rates."""
+    home = {stage: pipeline for pipeline in pipelines for stage in pipeline.stages}
+
+    def scale(stage: int, version: int) -> float:
+        return factors(version) * home[stage].lr_scale(stage, version)
+
+    for stage, pipeline in home.items():
+        weights = pipeline.weights[stage]
+        pipeline.attach({stage: Planned(seen.optimizers[stage], factors, weights)})
+    seen.scale = scale
 
 
 def _seen(modules: list[nn.Module], optimize: Optimize | None) -> Seen:

@@ -20,8 +20,82 @@ from torch.func import functional_call
 from asyncpipe.runtime.random_state import micro_batch_seed
 from asyncpipe.tests.hand_plans import HandModel
 
+Values = dict[str, Tensor]
 Optimize = Callable[[Any], torch.optim.Optimizer]
 Gradients = dict[tuple[int, str], Tensor]
+
+
+@dataclass
+class StageHistory:
+    """What a stage's weights and its optimizer's state were, by version; lists begin at version 0.
+
+    `states` have the optimizer's state by parameter name, `groups` its options by parameter name.
+    """
+
+    stage: int
+    stages: int
+    ahead: int
+    step_every: int
+    weights: list[Values]
+    states: list[dict[str, dict[str, Any]]]
+    options: dict[str, dict[str, Any]]
+    notes: dict[str, Any] = field(default_factory=dict)
+    """What a method remembers of this stage."""
+
+
+class Reference:
+    """A staleness method as its paper writes it, over a stage's history; this one is stashing.
+
+    `read` is the version that a forward reads the weights of when nothing is predicted: the live
+    one, of the schedule.
+    """
+
+    def version(self, history: StageHistory, t: int) -> int:
+        return max(0, t - history.ahead) // history.step_every
+
+    def forward(self, history: StageHistory, t: int, at: int, now: int) -> Values:
+        """The values that the forward of micro-batch t reads, at live version `at`, whose backward
+        comes at version `now`."""
+        return history.weights[at]
+
+    def backward(
+        self, history: StageHistory, t: int, at: int, now: int, repeats: bool
+    ) -> Values | None:
+        """The values that its backward reads, None for those of its forward."""
+        return None
+
+    def gradient(
+        self, history: StageHistory, gradient: Values, read: Values, at: int, now: int
+    ) -> Values:
+        """A micro-batch's gradient as it joins those of its window."""
+        return gradient
+
+    def accumulated(self, history: StageHistory, gradients: Values) -> None:
+        """The sum of a window so far, which a prediction may go by."""
+
+    def rate(self, history: StageHistory, version: int) -> float:
+        """The factor on the learning rate of the step that makes `version`."""
+        return 1.0
+
+    def before_step(self, history: StageHistory, module: nn.Module) -> None:
+        """The window's gradients are in `.grad`."""
+
+    def after_step(
+        self, history: StageHistory, module: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """The optimizer has stepped the module; the window's gradients are still in `.grad`."""
+
+
+class LiveReference(Reference):
+    """`none`: forwards and backwards read what is live."""
+
+    def backward(
+        self, history: StageHistory, t: int, at: int, now: int, repeats: bool
+    ) -> Values | None:
+        return history.weights[now]
+
+
+REFERENCES: dict[str, type[Reference]] = {"none": LiveReference, "stash": Reference}
 
 
 @dataclass
@@ -72,19 +146,26 @@ def async_run(
     step_every: int,
     optimize: Optimize,
     *,
-    stash: bool,
+    method: Reference,
+    ahead: list[int] | None = None,
+    recompute: bool = False,
     seed: int = 0,
     fault: str = "",
 ) -> Oracle:
     """Asynchronous 1F1B of `steps` steps of `step_every` micro-batches, drained at the end.
 
-    `fault` plants an error, for the tests that must then fail.
+    `ahead` are the forwards that each stage runs ahead. With `recompute` every stage but the last
+    runs its forward again for the backward. `fault` plants an error, for the tests that must then
+    fail.
     """
     p, k, plan = len(modules), step_every, model.plan
-    ahead = [p - 1 - j for j in range(p)]
+    ahead = [p - 1 - j for j in range(p)] if ahead is None else ahead
     optimizers = [optimize(module.parameters()) for module in modules]
-    history = [[_snapshot(module)] for module in modules]
-    window_sum: list[dict[str, Tensor]] = [{} for _ in modules]
+    histories = [
+        StageHistory(j, p, ahead[j], k, [_snapshot(module)], [{}], _options(module, optimizers[j]))
+        for j, module in enumerate(modules)
+    ]
+    window_sum: list[Values] = [{} for _ in modules]
     tied_sums: dict[tuple[str, int], list[Tensor]] = {}
     oracle = Oracle(modules)
     for t in range(steps * k):
@@ -93,40 +174,51 @@ def async_run(
         kept = []
         with _generator_of(seed, number):
             for j, stage in enumerate(model.stages):
-                at = max(0, t - ahead[j]) // k
-                leaves = {n: w.clone().requires_grad_() for n, w in history[j][at].items()}
+                at, history = method.version(histories[j], t), histories[j]
+                began = torch.get_rng_state()
+                leaves = _leaves(method.forward(history, t, at, t // k))
                 inputs = {n: _cut(values[n]) for n in stage.inputs}
-                result = functional_call(modules[j], leaves, tuple(inputs.values()))
-                results = result if isinstance(result, tuple) else (result,)
-                outputs = dict(zip(stage.outputs, results, strict=True))
+                read = {n: leaf.detach().clone() for n, leaf in leaves.items()}
+                outputs = _call(modules[j], stage.outputs, leaves, inputs)
                 values.update(outputs)
-                kept.append((at, leaves, inputs, outputs))
+                kept.append((at, leaves, inputs, outputs, read, began))
         oracle.losses[number] = values[plan.loss].detach()
         arriving: dict[str, list[Tensor]] = {plan.loss: [torch.ones_like(values[plan.loss]) / k]}
         for j in reversed(range(p)):
-            at, leaves, inputs, outputs = kept[j]
-            now = t // k
-            if not stash or (fault == "new weights in one backward" and (t, j) == (k + 1, 0)):
+            at, leaves, inputs, outputs, read, began = kept[j]
+            now, history = t // k, histories[j]
+            repeats = recompute and j < p - 1
+            reads = method.backward(history, t, at, now, repeats)
+            if fault == "new weights in one backward" and (t, j) == (k + 1, 0):
+                reads = history.weights[now]
+            if repeats:
+                leaves = _leaves(read if reads is None else reads)
+                spare = {n: buffer.clone() for n, buffer in modules[j].named_buffers()}
+                with _state_of(began):
+                    outputs = _call(
+                        modules[j], model.stages[j].outputs, {**leaves, **spare}, inputs
+                    )
+            elif reads is not None:
                 for name, leaf in leaves.items():
-                    leaf.data.copy_(history[j][now][name])
-            read = [n for n, o in outputs.items() if n in arriving and o.requires_grad]
+                    leaf.data.copy_(reads[name])
+            wanted = [n for n, o in outputs.items() if n in arriving and o.requires_grad]
             cut = {n: x for n, x in inputs.items() if x.requires_grad}
-            sources = [*cut.values(), *leaves.values()]
             found = torch.autograd.grad(
-                [outputs[n] for n in read],
-                sources,
-                [_add(arriving[n]) for n in read],
+                [outputs[n] for n in wanted],
+                [*cut.values(), *leaves.values()],
+                [_add(arriving[n]) for n in wanted],
                 allow_unused=True,
             )
             for name, gradient in zip(cut, found, strict=False):
                 zeros = torch.zeros_like(inputs[name])
                 arriving.setdefault(name, []).append(zeros if gradient is None else gradient)
-            for name, gradient in zip(leaves, found[len(cut) :], strict=True):
-                if fault == "drop one gradient" and (t, j) == (1, 0):
-                    continue
-                if gradient is not None:
-                    before = window_sum[j].get(name)
-                    window_sum[j][name] = gradient if before is None else before + gradient
+            own = {n: g for n, g in zip(leaves, found[len(cut) :], strict=True) if g is not None}
+            if fault == "drop one gradient" and (t, j) == (1, 0):
+                own = {}
+            for name, gradient in method.gradient(history, own, read, at, now).items():
+                before = window_sum[j].get(name)
+                window_sum[j][name] = gradient if before is None else before + gradient
+            method.accumulated(history, window_sum[j])
             oracle.ledger.add((j, t, at, now))
         if (t + 1) % k == 0:
             version = (t + 1) // k
@@ -143,10 +235,52 @@ def async_run(
                 for j, name in shared.holders:
                     parameter = modules[j].get_parameter(name)
                     parameter.grad = None if due is None else _left_sum(due)
-            for j, optimizer in enumerate(optimizers):
-                optimizer.step()
-                history[j].append(_snapshot(modules[j]))
+            for history, module, optimizer in zip(histories, modules, optimizers, strict=True):
+                method.before_step(history, module)
+                scaled_step(optimizer, method.rate(history, version))
+                method.after_step(history, module, optimizer)
+                history.weights.append(_snapshot(module))
+                history.states.append(_state(module, optimizer))
+                method.accumulated(history, {})
     return oracle
+
+
+def _call(
+    module: nn.Module, names: tuple[str, ...], leaves: Values, inputs: dict[str, Any]
+) -> dict[str, Tensor]:
+    result = functional_call(module, leaves, tuple(inputs.values()))
+    results = result if isinstance(result, tuple) else (result,)
+    return dict(zip(names, results, strict=True))
+
+
+def _leaves(values: Values) -> Values:
+    return {name: value.clone().requires_grad_() for name, value in values.items()}
+
+
+def scaled_step(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    """A step at the learning rate times a factor."""
+    scheduled = [group["lr"] for group in optimizer.param_groups]
+    for group, lr in zip(optimizer.param_groups, scheduled, strict=True):
+        group["lr"] = lr * factor
+    optimizer.step()
+    for group, lr in zip(optimizer.param_groups, scheduled, strict=True):
+        group["lr"] = lr
+
+
+def _options(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+    of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    return {name: of[id(p)] for name, p in module.named_parameters() if id(p) in of}
+
+
+def _state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+    return {
+        name: {
+            key: value.clone() if isinstance(value, Tensor) else value
+            for key, value in optimizer.state[p].items()
+        }
+        for name, p in module.named_parameters()
+        if p in optimizer.state
+    }
 
 
 def _snapshot(module: nn.Module) -> dict[str, Tensor]:
@@ -178,6 +312,20 @@ class _generator_of:
     def __enter__(self) -> None:
         self.outside = torch.get_rng_state()
         torch.manual_seed(self.key)
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_rng_state(self.outside)
+
+
+class _state_of:
+    """The default generator in a state that it had before."""
+
+    def __init__(self, state: Tensor) -> None:
+        self.state = state
+
+    def __enter__(self) -> None:
+        self.outside = torch.get_rng_state()
+        torch.set_rng_state(self.state)
 
     def __exit__(self, *_: object) -> None:
         torch.set_rng_state(self.outside)

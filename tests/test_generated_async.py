@@ -12,7 +12,7 @@ from asyncpipe.runtime.plan import read_plan
 from asyncpipe.tests.executor import lowered, train_together
 from asyncpipe.tests.generated import CASES, Inputs, cut
 from asyncpipe.tests.hand_plans import HandModel, HandStage
-from asyncpipe.tests.oracle import async_run
+from asyncpipe.tests.oracle import REFERENCES, async_run
 
 STEPS = 5
 
@@ -61,7 +61,7 @@ def test_async_training_of_a_real_model_equals_the_oracle(
         model, schedule, optimize=optimize, staleness=staleness, seed=5, modules=modules
     )
     oracle = async_run(
-        model, model.build(), STEPS, step_every, optimize, stash=staleness == "stash", seed=5
+        model, model.build(), STEPS, step_every, optimize, method=REFERENCES[staleness](), seed=5
     )
     assert trained.ledger == oracle.ledger
     assert max(b - f for _, _, f, b in trained.ledger) == -(-2 // step_every)

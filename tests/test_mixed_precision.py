@@ -38,7 +38,7 @@ from asyncpipe.runtime.transports.local import LocalHub, run_together
 from asyncpipe.tests.executor import lowered, train_together
 from asyncpipe.tests.generated import CASES, Case, cut, loss_of
 from asyncpipe.tests.hand_plans import chain
-from asyncpipe.tests.oracle import async_run
+from asyncpipe.tests.oracle import Reference, async_run
 from asyncpipe.tests.processes import run_processes
 
 MICRO_BATCHES, STEPS, SEED = 4, 2, 7
@@ -375,7 +375,7 @@ def test_stashed_weights_are_cast_version_by_version(step_every: int) -> None:
     modules = [module.float() for module in model.build()]
     for module in modules:  # the oracle knows nothing of precision
         module.forward = torch.autocast("cpu", dtype=torch.bfloat16)(module.forward)
-    expected = async_run(model, modules, steps, step_every, optimize, stash=True)
+    expected = async_run(model, modules, steps, step_every, optimize, method=Reference())
     schedule = lowered(model, "async-1f1b", steps * step_every, step_every)
     fresh = [module.float() for module in model.build()]
     made = {"h1": torch.bfloat16, "h2": torch.bfloat16}

@@ -12,7 +12,7 @@ from asyncpipe.runtime.plan import Plan, read_plan
 from asyncpipe.tests.executor import lowered, train_together
 from asyncpipe.tests.generated import CASES, LARGER, cut
 from asyncpipe.tests.measured_memory import peak_of_rank
-from asyncpipe.tests.oracle import async_run
+from asyncpipe.tests.oracle import Reference, async_run
 from asyncpipe.tests.processes import run_processes
 from asyncpipe.tests.test_generated_async import as_stages
 from asyncpipe.tests.test_transparency import (
@@ -73,7 +73,7 @@ def test_with_a_stash_the_second_forward_reads_the_stashed_weights(
     trained = train_together(
         model, schedule, optimize=optimize, staleness="stash", seed=5, modules=model.build()
     )
-    oracle = async_run(model, model.build(), 6, 1, optimize, stash=True, seed=5)
+    oracle = async_run(model, model.build(), 6, 1, optimize, method=Reference(), seed=5)
     assert trained.ledger == oracle.ledger
     losses = {i: float(loss) for i, loss in trained.seen.losses.items()}
     assert losses == {i: float(loss) for i, loss in oracle.losses.items()}

@@ -1,8 +1,8 @@
-"""What a staleness method is: hooks that the executor calls around a stage's actions.
+"""What a staleness method is: what it decides for a stage, what it needs, and its hooks.
 
-The hooks are those in which all published methods can be written: which weights a forward reads,
-what happens before a backward, how a window's gradient is changed, how far the learning rate is
-scaled, and what is kept after a step. A method has one object a stage.
+The hooks are those in which all published methods can be written: which weights a forward reads
+and which its backward, how a micro-batch's and a window's gradient is changed, how far the learning
+rate is scaled, and what is done around a step. A method has one object a stage.
 """
 
 from __future__ import annotations
@@ -10,33 +10,112 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
+from typing import ClassVar, Literal, Protocol
 
-from ..versions import Weights, WeightVersions
+from torch.optim import Optimizer
+
+from ..versions import View, Weights, WeightVersions
+
+Part = Literal["forward", "backward", "gradient", "rate", "step"]
+"""What of training on stale weights one method alone can decide: which weights a forward reads,
+which a backward, what becomes of a gradient, the learning rate, and the step."""
+
+Need = Literal[
+    "forward weights",
+    "recomputation",
+    "momentum",
+    "adam",
+    "whole windows",
+]
+"""What a method cannot do without: the weights of the forward when the gradient is there; a second
+forward; an optimizer with a momentum buffer, or with Adam's two moments; windows of at least as
+many micro-batches as any stage runs ahead."""
+
+
+class Reads(Enum):
+    """The weights that a backward reads, if not a view: those that its forward read, the live ones,
+    or `AS_SAVED`: what the forward saved, and live ones in a second forward."""
+
+    FORWARD = "forward"
+    LIVE = "live"
+    AS_SAVED = "as saved"
 
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """A micro-batch's way through a stage, known from the schedule before it begins."""
+    """A micro-batch's way through a stage, known from the schedule before it begins.
+
+    `backward_version` is also the number of steps before the one that uses its gradient.
+    """
 
     micro_batch: int
     forward_version: int
     backward_version: int
 
     @property
+    def horizon(self) -> int:
+        """The steps between the forward and the backward."""
+        return self.backward_version - self.forward_version
+
+    @property
     def straddles(self) -> bool:
         """Whether a step lies between the forward and the backward."""
-        return self.backward_version > self.forward_version
+        return self.horizon > 0
+
+
+class Steps(Protocol):
+    """A stage's optimizer as methods see it; `optimizer` is None for a stage without parameters."""
+
+    @property
+    def optimizer(self) -> Optimizer | None: ...
+
+    def future_lr(self, steps: int) -> tuple[float, ...]:
+        """What the base learning rate is multiplied by in each of the next `steps` steps."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """Where a method's stage is: its number of `stages`, the forwards that it runs `ahead`, and
+    the micro-batches of a step. In a synchronous schedule nothing is ahead."""
+
+    stage: int
+    stages: int
+    ahead: int
+    step_every: int
+
+    @property
+    def delay(self) -> int:
+        """The most steps between a forward and its backward."""
+        return -(-self.ahead // self.step_every)
 
 
 class Staleness:
-    """The hooks, each doing nothing: with live weights everywhere and no correction."""
+    """The hooks, each doing nothing: what nobody decides is done with live weights."""
 
-    def before_forward(self, weights: WeightVersions, passage: Passage) -> Weights | None:
-        """The leaves that the forward reads, None for the live weights."""
+    decides: ClassVar[frozenset[Part]] = frozenset()
+    needs: ClassVar[frozenset[Need]] = frozenset()
+    keeps_forward: ClassVar[bool] = False
+    """Whether the weights of a forward are kept until the backward, if a step lies in between."""
+    situation: Situation
+    steps: Steps | None = None
+
+    def begin(self, situation: Situation) -> None:
+        """Called before a segment's first action."""
+        self.situation = situation
+
+    def forward_view(self, weights: WeightVersions, passage: Passage) -> View | None:
+        """What the forward reads, None for the live weights."""
         return None
 
-    def before_backward(self, weights: WeightVersions, passage: Passage) -> None:
-        """Called when the gradients of the stage's outputs are there."""
+    def backward_reads(self, weights: WeightVersions, passage: Passage) -> View | Reads:
+        """What the backward reads."""
+        return Reads.AS_SAVED
+
+    def after_backward(self, weights: WeightVersions, passage: Passage, gradients: Weights) -> None:
+        """May change the `.grad` of the leaves of a micro-batch that straddles a step, before they
+        are added to those of its window. Only where its forward's weights are needed."""
 
     def transform_gradient(self, weights: WeightVersions) -> None:
         """May change the live `.grad` of a finished window, before it is clipped and used."""
@@ -47,7 +126,8 @@ class Staleness:
 
     @contextmanager
     def stepping(self, weights: WeightVersions) -> Iterator[None]:
-        """Surrounds the optimizer's step on the live weights."""
+        """Surrounds the optimizer's step on the live weights, whose `.grad` are there until after
+        it."""
         yield
 
     def after_step(self, weights: WeightVersions) -> None:

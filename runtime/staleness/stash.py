@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from ..versions import Weights, WeightVersions
-from .protocol import Passage, Staleness
+from ..versions import WeightVersions
+from .protocol import Passage, Reads, Staleness
 
 
 class Stash(Staleness):
-    """`stash`: a micro-batch that straddles a step reads a copy of its version, both ways."""
+    """`stash`: a micro-batch that straddles a step reads the same weights both ways."""
 
-    def before_forward(self, weights: WeightVersions, passage: Passage) -> Weights | None:
-        return weights.bind(passage.micro_batch) if passage.straddles else None
+    decides = frozenset({"backward"})
+    keeps_forward = True
+
+    def backward_reads(self, weights: WeightVersions, passage: Passage) -> Reads:
+        return Reads.FORWARD

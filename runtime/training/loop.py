@@ -214,6 +214,7 @@ class _Run:
             activities=activities,
             copies=copies,
         )
+        self._pipeline.attach(self._trainer.optimizers)
         self._equality = Equality(
             self._modules, settings, world, held_parameters(plan, self._modules, world)
         )

@@ -95,6 +95,11 @@ class Trainer(ActionObserver):
         self._optimizer_s = 0.0
 
     @property
+    def optimizers(self) -> Mapping[int, StageOptimizer]:
+        """Those of the rank's stages."""
+        return self._optimizers
+
+    @property
     def loss_scale(self) -> float:
         """What the loss of the next step is multiplied by for its backwards."""
         return self._scale.value if self._scale else 1.0

@@ -13,6 +13,8 @@ from ..data.task import Task, find_task
 from ..errors import PlanError
 from ..plan import Plan
 from ..replication.replicas import in_words, with_replicas
+from ..staleness import Conditions
+from ..staleness import check as check_staleness
 from .half import check_precision
 from .recompute import with_recompute
 from .scaler import INITIAL
@@ -47,7 +49,8 @@ def resolve(settings: Settings, plan: Plan, *, architecture: str = "") -> tuple[
     """Fills every option that was left open, for this plan; `data` and `output` stay.
 
     Raises SettingsError (a batch or a length that does not fit, a staleness without an
-    asynchronous schedule) and PlanError (a plan without a loss).
+    asynchronous schedule), ScheduleError (staleness methods that do not fit) and PlanError (a plan
+    without a loss).
     """
     if settings.criterion is not None and plan.loss is not None:
         raise SettingsError(
@@ -78,6 +81,7 @@ def resolve(settings: Settings, plan: Plan, *, architecture: str = "") -> tuple[
         **step,
     )
     check_precision(filled)
+    _check_staleness(filled, plan)
     return filled, task
 
 
@@ -224,12 +228,28 @@ def _sequence(settings: Settings, plan: Plan) -> int | None:
 def _staleness(settings: Settings) -> str | None:
     if settings.is_async:
         return settings.staleness or "stash"
-    if settings.staleness == "stash":
+    if settings.staleness not in (None, "none"):
         raise SettingsError(
-            f"--staleness stash, but under {settings.schedule} no weights are stale.",
-            "--schedule async-1f1b --staleness stash",
+            f"--staleness {settings.staleness}, but under {settings.schedule} no weights are "
+            "stale.",
+            f"--schedule async-1f1b --staleness {settings.staleness}",
         )
     return None
+
+
+def _check_staleness(settings: Settings, plan: Plan) -> None:
+    """That the staleness methods fit each other, the optimizer and the recomputation."""
+    if settings.staleness is None:
+        return
+    chosen = with_recompute(plan, settings.recompute).stages
+    conditions = Conditions(
+        optimizer=settings.optimizer or "",
+        momentum=settings.momentum or 0.0,
+        recomputes=all(stage.recompute for stage in chosen[:-1]),
+        step_every=settings.micro_batches or 1,
+        ahead=len(chosen) - 1,
+    )
+    check_staleness(settings.staleness, conditions)
 
 
 def _optimization(settings: Settings, plan: Plan, task: Task) -> dict[str, Any]:

@@ -24,7 +24,6 @@ DDP = "ddp"
 """As a schedule: whole models that share the micro-batches, which are replicas of `single`."""
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    "staleness": ("none", "stash"),
     "optimizer": ("sgd", "adam", "adamw"),
     "decay": ("none", "linear", "cosine"),
     "device": ("cpu", "cuda"),

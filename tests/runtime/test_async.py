@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from asyncpipe.runtime.staleness import METHODS, Passage, Staleness
+from asyncpipe.runtime.staleness import METHODS, Passage, Reads, Staleness
 from asyncpipe.runtime.transports import GlooTransport, run_together
 from asyncpipe.tests.executor import Trained, lowered, train_rank, train_together
 from asyncpipe.tests.hand_plans import HandModel, chain, skips, tied
-from asyncpipe.tests.oracle import Oracle, async_run
+from asyncpipe.tests.oracle import REFERENCES, Oracle, async_run
 from asyncpipe.tests.processes import run_processes
 
 OPTIMIZERS = {
@@ -50,7 +50,7 @@ def both(
         STEPS,
         step_every,
         optimize,
-        stash=staleness == "stash",
+        method=REFERENCES[staleness](),
         seed=5,
         fault=fault,
     )
@@ -62,25 +62,25 @@ def check(model: HandModel, step_every: int, optimizer: str, staleness: str) -> 
     assert_equal(trained.modules, trained.seen.losses, trained.ledger, oracle)
 
 
-@pytest.mark.parametrize("staleness", METHODS)
+@pytest.mark.parametrize("staleness", REFERENCES)
 @pytest.mark.parametrize("step_every", [1, 2, 4])
 @pytest.mark.parametrize("stages", [2, 3, 4])
 def test_async_1f1b_equals_the_oracle(stages: int, step_every: int, staleness: str) -> None:
     check(chain(stages), step_every, "sgd", staleness)
 
 
-@pytest.mark.parametrize("staleness", METHODS)
+@pytest.mark.parametrize("staleness", REFERENCES)
 def test_async_with_batchnorm_and_dropout_equals_the_oracle(staleness: str) -> None:
     check(chain(4, norm=True, dropout=0.25), 2, "adam", staleness)
 
 
-@pytest.mark.parametrize("staleness", METHODS)
+@pytest.mark.parametrize("staleness", REFERENCES)
 def test_async_with_skips_equals_the_oracle(staleness: str) -> None:
     check(skips(), 1, "adam", staleness)
 
 
 @pytest.mark.parametrize("step_every", [1, 2, 4])
-@pytest.mark.parametrize("staleness", METHODS)
+@pytest.mark.parametrize("staleness", REFERENCES)
 def test_async_with_tied_weights_equals_the_oracle(staleness: str, step_every: int) -> None:
     trained, oracle = both(tied(4), step_every, "adam", staleness)
     assert_equal(trained.modules, trained.seen.losses, trained.ledger, oracle)
@@ -95,7 +95,7 @@ def test_async_with_tied_weights_equals_the_oracle(staleness: str, step_every: i
             ["chain 2", "chain 3", "chain 4", "noisy 3", "noisy 5", "skips", "tied 2", "tied 5"],
             OPTIMIZERS,
             [1, 2, 3, 4, 8],
-            METHODS,
+            REFERENCES,
         )
     ],
 )
@@ -142,7 +142,7 @@ def check_processes(stages: int, configurations: list[tuple[str, int, str, str]]
             STEPS,
             step_every,
             OPTIMIZERS[optimizer],
-            stash=staleness == "stash",
+            method=REFERENCES[staleness](),
             seed=5,
         )
         of_ranks = [result[number] for result in results]
@@ -244,11 +244,17 @@ class Probe(Staleness):
 
     calls: list[str] = []
 
-    def before_forward(self, weights, passage: Passage):
+    decides = frozenset({"forward", "backward", "gradient", "rate"})
+
+    def begin(self, situation) -> None:
+        self.calls.append(f"{situation.stage}: {situation.ahead} ahead of {situation.step_every}")
+
+    def forward_view(self, weights, passage: Passage) -> None:
         self.calls.append(f"{weights.stage}F{passage.micro_batch}@{passage.forward_version}")
 
-    def before_backward(self, weights, passage: Passage) -> None:
+    def backward_reads(self, weights, passage: Passage) -> Reads:
         self.calls.append(f"{weights.stage}B{passage.micro_batch}@{passage.backward_version}")
+        return Reads.LIVE
 
     def transform_gradient(self, weights) -> None:
         for weight in weights.live.values():
@@ -271,7 +277,7 @@ def test_a_staleness_method_is_called_at_every_hook(monkeypatch: pytest.MonkeyPa
         model, schedule, optimize=partial(torch.optim.SGD, lr=1.0), staleness="probe"
     )
     own = [call for call in Probe.calls if call.startswith("0")]
-    assert own == ["0F0@0", "0F1@0", "0B0@0", "0F2@0", "0B1@0", "0B2@0", "0S1"]
+    assert own == ["0: 1 ahead of 3", "0F0@0", "0F1@0", "0B0@0", "0F2@0", "0B1@0", "0B2@0", "0S1"]
     for key, value in states(trained.modules).items():
         assert torch.equal(value, before[key])
     assert trained.pipelines[0].lr_scale(0, 4) == 0.25

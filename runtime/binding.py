@@ -1,0 +1,111 @@
+"""Staleness methods + a stage's weight versions -> the leaves that each pass reads.
+
+A forward reads the live weights unless a method says otherwise, or its backward will have to read
+something else than is live by then: then it reads leaves of its own. Before the backward those
+keep their values, get those of the backward's view, or, where the forward is run a second time,
+give way to others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from math import prod
+
+from .staleness.protocol import Passage, Reads, Situation, Staleness, Steps
+from .versions import LedgerEntry, View, Weights, WeightVersions
+
+
+class Binder:
+    """The staleness methods of one stage, applied to its weights."""
+
+    def __init__(self, weights: WeightVersions, methods: Sequence[Staleness]) -> None:
+        self.weights = weights
+        self.methods = tuple(methods)
+        self._forward = [m for m in methods if "forward" in m.decides]
+        self._backward = [m for m in methods if "backward" in m.decides]
+        self._keeps = any(m.keeps_forward for m in methods)
+
+    @property
+    def is_live(self) -> bool:
+        """Whether all passes read the live weights."""
+        return not (self._forward or self._backward)
+
+    def attach(self, steps: Steps) -> None:
+        """Gives the methods the stage's optimizer."""
+        for method in self.methods:
+            method.steps = steps
+
+    def begin(self, situation: Situation) -> None:
+        """Called before a segment's first action."""
+        for method in self.methods:
+            method.begin(situation)
+
+    def forward(self, passage: Passage, *, repeats: bool) -> Weights | None:
+        """The leaves that a forward reads, None for the live weights. With `repeats` it is run a
+        second time for the backward."""
+        weights = self.weights
+        view = next((v for m in self._forward if (v := m.forward_view(weights, passage))), None)
+        leaves = None
+        if view is not None or self._binds(passage, repeats=repeats):
+            # What every backward fills anew needs one set of leaves, however many are in flight.
+            is_refilled = self._backward and not (self._keeps or repeats)
+            slot = "refilled" if is_refilled else None
+            leaves = weights.bind(passage.micro_batch, view or weights.live_view, slot=slot)
+        weights.went_forward(passage.micro_batch)
+        return leaves
+
+    def backward(self, passage: Passage, *, repeats: bool) -> Weights | None:
+        """Makes what a micro-batch has saved, or what its second forward reads, that of its
+        backward; the leaves of the latter, None for the live weights."""
+        weights, micro_batch = self.weights, passage.micro_batch
+        reads = self._reads(passage)
+        if reads is Reads.AS_SAVED:
+            reads = Reads.LIVE if repeats else Reads.FORWARD
+        if reads is Reads.FORWARD:
+            return weights.bound_to(micro_batch)
+        view = reads if isinstance(reads, View) else weights.live_view
+        if not repeats:
+            weights.refill(micro_batch, view)
+        elif reads is not Reads.LIVE or (self._keeps and passage.straddles):
+            weights.rebind(micro_batch, view)
+        else:
+            weights.unbind(micro_batch)
+        return weights.bound_to(micro_batch)
+
+    def finish(self, passage: Passage) -> LedgerEntry:
+        """A micro-batch's backward is over: its gradients join those of its window."""
+        gradients = self.weights.bound_to(passage.micro_batch)
+        if gradients is not None and passage.straddles:
+            for method in self.methods:
+                method.after_backward(self.weights, passage, gradients)
+        return self.weights.went_backward(passage.micro_batch)
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Surrounds a step, and counts it."""
+        weights = self.weights
+        for method in self.methods:
+            method.transform_gradient(weights)
+        with ExitStack() as around:
+            for method in self.methods:
+                around.enter_context(method.stepping(weights))
+            if weights.in_flight and not self._backward:
+                around.enter_context(weights.unseen_by_autograd())
+            yield
+        weights.stepped()
+        for method in self.methods:
+            method.after_step(weights)
+
+    def lr_scale(self, version: int) -> float:
+        """The factor on the learning rate of the step that makes `version`."""
+        return prod(method.lr_scale(version) for method in self.methods)
+
+    def _reads(self, passage: Passage) -> View | Reads:
+        return next(
+            (m.backward_reads(self.weights, passage) for m in self._backward), Reads.AS_SAVED
+        )
+
+    def _binds(self, passage: Passage, *, repeats: bool) -> bool:
+        """Whether a forward that reads the values of the live weights needs leaves of its own."""
+        return passage.straddles and (self._keeps or (bool(self._backward) and not repeats))

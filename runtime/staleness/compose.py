@@ -1,0 +1,120 @@
+"""Names joined by + -> the methods of a stage, or the sentence that says why they do not fit.
+
+What fits is told by what methods declare, not by their names: each part of training on stale
+weights is decided by one of them at most, and what one needs must be there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from ..errors import ScheduleError
+from .none import LiveWeights
+from .protocol import Need, Part, Staleness
+from .stash import Stash
+
+METHODS: dict[str, type[Staleness]] = {"none": LiveWeights, "stash": Stash}
+"""Name of a staleness method -> its class."""
+
+_DECISIONS: Mapping[Part, str] = {
+    "forward": "which weights a forward reads",
+    "backward": "which weights a backward reads",
+    "gradient": "how gradients are corrected",
+    "rate": "the learning rate",
+    "step": "the step",
+}
+MOMENTUM = frozenset({"sgd", "sutskever", "muon"})
+ADAM = frozenset({"adam", "adamw", "nadam"})
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """What a run has for methods to need: its optimizer's name and momentum, whether every stage
+    that is late recomputes, the micro-batches of a step and the most that a stage runs ahead."""
+
+    optimizer: str = "sgd"
+    momentum: float = 0.0
+    recomputes: bool = False
+    step_every: int = 1
+    ahead: int = 0
+
+
+def parse(names: str) -> tuple[str, ...]:
+    """The names of methods joined by +. Raises ScheduleError for an unknown one.
+
+    >>> parse("stash"), parse("stash+none")
+    (('stash',), ('stash', 'none'))
+    """
+    parsed = tuple(name.strip() for name in names.split("+"))
+    for name in parsed:
+        if name not in METHODS:
+            near = get_close_matches(name, METHODS, n=1)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            raise ScheduleError(
+                f"{name!r} is not a staleness method.{hint}",
+                f"There are {', '.join(METHODS)}; several are joined by +.",
+            )
+    return parsed
+
+
+def make_staleness(names: str) -> tuple[Staleness, ...]:
+    """New objects of the methods, for one stage. Raises ScheduleError for an unknown name, and for
+    two methods that decide the same."""
+    parsed = parse(names)
+    _check_parts(parsed)
+    return tuple(METHODS[name]() for name in parsed)
+
+
+def check(names: str, conditions: Conditions) -> None:
+    """Raises ScheduleError unless the methods fit each other and the run."""
+    parsed = parse(names)
+    _check_parts(parsed)
+    for name in parsed:
+        for need in sorted(METHODS[name].needs):
+            if lack := _lack(need, parsed, conditions):
+                raise ScheduleError(f"--staleness {names}: {name} {lack[0]}.", lack[1])
+
+
+def _check_parts(names: Iterable[str]) -> None:
+    deciders: dict[Part, str] = {}
+    for name in names:
+        for part in sorted(METHODS[name].decides):
+            if part in deciders:
+                raise ScheduleError(
+                    f"{deciders[part]} and {name} both decide {_DECISIONS[part]}.",
+                    "Leave one of them out.",
+                )
+            deciders[part] = name
+
+
+def _lack(need: Need, names: Iterable[str], run: Conditions) -> tuple[str, str] | None:
+    """What is missing of a need, and the cure."""
+    match need:
+        case "forward weights":
+            if not any(METHODS[name].keeps_forward for name in names):
+                return "compares with the weights of the forward, which are not kept", "Add +stash."
+        case "recomputation":
+            if not run.recomputes:
+                return "needs a second forward, and no stage recomputes", "--recompute all"
+        case "momentum":
+            if run.optimizer not in MOMENTUM or not run.momentum:
+                return (
+                    f"goes by the momentum of sgd, and the optimizer is {run.optimizer}"
+                    + ("" if run.momentum else " without momentum"),
+                    "--optimizer sgd --momentum 0.9",
+                )
+        case "adam":
+            if run.optimizer not in ADAM:
+                return f"goes by Adam's moments, and the optimizer is {run.optimizer}", (
+                    "--optimizer adamw"
+                )
+        case "whole windows":
+            if run.step_every <= run.ahead:
+                return (
+                    f"needs at least {run.ahead + 1} micro-batches a step, one more than the first "
+                    f"stage runs ahead, and there are {run.step_every}",
+                    f"--micro-batches {run.ahead + 1}",
+                )
+    return None
