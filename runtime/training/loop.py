@@ -213,6 +213,7 @@ class _Run:
             lr_scale=self._pipeline.lr_scale,
             activities=activities,
             copies=copies,
+            delays=schedule.delays,
         )
         self._equality = Equality(
             self._modules, settings, world, held_parameters(plan, self._modules, world)

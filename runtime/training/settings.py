@@ -25,7 +25,7 @@ DDP = "ddp"
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "staleness": ("none", "stash"),
-    "optimizer": ("sgd", "adam", "adamw"),
+    "optimizer": ("sgd", "sutskever", "adam", "adamw", "nadam", "muon", "soap"),
     "decay": ("none", "linear", "cosine"),
     "device": ("cpu", "cuda"),
     "dtype": ("float32", "float64"),
@@ -48,6 +48,7 @@ _AT_LEAST: dict[str, float] = {
     "steps": 1,
     "lr": 0,
     "momentum": 0,
+    "refresh_every": 1,
     "weight_decay": 0,
     "warmup": 0,
     "final_lr_ratio": 0,
@@ -112,6 +113,7 @@ class Settings:
     lr: float | None = None
     momentum: float | None = None
     betas: tuple[float, float] = (0.9, 0.999)
+    refresh_every: int | None = None
     weight_decay: float | None = None
     warmup: int | None = None
     decay: str | None = None
