@@ -276,8 +276,10 @@ _TRAIN_HELP = {
     "steps": "Optimizer steps.",
     "optimizer": "The optimizer of every stage.",
     "lr": "Learning rate.",
-    "momentum": "Of sgd.",
-    "betas": "Of adam and adamw.",
+    "momentum": "Of sgd and sutskever (0.9), and of muon (0.95).",
+    "betas": "Of adam, adamw, nadam and soap, and of what muon leaves to adamw.",
+    "refresh_every": "Steps between new bases of soap; asynchronous: of the stages on average. "
+    "[default: 10]",
     "weight_decay": "Not applied to biases and norms.",
     "warmup": "Steps of linear warm-up.",
     "decay": "How the learning rate falls after the warm-up.",

@@ -128,6 +128,11 @@ class Schedule:
         return self.micro_batches // self.step_every
 
     @property
+    def delays(self) -> tuple[int, ...]:
+        """The most steps by which a gradient of each stage is late; 0 when synchronous."""
+        return tuple(shared_delay(self, [stage]) for stage in range(self.stages))
+
+    @property
     def split(self) -> frozenset[tuple[int, int]]:
         """Stage and micro-batch of the backwards that are in two parts, B and W."""
         return split_backwards(self.ranks)

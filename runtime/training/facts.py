@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import ceil
 from pathlib import Path
 
 from ..boundary_dtypes import BoundaryDtypes
@@ -12,6 +11,7 @@ from ..data.task import TARGET, Task
 from ..forecast import Forecast, few_micro_batches_warning, forecast_step
 from ..launching.placement import describe_placement, describe_ranks, placement_warning
 from ..launching.seats import Machine
+from ..optimizers.refresh import refresh_periods
 from ..pipeline import needed_inputs
 from ..plan import Plan
 from ..replication.grid import grid_of
@@ -91,7 +91,7 @@ def announce(
         *describe_schedule(schedule, settings),
         ("batch", batch_identity(settings, task)),
         ("data", data),
-        ("optimizer", describe_optimizer(settings)),
+        ("optimizer", describe_optimizer(settings, schedule.delays)),
     ]
     if placed := describe_placement(plan, schedule, machine):
         facts.insert(2, ("placement", placed))
@@ -162,8 +162,7 @@ def describe_algorithm(schedule: Schedule, settings: Settings) -> str:
         if schedule.replicas:
             told += f", summed over {describe_stages(schedule.replicas)}"
         return told
-    k = settings.micro_batches or 1
-    delays = [ceil((in_flight - 1) / k) for in_flight in schedule.in_flight]
+    delays = schedule.delays
     worst = max(delays)
     steps = "step" if worst == 1 else "steps"
     if settings.staleness == "stash":
@@ -194,11 +193,18 @@ def describe_schedule(schedule: Schedule, settings: Settings) -> list[tuple[str,
     return [("schedule", "; ".join(parts))] if parts else []
 
 
-def describe_optimizer(settings: Settings) -> str:
-    """The optimizer, its learning rate over time and the clipping."""
-    parts = [f"{settings.optimizer}, lr {settings.lr:g}"]
-    if settings.optimizer == "sgd" and settings.momentum:
+def describe_optimizer(settings: Settings, delays: Sequence[int] = (0,)) -> str:
+    """The optimizer, what it is for, its learning rate over time and the clipping."""
+    name = str(settings.optimizer)
+    if name in ("muon", "soap"):
+        name += " of hidden matrices and adamw of the rest"
+    parts = [f"{name}, lr {settings.lr:g}"]
+    if settings.momentum:
         parts.append(f"momentum {settings.momentum:g}")
+    if settings.refresh_every:
+        periods = sorted({*refresh_periods(delays, settings.refresh_every)})
+        by_stage = f" to {periods[-1]}" if periods[1:] else ""
+        parts.append(f"new bases every {periods[0]}{by_stage} steps")
     if settings.weight_decay:
         parts.append(f"weight decay {settings.weight_decay:g} on matrices")
     if settings.warmup:

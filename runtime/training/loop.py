@@ -213,6 +213,7 @@ class _Run:
             lr_scale=self._pipeline.lr_scale,
             activities=activities,
             copies=copies,
+            delays=schedule.delays,
         )
         self._pipeline.attach(self._trainer.optimizers)
         self._equality = Equality(

@@ -6,7 +6,7 @@ import math
 import resource
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter, process_time
 
 import torch
@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from ..activity import Activities, Activity
 from ..launching.world import World
 from ..observed import ActionObserver
+from ..optimizers.hidden import hidden_matrices
+from ..optimizers.refresh import refresh_periods
 from ..plan import Plan
 from ..replication.buckets import GradientSums
 from ..replication.holders import held_parameters
@@ -46,7 +48,8 @@ class Trainer(ActionObserver):
     replicas, whose ranks with the same stages are `copies`, gradients are on their way to be summed
     as soon as they are final; the sums are waited for when the stage is to step, and its share of
     the norm is taken then.
-    `report` gets the figures of a step when all the rank's stages have made it.
+    `report` gets the figures of a step when all the rank's stages have made it. `delays` are the
+    steps by which the gradients of each of the plan's stages are late, by default none.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class Trainer(ActionObserver):
         lr_scale: Callable[[int, int], float],
         activities: Activities | None = None,
         copies: dist.ProcessGroup | None = None,
+        delays: Sequence[int] = (),
     ) -> None:
         super().__init__(activities or Activities())
         self._settings = settings
@@ -78,7 +82,16 @@ class Trainer(ActionObserver):
             }
             ranks = ", ".join(map(str, sorted(peers)))
             self._sums = GradientSums(self._share, copies, f"ranks {ranks}", held=held)
-        self._optimizers = {j: StageOptimizer(module, settings) for j, module in modules.items()}
+        periods = refresh_periods(delays or [0] * self._stages, settings.refresh_every or 1)
+        self._optimizers = {
+            j: StageOptimizer(
+                module,
+                settings,
+                hidden=hidden_matrices(plan, j, module),
+                refresh_every=periods[j],
+            )
+            for j, module in modules.items()
+        }
         self._scale = LossScale(settings.loss_scale or INITIAL) if settings.is_scaled else None
         self._gradients: dict[int, list[Tensor | None]] = {}
         self._batch = StepBatch.of(settings)

@@ -1,17 +1,20 @@
-"""A stage's parameters + Settings -> its optimizer from torch, and the learning rate of a step."""
+"""A stage's parameters + Settings -> its optimizer, and the learning rate of a step."""
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import SGD, Adam, AdamW, Muon, NAdam, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from ..optimizers.joint import Joint
+from ..optimizers.soap import Soap
+from ..optimizers.sutskever import Sutskever
 from .settings import Settings
 from .uncompiled import uncompiled
 
@@ -41,24 +44,44 @@ class StageOptimizer:
     """The optimizer and the learning-rate schedule of one stage, stepped together.
 
     Weight decay is for matrices: not for biases, scales of norms and other vectors. A stage
-    without parameters steps too, and does nothing.
+    without parameters steps too, and does nothing. `hidden` and `refresh_every` are as for
+    `make_optimizer`.
     """
 
-    def __init__(self, stage: nn.Module, settings: Settings) -> None:
+    def __init__(
+        self,
+        stage: nn.Module,
+        settings: Settings,
+        *,
+        hidden: Sequence[Tensor] = (),
+        refresh_every: int | None = None,
+    ) -> None:
         trainable = [parameter for parameter in stage.parameters() if parameter.requires_grad]
-        self._lr = float(settings.lr or 0.0)
-        self.optimizer = make_optimizer(trainable, settings) if trainable else None
+        self._settings = settings
+        self.optimizer = (
+            make_optimizer(trainable, settings, hidden=hidden, refresh_every=refresh_every)
+            if trainable
+            else None
+        )
         if self.optimizer is not None:
-            self._scheduler = LambdaLR(
-                self.optimizer,
-                lambda step: lr_factor(
-                    step,
-                    steps=settings.steps,
-                    warmup=settings.warmup or 0,
-                    decay=settings.decay or "none",
-                    final_ratio=settings.final_lr_ratio or 0.0,
-                ),
-            )
+            self._scheduler = LambdaLR(self.optimizer, self._factor)
+
+    def _factor(self, step: int) -> float:
+        return lr_factor(
+            step,
+            steps=self._settings.steps,
+            warmup=self._settings.warmup or 0,
+            decay=self._settings.decay or "none",
+            final_ratio=self._settings.final_lr_ratio or 0.0,
+        )
+
+    def future_lr(self, steps: int) -> tuple[float, ...]:
+        """What the base learning rate is multiplied by in each of the next `steps` optimizer
+        steps, the coming one first; none of a stage without parameters."""
+        if self.optimizer is None:
+            return ()
+        done = self._scheduler.last_epoch
+        return tuple(self._factor(done + ahead) for ahead in range(steps))
 
     def step(self, lr_scale: float = 1.0) -> None:
         """One optimizer step, at the scheduled learning rate times `lr_scale`."""
@@ -84,25 +107,76 @@ class StageOptimizer:
             self._scheduler.step()
 
 
-def make_optimizer(parameters: Iterable[Tensor], settings: Settings) -> Optimizer:
-    """SGD, Adam or AdamW over two groups: matrices with weight decay, vectors without."""
+def make_optimizer(
+    parameters: Iterable[Tensor],
+    settings: Settings,
+    *,
+    hidden: Sequence[Tensor] = (),
+    refresh_every: int | None = None,
+) -> Optimizer:
+    """The optimizer of that name, with weight decay for matrices and without for vectors.
+
+    Of Muon and SOAP the `hidden` matrices are stepped so, everything else by AdamW. `refresh_every`
+    is in steps, by default that of the settings.
+    """
     given = list(parameters)
+    if settings.optimizer not in ("muon", "soap"):
+        return _plain(given, settings, str(settings.optimizer))
+    own = {id(matrix) for matrix in hidden}
+    matrices = [parameter for parameter in given if id(parameter) in own]
+    others = [parameter for parameter in given if id(parameter) not in own]
+    parts = []
+    if matrices and settings.optimizer == "muon":
+        parts.append(
+            uncompiled(Muon)(
+                matrices,
+                lr=float(settings.lr or 0.0),
+                momentum=settings.momentum or 0.0,
+                weight_decay=settings.weight_decay or 0.0,
+                # Steps as large as AdamW's, so that one learning rate is right for both.
+                adjust_lr_fn="match_rms_adamw",
+            )
+        )
+    elif matrices:
+        parts.append(
+            uncompiled(Soap)(
+                matrices,
+                lr=float(settings.lr or 0.0),
+                betas=settings.betas,
+                weight_decay=settings.weight_decay or 0.0,
+                refresh_every=refresh_every or settings.refresh_every or 10,
+            )
+        )
+    if others:
+        parts.append(_plain(others, settings, "adamw"))
+    return parts[0] if len(parts) == 1 else uncompiled(Joint)(parts)
+
+
+def _plain(parameters: Sequence[Tensor], settings: Settings, name: str) -> Optimizer:
+    """An optimizer of all parameters alike but for the weight decay."""
     groups: list[dict[str, Any]] = [
         {
-            "params": [parameter for parameter in given if parameter.ndim >= 2],
+            "params": [parameter for parameter in parameters if parameter.ndim >= 2],
             "weight_decay": settings.weight_decay or 0.0,
         },
-        {"params": [parameter for parameter in given if parameter.ndim < 2], "weight_decay": 0.0},
+        {
+            "params": [parameter for parameter in parameters if parameter.ndim < 2],
+            "weight_decay": 0.0,
+        },
     ]
     groups = [group for group in groups if group["params"]]
     lr = float(settings.lr or 0.0)
-    if settings.optimizer == "sgd":
+    if name in ("sgd", "sutskever"):
         # Fused SGD fails when a parameter has its first gradient later than others, as a tied
         # one has in an asynchronous run.
-        return uncompiled(SGD)(groups, lr=lr, momentum=settings.momentum or 0.0)
-    fused = all(_can_fuse(parameter) for parameter in given)
-    kind = AdamW if settings.optimizer == "adamw" else Adam
-    return uncompiled(kind)(groups, lr=lr, betas=settings.betas, fused=fused)
+        kind = SGD if name == "sgd" else Sutskever
+        return uncompiled(kind)(groups, lr=lr, momentum=settings.momentum or 0.0)
+    if name == "nadam":
+        return uncompiled(NAdam)(groups, lr=lr, betas=settings.betas, decoupled_weight_decay=True)
+    fused = all(_can_fuse(parameter) for parameter in parameters)
+    return uncompiled(AdamW if name == "adamw" else Adam)(
+        groups, lr=lr, betas=settings.betas, fused=fused
+    )
 
 
 def _can_fuse(parameter: Tensor) -> bool:

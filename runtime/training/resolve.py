@@ -43,6 +43,9 @@ _OTHER: Mapping[str, Any] = {
     "final_lr_ratio": 0.0,
     "clip": 0.0,
 }
+_MOMENTUM: Mapping[str, float] = {"sgd": 0.9, "sutskever": 0.9, "muon": 0.95}
+# Their weight decay is no part of the gradient.
+_DECOUPLED = ("adamw", "nadam", "muon", "soap")
 
 
 def resolve(settings: Settings, plan: Plan, *, architecture: str = "") -> tuple[Settings, Task]:
@@ -256,10 +259,12 @@ def _optimization(settings: Settings, plan: Plan, task: Task) -> dict[str, Any]:
     teaching = plan.name == "mlp" and settings.optimizer in (None, "sgd")
     chosen = dict(_TEACHING if teaching else _TEXT if task.kind == "text" else _OTHER)
     optimizer = settings.optimizer or chosen["optimizer"]
-    if optimizer == "sgd" and not teaching:
+    _check_optimizer(settings, optimizer)
+    if optimizer in ("sgd", "sutskever") and not teaching:
         chosen["lr"] = 0.1
-    chosen["momentum"] = 0.9 if optimizer == "sgd" and not teaching else 0.0
-    chosen["weight_decay"] = 0.01 if optimizer == "adamw" else 0.0
+    chosen["momentum"] = 0.0 if teaching else _MOMENTUM.get(optimizer, 0.0)
+    chosen["weight_decay"] = 0.01 if optimizer in _DECOUPLED else 0.0
+    chosen["refresh_every"] = 10 if optimizer == "soap" else None
     chosen.setdefault("warmup", settings.steps // 10)
     given = {name: getattr(settings, name) for name in chosen}
     filled = {
@@ -271,6 +276,25 @@ def _optimization(settings: Settings, plan: Plan, task: Task) -> dict[str, Any]:
             f"--warmup {settings.steps // 10}",
         )
     return filled
+
+
+def _check_optimizer(settings: Settings, optimizer: str) -> None:
+    """Raises SettingsError for an option that this optimizer has not."""
+    if settings.momentum and optimizer not in _MOMENTUM:
+        raise SettingsError(
+            f"--momentum {settings.momentum:g}, but {optimizer} has no momentum of that name.",
+            f"Leave it out, or choose {', '.join(_MOMENTUM)}; the first of --betas is like it.",
+        )
+    if settings.betas != Settings.betas and optimizer in ("sgd", "sutskever"):
+        raise SettingsError(
+            f"--betas {settings.betas[0]:g} {settings.betas[1]:g}, but {optimizer} has none.",
+            "Leave them out, or choose adam, adamw, nadam, muon or soap.",
+        )
+    if settings.refresh_every and optimizer != "soap":
+        raise SettingsError(
+            f"--refresh-every {settings.refresh_every}, but {optimizer} has no bases to refresh.",
+            "--optimizer soap",
+        )
 
 
 def _uses_symbol(plan: Plan, symbol: str) -> bool:

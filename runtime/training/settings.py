@@ -24,7 +24,7 @@ DDP = "ddp"
 """As a schedule: whole models that share the micro-batches, which are replicas of `single`."""
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    "optimizer": ("sgd", "adam", "adamw"),
+    "optimizer": ("sgd", "sutskever", "adam", "adamw", "nadam", "muon", "soap"),
     "decay": ("none", "linear", "cosine"),
     "device": ("cpu", "cuda"),
     "dtype": ("float32", "float64"),
@@ -47,6 +47,7 @@ _AT_LEAST: dict[str, float] = {
     "steps": 1,
     "lr": 0,
     "momentum": 0,
+    "refresh_every": 1,
     "weight_decay": 0,
     "warmup": 0,
     "final_lr_ratio": 0,
@@ -111,6 +112,7 @@ class Settings:
     lr: float | None = None
     momentum: float | None = None
     betas: tuple[float, float] = (0.9, 0.999)
+    refresh_every: int | None = None
     weight_decay: float | None = None
     warmup: int | None = None
     decay: str | None = None

@@ -113,8 +113,27 @@ def test_a_scaled_step_leaves_the_schedule_alone() -> None:
     assert module.weight.item() == -1.5
 
 
+def test_future_learning_rates_are_those_that_the_steps_then_have() -> None:
+    module = nn.Linear(2, 2)
+    given = settings(steps=9, warmup=3, decay="cosine", final_lr_ratio=0.1)
+    stage = StageOptimizer(module, given)
+    assert stage.optimizer is not None
+    ahead, seen = stage.future_lr(15), []
+    for step in range(12):
+        assert stage.future_lr(3) == ahead[step : step + 3]
+        seen += [group["lr"] for group in stage.optimizer.param_groups]
+        if step == 4:
+            stage.skip()
+        else:
+            stage.step(0.5)
+    assert seen == [0.1 * factor for factor in ahead[:12] for _ in range(2)]
+    assert len({*ahead}) > 8
+
+
 def test_a_stage_without_parameters_steps() -> None:
-    StageOptimizer(nn.ReLU(), settings()).step()
+    stage = StageOptimizer(nn.ReLU(), settings())
+    stage.step()
+    assert stage.future_lr(4) == ()
 
 
 @pytest.fixture

@@ -1,0 +1,145 @@
+"""Gradients of matrices -> Adam in the eigenbases of their covariances: SOAP.
+
+For a matrix p of m rows and n columns with gradient G (Vyas et al., "SOAP", ICLR 2025, algorithm 3;
+Jung et al., "basis rotation", arXiv 2602.03515, algorithms 1 and 2, whose order this is):
+
+    L <- b2 L + (1 - b2) G G'        R <- b2 R + (1 - b2) G' G
+    every f steps   Q <- the Q of QR(L Q), its columns first ordered by falling diag(Q' L Q); the
+                    rows or columns of V go along; likewise for R. At first Q has the eigenvectors
+    M <- b1 M + (1 - b1) G           V <- b2 V + (1 - b2) (Ql' G Qr)^2
+    p <- (1 - lr decay) p - lr Ql [Ql' M Qr / (1 - b1^t) / (sqrt(V / (1 - b2^t)) + eps)] Qr'
+
+M is kept unrotated, so that a refresh leaves it valid. Without a rotated side this is AdamW.
+
+Late gradients harm Adam the more, the less the axes of the weights are those of the curvature:
+then each coordinate's step follows from all directions at once, and swings. Eigenbases of the
+gradients' covariances are about those of the curvature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+LARGEST = 8192
+"""Sides of more rows or columns are not rotated: the time of QR grows with their cube."""
+
+_SIDES = ("left", "right")
+
+
+class Soap(Optimizer):
+    """SOAP of two-dimensional parameters, with decoupled weight decay.
+
+    The state of an `f[m, n]` has `exp_avg` (M) and `exp_avg_sq` (V, of the rotated gradient), the
+    covariances `left` `f[m, m]` and `right` `f[n, n]`, and as large `left_basis` and `right_basis`.
+    Bases are refreshed every `refresh_every` steps; a side above `largest` has none.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        lr: float,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        refresh_every: int = 10,
+        largest: int = LARGEST,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "refresh_every": refresh_every,
+            "largest": largest,
+        }
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One step of all parameters that have gradients."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state.update(_first_state(parameter, group["largest"]))
+                _observe(state, parameter.grad, group["betas"], group["refresh_every"])
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                parameter.sub_(_direction(state, group["betas"], group["eps"]), alpha=group["lr"])
+
+
+def _first_state(parameter: Tensor, largest: int) -> dict[str, Tensor]:
+    state = {
+        "step": torch.tensor(0.0),
+        "exp_avg": torch.zeros_like(parameter),
+        "exp_avg_sq": torch.zeros_like(parameter),
+    }
+    for side, size in zip(_SIDES, parameter.shape, strict=True):
+        if size <= largest:
+            state[side] = parameter.new_zeros(size, size)
+    return state
+
+
+def _observe(
+    state: dict[str, Tensor], gradient: Tensor, betas: tuple[float, float], refresh_every: int
+) -> None:
+    """Puts a gradient into all averages of the state, and refreshes the bases when it is time."""
+    beta1, beta2 = betas
+    state["step"] += 1
+    for side, rows in (("left", gradient), ("right", gradient.T)):
+        if side in state:
+            state[side].addmm_(rows, rows.T, beta=beta2, alpha=1 - beta2)
+    if state["step"] == 1:
+        _find_bases(state, gradient)
+    elif state["step"] % refresh_every == 0:
+        _refresh_bases(state)
+    rotated = _rotated(gradient, state)
+    state["exp_avg"].lerp_(gradient, 1 - beta1)
+    state["exp_avg_sq"].mul_(beta2).addcmul_(rotated, rotated, value=1 - beta2)
+
+
+def _find_bases(state: dict[str, Tensor], gradient: Tensor) -> None:
+    """The eigenvectors of G G' and G' G: the singular vectors of G, and any that complete them."""
+    # Where G has no numbers the run ends at its loss, with a better message than the SVD's.
+    vectors = torch.linalg.svd(gradient.double().nan_to_num(), full_matrices=False)
+    for side, found in (("left", vectors.U), ("right", vectors.Vh.T)):
+        if side in state:
+            basis = torch.linalg.qr(found, mode="complete").Q
+            state[f"{side}_basis"] = basis.to(gradient.dtype)
+
+
+def _refresh_bases(state: dict[str, Tensor]) -> None:
+    """One step of orthogonal iteration from the bases that there are."""
+    for dimension, side in enumerate(_SIDES):
+        if side not in state:
+            continue
+        basis = state[f"{side}_basis"]
+        turned = state[side] @ basis
+        order = (basis * turned).sum(0).argsort(descending=True, stable=True)
+        state["exp_avg_sq"] = state["exp_avg_sq"].index_select(dimension, order)
+        state[f"{side}_basis"] = torch.linalg.qr(turned[:, order]).Q
+
+
+def _direction(state: dict[str, Tensor], betas: tuple[float, float], eps: float) -> Tensor:
+    """What a step subtracts, for a learning rate of 1."""
+    first, second = (1 - beta ** float(state["step"]) for beta in betas)
+    spread = (state["exp_avg_sq"] / second).sqrt_().add_(eps)
+    rotated = (_rotated(state["exp_avg"], state) / first).div_(spread)
+    return _rotated(rotated, state, back=True)
+
+
+def _rotated(matrix: Tensor, state: dict[str, Tensor], *, back: bool = False) -> Tensor:
+    """The matrix seen in the bases, Ql' matrix Qr; or `back` from there."""
+    left, right = state.get("left_basis"), state.get("right_basis")
+    if left is not None:
+        matrix = (left if back else left.T) @ matrix
+    if right is not None:
+        matrix = matrix @ (right.T if back else right)
+    return matrix
