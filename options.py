@@ -141,9 +141,13 @@ class PartitionOptions:
         ),
     ] = None
     micro_batches: Annotated[int, _option(_PLAN, "Micro-batches of one optimizer step.")] = 8
-    staleness: Annotated[str, _option(_PLAN, "stash: count the weight versions that it keeps.")] = (
-        "none"
-    )
+    staleness: Annotated[
+        str,
+        _option(
+            _PLAN,
+            "Methods of an asynchronous run, joined by +, whose copies of weights are counted.",
+        ),
+    ] = "none"
     optimizer: Annotated[
         str,
         _option(
@@ -266,7 +270,8 @@ _TRAIN_HELP = {
     "replicas": "Copies of the whole pipeline, each with micro-batches of its own; gradients are "
     "averaged. [default: the plan's, those of single stages too; of ddp one a process]",
     "check_replicas": "Steps between comparisons of all replicas' weights; 0: only at the start.",
-    "staleness": "Of an asynchronous schedule: backward with live weights, or with a stash.",
+    "staleness": "Methods of an asynchronous schedule, joined by +: stash (the default), none, .. "
+    "(docs/asynchronous.md has all).",
     "micro_batches": "Micro-batches of one optimizer step, in each replica (ddp: in all).",
     "micro_batch_size": "Samples of a micro-batch; by default the plan's.",
     "global_batch_size": "Samples of one step, instead of one of the two above.",

@@ -196,8 +196,8 @@ def _optimized(problem: Problem) -> _Change:
 
 
 def _unstashed(problem: Problem) -> _Change:
-    if problem.setting.stash:
-        yield "--staleness none", _with(problem, replace(problem.setting, stash=False))
+    if problem.setting.staleness != "none":
+        yield "--staleness none", _with(problem, replace(problem.setting, staleness="none"))
 
 
 def _with(problem: Problem, setting: Setting) -> Problem:

@@ -101,7 +101,7 @@ class Setting:
     schedule: str = "async-1f1b"
     micro_batches: int = 8
     recompute: str = "none"
-    stash: bool = False
+    staleness: str = "none"
     optimizer: str = "adamw"
     memory_limit: int | None = None
     ranks: tuple[RankSpec, ...] = ()

@@ -18,6 +18,7 @@ PURE = {
         "schedules",
         "schedule_text",
         "validation",
+        "weight_copies",
     ),
     *("dependencies", "lowering", "simulate", "timeline", "drawing", "forecast", "traffic"),
     *("interleaving", "zero_bubble", "replicated", "scheduler", "activity", "idle", "trace"),

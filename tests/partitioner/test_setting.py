@@ -13,6 +13,7 @@ from asyncpipe.partitioner.cost import stage_sums
 from asyncpipe.partitioner.cost_graph import costs_of
 from asyncpipe.partitioner.running import make_setting
 from asyncpipe.partitioner.setting import DEPTH, OPTIMIZER_COPIES
+from asyncpipe.runtime.binding import Binder
 from asyncpipe.runtime.errors import PlanError
 from asyncpipe.runtime.program import passages
 from asyncpipe.runtime.schedule import count_in_flight
@@ -59,12 +60,12 @@ def test_versions_are_the_copies_that_a_stash_keeps() -> None:
         )
         setting = make_setting(stages, micro_batches=step_every, staleness="stash")
         for stage, row in enumerate(made.ranks):
-            weights, stash = WeightVersions(stage, nn.Linear(1, 1)), make_staleness("stash")
+            weights = WeightVersions(stage, nn.Linear(1, 1))
+            binder = Binder(weights, make_staleness("stash"))
             known, most = passages(row, {stage: 0}, 0), 0
             for action in row:
                 if action.kind == "F":
-                    stash.before_forward(weights, known[stage, action.index])
-                    weights.went_forward(action.index)
+                    binder.forward(known[stage, action.index], repeats=False)
                 elif action.kind == "B":
                     weights.went_backward(action.index)
                 else:
@@ -148,7 +149,7 @@ def test_a_tensor_in_the_memory_of_another_is_saved_as_that() -> None:
         ({"optimizer": "adamv"}, 'no optimizer "adamv". Did you mean adam'),
         ({"staleness": "stashed"}, 'no staleness "stashed". Did you mean stash'),
         ({"micro_batches": 0}, "0 micro-batches make no step"),
-        ({"schedule": "1f1b", "staleness": "stash"}, "1f1b has only one"),
+        ({"schedule": "1f1b", "staleness": "stash"}, "under 1f1b no weights are stale"),
         ({"memory_limit": "lots"}, "--memory-limit lots is no size of memory"),
     ],
 )
