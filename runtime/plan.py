@@ -17,7 +17,7 @@ from .errors import PlanError
 from .schedules import ASYNCHRONOUS
 from .sizes import evaluate_size
 
-SCHEMA = 4
+SCHEMA = 5
 
 _SHORT_DTYPES = {
     "float64": "f64", "float32": "f32", "float16": "f16", "bfloat16": "bf16",
