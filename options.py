@@ -151,7 +151,9 @@ class PartitionOptions:
     optimizer: Annotated[
         str,
         _option(
-            _PLAN, "Whose copies of the weights are counted: adamw, adam, momentum (of sgd), sgd."
+            _PLAN,
+            "Whose copies of the weights are counted: adamw, adam, nadam, muon, soap, sutskever, "
+            "momentum (of sgd), sgd.",
         ),
     ] = "adamw"
     recompute: Annotated[

@@ -190,7 +190,10 @@ def _optimized(problem: Problem) -> _Change:
     for name in {
         "adamw": ("momentum", "sgd"),
         "adam": ("momentum", "sgd"),
+        "nadam": ("momentum", "sgd"),
+        "muon": ("momentum", "sgd"),
         "momentum": ("sgd",),
+        "sutskever": ("sgd",),
     }.get(problem.setting.optimizer, ()):
         yield f"--optimizer {name}", _with(problem, replace(problem.setting, optimizer=name))
 

@@ -41,9 +41,19 @@ from .cost import Bools, Costs, Floats, Link, StageSums, seen_over
 
 Recompute = Literal["none", "auto", "all"]
 
-# What an optimizer keeps of each parameter: moments, momentum.
+# What an optimizer keeps of each parameter: moments, momentum. Muon has one of hidden matrices, and
+# of the rest as AdamW two, which is counted of all. What SOAP has beside is in the costs.
 OPTIMIZER_COPIES: Mapping[str, int] = MappingProxyType(
-    {"adamw": 2, "adam": 2, "sgd": 0, "momentum": 1}
+    {
+        "adamw": 2,
+        "adam": 2,
+        "sgd": 0,
+        "momentum": 1,
+        "sutskever": 1,
+        "nadam": 2,
+        "muon": 2,
+        "soap": 2,
+    }
 )
 
 

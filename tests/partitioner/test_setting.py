@@ -15,6 +15,8 @@ from asyncpipe.partitioner.running import make_setting
 from asyncpipe.partitioner.setting import DEPTH, OPTIMIZER_COPIES
 from asyncpipe.runtime.binding import Binder
 from asyncpipe.runtime.errors import PlanError
+from asyncpipe.runtime.optimizers.soap import Soap
+from asyncpipe.runtime.optimizers.sutskever import Sutskever
 from asyncpipe.runtime.program import passages
 from asyncpipe.runtime.schedule import count_in_flight
 from asyncpipe.runtime.schedules import ASYNCHRONOUS, SCHEDULES, make_schedule
@@ -76,14 +78,18 @@ def test_versions_are_the_copies_that_a_stash_keeps() -> None:
 
 @pytest.mark.parametrize("name", OPTIMIZER_COPIES)
 def test_optimizers_keep_as_many_copies_as_counted(name: str) -> None:
-    weight = nn.Parameter(torch.ones(1000))
+    weight = nn.Parameter(torch.ones(1000, 1) if name == "soap" else torch.ones(1000))
     made = {
         "adamw": lambda: torch.optim.AdamW([weight]),
         "adam": lambda: torch.optim.Adam([weight]),
         "sgd": lambda: torch.optim.SGD([weight]),
         "momentum": lambda: torch.optim.SGD([weight], momentum=0.9),
+        "sutskever": lambda: Sutskever([weight], lr=0.1),
+        "nadam": lambda: torch.optim.NAdam([weight]),
+        "muon": lambda: torch.optim.AdamW([weight]),  # for what is no hidden matrix
+        "soap": lambda: Soap([weight], lr=0.1, largest=1),
     }[name]()
-    weight.grad = torch.ones(1000)
+    weight.grad = torch.ones_like(weight)
     made.step()
     kept = sum(
         value.numel()
