@@ -66,6 +66,11 @@ class Delays:
         """The largest delay."""
         return -(-self.ahead[stage] // self.step_every)
 
+    def has(self, stage: int, micro_batch: int, forward: int, backward: int) -> bool:
+        """Whether a ledger's entry is that of the closed form."""
+        expected = self.forward(stage, micro_batch), self.backward(micro_batch)
+        return (forward, backward) == expected
+
     def ledger(self, micro_batches: int) -> Iterator[tuple[int, int, int, int]]:
         """Stage, micro-batch, version at its forward and at its backward, of the whole segment."""
         for micro_batch in range(self.first_micro_batch, self.first_micro_batch + micro_batches):

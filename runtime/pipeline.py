@@ -315,7 +315,7 @@ class Pipeline:
             if where in run.split:
                 weights.add_gradients(micro_batch)
             else:
-                run.recorder.ledger.append(weights.went_backward(micro_batch))
+                run.recorder.passage(weights.went_backward(micro_batch))
         run.mailbox.made(action)
         for channel in run.mailbox.outgoing("gradient", action.stage):
             run.mailbox.put(channel, action.index, gradients[channel.name])
@@ -325,7 +325,7 @@ class Pipeline:
         with run.recorder.timing(action):
             self.stages[action.stage].weight_backward(micro_batch)
             weights = self.weights[action.stage]
-            run.recorder.ledger.append(weights.went_backward(micro_batch))
+            run.recorder.passage(weights.went_backward(micro_batch))
 
     def _step(self, run: Run, action: Action) -> Generator[Handle, None, None]:
         weights, staleness = self.weights[action.stage], self.staleness[action.stage]

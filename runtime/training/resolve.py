@@ -13,6 +13,7 @@ from ..data.task import Task, find_task
 from ..errors import PlanError
 from ..plan import Plan
 from ..replication.replicas import in_words, with_replicas
+from .asynchronous import resolve_asynchronous, resolve_samples
 from .half import check_precision
 from .recompute import with_recompute
 from .scaler import INITIAL
@@ -64,7 +65,7 @@ def resolve(settings: Settings, plan: Plan, *, architecture: str = "") -> tuple[
     _check_batch_norm(settings, plan)
     task = find_task(plan, criterion=criterion, architecture=architecture)
     settings = with_replicas(settings, plan)
-    batch = _batch(settings, plan)
+    settings = resolve_samples(replace(settings, **_batch(settings, plan)))
     step = _optimization(settings, plan, task)
     filled = replace(
         settings,
@@ -72,9 +73,8 @@ def resolve(settings: Settings, plan: Plan, *, architecture: str = "") -> tuple[
         loss_scale=INITIAL
         if settings.is_scaled and not settings.loss_scale
         else settings.loss_scale,
-        staleness=_staleness(settings),
         seq=_sequence(settings, plan),
-        **batch,
+        **resolve_asynchronous(settings),
         **step,
     )
     check_precision(filled)
@@ -219,17 +219,6 @@ def _sequence(settings: Settings, plan: Plan) -> int | None:
             _with_seq(plan.command, asked),
         )
     return asked
-
-
-def _staleness(settings: Settings) -> str | None:
-    if settings.is_async:
-        return settings.staleness or "stash"
-    if settings.staleness == "stash":
-        raise SettingsError(
-            f"--staleness stash, but under {settings.schedule} no weights are stale.",
-            "--schedule async-1f1b --staleness stash",
-        )
-    return None
 
 
 def _optimization(settings: Settings, plan: Plan, task: Task) -> dict[str, Any]:
