@@ -6,10 +6,10 @@ other processes used at most 4 % of the cores meanwhile. A configuration may be 
 slower for as long as its processes live, by where in memory it came to lie: so there are several
 groups, one after the other, that build the configurations in different orders. The ceiling is that
 of independent copies of the plain model, one a process, which nothing that computes the same can
-pass. An asynchronous sample is what the slowest
-rank does between its first step and its last, as in a run that goes on. Its step comes after every
-batch, or with k = 1 after every micro-batch. The processes keep the
-memory that they free, as ranks of `asyncpipe-train` do; torch's configurations gain by that too.
+pass. An asynchronous sample is what the slowest rank does between its first step and its last, as
+in a run that goes on; it steps after every batch, or with k = 1 after every micro-batch. The
+processes keep the memory that they free, as ranks of `asyncpipe-train` do; torch's configurations
+gain by that too.
 
 With `--memory` each pipeline has processes of its own, and what they need at their peak is
 measured.
