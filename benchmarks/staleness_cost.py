@@ -73,15 +73,15 @@ class Training:
             weight_decay=0.01,
         )
         self._optimizers = {j: StageOptimizer(module, settings) for j, module in modules.items()}
-        self._pipe = Pipeline(
+        self.pipe = Pipeline(
             plan,
             modules,
             LocalHub(1).transport(0),
             rank_of_stage=[0] * STAGES,
             staleness=made.methods,
         )
-        self._pipe.attach(self._optimizers)
-        self._observer = Stepping(self._pipe, self._optimizers)
+        self.pipe.attach(self._optimizers)
+        self._observer = Stepping(self.pipe, self._optimizers)
         self._schedule = make_schedule(
             "async-1f1b",
             stages=STAGES,
@@ -94,13 +94,13 @@ class Training:
     def turn(self) -> float:
         """Core milliseconds of a micro-batch."""
         start_s = time.process_time()
-        self._pipe.run(self._schedule, lambda i: self._batch[i], observer=self._observer)
+        self.pipe.run(self._schedule, lambda i: self._batch[i], observer=self._observer)
         return 1e3 * (time.process_time() - start_s) / MICRO_BATCHES
 
     @property
     def kept_bytes(self) -> list[int]:
         """What each stage has beside its live weights."""
-        return [kept_bytes(binder) for _, binder in sorted(self._pipe.binders.items())]
+        return [kept_bytes(binder) for _, binder in sorted(self.pipe.binders.items())]
 
 
 class Stepping(StepOptimizers):
@@ -154,8 +154,8 @@ def measure(folder: Path, configurations: list[Configuration], rounds: int) -> l
             own / other for own, other in zip(taken[made], baseline, strict=True)
         )
         params = [
-            sum(tensor.nbytes for tensor in binder.weights.live.values())
-            for _, binder in sorted(trainings[made]._pipe.binders.items())
+            sum(tensor.nbytes for tensor in weights.live.values())
+            for _, weights in sorted(trainings[made].pipe.weights.items())
         ]
         counted = [
             weight_copies(made.methods, STAGES - 1 - stage, made.step_every) * size
@@ -180,8 +180,8 @@ def show(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         kept, counted = (sum(row[key]) / 1e6 for key in ("kept_bytes", "counted_bytes"))
         print(
-            f"{row['methods']:34} {row['optimizer']:10} {row['step_every']:2} {row['core_ms']:8.2f} "
-            f"{row['extra_work']:+6.1%} {kept:8.1f} {counted:11.1f}"
+            f"{row['methods']:34} {row['optimizer']:10} {row['step_every']:2} "
+            f"{row['core_ms']:8.2f} {row['extra_work']:+6.1%} {kept:8.1f} {counted:11.1f}"
         )
 
 
