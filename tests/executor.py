@@ -27,10 +27,14 @@ from asyncpipe.tests.oracle import Gradients, Optimize
 
 
 def lowered(
-    model: HandModel, name: str, micro_batches: int, step_every: int | None = None
+    model: HandModel, name: str, micro_batches: int, step_every: int | None = None, **options: Any
 ) -> Schedule:
     schedule = make_schedule(
-        name, stages=len(model.stages), micro_batches=micro_batches, step_every=step_every
+        name,
+        stages=len(model.stages),
+        micro_batches=micro_batches,
+        step_every=step_every,
+        **options,
     )
     return lower(schedule, forward_edges(model.plan), grad_edges=gradient_edges(model.plan))
 
