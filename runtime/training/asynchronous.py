@@ -102,6 +102,11 @@ def resolve_samples(settings: Settings) -> Settings:
     if settings.left_over:
         _check_short_step(settings)
         steps += 1
+    if settings.steps not in (Settings.steps, steps):
+        raise SettingsError(
+            f"--samples {settings.samples} are {steps} steps, but --steps is {settings.steps}.",
+            "Leave one of them out.",
+        )
     if not steps:
         raise SettingsError(
             f"--samples {settings.samples} are fewer than the {whole} of one step.",
