@@ -94,7 +94,7 @@ def test_a_bound_micro_batch_gets_the_gradients_of_its_own_version() -> None:
     module.zero_grad()
 
     weights = WeightVersions(0, module)
-    leaves = weights.bind(0)
+    leaves = weights.bind(0, weights.live_view)
     assert "frozen.weight" not in leaves and "matrix" in leaves
     weights.went_forward(0)
     loss = torch.func.functional_call(module, dict(leaves), (x,)).square().sum()
@@ -111,15 +111,15 @@ def test_a_bound_micro_batch_gets_the_gradients_of_its_own_version() -> None:
 
 def test_a_buffer_of_the_ring_is_used_again() -> None:
     weights = WeightVersions(0, nn.Linear(2, 2))
-    first = weights.bind(0)
+    first = weights.bind(0, weights.live_view)
     weights.went_forward(0)
-    assert weights.bind(1) is first
+    assert weights.bind(1, weights.live_view) is first
     weights.went_forward(1)
     weights.stepped()
     weights.went_backward(0)
     assert weights.copies_held == 1
     weights.went_backward(1)
-    second = weights.bind(2)
+    second = weights.bind(2, weights.live_view)
     assert second["weight"] is first["weight"]
     assert (weights.copies_made, weights.ring_size, weights.copies_held) == (2, 1, 1)
 
