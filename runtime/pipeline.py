@@ -396,4 +396,4 @@ class Pipeline:
 
 def _situation(schedule: Schedule, stage: int) -> Situation:
     ahead = 0 if schedule.synchronous else schedule.in_flight[stage] - 1
-    return Situation(stage, schedule.stages, ahead, schedule.step_every)
+    return Situation(stage, schedule.stages, ahead, schedule.step_every, schedule.synchronous)
