@@ -188,7 +188,7 @@ def test_real_processes_equal_the_oracle() -> None:
 @pytest.mark.parametrize("stages", [2, 3, 4])
 def test_every_configuration_in_real_processes_equals_the_oracle(stages: int) -> None:
     names = ["chain", "tied"]
-    check_processes(stages, [*itertools.product(names, [1, 2, 4], OPTIMIZERS, METHODS)])
+    check_processes(stages, [*itertools.product(names, [1, 2, 4], OPTIMIZERS, REFERENCES)])
 
 
 def test_one_stage_is_plain_training() -> None:
