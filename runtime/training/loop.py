@@ -275,7 +275,8 @@ class _Run:
     def end(self, cores: int) -> None:
         """Writes the weights, exports them if asked to, and reports the end of the run."""
         settings, folder, world = self._settings, self._job.folder, self._world
-        save_weights(self._plan, settings, folder, self._modules, world, self._activities)
+        with self._pipeline.settled():
+            save_weights(self._plan, settings, folder, self._modules, world, self._activities)
         tell_end(
             self._plan,
             self._job.planned,
