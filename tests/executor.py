@@ -240,6 +240,7 @@ class Planned:
     optimizer: torch.optim.Optimizer
     factors: Factors
     weights: WeightVersions
+    annealing_steps: int = 4
 
     def future_lr(self, steps: int) -> tuple[float, ...]:
         return tuple(self.factors(self.weights.version + 1 + step) for step in range(steps))

@@ -90,7 +90,11 @@ def announce(
         ("ranks", describe_ranks(grid_of(schedule, settings.replicas), transport, machine)),
         ("algorithm", describe_algorithm(schedule, settings)),
         *describe_schedule(schedule, settings),
-        *([("staleness", describe_delays(schedule))] if settings.is_async else []),
+        *(
+            [("staleness", describe_delays(delays_of(schedule, settings)))]
+            if settings.is_async
+            else []
+        ),
         ("batch", batch_identity(settings, task)),
         ("data", data),
         ("optimizer", describe_optimizer(settings, schedule.delays)),
@@ -164,7 +168,7 @@ def describe_algorithm(schedule: Schedule, settings: Settings) -> str:
         if schedule.replicas:
             told += f", summed over {describe_stages(schedule.replicas)}"
         return told
-    delays = delays_of(schedule)
+    delays = delays_of(schedule, settings)
     worst = max(range(schedule.stages), key=delays.most)
     late = f"{delays.most(worst)} step{'' if delays.most(worst) == 1 else 's'}"
     if settings.staleness == "stash":
