@@ -1,8 +1,8 @@
 """Every command and every Python block shown in the documents runs.
 
 Commands are the lines of `sh` blocks. They run in order, in one folder a document, with the
-examples beside them; only the number of steps is made small. A command that ends in `# exit code 1`
-fails, and the document shows what it says.
+examples beside them; only the number of steps is made small, and the processes are forks with the
+imports done. A command that ends in `# exit code 1` fails, and the document shows what it says.
 """
 
 import contextlib
@@ -14,13 +14,13 @@ import pkgutil
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 import asyncpipe
+from asyncpipe.tests.quick_python import bin_folder
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -55,7 +55,7 @@ def shortened(command: list[str]) -> list[str]:
 def test_every_command_shown_runs(document: Path, tmp_path: Path) -> None:
     for folder in ("examples", "benchmarks"):
         (tmp_path / folder).symlink_to(ROOT / folder)
-    scripts = Path(sys.executable).parent
+    scripts = bin_folder()
     environment = os.environ | {"PATH": f"{scripts}:{os.environ['PATH']}"}
     for line, command in zip(lines_of_shell(document), commands(document), strict=True):
         if command[0] in SETUP:

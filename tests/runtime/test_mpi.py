@@ -1,4 +1,7 @@
-"""Ranks that talk over MPI: the thread that makes progress, what may be missing, and whole runs."""
+"""Ranks that talk over MPI: the thread that makes progress, what may be missing, and whole runs.
+
+Where a test looks for the processes of ranks they are of the real interpreter.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ from asyncpipe.runtime.transports.mpi import (
     mpiexec,
 )
 from asyncpipe.tests.mpi_processes import run_mpi, stop
-from asyncpipe.tests.quick_python import run
+from asyncpipe.tests.quick_python import bin_folder, run
 from asyncpipe.tests.runtime.handmade import FAILING, write_mlp
 from asyncpipe.tests.runtime.silent_reporter import FACTORY
 
@@ -166,7 +169,7 @@ def imported(tmp_path: Path, package: str, **environment: str) -> str:
         "try: load_mpi()\n"
         "except TransportError as error: sys.exit(str(error))"
     )
-    command = [sys.executable, "-c", program]
+    command = [bin_folder() / "python", "-c", program]
     result = subprocess.run(
         command, env=os.environ | environment, capture_output=True, text=True, timeout=60
     )
@@ -199,7 +202,7 @@ def test_a_lower_thread_level_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "MPICH Version:" in text and "MPI_THREAD_MULTIPLE" in text
     program = "from asyncpipe.runtime.transports.mpi import load_mpi; load_mpi()"
     result = subprocess.run(
-        [sys.executable, "-c", program],
+        [bin_folder() / "python", "-c", program],
         env=os.environ | {"MPI4PY_RC_THREAD_LEVEL": "serialized"},
         capture_output=True,
         text=True,
@@ -234,11 +237,16 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def command(*arguments: object, launcher: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+REAL = Path(sys.executable)
+
+
+def command(
+    *arguments: object, launcher: tuple[str, ...] = (), python: Path | None = None
+) -> subprocess.Popen[str]:
     program = "from asyncpipe.cli import train; train()"
     given = [*map(str, arguments), "--transport", "mpi", "--threads", "1", "--log-every", "1"]
     return subprocess.Popen(
-        [*launcher, sys.executable, "-c", program, *given],
+        [*launcher, python or bin_folder() / "python", "-c", program, *given],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -246,8 +254,8 @@ def command(*arguments: object, launcher: tuple[str, ...] = ()) -> subprocess.Po
     )
 
 
-def mpirun(ranks: int, *arguments: object) -> subprocess.Popen[str]:
-    return command(*arguments, launcher=(mpiexec(), "-n", str(ranks)))
+def mpirun(ranks: int, *arguments: object, python: Path | None = None) -> subprocess.Popen[str]:
+    return command(*arguments, launcher=(mpiexec(), "-n", str(ranks)), python=python)
 
 
 def finished(start: subprocess.Popen[str], limit_s: float = 90) -> tuple[int, str, str]:
@@ -300,7 +308,8 @@ def test_a_failing_rank_ends_all_under_mpirun_and_its_sentence_is_shown(
 
 
 def test_a_killed_rank_ends_all_under_mpirun(folders: Path, tmp_path: Path) -> None:
-    start = mpirun(2, folders / "slow", "--steps", 10_000, "--output", tmp_path / "run")
+    given = ("--steps", 10_000, "--output", tmp_path / "run")
+    start = mpirun(2, folders / "slow", *given, python=REAL)
     pids = ranks_of(tmp_path / "run")
     os.kill(pids[1], signal.SIGKILL)
     killed_s = time.monotonic()
@@ -342,8 +351,10 @@ def assert_gone(pids: dict[int, int]) -> None:
 # The command by itself, which calls mpiexec
 
 
-def by_itself(folder: Path, output: Path, *arguments: object) -> subprocess.Popen[str]:
-    return command(folder, "--output", output, *arguments)
+def by_itself(
+    folder: Path, output: Path, *arguments: object, python: Path | None = None
+) -> subprocess.Popen[str]:
+    return command(folder, "--output", output, *arguments, python=python)
 
 
 def test_without_mpirun_the_command_starts_its_ranks_with_mpiexec(
@@ -357,7 +368,7 @@ def test_without_mpirun_the_command_starts_its_ranks_with_mpiexec(
 
 
 def test_a_killed_rank_is_named(folders: Path, tmp_path: Path) -> None:
-    start = by_itself(folders / "slow", tmp_path / "run", "--steps", 10_000)
+    start = by_itself(folders / "slow", tmp_path / "run", "--steps", 10_000, python=REAL)
     pids = ranks_of(tmp_path / "run")
     os.kill(pids[1], signal.SIGKILL)
     killed_s = time.monotonic()
@@ -379,7 +390,7 @@ def test_a_failing_rank_ends_all_and_its_sentence_is_shown(folders: Path, tmp_pa
 
 
 def test_an_interrupted_run_ends_with_one_line(folders: Path, tmp_path: Path) -> None:
-    start = by_itself(folders / "slow", tmp_path / "run", "--steps", 10_000)
+    start = by_itself(folders / "slow", tmp_path / "run", "--steps", 10_000, python=REAL)
     pids = ranks_of(tmp_path / "run")
     os.killpg(start.pid, signal.SIGINT)  # as a terminal does
     code, out, error = finished(start)
@@ -389,7 +400,7 @@ def test_an_interrupted_run_ends_with_one_line(folders: Path, tmp_path: Path) ->
 
 
 def test_ranks_do_not_outlive_a_killed_command(folders: Path, tmp_path: Path) -> None:
-    start = by_itself(folders / "slow", tmp_path / "run", "--steps", 10_000)
+    start = by_itself(folders / "slow", tmp_path / "run", "--steps", 10_000, python=REAL)
     pids = ranks_of(tmp_path / "run")
     start.kill()
     finished(start)
