@@ -2,7 +2,8 @@
 
 Commands are the lines of `sh` blocks. They run in order, in one folder a document, with the
 examples beside them; only the number of steps is made small, and the processes are forks with the
-imports done. A command that ends in `# exit code 1` fails, and the document shows what it says.
+imports done, but for MPI's. A command that ends in `# exit code 1` fails, and the document shows
+what it says.
 """
 
 import contextlib
@@ -14,6 +15,7 @@ import pkgutil
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -55,18 +57,17 @@ def shortened(command: list[str]) -> list[str]:
 def test_every_command_shown_runs(document: Path, tmp_path: Path) -> None:
     for folder in ("examples", "benchmarks"):
         (tmp_path / folder).symlink_to(ROOT / folder)
-    scripts = bin_folder()
-    environment = os.environ | {"PATH": f"{scripts}:{os.environ['PATH']}"}
     for line, command in zip(lines_of_shell(document), commands(document), strict=True):
         if command[0] in SETUP:
             continue
+        scripts = Path(sys.executable).parent if "mpi" in command else bin_folder()
         is_ours = command[0] not in SHELL
         assert not is_ours or (scripts / command[0]).exists(), f"{command[0]} is not a command"
         name, *arguments = shortened(command)
         result = subprocess.run(
             [scripts / name if is_ours else name, *arguments],
             cwd=tmp_path,
-            env=environment,
+            env=os.environ | {"PATH": f"{scripts}:{os.environ['PATH']}"},
             capture_output=True,
             text=True,
             timeout=300,

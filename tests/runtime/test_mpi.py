@@ -1,7 +1,4 @@
-"""Ranks that talk over MPI: the thread that makes progress, what may be missing, and whole runs.
-
-Where a test looks for the processes of ranks they are of the real interpreter.
-"""
+"""Ranks that talk over MPI: the thread that makes progress, what may be missing, and whole runs."""
 
 from __future__ import annotations
 
@@ -237,16 +234,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-REAL = Path(sys.executable)
-
-
-def command(
-    *arguments: object, launcher: tuple[str, ...] = (), python: Path | None = None
-) -> subprocess.Popen[str]:
+def command(*arguments: object, launcher: tuple[str, ...] = ()) -> subprocess.Popen[str]:
     program = "from asyncpipe.cli import train; train()"
     given = [*map(str, arguments), "--transport", "mpi", "--threads", "1", "--log-every", "1"]
     return subprocess.Popen(
-        [*launcher, python or bin_folder() / "python", "-c", program, *given],
+        [*launcher, sys.executable, "-c", program, *given],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -254,8 +246,8 @@ def command(
     )
 
 
-def mpirun(ranks: int, *arguments: object, python: Path | None = None) -> subprocess.Popen[str]:
-    return command(*arguments, launcher=(mpiexec(), "-n", str(ranks)), python=python)
+def mpirun(ranks: int, *arguments: object) -> subprocess.Popen[str]:
+    return command(*arguments, launcher=(mpiexec(), "-n", str(ranks)))
 
 
 def finished(start: subprocess.Popen[str], limit_s: float = 90) -> tuple[int, str, str]:
@@ -308,8 +300,7 @@ def test_a_failing_rank_ends_all_under_mpirun_and_its_sentence_is_shown(
 
 
 def test_a_killed_rank_ends_all_under_mpirun(folders: Path, tmp_path: Path) -> None:
-    given = ("--steps", 10_000, "--output", tmp_path / "run")
-    start = mpirun(2, folders / "slow", *given, python=REAL)
+    start = mpirun(2, folders / "slow", "--steps", 10_000, "--output", tmp_path / "run")
     pids = ranks_of(tmp_path / "run")
     os.kill(pids[1], signal.SIGKILL)
     killed_s = time.monotonic()
@@ -351,10 +342,8 @@ def assert_gone(pids: dict[int, int]) -> None:
 # The command by itself, which calls mpiexec
 
 
-def by_itself(
-    folder: Path, output: Path, *arguments: object, python: Path | None = None
-) -> subprocess.Popen[str]:
-    return command(folder, "--output", output, *arguments, python=python)
+def by_itself(folder: Path, output: Path, *arguments: object) -> subprocess.Popen[str]:
+    return command(folder, "--output", output, *arguments)
 
 
 def test_without_mpirun_the_command_starts_its_ranks_with_mpiexec(
@@ -368,7 +357,7 @@ def test_without_mpirun_the_command_starts_its_ranks_with_mpiexec(
 
 
 def test_a_killed_rank_is_named(folders: Path, tmp_path: Path) -> None:
-    start = by_itself(folders / "slow", tmp_path / "run", "--steps", 10_000, python=REAL)
+    start = by_itself(folders / "slow", tmp_path / "run", "--steps", 10_000)
     pids = ranks_of(tmp_path / "run")
     os.kill(pids[1], signal.SIGKILL)
     killed_s = time.monotonic()
@@ -390,7 +379,7 @@ def test_a_failing_rank_ends_all_and_its_sentence_is_shown(folders: Path, tmp_pa
 
 
 def test_an_interrupted_run_ends_with_one_line(folders: Path, tmp_path: Path) -> None:
-    start = by_itself(folders / "slow", tmp_path / "run", "--steps", 10_000, python=REAL)
+    start = by_itself(folders / "slow", tmp_path / "run", "--steps", 10_000)
     pids = ranks_of(tmp_path / "run")
     os.killpg(start.pid, signal.SIGINT)  # as a terminal does
     code, out, error = finished(start)
@@ -400,7 +389,7 @@ def test_an_interrupted_run_ends_with_one_line(folders: Path, tmp_path: Path) ->
 
 
 def test_ranks_do_not_outlive_a_killed_command(folders: Path, tmp_path: Path) -> None:
-    start = by_itself(folders / "slow", tmp_path / "run", "--steps", 10_000, python=REAL)
+    start = by_itself(folders / "slow", tmp_path / "run", "--steps", 10_000)
     pids = ranks_of(tmp_path / "run")
     start.kill()
     finished(start)
