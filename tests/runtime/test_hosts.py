@@ -200,7 +200,7 @@ def test_two_hosts_under_mpiexec_make_the_losses_of_one(
         )
         remote.chmod(0o755)
         start = (mpiexec(), "-launcher", "ssh", "-launcher-exec", str(remote), "-iface", "eth0")
-        # MPI's ranks are not found behind the processes that stand for them.
+        # Ranks that end with MPI_Finalize take the real interpreter.
         scripts = REAL if transport == "mpi" else None
         command = (train(scripts), str(folder / "generated"), *same_run(tmp_path / "run"))
         ranks = ("-n", "4", "-hosts", "h1:2,h2:2", *command, "--transport", transport, *more)
