@@ -82,9 +82,9 @@ class _OfVelocity:
         squares = self._squares.get(weight)
         if squares is None:
             return torch.zeros_like(weight)
-        size = (squares / (1 - G ** self._counts[weight])).sqrt_().add_(EPSILON)
+        mean = squares / (1 - G ** self._counts[weight])
         rate = 1.0 if self._rates is None else self._rates.largest(weight, rule)
-        return size.mul_(rate)
+        return mean.sqrt_().add_(EPSILON).mul_(rate)
 
     def begin(self, live: Live, rules: Rules) -> None:
         if self._rates is not None:
@@ -111,8 +111,8 @@ class _OfGradients:
         squares = self._squares.setdefault(weight, torch.zeros_like(gradient))
         squares.mul_(memory).addcmul_(own, own, value=1 - memory)
         self._counts[weight] = count = self._counts.get(weight, 0) + 1
-        size = (squares / (1 - memory**count)).sqrt_().add_(EPSILON)
-        return size.mul_(self._rates.largest(weight, rule))
+        mean = squares / (1 - memory**count)
+        return mean.sqrt_().add_(EPSILON).mul_(self._rates.largest(weight, rule))
 
     def begin(self, live: Live, rules: Rules) -> None:
         self._rates.see(live, rules)
