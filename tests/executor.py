@@ -30,10 +30,14 @@ Factors = Callable[[int], float]
 
 
 def lowered(
-    model: HandModel, name: str, micro_batches: int, step_every: int | None = None
+    model: HandModel, name: str, micro_batches: int, step_every: int | None = None, **options: Any
 ) -> Schedule:
     schedule = make_schedule(
-        name, stages=len(model.stages), micro_batches=micro_batches, step_every=step_every
+        name,
+        stages=len(model.stages),
+        micro_batches=micro_batches,
+        step_every=step_every,
+        **options,
     )
     return lower(schedule, forward_edges(model.plan), grad_edges=gradient_edges(model.plan))
 
