@@ -107,7 +107,7 @@ class _OfGradients:
         self._counts: dict[Tensor, int] = {}
 
     def of(self, weight: Tensor, rule: Rule, gradient: Tensor) -> Tensor:
-        memory, own = G ** (1 / self._step_every), gradient * self._step_every
+        memory, own = float(G ** (1 / self._step_every)), gradient * self._step_every
         squares = self._squares.setdefault(weight, torch.zeros_like(gradient))
         squares.mul_(memory).addcmul_(own, own, value=1 - memory)
         self._counts[weight] = count = self._counts.get(weight, 0) + 1
