@@ -33,16 +33,6 @@ from .xpipe import XPipe
 METHODS: dict[str, type[Staleness]] = {
     "none": LiveWeights,
     "stash": Stash,
-    "2bw": TwoBuffered,
-    "pipemare": PipeMare,
-    "pipemare-rate": PipeMareRate,
-    "delay-rate": DelayRate,
-    "gap-aware": GapAware,
-    "gap-aware-loss": GapAwareLoss,
-    "dc-asgd": DelayCompensated,
-    "dc-asgd-adaptive": AdaptivelyCompensated,
-    "error-feedback": ErrorFeedback,
-    "spike-compensation": SpikeCompensation,
     "msnag": Msnag,
     "aggmsnag": AggregatedMsnag,
     "partial-gradient": PartialGradient,
@@ -54,6 +44,16 @@ METHODS: dict[str, type[Staleness]] = {
     "pipeoptim": PipeOptim,
     "nesterov-last": LastStageNesterov,
     "schedule-aware": ScheduleAware,
+    "2bw": TwoBuffered,
+    "pipemare": PipeMare,
+    "pipemare-rate": PipeMareRate,
+    "delay-rate": DelayRate,
+    "gap-aware": GapAware,
+    "gap-aware-loss": GapAwareLoss,
+    "dc-asgd": DelayCompensated,
+    "dc-asgd-adaptive": AdaptivelyCompensated,
+    "error-feedback": ErrorFeedback,
+    "spike-compensation": SpikeCompensation,
 }
 """Name of a staleness method -> its class."""
 
@@ -66,8 +66,8 @@ _DECISIONS: Mapping[Part, str] = {
 }
 MOMENTUM = frozenset({"sgd", "sutskever", "muon"})
 ADAM = frozenset({"adam", "adamw", "nadam"})
-KNOWN_STEP_SIZES = ("sgd", "sutskever", "adam", "adamw")
 VELOCITY = frozenset({"sgd", "sutskever"})
+KNOWN_STEP_SIZES = ("sgd", "sutskever", "adam", "adamw")
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ Need = Literal[
     "rates",
 ]
 """What a method cannot do without: the weights of the forward when the gradient is there; a second
-forward; an optimizer with a momentum buffer, or with Adam's two moments; SGD with momentum; one
+forward; an optimizer with a momentum buffer, with Adam's two moments, SGD with momentum, or one
 whose steps' sizes are known from its state; windows of more micro-batches than any stage runs
 ahead; an optimizer whose momentum is in the units of weights, one whose last step has a direction,
 one that goes on without gradients, one with a momentum of Nesterov's; another method that expects
@@ -110,6 +110,7 @@ class Outlook:
 
     @property
     def annealing_steps(self) -> int:
+        """Those of the optimizer."""
         return self.steps.annealing_steps
 
     def future_lr(self, steps: int) -> tuple[float, ...]:
