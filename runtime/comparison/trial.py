@@ -1,0 +1,201 @@
+"""Settings -> the losses of one run, with all stages in this process.
+
+The stages are run by the pipeline's executor in the order that they have in the schedule, so the
+weights are those of asyncpipe-train to the last bit. Only the time is not: that is simulated. The
+losses of the evaluation data are taken between two steps, while micro-batches are in flight, of
+the live weights of all stages at the same version: nothing is drained for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch import nn
+
+from ..activity import Activities
+from ..data.order import Order
+from ..launching.jobs import make_job
+from ..launching.world import World
+from ..loading import load_stage
+from ..pipeline import Pipeline, needed_inputs
+from ..schedule import Action, Schedule
+from ..schedules import make_schedule
+from ..tensors import dtype_of
+from ..training.criterion import find_criterion
+from ..training.evaluation import Evaluation
+from ..training.finite import LossError
+from ..training.loop import Job
+from ..training.observer import Trainer
+from ..training.segments import lowered, segments
+from ..training.settings import Settings
+from ..training.sources import Feed, open_data, prepare_data
+from ..training.step_batch import StepBatch
+from ..transports import LocalHub
+from ..watching.gather import RankFigures
+from .rounds import in_rounds
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Losses of a run: `evaluated` of the evaluation data after so many steps, `trained` the mean
+    over the steps since the last evaluation. `end` says why a run ended early, if it did."""
+
+    steps: tuple[int, ...]
+    evaluated: tuple[float, ...]
+    trained: tuple[float, ...]
+    end: str = ""
+
+    @property
+    def last(self) -> float:
+        """The last loss of the evaluation data; infinite for a run that ended early."""
+        return math.inf if self.end or not self.evaluated else self.evaluated[-1]
+
+
+def train_alone(settings: Settings, folder: Path, *, sync_start: int = 0) -> Curve:
+    """Trains so and evaluates after every `eval_every` steps and at the end.
+
+    The first `sync_start` steps are synchronous; each of them is clipped as the others are. What
+    the data needs on disk is left in `folder`. A loss that is no number ends the run, which is part
+    of its curve. Raises AsyncPipeError where settings and plan do not fit.
+    """
+    return _Trial(make_job(settings, folder), sync_start).train()
+
+
+class _Trial:
+    """One run: its stages, their optimizers and its losses so far."""
+
+    def __init__(self, job: Job, sync_start: int) -> None:
+        settings, plan, world = job.settings, job.plan, World()
+        self._settings, self._plan, self._sync_start = settings, plan, sync_start
+        prepare_data(settings, job.task, job.folder)
+        data = open_data(settings, job.task, plan, job.folder)
+        stages = range(len(plan.stages))
+        self._modules: dict[int, nn.Module] = {
+            j: load_stage(settings.folder, job.planned, j, weights=settings.weights)
+            .to(dtype_of(settings.dtype))
+            .train()
+            for j in stages
+        }
+        self._pipeline = self._make_pipeline(settings.staleness or "none")
+        batch = StepBatch.of(settings)
+        fields = needed_inputs(plan, stages, criterion=settings.criterion is not None)
+        self._feed = Feed(data.train, Order(len(data.train), settings.seed), batch, fields)
+        self._batch = batch
+        delays = self._segment(1).delays
+        self._trainer = _Steps(
+            plan,
+            self._modules,
+            settings,
+            world,
+            self._stepped,
+            lr_scale=self._pipeline.lr_scale,
+            delays=delays,
+        )
+        self._trainer.after_step = self._evaluate_if_due
+        self._pipeline.attach(self._trainer.optimizers)
+        assert data.evaluation is not None
+        size = settings.micro_batch_size or 1
+        self._evaluation = Evaluation(
+            plan,
+            job.task,
+            Feed(data.evaluation, None, StepBatch((size,)), fields),
+            world,
+            Activities(),
+            schedule=self._segment(1),
+            batches=min(settings.eval_batches, len(data.evaluation) // size),
+        )
+        self._evaluating = self._make_pipeline("none")
+        self._losses: list[float] = []
+        self._points: list[tuple[int, float, float]] = []
+        self._is_due = False
+
+    def train(self) -> Curve:
+        end = ""
+        try:
+            for segment in _pieces(self._settings, self._sync_start):
+                is_sync = segment.start < self._sync_start
+                first = self._batch.first_of(segment.start, 0)
+                self._trainer.start_segment(segment.start + 1, first)
+                self._pipeline.run(
+                    self._segment(len(segment), is_sync=is_sync),
+                    self._feed,
+                    first_micro_batch=first,
+                    observer=self._trainer,
+                    sizes=None if self._batch.is_even else self._sizes * len(segment),
+                    loss_scale=self._trainer.loss_scale,
+                )
+        except LossError as error:
+            end = error.what
+        steps, evaluated, trained = zip(*self._points, strict=True) if self._points else ((),) * 3
+        return Curve(steps, evaluated, trained, end)
+
+    @property
+    def _sizes(self) -> list[dict[str, int]]:
+        return [{**self._plan.sizes, "batch": size} for size in self._batch.sizes]
+
+    def _make_pipeline(self, staleness: str) -> Pipeline:
+        settings = self._settings
+        return Pipeline(
+            self._plan,
+            self._modules,
+            LocalHub(1).transport(0),
+            rank_of_stage=(0,) * len(self._modules),
+            staleness=staleness,
+            criterion=find_criterion(settings.criterion) if settings.criterion else None,
+            seed=settings.seed,
+            batch_norm_per_step=settings.batch_norm == "mini-batch",
+        )
+
+    def _segment(self, steps: int, *, is_sync: bool = False) -> Schedule:
+        """The schedule of so many steps, on one rank."""
+        stages, every = len(self._modules), self._settings.micro_batches or 1
+        if is_sync or not self._settings.is_async:
+            made = make_schedule("single", stages=stages, micro_batches=every)
+        else:
+            made = in_rounds(
+                make_schedule(
+                    self._settings.schedule,
+                    stages=stages,
+                    micro_batches=every * steps,
+                    step_every=every,
+                )
+            )
+        return lowered(self._plan, made, check=False)
+
+    def _stepped(self, figures: RankFigures) -> None:
+        """All stages have made a step, the last of them not quite."""
+        self._losses.append(figures.loss)
+        step, every = len(self._losses), self._settings.eval_every
+        self._is_due = step == self._settings.steps or bool(every and step % every == 0)
+
+    def _evaluate_if_due(self) -> None:
+        if not self._is_due:
+            return
+        self._is_due = False
+        step = len(self._losses)
+        since = self._losses[self._points[-1][0] if self._points else 0 :]
+        loss = self._evaluation(self._evaluating, step).loss
+        self._points.append((step, loss, sum(since) / len(since)))
+
+
+class _Steps(Trainer):
+    """A trainer that says when a step is over and the stage's weights are at rest."""
+
+    after_step: Callable[[], None]
+
+    def on_action(self, action: Action, start_s: float, end_s: float) -> None:
+        super().on_action(action, start_s, end_s)
+        if action.kind == "S":
+            self.after_step()
+
+
+def _pieces(settings: Settings, sync_start: int) -> Iterator[range]:
+    """The segments of asyncpipe-train without evaluations in between; the first steps alone."""
+    start = min(sync_start, settings.steps)
+    yield from (range(step, step + 1) for step in range(start))
+    if start < settings.steps:
+        rest = replace(settings, steps=settings.steps - start, warmup=0, eval_every=0)
+        yield from (range(part.start + start, part.stop + start) for part in segments(rest))
