@@ -68,7 +68,7 @@ class HalfBlocks(nn.Module):
 
 def text(
     halves: int = 8,
-    width: int = 64,
+    width: int = 32,
     heads: int = 4,
     tokens: int = 64,
     vocabulary: int = 128,

@@ -1,10 +1,10 @@
 """A text such as `stash:muon,lr=0.003` -> how one run differs from the others.
 
-    sync                        synchronous, the optimizer and learning rates of the command
-    none, stash, ..             asynchronous, with that --staleness (several joined by +)
-    stash:muon                  with an optimizer of its own
-    stash:adamw,lr=0.001        and with options of asyncpipe-train of its own
-    stash,sync-start=0.1        the first tenth of the steps synchronous
+sync                        synchronous, the optimizer and learning rates of the command
+none, stash, ..             asynchronous, with that --staleness (several joined by +)
+stash:muon                  with an optimizer of its own
+stash:adamw,lr=0.001        and with options of asyncpipe-train of its own
+stash,sync-start=0.1        the first tenth of the steps synchronous
 """
 
 from __future__ import annotations
@@ -39,13 +39,12 @@ class Method:
 
     def __str__(self) -> str:
         """As it is written."""
-        options = {**self.own, **({"sync_start": self.sync_start} if self.sync_start else {})}
-        return self.staleness + "".join(
-            [
-                f":{self.optimizer}" if self.optimizer else "",
-                *(f",{name.replace('_', '-')}={_written(value)}" for name, value in options.items()),
-            ]
-        )
+        options = dict(self.own)
+        if self.sync_start:
+            options["sync_start"] = self.sync_start
+        written = (f",{name.replace('_', '-')}={_written(own)}" for name, own in options.items())
+        optimizer = f":{self.optimizer}" if self.optimizer else ""
+        return "".join([self.staleness, optimizer, *written])
 
 
 def read_method(text: str) -> Method:
