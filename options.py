@@ -142,13 +142,19 @@ class PartitionOptions:
         ),
     ] = None
     micro_batches: Annotated[int, _option(_PLAN, "Micro-batches of one optimizer step.")] = 8
-    staleness: Annotated[str, _option(_PLAN, "stash: count the weight versions that it keeps.")] = (
-        "none"
-    )
+    staleness: Annotated[
+        str,
+        _option(
+            _PLAN,
+            "Methods of an asynchronous run, joined by +, whose copies of weights are counted.",
+        ),
+    ] = "none"
     optimizer: Annotated[
         str,
         _option(
-            _PLAN, "Whose copies of the weights are counted: adamw, adam, momentum (of sgd), sgd."
+            _PLAN,
+            "Whose copies of the weights are counted: adamw, adam, nadam, muon, soap, sutskever, "
+            "momentum (of sgd), sgd.",
         ),
     ] = "adamw"
     recompute: Annotated[
@@ -262,12 +268,17 @@ class PartitionOptions:
 _TRAIN_HELP = {
     "schedule": "Synchronous: gpipe, 1f1b, interleaved, looped-bfs, zb-h1, zb-h2, zb-v, seq, "
     "single (one process), auto (computed from measured costs), ddp (the whole model in each "
-    "process); asynchronous: async-1f1b; or a text file.",
+    "process); asynchronous: async-1f1b, virtual-stages-1f1b, 2bw; or a text file.",
     "ranks": "Processes that share the stages; by default as the schedule or the plan has it.",
     "replicas": "Copies of the whole pipeline, each with micro-batches of its own; gradients are "
     "averaged. [default: the plan's, those of single stages too; of ddp one a process]",
     "check_replicas": "Steps between comparisons of all replicas' weights; 0: only at the start.",
-    "staleness": "Of an asynchronous schedule: backward with live weights, or with a stash.",
+    "staleness": "Methods of an asynchronous schedule, joined by +: stash (the default), none, .. "
+    "(docs/asynchronous.md has all).",
+    "ahead": "Forwards that stages run ahead: 2x the usual, at most 1, or of each: 5,3,1,0.",
+    "staleness_cap": "The most steps that weights may be stale; stages run less far ahead for it.",
+    "flush_every": "Steps between drains of an asynchronous pipeline; 0: at evaluations only.",
+    "sync_start": "The first steps that are synchronous 1f1b: 20, or 5% of all.",
     "micro_batches": "Micro-batches of one optimizer step, in each replica (ddp: in all).",
     "micro_batch_size": "Samples of a micro-batch; by default the plan's.",
     "global_batch_size": "Samples of one step, instead of one of the two above.",
@@ -275,6 +286,9 @@ _TRAIN_HELP = {
     "data": "shakespeare, python-docs, digits, clusters, a file or folder, or file.py:function.",
     "tokenizer": "Of text: bytes, bpe:4096 (trained on it) or a tokenizer.json.",
     "steps": "Optimizer steps.",
+    "samples": "Samples to train on, instead of --steps; epochs follow each other without a drain.",
+    "remainder": "Of --samples that are not enough for a step: drop them, or make a short last "
+    "step with as much less weight (proportional).",
     "optimizer": "The optimizer of every stage.",
     "lr": "Learning rate.",
     "momentum": "Of sgd and sutskever (0.9), and of muon (0.95).",

@@ -145,6 +145,12 @@ def _ending(summary: Summary) -> list[str]:
         f"  idle       {_parts(summary.idle_parts)}",
         f"  output     {summary.output}",
     ]
+    if late := summary.staleness:
+        told = f"{late.delay_mean:.3g} steps in the mean, {late.delay_max} at most; the ledger "
+        told += "equals the closed form"
+        if late.unexpected:
+            told = f"{late.unexpected} of {late.passages} passages differ from the closed form"
+        lines.insert(2, f"  staleness  {told}")
     if summary.simulated_step_ms is not None:
         lines.insert(
             2,

@@ -224,7 +224,7 @@ def _setting(solution: Solution, talk: Talk) -> Setting:
         schedule=setting.schedule,
         micro_batches=setting.micro_batches,
         recompute=setting.recompute,
-        stash=setting.stash,
+        staleness=setting.staleness,
         optimizer=setting.optimizer,
         memory_limit=min((limit for limit in limits if limit is not None), default=None),
         ranks=solution.rank_specs

@@ -33,6 +33,7 @@ from .capture.guards import is_guard
 from .prices import Prices, num_bytes
 from .profiler import CPU_CORE, Profile
 from .recompute import Recomputation
+from .rotations import rotation_bytes
 from .walk import NodeCost, storage_makers
 from .weight_part import weight_ms
 
@@ -54,7 +55,8 @@ def build_graph(
     one stage.
     Further node attributes: `label` (for people), `names` (fx nodes), `saved` {storage: bytes},
     `saved_as` {tensor: storage that it is in},
-    `saved_bytes`, `transient_bytes`, `param_bytes`, `buffer_bytes`, `flops`, `depth`.
+    `saved_bytes`, `transient_bytes`, `param_bytes`, `buffer_bytes`, `flops`, `depth`,
+    `rotation_bytes` (that SOAP keeps beside moments).
     """
     order = [node for node in capture.graph.nodes if node.op not in (*_EXTERNAL, "output")]
     again = again or Recomputation(capture, Prices.of(profile))
@@ -253,6 +255,7 @@ def _costs(members: list[fx.Node], profile: Profile, owners: _TensorNames) -> di
         "parameters": parameters,
         "param_bytes": sum(parameters.values()),
         "buffer_bytes": sum(buffers.values()),
+        "rotation_bytes": rotation_bytes(owners.linear_maps_of(members)),
     }
 
 
@@ -275,12 +278,27 @@ class _TensorNames:
         self.first_name: dict[int, str] = {}
         for name, tensor in tensors:
             self.first_name.setdefault(id(tensor), name)
+        self._tables = {
+            id(parameter)
+            for module in model.modules()
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+            for parameter in module.parameters(recurse=False)
+        }
 
     def parameters_of(self, nodes: Iterable[fx.Node]) -> Iterator[tuple[str, int]]:
         return self._found(nodes, parameters=True)
 
     def buffers_of(self, nodes: Iterable[fx.Node]) -> Iterator[tuple[str, int]]:
         return self._found(nodes, parameters=False)
+
+    def linear_maps_of(self, nodes: Iterable[fx.Node]) -> Collection[Tensor]:
+        """The parameters that are no embedding's, each once."""
+        found = {id(tensor): tensor for node in nodes for tensor in self._read(node)}
+        return [
+            tensor
+            for name, tensor in found.items()
+            if isinstance(tensor, nn.Parameter) and name not in self._tables
+        ]
 
     def _found(self, nodes: Iterable[fx.Node], *, parameters: bool) -> Iterator[tuple[str, int]]:
         for node in nodes:

@@ -190,14 +190,17 @@ def _optimized(problem: Problem) -> _Change:
     for name in {
         "adamw": ("momentum", "sgd"),
         "adam": ("momentum", "sgd"),
+        "nadam": ("momentum", "sgd"),
+        "muon": ("momentum", "sgd"),
         "momentum": ("sgd",),
+        "sutskever": ("sgd",),
     }.get(problem.setting.optimizer, ()):
         yield f"--optimizer {name}", _with(problem, replace(problem.setting, optimizer=name))
 
 
 def _unstashed(problem: Problem) -> _Change:
-    if problem.setting.stash:
-        yield "--staleness none", _with(problem, replace(problem.setting, stash=False))
+    if problem.setting.staleness != "none":
+        yield "--staleness none", _with(problem, replace(problem.setting, staleness="none"))
 
 
 def _with(problem: Problem, setting: Setting) -> Problem:

@@ -11,6 +11,7 @@ from typing import TypedDict, cast, get_args
 
 from ..runtime.errors import PlanError
 from ..runtime.schedules import ASYNCHRONOUS, AUTO, SCHEDULES, make_schedule, natural_ranks
+from ..runtime.weight_copies import KEEPS
 from .setting import OPTIMIZER_COPIES, Device, Recompute, Setting
 
 
@@ -20,7 +21,7 @@ class Running(TypedDict, total=False):
     `schedule` is asynchronous when none is named (None). `ranks` share the stages, by default
     as many as the schedule has for them: mostly one a stage. `memory_limit` is of every rank:
     bytes, or a text such as "11GiB". `recompute` is "auto" (where a stage does not fit otherwise),
-    "all" or "none"; `staleness` "none", or "stash" for one that keeps weight versions.
+    "all" or "none"; `staleness` has methods of an asynchronous run, joined by +.
     """
 
     schedule: str | None
@@ -53,7 +54,8 @@ def make_setting(
     check_choice("schedule", schedule, (*SCHEDULES, AUTO))
     check_choice("recompute", recompute, get_args(Recompute))
     check_choice("optimizer", optimizer, OPTIMIZER_COPIES)
-    check_choice("staleness", staleness, ("none", "stash"))
+    for method in staleness.split("+"):
+        check_choice("staleness", method, KEEPS)
     if micro_batches < 1:
         raise PlanError(f"{micro_batches} micro-batches make no step.", "--micro-batches 8")
     if schedule == "single" and stages > 1:
@@ -61,9 +63,9 @@ def make_setting(
             f"single runs all {stages} stages in one process, so nothing is balanced.",
             "Plan for 1f1b; asyncpipe-train --schedule single runs any plan.",
         )
-    if staleness == "stash" and schedule not in ASYNCHRONOUS:
+    if staleness != "none" and schedule not in ASYNCHRONOUS:
         raise PlanError(
-            f"--staleness stash keeps versions of weights, and {schedule} has only one.",
+            f"--staleness {staleness}, but under {schedule} no weights are stale.",
             "--schedule async-1f1b",
         )
     if ranks is not None and (ranks < 1 or devices):
@@ -86,7 +88,7 @@ def make_setting(
         micro_batches=micro_batches,
         recompute=cast(Recompute, recompute),
         optimizer=optimizer,
-        stash=staleness == "stash",
+        staleness=staleness,
         overlap=overlap,
     )
 

@@ -5,7 +5,7 @@ Position j of k is the j-th rank of the pipeline. For one micro-batch
     load(S)   = work(S) + talk(S), or max(work(S), talk(S)) on a link that overlaps with computing
     work(S)   = forward(S) + backward(S), and forward(S) once more with recomputation
     talk(S)   = send(S) + receive(S): a rank that sends and receives pays for both in turn
-    memory(S) = params x (1 + gradient + optimizer copies + stashed versions) + buffers
+    memory(S) = params x (1 + gradient + optimizer copies + staleness copies) + buffers
               + W_j x saved, or W_j x received + saved with recomputation
               + boundary tensors on their way + the most that one operation needs beside
 
@@ -35,14 +35,25 @@ import numpy as np
 
 from ..runtime.plan import StageMemory
 from ..runtime.schedules import ASYNCHRONOUS
-from .actions import scheduled, stashed_versions
+from ..runtime.weight_copies import weight_copies
+from .actions import scheduled
 from .cost import Bools, Costs, Floats, Link, StageSums, seen_over
 
 Recompute = Literal["none", "auto", "all"]
 
-# What an optimizer keeps of each parameter: moments, momentum.
+# What an optimizer keeps of each parameter: moments, momentum. Muon has one of hidden matrices, and
+# of the rest as AdamW two, which is counted of all. What SOAP has beside is in the costs.
 OPTIMIZER_COPIES: Mapping[str, int] = MappingProxyType(
-    {"adamw": 2, "adam": 2, "sgd": 0, "momentum": 1}
+    {
+        "adamw": 2,
+        "adam": 2,
+        "sgd": 0,
+        "momentum": 1,
+        "sutskever": 1,
+        "nadam": 2,
+        "muon": 2,
+        "soap": 2,
+    }
 )
 
 
@@ -77,8 +88,8 @@ class Setting:
 
     `links[j]` joins ranks j and j + 1; None means the link of the costs everywhere.
     With `by_load` the score of a stage is its load under a synchronous schedule too.
-    `optimizer` says how many further copies of the parameters there are; with `stash` every weight
-    version in flight is kept. With `overlap` the transfers of one micro-batch go on while another
+    `optimizer` says how many further copies of the parameters there are, `staleness` how many more
+    an asynchronous run keeps. With `overlap` the transfers of one micro-batch go on while another
     one is computed. Where rank j stands for `replicas[j]` equal ones, they share its micro-batches
     and sum their gradients over `exchange[j]` once a step. Where several stages are on a rank there
     is a position for each, and `rank_of_stage` has their ranks; `held` are the micro-batches in
@@ -91,7 +102,7 @@ class Setting:
     micro_batches: int = 8
     recompute: Recompute = "none"
     optimizer: str = "adamw"
-    stash: bool = False
+    staleness: str = "none"
     overlap: bool = False
     by_load: bool = False
     replicas: tuple[int, ...] = ()
@@ -164,15 +175,17 @@ class Setting:
         depth = max(1, -(-ranks_from_here // replicas))
         return depth if self.is_asynchronous else min(depth, self.shared_micro_batches)
 
-    def versions(self, position: int) -> int:
-        """Weight versions kept beside the live one."""
-        if not (self.stash and self.is_asynchronous):
+    def versions(self, position: int, *, recompute: bool = False) -> int:
+        """Copies of the weights that staleness methods keep beside the live ones."""
+        if not self.is_asynchronous:
             return 0
-        return stashed_versions(self.in_flight(position) - 1, self.micro_batches)
+        ahead = self.in_flight(position) - 1
+        return weight_copies(self.staleness, ahead, self.micro_batches, recomputes=recompute)
 
     def memory_bytes(self, position: int, sums: StageSums, *, recompute: bool) -> Floats:
         """Peak bytes of the rank at `position`: the formula above."""
-        copies = 1 + 1 + OPTIMIZER_COPIES[self.optimizer] + self.versions(position)
+        copies = 1 + 1 + OPTIMIZER_COPIES[self.optimizer]
+        copies += self.versions(position, recompute=recompute)
         activations = self._activation_bytes(position, sums, recompute=recompute)
         transport = self._transport_bytes(position, sums, recompute=recompute)
         fixed = copies * sums.param_bytes + sums.buffer_bytes
@@ -188,7 +201,7 @@ class Setting:
             parameters=param_bytes,
             gradients=param_bytes,
             optimizer=OPTIMIZER_COPIES[self.optimizer] * param_bytes,
-            versions=self.versions(position) * param_bytes,
+            versions=self.versions(position, recompute=recompute) * param_bytes,
             buffers=int(sums.buffer_bytes),
             activations=int(activations),
             transport=int(transport),

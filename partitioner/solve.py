@@ -19,6 +19,7 @@ from .evaluate import Evaluation, StageLoad, crossing_bytes, evaluate
 from .infeasible import NothingFits
 from .makespan import bottleneck_bound_ms, shortest_step, step_bound_ms
 from .problem import DoesNotFit, Placement, Problem, Rules
+from .rotations import with_rotations
 from .running import Running, check_choice, make_setting
 from .setting import Setting
 from .several import on_ranks, place_several, rank_bound_ms, rank_of_stage_in, several_bound_ms
@@ -144,7 +145,7 @@ def solve(
     link = link or Link()
     setting = setting or make_setting(stages, overlap=link.overlap, **running)
     _check_ranks(stages, setting)
-    costs = costs_of(graph, link)
+    costs = with_rotations(costs_of(graph, link), graph, setting.optimizer)
     slowest_link = max(setting.links or (link,), key=lambda each: each.transfer_ms(1e6))
     costs = with_exchanges(costs, setting.micro_batches, slowest_link)
     may_cut = _allowed_cuts(costs, granularity)

@@ -48,8 +48,8 @@ class Binder:
         view = next((v for m in self._forward if (v := m.forward_view(weights, passage))), None)
         leaves = None
         if view is not None or self._binds(passage, repeats=repeats):
-            # What every backward fills anew needs one set of leaves, however many are in flight.
-            is_refilled = self._backward and not (self._keeps or repeats)
+            # What every pass fills anew needs one set of leaves, however many are in flight.
+            is_refilled = not self._keeps and (self._backward or repeats)
             slot = "refilled" if is_refilled else None
             leaves = weights.bind(passage.micro_batch, view or weights.live_view, slot=slot)
         weights.went_forward(passage.micro_batch)

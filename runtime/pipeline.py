@@ -327,7 +327,7 @@ class Pipeline:
             if where in run.split:
                 self.weights[action.stage].add_gradients(micro_batch)
             else:
-                run.recorder.ledger.append(binder.finish(run.passages[where]))
+                run.recorder.passage(binder.finish(run.passages[where]))
         run.mailbox.made(action)
         for channel in run.mailbox.outgoing("gradient", action.stage):
             run.mailbox.put(channel, action.index, gradients[channel.name])
@@ -337,7 +337,7 @@ class Pipeline:
         with run.recorder.timing(action):
             self.stages[action.stage].weight_backward(micro_batch)
             passage = run.passages[action.stage, action.index]
-            run.recorder.ledger.append(self._binders[action.stage].finish(passage))
+            run.recorder.passage(self._binders[action.stage].finish(passage))
 
     def _step(self, run: Run, action: Action) -> Generator[Handle, None, None]:
         version = self.weights[action.stage].version + 1

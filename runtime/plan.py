@@ -17,7 +17,7 @@ from .errors import PlanError
 from .schedules import ASYNCHRONOUS
 from .sizes import evaluate_size
 
-SCHEMA = 4
+SCHEMA = 5
 
 _SHORT_DTYPES = {
     "float64": "f64", "float32": "f32", "float16": "f16", "bfloat16": "bf16",
@@ -101,7 +101,7 @@ class Setting:
     schedule: str = "async-1f1b"
     micro_batches: int = 8
     recompute: str = "none"
-    stash: bool = False
+    staleness: str = "none"
     optimizer: str = "adamw"
     memory_limit: int | None = None
     ranks: tuple[RankSpec, ...] = ()

@@ -23,9 +23,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from .alternating import alternate
 from .errors import ScheduleError
 from .schedule import Action, Schedule, one_step
-from .schedules import alternate
 
 REPLICATED: tuple[str, ...] = ("gpipe", "1f1b")
 """The schedules whose single stages may have replicas."""

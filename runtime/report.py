@@ -41,6 +41,9 @@ class Observer:
         """The stage made its last backward before the step to `version`: its `.grad` are complete,
         but for parameters that other stages hold too, whose `.grad` are None until `on_step`."""
 
+    def on_passage(self, entry: LedgerEntry) -> None:
+        """The backward of a micro-batch is over, at the versions of the entry."""
+
     def on_step(self, stage: int, version: int) -> None:
         """The stage's `.grad` are complete: step its optimizer to `version` (from 1 on)."""
 
@@ -100,6 +103,10 @@ class Recorder:
         if self._keep_events:
             self._events.append((action, start_s, end_s))
         self.observer.on_action(action, start_s, end_s)
+
+    def passage(self, entry: LedgerEntry) -> None:
+        self.ledger.append(entry)
+        self.observer.on_passage(entry)
 
     def loss(self, micro_batch: int, loss: Tensor) -> None:
         self.losses[micro_batch] = loss

@@ -10,15 +10,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import TypedDict, Unpack
 
+from .alternating import alternating
+from .asynchronous import ASYNCHRONOUS, DEFAULT_CAP, async_1f1b, capped, depths
 from .dependencies import Edge
 from .errors import ScheduleError
+from .folding import fold
 from .interleaving import interleaved, looped_bfs
-from .schedule import Action, Schedule, count_versions, one_step
+from .schedule import Action, Schedule, one_step
 from .scheduler.blocks import blocks_of
 from .scheduler.fit import Fit, fit_schedule
 from .scheduler.tasks import Tasks
 from .simulate import Costs
 from .zero_bubble import zb_h1, zb_h2, zb_v
+
+__all__ = ["ASYNCHRONOUS", "SCHEDULES", "SYNCHRONOUS", "VIRTUAL", "alternating", "async_1f1b"]
 
 
 def gpipe(stages: int, micro_batches: int) -> Schedule:
@@ -66,70 +71,6 @@ def single(stages: int, micro_batches: int) -> Schedule:
     return one_step("single", [row], [0] * stages)
 
 
-def async_1f1b(
-    stages: int, micro_batches: int, step_every: int, warmup: Sequence[int] | None = None
-) -> Schedule:
-    """1f1b without a flush: every stage steps after each `step_every`-th backward and goes on.
-
-    `micro_batches` are those of the whole segment, which is drained at its end. `warmup` gives
-    the forwards that each stage runs ahead, by default p-1-j; deeper hides slow links and makes
-    the weights staler, shallower the reverse. PipeDream (SOSP 2019) is `step_every` 1 with
-    stashed weights.
-
-    >>> print(async_1f1b(2, 4, step_every=2))
-    rank 0: 0F0@v0 0F1@v0 0B0@v0 0F2@v0 0B1@v0 0S1 0F3@v1 0B2@v1 0B3@v1 0S2
-    rank 1: 1F0@v0 1B0@v0 1F1@v0 1B1@v0 1S1 1F2@v1 1B2@v1 1F3@v1 1B3@v1 1S2
-    """
-    ahead = [stages - 1 - stage for stage in range(stages)] if warmup is None else list(warmup)
-    if len(ahead) != stages or sorted(ahead, reverse=True) != ahead or min(ahead) < 0:
-        raise ScheduleError(
-            f"warmup {ahead} does not fit {stages} stages: it needs one number for each, "
-            "and no stage can run further ahead than the one before it."
-        )
-    if micro_batches % step_every:
-        raise ScheduleError(
-            f"a segment of {micro_batches} micro-batches cannot have a step every {step_every}: "
-            f"the last {micro_batches % step_every} would be lost.",
-            f"Use {micro_batches - micro_batches % step_every + step_every} micro-batches.",
-        )
-    return alternating("async-1f1b", micro_batches, ahead=ahead, step_every=step_every)
-
-
-def alternating(
-    name: str, micro_batches: int, *, ahead: Sequence[int], step_every: int | None = None
-) -> Schedule:
-    """Stage j, on rank j, runs `ahead[j]` forwards, then a forward and a backward in turn, then
-    the backwards that are left. It steps after each `step_every`-th backward, and then the
-    schedule is asynchronous; or once, at the end, and then it is synchronous.
-    """
-    rows = (
-        alternate(stage, micro_batches, forwards, step_every or micro_batches)
-        for stage, forwards in enumerate(ahead)
-    )
-    return Schedule(
-        name=name,
-        stages=len(ahead),
-        micro_batches=micro_batches,
-        step_every=step_every or micro_batches,
-        synchronous=step_every is None,
-        ranks=tuple(tuple(count_versions(row)) for row in rows),
-        rank_of_stage=tuple(range(len(ahead))),
-        in_flight=tuple(forwards + 1 for forwards in ahead),
-    )
-
-
-def alternate(stage: int, micro_batches: int, ahead: int, step_every: int) -> Iterator[Action]:
-    """One rank's actions of such a schedule."""
-    for index in range(min(ahead, micro_batches)):
-        yield Action(stage, "F", index)
-    for index in range(micro_batches):
-        if index + ahead < micro_batches:
-            yield Action(stage, "F", index + ahead)
-        yield Action(stage, "B", index)
-        if (index + 1) % step_every == 0:
-            yield Action(stage, "S", (index + 1) // step_every)
-
-
 SYNCHRONOUS: Mapping[str, Callable[[int, int], Schedule]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
@@ -147,13 +88,19 @@ VIRTUAL: Mapping[str, Callable[[int, int, int], Schedule]] = {
 }
 """Synchronous too, of stages, micro-batches and ranks: several stages a rank."""
 
-ASYNCHRONOUS: Mapping[str, Callable[[int, int, int], Schedule]] = {"async-1f1b": async_1f1b}
-"""Of stages, micro-batches and micro-batches of a step."""
-
 SCHEDULES: tuple[str, ...] = (*SYNCHRONOUS, *VIRTUAL, *ASYNCHRONOUS)
 
 AUTO = "auto"
 """Not in a table: a schedule computed for given costs, by `fit_auto`."""
+
+
+def spelled(name: str) -> str:
+    """The name as it is in the tables, where words are joined by hyphens.
+
+    >>> spelled("virtual_stages_1f1b")
+    'virtual-stages-1f1b'
+    """
+    return name.replace("_", "-")
 
 
 def natural_ranks(name: str, stages: int) -> int:
@@ -174,20 +121,27 @@ def make_schedule(
     micro_batches: int,
     step_every: int | None = None,
     ranks: int | None = None,
+    rank_of_stage: Sequence[int] | None = None,
+    ahead: str | None = None,
+    staleness_cap: int | None = None,
     costs: Costs | None = None,
 ) -> Schedule:
     """The schedule of that name over one segment of `micro_batches`.
 
     A synchronous schedule steps once, at the end, so `step_every` is `micro_batches` or left
-    out; an asynchronous one needs it. `ranks` share the stages, by default `natural_ranks`.
-    `costs` are what `auto` goes by, by default equal ones. Raises ScheduleError for an unknown
-    name or numbers that do not fit.
+    out; an asynchronous one needs it. `ranks` share the stages, by default `natural_ranks`; of an
+    asynchronous schedule they may be any number, and `rank_of_stage` says which have which, by
+    default in turn. Its stages run as far ahead as `depths` makes of `ahead`, and no weights
+    are staler than `staleness_cap` steps. `costs` are what `auto` and the order of several stages
+    on a rank go by, by default equal ones. Raises ScheduleError for an unknown name or numbers that
+    do not fit.
 
     >>> make_schedule("1f1b", stages=4, micro_batches=8).in_flight
     (4, 3, 2, 1)
     >>> make_schedule("interleaved", stages=6, micro_batches=8, ranks=2).rank_of_stage
     (0, 1, 0, 1, 0, 1)
     """
+    name = spelled(name)
     if name not in (*SCHEDULES, AUTO):
         near = get_close_matches(name, (*SCHEDULES, AUTO), n=1)
         raise ScheduleError(
@@ -209,7 +163,11 @@ def make_schedule(
             raise ScheduleError(
                 f"{name} needs the number of micro-batches of one optimizer step, got {step_every}."
             )
-        return ASYNCHRONOUS[name](stages, micro_batches, step_every)
+        warmup = warmup_of(name, stages, step_every, ahead, staleness_cap)
+        made = ASYNCHRONOUS[name](stages, micro_batches, step_every, warmup)
+        if ranks == stages and rank_of_stage is None:
+            return made
+        return fold(made, rank_of_stage or [stage % ranks for stage in range(stages)], costs)
     if step_every not in (None, micro_batches):
         raise ScheduleError(
             f"{name} makes one optimizer step over all {micro_batches} micro-batches, "
@@ -221,6 +179,18 @@ def make_schedule(
     if name in VIRTUAL:
         return VIRTUAL[name](stages, micro_batches, ranks)
     return SYNCHRONOUS[name](stages, micro_batches)
+
+
+def warmup_of(
+    name: str, stages: int, step_every: int, ahead: str | None, staleness_cap: int | None
+) -> tuple[int, ...] | None:
+    """The forwards that each stage of an asynchronous schedule runs ahead; None: as it has them."""
+    if name == "virtual-stages-1f1b" and staleness_cap is None and ahead is not None:
+        staleness_cap = DEFAULT_CAP
+    if ahead is None and staleness_cap is None:
+        return None
+    found = depths(stages, ahead)
+    return found if staleness_cap is None else capped(found, step_every, staleness_cap)
 
 
 def _check_ranks(name: str, stages: int, ranks: int) -> None:
@@ -240,7 +210,7 @@ def _check_ranks(name: str, stages: int, ranks: int) -> None:
                 f"{name} has equally many stages on every rank, but {are}.",
                 f"--ranks {' or '.join(fitting)}, or --schedule auto",
             )
-    elif name != AUTO and ranks != (natural := natural_ranks(name, stages)):
+    elif name not in (*ASYNCHRONOUS, AUTO) and ranks != (natural := natural_ranks(name, stages)):
         has = "all stages on one rank" if name == "single" else "one stage on every rank"
         raise ScheduleError(
             f"{name} has {has}, but {are}.",

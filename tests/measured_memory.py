@@ -79,7 +79,7 @@ def peak_of_rank(rank: int, name: str, folder: Path, steps: int = 3) -> int:
             stages,
             GlooTransport(),
             criterion=torch.nn.functional.cross_entropy if case.criterion else None,
-            staleness="stash" if setting.stash else "none",
+            staleness=setting.staleness,
         )
         optimizers = {
             j: OPTIMIZERS[setting.optimizer](list(stage.parameters()) or [torch.zeros(0)])

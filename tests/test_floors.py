@@ -18,9 +18,11 @@ PURE = {
         "schedules",
         "schedule_text",
         "validation",
+        "weight_copies",
     ),
     *("dependencies", "lowering", "simulate", "timeline", "drawing", "forecast", "traffic"),
-    *("interleaving", "zero_bubble", "replicated", "scheduler", "activity", "idle", "trace"),
+    *("alternating", "asynchronous", "folding", "delays", "interleaving", "zero_bubble"),
+    *("replicated", "scheduler", "activity", "idle", "trace"),
 }
 # The check runs the files and the profile times them as the runtime will; weights have one format.
 SHARED = {"pipe", "loading", "tensors", "host_memory", "split_backward"}

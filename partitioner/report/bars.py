@@ -26,7 +26,7 @@ MEANINGS = {
     "parameters": "parameters",
     "gradients": "gradients",
     "optimizer": "optimizer state",
-    "versions": "stashed weight versions",
+    "versions": "older or predicted weights",
     "buffers": "buffers",
     "activations": "activations of all micro-batches in flight",
     "transport": "boundary tensors sent, or to be received",

@@ -5,11 +5,13 @@ Jung et al., "basis rotation", arXiv 2602.03515, algorithms 1 and 2, whose order
 
     L <- b2 L + (1 - b2) G G'        R <- b2 R + (1 - b2) G' G
     every f steps   Q <- the Q of QR(L Q), its columns first ordered by falling diag(Q' L Q); the
-                    rows or columns of V go along; likewise for R. At first Q has the eigenvectors
+                    rows or columns of V go along; likewise for R
     M <- b1 M + (1 - b1) G           V <- b2 V + (1 - b2) (Ql' G Qr)^2
     p <- (1 - lr decay) p - lr Ql [Ql' M Qr / (1 - b1^t) / (sqrt(V / (1 - b2^t)) + eps)] Qr'
 
-M is kept unrotated, so that a refresh leaves it valid. Without a rotated side this is AdamW.
+The first gradient only gives the bases, the eigenvectors of its L and R: in them it is diagonal,
+and Adam would make whole steps of the rounding errors beside. M is kept unrotated, so that a
+refresh leaves it valid. Without a rotated side this is AdamW.
 
 Late gradients harm Adam the more, the less the axes of the weights are those of the curvature:
 then each coordinate's step follows from all directions at once, and swings. Eigenbases of the
@@ -70,6 +72,8 @@ class Soap(Optimizer):
                 state = self.state[parameter]
                 if not state:
                     state.update(_first_state(parameter, group["largest"]))
+                    if _find_bases(state, parameter.grad, group["betas"][1]):
+                        continue
                 _observe(state, parameter.grad, group["betas"], group["refresh_every"])
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
                 parameter.sub_(_direction(state, group["betas"], group["eps"]), alpha=group["lr"])
@@ -93,26 +97,33 @@ def _observe(
     """Puts a gradient into all averages of the state, and refreshes the bases when it is time."""
     beta1, beta2 = betas
     state["step"] += 1
-    for side, rows in (("left", gradient), ("right", gradient.T)):
-        if side in state:
-            state[side].addmm_(rows, rows.T, beta=beta2, alpha=1 - beta2)
-    if state["step"] == 1:
-        _find_bases(state, gradient)
-    elif state["step"] % refresh_every == 0:
+    _observe_covariances(state, gradient, beta2)
+    if state["step"] % refresh_every == 0:
         _refresh_bases(state)
     rotated = _rotated(gradient, state)
     state["exp_avg"].lerp_(gradient, 1 - beta1)
     state["exp_avg_sq"].mul_(beta2).addcmul_(rotated, rotated, value=1 - beta2)
 
 
-def _find_bases(state: dict[str, Tensor], gradient: Tensor) -> None:
-    """The eigenvectors of G G' and G' G: the singular vectors of G, and any that complete them."""
+def _observe_covariances(state: dict[str, Tensor], gradient: Tensor, beta: float) -> None:
+    for side, rows in (("left", gradient), ("right", gradient.T)):
+        if side in state:
+            state[side].addmm_(rows, rows.T, beta=beta, alpha=1 - beta)
+
+
+def _find_bases(state: dict[str, Tensor], gradient: Tensor, beta: float) -> bool:
+    """Puts into a new state, if sides of it are to be rotated, the eigenvectors of G G' and G' G:
+    the singular vectors of G, and any that complete them."""
+    if not any(side in state for side in _SIDES):
+        return False
+    _observe_covariances(state, gradient, beta)
     # Where G has no numbers the run ends at its loss, with a better message than the SVD's.
     vectors = torch.linalg.svd(gradient.double().nan_to_num(), full_matrices=False)
     for side, found in (("left", vectors.U), ("right", vectors.Vh.T)):
         if side in state:
             basis = torch.linalg.qr(found, mode="complete").Q
             state[f"{side}_basis"] = basis.to(gradient.dtype)
+    return True
 
 
 def _refresh_bases(state: dict[str, Tensor]) -> None:

@@ -90,6 +90,7 @@ def tell_end(
             weights=str(folder / "weights"),
             exported=settings.export_hf,
             trace=traced[0] if traced else None,
+            staleness=watch.staleness,
         )
     )
     if traced:

@@ -20,10 +20,11 @@ from ..schedule import Schedule
 from ..schedules import AUTO
 from ..transports.choose import Choice
 from ..watching.metrics import Reporter
+from .asynchronous import delays_of, describe_delays, steps_of_start
 from .half import describe_memory, describe_precision, precision_warning
 from .remeasure import when_measured
 from .resolve import batch_identity
-from .segments import longest_segment, waiting_stages
+from .segments import longest_segment, make_segment, waiting_stages
 from .settings import Settings
 from .sources import Data
 from .transfers import with_transfers_of_run
@@ -47,7 +48,7 @@ def forecast_run(
     """
     if not all(stage.forward_ms > 0 for stage in plan.stages):
         return None
-    scale = 1.0
+    scale, steps = 1.0, min(settings.steps, 8)
     for name, size in plan.sizes.items():
         scale *= size / planned.sizes[name] if planned.sizes.get(name) else 1.0
     stages = tuple(
@@ -60,10 +61,10 @@ def forecast_run(
     )
     return forecast_step(
         with_transfers_of_run(replace(plan, stages=stages), planned, dtypes),
-        schedule.compute if schedule.synchronous else settings.schedule,
+        schedule if schedule.synchronous else make_segment(plan, settings, steps=steps),
         settings.micro_batches or 1,
         processors=max(1, cores // (settings.replicas or 1)) if settings.device == "cpu" else None,
-        steps=min(settings.steps, 8),
+        steps=steps,
         step_ms=optimizer_ms,
         shared_stages=waiting_stages(plan, settings),
     )
@@ -89,6 +90,7 @@ def announce(
         ("ranks", describe_ranks(grid_of(schedule, settings.replicas), transport, machine)),
         ("algorithm", describe_algorithm(schedule, settings)),
         *describe_schedule(schedule, settings),
+        *([("staleness", describe_delays(schedule))] if settings.is_async else []),
         ("batch", batch_identity(settings, task)),
         ("data", data),
         ("optimizer", describe_optimizer(settings, schedule.delays)),
@@ -162,19 +164,30 @@ def describe_algorithm(schedule: Schedule, settings: Settings) -> str:
         if schedule.replicas:
             told += f", summed over {describe_stages(schedule.replicas)}"
         return told
-    delays = schedule.delays
-    worst = max(delays)
-    steps = "step" if worst == 1 else "steps"
+    delays = delays_of(schedule)
+    worst = max(range(schedule.stages), key=delays.most)
+    late = f"{delays.most(worst)} step{'' if delays.most(worst) == 1 else 's'}"
     if settings.staleness == "stash":
         way = (
-            f"weight stashing: stage {delays.index(worst)} computes on weights at most {worst} "
-            f"{steps} old, forward and backward alike"
+            f"weight stashing: stage {worst} computes on weights at most {late} old, forward and "
+            "backward alike"
         )
+    elif settings.staleness == "2bw":
+        way = "two versions of the weights: every stage computes on those of the step before"
     else:
-        way = f"live weights: a backward meets weights up to {worst} {steps} newer than its forward"
-    longest = longest_segment(settings)
+        way = f"live weights: a backward meets weights up to {late} newer than its forward"
+    return f"{schedule.name}, {way}; {_when_drained(settings)}"
+
+
+def _when_drained(settings: Settings) -> str:
+    longest = min(longest_segment(settings), settings.flush_every or settings.steps)
     often = f" and every {longest} steps" if settings.steps > longest else ""
-    return f"{schedule.name}, {way}; drained at evaluations{often}"
+    told = f"drained at evaluations{often}"
+    if first := steps_of_start(settings):
+        told += f"; the first {first} steps are synchronous 1f1b"
+    if settings.left_over:
+        told += f"; the last step has {settings.left_over} micro-batches, and as much less weight"
+    return told
 
 
 def describe_schedule(schedule: Schedule, settings: Settings) -> list[tuple[str, str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -34,6 +34,7 @@ from ..watching.tracing import Tracing
 from ..watching.watch import Watch
 from ..watching.watchdog import Watchdog
 from .agreement import Agreement
+from .asynchronous import delays_of
 from .criterion import find_criterion
 from .ending import save_weights, tell_end
 from .evaluation import Evaluation
@@ -43,7 +44,7 @@ from .half import find_boundary_dtypes, precision_of
 from .observer import Trainer
 from .remeasure import Remeasuring
 from .resolve import sized_plan
-from .segments import make_segment, segments
+from .segments import Segment, make_flushed_step, make_segment, segments
 from .settings import Settings
 from .sources import Data, Feed, feed_nothing, open_data, prepare_data
 from .step_batch import StepBatch
@@ -192,7 +193,7 @@ class _Run:
             seed=settings.seed,
             batch_norm_per_step=settings.batch_norm == "mini-batch",
         )
-        self._longer: dict[int, Schedule] = {}
+        self._others: dict[Segment, Schedule] = {}
         self._gather = Gather(world, len(plan.stages))
         self._watch = Watch(settings, job.task, self._gather, reporter) if reporter else None
         self._steps = Remeasuring(
@@ -249,23 +250,27 @@ class _Run:
         ]
         self._gather.start(settings.steps)
         for segment in segments(settings):
-            first = self._batch.first_of(segment.start, world.replica)
+            steps = segment.steps
+            first = self._batch.first_of(steps.start, world.replica)
             with self._activities.during(Activity("meet", "the order of the data")):
-                self._agreement.check(segment.start * samples, len(segment) * samples)
-            self._trainer.start_segment(segment.start + 1, first)
+                self._agreement.check(steps.start * samples, len(steps) * samples)
+            schedule = self._schedule(segment)
+            delays = delays_of(schedule, first, steps.start)
+            self._trainer.start_segment(steps.start + 1, first, delays, flushed=segment.synchronous)
+            is_short = segment.micro_batches != settings.micro_batches
             self._pipeline.run(
-                self._schedule(segment),
+                schedule,
                 self._feed,
                 first_micro_batch=first,
                 observer=self._trainer,
-                sizes=None if self._batch.is_even else sizes * len(segment),
-                step_samples=samples if world.replicas > 1 else None,
+                sizes=None if self._batch.is_even else sizes * len(steps),
+                step_samples=samples if world.replicas > 1 or is_short else None,
                 loss_scale=self._trainer.loss_scale,
             )
             with self._activities.during(Activity("other", "compares the replicas' weights")):
-                self._equality.check(segment.stop)
-            if settings.eval_every and segment.stop % settings.eval_every == 0:
-                self._evaluate(segment.stop)
+                self._equality.check(steps.stop)
+            if settings.eval_every and steps.stop % settings.eval_every == 0:
+                self._evaluate(steps.stop)
         if self._evaluated is None or self._evaluated.step != settings.steps:
             self._evaluate(settings.steps)
         with self._activities.during(Activity("meet", "the figures of all steps are told")):
@@ -309,14 +314,19 @@ class _Run:
         if self._reporter is not None:
             self._reporter.on_eval(self._evaluated)
 
-    def _schedule(self, segment: range) -> Schedule:
-        """That of a segment of steps, counted from 0."""
-        steps = len(segment)
-        if steps == 1:
-            return self._steps.of_step(segment.stop)
-        if steps not in self._longer:
-            self._longer = {steps: make_segment(self._plan, self._settings, steps=steps)}
-        return self._longer[steps]
+    def _schedule(self, segment: Segment) -> Schedule:
+        steps, settings = len(segment.steps), self._settings
+        is_whole = segment.micro_batches == settings.micro_batches
+        if steps == 1 and is_whole and segment.synchronous != settings.is_async:
+            return self._steps.of_step(segment.steps.stop)
+        like = replace(segment, steps=range(steps))
+        if like not in self._others:
+            if segment.synchronous:
+                made = make_flushed_step(self._plan, settings, segment.micro_batches)
+            else:
+                made = make_segment(self._plan, settings, steps=steps)
+            self._others = {like: made}
+        return self._others[like]
 
     def _figures_until(self, step: int) -> Sequence[Sequence[RankFigures]]:
         assert self._watch is not None

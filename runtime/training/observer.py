@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import resource
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple
 from time import perf_counter, process_time
 
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..activity import Activities, Activity
+from ..delays import Delays
 from ..launching.world import World
 from ..observed import ActionObserver
 from ..optimizers.hidden import hidden_matrices
@@ -22,6 +24,7 @@ from ..plan import Plan
 from ..replication.buckets import GradientSums
 from ..replication.holders import held_parameters
 from ..schedule import Action
+from ..versions import LedgerEntry
 from ..watching.gather import RankFigures, figures_of
 from .clipping import (
     StepMessage,
@@ -99,12 +102,16 @@ class Trainer(ActionObserver):
         own = world.grid.share_of(world.rank, self._batch.sizes_of(world.replica))
         self._part = sum(own) / self._batch.samples
         self._losses: dict[int, list[tuple[Tensor, int]]] = defaultdict(list)
-        self._squares: dict[int, Tensor] = {}
+        self._passages: dict[int, list[LedgerEntry]] = defaultdict(list)
+        self._delays = Delays((0,) * self._stages, 1)
+        self._is_synchronous = not settings.is_async
+        # By the step: of several asynchronous stages one may be some steps ahead of another.
+        self._squares_of: dict[int, dict[int, Tensor]] = defaultdict(dict)
+        self._stepped: Counter[int] = Counter()
         self._complete: set[int] = set()
         self._message: StepMessage | None = None
         self._finite = Finite(settings)
         self._is_skipped = False
-        self._stepped = 0
         self._optimizer_s = 0.0
 
     @property
@@ -117,9 +124,19 @@ class Trainer(ActionObserver):
         """What the loss of the next step is multiplied by for its backwards."""
         return self._scale.value if self._scale else 1.0
 
-    def start_segment(self, step: int = 1, first_micro_batch: int = 0) -> None:
+    def start_segment(
+        self,
+        step: int = 1,
+        first_micro_batch: int = 0,
+        delays: Delays | None = None,
+        *,
+        flushed: bool = False,
+    ) -> None:
         """Forgets the time since the last step: something else was done meanwhile. `step` is the
-        first that the segment makes."""
+        first that the segment makes; `delays` are those that it should have; `flushed` says that it
+        is synchronous in an asynchronous run."""
+        self._delays = delays or Delays((0,) * self._stages, 1)
+        self._is_synchronous = flushed or not self._settings.is_async
         self.activities.step, self.activities.first_micro_batch = step, first_micro_batch
         self.activities.take()
 
@@ -127,6 +144,10 @@ class Trainer(ActionObserver):
         _, samples = self._batch.place(micro_batch)
         step = micro_batch // len(self._batch.sizes) + 1
         self._losses[step].append((loss, samples))
+
+    def on_passage(self, entry: LedgerEntry) -> None:
+        if self._settings.is_async:
+            self._passages[entry.backward_version + 1].append(entry)
 
     def on_last_backward(self, stage: int, version: int) -> None:
         if self._sums is not None:
@@ -136,7 +157,7 @@ class Trainer(ActionObserver):
         if self._sums is not None:
             with self.activities.during(Activity("other", "sends gradients to its replicas")):
                 self._sums.begin(stage)
-        elif not self._settings.is_async:
+        elif self._is_synchronous:
             self._take_own(stage, version)
 
     def _take_own(self, stage: int, version: int) -> None:
@@ -147,17 +168,18 @@ class Trainer(ActionObserver):
                 self._completed(stage, version)
 
     def on_step(self, stage: int, version: int) -> None:
-        if self._settings.is_async:
-            self._step_alone(stage, version)
-        else:
+        if self._is_synchronous:
             self._step_together(stage, version)
-        if self._stepped == len(self._optimizers):
+        else:
+            self._step_alone(stage, version)
+        if self._stepped[version] == len(self._optimizers):
             self._finish_step(version)
 
     def _step_alone(self, stage: int, version: int) -> None:
         factor = 1.0
         if self._norm_is_wanted(version):
-            self._squares[stage] = squared_norm(gradients_of(self._share[stage].counted))
+            square = squared_norm(gradients_of(self._share[stage].counted))
+            self._squares_of[version][stage] = square
             norm = math.sqrt(float(squared_norm(gradients_of(self._parameters[stage]))))
             if self._settings.clip:
                 self._finite.check_norm(version, norm, {stage: norm})
@@ -176,8 +198,9 @@ class Trainer(ActionObserver):
             self._scale.unscale(gradients_of(parameters))
         if self._norm_is_wanted(version):
             square = squared_norm(gradients_of(counted))
-            before = self._squares.get(stage)
-            self._squares[stage] = square if before is None else before + square
+            squares = self._squares_of[version]
+            before = squares.get(stage)
+            squares[stage] = square if before is None else before + square
 
     def _completed(self, stage: int, version: int) -> None:
         """With the last of the rank's stages its part of the message is on its way."""
@@ -186,7 +209,7 @@ class Trainer(ActionObserver):
             return
         losses = self._losses.get(version)
         self._message = StepMessage(
-            self._squares,
+            self._squares_of[version],
             self._stages,
             self._world.control,
             overflowed=self._scale is not None and self._scale.overflowed(),
@@ -241,9 +264,12 @@ class Trainer(ActionObserver):
             self._optimizers[stage].skip()
         else:
             scale_gradients(self._parameters[stage], factor)
-            self._optimizers[stage].step(self._lr_scale(stage, version))
+            scale = self._lr_scale(stage, version)
+            if self._settings.left_over and version == self._settings.steps:
+                scale *= self._settings.left_over / (self._settings.micro_batches or 1)
+            self._optimizers[stage].step(scale)
         self._optimizer_s += min(perf_counter() - start_s, process_time() - start_cpu_s)
-        self._stepped += 1
+        self._stepped[version] += 1
 
     @property
     def _is_agreed(self) -> bool:
@@ -258,9 +284,11 @@ class Trainer(ActionObserver):
         losses = self._losses.pop(version, None)
         if losses:
             self._finite.check_loss(version, _mean(losses))
-        is_known = bool(self._squares) and not self._is_skipped
+        met = self._passages.pop(version, [])
+        own_squares = self._squares_of.pop(version, {})
+        is_known = bool(own_squares) and not self._is_skipped
         # Replicas have the same gradients, whose squares the first one tells.
-        squares = map(float, self._squares.values()) if self._world.copy == 0 else ()
+        squares = map(float, own_squares.values()) if self._world.copy == 0 else ()
         with self.activities.during(Activity("other", "tells rank 0 of a step")):
             figures = figures_of(
                 spent,
@@ -272,9 +300,14 @@ class Trainer(ActionObserver):
                 mem_bytes=_peak_memory_bytes(),
                 loss_scale=self.loss_scale,
                 skipped=self._scale.skipped if self._scale else 0,
+                passages=len(met),
+                delays=sum(entry.delay for entry in met),
+                worst_delay=max((entry.delay for entry in met), default=0),
+                unexpected=sum(not self._delays.has(*astuple(entry)) for entry in met),
             )
             self._report(figures)
-        self._stepped, self._squares, self._optimizer_s = 0, {}, 0.0
+        del self._stepped[version]
+        self._optimizer_s = 0.0
         self._complete.clear()
         self._is_skipped = False
 

@@ -13,8 +13,7 @@ from ..data.task import Task, find_task
 from ..errors import PlanError
 from ..plan import Plan
 from ..replication.replicas import in_words, with_replicas
-from ..staleness import Conditions
-from ..staleness import check as check_staleness
+from .asynchronous import check_methods, resolve_asynchronous, resolve_samples
 from .half import check_precision
 from .recompute import with_recompute
 from .scaler import INITIAL
@@ -70,7 +69,7 @@ def resolve(settings: Settings, plan: Plan, *, architecture: str = "") -> tuple[
     _check_batch_norm(settings, plan)
     task = find_task(plan, criterion=criterion, architecture=architecture)
     settings = with_replicas(settings, plan)
-    batch = _batch(settings, plan)
+    settings = resolve_samples(replace(settings, **_batch(settings, plan)))
     step = _optimization(settings, plan, task)
     filled = replace(
         settings,
@@ -78,13 +77,12 @@ def resolve(settings: Settings, plan: Plan, *, architecture: str = "") -> tuple[
         loss_scale=INITIAL
         if settings.is_scaled and not settings.loss_scale
         else settings.loss_scale,
-        staleness=_staleness(settings),
         seq=_sequence(settings, plan),
-        **batch,
+        **resolve_asynchronous(settings),
         **step,
     )
     check_precision(filled)
-    _check_staleness(filled, plan)
+    check_methods(filled, plan)
     return filled, task
 
 
@@ -226,33 +224,6 @@ def _sequence(settings: Settings, plan: Plan) -> int | None:
             _with_seq(plan.command, asked),
         )
     return asked
-
-
-def _staleness(settings: Settings) -> str | None:
-    if settings.is_async:
-        return settings.staleness or "stash"
-    if settings.staleness not in (None, "none"):
-        raise SettingsError(
-            f"--staleness {settings.staleness}, but under {settings.schedule} no weights are "
-            "stale.",
-            f"--schedule async-1f1b --staleness {settings.staleness}",
-        )
-    return None
-
-
-def _check_staleness(settings: Settings, plan: Plan) -> None:
-    """That the staleness methods fit each other, the optimizer and the recomputation."""
-    if settings.staleness is None:
-        return
-    chosen = with_recompute(plan, settings.recompute).stages
-    conditions = Conditions(
-        optimizer=settings.optimizer or "",
-        momentum=settings.momentum or 0.0,
-        recomputes=all(stage.recompute for stage in chosen[:-1]),
-        step_every=settings.micro_batches or 1,
-        ahead=len(chosen) - 1,
-    )
-    check_staleness(settings.staleness, conditions)
 
 
 def _optimization(settings: Settings, plan: Plan, task: Task) -> dict[str, Any]:

@@ -1,16 +1,19 @@
 """Settings -> the pieces of a run that go on without a stop, and their schedules.
 
 A segment is one step of a synchronous schedule; of an asynchronous one the steps up to the next
-evaluation, after which it is drained.
+evaluation or flush, after which it is drained. Its first steps may be synchronous, and the last
+step of a run may be short: each is a segment of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..channels import forward_edges, gradient_edges, shared_stages
 from ..errors import ScheduleError
+from ..folding import fold
 from ..forecast import costs_of_plan
 from ..lowering import lower
 from ..plan import Plan
@@ -18,9 +21,10 @@ from ..replicated import replicated
 from ..replication.replicas import describe_stages, stage_replicas
 from ..schedule import Schedule
 from ..schedule_text import from_text
-from ..schedules import AUTO, VIRTUAL, fit_auto, make_schedule
+from ..schedules import ASYNCHRONOUS, AUTO, VIRTUAL, fit_auto, make_schedule, one_f_one_b
 from ..simulate import Costs
 from ..validation import validate
+from .asynchronous import steps_of_start
 from .settings import Settings
 
 MICRO_BATCHES_PER_SEGMENT = 4096
@@ -34,11 +38,33 @@ def longest_segment(settings: Settings) -> int:
     return max(1, MICRO_BATCHES_PER_SEGMENT // (settings.micro_batches or 1))
 
 
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Optimizer steps, counted from 0, that go on without a stop, in steps of so many
+    micro-batches."""
+
+    steps: range
+    micro_batches: int
+    synchronous: bool
+
+
 def make_segment(plan: Plan, settings: Settings, *, steps: int) -> Schedule:
     """The lowered schedule of `steps` optimizer steps (1 when synchronous); a single step is
     validated. Of a computed schedule it is the first, from the plan's costs. Raises ScheduleError.
     """
     return lowered(plan, _schedule(plan, settings, steps), check=steps == 1)
+
+
+def make_flushed_step(plan: Plan, settings: Settings, micro_batches: int) -> Schedule:
+    """The lowered schedule of one synchronous step of so many micro-batches, on the same ranks: of
+    an asynchronous schedule it is 1f1b. Raises ScheduleError."""
+    if not settings.is_async:
+        return make_segment(plan, replace(settings, micro_batches=micro_batches), steps=1)
+    placed = _schedule(plan, settings, 1).rank_of_stage
+    made = one_f_one_b(len(placed), micro_batches)
+    if made.rank_of_stage != placed:
+        made = fold(made, placed, costs_of_plan(plan))
+    return lowered(plan, made, check=True)
 
 
 def lowered(plan: Plan, schedule: Schedule, *, check: bool) -> Schedule:
@@ -65,6 +91,10 @@ def _schedule(plan: Plan, settings: Settings, steps: int) -> Schedule:
         micro_batches=every * steps,
         step_every=every,
         ranks=ranks,
+        rank_of_stage=_planned_placement(plan, ranks) if settings.is_async else None,
+        ahead=settings.ahead,
+        staleness_cap=settings.staleness_cap,
+        costs=costs_of_plan(plan),
     )
 
 
@@ -73,7 +103,7 @@ def ranks_of_plan(plan: Plan, settings: Settings) -> int | None:
     the schedule is to say."""
     if settings.ranks is not None:
         return settings.ranks
-    several = settings.schedule in (*VIRTUAL, AUTO)
+    several = settings.schedule in (*VIRTUAL, *ASYNCHRONOUS, AUTO)
     planned = len(set(plan.device_of_stage))
     is_planned = settings.schedule == plan.setting.schedule
     return planned if several and (is_planned or planned < len(plan.stages)) else None
@@ -97,9 +127,7 @@ def fit(
     """The schedule computed for this plan at these costs, by default where the plan has stages."""
     stages = len(plan.stages)
     ranks = ranks_of_plan(plan, settings) or stages
-    planned = _ranks_of_stages(plan)
-    if rank_of_stage is None and len(set(planned)) == ranks < stages:
-        rank_of_stage = planned
+    rank_of_stage = rank_of_stage or _planned_placement(plan, ranks)
     limit, weights = _memory(plan, ranks)
     found = fit_auto(
         costs,
@@ -137,6 +165,13 @@ def _memory(plan: Plan, ranks: int) -> tuple[Sequence[float], Sequence[float]]:
         left[rank] -= stage.memory.total - stage.memory.activations
     each = [stage.memory.activations / max(1, stage.in_flight) for stage in plan.stages]
     return left, each
+
+
+def _planned_placement(plan: Plan, ranks: int | None) -> tuple[int, ...] | None:
+    """The ranks of the plan's stages, if it has several stages on as many ranks as there are."""
+    planned = _ranks_of_stages(plan)
+    has_several = len(set(planned)) < len(planned)
+    return planned if has_several and len(set(planned)) == ranks else None
 
 
 def _ranks_of_stages(plan: Plan) -> tuple[int, ...]:
@@ -184,17 +219,23 @@ def _read(path: str, plan: Plan, settings: Settings) -> Schedule:
     return made.compute
 
 
-def segments(settings: Settings) -> Iterator[range]:
-    """The steps of the run, counted from 0, in pieces that run without a stop.
+def segments(settings: Settings) -> Iterator[Segment]:
+    """The run in pieces that go on without a stop.
 
-    >>> list(segments(Settings(folder="x", steps=5, eval_every=2, schedule="async-1f1b")))
-    [range(0, 2), range(2, 4), range(4, 5)]
+    >>> settings = Settings(folder="x", schedule="2bw", steps=6, sync_start="1", eval_every=3)
+    >>> [(piece.steps, piece.synchronous) for piece in segments(settings)]
+    [(range(0, 1), True), (range(1, 3), False), (range(3, 6), False)]
     """
-    longest = longest_segment(settings)
+    every = settings.micro_batches or 1
+    whole = settings.steps - (settings.left_over > 0)
     start = 0
-    while start < settings.steps:
-        end = min(start + longest, settings.steps)
-        if settings.eval_every:
-            end = min(end, (start // settings.eval_every + 1) * settings.eval_every)
-        yield range(start, end)
+    while start < whole:
+        is_sync = not settings.is_async or start < steps_of_start(settings)
+        end = min(start + (1 if is_sync else longest_segment(settings)), whole)
+        for often in (settings.eval_every, settings.flush_every):
+            if often:
+                end = min(end, (start // often + 1) * often)
+        yield Segment(range(start, end), every, is_sync)
         start = end
+    if settings.left_over:
+        yield Segment(range(whole, settings.steps), settings.left_over, True)

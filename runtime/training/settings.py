@@ -18,12 +18,13 @@ from types import NoneType
 from typing import Any, get_args, get_type_hints
 
 from ..errors import AsyncPipeError
-from ..schedules import ASYNCHRONOUS, AUTO, SCHEDULES
+from ..schedules import ASYNCHRONOUS, AUTO, SCHEDULES, spelled
 
 DDP = "ddp"
 """As a schedule: whole models that share the micro-batches, which are replicas of `single`."""
 
 CHOICES: dict[str, tuple[str, ...]] = {
+    "remainder": ("drop", "proportional"),
     "optimizer": ("sgd", "sutskever", "adam", "adamw", "nadam", "muon", "soap"),
     "decay": ("none", "linear", "cosine"),
     "device": ("cpu", "cuda"),
@@ -44,7 +45,10 @@ _AT_LEAST: dict[str, float] = {
     "micro_batch_size": 1,
     "global_batch_size": 1,
     "seq": 1,
+    "staleness_cap": 0,
+    "flush_every": 0,
     "steps": 1,
+    "samples": 1,
     "lr": 0,
     "momentum": 0,
     "refresh_every": 1,
@@ -90,6 +94,11 @@ class Settings:
     stages (of each stage, when asynchronous); 0 is off. Weights are of `dtype`; forwards compute
     under autocast to `precision`, unless it is "full". `loss_scale` is the first one (2**16 in
     float16). Boundary tensors that are wider are cast to `boundary_dtype` between ranks.
+
+    Of an asynchronous schedule, stages run so far `ahead` (`asynchronous.depths`), no weights are
+    staler than `staleness_cap` steps, the pipeline drains every `flush_every` steps, and the first
+    steps, of which `sync_start` is the number or the share, are synchronous. `samples` make as many
+    steps as they are enough for, and `remainder` says what becomes of those left over.
     """
 
     folder: str
@@ -99,6 +108,10 @@ class Settings:
     replicas: int | None = None
     check_replicas: int = 0
     staleness: str | None = None
+    ahead: str | None = None
+    staleness_cap: int | None = None
+    flush_every: int = 0
+    sync_start: str | None = None
     micro_batches: int | None = None
     micro_batch_size: int | None = None
     global_batch_size: int | None = None
@@ -108,6 +121,8 @@ class Settings:
     tokenizer: str | None = None
 
     steps: int = 100
+    samples: int | None = None
+    remainder: str = "drop"
     optimizer: str | None = None
     lr: float | None = None
     momentum: float | None = None
@@ -202,6 +217,14 @@ class Settings:
         return range(max(1, self.steps - int(first) + 1), self.steps + 1)
 
     @property
+    def left_over(self) -> int:
+        """The micro-batches of a short last step; 0 where all steps are whole."""
+        if self.samples is None or self.remainder == "drop":
+            return 0
+        size = self.micro_batch_size or 1
+        return self.samples // size % (self.micro_batches or 1)
+
+    @property
     def patience_s(self) -> float:
         """How long a rank waits: `timeout_s`, or days while a debugger may hold another."""
         return self.timeout_s if self.debug is None else 7 * 86_400.0
@@ -212,6 +235,8 @@ class Settings:
 
     def _check_schedule(self) -> None:
         legal = (*SCHEDULES, AUTO, DDP)
+        if spelled(self.schedule) in legal:
+            object.__setattr__(self, "schedule", spelled(self.schedule))
         if self.schedule_file:
             if not Path(self.schedule_file).is_file():
                 raise SettingsError(

@@ -32,7 +32,9 @@ class RankFigures:
     `stage_s` are the seconds since its last step in actions of each kind and stage, kind by kind
     as in COMPUTING; the others those in which it was idle, and why. `optimizer_s` were spent in
     optimizers, without time that other processes had its core for. `loss_scale` is that of the next
-    step, `skipped` the number of steps left out so far.
+    step, `skipped` the number of steps left out so far. `passages` are the backwards
+    of the step's micro-batches at the rank's stages, `delays` the sum and `worst_delay` the largest
+    of their delays by the ledger, and `unexpected` those at other versions than the closed form's.
     """
 
     step: float
@@ -42,6 +44,10 @@ class RankFigures:
     mem_bytes: float = 0.0
     loss_scale: float = 1.0
     skipped: float = 0.0
+    passages: float = 0.0
+    delays: float = 0.0
+    worst_delay: float = 0.0
+    unexpected: float = 0.0
     waiting_s: float = 0.0
     sending_s: float = 0.0
     data_s: float = 0.0

@@ -26,7 +26,9 @@ class StepRecord:
     `time` has the parts of each rank's time that PARTS_OF_TIME names, as shares.
     `rate` is in `unit` ("tok" or "samples") per second, `mem_bytes` the most of any rank.
     Under float16 `loss_scale` is that of the next step, and `skipped` counts the steps so far that
-    were left out because a gradient overflowed.
+    were left out because a gradient overflowed. In an asynchronous run `delay_mean` and `delay_max`
+    are the mean and the most steps between the forward and the backward of the step's
+    micro-batches, at all stages, as the ledgers of the ranks have them.
     """
 
     step: int
@@ -44,6 +46,8 @@ class StepRecord:
     logged: bool
     loss_scale: float | None = None
     skipped: int = 0
+    delay_mean: float | None = None
+    delay_max: int | None = None
 
     @property
     def idle_share(self) -> float:
@@ -56,6 +60,8 @@ class StepRecord:
             record[f"{part}_shares"] = [round(share, 4) for share in shares]
         if self.loss_scale is None:
             del record["loss_scale"], record["skipped"]
+        if self.delay_mean is None:
+            del record["delay_mean"], record["delay_max"]
         del record["logged"], record["steps"], record["unit"], record["rate"]
         return _line("step", record | {f"{self.unit}_per_s": round(self.rate, 1)})
 
@@ -75,12 +81,24 @@ class EvalRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class StalenessSummary:
+    """The delays of a whole run: of `passages`, which are micro-batches at stages, the mean and the
+    largest, and how many were at other versions than the closed form of the schedule says."""
+
+    passages: int = 0
+    delay_mean: float = 0.0
+    delay_max: int = 0
+    unexpected: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Summary:
     """A run in one line. The simulated figures are None when the plan has no measured costs.
 
     `idle` is the share of all ranks' time in which they did not compute, in usual steps;
     `idle_parts` are the parts that it has, `idle_parts_by_rank` those of each rank's own time.
-    `trace` is the file of the measured timeline, if one was asked for.
+    `trace` is the file of the measured timeline, if one was asked for; `staleness` is of
+    asynchronous runs.
     """
 
     steps: int
@@ -99,6 +117,7 @@ class Summary:
     weights: str
     exported: str | None
     trace: str | None = None
+    staleness: StalenessSummary | None = None
 
     def to_json(self) -> str:
         return _line("end", asdict(self))

@@ -16,7 +16,7 @@ from ..training.optimizers import lr_factor
 from ..training.settings import Settings
 from ..training.step_batch import StepBatch
 from .gather import Gather, RankFigures
-from .metrics import PARTS_OF_TIME, Reporter, StepRecord
+from .metrics import PARTS_OF_TIME, Reporter, StalenessSummary, StepRecord
 
 _STEADY = 1000
 
@@ -37,6 +37,7 @@ class Watch:
         self._per_step = size * (settings.seq or 1) if task.kind == "text" else size
         self._started_s = perf_counter()
         self._interval: list[list[RankFigures]] = []
+        self.staleness = StalenessSummary() if settings.is_async else None
         self._steady: deque[list[RankFigures]] = deque(maxlen=_STEADY)
         self.records: list[StepRecord] = []
         self.step = 0
@@ -85,6 +86,8 @@ class Watch:
         if step > 1 or self._settings.steps == 1:
             self._steady.append(figures)
         record = self._record(step, figures)
+        if self.staleness is not None:
+            self.staleness = _with_delays(self.staleness, figures)
         if record.logged:
             self._interval.clear()
         if record.logged or not self.records:
@@ -93,6 +96,7 @@ class Watch:
 
     def _record(self, step: int, figures: list[RankFigures]) -> StepRecord:
         settings = self._settings
+        late = _with_delays(StalenessSummary(), figures) if settings.is_async else None
         losses = [rank.loss for rank in figures if not math.isnan(rank.loss)]
         squares = [rank.squared_norm for rank in figures]
         walls = [max(rank.wall_s for rank in ranks) for ranks in self._interval]
@@ -123,6 +127,8 @@ class Watch:
             logged=is_logged(step, settings),
             loss_scale=figures[0].loss_scale if settings.is_scaled else None,
             skipped=int(figures[0].skipped),
+            delay_mean=round(late.delay_mean, 4) if late else None,
+            delay_max=late.delay_max if late else None,
         )
 
     def _share_of(self, rank: int, part: str) -> float:
@@ -130,6 +136,18 @@ class Watch:
         part_s = sum(getattr(figures[rank], part) for figures in self._interval)
         wall_s = sum(figures[rank].wall_s for figures in self._interval)
         return part_s / wall_s if wall_s else 0.0
+
+
+def _with_delays(before: StalenessSummary, figures: Sequence[RankFigures]) -> StalenessSummary:
+    """The delays so far, and those of one step more."""
+    passages = before.passages + int(sum(rank.passages for rank in figures))
+    delays = before.delay_mean * before.passages + sum(rank.delays for rank in figures)
+    return StalenessSummary(
+        passages,
+        delays / passages,
+        max(before.delay_max, *(int(rank.worst_delay) for rank in figures)),
+        before.unexpected + int(sum(rank.unexpected for rank in figures)),
+    )
 
 
 def _mean_time(figures: Sequence[RankFigures]) -> RankTime:

@@ -69,7 +69,7 @@ def problems(draw: st.DrawFn, schedules: tuple[str, ...] = ("async-1f1b",)) -> t
         schedule=draw(st.sampled_from(schedules)),
         micro_batches=draw(st.integers(1, 4)),
         recompute=draw(st.sampled_from(["none", "none", "auto", "all"])),
-        stash=draw(st.booleans()),
+        staleness=draw(st.sampled_from(["none", "stash"])),
         overlap=link.overlap,
     )
     problem = problem_of(graph, stages, link, setting)

@@ -13,7 +13,10 @@ from asyncpipe.partitioner.cost import stage_sums
 from asyncpipe.partitioner.cost_graph import costs_of
 from asyncpipe.partitioner.running import make_setting
 from asyncpipe.partitioner.setting import DEPTH, OPTIMIZER_COPIES
+from asyncpipe.runtime.binding import Binder
 from asyncpipe.runtime.errors import PlanError
+from asyncpipe.runtime.optimizers.soap import Soap
+from asyncpipe.runtime.optimizers.sutskever import Sutskever
 from asyncpipe.runtime.program import passages
 from asyncpipe.runtime.schedule import count_in_flight
 from asyncpipe.runtime.schedules import ASYNCHRONOUS, SCHEDULES, make_schedule
@@ -59,12 +62,12 @@ def test_versions_are_the_copies_that_a_stash_keeps() -> None:
         )
         setting = make_setting(stages, micro_batches=step_every, staleness="stash")
         for stage, row in enumerate(made.ranks):
-            weights, stash = WeightVersions(stage, nn.Linear(1, 1)), make_staleness("stash")
+            weights = WeightVersions(stage, nn.Linear(1, 1))
+            binder = Binder(weights, make_staleness("stash"))
             known, most = passages(row, {stage: 0}, 0), 0
             for action in row:
                 if action.kind == "F":
-                    stash.before_forward(weights, known[stage, action.index])
-                    weights.went_forward(action.index)
+                    binder.forward(known[stage, action.index], repeats=False)
                 elif action.kind == "B":
                     weights.went_backward(action.index)
                 else:
@@ -75,14 +78,18 @@ def test_versions_are_the_copies_that_a_stash_keeps() -> None:
 
 @pytest.mark.parametrize("name", OPTIMIZER_COPIES)
 def test_optimizers_keep_as_many_copies_as_counted(name: str) -> None:
-    weight = nn.Parameter(torch.ones(1000))
+    weight = nn.Parameter(torch.ones(1000, 1) if name == "soap" else torch.ones(1000))
     made = {
         "adamw": lambda: torch.optim.AdamW([weight]),
         "adam": lambda: torch.optim.Adam([weight]),
         "sgd": lambda: torch.optim.SGD([weight]),
         "momentum": lambda: torch.optim.SGD([weight], momentum=0.9),
+        "sutskever": lambda: Sutskever([weight], lr=0.1),
+        "nadam": lambda: torch.optim.NAdam([weight]),
+        "muon": lambda: torch.optim.AdamW([weight]),  # for what is no hidden matrix
+        "soap": lambda: Soap([weight], lr=0.1, largest=1),
     }[name]()
-    weight.grad = torch.ones(1000)
+    weight.grad = torch.ones_like(weight)
     made.step()
     kept = sum(
         value.numel()
@@ -148,7 +155,7 @@ def test_a_tensor_in_the_memory_of_another_is_saved_as_that() -> None:
         ({"optimizer": "adamv"}, 'no optimizer "adamv". Did you mean adam'),
         ({"staleness": "stashed"}, 'no staleness "stashed". Did you mean stash'),
         ({"micro_batches": 0}, "0 micro-batches make no step"),
-        ({"schedule": "1f1b", "staleness": "stash"}, "1f1b has only one"),
+        ({"schedule": "1f1b", "staleness": "stash"}, "under 1f1b no weights are stale"),
         ({"memory_limit": "lots"}, "--memory-limit lots is no size of memory"),
     ],
 )

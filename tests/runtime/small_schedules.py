@@ -35,7 +35,8 @@ def small_schedules(stages: int, *, most: int = 10) -> Iterator[Schedule]:
         yield from synchronous(stages, micro_batches)
         for name in ASYNCHRONOUS:
             for step_every in range(1, micro_batches + 1):
-                if micro_batches % step_every == 0:
+                is_long = name != "2bw" or step_every >= stages
+                if micro_batches % step_every == 0 and is_long:
                     yield make_schedule(
                         name, stages=stages, micro_batches=micro_batches, step_every=step_every
                     )

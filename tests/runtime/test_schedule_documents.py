@@ -1,6 +1,7 @@
 """The tables of docs/schedules.md are what the schedules and the simulator do."""
 
 import re
+from itertools import product
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ TABLE, STALE = rows(5), rows(3)
 
 
 def value(formula: str, **numbers: int) -> Any:
-    return eval(formula, {"ceil": ceil, "min": min} | numbers)
+    return eval(formula, {"ceil": ceil, "min": min, "max": max} | numbers)
 
 
 def kept_versions(schedule: Schedule, stage: int) -> int:
@@ -87,19 +88,27 @@ def test_idle_shares_and_activations_are_as_documented(name: str) -> None:
 
 @pytest.mark.parametrize("name", ASYNCHRONOUS)
 def test_every_cell_of_an_asynchronous_schedule_is_what_happens(name: str) -> None:
-    _, idle, live, _ = TABLE[name]
+    _, idle, live, condition = TABLE[name]
     versions, late = STALE[name]
-    for p in range(1, 6):
-        for k in range(1, 9):
-            made = make_schedule(name, stages=p, micro_batches=k * (2 * p + 3), step_every=k)
-            timeline = simulate(made, Costs.equal(p))
-            numbers = {"p": p, "m": k, "k": k}
-            assert timeline.steady_idle_share == approx(value(idle, **numbers), abs=1e-9)
-            for r in range(p):
-                numbers["r"] = r
-                assert timeline.peak_in_flight[r] == value(live, **numbers)
-                assert kept_versions(made, r) == value(versions, **numbers)
-                assert staleness(made, r) == value(late, **numbers)
+    caps = (0, 1, 2, 3) if "S" in idle else (None,)
+    for p, k, cap in product(range(1, 6), range(1, 9), caps):
+        numbers = {"p": p, "m": k, "k": k, "S": cap or 0}
+        if not value(condition, **numbers):
+            continue
+        made = make_schedule(
+            name,
+            stages=p,
+            micro_batches=k * (2 * p + 3),
+            step_every=k,
+            staleness_cap=cap,
+        )
+        timeline = simulate(made, Costs.equal(p))
+        assert timeline.steady_idle_share == approx(value(idle, **numbers), abs=1e-9)
+        for r in range(p):
+            numbers["r"] = r
+            assert timeline.peak_in_flight[r] == value(live, **numbers)
+            assert kept_versions(made, r) == value(versions, **numbers)
+            assert staleness(made, r) == value(late, **numbers)
 
 
 @pytest.mark.parametrize("name", [name for name in SCHEDULES if name not in ASYNCHRONOUS])

@@ -158,7 +158,7 @@ def test_an_unknown_schedule_is_answered_with_the_names_and_the_nearest() -> Non
         make_schedule("async1f1b", stages=2, micro_batches=4)
     assert caught.value.what == (
         "unknown schedule 'async1f1b': there are gpipe, 1f1b, zb-h1, zb-h2, seq, single, "
-        "interleaved, looped-bfs, zb-v, async-1f1b, auto."
+        "interleaved, looped-bfs, zb-v, async-1f1b, virtual-stages-1f1b, 2bw, auto."
     )
     assert caught.value.cure == "Did you mean --schedule async-1f1b?"
     with pytest.raises(ScheduleError, match="there are gpipe") as caught:

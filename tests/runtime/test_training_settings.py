@@ -12,7 +12,7 @@ from asyncpipe.runtime.errors import AsyncPipeError
 from asyncpipe.runtime.plan import Plan, TensorSpec
 from asyncpipe.runtime.replication.replicas import as_started, check_ranks
 from asyncpipe.runtime.schedules import make_schedule
-from asyncpipe.runtime.training.facts import replicas_warning
+from asyncpipe.runtime.training.facts import describe_optimizer, replicas_warning
 from asyncpipe.runtime.training.resolve import (
     batch_identity,
     check_devices,
@@ -109,6 +109,59 @@ def test_given_options_win_over_defaults(text: Plan) -> None:
         0.0,
         0.9,
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "of_text", "momentum", "decay", "refresh"),
+    [
+        ("sgd", 0.1, 0.9, 0.0, None),
+        ("sutskever", 0.1, 0.9, 0.0, None),
+        ("adam", 3e-4, 0.0, 0.0, None),
+        ("adamw", 3e-4, 0.0, 0.01, None),
+        ("nadam", 3e-4, 0.0, 0.01, None),
+        ("muon", 3e-4, 0.95, 0.01, None),
+        ("soap", 3e-4, 0.0, 0.01, 10),
+    ],
+)
+def test_each_optimizer_has_defaults_of_its_own(
+    text: Plan, name: str, of_text: float, momentum: float, decay: float, refresh: int | None
+) -> None:
+    settings = resolved(text, optimizer=name)
+    assert (settings.lr, settings.momentum, settings.weight_decay, settings.refresh_every) == (
+        of_text,
+        momentum,
+        decay,
+        refresh,
+    )
+    # What was resolved is written down, and may be resolved again.
+    assert resolve(settings, text)[0] == settings
+
+
+def test_an_option_that_the_optimizer_has_not_is_refused(text: Plan, mlp: Plan) -> None:
+    def refused(plan: Plan, **options: object) -> str:
+        with pytest.raises(SettingsError) as error:
+            resolved(plan, **options)
+        return message(error)
+
+    told = refused(text, optimizer="nadam", momentum=0.8)
+    assert "--momentum 0.8, but nadam has no momentum of that name" in told
+    assert "--momentum 0.8, but adamw" in refused(text, momentum=0.8)
+    told = refused(mlp, optimizer="sutskever", betas=(0.8, 0.9))
+    assert "--betas 0.8 0.9, but sutskever has none" in told
+    told = refused(mlp, optimizer="muon", refresh_every=5)
+    assert "--refresh-every 5, but muon has no bases" in told
+    with pytest.raises(SettingsError, match="--refresh-every 0 is not a number from 1 up"):
+        Settings(folder="x", optimizer="soap", refresh_every=0)
+
+
+def test_the_run_says_what_its_optimizer_is_for(text: Plan) -> None:
+    told = describe_optimizer(resolved(text, optimizer="muon"))
+    assert told.startswith(
+        "muon of hidden matrices and adamw of the rest, lr 0.0003, momentum 0.95, weight decay"
+    )
+    soap = resolved(text, optimizer="soap", refresh_every=20)
+    assert "new bases every 20 steps" in describe_optimizer(soap)
+    assert "new bases every 13 to 50 steps" in describe_optimizer(soap, (3, 2, 1, 0))
 
 
 def test_the_batch_identity_is_a_product(text: Plan) -> None:

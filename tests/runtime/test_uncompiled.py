@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from asyncpipe.runtime.training.uncompiled import uncompiled
@@ -17,6 +17,7 @@ KINDS = {
     "sgd": (SGD, {"momentum": 0.9, "weight_decay": 0.1}),
     "adam": (Adam, {"betas": (0.8, 0.9), "fused": True}),
     "adamw": (AdamW, {"weight_decay": 0.1}),
+    "nadam": (NAdam, {"weight_decay": 0.1, "decoupled_weight_decay": True}),
 }
 
 
@@ -67,13 +68,15 @@ PROGRAM = """
 import sys, torch
 from torch import nn
 from asyncpipe.runtime.training.optimizers import StageOptimizer
-from asyncpipe.runtime.training.settings import Settings
-for name in ("sgd", "adam", "adamw"):
+from asyncpipe.runtime.training.settings import CHOICES, Settings
+for name in CHOICES["optimizer"]:
     stage = nn.Linear(3, 2)
-    optimizer = StageOptimizer(stage, Settings(folder="x", optimizer=name, lr=0.1, steps=4))
+    settings = Settings(folder="x", optimizer=name, lr=0.1, steps=4)
+    optimizer = StageOptimizer(stage, settings, hidden=[stage.weight])
     stage(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     optimizer.optimizer.zero_grad()
+    optimizer.optimizer.load_state_dict(optimizer.optimizer.state_dict())
 assert "torch._dynamo" not in sys.modules
 torch.optim.SGD(stage.parameters(), lr=0.1)
 print("torch._dynamo" in sys.modules)

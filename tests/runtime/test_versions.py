@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncpipe.runtime.errors import ScheduleError
-from asyncpipe.runtime.stage import StageError
-from asyncpipe.runtime.staleness import METHODS, Staleness, make_staleness
+from asyncpipe.runtime.staleness import METHODS, make_staleness
 from asyncpipe.runtime.versions import WeightVersions
 from asyncpipe.tests.executor import Trained, lowered, train_together
 from asyncpipe.tests.hand_plans import HandModel, HandStage, chain, hand_model, regression
@@ -69,14 +68,6 @@ def test_the_ledger_is_the_closed_form() -> None:
     }
 
 
-def test_a_step_under_micro_batches_in_flight_is_an_error_unless_a_method_allows_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(METHODS, "unguarded", Staleness)
-    with pytest.raises(StageError, match="modified by an inplace operation"):
-        train(chain(2), "async-1f1b", "unguarded", 4, 1)
-
-
 class Layers(nn.Module):
     """The layers whose backward reads the weight through the parameter."""
 
@@ -103,7 +94,7 @@ def test_a_bound_micro_batch_gets_the_gradients_of_its_own_version() -> None:
     module.zero_grad()
 
     weights = WeightVersions(0, module)
-    leaves = weights.bind(0)
+    leaves = weights.bind(0, weights.live_view)
     assert "frozen.weight" not in leaves and "matrix" in leaves
     weights.went_forward(0)
     loss = torch.func.functional_call(module, dict(leaves), (x,)).square().sum()
@@ -120,15 +111,15 @@ def test_a_bound_micro_batch_gets_the_gradients_of_its_own_version() -> None:
 
 def test_a_buffer_of_the_ring_is_used_again() -> None:
     weights = WeightVersions(0, nn.Linear(2, 2))
-    first = weights.bind(0)
+    first = weights.bind(0, weights.live_view)
     weights.went_forward(0)
-    assert weights.bind(1) is first
+    assert weights.bind(1, weights.live_view) is first
     weights.went_forward(1)
     weights.stepped()
     weights.went_backward(0)
     assert weights.copies_held == 1
     weights.went_backward(1)
-    second = weights.bind(2)
+    second = weights.bind(2, weights.live_view)
     assert second["weight"] is first["weight"]
     assert (weights.copies_made, weights.ring_size, weights.copies_held) == (2, 1, 1)
 

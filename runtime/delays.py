@@ -1,0 +1,79 @@
+"""The closed forms of staleness: which weight versions a micro-batch meets at a stage.
+
+A stage runs W forwards ahead (`asynchronous.depths`) and steps after every k-th backward. The
+forward of micro-batch t comes after the backward of t-W-1 and before that of t-W, so that it finds
+the steps of max(0, t-W) micro-batches, and its backward those of t:
+
+    forward   floor(max(0, t-W) / k)
+    backward  floor(t / k)
+    delay     their difference: W/k in the mean, ceil(W/k) at most
+    2bw       floor(t / k) - 1 or 0, whatever W <= k is
+
+t counts from the start of a segment, which begins with all stages at one version and no micro-batch
+in flight. Where segments end, the ramp begins anew. The tests compare these forms with the versions
+that schedules count, and runs with the ledgers of their ranks.
+
+Sources: Narayanan et al., PipeDream, SOSP 2019, section 3.3, and PipeDream-2BW, ICML 2021, section
+3.1; Eliad et al., FTPipe, ATC 2021.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+
+
+@dataclass(frozen=True, slots=True)
+class Delays:
+    """The versions at stages that run `ahead` forwards ahead, in a segment that begins with
+    `first_micro_batch` at `first_version`; micro-batches and versions are counted over the run.
+
+    >>> two = Delays((3, 0), step_every=2)
+    >>> [(two.forward(0, t), two.backward(t)) for t in range(6)]
+    [(0, 0), (0, 0), (0, 1), (0, 1), (0, 2), (1, 2)]
+    >>> two.mean(0), two.most(0), two.most(1)
+    (Fraction(3, 2), 2, 0)
+    """
+
+    ahead: tuple[int, ...]
+    step_every: int
+    first_micro_batch: int = 0
+    first_version: int = 0
+
+    def forward(self, stage: int, micro_batch: int) -> int:
+        """The version that the forward of a micro-batch finds."""
+        before = max(0, micro_batch - self.first_micro_batch - self.ahead[stage])
+        return self.first_version + before // self.step_every
+
+    def backward(self, micro_batch: int) -> int:
+        """The version that its backward finds, at every stage."""
+        return self.first_version + (micro_batch - self.first_micro_batch) // self.step_every
+
+    def double_buffered(self, micro_batch: int) -> int:
+        """The version that 2bw computes with, at every stage: the one before the newest."""
+        return max(self.first_version, self.backward(micro_batch) - 1)
+
+    def delay(self, stage: int, micro_batch: int) -> int:
+        """Steps between the two."""
+        return self.backward(micro_batch) - self.forward(stage, micro_batch)
+
+    def mean(self, stage: int) -> Fraction:
+        """The mean delay once the ramp is over."""
+        return Fraction(self.ahead[stage], self.step_every)
+
+    def most(self, stage: int) -> int:
+        """The largest delay."""
+        return -(-self.ahead[stage] // self.step_every)
+
+    def has(self, stage: int, micro_batch: int, forward: int, backward: int) -> bool:
+        """Whether a ledger's entry is that of the closed form."""
+        expected = self.forward(stage, micro_batch), self.backward(micro_batch)
+        return (forward, backward) == expected
+
+    def ledger(self, micro_batches: int) -> Iterator[tuple[int, int, int, int]]:
+        """Stage, micro-batch, version at its forward and at its backward, of the whole segment."""
+        for micro_batch in range(self.first_micro_batch, self.first_micro_batch + micro_batches):
+            for stage in range(len(self.ahead)):
+                met = self.forward(stage, micro_batch), self.backward(micro_batch)
+                yield stage, micro_batch, *met

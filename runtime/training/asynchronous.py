@@ -1,0 +1,158 @@
+"""Options of a run whose stages step without waiting for each other -> what they amount to."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from math import ceil
+from typing import Any
+
+from ..asynchronous import DEFAULT_CAP, depths
+from ..delays import Delays
+from ..plan import Plan
+from ..schedule import Schedule
+from ..schedules import AUTO
+from ..staleness import Conditions
+from ..staleness import check as check_staleness
+from .recompute import with_recompute
+from .settings import Settings, SettingsError
+
+_OF_ASYNCHRONOUS_RUNS = ("ahead", "staleness_cap", "flush_every", "sync_start")
+
+
+def resolve_asynchronous(settings: Settings) -> dict[str, Any]:
+    """The options that asynchronous runs alone have, without gaps. Raises SettingsError where they
+    do not fit the schedule."""
+    if not settings.is_async:
+        for name in _OF_ASYNCHRONOUS_RUNS:
+            if value := getattr(settings, name):
+                raise SettingsError(
+                    f"--{name.replace('_', '-')} {value}, but under {settings.schedule} all stages "
+                    "wait for each other at every step.",
+                    "--schedule async-1f1b, or leave it out.",
+                )
+        if settings.staleness not in (None, "none"):
+            raise SettingsError(
+                f"--staleness {settings.staleness}, but under {settings.schedule} no weights are "
+                "stale.",
+                f"--schedule async-1f1b --staleness {settings.staleness}",
+            )
+        return {"staleness": None}
+    cap = settings.staleness_cap
+    if settings.schedule == "virtual-stages-1f1b" and cap is None:
+        cap = DEFAULT_CAP
+    steps_of_start(settings)
+    if settings.schedule != "2bw":
+        return {"staleness": settings.staleness or "stash", "staleness_cap": cap}
+    if settings.staleness not in (None, "2bw"):
+        raise SettingsError(
+            f"--schedule 2bw has its own versions of the weights, and --staleness "
+            f"{settings.staleness} has others.",
+            f"--schedule async-1f1b --staleness {settings.staleness}, or leave --staleness out.",
+        )
+    return {"staleness": "2bw", "staleness_cap": cap}
+
+
+def check_methods(settings: Settings, plan: Plan) -> None:
+    """That the staleness methods fit each other, the optimizer, the steps and the recomputation.
+    Raises ScheduleError."""
+    if settings.staleness is None:
+        return
+    chosen = with_recompute(plan, settings.recompute).stages
+    conditions = Conditions(
+        optimizer=settings.optimizer or "",
+        momentum=settings.momentum or 0.0,
+        recomputes=all(stage.recompute for stage in chosen[:-1]),
+        step_every=settings.micro_batches or 1,
+        ahead=max(depths(len(chosen), settings.ahead)),
+    )
+    check_staleness(settings.staleness, conditions)
+
+
+def steps_of_start(settings: Settings) -> int:
+    """The first steps that `sync_start` makes synchronous: so many, or a share of all."""
+    text = settings.sync_start or "0"
+    found = re.fullmatch(r"(\d+)|(\d+(?:\.\d+)?)%", text)
+    steps = -1
+    if found:
+        share = found[2] and ceil(settings.steps * float(found[2]) / 100 - 1e-9)
+        steps = int(found[1] or share)
+    if not 0 <= steps <= settings.steps:
+        raise SettingsError(
+            f"--sync-start {text} is no number of the {settings.steps} steps, nor a share of them.",
+            "--sync-start 20, or --sync-start 5%",
+        )
+    return steps
+
+
+def resolve_samples(settings: Settings) -> Settings:
+    """The settings, with their batch resolved, with as many steps as `samples` make.
+
+    Raises SettingsError where they make none, or where a short last step cannot be made.
+    """
+    if settings.samples is None:
+        if settings.remainder != "drop":
+            raise SettingsError(
+                f"--remainder {settings.remainder}, but --steps leaves none.", "--samples 10000"
+            )
+        return settings
+    size = settings.micro_batch_size or 1
+    whole = (settings.micro_batches or 1) * size * (settings.replicas or 1)
+    steps = settings.samples // (settings.global_batch_size or whole)
+    if settings.left_over:
+        _check_short_step(settings)
+        steps += 1
+    if not steps:
+        raise SettingsError(
+            f"--samples {settings.samples} are fewer than the {whole} of one step.",
+            f"--samples {whole}",
+        )
+    return replace(settings, steps=steps)
+
+
+def _check_short_step(settings: Settings) -> None:
+    is_made = settings.schedule == AUTO or settings.schedule_file
+    is_shared = settings.global_batch_size or (settings.replicas or 1) > 1
+    per_step = settings.batch_norm == "mini-batch"
+    for is_so, words in (
+        (is_made, "a schedule that is computed or read from a file has none"),
+        (is_shared, "replicas and uneven micro-batches have none"),
+        (per_step, "--batch-norm mini-batch would take its statistics for those of a whole step"),
+    ):
+        if is_so:
+            raise SettingsError(
+                f"--remainder proportional makes a last step of {settings.left_over} "
+                f"micro-batches, but {words}.",
+                "--remainder drop",
+            )
+
+
+def delays_of(schedule: Schedule, first_micro_batch: int = 0, first_version: int = 0) -> Delays:
+    """The closed form of a schedule's segment that begins so."""
+    ahead = tuple(most - 1 for most in schedule.in_flight)
+    if schedule.synchronous:
+        ahead = (0,) * schedule.stages
+    return Delays(ahead, schedule.step_every, first_micro_batch, first_version)
+
+
+def describe_delays(schedule: Schedule) -> str:
+    """How stale the weights of each stage are, in words.
+
+    >>> from ..asynchronous import async_1f1b
+    >>> describe_delays(async_1f1b(4, 12, step_every=2))
+    'stage 0: 1.5 steps (2 at most), stage 1: 1 step, stage 2: 0.5 steps (1 at most), stage 3: none'
+    >>> describe_delays(async_1f1b(4, 4, step_every=1, warmup=(1, 1, 1, 0)))
+    'stages 0-2: 1 step, stage 3: none'
+    """
+    delays = delays_of(schedule)
+    runs: list[tuple[str, int, int]] = []
+    for stage in range(schedule.stages):
+        mean, most = delays.mean(stage), delays.most(stage)
+        told = f"{float(mean):.3g} step{'' if mean == 1 else 's'}" if most else "none"
+        told += f" ({most} at most)" if most != mean else ""
+        first = runs.pop()[1] if runs and runs[-1][0] == told else stage
+        runs.append((told, first, stage))
+    return ", ".join(
+        f"stage{'' if first == last else 's'} {first}{'' if first == last else f'-{last}'}: {told}"
+        for told, first, last in runs
+    )
