@@ -117,7 +117,7 @@ def arms_of(
 
 SYNC = ("sync:adamw", "sync:muon", "sync:nadam")
 FIRST = ("stash:adamw", "stash:muon", "none:muon", "none:adamw", "stash:nadam")
-START = ("stash:muon,sync-start=0.1", "stash:adamw,sync-start=0.1")
+START = ("stash:muon,sync-start=10%", "stash:adamw,sync-start=10%")
 
 
 def wanted(models: Path) -> Iterator[Arm]:

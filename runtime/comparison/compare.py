@@ -11,18 +11,17 @@ plot        rows -> loss against steps and time, in SVG
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
 from ..launching.jobs import make_job
-from ..plan import Plan, read_plan
-from ..training.resolve import sized_plan
+from ..plan import read_plan
 from ..training.settings import Settings
-from .methods import SYNC, read_method
+from .methods import read_method
 from .plot import draw
-from .runs import ASYNCHRONOUS, Run, arms, key_of, make_runs
+from .runs import Run, arms, key_of, make_runs
 from .table import Ends, Row, markdown, rows
 from .walltime import step_ends_ms
 
@@ -70,27 +69,25 @@ def compare(
     for arm in wanted:
         key_of(arm, folder)
     runs, made = [], 0
-    for number, (run, is_new) in enumerate(make_runs(wanted, folder / "runs.jsonl"), 1):
+    settings_of: dict[str, Settings] = {}
+    for arm, (run, is_new) in zip(wanted, make_runs(wanted, folder / "runs.jsonl"), strict=True):
         runs.append(run)
+        settings_of[run.key] = arm.settings
         made += is_new
-        on_run(run, number, len(wanted))
-    ends = ends_of(sized_plan(plan, make_job(settings, folder).settings))
+        on_run(run, len(runs), len(wanted))
+    ends = ends_of(settings_of)
     found = rows(runs, ends)
     (folder / "table.md").write_text(markdown(found), encoding="utf-8")
     (folder / "curves.svg").write_text(draw(found, ends, title=plan.name), encoding="utf-8")
     return Comparison(tuple(found), folder, made, len(runs) - made)
 
 
-def ends_of(plan: Plan) -> Ends:
-    """When each step of a run of this plan is over, simulated once for all that step alike."""
+def ends_of(settings_of: Mapping[str, Settings]) -> Ends:
+    """When each step of a run is over, by the settings of each run's key."""
 
     @cache
-    def ends(micro_batches: int, steps: int, is_sync: bool, sync_start: int) -> Sequence[float]:
-        schedule = None if is_sync else ASYNCHRONOUS
-        return step_ends_ms(plan, micro_batches, steps, schedule=schedule, sync_start=sync_start)
+    def ends(key: str) -> Sequence[float]:
+        job = make_job(settings_of[key], Path())
+        return step_ends_ms(job.plan, job.settings)
 
-    def of_run(run: Run) -> Sequence[float]:
-        is_sync = read_method(run.method).staleness == SYNC
-        return ends(run.micro_batches, run.steps, is_sync, run.sync_start)
-
-    return of_run
+    return lambda run: ends(run.key)

@@ -9,7 +9,7 @@ stash,sync-start=0.1        the first tenth of the steps synchronous
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
@@ -18,20 +18,23 @@ from ..staleness.compose import parse
 from ..training.settings import CHOICES, SettingsError
 
 SYNC = "sync"
-_NUMBERS = ("lr", "momentum", "weight_decay", "clip", "final_lr_ratio", "sync_start")
-_COUNTS = ("warmup", "refresh_every")
+_READ: Mapping[str, Callable[[str], Any]] = {
+    **dict.fromkeys(("lr", "momentum", "weight_decay", "clip", "final_lr_ratio"), float),
+    **dict.fromkeys(("warmup", "refresh_every", "staleness_cap", "flush_every"), int),
+    **dict.fromkeys(("sync_start", "ahead"), str),
+    "betas": lambda text: (float(text.partition("/")[0]), float(text.partition("/")[2])),
+}
+"""The options that a method may have of its own, and what their text means."""
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
     """What is done about staleness: `sync` or names of methods; the optimizer, None for those of
-    the command; and `own` options of the run. The share `sync_start` of the steps, the first ones,
-    is synchronous."""
+    the command; and `own` options of the run."""
 
     staleness: str
     optimizer: str | None = None
     own: Mapping[str, Any] = field(default_factory=dict)
-    sync_start: float = 0.0
 
     @property
     def is_sync(self) -> bool:
@@ -39,10 +42,7 @@ class Method:
 
     def __str__(self) -> str:
         """As it is written."""
-        options = dict(self.own)
-        if self.sync_start:
-            options["sync_start"] = self.sync_start
-        written = (f",{name.replace('_', '-')}={_written(own)}" for name, own in options.items())
+        written = (f",{name.replace('_', '-')}={_written(own)}" for name, own in self.own.items())
         optimizer = f":{self.optimizer}" if self.optimizer else ""
         return "".join([self.staleness, optimizer, *written])
 
@@ -50,8 +50,8 @@ class Method:
 def read_method(text: str) -> Method:
     """The method that is written so. Raises SettingsError, ScheduleError for what is not known.
 
-    >>> read_method("stash:muon,lr=0.003,sync-start=0.1")
-    Method(staleness='stash', optimizer='muon', own={'lr': 0.003}, sync_start=0.1)
+    >>> read_method("stash:muon,lr=0.003,sync-start=10%")
+    Method(staleness='stash', optimizer='muon', own={'lr': 0.003, 'sync_start': '10%'})
     >>> str(read_method("stash:nadam, betas=0.99/0.999"))
     'stash:nadam,betas=0.99/0.999'
     """
@@ -63,28 +63,19 @@ def read_method(text: str) -> Method:
         raise SettingsError(
             f"{text}: {optimizer!r} is no optimizer.", _one_of(optimizer, CHOICES["optimizer"])
         )
-    own = dict(_option(text, option) for option in options)
-    start = own.pop("sync_start", 0.0)
-    if not 0 <= start <= 1:
-        raise SettingsError(f"{text}: sync-start is a share of the steps, from 0 to 1.")
-    return Method(staleness, optimizer or None, own, start)
+    return Method(staleness, optimizer or None, dict(_option(text, option) for option in options))
 
 
 def _option(text: str, option: str) -> tuple[str, Any]:
     key, _, value = option.partition("=")
     name = key.strip().replace("-", "_")
+    if name not in _READ:
+        names = [known.replace("_", "-") for known in _READ]
+        raise SettingsError(f"{text}: {key!r} is no option of a method.", _one_of(key, names))
     try:
-        if name in _COUNTS:
-            return name, int(value)
-        if name in _NUMBERS:
-            return name, float(value)
-        if name == "betas":
-            first, second = value.split("/")
-            return name, (float(first), float(second))
+        return name, _READ[name](value.strip())
     except ValueError:
         raise SettingsError(f"{text}: {option!r} has no value that can be read.") from None
-    names = [known.replace("_", "-") for known in (*_NUMBERS, *_COUNTS, "betas")]
-    raise SettingsError(f"{text}: {key!r} is no option of a method.", _one_of(key, names))
 
 
 def _one_of(word: str, legal: Any) -> str:
@@ -93,4 +84,5 @@ def _one_of(word: str, legal: Any) -> str:
 
 
 def _written(value: Any) -> str:
-    return "/".join(f"{part:g}" for part in (value if isinstance(value, tuple) else (value,)))
+    parts = value if isinstance(value, tuple) else (value,)
+    return "/".join(part if isinstance(part, str) else f"{part:g}" for part in parts)

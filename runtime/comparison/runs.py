@@ -1,7 +1,7 @@
 """Which runs a comparison has, and those that are done: a file of JSON lines.
 
-A run is known by all that decides its losses: the code of the stages, the resolved options and the
-steps that are synchronous. So a comparison that was interrupted, or that is asked for once more
+A run is known by all that decides its losses: the code of the stages and the resolved options that
+are not as usual. So a comparison that was interrupted, or that is asked for once more
 with other methods, repeats nothing.
 """
 
@@ -21,21 +21,16 @@ from ..training.settings import OF_THIS_CALL, Settings
 from .methods import Method
 from .trial import Curve, train_alone
 
-_OF_PLACE = OF_THIS_CALL | {"folder", "log_every", "threads", "pin", "transport", "trace"}
+_OF_PLACE = OF_THIS_CALL | {"folder", "ranks", "log_every", "threads", "pin", "transport", "trace"}
 ASYNCHRONOUS = "async-1f1b"
 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """A run to make: its method and its settings, and how many of its first steps are
-    synchronous."""
+    """A run to make."""
 
     method: Method
     settings: Settings
-
-    @property
-    def sync_start(self) -> int:
-        return round(self.method.sync_start * self.settings.steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +44,6 @@ class Run:
     seed: int
     stages: int
     micro_batches: int
-    sync_start: int
     steps: int
     curve: Curve
 
@@ -111,7 +105,7 @@ def make_runs(wanted: Iterable[Arm], path: Path) -> Iterator[tuple[Run, bool]]:
             yield done[known], False
             continue
         job = make_job(arm.settings, path.parent)
-        curve = train_alone(arm.settings, path.parent, sync_start=arm.sync_start)
+        curve = train_alone(arm.settings, path.parent)
         run = Run(
             known,
             str(arm.method),
@@ -120,7 +114,6 @@ def make_runs(wanted: Iterable[Arm], path: Path) -> Iterator[tuple[Run, bool]]:
             job.settings.seed,
             len(job.plan.stages),
             job.settings.micro_batches or 1,
-            arm.sync_start,
             job.settings.steps,
             curve,
         )
@@ -137,9 +130,9 @@ def key_of(arm: Arm, folder: Path) -> str:
     options = {
         option.name: getattr(job.settings, option.name)
         for option in fields(job.settings)
-        if option.name not in _OF_PLACE
+        if option.name not in _OF_PLACE and getattr(job.settings, option.name) != option.default
     }
-    content = [options, arm.sync_start, [stage.sha256 for stage in job.planned.stages]]
+    content = [options, [stage.sha256 for stage in job.planned.stages]]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -9,7 +9,7 @@ the live weights of all stages at the same version: nothing is drained for it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,21 +21,20 @@ from ..launching.jobs import make_job
 from ..launching.world import World
 from ..loading import load_stage
 from ..pipeline import Pipeline, needed_inputs
-from ..schedule import Action, Schedule
-from ..schedules import make_schedule
+from ..schedule import Action
 from ..tensors import dtype_of
+from ..training.asynchronous import delays_of
 from ..training.criterion import find_criterion
 from ..training.evaluation import Evaluation
 from ..training.finite import LossError
 from ..training.loop import Job
 from ..training.observer import Trainer
-from ..training.segments import lowered, segments
+from ..training.segments import Segment, make_flushed_step, make_segment, segments
 from ..training.settings import Settings
 from ..training.sources import Feed, open_data, prepare_data
 from ..training.step_batch import StepBatch
 from ..transports import LocalHub
 from ..watching.gather import RankFigures
-from .rounds import in_rounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,22 +53,22 @@ class Curve:
         return math.inf if self.end or not self.evaluated else self.evaluated[-1]
 
 
-def train_alone(settings: Settings, folder: Path, *, sync_start: int = 0) -> Curve:
+def train_alone(settings: Settings, folder: Path) -> Curve:
     """Trains so and evaluates after every `eval_every` steps and at the end.
 
-    The first `sync_start` steps are synchronous; each of them is clipped as the others are. What
-    the data needs on disk is left in `folder`. A loss that is no number ends the run, which is part
-    of its curve. Raises AsyncPipeError where settings and plan do not fit.
+    What the data needs on disk is left in `folder`. A loss that is no number ends the run, which is
+    part of its curve. Raises AsyncPipeError where settings and plan do not fit.
     """
-    return _Trial(make_job(settings, folder), sync_start).train()
+    alone = replace(settings, ranks=1) if settings.is_async else settings
+    return _Trial(make_job(alone, folder)).train()
 
 
 class _Trial:
     """One run: its stages, their optimizers and its losses so far."""
 
-    def __init__(self, job: Job, sync_start: int) -> None:
+    def __init__(self, job: Job) -> None:
         settings, plan, world = job.settings, job.plan, World()
-        self._settings, self._plan, self._sync_start = settings, plan, sync_start
+        self._settings, self._plan = settings, plan
         prepare_data(settings, job.task, job.folder)
         data = open_data(settings, job.task, plan, job.folder)
         stages = range(len(plan.stages))
@@ -84,7 +83,7 @@ class _Trial:
         fields = needed_inputs(plan, stages, criterion=settings.criterion is not None)
         self._feed = Feed(data.train, Order(len(data.train), settings.seed), batch, fields)
         self._batch = batch
-        delays = self._segment(1).delays
+        first = make_segment(plan, settings, steps=1)
         self._trainer = _Steps(
             plan,
             self._modules,
@@ -92,7 +91,7 @@ class _Trial:
             world,
             self._stepped,
             lr_scale=self._pipeline.lr_scale,
-            delays=delays,
+            delays=first.delays,
         )
         self._trainer.after_step = self._evaluate_if_due
         self._pipeline.attach(self._trainer.optimizers)
@@ -104,7 +103,7 @@ class _Trial:
             Feed(data.evaluation, None, StepBatch((size,)), fields),
             world,
             Activities(),
-            schedule=self._segment(1),
+            schedule=first,
             batches=min(settings.eval_batches, len(data.evaluation) // size),
         )
         self._evaluating = self._make_pipeline("none")
@@ -113,24 +112,39 @@ class _Trial:
         self._is_due = False
 
     def train(self) -> Curve:
+        """The whole run, in the segments that asyncpipe-train has without evaluations."""
         end = ""
         try:
-            for segment in _pieces(self._settings, self._sync_start):
-                is_sync = segment.start < self._sync_start
-                first = self._batch.first_of(segment.start, 0)
-                self._trainer.start_segment(segment.start + 1, first)
-                self._pipeline.run(
-                    self._segment(len(segment), is_sync=is_sync),
-                    self._feed,
-                    first_micro_batch=first,
-                    observer=self._trainer,
-                    sizes=None if self._batch.is_even else self._sizes * len(segment),
-                    loss_scale=self._trainer.loss_scale,
-                )
+            for segment in segments(replace(self._settings, eval_every=0)):
+                self._train(segment)
         except LossError as error:
             end = error.what
         steps, evaluated, trained = zip(*self._points, strict=True) if self._points else ((),) * 3
         return Curve(steps, evaluated, trained, end)
+
+    def _train(self, segment: Segment) -> None:
+        steps, is_async = segment.steps, self._settings.is_async
+        if segment.synchronous and is_async:
+            schedule = make_flushed_step(self._plan, self._settings, segment.micro_batches)
+        else:
+            schedule = make_segment(self._plan, self._settings, steps=len(steps))
+        first = self._batch.first_of(steps.start, 0)
+        self._trainer.start_segment(
+            steps.start + 1,
+            first,
+            delays_of(schedule, first, steps.start),
+            flushed=segment.synchronous,
+        )
+        is_short = segment.micro_batches != self._settings.micro_batches
+        self._pipeline.run(
+            schedule,
+            self._feed,
+            first_micro_batch=first,
+            observer=self._trainer,
+            sizes=None if self._batch.is_even else self._sizes * len(steps),
+            step_samples=self._batch.samples if is_short else None,
+            loss_scale=self._trainer.loss_scale,
+        )
 
     @property
     def _sizes(self) -> list[dict[str, int]]:
@@ -149,22 +163,6 @@ class _Trial:
             batch_norm_per_step=settings.batch_norm == "mini-batch",
         )
 
-    def _segment(self, steps: int, *, is_sync: bool = False) -> Schedule:
-        """The schedule of so many steps, on one rank."""
-        stages, every = len(self._modules), self._settings.micro_batches or 1
-        if is_sync or not self._settings.is_async:
-            made = make_schedule("single", stages=stages, micro_batches=every)
-        else:
-            made = in_rounds(
-                make_schedule(
-                    self._settings.schedule,
-                    stages=stages,
-                    micro_batches=every * steps,
-                    step_every=every,
-                )
-            )
-        return lowered(self._plan, made, check=False)
-
     def _stepped(self, figures: RankFigures) -> None:
         """All stages have made a step, the last of them not quite."""
         self._losses.append(figures.loss)
@@ -176,6 +174,7 @@ class _Trial:
             return
         self._is_due = False
         step = len(self._losses)
+        assert set(self._pipeline.versions.values()) == {step}
         since = self._losses[self._points[-1][0] if self._points else 0 :]
         loss = self._evaluation(self._evaluating, step).loss
         self._points.append((step, loss, sum(since) / len(since)))
@@ -190,12 +189,3 @@ class _Steps(Trainer):
         super().on_action(action, start_s, end_s)
         if action.kind == "S":
             self.after_step()
-
-
-def _pieces(settings: Settings, sync_start: int) -> Iterator[range]:
-    """The segments of asyncpipe-train without evaluations in between; the first steps alone."""
-    start = min(sync_start, settings.steps)
-    yield from (range(step, step + 1) for step in range(start))
-    if start < settings.steps:
-        rest = replace(settings, steps=settings.steps - start, warmup=0, eval_every=0)
-        yield from (range(part.start + start, part.stop + start) for part in segments(rest))

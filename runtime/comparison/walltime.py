@@ -1,54 +1,64 @@
-"""A plan and a way to step -> when every optimizer step of a run would be over, one rank a stage.
+"""A plan and a run's settings -> when each optimizer step would be over, with a rank a stage.
 
-Synchronous steps are those of 1f1b with a flush, one after the other. Of an asynchronous run as
-many steps are simulated as it takes until they follow one another evenly; the rest follow at that
-pace. Costs are the plan's; an optimizer's own time is in neither.
+Synchronous steps are those of 1f1b with a flush, one after the other. Of an asynchronous segment
+the beginning and the end are simulated; the steps in between follow at the pace at which they
+follow one another by then. Costs are the plan's; an optimizer's own time is in neither.
 """
 
 from __future__ import annotations
 
-from itertools import accumulate
+from dataclasses import replace
 
 from ..forecast import forecast_step
 from ..plan import Plan
+from ..schedules import make_schedule
+from ..training.segments import Segment, segments
+from ..training.settings import Settings
 
-_SYNCHRONOUS = "1f1b"
+_FLUSHED = "1f1b"
 _PACE = 4
-"""Steps at the end of what is simulated that tell the pace."""
+"""Steps that tell the pace."""
 
 
-def step_ends_ms(
-    plan: Plan, micro_batches: int, steps: int, *, schedule: str | None, sync_start: int = 0
-) -> tuple[float, ...]:
-    """Milliseconds from the start until all stages have made step 1, 2, ... `steps`.
-
-    `schedule` is the asynchronous one, None for a run that is synchronous throughout; its first
-    `sync_start` steps are.
-    """
-    flushed = forecast_step(plan, _SYNCHRONOUS, micro_batches).step_ms
-    first = steps if schedule is None else min(sync_start, steps)
-    ends = list(accumulate([flushed] * first))
-    if schedule is not None and first < steps:
+def step_ends_ms(plan: Plan, settings: Settings) -> tuple[float, ...]:
+    """Milliseconds from the start until all stages have made step 1, 2, ...; `settings` are
+    resolved."""
+    ends: list[float] = []
+    known: dict[Segment, list[float]] = {}
+    for segment in segments(replace(settings, eval_every=0)):
+        alike = replace(segment, steps=range(len(segment.steps)))
+        if alike not in known:
+            known[alike] = _ends(plan, settings, alike)
         start = ends[-1] if ends else 0.0
-        ends += [
-            start + end for end in _without_flush(plan, schedule, micro_batches, steps - first)
-        ]
+        ends += [start + end for end in known[alike]]
     return tuple(ends)
 
 
-def _without_flush(plan: Plan, schedule: str, micro_batches: int, steps: int) -> list[float]:
-    # By then every stage has been full for a while, even if the slowest is the last.
-    filled = 2 + -(-4 * len(plan.stages) // micro_batches)
-    simulated = min(steps, filled + _PACE)
-    timeline = forecast_step(plan, schedule, micro_batches, steps=simulated).timeline
+def _ends(plan: Plan, settings: Settings, segment: Segment) -> list[float]:
+    if segment.synchronous:
+        return [forecast_step(plan, _FLUSHED, segment.micro_batches).step_ms]
+    steps, stages = len(segment.steps), len(plan.stages)
+    # By then every stage has been full for a while, and all stages are as far.
+    filled = 2 + -(-4 * stages // segment.micro_batches)
+    simulated = min(steps, 2 * filled + _PACE)
+    schedule = make_schedule(
+        settings.schedule,
+        stages=stages,
+        micro_batches=segment.micro_batches * simulated,
+        step_every=segment.micro_batches,
+        ahead=settings.ahead,
+        staleness_cap=settings.staleness_cap,
+    )
     ends = [0.0] * simulated
-    for event in timeline.events:
+    for event in forecast_step(
+        plan, schedule, segment.micro_batches, steps=simulated
+    ).timeline.events:
         if event.action.kind == "S":
-            step = event.action.index - 1
-            ends[step] = max(ends[step], event.end_ms)
-    if simulated < steps:
-        # The last of what is simulated are of a pipeline that runs empty.
-        even = simulated - -(-len(plan.stages) // micro_batches)
-        pace = (ends[even - 1] - ends[even - 1 - _PACE]) / _PACE
-        ends = ends[:even] + [ends[even - 1] + pace * (1 + n) for n in range(steps - even)]
-    return ends
+            ends[event.action.index - 1] = max(ends[event.action.index - 1], event.end_ms)
+    left_out = steps - simulated
+    if not left_out:
+        return ends
+    middle = filled + _PACE
+    pace_ms = (ends[middle - 1] - ends[filled - 1]) / _PACE
+    even = [ends[middle - 1] + pace_ms * (1 + step) for step in range(left_out)]
+    return [*ends[:middle], *even, *(end + pace_ms * left_out for end in ends[middle:])]
