@@ -57,15 +57,17 @@ def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
 
 
-def plain(model: gpt.GPT, batch: Batch) -> Step:
-    """The plain model, one micro-batch after the other."""
+def plain(model: gpt.GPT, batch: Batch, step_every: int | None = None) -> Step:
+    """The plain model, one micro-batch after the other, with a step at the end or `step_every`."""
     optimizer = optimizer_of(model.parameters())
+    every = step_every or len(batch)
 
     def step() -> None:
-        optimizer.zero_grad(set_to_none=True)
-        for inputs in batch:
-            (model(**inputs)["loss"] / len(batch)).backward()
-        optimizer.step()
+        for first in range(0, len(batch), every):
+            optimizer.zero_grad(set_to_none=True)
+            for inputs in batch[first : first + every]:
+                (model(**inputs)["loss"] / every).backward()
+            optimizer.step()
 
     return step
 

@@ -1,5 +1,6 @@
 """Our pipelines as the runtime benchmark runs them: a plan, a schedule, a transport."""
 
+import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 import peers
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 import asyncpipe
 from asyncpipe.runtime.loading import load_stage
@@ -23,24 +25,29 @@ from asyncpipe.runtime.pipeline import (
 )
 from asyncpipe.runtime.plan import Plan, read_plan
 from asyncpipe.runtime.schedule import Schedule
-from asyncpipe.runtime.schedules import AUTO, fit_auto, make_schedule
+from asyncpipe.runtime.schedules import ASYNCHRONOUS, AUTO, fit_auto, make_schedule
 from asyncpipe.runtime.simulate import Costs
 from asyncpipe.runtime.training.remeasure import with_parted_backwards, with_whole_backwards
 from asyncpipe.runtime.transports.choose import open_transport
 
-ASYNC_STEPS = 6
+ASYNC_MICRO_BATCHES = 48
 MEASURED_STEPS = 3
 
 
 @dataclass(frozen=True)
 class Ours:
-    """A schedule with `each` stages a rank; `steps` optimizer steps are one sample."""
+    """A schedule with `each` stages a rank; asynchronous with a step `every` so many micro-batches,
+    by default after each batch."""
 
     schedule: str
     each: int = 1
     transport: str = "shm"
     staleness: str = "none"
-    steps: int = 1
+    every: int | None = None
+
+    @property
+    def is_async(self) -> bool:
+        return self.schedule in ASYNCHRONOUS
 
 
 OURS = {
@@ -55,7 +62,9 @@ OURS = {
     "auto, 1 a rank": Ours(AUTO, 1),
     "auto, 2 a rank": Ours(AUTO, 2),
     "auto, 4 a rank": Ours(AUTO, 4),
-    "async-1f1b, stash": Ours("async-1f1b", staleness="stash", steps=ASYNC_STEPS),
+    "async-1f1b, stash": Ours("async-1f1b", staleness="stash"),
+    "async-1f1b, none": Ours("async-1f1b"),
+    "async-1f1b, stash, k = 1": Ours("async-1f1b", staleness="stash", every=1),
 }
 
 
@@ -88,6 +97,19 @@ def build_plans(
     return folders
 
 
+class StepTimes(StepOptimizers):
+    """Steps the optimizers, and notes when the first of the rank's stages did so."""
+
+    def __init__(self, optimizers: Mapping[int, Optimizer]) -> None:
+        super().__init__(optimizers)
+        self.seconds: list[float] = []
+
+    def on_step(self, stage: int, version: int) -> None:
+        super().on_step(stage, version)
+        if stage == min(self.optimizers):
+            self.seconds.append(time.perf_counter())
+
+
 class Configuration:
     """One of our configurations on this rank; `step` is one sample."""
 
@@ -98,8 +120,8 @@ class Configuration:
         made = make_schedule(
             ours.schedule,
             stages=len(self._plan.stages),
-            micro_batches=len(batch) * ours.steps,
-            step_every=len(batch),
+            micro_batches=ASYNC_MICRO_BATCHES if ours.is_async else len(batch),
+            step_every=ours.every or len(batch),
             ranks=ranks,
             **({"costs": costs_of_plan(self._plan)} if ours.schedule == AUTO else {}),
         )
@@ -112,7 +134,8 @@ class Configuration:
             rank_of_stage=made.rank_of_stage,
             staleness=ours.staleness,
         )
-        self._observer = StepOptimizers(
+        self._is_async = ours.is_async
+        self._observer = StepTimes(
             {stage: peers.optimizer_of(module.parameters()) for stage, module in modules.items()}
         )
         self._schedule = self._lowered(made)
@@ -128,8 +151,14 @@ class Configuration:
             )
             self._schedule = self._lowered(fitted.schedule)
 
-    def step(self) -> Any:
-        return self._run(self._schedule)
+    def step(self) -> tuple[float, int] | None:
+        """One batch; of an asynchronous pipeline the seconds between its first step and its last,
+        and the micro-batches that were done in them, without what fills the pipeline."""
+        self._observer.seconds.clear()
+        self._run(self._schedule)
+        seconds = self._observer.seconds
+        done = (len(seconds) - 1) * self._schedule.step_every
+        return (seconds[-1] - seconds[0], done) if self._is_async else None
 
     def _run(self, schedule: Schedule, *, record: bool = False) -> Any:
         count = len(self._batch)

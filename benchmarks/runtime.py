@@ -6,8 +6,10 @@ other processes used at most 4 % of the cores meanwhile. A configuration may be 
 slower for as long as its processes live, by where in memory it came to lie: so there are several
 groups, one after the other, that build the configurations in different orders. The ceiling is that
 of independent copies of the plain model, one a process, which nothing that computes the same can
-pass. An asynchronous sample is a whole segment, its fill and drain included. The processes keep the
-memory that they free, as ranks of `asyncpipe-train` do; torch's configurations gain by that too.
+pass. An asynchronous sample is what the slowest rank does between its first step and its last, as
+in a run that goes on; it steps after every batch, or with k = 1 after every micro-batch. The
+processes keep the memory that they free, as ranks of `asyncpipe-train` do; torch's configurations
+gain by that too.
 
 With `--memory` each pipeline has processes of its own, and what they need at their peak is
 measured.
@@ -39,12 +41,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from machine import busy_core_seconds, write_result
-from pipelines import OURS, build_plans, pipeline
+from pipelines import ASYNC_MICRO_BATCHES, OURS, build_plans, pipeline
 
 from asyncpipe.runtime.host_memory import keep_freed_memory
 
 QUIET = 0.04
 CEILING = "ceiling: independent copies"
+CEILING_K1 = "the same, k = 1"
 MEMORY_STEPS = 4
 SAME = (("gpipe", "torch GPipe"), ("1f1b", "torch 1F1B"))
 
@@ -74,6 +77,9 @@ LEADING = (
     "torch DualPipeV",
     "auto, 2 a rank",
     "async-1f1b, stash",
+    "async-1f1b, none",
+    "async-1f1b, stash, k = 1",
+    CEILING_K1,
 )
 CASES = {
     "gpt-m8": Case(ranks=2, micro_batches=8),
@@ -138,12 +144,17 @@ def turns_of(
 
     def our_own(name: str) -> Turn:
         step = pipeline(folders, OURS[name], batch, rank, case.ranks)
-        return Turn(step, samples * OURS[name].steps)
+        is_async = OURS[name].is_async
+        return Turn(step, case.micro_batch_size * ASYNC_MICRO_BATCHES if is_async else samples)
+
+    def ceiling_k1() -> Turn:
+        return Turn(peers.plain(build_model(case), batch, step_every=1), case.ranks * samples)
 
     possible: dict[str, Callable[[], Turn]] = {
         "plain model, 1 thread": partial(alone, 1),
         f"plain model, {case.ranks} threads": partial(alone, case.ranks),
         "DDP": data_parallel,
+        CEILING_K1: ceiling_k1,
         **{
             name: partial(torchs, name)
             for name in peers.TORCH
@@ -238,18 +249,29 @@ def measure(name: str, turn: Turn, ranks: int) -> dict[str, Any]:
     torch.set_num_threads(turn.threads)
     dist.barrier()
     before, own_before, start = busy_core_seconds(), sum(os.times()[:2]), time.perf_counter()
-    turn.step()
+    steady = turn.step()
     dist.barrier()
     seconds = time.perf_counter() - start
     own = torch.tensor([sum(os.times()[:2]) - own_before], dtype=torch.float64)
     dist.all_reduce(own)
+    rate = turn.samples / seconds
+    if steady is not None:
+        rate = _steady_rate(steady, turn.samples / ASYNC_MICRO_BATCHES)
     others = max(0.0, busy_core_seconds() - before - own.item()) / ((os.cpu_count() or 1) * seconds)
     return {
         "configuration": name,
-        "samples_per_s": round(turn.samples / seconds, 3),
+        "samples_per_s": round(rate, 3),
         "core_s_per_sample": round(own.item() / turn.samples, 5),
         "others_share": round(others, 4),
     }
+
+
+def _steady_rate(steady: tuple[float, int], micro_batch_size: float) -> float:
+    """Samples a second of the slowest rank between its first step and its last."""
+    seconds, done = steady
+    slowest = torch.tensor([seconds / done], dtype=torch.float64)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return micro_batch_size / slowest.item()
 
 
 def run_case(case: Case, groups: int, rounds: int, only: Sequence[str]) -> list[dict[str, Any]]:
@@ -352,7 +374,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[], help="names of configurations")
     parser.add_argument("--memory", action="store_true", help="peak memory instead of speed")
     arguments = parser.parse_args()
-    known = {*OURS, *peers.TORCH, "DDP", CEILING}
+    known = {*OURS, *peers.TORCH, "DDP", CEILING, CEILING_K1}
     for name in arguments.only:
         if name not in known and not re.match(r"plain model, \d+ threads?$", name):
             parser.error(f"no configuration {name!r}: {', '.join(sorted(known))}")

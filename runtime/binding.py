@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from math import prod
 
-from .staleness.protocol import Passage, Reads, Situation, Staleness, Steps
+from .staleness.protocol import Outlook, Passage, Reads, Situation, Staleness, Steps
 from .versions import LedgerEntry, View, Weights, WeightVersions
 
 
@@ -33,8 +33,9 @@ class Binder:
 
     def attach(self, steps: Steps) -> None:
         """Gives the methods the stage's optimizer."""
+        follows = any(method.follows_schedule for method in self.methods)
         for method in self.methods:
-            method.steps = steps
+            method.steps = Outlook(steps, self.weights, self.lr_scale, follows)
 
     def begin(self, situation: Situation) -> None:
         """Called before a segment's first action."""
@@ -61,7 +62,8 @@ class Binder:
         weights, micro_batch = self.weights, passage.micro_batch
         reads = self._reads(passage)
         if reads is Reads.AS_SAVED:
-            reads = Reads.LIVE if repeats else Reads.FORWARD
+            # With no step in between both passes read the same, also if it was predicted.
+            reads = Reads.LIVE if repeats and passage.straddles else Reads.FORWARD
         if reads is Reads.FORWARD:
             return weights.bound_to(micro_batch)
         view = reads if isinstance(reads, View) else weights.live_view

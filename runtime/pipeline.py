@@ -114,7 +114,7 @@ class Pipeline:
             for j in expected
         }
         self.weights = {j: WeightVersions(j, stages[j]) for j in expected}
-        self._binders = {
+        self.binders = {
             j: Binder(weights, make_staleness(staleness)) for j, weights in self.weights.items()
         }
         exchanged = replace(plan, shared=()) if self.replicas else plan
@@ -135,12 +135,12 @@ class Pipeline:
 
     def lr_scale(self, stage: int, version: int) -> float:
         """The staleness methods' factor on the learning rate of the step that makes `version`."""
-        return self._binders[stage].lr_scale(version)
+        return self.binders[stage].lr_scale(version)
 
     def attach(self, optimizers: Mapping[int, Steps]) -> None:
         """Gives the staleness methods the optimizers of the stages, which the observer steps."""
         for stage, steps in optimizers.items():
-            self._binders[stage].attach(steps)
+            self.binders[stage].attach(steps)
 
     def run(self, schedule: Schedule, feed: Feed, **options: Unpack[RunOptions]) -> RunReport:
         """Carries out this rank's actions of a lowered schedule.
@@ -218,7 +218,7 @@ class Pipeline:
             program = without_steps(program)
         sizes = options.get("sizes") or self.plan.sizes
         every = (sizes,) * schedule.micro_batches if isinstance(sizes, Mapping) else tuple(sizes)
-        for stage, binder in self._binders.items() if training else ():
+        for stage, binder in self.binders.items() if training else ():
             binder.begin(_situation(schedule, stage))
         if len(every) != schedule.micro_batches:
             raise ScheduleError(
@@ -277,7 +277,7 @@ class Pipeline:
         with run.recorder.timing(action):
             bound = None
             if run.training:
-                binder = self._binders[action.stage]
+                binder = self.binders[action.stage]
                 bound = binder.forward(run.passages[where], repeats=recompute)
             outputs, loss = stage.forward(
                 micro_batch,
@@ -302,7 +302,7 @@ class Pipeline:
             run.recorder.loss(micro_batch, loss)
 
     def _backward(self, run: Run, action: Action) -> Generator[Handle, None, None]:
-        stage, binder = self.stages[action.stage], self._binders[action.stage]
+        stage, binder = self.stages[action.stage], self.binders[action.stage]
         micro_batch = run.first_micro_batch + action.index
         where = action.stage, action.index
         repeats = stage.is_repeatable(micro_batch)
@@ -337,7 +337,7 @@ class Pipeline:
         with run.recorder.timing(action):
             self.stages[action.stage].weight_backward(micro_batch)
             passage = run.passages[action.stage, action.index]
-            run.recorder.passage(self._binders[action.stage].finish(passage))
+            run.recorder.passage(self.binders[action.stage].finish(passage))
 
     def _step(self, run: Run, action: Action) -> Generator[Handle, None, None]:
         version = self.weights[action.stage].version + 1
@@ -346,7 +346,7 @@ class Pipeline:
         yield from self._shared.collect(action.stage, version, delay_of)
         with run.recorder.timing(action):
             self.stages[action.stage].finish_window(window)
-            with self._binders[action.stage].stepping():
+            with self.binders[action.stage].stepping():
                 run.recorder.observer.on_step(action.stage, version)
             self.precision.forget_casts()
 
@@ -379,7 +379,7 @@ class Pipeline:
     def _casts_kept(self, training: bool) -> AbstractContextManager[None]:
         """Weights are cast once for all micro-batches between two steps. Not where forwards read
         copies of weights, whose memory is used again for other versions."""
-        is_live = all(binder.is_live for binder in self._binders.values())
+        is_live = all(binder.is_live for binder in self.binders.values())
         return self.precision.casts_kept() if training and is_live else nullcontext()
 
     @contextmanager
@@ -396,4 +396,4 @@ class Pipeline:
 
 def _situation(schedule: Schedule, stage: int) -> Situation:
     ahead = 0 if schedule.synchronous else schedule.in_flight[stage] - 1
-    return Situation(stage, schedule.stages, ahead, schedule.step_every)
+    return Situation(stage, schedule.stages, ahead, schedule.step_every, schedule.synchronous)

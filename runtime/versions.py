@@ -67,7 +67,7 @@ class WeightVersions:
 
     `version` is the number of steps taken, `copies_made` the number of times that leaves were
     filled, `copies_held` how many copies exist now and `ring_size` how many there ever were at
-    once.
+    once; `gathered` are the micro-batches whose gradients the next step has already.
     """
 
     def __init__(self, stage: int, module: nn.Module) -> None:
@@ -78,6 +78,7 @@ class WeightVersions:
             if parameter.requires_grad
         }
         self.version = 0
+        self.gathered = 0
         self.copies_made = 0
         self.ring_size = 0
         self._in_flight: dict[int, int] = {}
@@ -114,6 +115,7 @@ class WeightVersions:
         self.add_gradients(micro_batch)
         self._let_go(micro_batch, self._bound.pop(micro_batch, None))
         self._let_go(micro_batch, self._read.pop(micro_batch, None))
+        self.gathered += 1
         forward_version = self._in_flight.pop(micro_batch)
         return LedgerEntry(self.stage, micro_batch, forward_version, self.version)
 
@@ -152,9 +154,11 @@ class WeightVersions:
         copy = self._bound.get(micro_batch)
         return None if copy is None else copy.leaves
 
-    def hold(self, view: View) -> None:
+    def hold(self, view: View) -> Weights:
         """Keeps the values of a view until they are `released`, for forwards of later versions."""
-        self._filled(view, view).users.add(view)
+        copy = self._filled(view, view)
+        copy.users.add(view)
+        return copy.leaves
 
     def released(self, view: View) -> None:
         """Lets go of a view that was held."""
@@ -167,6 +171,7 @@ class WeightVersions:
         for parameter in self.live.values():
             parameter.grad = None
         self.version += 1
+        self.gathered = 0
         self._drop_unused()
 
     def unseen_by_autograd(self) -> AbstractContextManager[None]:

@@ -20,7 +20,7 @@ gradients' covariances are about those of the curvature.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -100,9 +100,9 @@ def _observe(
     _observe_covariances(state, gradient, beta2)
     if state["step"] % refresh_every == 0:
         _refresh_bases(state)
-    rotated = _rotated(gradient, state)
+    turned = rotated(gradient, state)
     state["exp_avg"].lerp_(gradient, 1 - beta1)
-    state["exp_avg_sq"].mul_(beta2).addcmul_(rotated, rotated, value=1 - beta2)
+    state["exp_avg_sq"].mul_(beta2).addcmul_(turned, turned, value=1 - beta2)
 
 
 def _observe_covariances(state: dict[str, Tensor], gradient: Tensor, beta: float) -> None:
@@ -142,11 +142,11 @@ def _direction(state: dict[str, Tensor], betas: tuple[float, float], eps: float)
     """What a step subtracts, for a learning rate of 1."""
     first, second = (1 - beta ** float(state["step"]) for beta in betas)
     spread = (state["exp_avg_sq"] / second).sqrt_().add_(eps)
-    rotated = (_rotated(state["exp_avg"], state) / first).div_(spread)
-    return _rotated(rotated, state, back=True)
+    turned = (rotated(state["exp_avg"], state) / first).div_(spread)
+    return rotated(turned, state, back=True)
 
 
-def _rotated(matrix: Tensor, state: dict[str, Tensor], *, back: bool = False) -> Tensor:
+def rotated(matrix: Tensor, state: Mapping[str, Tensor], *, back: bool = False) -> Tensor:
     """The matrix seen in the bases, Ql' matrix Qr; or `back` from there."""
     left, right = state.get("left_basis"), state.get("right_basis")
     if left is not None:

@@ -11,11 +11,33 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 
 from ..errors import ScheduleError
+from .lwp import LinearByVelocity, LinearByWeights
+from .msnag import AggregatedMsnag, Msnag
+from .nesterov import LastStageNesterov, Nag
 from .none import LiveWeights
+from .partial_gradient import PartialGradient
+from .pipeoptim import PipeOptim
 from .protocol import Need, Part, Staleness
+from .schedule_aware import ScheduleAware
+from .spectrain import SpecTrain
 from .stash import Stash
+from .xpipe import XPipe
 
-METHODS: dict[str, type[Staleness]] = {"none": LiveWeights, "stash": Stash}
+METHODS: dict[str, type[Staleness]] = {
+    "none": LiveWeights,
+    "stash": Stash,
+    "msnag": Msnag,
+    "aggmsnag": AggregatedMsnag,
+    "partial-gradient": PartialGradient,
+    "nag": Nag,
+    "lwp": LinearByVelocity,
+    "lwp-w": LinearByWeights,
+    "spectrain": SpecTrain,
+    "xpipe": XPipe,
+    "pipeoptim": PipeOptim,
+    "nesterov-last": LastStageNesterov,
+    "schedule-aware": ScheduleAware,
+}
 """Name of a staleness method -> its class."""
 
 _DECISIONS: Mapping[Part, str] = {
@@ -27,6 +49,7 @@ _DECISIONS: Mapping[Part, str] = {
 }
 MOMENTUM = frozenset({"sgd", "sutskever", "muon"})
 ADAM = frozenset({"adam", "adamw", "nadam"})
+VELOCITY = frozenset({"sgd", "sutskever"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,4 +140,42 @@ def _lack(need: Need, names: Iterable[str], run: Conditions) -> tuple[str, str] 
                     f"stage runs ahead, and there are {run.step_every}",
                     f"--micro-batches {run.ahead + 1}",
                 )
+        case "velocity":
+            if run.optimizer not in VELOCITY or not run.momentum:
+                return (
+                    f"goes by the velocity of sgd, and the optimizer is {_in_words(run)}",
+                    "--optimizer sgd --momentum 0.9, or --staleness lwp-w.",
+                )
+        case "direction":
+            if run.optimizer not in VELOCITY | ADAM or _is_without_momentum(run):
+                return (
+                    "goes by the momentum of sgd or Adam's moments, and the optimizer is "
+                    f"{_in_words(run)}",
+                    "--optimizer adamw, or --staleness msnag.",
+                )
+        case "inertia":
+            if _is_without_momentum(run):
+                return (
+                    f"predicts by momentum, and the optimizer is {_in_words(run)}",
+                    "--momentum 0.9, or --staleness partial-gradient.",
+                )
+        case "nesterov":
+            if run.optimizer != "sgd" or not run.momentum:
+                return (
+                    f"is an option of sgd with momentum, and the optimizer is {_in_words(run)}",
+                    "--optimizer sgd --momentum 0.9",
+                )
+        case "rates":
+            if not any(METHODS[name].expects_rates for name in names):
+                return "says which learning rates a prediction expects, and nothing predicts", (
+                    "Add +msnag."
+                )
     return None
+
+
+def _is_without_momentum(run: Conditions) -> bool:
+    return run.optimizer in MOMENTUM and not run.momentum
+
+
+def _in_words(run: Conditions) -> str:
+    return run.optimizer + (" without momentum" if _is_without_momentum(run) else "")

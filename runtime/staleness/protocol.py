@@ -7,7 +7,7 @@ rate is scaled, and what is done around a step. A method has one object a stage.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -27,10 +27,17 @@ Need = Literal[
     "momentum",
     "adam",
     "whole windows",
+    "velocity",
+    "direction",
+    "inertia",
+    "nesterov",
+    "rates",
 ]
 """What a method cannot do without: the weights of the forward when the gradient is there; a second
 forward; an optimizer with a momentum buffer, or with Adam's two moments; windows of at least as
-many micro-batches as any stage runs ahead."""
+many micro-batches as any stage runs ahead; an optimizer whose momentum is in the units of weights,
+one whose last step has a direction, one that goes on without gradients, one with a momentum of
+Nesterov's; another method that expects learning rates."""
 
 
 class Reads(Enum):
@@ -76,14 +83,46 @@ class Steps(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Outlook:
+    """A stage's optimizer, and what a prediction is to expect of it.
+
+    `lr_scale` is the staleness methods' factor on the step that makes a version. Expected is what
+    the scheduler says, if the outlook `follows_schedule`, and else the coming step's learning rate
+    for all; times the factors of the methods.
+    """
+
+    steps: Steps
+    weights: WeightVersions
+    lr_scale: Callable[[int], float]
+    follows_schedule: bool
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        return self.steps.optimizer
+
+    def future_lr(self, steps: int) -> tuple[float, ...]:
+        """What the scheduler says, without the methods' factors."""
+        return self.steps.future_lr(steps)
+
+    def expected_lr(self, steps: int) -> tuple[float, ...]:
+        """What the base learning rate is expected to be multiplied by in each of the next steps."""
+        ahead = self.future_lr(steps) if self.follows_schedule else self.future_lr(1) * steps
+        coming = self.weights.version + 1
+        return tuple(
+            factor * self.lr_scale(version) for version, factor in enumerate(ahead, coming)
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Situation:
     """Where a method's stage is: its number of `stages`, the forwards that it runs `ahead`, and
-    the micro-batches of a step. In a synchronous schedule nothing is ahead."""
+    the micro-batches of a step. In a `synchronous` schedule nothing is ahead."""
 
     stage: int
     stages: int
     ahead: int
     step_every: int
+    synchronous: bool = False
 
     @property
     def delay(self) -> int:
@@ -98,8 +137,12 @@ class Staleness:
     needs: ClassVar[frozenset[Need]] = frozenset()
     keeps_forward: ClassVar[bool] = False
     """Whether the weights of a forward are kept until the backward, if a step lies in between."""
+    expects_rates: ClassVar[bool] = False
+    """Whether it predicts by the learning rates of steps to come."""
+    follows_schedule: ClassVar[bool] = False
+    """Whether predictions are to go by the learning rates that the scheduler will set."""
     situation: Situation
-    steps: Steps | None = None
+    steps: Outlook | None = None
 
     def begin(self, situation: Situation) -> None:
         """Called before a segment's first action."""

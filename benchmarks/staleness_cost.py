@@ -1,0 +1,217 @@
+"""What each staleness method costs: core time of a step, and bytes beside the live weights.
+
+One process trains the benchmarks' GPT in four stages on one rank, asynchronously, with each method
+in turn, in shuffled rounds. Core time is compared with that of live weights under the same
+optimizer; bytes are those of the leaves that passes read and of what methods keep, beside what
+`runtime/weight_copies.py` says, which plans count.
+
+    python benchmarks/staleness_cost.py                 results/staleness_cost.json
+    python benchmarks/staleness_cost.py --rounds 3 --only stash msnag
+"""
+
+import argparse
+import os
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import gpt
+import torch
+from machine import write_result
+from torch import Tensor
+
+import asyncpipe
+from asyncpipe.runtime.binding import Binder
+from asyncpipe.runtime.host_memory import keep_freed_memory
+from asyncpipe.runtime.loading import load_stage
+from asyncpipe.runtime.pipeline import Pipeline, StepOptimizers
+from asyncpipe.runtime.plan import Plan, read_plan
+from asyncpipe.runtime.schedules import make_schedule
+from asyncpipe.runtime.training.optimizers import StageOptimizer
+from asyncpipe.runtime.training.settings import Settings
+from asyncpipe.runtime.transports import LocalHub
+from asyncpipe.runtime.weight_copies import weight_copies
+
+STAGES, MICRO_BATCHES = 4, 32
+MODEL = {"layers": 4, "width": 128, "heads": 4, "tokens": 64, "vocabulary": 2048}
+BASELINE = "none"
+METHODS: dict[str, str] = {
+    "none": "adamw",
+    "stash": "adamw",
+}
+"""Methods joined by + -> the optimizer that they are measured with."""
+
+
+@dataclass(frozen=True)
+class Configuration:
+    methods: str
+    optimizer: str
+    step_every: int
+
+    def __str__(self) -> str:
+        return f"{self.methods}, {self.optimizer}, k = {self.step_every}"
+
+
+class Training:
+    """One method's pipeline on one rank; `turn` trains a segment."""
+
+    def __init__(self, folder: Path, plan: Plan, made: Configuration) -> None:
+        modules = {j: load_stage(folder, plan, j).train() for j in range(STAGES)}
+        settings = Settings(
+            folder=str(folder),
+            schedule="async-1f1b",
+            optimizer=made.optimizer,
+            lr=1e-4,
+            momentum=0.9 if made.optimizer in ("sgd", "sutskever") else 0.0,
+            weight_decay=0.01,
+        )
+        self._optimizers = {j: StageOptimizer(module, settings) for j, module in modules.items()}
+        self.pipe = Pipeline(
+            plan,
+            modules,
+            LocalHub(1).transport(0),
+            rank_of_stage=[0] * STAGES,
+            staleness=made.methods,
+        )
+        self.pipe.attach(self._optimizers)
+        self._observer = Stepping(self.pipe, self._optimizers)
+        self._schedule = make_schedule(
+            "async-1f1b",
+            stages=STAGES,
+            micro_batches=MICRO_BATCHES,
+            step_every=made.step_every,
+            ranks=1,
+        )
+        self._batch = [gpt.tokens_of(2, MODEL["tokens"], MODEL["vocabulary"])] * MICRO_BATCHES
+
+    def turn(self) -> float:
+        """Core milliseconds of a micro-batch."""
+        start_s = time.process_time()
+        self.pipe.run(self._schedule, lambda i: self._batch[i], observer=self._observer)
+        return 1e3 * (time.process_time() - start_s) / MICRO_BATCHES
+
+    @property
+    def kept_bytes(self) -> list[int]:
+        """What each stage has beside its live weights."""
+        return [kept_bytes(binder) for _, binder in sorted(self.pipe.binders.items())]
+
+
+class Stepping(StepOptimizers):
+    """Steps the stages' optimizers at the rates that the methods want."""
+
+    def __init__(self, pipe: Pipeline, optimizers: dict[int, StageOptimizer]) -> None:
+        super().__init__({})
+        self._pipe, self._stages = pipe, optimizers
+
+    def on_step(self, stage: int, version: int) -> None:
+        self._stages[stage].step(self._pipe.lr_scale(stage, version))
+
+
+def kept_bytes(binder: Binder) -> int:
+    """The leaves that there were at once, and the tensors of the methods."""
+    weights = binder.weights
+    leaves = weights.ring_size * sum(tensor.nbytes for tensor in weights.live.values())
+    live = {id(tensor) for tensor in weights.live.values()}
+    own = {id(t): t.nbytes for method in binder.methods for t in tensors_in(vars(method))}
+    return leaves + sum(size for key, size in own.items() if key not in live)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in nested containers."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for one in value.values():
+            yield from tensors_in(one)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from tensors_in(one)
+
+
+def measure(folder: Path, configurations: list[Configuration], rounds: int) -> list[dict[str, Any]]:
+    plan = read_plan(folder)
+    trainings = {made: Training(folder, plan, made) for made in configurations}
+    taken: dict[Configuration, list[float]] = {made: [] for made in configurations}
+    order = random.Random(0)
+    for number in range(rounds + 1):
+        names = list(configurations)
+        order.shuffle(names)
+        for made in names:
+            core_ms = trainings[made].turn()
+            if number:
+                taken[made].append(core_ms)
+    rows = []
+    for made in configurations:
+        baseline = taken[Configuration(BASELINE, made.optimizer, made.step_every)]
+        ratio = statistics.median(
+            own / other for own, other in zip(taken[made], baseline, strict=True)
+        )
+        params = [
+            sum(tensor.nbytes for tensor in weights.live.values())
+            for _, weights in sorted(trainings[made].pipe.weights.items())
+        ]
+        counted = [
+            weight_copies(made.methods, STAGES - 1 - stage, made.step_every) * size
+            for stage, size in enumerate(params)
+        ]
+        rows.append(
+            {
+                "methods": made.methods,
+                "optimizer": made.optimizer,
+                "step_every": made.step_every,
+                "core_ms": round(statistics.median(taken[made]), 3),
+                "extra_work": round(ratio - 1, 4),
+                "kept_bytes": trainings[made].kept_bytes,
+                "counted_bytes": counted,
+            }
+        )
+    return rows
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    print(f"{'methods':34} {'optimizer':10} {'k':>2}  core ms  extra  kept MB  counted MB")
+    for row in rows:
+        kept, counted = (sum(row[key]) / 1e6 for key in ("kept_bytes", "counted_bytes"))
+        print(
+            f"{row['methods']:34} {row['optimizer']:10} {row['step_every']:2} "
+            f"{row['core_ms']:8.2f} {row['extra_work']:+6.1%} {kept:8.1f} {counted:11.1f}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--only", nargs="*", default=[], help="methods")
+    arguments = parser.parse_args()
+    chosen = {name: kind for name, kind in METHODS.items() if name in (arguments.only or METHODS)}
+    wanted = {(BASELINE, kind) for kind in chosen.values()} | set(chosen.items())
+    configurations = [
+        Configuration(methods, kind, step_every)
+        for step_every in (1, 8)
+        for methods, kind in sorted(
+            wanted, key=lambda each: (each[1], list(METHODS).index(each[0]))
+        )
+    ]
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "gpt"
+        model, inputs = gpt.build(**MODEL, micro_batch_size=2)
+        asyncpipe.partition(
+            model, inputs, stages=STAGES, profile="analytic", device="a100-80g", output=folder
+        )
+        rows = measure(folder, configurations, arguments.rounds)
+    show(rows)
+    if not arguments.only:
+        write_result("staleness_cost", {"model": MODEL, "stages": STAGES, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()
