@@ -16,22 +16,22 @@ long in bfloat16.
 import argparse
 import os
 import subprocess
-import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import half_blocks
 import torch
+from evidence import Case, rows_of, write
 from torch import Tensor
 from torch.optim import _muon
 
 import asyncpipe
 from asyncpipe.runtime.comparison.methods import read_method
-from asyncpipe.runtime.comparison.runs import Arm, arms, make_runs
+from asyncpipe.runtime.comparison.runs import Arm, arms, key_of, make_runs, read_runs
 from asyncpipe.runtime.training.settings import Settings
 
 RESULTS = Path(__file__).parent / "results"
@@ -39,6 +39,8 @@ HALVES = {4: 8, 8: 8, 16: 16}
 """Stages -> half-blocks."""
 SAMPLES = {"text": 8, "digits": 32}
 """Of one update."""
+EVALUATED = {"text": 64, "digits": 352}
+"""Samples of an evaluation, the same ones always."""
 COMMON = {
     "text": {
         "data": "shakespeare",
@@ -85,32 +87,23 @@ def folder_of(task: str, stages: int, models: Path) -> Path:
 
 
 def arms_of(
-    task: str,
-    stages: int,
-    every: int,
-    methods: Sequence[str],
-    models: Path,
-    *,
-    lr: float = 3e-3,
-    seed: int = 1,
+    case: Case, methods: Sequence[str], models: Path, *, lr: float = 3e-3, seed: int = 1
 ) -> list[Arm]:
-    """The runs of these methods at p = `stages` and k = `every`; synchronous ones are the same for
-    all k, and are made with k = 1."""
+    """The runs of these methods; synchronous ones are the same for all k, and made with k = 1."""
     made = []
     for text in methods:
         method = read_method(text)
-        k = 1 if method.is_sync else every
+        size = SAMPLES[case.task] // (1 if method.is_sync else case.every)
         settings = Settings(
-            folder=str(folder_of(task, stages, models)),
-            micro_batches=k,
-            micro_batch_size=SAMPLES[task] // k,
-            eval_batches=64 * k // SAMPLES[task] if task == "text" else 352 * k // SAMPLES[task],
+            folder=str(folder_of(case.task, case.stages, models)),
+            micro_batches=1 if method.is_sync else case.every,
+            micro_batch_size=size,
+            eval_batches=EVALUATED[case.task] // size,
             seed=seed,
             lr=lr,
-            **COMMON[task],
+            betas=BETAS,
+            **COMMON[case.task],
         )
-        if method.optimizer not in ("sgd", "sutskever"):
-            settings = replace(settings, betas=BETAS)
         made += arms(settings, [method])
     return made
 
@@ -120,26 +113,40 @@ FIRST = ("stash:adamw", "stash:muon", "none:muon", "none:adamw", "stash:nadam")
 START = ("stash:muon,sync-start=10%", "stash:adamw,sync-start=10%")
 
 
-def wanted(models: Path) -> Iterator[Arm]:
+def wanted(models: Path) -> Iterator[tuple[Case, Arm]]:
     """All runs, those first that decide most."""
+
+    def runs(
+        case: Case, methods: Sequence[str], *, lr: float = 3e-3, seed: int = 1
+    ) -> Iterator[tuple[Case, Arm]]:
+        for arm in arms_of(case, methods, models, lr=lr, seed=seed):
+            yield case, arm
+
     for seed in (1, 2):
-        yield from arms_of("text", 8, 1, SYNC, models, seed=seed)
-        yield from arms_of("text", 8, 8, FIRST[:2], models, seed=seed)
-        yield from arms_of("text", 8, 1, FIRST, models, seed=seed)
-        yield from arms_of("text", 8, 1, START, models, seed=seed)
-        yield from arms_of("text", 8, 8, (*FIRST[2:], *START), models, seed=seed)
-        yield from arms_of("text", 8, 4, (*FIRST, *START), models, seed=seed)
-        yield from arms_of("digits", 8, 1, SYNC, models, seed=seed)
-        for every in (8, 1):
-            yield from arms_of("digits", 8, every, FIRST, models, seed=seed)
-        for stages in (4, 16):
-            yield from arms_of("text", stages, 1, SYNC, models, seed=seed)
-            for every in (4, 1):
-                yield from arms_of("text", stages, every, FIRST, models, seed=seed)
+        yield from runs(Case("text", 8, 1), SYNC, seed=seed)
+        yield from runs(Case("text", 8, 8), FIRST[:2], seed=seed)
+        yield from runs(Case("text", 8, 1), (*FIRST, *START), seed=seed)
+        yield from runs(Case("text", 4, 4), (*FIRST, *START), seed=seed)
+        yield from runs(Case("text", 8, 8), (*FIRST[2:], *START), seed=seed)
+        yield from runs(Case("digits", 8, 1), (*SYNC, *FIRST), seed=seed)
+        yield from runs(Case("digits", 8, 8), FIRST, seed=seed)
+        yield from runs(Case("text", 8, 4), (*FIRST, *START), seed=seed)
+        yield from runs(Case("text", 4, 1), FIRST, seed=seed)
+        yield from runs(Case("text", 16, 1), (*SYNC, *FIRST), seed=seed)
+        yield from runs(Case("text", 16, 4), FIRST, seed=seed)
     for lr in (1e-3, 1e-2):
-        yield from arms_of("text", 8, 1, SYNC, models, lr=lr)
-        for every in (1, 8):
-            yield from arms_of("text", 8, every, (*FIRST, *START), models, lr=lr)
+        yield from runs(Case("text", 8, 1), (*SYNC, *FIRST, *START), lr=lr)
+        yield from runs(Case("text", 8, 8), (*FIRST, *START), lr=lr)
+
+
+def by_case(found: Iterable[tuple[Case, Arm]], models: Path) -> dict[Case, list[tuple[Arm, str]]]:
+    """The runs of each case with their keys, with the synchronous ones of the same model."""
+    cases: dict[Case, list[tuple[Arm, str]]] = defaultdict(list)
+    baselines: dict[tuple[str, int], list[tuple[Arm, str]]] = defaultdict(list)
+    for case, arm in found:
+        of = baselines[case.task, HALVES[case.stages]] if arm.method.is_sync else cases[case]
+        of.append((arm, key_of(arm, models)))
+    return {case: [*baselines[case.task, HALVES[case.stages]], *own] for case, own in cases.items()}
 
 
 def somebody_measures(lock: Path | None) -> bool:
@@ -172,23 +179,30 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     _muon._zeropower_via_newtonschulz = newton_schulz
-    end_s = time.monotonic() + 60 * options.minutes
-    began_s = time.monotonic()
-    for run, is_new in make_runs(wanted(options.models), options.output):
-        if is_new:
-            took_s = time.monotonic() - began_s
-            print(
-                f"p {run.stages} k {run.micro_batches} {run.method} lr {run.lr:g} seed {run.seed}: "
-                f"{run.curve.last:.4f} ({took_s:.0f} s)",
-                flush=True,
-            )
+    found = list(wanted(options.models))
+    run_until(found, options.output, time.monotonic() + 60 * options.minutes, options.lock)
+    table = rows_of(by_case(found, options.models), read_runs(options.output))
+    write(table, options.output.parent)
+
+
+def run_until(
+    found: Iterable[tuple[Case, Arm]], output: Path, end_s: float, lock: Path | None = None
+) -> None:
+    """Makes the missing runs, until the time is over."""
+    for _, arm in found:
         began_s = time.monotonic()
         if began_s > end_s:
-            break
-        while somebody_measures(options.lock):
+            return
+        while somebody_measures(lock):
             time.sleep(5)
+        [(run, is_new)] = make_runs([arm], output)
+        if is_new:
+            print(
+                f"p {run.stages} k {run.micro_batches} {run.method} lr {run.lr:g} seed {run.seed}: "
+                f"{run.curve.last:.4f} ({time.monotonic() - began_s:.0f} s)",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
     main()

@@ -19,9 +19,10 @@ Ends = Callable[[Run], Sequence[float]]
 @dataclass(frozen=True, slots=True)
 class Row:
     """A method with an optimizer. `spread` is the difference of the highest and lowest loss over
-    seeds. `gap` is to the synchronous `loss`, and None where there is none. `speed_up` is the time
-    of the synchronous run over this one's, for all steps; `sooner` the same for the time until the
-    synchronous run's last loss was reached, to within `TOLERANCE`: None where it never was."""
+    seeds. `gap` is to the loss of the synchronous runs, `share` the same as a share of it; None
+    where there are none. `speed_up` is the time of the synchronous run over this one's, for all
+    steps; `sooner` the same for the time until the synchronous run's last loss was reached, to
+    within `TOLERANCE`: None where it never was."""
 
     method: str
     optimizer: str
@@ -31,17 +32,11 @@ class Row:
     loss: float
     spread: float
     gap: float | None
+    share: float | None
     minutes: float
     speed_up: float | None
     sooner: float | None
     runs: tuple[Run, ...]
-
-    @property
-    def share(self) -> float | None:
-        """The gap as a share of the synchronous loss."""
-        if self.gap is None or not math.isfinite(self.gap):
-            return self.gap
-        return self.gap / (self.loss - self.gap)
 
 
 TOLERANCE = 0.01
@@ -108,6 +103,7 @@ def _row(name: str, optimizer: str, runs: Sequence[Run], ends: Ends) -> Row:
         _mean(best),
         spread,
         None,
+        None,
         ends(best[0])[-1] / 60_000,
         None,
         None,
@@ -122,6 +118,7 @@ def _compared(row: Row, baseline: Row | None, ends: Ends) -> Row:
     return replace(
         row,
         gap=row.loss - baseline.loss,
+        share=row.loss / baseline.loss - 1 if baseline.loss else None,
         speed_up=baseline.minutes / row.minutes if row.minutes else None,
         sooner=None if reached_ms is None else baseline.minutes * 60_000 / reached_ms,
     )

@@ -1,19 +1,22 @@
 """Settings -> the losses of one run, with all stages in this process.
 
 The stages are run by the pipeline's executor in the order that they have in the schedule, so the
-weights are those of asyncpipe-train to the last bit. Only the time is not: that is simulated. The
-losses of the evaluation data are taken between two steps, while micro-batches are in flight, of
-the live weights of all stages at the same version: nothing is drained for it.
+weights are those of asyncpipe-train to the last bit. Only the time is not: that is simulated.
+Nothing is drained for an evaluation: each stage leaves a copy of its weights when it has made the
+step in question, and when all have, these are evaluated.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ..activity import Activities
 from ..data.order import Order
@@ -78,7 +81,7 @@ class _Trial:
             .train()
             for j in stages
         }
-        self._pipeline = self._make_pipeline(settings.staleness or "none")
+        self._pipeline = self._make_pipeline(self._modules, settings.staleness or "none")
         batch = StepBatch.of(settings)
         fields = needed_inputs(plan, stages, criterion=settings.criterion is not None)
         self._feed = Feed(data.train, Order(len(data.train), settings.seed), batch, fields)
@@ -93,7 +96,7 @@ class _Trial:
             lr_scale=self._pipeline.lr_scale,
             delays=first.delays,
         )
-        self._trainer.after_step = self._evaluate_if_due
+        self._trainer.after_step = self._keep_weights
         self._pipeline.attach(self._trainer.optimizers)
         assert data.evaluation is not None
         size = settings.micro_batch_size or 1
@@ -106,10 +109,12 @@ class _Trial:
             schedule=first,
             batches=min(settings.eval_batches, len(data.evaluation) // size),
         )
-        self._evaluating = self._make_pipeline("none")
+        self._evaluated = {j: deepcopy(module) for j, module in self._modules.items()}
+        self._evaluating = self._make_pipeline(self._evaluated, "none")
         self._losses: list[float] = []
         self._points: list[tuple[int, float, float]] = []
-        self._is_due = False
+        self._kept: dict[int, dict[int, _State]] = defaultdict(dict)
+        self._is_synchronous = False
 
     def train(self) -> Curve:
         """The whole run, in the segments that asyncpipe-train has without evaluations."""
@@ -124,6 +129,7 @@ class _Trial:
 
     def _train(self, segment: Segment) -> None:
         steps, is_async = segment.steps, self._settings.is_async
+        self._is_synchronous = segment.synchronous
         if segment.synchronous and is_async:
             schedule = make_flushed_step(self._plan, self._settings, segment.micro_batches)
         else:
@@ -150,13 +156,13 @@ class _Trial:
     def _sizes(self) -> list[dict[str, int]]:
         return [{**self._plan.sizes, "batch": size} for size in self._batch.sizes]
 
-    def _make_pipeline(self, staleness: str) -> Pipeline:
+    def _make_pipeline(self, modules: Mapping[int, nn.Module], staleness: str) -> Pipeline:
         settings = self._settings
         return Pipeline(
             self._plan,
-            self._modules,
+            modules,
             LocalHub(1).transport(0),
-            rank_of_stage=(0,) * len(self._modules),
+            rank_of_stage=(0,) * len(modules),
             staleness=staleness,
             criterion=find_criterion(settings.criterion) if settings.criterion else None,
             seed=settings.seed,
@@ -164,28 +170,50 @@ class _Trial:
         )
 
     def _stepped(self, figures: RankFigures) -> None:
-        """All stages have made a step, the last of them not quite."""
+        """All stages have made a step."""
         self._losses.append(figures.loss)
-        step, every = len(self._losses), self._settings.eval_every
-        self._is_due = step == self._settings.steps or bool(every and step % every == 0)
 
-    def _evaluate_if_due(self) -> None:
-        if not self._is_due:
+    def _keep_weights(self, stage: int) -> None:
+        """A stage's step is over; stages that step together have stepped when all have."""
+        step, every = self._pipeline.versions[stage], self._settings.eval_every
+        if step != self._settings.steps and (not every or step % every):
             return
-        self._is_due = False
-        step = len(self._losses)
-        assert set(self._pipeline.versions.values()) == {step}
-        since = self._losses[self._points[-1][0] if self._points else 0 :]
+        kept = self._kept[step]
+        kept[stage] = _copied(_state(self._modules[stage]))
+        if len(kept) < len(self._modules):
+            return
+        if self._is_synchronous:
+            kept.update((j, _state(module)) for j, module in self._modules.items())
+        self._evaluate(self._kept.pop(step), step)
+
+    @torch.no_grad()
+    def _evaluate(self, weights: Mapping[int, _State], step: int) -> None:
+        for stage, state in weights.items():
+            for own, kept in zip(_state(self._evaluated[stage]), state, strict=True):
+                own.copy_(kept)
+        since = self._losses[self._points[-1][0] if self._points else 0 : step]
         loss = self._evaluation(self._evaluating, step).loss
         self._points.append((step, loss, sum(since) / len(since)))
 
 
-class _Steps(Trainer):
-    """A trainer that says when a step is over and the stage's weights are at rest."""
+_State = Sequence[Tensor]
+"""All parameters and buffers of a stage."""
 
-    after_step: Callable[[], None]
+
+def _state(module: nn.Module) -> _State:
+    return [*module.parameters(), *module.buffers()]
+
+
+def _copied(state: _State) -> _State:
+    return [tensor.detach().clone() for tensor in state]
+
+
+class _Steps(Trainer):
+    """A trainer that says when a stage's step is over and its weights are at rest."""
+
+    after_step: Callable[[int], None]
 
     def on_action(self, action: Action, start_s: float, end_s: float) -> None:
         super().on_action(action, start_s, end_s)
         if action.kind == "S":
-            self.after_step()
+            self.after_step(action.stage)

@@ -1,4 +1,4 @@
-"""A plan and a run's settings -> when each optimizer step would be over, with a rank a stage.
+"""A run -> when each optimizer step would be over, with a rank a stage.
 
 Synchronous steps are those of 1f1b with a flush, one after the other. Of an asynchronous segment
 the beginning and the end are simulated; the steps in between follow at the pace at which they
@@ -9,20 +9,26 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..boundary_dtypes import AS_PLANNED
 from ..forecast import forecast_step
 from ..plan import Plan
 from ..schedules import make_schedule
+from ..training.loop import Job
+from ..training.resolve import costs_at_sizes
 from ..training.segments import Segment, segments
 from ..training.settings import Settings
+from ..training.transfers import with_transfers_of_run
 
 _FLUSHED = "1f1b"
 _PACE = 4
 """Steps that tell the pace."""
 
 
-def step_ends_ms(plan: Plan, settings: Settings) -> tuple[float, ...]:
-    """Milliseconds from the start until all stages have made step 1, 2, ...; `settings` are
-    resolved."""
+def step_ends_ms(job: Job) -> tuple[float, ...]:
+    """Milliseconds from the start until all stages have made step 1, 2, ..."""
+    settings = job.settings
+    sized = costs_at_sizes(job.plan, job.planned)
+    plan = with_transfers_of_run(sized, job.planned, AS_PLANNED)
     ends: list[float] = []
     known: dict[Segment, list[float]] = {}
     for segment in segments(replace(settings, eval_every=0)):
