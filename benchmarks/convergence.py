@@ -108,9 +108,46 @@ def arms_of(
     return made
 
 
-SYNC = ("sync:adamw", "sync:muon", "sync:nadam")
-FIRST = ("stash:adamw", "stash:muon", "none:muon", "none:adamw", "stash:nadam")
-START = ("stash:muon,sync-start=10%", "stash:adamw,sync-start=10%")
+SYNC = ("sync:muon", "sync:adamw", "sync:nadam", "sync:soap")
+NEAR = (
+    "stash:muon",
+    "stash:adamw",
+    "stash+msnag:muon",
+    "stash:muon,sync-start=10%",
+    "none:muon",
+    "stash+msnag:muon,sync-start=10%",
+    "none:adamw",
+    "stash:adamw,sync-start=10%",
+    "stash+error-feedback:muon",
+    "stash+pipemare-rate:adamw",
+)
+"""For k below p, the first ones first."""
+WIDE = (
+    "stash:muon",
+    "stash:adamw",
+    "none:muon",
+    "stash+partial-gradient:muon",
+    "stash:adamw,sync-start=10%",
+    "2bw:muon",
+    "2bw+error-feedback:muon",
+    "stash+partial-gradient:adamw",
+    "stash+msnag:adamw",
+    "stash+error-feedback:adamw",
+    "none:adamw",
+    "stash:nadam",
+)
+"""For k = p."""
+MORE = (
+    "stash:nadam",
+    "stash:soap",
+    "none:soap",
+    "stash+msnag:adamw",
+    "stash+aggmsnag:adamw",
+    "xpipe:adamw",
+    "pipemare:adamw",
+    "stash+gap-aware:adamw",
+    "stash+dc-asgd-adaptive:adamw",
+)
 
 
 def wanted(models: Path) -> Iterator[tuple[Case, Arm]]:
@@ -122,21 +159,30 @@ def wanted(models: Path) -> Iterator[tuple[Case, Arm]]:
         for arm in arms_of(case, methods, models, lr=lr, seed=seed):
             yield case, arm
 
-    for seed in (1, 2):
-        yield from runs(Case("text", 8, 1), SYNC, seed=seed)
-        yield from runs(Case("text", 8, 8), FIRST[:2], seed=seed)
-        yield from runs(Case("text", 8, 1), (*FIRST, *START), seed=seed)
-        yield from runs(Case("text", 4, 4), (*FIRST, *START), seed=seed)
-        yield from runs(Case("text", 8, 8), (*FIRST[2:], *START), seed=seed)
-        yield from runs(Case("digits", 8, 1), (*SYNC, *FIRST), seed=seed)
-        yield from runs(Case("digits", 8, 8), FIRST, seed=seed)
-        yield from runs(Case("text", 8, 4), (*FIRST, *START), seed=seed)
-        yield from runs(Case("text", 4, 1), FIRST, seed=seed)
-        yield from runs(Case("text", 16, 1), (*SYNC, *FIRST), seed=seed)
-        yield from runs(Case("text", 16, 4), FIRST, seed=seed)
+    near, wide = Case("text", 8, 1), Case("text", 8, 8)
+    yield from runs(near, SYNC[:2])
+    yield from runs(wide, WIDE[:2])
+    yield from runs(near, NEAR[:6])
+    yield from runs(wide, WIDE[2:4])
+    yield from runs(near, (*SYNC[:2], *NEAR[:3]), seed=2)
+    yield from runs(near, NEAR[6:])
+    yield from runs(wide, WIDE[4:7])
+    yield from runs(wide, WIDE[:4], seed=2)
     for lr in (1e-3, 1e-2):
-        yield from runs(Case("text", 8, 1), (*SYNC, *FIRST, *START), lr=lr)
-        yield from runs(Case("text", 8, 8), (*FIRST, *START), lr=lr)
+        yield from runs(near, (*SYNC[:2], *NEAR[:3]), lr=lr)
+        yield from runs(wide, WIDE[:3], lr=lr)
+    for seed in (1, 2):
+        yield from runs(wide, WIDE, seed=seed)
+        yield from runs(near, (*SYNC, *NEAR, *MORE), seed=seed)
+        yield from runs(Case("text", 8, 4), NEAR, seed=seed)
+        yield from runs(Case("digits", 8, 1), (*SYNC, *NEAR), seed=seed)
+        yield from runs(Case("digits", 8, 8), WIDE, seed=seed)
+        for stages in (4, 16):
+            yield from runs(Case("text", stages, 1), (*SYNC, *NEAR), seed=seed)
+            yield from runs(Case("text", stages, 4), WIDE if stages == 4 else NEAR, seed=seed)
+    for lr in (1e-3, 1e-2):
+        yield from runs(near, (*SYNC, *NEAR, *MORE), lr=lr)
+        yield from runs(wide, WIDE, lr=lr)
 
 
 def by_case(found: Iterable[tuple[Case, Arm]], models: Path) -> dict[Case, list[tuple[Arm, str]]]:
