@@ -17,15 +17,33 @@ from functools import lru_cache
 class Keeps:
     """What one method keeps: whether forwards read `predicted` weights, whether what they read is
     `kept` until the backward or `refilled` for it, and how many copies there are `beside`, in
-    every late stage."""
+    every late stage, and `everywhere`, in those that are not late too."""
 
     predicted: bool = False
     kept: bool = False
     refilled: bool = False
     beside: int = 0
+    everywhere: int = 0
 
 
-KEEPS: Mapping[str, Keeps] = {"none": Keeps(), "stash": Keeps(kept=True)}
+KEEPS: Mapping[str, Keeps] = {
+    "none": Keeps(),
+    "stash": Keeps(kept=True),
+    # One version, and where windows overlap the next one too.
+    "2bw": Keeps(beside=1, everywhere=1),
+    # The mean step, and the weights before a step while it is made.
+    "pipemare": Keeps(refilled=True, beside=2),
+    "pipemare-rate": Keeps(),
+    "delay-rate": Keeps(),
+    # Squares of steps, and what the decay of the window loses.
+    "gap-aware": Keeps(beside=2),
+    "gap-aware-loss": Keeps(kept=True, refilled=True, beside=2),
+    "dc-asgd": Keeps(),
+    "dc-asgd-adaptive": Keeps(beside=1),
+    # The last step, and the weights before one while it is made.
+    "error-feedback": Keeps(beside=2),
+    "spike-compensation": Keeps(beside=2),
+}
 """Name of a staleness method -> what it keeps."""
 
 
@@ -35,11 +53,14 @@ def weight_copies(names: str, ahead: int, step_every: int, *, recomputes: bool =
 
     >>> weight_copies("none", 3, 1), weight_copies("stash", 3, 1), weight_copies("stash", 3, 8)
     (0, 4, 1)
+    >>> weight_copies("2bw", 3, 4), weight_copies("2bw", 0, 4)
+    (2, 1)
     """
-    if not ahead:
-        return 0
     methods = [KEEPS[name] for name in names.split("+")]
-    beside = sum(method.beside for method in methods)
+    everywhere = sum(method.everywhere for method in methods)
+    if not ahead:
+        return everywhere
+    beside = everywhere + sum(method.beside for method in methods)
     predicted = any(method.predicted for method in methods)
     if any(method.kept for method in methods):
         rebound = recomputes and any(method.refilled for method in methods)
