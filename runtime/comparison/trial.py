@@ -138,7 +138,7 @@ class _Trial:
         self._trainer.start_segment(
             steps.start + 1,
             first,
-            delays_of(schedule, first, steps.start),
+            delays_of(schedule, self._settings, first, steps.start),
             flushed=segment.synchronous,
         )
         is_short = segment.micro_batches != self._settings.micro_batches
@@ -179,7 +179,10 @@ class _Trial:
         if step != self._settings.steps and (not every or step % every):
             return
         kept = self._kept[step]
-        kept[stage] = _copied(_state(self._modules[stage]))
+        # Others of its micro-batches are in flight, and what they read is to seem untouched.
+        with self._pipeline.weights[stage].unseen_by_autograd():
+            with self._pipeline.binders[stage].settled():
+                kept[stage] = _copied(_state(self._modules[stage]))
         if len(kept) < len(self._modules):
             return
         if self._is_synchronous:
