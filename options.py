@@ -346,7 +346,16 @@ _TRAIN_HELP = {
 _COMPARE = Group.create_ordered("What to compare")
 _COMPARED = (
     *("micro_batches", "micro_batch_size", "seq", "data", "tokenizer", "steps", "momentum"),
-    *("betas", "refresh_every", "weight_decay", "warmup", "decay", "final_lr_ratio", "clip"),
+    *(
+        "betas",
+        "refresh_every",
+        "weight_decay",
+        "warmup",
+        "decay",
+        "final_lr_ratio",
+        "clip",
+        "clip_by",
+    ),
     *("criterion", "batch_norm", "recompute", "weights", "output", "eval_every", "eval_batches"),
     *("dtype", "json", "quiet"),
 )
