@@ -23,8 +23,8 @@ import pytest
 import torch
 
 import asyncpipe
-from asyncpipe.tests.quick_python import bin_folder
 from asyncpipe.tests.finetune_stand_in import write_stand_in
+from asyncpipe.tests.quick_python import bin_folder
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
