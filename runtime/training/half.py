@@ -14,7 +14,6 @@ from ..precision import FULL, Precision
 from ..tensors import dtype_of
 from .settings import Settings, SettingsError
 
-
 _READS_OTHERS = {"none", "pipemare"}
 """Staleness methods whose backward reads other weights than its forward, without a second one."""
 
