@@ -174,8 +174,10 @@ def describe_algorithm(schedule: Schedule, settings: Settings) -> str:
         )
     elif settings.staleness == "2bw":
         way = "two versions of the weights: every stage computes on those of the step before"
-    else:
+    elif settings.staleness == "none":
         way = f"live weights: a backward meets weights up to {late} newer than its forward"
+    else:
+        way = f"{settings.staleness}: a backward comes up to {late} after its forward"
     return f"{schedule.name}, {way}; {_when_drained(settings)}"
 
 

@@ -12,6 +12,7 @@ from ..boundary_dtypes import BoundaryDtypes, dtypes_of_folder
 from ..plan import Plan, TensorSpec
 from ..precision import FULL, Precision
 from ..tensors import dtype_of
+from ..weight_copies import has_other_backward
 from .settings import Settings, SettingsError
 
 
@@ -41,10 +42,10 @@ def check_precision(settings: Settings) -> None:
             f"--loss-scale {settings.loss_scale:g}, but under {precision} losses are not scaled.",
             "Leave it out.",
         )
-    elif settings.is_async and settings.staleness == "none":
+    elif settings.is_async and has_other_backward(settings.staleness or "none"):
         raise SettingsError(
-            f"--staleness none is a backward on live weights, but under {precision} it reads what "
-            "its forward cast.",
+            f"--staleness {settings.staleness} is a backward on other weights than its forward's, "
+            f"but under {precision} it reads what its forward cast.",
             "--staleness stash, or --precision full.",
         )
     if settings.boundary_dtype is not None and settings.schedule == "single":
