@@ -278,6 +278,8 @@ _TRAIN_HELP = {
     "staleness_cap": "The most steps that weights may be stale; stages run less far ahead for it.",
     "flush_every": "Steps between drains of an asynchronous pipeline; 0: at evaluations only.",
     "sync_start": "The first steps that are synchronous 1f1b: 20, or 5% of all.",
+    "annealing_steps": "Steps over which pipemare-rate returns to the learning rate. [default: "
+    "five warm-ups, or a quarter of the steps]",
     "micro_batches": "Micro-batches of one optimizer step, in each replica (ddp: in all).",
     "micro_batch_size": "Samples of a micro-batch; by default the plan's.",
     "global_batch_size": "Samples of one step, instead of one of the two above.",
@@ -298,7 +300,10 @@ _TRAIN_HELP = {
     "warmup": "Steps of linear warm-up.",
     "decay": "How the learning rate falls after the warm-up.",
     "final_lr_ratio": "The last learning rate as a share of the first.",
-    "clip": "Bound of the gradient norm over all stages (asynchronous: of each); 0 is off.",
+    "clip": "Bound of the gradient norm; 0 is off.",
+    "clip_by": "Of an asynchronous run, the norm that is bounded: stage (its own, by the whole "
+    "bound), proportion (its own, by its part of the bound), global (of all; each step waits for "
+    "all stages) or known (of all, with the other stages' last known). [default: stage]",
     "criterion": "The loss, when the plan has none: cross_entropy, mse or file.py:function.",
     "batch_norm": "When running statistics are updated: micro-batch, or once a mini-batch as if it "
     "were one batch.",

@@ -40,6 +40,8 @@ class Binder:
     def begin(self, situation: Situation) -> None:
         """Called before a segment's first action."""
         for method in self.methods:
+            situation = method.situated(situation)
+        for method in self.methods:
             method.begin(situation)
 
     def forward(self, passage: Passage, *, repeats: bool) -> Weights | None:
@@ -79,7 +81,7 @@ class Binder:
     def finish(self, passage: Passage) -> LedgerEntry:
         """A micro-batch's backward is over: its gradients join those of its window."""
         gradients = self.weights.bound_to(passage.micro_batch)
-        if gradients is not None and passage.straddles:
+        if gradients is not None and self.weights.is_late(passage.micro_batch):
             for method in self.methods:
                 method.after_backward(self.weights, passage, gradients)
         return self.weights.went_backward(passage.micro_batch)
@@ -91,14 +93,23 @@ class Binder:
         for method in self.methods:
             method.transform_gradient(weights)
         with ExitStack() as around:
-            for method in self.methods:
-                around.enter_context(method.stepping(weights))
+            # First, since methods too may write to live weights after the step.
             if weights.in_flight and not self._backward:
                 around.enter_context(weights.unseen_by_autograd())
+            for method in self.methods:
+                around.enter_context(method.stepping(weights))
             yield
         weights.stepped()
         for method in self.methods:
             method.after_step(weights)
+
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """Inside, the live weights are those that the training has come to."""
+        with ExitStack() as inside:
+            for method in self.methods:
+                inside.enter_context(method.settled(self.weights))
+            yield
 
     def lr_scale(self, version: int) -> float:
         """The factor on the learning rate of the step that makes `version`."""

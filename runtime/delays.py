@@ -7,7 +7,7 @@ the steps of max(0, t-W) micro-batches, and its backward those of t:
     forward   floor(max(0, t-W) / k)
     backward  floor(t / k)
     delay     their difference: W/k in the mean, ceil(W/k) at most
-    2bw       floor(t / k) - 1 or 0, whatever W <= k is
+    2bw       forward floor(t / k) - 1 or 0, over all segments, whatever W < k is: delay 1
 
 t counts from the start of a segment, which begins with all stages at one version and no micro-batch
 in flight. Where segments end, the ramp begins anew. The tests compare these forms with the versions
@@ -28,21 +28,28 @@ from fractions import Fraction
 class Delays:
     """The versions at stages that run `ahead` forwards ahead, in a segment that begins with
     `first_micro_batch` at `first_version`; micro-batches and versions are counted over the run.
+    Under 2bw, which began with version `two_from`, all stages compute with the one before the
+    newest.
 
     >>> two = Delays((3, 0), step_every=2)
     >>> [(two.forward(0, t), two.backward(t)) for t in range(6)]
     [(0, 0), (0, 0), (0, 1), (0, 1), (0, 2), (1, 2)]
     >>> two.mean(0), two.most(0), two.most(1)
     (Fraction(3, 2), 2, 0)
+    >>> [Delays((3, 0), 2, two_from=0).forward(1, t) for t in range(6)]
+    [0, 0, 0, 0, 1, 1]
     """
 
     ahead: tuple[int, ...]
     step_every: int
     first_micro_batch: int = 0
     first_version: int = 0
+    two_from: int | None = None
 
     def forward(self, stage: int, micro_batch: int) -> int:
-        """The version that the forward of a micro-batch finds."""
+        """The version that the forward of a micro-batch reads."""
+        if self.two_from is not None:
+            return max(self.two_from, self.backward(micro_batch) - 1)
         before = max(0, micro_batch - self.first_micro_batch - self.ahead[stage])
         return self.first_version + before // self.step_every
 
@@ -50,20 +57,20 @@ class Delays:
         """The version that its backward finds, at every stage."""
         return self.first_version + (micro_batch - self.first_micro_batch) // self.step_every
 
-    def double_buffered(self, micro_batch: int) -> int:
-        """The version that 2bw computes with, at every stage: the one before the newest."""
-        return max(self.first_version, self.backward(micro_batch) - 1)
-
     def delay(self, stage: int, micro_batch: int) -> int:
         """Steps between the two."""
         return self.backward(micro_batch) - self.forward(stage, micro_batch)
 
     def mean(self, stage: int) -> Fraction:
         """The mean delay once the ramp is over."""
+        if self.two_from is not None:
+            return Fraction(1)
         return Fraction(self.ahead[stage], self.step_every)
 
     def most(self, stage: int) -> int:
         """The largest delay."""
+        if self.two_from is not None:
+            return 1
         return -(-self.ahead[stage] // self.step_every)
 
     def has(self, stage: int, micro_batch: int, forward: int, backward: int) -> bool:

@@ -199,6 +199,15 @@ class Pipeline:
         run.mailbox.finish()
         return run.recorder.report()
 
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """Inside, the stages have the weights that the training has come to, to be judged and saved
+        by; some staleness methods compute with others."""
+        with ExitStack() as inside:
+            for binder in self.binders.values():
+                inside.enter_context(binder.settled())
+            yield
+
     def close(self) -> None:
         """Waits until everything sent has arrived."""
         self.transport.close()
@@ -384,9 +393,11 @@ class Pipeline:
 
     @contextmanager
     def _modes(self, training: bool) -> Iterator[None]:
-        """Eval mode inside, for a run without training; training runs leave the modes alone."""
+        """Eval mode and settled weights inside, for a run without training; training runs leave
+        both alone."""
         with ExitStack() as restored:
             if not training:
+                restored.enter_context(self.settled())
                 for stage in self.stages.values():
                     for module in stage.module.modules():
                         restored.callback(setattr, module, "training", module.training)

@@ -144,6 +144,10 @@ class WeightVersions:
         self._let_go(micro_batch, self._bound.pop(micro_batch, None))
         self._read.pop(micro_batch, None)
 
+    def is_late(self, micro_batch: int) -> bool:
+        """Whether the forward of a micro-batch in flight read an older version than is live."""
+        return self._in_flight[micro_batch] < self.version
+
     def read_by(self, micro_batch: int) -> Weights:
         """What the forward of a micro-batch in flight read."""
         copy = self._read.get(micro_batch)

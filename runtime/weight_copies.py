@@ -17,14 +17,15 @@ from functools import lru_cache
 class Keeps:
     """What one method keeps: whether forwards read `predicted` weights, whether what they read is
     `kept` until the backward or `refilled` for it, and how many copies there are `beside`, in
-    every late stage; whether a prediction is made of what is `gathered` for the next step, whether
-    one is read `always`, also where no step lies in between, and whether a backward reads one that
-    is not its forward's (`twice`)."""
+    every late stage, and `everywhere`, in those that are not late too; whether a prediction is made
+    of what is `gathered` for the next step, whether one is read `always`, also where no step lies
+    in between, and whether a backward reads one that is not its forward's (`twice`)."""
 
     predicted: bool = False
     kept: bool = False
     refilled: bool = False
     beside: int = 0
+    everywhere: int = 0
     gathered: bool = False
     always: bool = False
     twice: bool = False
@@ -33,6 +34,20 @@ class Keeps:
 KEEPS: Mapping[str, Keeps] = {
     "none": Keeps(),
     "stash": Keeps(kept=True),
+    # One version, and where windows overlap the next one too.
+    "2bw": Keeps(beside=1, everywhere=1),
+    # The mean step, and the weights before a step while it is made.
+    "pipemare": Keeps(refilled=True, beside=2),
+    "pipemare-rate": Keeps(),
+    "delay-rate": Keeps(),
+    # Squares of steps, and what the decay of the window loses.
+    "gap-aware": Keeps(beside=2),
+    "gap-aware-loss": Keeps(kept=True, refilled=True, beside=2),
+    "dc-asgd": Keeps(),
+    "dc-asgd-adaptive": Keeps(beside=1),
+    # The last step, and the weights before one while it is made.
+    "error-feedback": Keeps(beside=2),
+    "spike-compensation": Keeps(beside=2),
     "msnag": Keeps(predicted=True),
     "aggmsnag": Keeps(predicted=True, gathered=True),
     "partial-gradient": Keeps(predicted=True, gathered=True),
@@ -40,25 +55,12 @@ KEEPS: Mapping[str, Keeps] = {
     "lwp": Keeps(predicted=True),
     "lwp-w": Keeps(predicted=True, beside=1),
     "spectrain": Keeps(predicted=True, refilled=True, always=True, twice=True),
-    "xpipe": Keeps(predicted=True, refilled=True, always=True, twice=True, beside=1),
+    "xpipe": Keeps(predicted=True, refilled=True, always=True, twice=True, everywhere=1),
     "pipeoptim": Keeps(predicted=True, refilled=True),
     "nesterov-last": Keeps(),
     "schedule-aware": Keeps(),
 }
 """Name of a staleness method -> what it keeps."""
-
-
-def has_other_backward(names: str) -> bool:
-    """Whether a backward reads other weights than those that its forward saved, without a second
-    forward.
-
-    >>> [has_other_backward(names) for names in ("none", "stash", "msnag", "pipeoptim")]
-    [True, False, False, True]
-    """
-    methods = [KEEPS[name] for name in names.split("+")]
-    if any(method.kept for method in methods):
-        return False
-    return not any(method.predicted and not method.refilled for method in methods)
 
 
 def weight_copies(names: str, ahead: int, step_every: int, *, recomputes: bool = False) -> int:
@@ -67,16 +69,18 @@ def weight_copies(names: str, ahead: int, step_every: int, *, recomputes: bool =
 
     >>> weight_copies("none", 3, 1), weight_copies("stash", 3, 1), weight_copies("stash", 3, 8)
     (0, 4, 1)
+    >>> weight_copies("2bw", 3, 4), weight_copies("2bw", 0, 4)
+    (2, 1)
     """
     methods = [KEEPS[name] for name in names.split("+")]
-    beside = sum(method.beside for method in methods)
+    beside = sum(method.everywhere + (method.beside if ahead else 0) for method in methods)
     predicted = any(method.predicted for method in methods)
     gathered = any(method.gathered for method in methods)
     always = any(method.always for method in methods)
     refilled = any(method.refilled for method in methods)
     kept = any(method.kept for method in methods)
     if not (ahead or always):
-        return 0
+        return beside
     if not kept and refilled:
         return beside + 1 + (recomputes and any(method.twice for method in methods))
     if not kept and recomputes:

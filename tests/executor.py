@@ -30,10 +30,14 @@ Factors = Callable[[int], float]
 
 
 def lowered(
-    model: HandModel, name: str, micro_batches: int, step_every: int | None = None
+    model: HandModel, name: str, micro_batches: int, step_every: int | None = None, **options: Any
 ) -> Schedule:
     schedule = make_schedule(
-        name, stages=len(model.stages), micro_batches=micro_batches, step_every=step_every
+        name,
+        stages=len(model.stages),
+        micro_batches=micro_batches,
+        step_every=step_every,
+        **options,
     )
     return lower(schedule, forward_edges(model.plan), grad_edges=gradient_edges(model.plan))
 
@@ -236,6 +240,7 @@ class Planned:
     optimizer: torch.optim.Optimizer
     factors: Factors
     weights: WeightVersions
+    annealing_steps: int = 4
 
     def future_lr(self, steps: int) -> tuple[float, ...]:
         return tuple(self.factors(self.weights.version + 1 + step) for step in range(steps))

@@ -2,14 +2,14 @@
 
 `plain_losses_and_gradients` is the loop over micro-batches that everybody knows. `async_run` is
 asynchronous 1F1B as a recurrence over weight snapshots: micro-batch t goes forward at stage j
-with version floor(max(0, t - W_j) / k), W_j = p - 1 - j, and backward when the stage has version
-floor(t / k); the micro-batches between two multiples of k make one step.
+with version floor(max(0, t - W_j) / k), W_j = p - 1 - j unless `ahead` says otherwise, and backward
+when the stage has version floor(t / k); the micro-batches between two multiples of k make one step.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -147,9 +147,9 @@ def async_run(
     optimize: Optimize,
     *,
     method: Reference,
-    ahead: list[int] | None = None,
     recompute: bool = False,
     seed: int = 0,
+    ahead: Sequence[int] | None = None,
     fault: str = "",
 ) -> Oracle:
     """Asynchronous 1F1B of `steps` steps of `step_every` micro-batches, drained at the end.

@@ -3,8 +3,9 @@
 A process that trains or cuts a model imports for seconds and then works for a fraction of one, and
 tests start hundreds. `bin_folder()` has a `python`, a `torchrun` and our commands that take a
 fork of one server with torch loaded: each is a process of its own, with the environment, folder,
-files and exit code or signal of the command that asked for it. The command stands for the process
-in the process tree; tests that look there, or at imports, take the real interpreter.
+files, host (namespaces) and exit code or signal of the command that asked for it. The command
+stands for the process in the process tree; tests that look there, or at imports, take the real
+interpreter, and so do MPI's ranks that end with MPI_Finalize.
 
 `python -m asyncpipe.tests.quick_python SOCKET` is the server, and with more arguments its client.
 """
@@ -31,6 +32,7 @@ _PRELOADED = (
     "transformers.models.gpt2.modeling_gpt2",
 )
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_NAMESPACES = ("user", "net", "uts", "mnt")
 _WORD = 8
 
 
@@ -64,11 +66,12 @@ def _start():
     for name in ("asyncpipe-partition", "asyncpipe-train", "asyncpipe-inspect", "torchrun"):
         _, _, body = (real / name).read_text().partition("\n")
         scripts[folder / name] = f"#!{python}\n{body}"
+    for name in ("mpiexec", "mpirun"):  # no links: it looks for a helper beside itself
+        if (real / name).is_file():
+            scripts[folder / name] = f'#!/bin/sh\nexec {real / name} "$@"\n'
     for path, text in scripts.items():
         path.write_text(text)
         path.chmod(0o755)
-    for name in ("mpiexec", "mpirun"):
-        (folder / name).symlink_to(real / name)
     server = subprocess.Popen(
         [sys.executable, "-m", "asyncpipe.tests.quick_python", str(folder / "socket")],
         stdin=subprocess.PIPE,
@@ -89,6 +92,7 @@ def _stand_for(address: str, arguments: list[str]) -> None:
     if "PMI_FD" in os.environ:  # through which mpiexec talks to its rank
         descriptors.append(int(os.environ["PMI_FD"]))
     call = {
+        "process": os.getpid(),
         "arguments": arguments,
         "environment": dict(os.environ),
         "folder": os.getcwd(),
@@ -131,13 +135,13 @@ def _serve(address: str) -> list[str]:
 
     sys.path.pop(0)
     sys.executable = os.path.join(os.path.dirname(address), "python")
+    for name in _PRELOADED:
+        importlib.import_module(name)
+    gc.freeze()  # a collection in a fork would copy all that is shared
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(f"{address}.new")
     listener.listen(64)
     os.rename(f"{address}.new", address)
-    for name in _PRELOADED:
-        importlib.import_module(name)
-    gc.freeze()  # a collection in a fork would copy all that is shared
     while True:
         ready, _, _ = select.select([listener, sys.stdin], [], [], 1.0)
         while _reap():
@@ -184,7 +188,7 @@ def _keep(connection: socket.socket) -> list[str]:
 
 
 def _settle(call: dict, received: list[int]) -> None:
-    """Takes over the client's environment, folder and files."""
+    """Takes over the client's files, namespaces, folder and environment."""
     import fcntl
     import random
 
@@ -194,12 +198,25 @@ def _settle(call: dict, received: list[int]) -> None:
     for descriptor, number in zip(moved, call["descriptors"], strict=True):
         os.dup2(descriptor, number, inheritable=True)
         os.close(descriptor)
+    _enter_namespaces_of(call["process"])
     os.chdir(call["folder"])
     os.environ.clear()
     os.environ.update(call["environment"])
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:0] = [entry for entry in given if entry and entry not in sys.path]
     random.seed()
+
+
+def _enter_namespaces_of(process: int) -> None:
+    import ctypes
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    for name in _NAMESPACES:
+        own, other = (f"/proc/{who}/ns/{name}" for who in ("self", process))
+        if os.readlink(own) != os.readlink(other):
+            with open(other) as namespace:
+                if libc.setns(namespace.fileno(), 0) != 0:
+                    raise OSError(ctypes.get_errno(), "setns", other)
 
 
 def _run(arguments: list[str]) -> None:

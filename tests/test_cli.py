@@ -234,18 +234,22 @@ def test_training_from_exported_weights_goes_on_where_it_ended(made: Path) -> No
 
 
 def test_torchrun_joins_and_a_wrong_number_of_ranks_is_told(made: Path) -> None:
-    command = [SCRIPTS / "torchrun", "--standalone", "--no-python", "--nproc-per-node"]
-    train = [SCRIPTS / "asyncpipe-train", "generated_models/residual_mlp_2p", *DATA, "--steps", "3"]
+    train = ["generated_models/residual_mlp_2p", *DATA, "--steps", "3"]
 
-    def start(ranks: int) -> subprocess.CompletedProcess[str]:
+    def start(scripts: Path, ranks: int) -> subprocess.CompletedProcess[str]:
+        agent = [scripts / "torchrun", "--standalone", "--no-python", f"--nproc-per-node={ranks}"]
         return subprocess.run(
-            [*command, str(ranks), *train], cwd=made, capture_output=True, text=True, timeout=120
+            [*agent, scripts / "asyncpipe-train", *train],
+            cwd=made,
+            capture_output=True,
+            text=True,
+            timeout=120,
         )
 
-    joined = start(2)
+    joined = start(SCRIPTS, 2)
     assert joined.returncode == 0, joined.stderr
     assert "✓ 3 steps" in joined.stdout
-    refused = start(3)
+    refused = start(bin_folder(), 3)
     assert refused.returncode != 0
     assert "the plan has 2 stages, 3 ranks were started" in refused.stderr
 

@@ -1,8 +1,9 @@
 """Every command and every Python block shown in the documents runs.
 
 Commands are the lines of `sh` blocks. They run in order, in one folder a document, with the
-examples beside them; only the number of steps is made small. A command that ends in `# exit code 1`
-fails, and the document shows what it says.
+examples beside them; only the number of steps is made small, and the processes are forks with the
+imports done, but for MPI's. A command that ends in `# exit code 1` fails, and the document shows
+what it says.
 """
 
 import contextlib
@@ -21,6 +22,7 @@ import pytest
 import torch
 
 import asyncpipe
+from asyncpipe.tests.quick_python import bin_folder
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -44,7 +46,7 @@ def commands(document: Path) -> list[list[str]]:
 def shortened(command: list[str]) -> list[str]:
     """The command with two steps of training and no copies of the weights it would export."""
     text = re.sub(r"--steps \d+", "--steps 2", shlex.join(command))
-    if "asyncpipe-train" in command and "--steps" not in text:
+    if "asyncpipe-train" in command and not {"--steps", "--samples"} & set(command):
         text += " --steps 2"
     return shlex.split(text)
 
@@ -55,18 +57,17 @@ def shortened(command: list[str]) -> list[str]:
 def test_every_command_shown_runs(document: Path, tmp_path: Path) -> None:
     for folder in ("examples", "benchmarks"):
         (tmp_path / folder).symlink_to(ROOT / folder)
-    scripts = Path(sys.executable).parent
-    environment = os.environ | {"PATH": f"{scripts}:{os.environ['PATH']}"}
     for line, command in zip(lines_of_shell(document), commands(document), strict=True):
         if command[0] in SETUP:
             continue
+        scripts = Path(sys.executable).parent if "mpi" in command else bin_folder()
         is_ours = command[0] not in SHELL
         assert not is_ours or (scripts / command[0]).exists(), f"{command[0]} is not a command"
         name, *arguments = shortened(command)
         result = subprocess.run(
             [scripts / name if is_ours else name, *arguments],
             cwd=tmp_path,
-            env=environment,
+            env=os.environ | {"PATH": f"{scripts}:{os.environ['PATH']}"},
             capture_output=True,
             text=True,
             timeout=300,

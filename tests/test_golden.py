@@ -5,11 +5,12 @@ import os
 import shlex
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 from safetensors.torch import load_file
 from torch.testing import assert_close
+
+from asyncpipe.tests.quick_python import bin_folder
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = ROOT / "generated_models" / "residual_mlp_2p"
@@ -26,9 +27,7 @@ def files(folder: Path) -> dict[str, Path]:
 def test_the_command_of_the_committed_folder_makes_it_again(tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     command, *arguments = shlex.split(json.loads((GOLDEN / "plan.json").read_text())["command"])
-    subprocess.run(
-        [Path(sys.executable).parent / command, *arguments], cwd=tmp_path, check=True, timeout=120
-    )
+    subprocess.run([bin_folder() / command, *arguments], cwd=tmp_path, check=True, timeout=120)
     made = files(tmp_path / "generated_models" / GOLDEN.name)
     if os.environ.get("ASYNCPIPE_UPDATE_GOLDEN"):
         shutil.rmtree(GOLDEN)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,13 @@ import asyncpipe
 from asyncpipe.partitioner.cluster import cluster_of_hosts
 from asyncpipe.partitioner.models import load_model
 from asyncpipe.runtime.forecast import describe_forecast, forecast_one_step, forecast_step
-from asyncpipe.runtime.launching.launch import run
 from asyncpipe.runtime.plan import Plan
 from asyncpipe.runtime.training.settings import Settings
+from asyncpipe.tests.quick_python import bin_folder, run
 from asyncpipe.tests.runtime.silent_reporter import FACTORY, events_of
 
 ROOT = Path(__file__).parent.parent
 SIGNALS = f"{ROOT / 'examples' / 'signals.py'}"
-TRAIN = str(Path(sys.executable).parent / "asyncpipe-train")
 
 
 def plan_of(folder: Path, method: str) -> Plan:
@@ -100,9 +98,9 @@ def test_under_torchrun_it_does_too(
     given = ["--steps", "3", "--micro-batches", "6", "--criterion", "cross_entropy"]
     given += ["--data", f"{SIGNALS}:data", "--threads", "1", "--dtype", "float64"]
     given += ["--log-every", "1", "--transport", transport, "--output", str(tmp_path / "run")]
-    agent = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+    agent = [bin_folder() / "torchrun", "--standalone", "--nproc-per-node", "3", "--no-python"]
     result = subprocess.run(
-        [sys.executable, *agent, "--no-python", TRAIN, str(folder), *given],
+        [*agent, bin_folder() / "asyncpipe-train", folder, *given],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

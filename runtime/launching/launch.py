@@ -46,7 +46,8 @@ def run(settings: Settings, reporter: str) -> int:
         os.environ, master_addr=settings.master_addr, master_port=settings.master_port
     )
     job = make_job(settings if place is None else as_started(settings, place.ranks))
-    alone = job.settings.schedule == "single" and job.settings.replicas == 1
+    has_one_rank = job.settings.schedule == "single" or job.settings.ranks == 1
+    alone = has_one_rank and job.settings.replicas == 1
     if settings.dry_run:
         _show(job, reporter_factory(reporter)(job.settings))
     elif place is not None and (place.ranks > 1 or not alone):

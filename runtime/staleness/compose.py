@@ -11,16 +11,23 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 
 from ..errors import ScheduleError
+from .dc_asgd import AdaptivelyCompensated, DelayCompensated
+from .error_feedback import ErrorFeedback
+from .gap_aware import GapAware, GapAwareLoss
 from .lwp import LinearByVelocity, LinearByWeights
 from .msnag import AggregatedMsnag, Msnag
 from .nesterov import LastStageNesterov, Nag
 from .none import LiveWeights
 from .partial_gradient import PartialGradient
+from .pipemare import PipeMare
 from .pipeoptim import PipeOptim
 from .protocol import Need, Part, Staleness
+from .rates import DelayRate, PipeMareRate
 from .schedule_aware import ScheduleAware
 from .spectrain import SpecTrain
+from .spike_compensation import SpikeCompensation
 from .stash import Stash
+from .two_buffered import TwoBuffered
 from .xpipe import XPipe
 
 METHODS: dict[str, type[Staleness]] = {
@@ -37,6 +44,16 @@ METHODS: dict[str, type[Staleness]] = {
     "pipeoptim": PipeOptim,
     "nesterov-last": LastStageNesterov,
     "schedule-aware": ScheduleAware,
+    "2bw": TwoBuffered,
+    "pipemare": PipeMare,
+    "pipemare-rate": PipeMareRate,
+    "delay-rate": DelayRate,
+    "gap-aware": GapAware,
+    "gap-aware-loss": GapAwareLoss,
+    "dc-asgd": DelayCompensated,
+    "dc-asgd-adaptive": AdaptivelyCompensated,
+    "error-feedback": ErrorFeedback,
+    "spike-compensation": SpikeCompensation,
 }
 """Name of a staleness method -> its class."""
 
@@ -50,6 +67,7 @@ _DECISIONS: Mapping[Part, str] = {
 MOMENTUM = frozenset({"sgd", "sutskever", "muon"})
 ADAM = frozenset({"adam", "adamw", "nadam"})
 VELOCITY = frozenset({"sgd", "sutskever"})
+KNOWN_STEP_SIZES = ("sgd", "sutskever", "adam", "adamw")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +118,19 @@ def check(names: str, conditions: Conditions) -> None:
                 raise ScheduleError(f"--staleness {names}: {name} {lack[0]}.", lack[1])
 
 
+def has_other_backward(names: str) -> bool:
+    """Whether a backward reads other weights than those that its forward saved.
+
+    >>> [has_other_backward(names) for names in ("none", "stash", "msnag", "pipeoptim")]
+    [True, False, False, True]
+    """
+    methods = [METHODS[name] for name in parse(names)]
+    if any(method.keeps_forward for method in methods):
+        return False
+    decided = frozenset[Part]().union(*(method.decides for method in methods))
+    return "backward" in decided or "forward" not in decided
+
+
 def _check_parts(names: Iterable[str]) -> None:
     deciders: dict[Part, str] = {}
     for name in names:
@@ -132,6 +163,20 @@ def _lack(need: Need, names: Iterable[str], run: Conditions) -> tuple[str, str] 
             if run.optimizer not in ADAM:
                 return f"goes by Adam's moments, and the optimizer is {run.optimizer}", (
                     "--optimizer adamw"
+                )
+        case "sgd's momentum":
+            if run.optimizer != "sgd" or not run.momentum:
+                return (
+                    f"changes the step of sgd with momentum, and the optimizer is {run.optimizer}"
+                    + ("" if run.momentum else " without momentum"),
+                    "--optimizer sgd --momentum 0.9",
+                )
+        case "known step sizes":
+            if run.optimizer not in KNOWN_STEP_SIZES:
+                return (
+                    f"measures gaps in steps of {', '.join(KNOWN_STEP_SIZES)}, and the optimizer "
+                    f"is {run.optimizer}",
+                    "--optimizer adamw",
                 )
         case "whole windows":
             if run.step_every <= run.ahead:

@@ -26,6 +26,8 @@ Need = Literal[
     "recomputation",
     "momentum",
     "adam",
+    "sgd's momentum",
+    "known step sizes",
     "whole windows",
     "velocity",
     "direction",
@@ -34,10 +36,11 @@ Need = Literal[
     "rates",
 ]
 """What a method cannot do without: the weights of the forward when the gradient is there; a second
-forward; an optimizer with a momentum buffer, or with Adam's two moments; windows of at least as
-many micro-batches as any stage runs ahead; an optimizer whose momentum is in the units of weights,
-one whose last step has a direction, one that goes on without gradients, one with a momentum of
-Nesterov's; another method that expects learning rates."""
+forward; an optimizer with a momentum buffer, with Adam's two moments, SGD with momentum, or one
+whose steps' sizes are known from its state; windows of more micro-batches than any stage runs
+ahead; an optimizer whose momentum is in the units of weights, one whose last step has a direction,
+one that goes on without gradients, one with a momentum of Nesterov's; another method that expects
+learning rates."""
 
 
 class Reads(Enum):
@@ -81,6 +84,11 @@ class Steps(Protocol):
         """What the base learning rate is multiplied by in each of the next `steps` steps."""
         ...
 
+    @property
+    def annealing_steps(self) -> int:
+        """The steps over which `pipemare-rate` comes back to the scheduled learning rate."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
@@ -100,6 +108,11 @@ class Outlook:
     def optimizer(self) -> Optimizer | None:
         return self.steps.optimizer
 
+    @property
+    def annealing_steps(self) -> int:
+        """Those of the optimizer."""
+        return self.steps.annealing_steps
+
     def future_lr(self, steps: int) -> tuple[float, ...]:
         """What the scheduler says, without the methods' factors."""
         return self.steps.future_lr(steps)
@@ -116,17 +129,22 @@ class Outlook:
 @dataclass(frozen=True, slots=True)
 class Situation:
     """Where a method's stage is: its number of `stages`, the forwards that it runs `ahead`, and
-    the micro-batches of a step. In a `synchronous` schedule nothing is ahead."""
+    the micro-batches of a step. In a `synchronous` schedule nothing is ahead. Of methods one may
+    give all stages the `same_delay`."""
 
     stage: int
     stages: int
     ahead: int
     step_every: int
     synchronous: bool = False
+    same_delay: int | None = None
 
     @property
     def delay(self) -> int:
-        """The most steps between a forward and its backward."""
+        """The most steps between the version that a forward reads and the one that its backward
+        meets."""
+        if self.same_delay is not None:
+            return self.same_delay
         return -(-self.ahead // self.step_every)
 
 
@@ -144,6 +162,15 @@ class Staleness:
     situation: Situation
     steps: Outlook | None = None
 
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """The stage's, if there is one."""
+        return None if self.steps is None else self.steps.optimizer
+
+    def situated(self, situation: Situation) -> Situation:
+        """The situation as this method makes it for all methods of the stage."""
+        return situation
+
     def begin(self, situation: Situation) -> None:
         """Called before a segment's first action."""
         self.situation = situation
@@ -157,8 +184,9 @@ class Staleness:
         return Reads.AS_SAVED
 
     def after_backward(self, weights: WeightVersions, passage: Passage, gradients: Weights) -> None:
-        """May change the `.grad` of the leaves of a micro-batch that straddles a step, before they
-        are added to those of its window. Only where its forward's weights are needed."""
+        """May change the `.grad` of the leaves of a micro-batch whose forward read an older version
+        than is live, before they are added to those of its window. Only where its forward's weights
+        are needed."""
 
     def transform_gradient(self, weights: WeightVersions) -> None:
         """May change the live `.grad` of a finished window, before it is clipped and used."""
@@ -175,3 +203,9 @@ class Staleness:
 
     def after_step(self, weights: WeightVersions) -> None:
         """Called when `weights.version` is the new version."""
+
+    @contextmanager
+    def settled(self, weights: WeightVersions) -> Iterator[None]:
+        """Inside, the live weights are those that the training has come to, for a method that
+        keeps others to compute with."""
+        yield

@@ -44,13 +44,13 @@ def resolve_asynchronous(settings: Settings) -> dict[str, Any]:
     steps_of_start(settings)
     if settings.schedule != "2bw":
         return {"staleness": settings.staleness or "stash", "staleness_cap": cap}
-    if settings.staleness not in (None, "2bw"):
+    if "2bw" not in (settings.staleness or "2bw").split("+"):
         raise SettingsError(
             f"--schedule 2bw has its own versions of the weights, and --staleness "
             f"{settings.staleness} has others.",
             f"--schedule async-1f1b --staleness {settings.staleness}, or leave --staleness out.",
         )
-    return {"staleness": "2bw", "staleness_cap": cap}
+    return {"staleness": settings.staleness or "2bw", "staleness_cap": cap}
 
 
 def check_methods(settings: Settings, plan: Plan) -> None:
@@ -102,6 +102,11 @@ def resolve_samples(settings: Settings) -> Settings:
     if settings.left_over:
         _check_short_step(settings)
         steps += 1
+    if settings.steps not in (Settings.steps, steps):
+        raise SettingsError(
+            f"--samples {settings.samples} are {steps} steps, but --steps is {settings.steps}.",
+            "Leave one of them out.",
+        )
     if not steps:
         raise SettingsError(
             f"--samples {settings.samples} are fewer than the {whole} of one step.",
@@ -127,26 +132,28 @@ def _check_short_step(settings: Settings) -> None:
             )
 
 
-def delays_of(schedule: Schedule, first_micro_batch: int = 0, first_version: int = 0) -> Delays:
+def delays_of(
+    schedule: Schedule, settings: Settings, first_micro_batch: int = 0, first_version: int = 0
+) -> Delays:
     """The closed form of a schedule's segment that begins so."""
     ahead = tuple(most - 1 for most in schedule.in_flight)
     if schedule.synchronous:
         ahead = (0,) * schedule.stages
-    return Delays(ahead, schedule.step_every, first_micro_batch, first_version)
+    has_two = not schedule.synchronous and "2bw" in (settings.staleness or "").split("+")
+    two_from = steps_of_start(settings) if has_two else None
+    return Delays(ahead, schedule.step_every, first_micro_batch, first_version, two_from)
 
 
-def describe_delays(schedule: Schedule) -> str:
+def describe_delays(delays: Delays) -> str:
     """How stale the weights of each stage are, in words.
 
-    >>> from ..asynchronous import async_1f1b
-    >>> describe_delays(async_1f1b(4, 12, step_every=2))
+    >>> describe_delays(Delays((3, 2, 1, 0), step_every=2))
     'stage 0: 1.5 steps (2 at most), stage 1: 1 step, stage 2: 0.5 steps (1 at most), stage 3: none'
-    >>> describe_delays(async_1f1b(4, 4, step_every=1, warmup=(1, 1, 1, 0)))
+    >>> describe_delays(Delays((1, 1, 1, 0), step_every=1))
     'stages 0-2: 1 step, stage 3: none'
     """
-    delays = delays_of(schedule)
     runs: list[tuple[str, int, int]] = []
-    for stage in range(schedule.stages):
+    for stage in range(len(delays.ahead)):
         mean, most = delays.mean(stage), delays.most(stage)
         told = f"{float(mean):.3g} step{'' if mean == 1 else 's'}" if most else "none"
         told += f" ({most} at most)" if most != mean else ""

@@ -20,6 +20,7 @@ from ..schedule import Schedule
 from ..schedules import AUTO
 from ..transports.choose import Choice
 from ..watching.metrics import Reporter
+from ..weight_copies import KEEPS
 from .asynchronous import delays_of, describe_delays, steps_of_start
 from .half import describe_memory, describe_precision, precision_warning
 from .remeasure import when_measured
@@ -28,6 +29,13 @@ from .segments import longest_segment, make_segment, waiting_stages
 from .settings import Settings
 from .sources import Data
 from .transfers import with_transfers_of_run
+
+_CLIPPED = {
+    "stage": "of each stage",
+    "proportion": "of each stage, in proportion to its weights,",
+    "global": "over all stages",
+    "known": "over all stages, as far as known,",
+}
 
 
 def forecast_run(
@@ -90,7 +98,11 @@ def announce(
         ("ranks", describe_ranks(grid_of(schedule, settings.replicas), transport, machine)),
         ("algorithm", describe_algorithm(schedule, settings)),
         *describe_schedule(schedule, settings),
-        *([("staleness", describe_delays(schedule))] if settings.is_async else []),
+        *(
+            [("staleness", describe_delays(delays_of(schedule, settings)))]
+            if settings.is_async
+            else []
+        ),
         ("batch", batch_identity(settings, task)),
         ("data", data),
         ("optimizer", describe_optimizer(settings, schedule.delays)),
@@ -164,20 +176,25 @@ def describe_algorithm(schedule: Schedule, settings: Settings) -> str:
         if schedule.replicas:
             told += f", summed over {describe_stages(schedule.replicas)}"
         return told
-    delays = delays_of(schedule)
+    delays = delays_of(schedule, settings)
     worst = max(range(schedule.stages), key=delays.most)
     late = f"{delays.most(worst)} step{'' if delays.most(worst) == 1 else 's'}"
-    if settings.staleness == "stash":
+    names = (settings.staleness or "none").split("+")
+    if "2bw" in names:
+        way = "two versions of the weights: every stage computes on those of the step before"
+    elif "stash" in names:
         way = (
             f"weight stashing: stage {worst} computes on weights at most {late} old, forward and "
             "backward alike"
         )
-    elif settings.staleness == "2bw":
-        way = "two versions of the weights: every stage computes on those of the step before"
-    elif settings.staleness == "none":
-        way = f"live weights: a backward meets weights up to {late} newer than its forward"
+    elif "pipemare" in names:
+        way = f"pipemare: a backward meets an estimate of the weights of up to {late} before"
+    elif any(KEEPS[name].predicted for name in names):
+        way = f"predicted weights: a forward looks up to {late} ahead"
     else:
-        way = f"{settings.staleness}: a backward comes up to {late} after its forward"
+        way = f"live weights: a backward meets weights up to {late} newer than its forward"
+    if others := [name for name in names if name not in ("2bw", "stash", "pipemare", "none")]:
+        way += f", with {' and '.join(others)}"
     return f"{schedule.name}, {way}; {_when_drained(settings)}"
 
 
@@ -227,7 +244,7 @@ def describe_optimizer(settings: Settings, delays: Sequence[int] = (0,)) -> str:
     if settings.decay not in (None, "none"):
         parts.append(f"{settings.decay} decay to {settings.final_lr_ratio or 0:.0%}")
     if settings.clip:
-        scope = "of each stage" if settings.is_async else "over all stages"
+        scope = _CLIPPED[settings.clip_by or "global"]
         parts.append(f"gradient norm {scope} at most {settings.clip:g}")
     return ", ".join(parts)
 

@@ -11,8 +11,8 @@ import torch
 from ..boundary_dtypes import BoundaryDtypes, dtypes_of_folder
 from ..plan import Plan, TensorSpec
 from ..precision import FULL, Precision
+from ..staleness import has_other_backward
 from ..tensors import dtype_of
-from ..weight_copies import has_other_backward
 from .settings import Settings, SettingsError
 
 

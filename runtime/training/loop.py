@@ -255,7 +255,7 @@ class _Run:
             with self._activities.during(Activity("meet", "the order of the data")):
                 self._agreement.check(steps.start * samples, len(steps) * samples)
             schedule = self._schedule(segment)
-            delays = delays_of(schedule, first, steps.start)
+            delays = delays_of(schedule, settings, first, steps.start)
             self._trainer.start_segment(steps.start + 1, first, delays, flushed=segment.synchronous)
             is_short = segment.micro_batches != settings.micro_batches
             self._pipeline.run(
@@ -280,7 +280,8 @@ class _Run:
     def end(self, cores: int) -> None:
         """Writes the weights, exports them if asked to, and reports the end of the run."""
         settings, folder, world = self._settings, self._job.folder, self._world
-        save_weights(self._plan, settings, folder, self._modules, world, self._activities)
+        with self._pipeline.settled():
+            save_weights(self._plan, settings, folder, self._modules, world, self._activities)
         tell_end(
             self._plan,
             self._job.planned,

@@ -26,6 +26,7 @@ from ..replication.holders import held_parameters
 from ..schedule import Action
 from ..versions import LedgerEntry
 from ..watching.gather import RankFigures, figures_of
+from .async_clipping import StageNorms, steps_until_known
 from .clipping import (
     StepMessage,
     clip_factor,
@@ -47,10 +48,10 @@ class Trainer(ActionObserver):
     In a synchronous schedule the norm is that of all stages. Each stage's share is taken when its
     last backward is done; when the rank has those of all its stages they are on their way to the
     other ranks, and are waited for when all its stages are to step. Without clipping and loss scale
-    nobody waits. In an asynchronous schedule each stage has its own norm and steps at once. With
-    replicas, whose ranks with the same stages are `copies`, gradients are on their way to be summed
-    as soon as they are final; the sums are waited for when the stage is to step, and its share of
-    the norm is taken then.
+    nobody waits. In an asynchronous schedule each stage steps at once, by a norm of
+    `async_clipping.py`. With replicas, whose ranks with the same stages are `copies`, gradients are
+    on their way to be summed as soon as they are final; the sums are waited for when the stage is
+    to step, and its share of the norm is taken then.
     `report` gets the figures of a step when all the rank's stages have made it. `delays` are the
     steps by which the gradients of each of the plan's stages are late, by default none.
     """
@@ -85,6 +86,11 @@ class Trainer(ActionObserver):
             }
             ranks = ", ".join(map(str, sorted(peers)))
             self._sums = GradientSums(self._share, copies, f"ranks {ranks}", held=held)
+        self._norms: StageNorms | None = None
+        if settings.is_async and settings.clip:
+            self._norms = StageNorms(
+                settings, world, self._stages, self._parameters, self._share, self.activities
+            )
         periods = refresh_periods(delays or [0] * self._stages, settings.refresh_every or 1)
         self._optimizers = {
             j: StageOptimizer(
@@ -180,10 +186,11 @@ class Trainer(ActionObserver):
         if self._norm_is_wanted(version):
             square = squared_norm(gradients_of(self._share[stage].counted))
             self._squares_of[version][stage] = square
-            norm = math.sqrt(float(squared_norm(gradients_of(self._parameters[stage]))))
-            if self._settings.clip:
-                self._finite.check_norm(version, norm, {stage: norm})
-            factor = clip_factor(norm, self._settings.clip or 0.0)
+        if self._norms is not None:
+            late = steps_until_known(self._delays.ahead, self._delays.step_every)
+            norm, limit = self._norms.of(stage, version, late)
+            self._finite.check_norm(version, norm, {stage: norm})
+            factor = clip_factor(norm, limit)
         self._step(stage, version, factor)
 
     def _take(

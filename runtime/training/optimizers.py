@@ -83,6 +83,11 @@ class StageOptimizer:
         done = self._scheduler.last_epoch
         return tuple(self._factor(done + ahead) for ahead in range(steps))
 
+    @property
+    def annealing_steps(self) -> int:
+        """The steps over which `pipemare-rate` comes back to the scheduled learning rate."""
+        return self._settings.annealing_steps or 1
+
     def step(self, lr_scale: float = 1.0) -> None:
         """One optimizer step, at the scheduled learning rate times `lr_scale`."""
         if self.optimizer is None:

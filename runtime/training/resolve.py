@@ -77,6 +77,8 @@ def resolve(settings: Settings, plan: Plan, *, architecture: str = "") -> tuple[
         loss_scale=INITIAL
         if settings.is_scaled and not settings.loss_scale
         else settings.loss_scale,
+        annealing_steps=_annealing_steps(settings, step["warmup"]),
+        clip_by=_clip_by(settings, step["clip"]),
         seq=_sequence(settings, plan),
         **resolve_asynchronous(settings),
         **step,
@@ -224,6 +226,33 @@ def _sequence(settings: Settings, plan: Plan) -> int | None:
             _with_seq(plan.command, asked),
         )
     return asked
+
+
+def _annealing_steps(settings: Settings, warmup: int) -> int | None:
+    """Five warm-ups or a quarter of the run, as PipeMare's authors for Transformers and others."""
+    if "pipemare-rate" in (settings.staleness or "").split("+"):
+        return settings.annealing_steps or 5 * warmup or max(1, settings.steps // 4)
+    if settings.annealing_steps is not None:
+        raise SettingsError(
+            f"--annealing-steps {settings.annealing_steps}, but no method lowers the learning rate "
+            "for some steps.",
+            "--staleness stash+pipemare-rate",
+        )
+    return None
+
+
+def _clip_by(settings: Settings, clip: float) -> str | None:
+    if settings.is_async and clip:
+        return settings.clip_by or "stage"
+    if settings.clip_by is not None and settings.is_async:
+        raise SettingsError(f"--clip-by {settings.clip_by}, but nothing is clipped.", "--clip 1")
+    if settings.clip_by is not None:
+        raise SettingsError(
+            f"--clip-by {settings.clip_by}, but under {settings.schedule} all stages step by the "
+            "norm of all.",
+            "Leave it out.",
+        )
+    return None
 
 
 def _optimization(settings: Settings, plan: Plan, task: Task) -> dict[str, Any]:

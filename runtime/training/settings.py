@@ -34,6 +34,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "transport": ("auto", "local", "shm", "gloo", "nccl", "mpi"),
     "pin": ("cores", "numa", "none"),
     "batch_norm": ("micro-batch", "mini-batch"),
+    "clip_by": ("stage", "proportion", "global", "known"),
 }
 """The legal values of the options that have a few."""
 
@@ -52,6 +53,7 @@ _AT_LEAST: dict[str, float] = {
     "lr": 0,
     "momentum": 0,
     "refresh_every": 1,
+    "annealing_steps": 1,
     "weight_decay": 0,
     "warmup": 0,
     "final_lr_ratio": 0,
@@ -91,9 +93,11 @@ class Settings:
     `global_batch_size` and `micro_batch_size` make it); under `ddp`, until it is resolved to
     replicas of `single`, that of all together. Once resolved, `global_batch_size` is there only
     where the last micro-batch is smaller than the others. `clip` bounds the gradient norm over all
-    stages (of each stage, when asynchronous); 0 is off. Weights are of `dtype`; forwards compute
-    under autocast to `precision`, unless it is "full". `loss_scale` is the first one (2**16 in
-    float16). Boundary tensors that are wider are cast to `boundary_dtype` between ranks.
+    stages; 0 is off. `clip_by` is what an asynchronous run clips by (`async_clipping.py`). Over
+    `annealing_steps` the staleness method pipemare-rate returns to the learning rate. Weights are
+    of `dtype`; forwards compute under autocast to `precision`, unless it is "full". `loss_scale` is
+    the first one (2**16 in float16). Boundary tensors that are wider are cast to `boundary_dtype`
+    between ranks.
 
     Of an asynchronous schedule, stages run so far `ahead` (`asynchronous.depths`), no weights are
     staler than `staleness_cap` steps, the pipeline drains every `flush_every` steps, and the first
@@ -108,6 +112,7 @@ class Settings:
     replicas: int | None = None
     check_replicas: int = 0
     staleness: str | None = None
+    annealing_steps: int | None = None
     ahead: str | None = None
     staleness_cap: int | None = None
     flush_every: int = 0
@@ -133,6 +138,7 @@ class Settings:
     decay: str | None = None
     final_lr_ratio: float | None = None
     clip: float | None = None
+    clip_by: str | None = None
     criterion: str | None = None
     batch_norm: str = "micro-batch"
     recompute: str = "auto"

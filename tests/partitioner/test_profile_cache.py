@@ -23,6 +23,7 @@ from asyncpipe.partitioner.profile_cache import (
     is_lasting,
 )
 from asyncpipe.partitioner.profiler import Profile, profile
+from asyncpipe.tests.quick_python import bin_folder
 
 QUICK = Repeats(enough_ms=0.1, most=2)
 X = {"x": torch.randn(4, 8)}
@@ -222,7 +223,7 @@ def test_an_edit_of_the_file_is_another_content(tmp_path: Path) -> None:
         )
         told.append(
             subprocess.run(
-                [sys.executable, "-c", script, str(file.parent)],
+                [bin_folder() / "python", "-c", script, str(file.parent)],
                 capture_output=True,
                 text=True,
                 check=True,

@@ -3,11 +3,13 @@
 import itertools
 from copy import deepcopy
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from asyncpipe.runtime.asynchronous import depths
 from asyncpipe.runtime.staleness import METHODS, Passage, Reads, Staleness
 from asyncpipe.runtime.transports import GlooTransport, run_together
 from asyncpipe.tests.executor import Trained, lowered, train_rank, train_together
@@ -39,10 +41,17 @@ def assert_equal(
 
 
 def both(
-    model: HandModel, step_every: int, optimizer: str, staleness: str, *, fault: str = ""
+    model: HandModel,
+    step_every: int,
+    optimizer: str,
+    staleness: str,
+    *,
+    ahead: str | None = None,
+    fault: str = "",
+    **options: Any,
 ) -> tuple[Trained, Oracle]:
     optimize = OPTIMIZERS[optimizer]
-    schedule = lowered(model, "async-1f1b", STEPS * step_every, step_every)
+    schedule = lowered(model, "async-1f1b", STEPS * step_every, step_every, ahead=ahead, **options)
     trained = train_together(model, schedule, optimize=optimize, staleness=staleness, seed=5)
     oracle = async_run(
         model,
@@ -52,13 +61,16 @@ def both(
         optimize,
         method=REFERENCES[staleness](),
         seed=5,
+        ahead=depths(len(model.stages), ahead),
         fault=fault,
     )
     return trained, oracle
 
 
-def check(model: HandModel, step_every: int, optimizer: str, staleness: str) -> None:
-    trained, oracle = both(model, step_every, optimizer, staleness)
+def check(
+    model: HandModel, step_every: int, optimizer: str, staleness: str, **options: Any
+) -> None:
+    trained, oracle = both(model, step_every, optimizer, staleness, **options)
     assert_equal(trained.modules, trained.seen.losses, trained.ledger, oracle)
 
 
@@ -67,6 +79,21 @@ def check(model: HandModel, step_every: int, optimizer: str, staleness: str) -> 
 @pytest.mark.parametrize("stages", [2, 3, 4])
 def test_async_1f1b_equals_the_oracle(stages: int, step_every: int, staleness: str) -> None:
     check(chain(stages), step_every, "sgd", staleness)
+
+
+@pytest.mark.parametrize("staleness", ["none", "stash"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_several_stages_a_rank_equal_the_oracle(ranks: int, staleness: str) -> None:
+    check(chain(4, norm=True, dropout=0.25), 2, "adam", staleness, ranks=ranks)
+    check(tied(4), 1, "sgd", staleness, ranks=ranks)
+    check(skips(), 1, "sgd", staleness, ranks=ranks)
+
+
+@pytest.mark.parametrize("staleness", ["none", "stash"])
+def test_other_depths_equal_the_oracle(staleness: str) -> None:
+    check(chain(3), 2, "sgd", staleness, ahead="2x")
+    check(tied(3), 1, "sgd", staleness, ahead="2x", ranks=2)
+    check(chain(4), 1, "sgd", staleness, ahead="4,1,1,1")
 
 
 @pytest.mark.parametrize("staleness", REFERENCES)
@@ -161,7 +188,7 @@ def test_real_processes_equal_the_oracle() -> None:
 @pytest.mark.parametrize("stages", [2, 3, 4])
 def test_every_configuration_in_real_processes_equals_the_oracle(stages: int) -> None:
     names = ["chain", "tied"]
-    check_processes(stages, [*itertools.product(names, [1, 2, 4], OPTIMIZERS, METHODS)])
+    check_processes(stages, [*itertools.product(names, [1, 2, 4], OPTIMIZERS, REFERENCES)])
 
 
 def test_one_stage_is_plain_training() -> None:

@@ -16,7 +16,7 @@ from asyncpipe.runtime.training.settings import Settings, SettingsError
 from asyncpipe.runtime.watching.debugger import check_debugger
 from asyncpipe.tests.runtime.handmade import write_mlp
 from asyncpipe.tests.runtime.silent_reporter import FACTORY, events_of
-from asyncpipe.tests.runtime.test_training_launch import finish, losses, options, start
+from asyncpipe.tests.runtime.test_training_launch import REAL, finish, losses, options, start
 
 
 class Debugger:
@@ -97,7 +97,7 @@ def test_a_rank_stops_at_a_line_of_its_stage_and_nobody_times_out(tmp_path: Path
     write_mlp(tmp_path / "mlp")
     output = tmp_path / "run"
     limits: dict[str, Any] = {"timeout_s": 1.0, "stall_s": 0.5, "steps": 2}
-    process = start(options(tmp_path / "mlp", output, debug="1", **limits))
+    process = start(options(tmp_path / "mlp", output, debug="1", **limits), python=REAL)
     ((rank, port),) = ports_of(output, 1).items()
     assert rank == 1
     file = tmp_path / "mlp" / "stage_1.py"
@@ -116,7 +116,7 @@ def test_a_rank_stops_at_a_line_of_its_stage_and_nobody_times_out(tmp_path: Path
 def test_all_ranks_wait_each_at_a_port_of_its_own(tmp_path: Path) -> None:
     write_mlp(tmp_path / "mlp")
     output = tmp_path / "run"
-    process = start(options(tmp_path / "mlp", output, debug="all", steps=2))
+    process = start(options(tmp_path / "mlp", output, debug="all", steps=2), python=REAL)
     ports = ports_of(output, 2)
     assert sorted(ports) == [0, 1] and ports[0] != ports[1]
     assert not events_of(output, "step")

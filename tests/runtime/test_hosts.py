@@ -1,7 +1,8 @@
 """Two hosts of two ranks, on network namespaces of this machine: the same numbers, clear ends.
 
 Between the hosts is a link of 100 Mbit/s. The tests run wherever the kernel lets them make
-namespaces; where it does not they are skipped, and say what it refused.
+namespaces; where it does not they are skipped, and say what it refused. The processes are forks
+with the imports done, but for MPI's and where a test looks at the tree of processes.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ from typing import Any
 
 import pytest
 
-from asyncpipe.runtime.launching.launch import run
 from asyncpipe.runtime.training.settings import Settings
 from asyncpipe.runtime.transports.mpi import mpiexec
 from asyncpipe.tests import fake_slurm
 from asyncpipe.tests.generated import CASES, cut
 from asyncpipe.tests.hosts import Host, HostsError, cut_link, hosts
+from asyncpipe.tests.quick_python import bin_folder, run
 from asyncpipe.tests.runtime.handmade import FAILING, write_mlp
 from asyncpipe.tests.runtime.silent_reporter import FACTORY, events_of
 from asyncpipe.tests.runtime.test_stage_replicas import replicate
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
-TRAIN = str(Path(sys.executable).parent / "asyncpipe-train")
+REAL = Path(sys.executable).parent
 
 
 @pytest.fixture(scope="module")
@@ -86,11 +87,15 @@ class Started:
         return [process.returncode for process in self.processes], told
 
 
-def torchrun(host: Host, *command: str) -> list[str]:
+def train(scripts: Path | None = None) -> str:
+    return str((scripts or bin_folder()) / "asyncpipe-train")
+
+
+def torchrun(host: Host, *command: str, scripts: Path | None = None) -> list[str]:
     """The agent of torchrun on one of two hosts of two ranks."""
-    agent = ("-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2")
+    agent = (str((scripts or bin_folder()) / "torchrun"), "--nnodes", "2", "--nproc-per-node", "2")
     meeting = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "h1:29400", "--rdzv-id", "two")
-    return host.command(sys.executable, *agent, *meeting, "--no-python", TRAIN, *command)
+    return host.command(*agent, *meeting, "--no-python", train(scripts), *command)
 
 
 def options(output: Path, **given: Any) -> list[str]:
@@ -173,7 +178,7 @@ def test_two_hosts_under_srun_make_the_losses_of_one(
     folder: Path, on_one_host: list[float], tmp_path: Path
 ) -> None:
     with two_hosts() as both:
-        command = (TRAIN, str(folder / "generated"), *same_run(tmp_path / "run"))
+        command = (train(), str(folder / "generated"), *same_run(tmp_path / "run"))
         codes, told = Started(*srun(both, *command)).finish()
     assert codes == [0] * 4, told
     assert "4 processes on 2 hosts by srun · gloo over eth0" in told[0]
@@ -195,7 +200,9 @@ def test_two_hosts_under_mpiexec_make_the_losses_of_one(
         )
         remote.chmod(0o755)
         start = (mpiexec(), "-launcher", "ssh", "-launcher-exec", str(remote), "-iface", "eth0")
-        command = (TRAIN, str(folder / "generated"), *same_run(tmp_path / "run"))
+        # Ranks that end with MPI_Finalize take the real interpreter.
+        scripts = REAL if transport == "mpi" else None
+        command = (train(scripts), str(folder / "generated"), *same_run(tmp_path / "run"))
         ranks = ("-n", "4", "-hosts", "h1:2,h2:2", *command, "--transport", transport, *more)
         codes, told = Started(both[0].command(*start, *ranks)).finish()
     assert codes == [0], told
@@ -213,7 +220,7 @@ def wait_for_steps(output: Path, started: Started) -> None:
 def test_a_cut_link_ends_all_in_bounded_time(folder: Path, tmp_path: Path) -> None:
     with two_hosts() as both:
         given = options(tmp_path / "run", steps=10_000, timeout_s=5)
-        started = Started(*srun(both, TRAIN, str(folder / "slow"), *given))
+        started = Started(*srun(both, train(), str(folder / "slow"), *given))
         wait_for_steps(tmp_path / "run", started)
         cut_link(both[1])
         codes, told = started.finish(60)
@@ -237,7 +244,8 @@ def test_a_failing_rank_on_another_host_is_named(folder: Path, tmp_path: Path) -
 def test_a_rank_that_is_killed_on_another_host_ends_all(folder: Path, tmp_path: Path) -> None:
     with two_hosts() as both:
         given = options(tmp_path / "run", steps=10_000)
-        started = Started(*(torchrun(host, str(folder / "slow"), *given) for host in both))
+        command = (str(folder / "slow"), *given)
+        started = Started(*(torchrun(host, *command, scripts=REAL) for host in both))
         wait_for_steps(tmp_path / "run", started)
         agent = started.processes[1].pid
         children = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
@@ -254,7 +262,7 @@ def test_a_head_that_others_do_not_reach_is_told_with_what_was_tried(
 ) -> None:
     # As many systems have it: a host's own name is 127.0.1.1, here on both.
     with two_hosts(names_file="127.0.1.1 h1\n") as both:
-        command = (TRAIN, str(folder / "mlp4"), *options(tmp_path / "run", timeout_s=8))
+        command = (train(), str(folder / "mlp4"), *options(tmp_path / "run", timeout_s=8))
         codes, told = Started(*srun(both, *command)).finish(60)
     assert codes == [1] * 4, told
     assert "rank 0 waits at h1:" in told[0] and "for 4 ranks, and 2 came in 8 s" in told[0]

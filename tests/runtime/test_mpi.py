@@ -26,7 +26,7 @@ from asyncpipe.runtime.transports.mpi import (
     mpiexec,
 )
 from asyncpipe.tests.mpi_processes import run_mpi, stop
-from asyncpipe.tests.quick_python import run
+from asyncpipe.tests.quick_python import bin_folder, run
 from asyncpipe.tests.runtime.handmade import FAILING, write_mlp
 from asyncpipe.tests.runtime.silent_reporter import FACTORY
 
@@ -166,7 +166,7 @@ def imported(tmp_path: Path, package: str, **environment: str) -> str:
         "try: load_mpi()\n"
         "except TransportError as error: sys.exit(str(error))"
     )
-    command = [sys.executable, "-c", program]
+    command = [bin_folder() / "python", "-c", program]
     result = subprocess.run(
         command, env=os.environ | environment, capture_output=True, text=True, timeout=60
     )
@@ -199,7 +199,7 @@ def test_a_lower_thread_level_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "MPICH Version:" in text and "MPI_THREAD_MULTIPLE" in text
     program = "from asyncpipe.runtime.transports.mpi import load_mpi; load_mpi()"
     result = subprocess.run(
-        [sys.executable, "-c", program],
+        [bin_folder() / "python", "-c", program],
         env=os.environ | {"MPI4PY_RC_THREAD_LEVEL": "serialized"},
         capture_output=True,
         text=True,

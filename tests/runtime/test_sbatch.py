@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from asyncpipe.runtime.launching.sbatch import batch_script, sbatch_script, trai
 from asyncpipe.runtime.plan import Plan, RankSpec, read_plan
 from asyncpipe.runtime.training.settings import Settings, SettingsError, read_config
 from asyncpipe.tests import fake_slurm
+from asyncpipe.tests.quick_python import bin_folder
 from asyncpipe.tests.runtime.handmade import write_mlp
 
 
@@ -131,8 +131,7 @@ def test_the_script_trains(folder: Path, tmp_path: Path, hosts: str) -> None:
     tools = fake_slurm.install(tmp_path)
     environment = os.environ | fake_slurm.job(["localhost", "localhost2"], tasks_per_node=2)
     # Both hosts are this machine: the ranks see it by its one name.
-    commands = Path(sys.executable).parent
-    environment |= {"PATH": f"{tools}:{commands}:{os.environ['PATH']}"}
+    environment |= {"PATH": f"{tools}:{bin_folder()}:{os.environ['PATH']}"}
     result = subprocess.run(
         ["bash", str(script)], cwd=tmp_path, env=environment, capture_output=True, text=True,
         timeout=120,

@@ -1,4 +1,7 @@
-"""Real ranks: started by us or by torchrun, the same numbers, and one clear end when one fails."""
+"""Real ranks: started by us or by torchrun, the same numbers, and one clear end when one fails.
+
+Where a test looks at the tree of processes they are of the real interpreter, else of the quick one.
+"""
 
 from __future__ import annotations
 
@@ -15,23 +18,27 @@ import pytest
 
 from asyncpipe.runtime.errors import AsyncPipeError, TransportError
 from asyncpipe.runtime.launching.failure import Failure, RankFolder, failure_of
-from asyncpipe.runtime.launching.launch import run
 from asyncpipe.runtime.training.settings import Settings
+from asyncpipe.tests.quick_python import bin_folder, run
 from asyncpipe.tests.runtime.handmade import FAILING, write_mlp, write_text
 from asyncpipe.tests.runtime.silent_reporter import FACTORY, events_of
 
+REAL = Path(sys.executable)
 PROGRAM = """
 import json, sys
 from asyncpipe.runtime.errors import AsyncPipeError
+from asyncpipe.runtime.launching.failure import end_process
 from asyncpipe.runtime.launching.launch import run
 from asyncpipe.runtime.training.settings import Settings
 try:
-    run(Settings(**json.loads(sys.argv[1])), sys.argv[2])
+    code = run(Settings(**json.loads(sys.argv[1])), sys.argv[2])
 except AsyncPipeError as error:
-    sys.exit(f"error: {error}")
+    sys.stderr.write(f"error: {error}\\n")
+    code = 1
 except KeyboardInterrupt as interruption:
     print(interruption)
-    sys.exit(130)
+    code = 130
+end_process(code)  # as the command does: threads of gloo live on
 """
 
 
@@ -50,10 +57,12 @@ def options(folder: Path, output: Path, **given: Any) -> dict[str, Any]:
     return {"folder": str(folder), "output": str(output), "log_every": 1, "threads": 1} | given
 
 
-def start(given: dict[str, Any], *launcher: str) -> subprocess.Popen[str]:
+def start(
+    given: dict[str, Any], *launcher: str, python: Path | None = None
+) -> subprocess.Popen[str]:
     program = Path(given["output"]).with_suffix(".program.py")
     program.write_text(PROGRAM)
-    command = [*(launcher or (sys.executable,)), str(program), json.dumps(given), FACTORY]
+    command = [python or bin_folder() / "python", *launcher, program, json.dumps(given), FACTORY]
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -75,14 +84,8 @@ def ranks_of(process: subprocess.Popen[str], count: int, output: Path) -> dict[i
     while not all(mark.exists() for mark in marks):
         assert process.poll() is None and time.monotonic() < end_s, finish(process)
         time.sleep(0.05)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    found = {}
-    for child in children:
-        for entry in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):
-            if entry.startswith(b"RANK="):
-                found[int(entry[5:])] = int(child)
-    assert sorted(found) == list(range(count))
-    return found
+    states = [output / "ranks" / f"{rank}.state" for rank in range(count)]
+    return {rank: json.loads(state.read_text())["pid"] for rank, state in enumerate(states)}
 
 
 def assert_gone(pids: dict[int, int]) -> None:
@@ -137,7 +140,7 @@ def test_the_same_run_joins_under_torchrun(folders: Path, tmp_path: Path) -> Non
     run(Settings(**options(folders / "mlp", tmp_path / "own", steps=3)), FACTORY)
     launcher = ("torch.distributed.run", "--nproc-per-node", "2", "--rdzv-endpoint", "127.0.0.1:0")
     given = options(folders / "mlp", tmp_path / "torchrun", steps=3)
-    process = start(given, sys.executable, "-m", *launcher, "--rdzv-backend", "c10d")
+    process = start(given, "-m", *launcher, "--rdzv-backend", "c10d")
     code, _, error = finish(process)
     assert code == 0, error
     assert losses(tmp_path / "torchrun") == losses(tmp_path / "own")
@@ -156,7 +159,7 @@ def test_a_wrong_number_of_ranks_is_refused_under_torchrun(folders: Path, tmp_pa
 
 def test_a_killed_rank_ends_all_and_is_named(folders: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"
-    process = start(options(folders / "slow", output, steps=10_000, data="clusters"))
+    process = start(options(folders / "slow", output, steps=10_000, data="clusters"), python=REAL)
     ranks = ranks_of(process, 2, output)
     os.kill(ranks[1], signal.SIGKILL)
     killed_s = time.monotonic()
@@ -202,7 +205,7 @@ def test_an_error_of_ours_keeps_its_words(folders: Path, tmp_path: Path) -> None
 
 def test_an_interrupted_run_ends_with_one_line(folders: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"
-    process = start(options(folders / "slow", output, steps=10_000, data="clusters"))
+    process = start(options(folders / "slow", output, steps=10_000, data="clusters"), python=REAL)
     ranks = ranks_of(process, 2, output)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     code, out, error = finish(process, limit_s=20)
@@ -213,7 +216,7 @@ def test_an_interrupted_run_ends_with_one_line(folders: Path, tmp_path: Path) ->
 
 def test_ranks_do_not_outlive_a_killed_parent(folders: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"
-    process = start(options(folders / "slow", output, steps=10_000, data="clusters"))
+    process = start(options(folders / "slow", output, steps=10_000, data="clusters"), python=REAL)
     ranks = ranks_of(process, 2, output)
     process.kill()
     finish(process)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 from pathlib import Path
 
 import pytest
@@ -136,9 +135,7 @@ def test_a_run_of_one_process_ends_too(tmp_path: Path) -> None:
 def test_ranks_of_torchrun_end_too(tmp_path: Path) -> None:
     folder = write_stuck(tmp_path / "mlp", "time.sleep(600)")
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
-    process = start(
-        options(folder, tmp_path / "run", data="clusters", **LIMITS), sys.executable, *launcher
-    )
+    process = start(options(folder, tmp_path / "run", data="clusters", **LIMITS), *launcher)
     code, _, error = finish(process, limit_s=60)
     assert code == 1
     told = [line for line in error.splitlines() if line.startswith("error: no progress for ")]

@@ -1,0 +1,278 @@
+"""Staleness methods that correct gradients, rates and steps equal recurrences of their formulas."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from asyncpipe.runtime.errors import ScheduleError
+from asyncpipe.runtime.staleness import Conditions, Passage, make_staleness
+from asyncpipe.runtime.staleness import check as check_fits
+from asyncpipe.runtime.staleness.protocol import Situation
+from asyncpipe.runtime.transports import run_together
+from asyncpipe.runtime.versions import WeightVersions
+from asyncpipe.tests.corrections import (
+    AdaptivelyCompensatedReference,
+    DelayCompensatedReference,
+    DelayRateReference,
+    GapAwareLossReference,
+    GapAwareReference,
+    LookAheadReference,
+    PipeMareRateReference,
+    PipeMareReference,
+    SpikeCompensationReference,
+    Together,
+    TwoBufferedReference,
+)
+from asyncpipe.tests.executor import Planned, lowered, train_together
+from asyncpipe.tests.hand_plans import HandModel, chain, skips, tied
+from asyncpipe.tests.held_equal import OPTIMIZERS, assert_equal, check, run_both
+from asyncpipe.tests.oracle import LiveReference, Reference
+
+# Formulas in one expression, and the runtime's operations in place, round differently.
+ROUNDED = 1e-12
+
+METHODS = {
+    "pipemare": PipeMareReference(),
+    "none+pipemare-rate": Together(LiveReference(), PipeMareRateReference(4)),
+    "stash+delay-rate": Together(Reference(), DelayRateReference()),
+    "pipemare+pipemare-rate": Together(PipeMareReference(), PipeMareRateReference(4)),
+    "stash+dc-asgd": Together(Reference(), DelayCompensatedReference()),
+    "stash+dc-asgd-adaptive": Together(Reference(), AdaptivelyCompensatedReference()),
+    "stash+gap-aware": Together(Reference(), GapAwareReference()),
+    "stash+gap-aware+pipemare-rate": Together(
+        Reference(), GapAwareReference(), PipeMareRateReference(4)
+    ),
+    "stash+error-feedback": Together(Reference(), LookAheadReference()),
+    "none+error-feedback": Together(LiveReference(), LookAheadReference()),
+    "stash+spike-compensation": Together(Reference(), SpikeCompensationReference()),
+}
+OF_MOMENTUM = ("momentum", "decay")
+
+
+def legal(method: str, optimizer: str) -> bool:
+    if "spike-compensation" in method:
+        return optimizer in OF_MOMENTUM
+    # Its reference measures steps at the scheduled rate.
+    return not ("gap-aware+" in method and "adam" in optimizer)
+
+
+CASES = [(m, o) for m in METHODS for o in ("decay", "sgd decay", "adam", "adamw") if legal(m, o)]
+
+
+@pytest.mark.parametrize(("method", "optimizer"), CASES)
+def test_a_method_equals_its_recurrence(method: str, optimizer: str) -> None:
+    for stages, step_every, recompute in ((2, 1, True), (3, 1, False), (4, 2, True), (4, 4, False)):
+        check(
+            chain(stages, dropout=0.25),
+            method,
+            METHODS[method],
+            optimizer,
+            step_every=step_every,
+            recompute=recompute,
+            tolerance=ROUNDED,
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step_every", [1, 2, 8])
+@pytest.mark.parametrize(("method", "optimizer"), CASES)
+def test_a_method_of_eight_stages_equals_its_recurrence(
+    method: str, optimizer: str, step_every: int
+) -> None:
+    check(
+        chain(8),
+        method,
+        METHODS[method],
+        optimizer,
+        step_every=step_every,
+        steps=10,
+        tolerance=ROUNDED,
+    )
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("kind", ["skips", "tied"])
+def test_a_method_with_other_models_equals_its_recurrence(kind: str, method: str) -> None:
+    model = {"skips": skips(), "tied": tied(3)}[kind]
+    check(model, method, METHODS[method], "decay", tolerance=ROUNDED)
+
+
+@pytest.mark.parametrize("optimizer", ["decay", "sgd decay", "adamw"])
+@pytest.mark.parametrize("step_every", [1, 2])
+def test_gap_aware_loss_equals_its_recurrence(step_every: int, optimizer: str) -> None:
+    check(
+        chain(4, dropout=0.25),
+        "gap-aware-loss",
+        GapAwareLossReference(),
+        optimizer,
+        step_every=step_every,
+        recompute=True,
+        tolerance=ROUNDED,
+    )
+
+
+@pytest.mark.parametrize(
+    ("added", "reference"),
+    [
+        ("error-feedback", LookAheadReference(1)),
+        ("gap-aware", GapAwareReference()),
+        ("dc-asgd", DelayCompensatedReference()),
+    ],
+)
+def test_a_correction_knows_that_2bw_is_late_at_every_stage(
+    added: str, reference: Reference
+) -> None:
+    both = Together(TwoBufferedReference(), reference)
+    check(chain(3), f"2bw+{added}", both, "decay", step_every=4, tolerance=ROUNDED)
+
+
+@pytest.mark.parametrize("method", [*METHODS, "gap-aware-loss"])
+def test_a_method_is_plain_training_where_nothing_is_late(method: str) -> None:
+    model = chain(3)
+    flushed = partial(
+        train_together, model, lowered(model, "1f1b", 4), segments=3, optimize=OPTIMIZERS["decay"]
+    )
+    for ours, plain in zip(flushed(staleness=method).modules, flushed().modules, strict=True):
+        assert all(map(torch.equal, ours.parameters(), plain.parameters()))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method_changes_training_and_the_comparison_sees_it(method: str) -> None:
+    plain = LiveReference() if method.startswith(("none", "pipemare")) else Reference()
+    with pytest.raises(AssertionError):
+        assert_equal(*run_both(chain(3), method, plain), tolerance=ROUNDED)
+
+
+@pytest.mark.parametrize("fault", ["new weights in one backward", "drop one gradient"])
+@pytest.mark.parametrize("method", METHODS)
+def test_the_comparison_sees_a_planted_fault(method: str, fault: str) -> None:
+    if method.startswith("none") and "new weights" in fault:
+        pytest.skip("live weights are the newest")
+    with pytest.raises(AssertionError):
+        assert_equal(*run_both(chain(3), method, METHODS[method], fault=fault), tolerance=ROUNDED)
+
+
+def one_weight(staleness: str, delay: int = 2) -> tuple:
+    """A method of a lone stage of one matrix, before its first step."""
+    module = nn.Linear(2, 2, bias=False).double()
+    weights = WeightVersions(0, module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.5)
+    (method,) = make_staleness(staleness)
+    method.steps = Planned(optimizer, lambda version: 1.0, weights)
+    method.begin(Situation(0, 3, ahead=delay, step_every=1))
+    return module.weight, weights, optimizer, method
+
+
+@pytest.mark.parametrize("staleness", ["gap-aware", "dc-asgd", "dc-asgd-adaptive"])
+def test_a_gradient_without_a_gap_is_left_alone(staleness: str) -> None:
+    weight, weights, optimizer, method = one_weight(staleness)
+    for _ in range(3):
+        leaves = weights.bind(0, weights.live_view)
+        weights.went_forward(0)
+        leaves["weight"].grad = gradient = torch.randn_like(weight)
+        expected = gradient.clone()
+        method.after_backward(weights, Passage(0, 0, 1), leaves)
+        assert torch.equal(leaves["weight"].grad, expected)
+        weights.went_backward(0)
+        with method.stepping(weights):
+            optimizer.step()
+        weights.stepped()
+        method.after_step(weights)
+
+
+def test_a_gap_of_one_usual_step_halves_a_gradient() -> None:
+    weight, weights, optimizer, method = one_weight("gap-aware")
+    leaves = weights.bind(0, weights.live_view)
+    weights.went_forward(0)
+    weight.grad = torch.ones_like(weight)
+    with method.stepping(weights):
+        optimizer.step()
+    weights.stepped()
+    leaves["weight"].grad = torch.full_like(weight, 3.0)
+    method.after_backward(weights, Passage(0, 0, 1), leaves)
+    assert torch.allclose(leaves["weight"].grad, torch.full_like(weight, 1.5), rtol=1e-6)
+
+
+def test_error_feedback_hands_out_the_weights_that_it_has_come_to() -> None:
+    model = chain(3)
+    trained, oracle = run_both(
+        model, "stash+error-feedback", METHODS["stash+error-feedback"], "adamw"
+    )
+    stored = [p.clone() for p in trained.modules[0].parameters()]
+    with trained.pipelines[0].settled():
+        settled = [p.clone() for p in trained.modules[0].parameters()]
+    assert all(map(torch.equal, stored, trained.modules[0].parameters()))
+    assert not any(map(torch.equal, stored, settled))
+
+    class Remembering(LookAheadReference):
+        bases: dict[int, dict] = {}
+
+        def after_step(self, history, module, optimizer) -> None:
+            super().after_step(history, module, optimizer)
+            self.bases[history.stage] = history.notes["y"]
+
+    run_both(model, "stash", Together(Reference(), Remembering()), "adamw")
+    for value, base in zip(settled, Remembering.bases[0].values(), strict=True):
+        torch.testing.assert_close(value, base, rtol=ROUNDED, atol=ROUNDED)
+
+
+def test_an_evaluation_sees_the_settled_weights() -> None:
+    model = chain(2)
+    trained, _ = run_both(model, "stash+error-feedback", METHODS["stash+error-feedback"])
+    flushed = lowered(model, "1f1b", 1)
+    with trained.pipelines[0].settled():
+        settled = float(model.forward(trained.modules, model.make_inputs(0))["loss"].detach())
+    stored = float(model.forward(trained.modules, model.make_inputs(0))["loss"].detach())
+    assert settled != stored
+    assert evaluated(trained, model, flushed) == settled
+
+
+def evaluated(trained, model: HandModel, schedule) -> float:
+    run_together(
+        [
+            pipeline.steps(schedule, model.make_inputs, observer=trained.seen, training=False)
+            for pipeline in trained.pipelines
+        ]
+    )
+    return float(trained.seen.losses[0])
+
+
+def test_the_rate_of_late_stages_rises_to_the_schedules() -> None:
+    _, _, _, method = one_weight("pipemare-rate", delay=4)
+    factors = [method.lr_scale(version) for version in (1, 3, 5, 9)]
+    assert factors == pytest.approx([1 / 4, 1 / 2, 1, 1])
+    _, _, _, method = one_weight("delay-rate", delay=4)
+    assert method.lr_scale(1) == method.lr_scale(9) == 1 / 5
+
+
+FITTING = {"optimizer": "sgd", "momentum": 0.9, "recomputes": True, "step_every": 4, "ahead": 3}
+
+
+@pytest.mark.parametrize(
+    ("names", "changed", "words"),
+    [
+        ("gap-aware", {}, "compares with the weights of the forward, which are not kept"),
+        ("dc-asgd+pipemare", {}, "compares with the weights of the forward, which are not kept"),
+        ("gap-aware-loss", {"recomputes": False}, "needs a second forward"),
+        ("gap-aware-loss+stash", {}, "both decide which weights a backward reads"),
+        ("stash+gap-aware+dc-asgd", {}, "both decide how gradients are corrected"),
+        ("pipemare+stash", {}, "both decide which weights a backward reads"),
+        ("stash+pipemare-rate+delay-rate", {}, "both decide the learning rate"),
+        ("stash+error-feedback+spike-compensation", {}, "both decide the step"),
+        ("stash+gap-aware", {"optimizer": "muon"}, "measures gaps in steps of sgd, sutskever"),
+        ("stash+spike-compensation", {"optimizer": "adamw"}, "the optimizer is adamw"),
+        ("stash+spike-compensation", {"momentum": 0.0}, "the optimizer is sgd without momentum"),
+    ],
+)
+def test_what_does_not_fit_is_refused(names: str, changed: dict, words: str) -> None:
+    with pytest.raises(ScheduleError, match=words):
+        check_fits(names, Conditions(**FITTING | changed))
+
+
+@pytest.mark.parametrize("names", [*METHODS, "gap-aware-loss", "2bw+error-feedback+delay-rate"])
+def test_what_fits_is_accepted(names: str) -> None:
+    check_fits(names, Conditions(**FITTING))
