@@ -1,8 +1,9 @@
-"""The three commands: parse, call, print. How it looks is in terminal*.py; no other module prints.
+"""The four commands: parse, call, print. How it looks is in terminal*.py; no other module prints.
 
     asyncpipe-partition --model gpt2 --stages 4
     asyncpipe-train generated_models/gpt2_4p
     asyncpipe-inspect generated_models/gpt2_4p
+    asyncpipe-compare generated_models/gpt2_4p --methods sync stash none
 
 Nothing heavy is imported before the options are known, so that --help answers at once.
 """
@@ -22,7 +23,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.syntax import Syntax
 
-from .options import PartitionOptions, TrainOptions
+from .options import ComparedOptions, CompareOptions, PartitionOptions, TrainOptions
 from .runtime.errors import AsyncPipeError, PlanError
 from .runtime.plan import portable, read_plan
 from .runtime.training.settings import Settings, read_config
@@ -55,7 +56,13 @@ train_app = App(
 inspect_app = App(
     name="asyncpipe-inspect", version=VERSION, help="Show the stages, costs and code of a model."
 )
+compare_app = App(
+    name="asyncpipe-compare",
+    version=VERSION,
+    help="Compare ways to train on stale weights: losses, and simulated times.",
+)
 _NO_PARTITION_OPTIONS, _NO_TRAIN_OPTIONS = PartitionOptions(), TrainOptions()
+_NO_COMPARE_OPTIONS, _NO_COMPARED_OPTIONS = CompareOptions(), ComparedOptions()
 
 
 def partition() -> None:
@@ -76,6 +83,11 @@ def train() -> None:
 def inspect() -> None:
     """Entry point of asyncpipe-inspect."""
     sys.exit(_run(inspect_app))
+
+
+def compare() -> None:
+    """Entry point of asyncpipe-compare."""
+    sys.exit(_run(compare_app))
 
 
 # ---------------------------------------------------------------------- asyncpipe-partition
@@ -239,13 +251,8 @@ def train_command(
     verbose
         Show the traceback of an error.
     """
-    given = {
-        option.name: value
-        for option in fields(options)
-        if (value := getattr(options, option.name)) is not None
-    }
     settings = Settings(
-        **{**(read_config(config) if config else {}), **given, "folder": str(folder)}
+        **{**(read_config(config) if config else {}), **_given(options), "folder": str(folder)}
     )
     if settings.print_sbatch:
         from .runtime.launching.sbatch import batch_script
@@ -309,7 +316,61 @@ def inspect_command(
     return 0
 
 
+# ------------------------------------------------------------------------ asyncpipe-compare
+
+
+@compare_app.default
+def compare_command(
+    folder: Path,
+    /,
+    *,
+    varied: Annotated[CompareOptions, Parameter(name="*")] = _NO_COMPARE_OPTIONS,
+    options: Annotated[ComparedOptions, Parameter(name="*")] = _NO_COMPARED_OPTIONS,
+    verbose: Annotated[bool, Parameter(name=("--verbose", "-v"), negative=())] = False,
+) -> int:
+    """Compare ways to train on stale weights: losses, and simulated times.
+
+    All stages are trained in this process, with the weight versions that asynchronous 1f1b gives
+    them; the time that a rank a stage would take is simulated. Runs that were made before are not
+    repeated.
+
+    Parameters
+    ----------
+    folder
+        A generated folder, such as generated_models/gpt2_4p.
+    verbose
+        Show the traceback of an error.
+    """
+    from .runtime.comparison.compare import compare
+    from .terminal_compare import print_comparison, print_run
+
+    settings = Settings(**_given(options), folder=str(folder))
+    console = make_console(quiet=settings.quiet)
+    comparison = compare(
+        settings,
+        varied.methods,
+        optimizers=varied.optimizers or (),
+        lrs=varied.lr or (),
+        seeds=varied.seeds,
+        on_run=lambda run, number, of: print_run(
+            console, run, number, of, as_json=bool(settings.json)
+        ),
+    )
+    if not settings.json:
+        print_comparison(console, comparison)
+    return 0
+
+
 # ---------------------------------------------------------------------------------- shared
+
+
+def _given(options: Any) -> dict[str, Any]:
+    """The options that were given."""
+    return {
+        option.name: value
+        for option in fields(options)
+        if (value := getattr(options, option.name)) is not None
+    }
 
 
 def _run(app: App) -> int:

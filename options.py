@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, make_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
@@ -342,12 +343,56 @@ _TRAIN_HELP = {
 }
 
 
-def _train_options() -> type[Any]:
-    """The options of Settings as cyclopts reads them; None means not given."""
+_COMPARE = Group.create_ordered("What to compare")
+_COMPARED = (
+    *("micro_batches", "micro_batch_size", "seq", "data", "tokenizer", "steps", "momentum"),
+    *(
+        "betas",
+        "refresh_every",
+        "weight_decay",
+        "warmup",
+        "decay",
+        "final_lr_ratio",
+        "clip",
+        "clip_by",
+    ),
+    *("criterion", "batch_norm", "recompute", "weights", "output", "eval_every", "eval_batches"),
+    *("dtype", "json", "quiet"),
+)
+"""The options of Settings that are the same in all runs of a comparison."""
+
+
+def _several(help: str) -> Parameter:
+    return Parameter(help=help, group=_COMPARE, negative=(), consume_multiple=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions:
+    """What is varied from run to run of asyncpipe-compare."""
+
+    methods: Annotated[
+        list[str],
+        _several(
+            "sync, or a --staleness such as none or stash; with an optimizer of its own "
+            "(stash:muon) and options (stash:adamw,lr=0.001,sync-start=0.1)."
+        ),
+    ] = field(default_factory=lambda: ["sync", "stash", "none"])
+    optimizers: Annotated[
+        list[str] | None, _several("For the methods that name none; by default asyncpipe-train's.")
+    ] = None
+    lr: Annotated[list[float] | None, _several("Learning rates to try each method with.")] = None
+    seeds: Annotated[list[int], _several("Of the data order and of dropout.")] = field(
+        default_factory=lambda: [1]
+    )
+
+
+def _options_of(name: str, chosen: Iterable[str], help: Mapping[str, str]) -> type[Any]:
+    """Options of Settings as cyclopts reads them; None means not given."""
     hints = get_type_hints(Settings)
     options = []
+    names = set(chosen)
     for option in fields(Settings):
-        if option.name == "folder":
+        if option.name not in names:
             continue
         kind: Any = hints[option.name]
         if option.name in CHOICES:
@@ -355,17 +400,29 @@ def _train_options() -> type[Any]:
         default = "" if option.default in (None, False) else f" [default: {option.default}]"
         parameter = Parameter(
             name=("--quiet", "-q") if option.name == "quiet" else None,
-            help=_TRAIN_HELP[option.name] + default,
+            help=help[option.name] + default,
             negative=(),
             show_default=False,
         )
         options.append((option.name, Annotated[kind | None, parameter], field(default=None)))
-    made = make_dataclass("TrainOptions", options, frozen=True, kw_only=True)
+    made = make_dataclass(name, options, frozen=True, kw_only=True)
     made.__module__ = __name__  # cyclopts resolves the annotations there
     return made
 
 
 if TYPE_CHECKING:
     TrainOptions = Any
+    ComparedOptions = Any
 else:
-    TrainOptions = _train_options()
+    TrainOptions = _options_of(
+        "TrainOptions", (option.name for option in fields(Settings)[1:]), _TRAIN_HELP
+    )
+    ComparedOptions = _options_of(
+        "ComparedOptions",
+        _COMPARED,
+        {
+            **_TRAIN_HELP,
+            "output": "The folder of the comparison; by default runs/<name>/comparison.",
+            "json": "Print every run as a JSON line.",
+        },
+    )

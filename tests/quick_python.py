@@ -63,7 +63,8 @@ def _start():
     python = folder / "python"
     client = f"{sys.executable} -I -S {__file__} {folder / 'socket'}"
     scripts = {python: f'#!/bin/sh\nexec {client} "$@"\n'}
-    for name in ("asyncpipe-partition", "asyncpipe-train", "asyncpipe-inspect", "torchrun"):
+    commands = ("partition", "train", "inspect", "compare")
+    for name in (*(f"asyncpipe-{command}" for command in commands), "torchrun"):
         _, _, body = (real / name).read_text().partition("\n")
         scripts[folder / name] = f"#!{python}\n{body}"
     for name in ("mpiexec", "mpirun"):  # no links: it looks for a helper beside itself

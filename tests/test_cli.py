@@ -1,4 +1,4 @@
-"""The three commands as a user types them: exit codes, messages, and what is left on disk.
+"""The four commands as a user types them: exit codes, messages, and what is left on disk.
 
 Their processes are forks with the imports done, but for one of each command.
 """
@@ -60,7 +60,7 @@ def test_partition_ticks_each_step_and_says_what_to_do_next(tmp_path: Path) -> N
     result = run(tmp_path, "partition", *MLP, "--stages", "2", scripts=SCRIPTS)
     ticks = re.findall(r"^✓ (\w+)", result.stdout, re.MULTILINE)
     assert ticks == ["load", "capture", "profile", "plan", "generate", "verify", "write"]
-    assert "random, seed 0" in result.stdout
+    assert "weights as build made them, seed 0" in result.stdout
     assert "an even split of the blocks has" in result.stdout
     assert "asyncpipe-train generated_models/residual_mlp_2p" in result.stdout
     files = {path.name for path in (tmp_path / "generated_models/residual_mlp_2p").iterdir()}
@@ -80,7 +80,7 @@ def test_help_answers_at_once_and_imports_neither_torch_nor_transformers() -> No
         "import sys, asyncpipe.cli as cli; sys.argv = ['x', '--help']; cli._run(cli.{0}); "
         "assert not {{'torch', 'transformers', 'networkx'}} & set(sys.modules)"
     )
-    for app in ("partition_app", "train_app", "inspect_app"):
+    for app in ("partition_app", "train_app", "inspect_app", "compare_app"):
         start = time.perf_counter()
         result = subprocess.run(
             [sys.executable, "-c", check.format(app)], capture_output=True, text=True
@@ -95,6 +95,33 @@ def test_a_misspelled_option_names_the_right_one(tmp_path: Path) -> None:
         run(tmp_path, "partition", "--model", "mlp", "--stages", "2", "--sedd", "2"), 2
     )
     assert "Did you mean --schedule?" in error(run(tmp_path, "train", "x", "--shedule", "1f1b"), 2)
+
+
+def test_compare_prints_a_line_a_run_and_the_table(made: Path, tmp_path: Path) -> None:
+    folder = "generated_models/residual_mlp_2p"
+    options = ["--steps", "3", "--micro-batches", "1", "--output", str(tmp_path / "out"), *DATA]
+    methods = ["--methods", "sync", "stash:sgd", "--optimizers", "sgd", "adamw", "--lr", "0.1"]
+    result = run(made, "compare", folder, *methods, *options)
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert [line.split("  ")[0] for line in lines[:3]] == ["1/3", "2/3", "3/3"]
+    assert lines[4].split()[:5] == ["method", "optimizer", "lr", "seeds", "loss"]
+    assert [line.split()[0] for line in lines[5:8]] == ["sync", "sync", "stash"]
+    assert "3 runs made, 0 known from before" in result.stdout
+    files = {path.name for path in (tmp_path / "out").iterdir()}
+    assert files == {"curves.svg", "table.md", "runs.jsonl"}
+    again = run(made, "compare", folder, *methods, *options, "--json")
+    assert [json.loads(line)["optimizer"] for line in again.stdout.splitlines()] == [
+        "sgd",
+        "adamw",
+        "sgd",
+    ]
+
+
+def test_compare_names_what_a_method_cannot_be(made: Path) -> None:
+    folder = "generated_models/residual_mlp_2p"
+    assert "Did you mean stash?" in error(run(made, "compare", folder, "--methods", "stsh"))
+    assert "Did you mean lr" in error(run(made, "compare", folder, "--methods", "stash,lrr=1"))
 
 
 def test_e1_an_unknown_model_suggests_the_nearest(tmp_path: Path) -> None:

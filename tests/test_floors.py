@@ -26,6 +26,7 @@ PURE = {
 }
 # The check runs the files and the profile times them as the runtime will; weights have one format.
 SHARED = {"pipe", "loading", "tensors", "host_memory", "split_backward"}
+COMMANDS = {"cli", "options", "terminal", "terminal_compare", "terminal_train"}
 FILES = sorted(
     path
     for folder in ("partitioner", "runtime", "templates")
@@ -53,7 +54,11 @@ def violations(path: Path, source: str) -> list[str]:
         match name.split("."):
             case ["asyncpipe", "partitioner", *_] if parts[0] == "runtime":
                 wrong.append(f"runtime imports {name}")
-            case ["asyncpipe", "cli" | "options" | "terminal" | "terminal_train", *_]:
+            case [
+                "asyncpipe",
+                "cli" | "options" | "terminal" | "terminal_compare" | "terminal_train",
+                *_,
+            ]:
                 wrong.append(f"{parts[0]} imports {name}")
             case ["asyncpipe", "runtime", module, *_] if parts[0] == "partitioner":
                 if module not in PURE | SHARED:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from ..boundary_dtypes import BoundaryDtypes
@@ -24,7 +23,7 @@ from ..weight_copies import KEEPS
 from .asynchronous import delays_of, describe_delays, steps_of_start
 from .half import describe_memory, describe_precision, precision_warning
 from .remeasure import when_measured
-from .resolve import batch_identity
+from .resolve import batch_identity, costs_at_sizes
 from .segments import longest_segment, make_segment, waiting_stages
 from .settings import Settings
 from .sources import Data
@@ -56,19 +55,9 @@ def forecast_run(
     """
     if not all(stage.forward_ms > 0 for stage in plan.stages):
         return None
-    scale, steps = 1.0, min(settings.steps, 8)
-    for name, size in plan.sizes.items():
-        scale *= size / planned.sizes[name] if planned.sizes.get(name) else 1.0
-    stages = tuple(
-        replace(
-            stage,
-            forward_ms=stage.forward_ms * scale,
-            backward_ms=stage.backward_ms * scale,
-        )
-        for stage in plan.stages
-    )
+    steps = min(settings.steps, 8)
     return forecast_step(
-        with_transfers_of_run(replace(plan, stages=stages), planned, dtypes),
+        with_transfers_of_run(costs_at_sizes(plan, planned), planned, dtypes),
         schedule if schedule.synchronous else make_segment(plan, settings, steps=steps),
         settings.micro_batches or 1,
         processors=max(1, cores // (settings.replicas or 1)) if settings.device == "cpu" else None,
@@ -98,11 +87,7 @@ def announce(
         ("ranks", describe_ranks(grid_of(schedule, settings.replicas), transport, machine)),
         ("algorithm", describe_algorithm(schedule, settings)),
         *describe_schedule(schedule, settings),
-        *(
-            [("staleness", describe_delays(delays_of(schedule, settings)))]
-            if settings.is_async
-            else []
-        ),
+        *([("staleness", describe_delays(schedule, settings))] if settings.is_async else []),
         ("batch", batch_identity(settings, task)),
         ("data", data),
         ("optimizer", describe_optimizer(settings, schedule.delays)),

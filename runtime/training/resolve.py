@@ -98,6 +98,18 @@ def sized_plan(plan: Plan, settings: Settings) -> Plan:
     return with_recompute(replace(plan, sizes=sizes), settings.recompute)
 
 
+def costs_at_sizes(plan: Plan, planned: Plan) -> Plan:
+    """The plan with its stages' times in proportion to its sizes, which are others than planned."""
+    scale = 1.0
+    for name, size in plan.sizes.items():
+        scale *= size / planned.sizes[name] if planned.sizes.get(name) else 1.0
+    stages = tuple(
+        replace(stage, forward_ms=stage.forward_ms * scale, backward_ms=stage.backward_ms * scale)
+        for stage in plan.stages
+    )
+    return replace(plan, stages=stages)
+
+
 def batch_identity(settings: Settings, task: Task) -> str:
     """One optimizer step in words, as a product that can be checked.
 

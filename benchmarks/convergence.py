@@ -1,0 +1,254 @@
+"""What stale weights cost: losses of asynchronous training against synchronous, at equal tokens.
+
+Text: a GPT of bytes of 0.1 M parameters on Shakespeare, cut into p stages of half a block or more;
+images: a residual MLP on scikit-learn's digits. Each update sees the same samples whatever k, so
+that one synchronous run is the baseline of all; runs are those of asyncpipe-compare, on one core.
+Runs are made in the order of what they decide, until the time is over; a run that is in
+results/convergence.jsonl is not repeated. The tables and plots are made of all there are.
+
+    python benchmarks/convergence.py --minutes 60
+    python benchmarks/convergence.py --minutes 0
+
+Newton-Schulz iterations of Muon are in float32, since processors without bfloat16 take ten times as
+long in bfloat16.
+"""
+
+import argparse
+import os
+import subprocess
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import half_blocks
+import torch
+from evidence import Case, rows_of, write
+from torch import Tensor
+from torch.optim import _muon
+
+import asyncpipe
+from asyncpipe.runtime.comparison.methods import read_method
+from asyncpipe.runtime.comparison.runs import Arm, arms, key_of, make_runs, read_runs
+from asyncpipe.runtime.training.settings import Settings
+
+RESULTS = Path(__file__).parent / "results"
+HALVES = {4: 8, 8: 8, 16: 16}
+"""Stages -> half-blocks."""
+SAMPLES = {"text": 8, "digits": 32}
+"""Of one update."""
+EVALUATED = {"text": 64, "digits": 352}
+"""Samples of an evaluation, the same ones always."""
+COMMON = {
+    "text": {
+        "data": "shakespeare",
+        "steps": 300,
+        "warmup": 30,
+        "eval_every": 50,
+        "clip": 1.0,
+        "decay": "cosine",
+        "final_lr_ratio": 0.1,
+        "weight_decay": 0.01,
+    },
+    "digits": {
+        "data": "digits",
+        "steps": 300,
+        "warmup": 30,
+        "eval_every": 30,
+        "clip": 1.0,
+        "decay": "cosine",
+        "final_lr_ratio": 0.1,
+        "weight_decay": 0.01,
+    },
+}
+BETAS = (0.9, 0.99)
+
+
+def folder_of(task: str, stages: int, models: Path) -> Path:
+    """The generated folder of a model in so many stages, made if it is not there."""
+    folder = models / f"{task}_{stages}p"
+    if not folder.exists():
+        halves = HALVES[stages]
+        model, inputs = getattr(half_blocks, task)(halves=halves)
+        each = halves // stages
+        asyncpipe.partition(
+            model,
+            inputs,
+            stages=stages,
+            name=task,
+            output=folder,
+            profile="analytic",
+            device="t4",
+            cut_at=[f"halves.{each * stage - 1}" for stage in range(1, stages)],
+        )
+    return folder
+
+
+def arms_of(
+    case: Case, methods: Sequence[str], models: Path, *, lr: float = 3e-3, seed: int = 1
+) -> list[Arm]:
+    """The runs of these methods; synchronous ones are the same for all k, and made with k = 1."""
+    made = []
+    for text in methods:
+        method = read_method(text)
+        size = SAMPLES[case.task] // (1 if method.is_sync else case.every)
+        settings = Settings(
+            folder=str(folder_of(case.task, case.stages, models)),
+            micro_batches=1 if method.is_sync else case.every,
+            micro_batch_size=size,
+            eval_batches=EVALUATED[case.task] // size,
+            seed=seed,
+            lr=lr,
+            betas=BETAS,
+            **COMMON[case.task],
+        )
+        made += arms(settings, [method])
+    return made
+
+
+SYNC = ("sync:muon", "sync:adamw", "sync:nadam", "sync:soap")
+NEAR = (
+    "stash:muon",
+    "stash:adamw",
+    "stash+msnag:muon",
+    "stash:muon,sync-start=10%",
+    "none:muon",
+    "stash+msnag:muon,sync-start=10%",
+    "none:adamw",
+    "stash:adamw,sync-start=10%",
+    "stash+error-feedback:muon",
+    "stash+pipemare-rate:adamw",
+)
+"""For k below p, the first ones first."""
+WIDE = (
+    "stash:muon",
+    "stash:adamw",
+    "none:muon",
+    "stash+partial-gradient:muon",
+    "stash:adamw,sync-start=10%",
+    "2bw:muon",
+    "2bw+error-feedback:muon",
+    "stash+partial-gradient:adamw",
+    "stash+msnag:adamw",
+    "stash+error-feedback:adamw",
+    "none:adamw",
+    "stash:nadam",
+)
+"""For k = p."""
+MORE = (
+    "stash:nadam",
+    "stash:soap",
+    "none:soap",
+    "stash+msnag:adamw",
+    "stash+aggmsnag:adamw",
+    "xpipe:adamw",
+    "pipemare:adamw",
+    "stash+gap-aware:adamw",
+    "stash+dc-asgd-adaptive:adamw",
+)
+
+
+def wanted(models: Path) -> Iterator[tuple[Case, Arm]]:
+    """All runs, those first that decide most."""
+
+    def runs(
+        case: Case, methods: Sequence[str], *, lr: float = 3e-3, seed: int = 1
+    ) -> Iterator[tuple[Case, Arm]]:
+        for arm in arms_of(case, methods, models, lr=lr, seed=seed):
+            yield case, arm
+
+    near, wide = Case("text", 8, 1), Case("text", 8, 8)
+    yield from runs(near, SYNC[:2])
+    yield from runs(wide, WIDE[:2])
+    yield from runs(near, NEAR[:6])
+    yield from runs(wide, WIDE[2:4])
+    yield from runs(near, (*SYNC[:2], *NEAR[:3]), seed=2)
+    yield from runs(near, NEAR[6:])
+    yield from runs(wide, WIDE[4:7])
+    yield from runs(wide, WIDE[:4], seed=2)
+    for lr in (1e-3, 1e-2):
+        yield from runs(near, (*SYNC[:2], *NEAR[:3]), lr=lr)
+        yield from runs(wide, WIDE[:3], lr=lr)
+    for seed in (1, 2):
+        yield from runs(wide, WIDE, seed=seed)
+        yield from runs(near, (*SYNC, *NEAR, *MORE), seed=seed)
+        yield from runs(Case("text", 8, 4), NEAR, seed=seed)
+        yield from runs(Case("digits", 8, 1), (*SYNC, *NEAR), seed=seed)
+        yield from runs(Case("digits", 8, 8), WIDE, seed=seed)
+        for stages in (4, 16):
+            yield from runs(Case("text", stages, 1), (*SYNC, *NEAR), seed=seed)
+            yield from runs(Case("text", stages, 4), WIDE if stages == 4 else NEAR, seed=seed)
+    for lr in (1e-3, 1e-2):
+        yield from runs(near, (*SYNC, *NEAR, *MORE), lr=lr)
+        yield from runs(wide, WIDE, lr=lr)
+
+
+def by_case(found: Iterable[tuple[Case, Arm]], models: Path) -> dict[Case, list[tuple[Arm, str]]]:
+    """The runs of each case with their keys, with the synchronous ones of the same model."""
+    cases: dict[Case, list[tuple[Arm, str]]] = defaultdict(list)
+    baselines: dict[tuple[str, int], list[tuple[Arm, str]]] = defaultdict(list)
+    for case, arm in found:
+        of = baselines[case.task, HALVES[case.stages]] if arm.method.is_sync else cases[case]
+        of.append((arm, key_of(arm, models)))
+    return {case: [*baselines[case.task, HALVES[case.stages]], *own] for case, own in cases.items()}
+
+
+def somebody_measures(lock: Path | None) -> bool:
+    """Whether another process wants the machine alone."""
+    if lock is None:
+        return False
+    return subprocess.run(["flock", "-n", "-s", lock, "true"], check=False).returncode != 0
+
+
+def newton_schulz(
+    gradient: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
+) -> Tensor:
+    """torch's, in the precision of the gradient."""
+    a, b, c = coefficients
+    tall = gradient.size(0) > gradient.size(1)
+    x = gradient.T if tall else gradient
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if tall else x
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--models", type=Path, default=Path("runs/convergence"))
+    parser.add_argument("--output", type=Path, default=RESULTS / "convergence.jsonl")
+    parser.add_argument("--lock", type=Path, help="held exclusively by who measures alone")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    _muon._zeropower_via_newtonschulz = newton_schulz
+    found = list(wanted(options.models))
+    run_until(found, options.output, time.monotonic() + 60 * options.minutes, options.lock)
+    table = rows_of(by_case(found, options.models), read_runs(options.output))
+    write(table, options.output.parent)
+
+
+def run_until(
+    found: Iterable[tuple[Case, Arm]], output: Path, end_s: float, lock: Path | None = None
+) -> None:
+    """Makes the missing runs, until the time is over."""
+    for _, arm in found:
+        began_s = time.monotonic()
+        if began_s > end_s:
+            return
+        while somebody_measures(lock):
+            time.sleep(5)
+        [(run, is_new)] = make_runs([arm], output)
+        if is_new:
+            print(
+                f"p {run.stages} k {run.micro_batches} {run.method} lr {run.lr:g} seed {run.seed}: "
+                f"{run.curve.last:.4f} ({time.monotonic() - began_s:.0f} s)",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

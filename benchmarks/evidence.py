@@ -1,0 +1,77 @@
+"""Runs of the convergence benchmark -> tables in Markdown and plots in SVG, one a case.
+
+A case is a model in p stages with k micro-batches a step. Synchronous runs are the same for all of
+them, so they are made once; their time is that of the case.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from asyncpipe.runtime.comparison.plot import draw
+from asyncpipe.runtime.comparison.runs import Arm, Run
+from asyncpipe.runtime.comparison.table import Ends, Row, markdown, rows
+from asyncpipe.runtime.comparison.walltime import step_ends_ms
+from asyncpipe.runtime.launching.jobs import make_job
+from asyncpipe.runtime.training.settings import Settings
+
+
+@dataclass(frozen=True, order=True)
+class Case:
+    """A task and its setting."""
+
+    task: str
+    stages: int
+    every: int
+
+    def __str__(self) -> str:
+        return f"{self.task}, p = {self.stages}, k = {self.every}"
+
+    @property
+    def file(self) -> str:
+        return f"convergence_{self.task}_p{self.stages}_k{self.every}.svg"
+
+
+def rows_of(
+    arms: Mapping[Case, Iterable[tuple[Arm, str]]], runs: Mapping[str, Run]
+) -> dict[Case, tuple[list[Row], Ends]]:
+    """The table of each case that has a run which is not synchronous."""
+    found = {}
+    for case, wanted in sorted(arms.items()):
+        known = {key: (runs[key], arm) for arm, key in wanted if key in runs}
+        if all(arm.method.is_sync for _, arm in known.values()):
+            continue
+        ends = _ends({key: _in_case(arm, case) for key, (_, arm) in known.items()})
+        found[case] = rows([run for run, _ in known.values()], ends), ends
+    return found
+
+
+def write(found: Mapping[Case, tuple[list[Row], Ends]], folder: Path) -> None:
+    """convergence.md with all tables, and a plot of each case."""
+    parts = []
+    for case, (table, ends) in found.items():
+        (folder / case.file).write_text(draw(table, ends, title=str(case), loss="validation loss"))
+        parts.append(f"## {case}\n\n{markdown(table)}")
+    (folder / "convergence.md").write_text("\n".join(parts))
+
+
+def _in_case(arm: Arm, case: Case) -> Settings:
+    """The settings that a run's time is that of: a synchronous one's in steps of the case."""
+    if not arm.method.is_sync:
+        return arm.settings
+    size = (arm.settings.micro_batches or 1) * (arm.settings.micro_batch_size or 1) // case.every
+    folder = Path(arm.settings.folder).with_name(f"{case.task}_{case.stages}p")
+    return replace(
+        arm.settings, folder=str(folder), micro_batches=case.every, micro_batch_size=size
+    )
+
+
+def _ends(settings_of: Mapping[str, Settings]) -> Ends:
+    known: dict[str, tuple[float, ...]] = {}
+
+    def ends(run: Run) -> tuple[float, ...]:
+        if run.key not in known:
+            known[run.key] = step_ends_ms(make_job(settings_of[run.key], Path()))
+        return known[run.key]
+
+    return ends

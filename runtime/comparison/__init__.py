@@ -1,0 +1,1 @@
+"""Methods of asynchronous training on one model, side by side: their losses, times and gaps."""
