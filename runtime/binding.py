@@ -52,7 +52,8 @@ class Binder:
         leaves = None
         if view is not None or self._binds(passage, repeats=repeats):
             # What every pass fills anew needs one set of leaves, however many are in flight.
-            is_refilled = not self._keeps and (self._backward or repeats)
+            is_again = repeats and passage.straddles
+            is_refilled = not self._keeps and (self._backward or is_again)
             slot = "refilled" if is_refilled else None
             leaves = weights.bind(passage.micro_batch, view or weights.live_view, slot=slot)
         weights.went_forward(passage.micro_batch)

@@ -17,13 +17,18 @@ from functools import lru_cache
 class Keeps:
     """What one method keeps: whether forwards read `predicted` weights, whether what they read is
     `kept` until the backward or `refilled` for it, and how many copies there are `beside`, in
-    every late stage, and `everywhere`, in those that are not late too."""
+    every late stage, and `everywhere`, in those that are not late too; whether a prediction is made
+    of what is `gathered` for the next step, whether one is read `always`, also where no step lies
+    in between, and whether a backward reads one that is not its forward's (`twice`)."""
 
     predicted: bool = False
     kept: bool = False
     refilled: bool = False
     beside: int = 0
     everywhere: int = 0
+    gathered: bool = False
+    always: bool = False
+    twice: bool = False
 
 
 KEEPS: Mapping[str, Keeps] = {
@@ -43,6 +48,17 @@ KEEPS: Mapping[str, Keeps] = {
     # The last step, and the weights before one while it is made.
     "error-feedback": Keeps(beside=2),
     "spike-compensation": Keeps(beside=2),
+    "msnag": Keeps(predicted=True),
+    "aggmsnag": Keeps(predicted=True, gathered=True),
+    "partial-gradient": Keeps(predicted=True, gathered=True),
+    "nag": Keeps(predicted=True, always=True),
+    "lwp": Keeps(predicted=True),
+    "lwp-w": Keeps(predicted=True, beside=1),
+    "spectrain": Keeps(predicted=True, refilled=True, always=True, twice=True),
+    "xpipe": Keeps(predicted=True, refilled=True, always=True, twice=True, everywhere=1),
+    "pipeoptim": Keeps(predicted=True, refilled=True),
+    "nesterov-last": Keeps(),
+    "schedule-aware": Keeps(),
 }
 """Name of a staleness method -> what it keeps."""
 
@@ -57,40 +73,52 @@ def weight_copies(names: str, ahead: int, step_every: int, *, recomputes: bool =
     (2, 1)
     """
     methods = [KEEPS[name] for name in names.split("+")]
-    everywhere = sum(method.everywhere for method in methods)
-    if not ahead:
-        return everywhere
-    beside = everywhere + sum(method.beside for method in methods)
+    beside = sum(method.everywhere + (method.beside if ahead else 0) for method in methods)
     predicted = any(method.predicted for method in methods)
-    if any(method.kept for method in methods):
-        rebound = recomputes and any(method.refilled for method in methods)
-        return beside + views_in_flight(ahead, step_every, predicted=predicted) + rebound
-    if any(method.refilled for method in methods) or (predicted and recomputes):
-        return beside + 1
-    return beside + (views_in_flight(ahead, step_every, predicted=True) if predicted else 0)
+    gathered = any(method.gathered for method in methods)
+    always = any(method.always for method in methods)
+    refilled = any(method.refilled for method in methods)
+    kept = any(method.kept for method in methods)
+    if not (ahead or always):
+        return beside
+    if not kept and refilled:
+        return beside + 1 + (recomputes and any(method.twice for method in methods))
+    if not kept and recomputes:
+        return beside + (1 + always if predicted else 0)
+    if not kept and not predicted:
+        return beside
+    views = views_in_flight(
+        ahead, step_every, predicted=predicted, gathered=gathered, always=always
+    )
+    return beside + views + (recomputes and refilled)
 
 
 @lru_cache
-def views_in_flight(ahead: int, step_every: int, *, predicted: bool = False) -> int:
+def views_in_flight(
+    ahead: int,
+    step_every: int,
+    *,
+    predicted: bool = False,
+    gathered: bool = False,
+    always: bool = False,
+) -> int:
     """The most different weights at once that micro-batches in flight read in their forward, of
     those with a step between forward and backward: versions, at most ceil(ahead / step_every) + 1;
-    or predictions, which differ by how far they look ahead too.
+    or predictions, which differ by how far they look ahead too, and maybe by what is gathered for
+    the next step. With `always` the others read a prediction of one step.
 
     >>> [views_in_flight(ahead, 2) for ahead in range(5)]
     [0, 1, 2, 3, 3]
     """
 
-    def read(micro_batch: int) -> tuple[int, int]:
-        version = max(0, micro_batch - ahead) // step_every
-        return version, micro_batch // step_every - version
+    def read(micro_batch: int) -> tuple[int, int, int] | None:
+        version, done = divmod(max(0, micro_batch - ahead), step_every)
+        horizon = micro_batch // step_every - version
+        if not (horizon or always):
+            return None
+        return version, max(1, horizon) if predicted else 0, done if gathered else 0
 
     return max(
-        len(
-            {
-                (version, horizon if predicted else 1)
-                for version, horizon in map(read, range(t, t + ahead + 1))
-                if horizon
-            }
-        )
+        len({view for view in map(read, range(t, t + ahead + 1)) if view})
         for t in range(2 * step_every + ahead + 1)
     )

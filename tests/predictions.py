@@ -8,11 +8,13 @@ first, so the two differ in the order of additions.
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from math import prod, sqrt
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import AdamW, Muon
 
 from asyncpipe.tests.oracle import Reference, StageHistory, Values
 
@@ -101,6 +103,28 @@ class MsnagReference(PredictedReference):
         return weight
 
 
+class StockReference(PredictedReference):
+    """`msnag` by torch's Muon and AdamW themselves, with zero gradients, on copies."""
+
+    def move(
+        self,
+        weight: Tensor,
+        gradient: Tensor | None,
+        state: State,
+        options: State,
+        rates: list[float],
+    ) -> Tensor:
+        copy = nn.Parameter(weight.clone())
+        stock = (Muon if "ns_steps" in options else AdamW)([copy])
+        stock.param_groups[0].update({k: v for k, v in options.items() if k != "params"})
+        stock.state[copy] = deepcopy(state)
+        for rate in rates:
+            copy.grad = torch.zeros_like(weight) if gradient is None else gradient
+            stock.param_groups[0]["lr"], gradient = rate, None
+            stock.step()
+        return copy.detach()
+
+
 class AggMsnagReference(MsnagReference):
     """`aggmsnag`: the first step has the sum of the gradients that the stage has by then."""
 
@@ -125,6 +149,12 @@ class PartialGradientReference(AggMsnagReference):
     def scaled(self, history: StageHistory, total: Tensor | None, done: int) -> Tensor | None:
         k = history.step_every
         return None if total is None else total * k / (done % k)
+
+
+class StockPartialGradientReference(PartialGradientReference):
+    """The same by torch's Muon and AdamW."""
+
+    move = StockReference.move
 
 
 class NagReference(MsnagReference):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .compose import METHODS, Conditions, check, make_staleness
+from .compose import METHODS, Conditions, check, has_other_backward, make_staleness
 from .protocol import Passage, Reads, Situation, Staleness, Steps
 
 __all__ = [
@@ -14,5 +14,6 @@ __all__ = [
     "Staleness",
     "Steps",
     "check",
+    "has_other_backward",
     "make_staleness",
 ]

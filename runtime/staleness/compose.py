@@ -118,6 +118,19 @@ def check(names: str, conditions: Conditions) -> None:
                 raise ScheduleError(f"--staleness {names}: {name} {lack[0]}.", lack[1])
 
 
+def has_other_backward(names: str) -> bool:
+    """Whether a backward reads other weights than those that its forward saved.
+
+    >>> [has_other_backward(names) for names in ("none", "stash", "msnag", "pipeoptim")]
+    [True, False, False, True]
+    """
+    methods = [METHODS[name] for name in parse(names)]
+    if any(method.keeps_forward for method in methods):
+        return False
+    decided = frozenset[Part]().union(*(method.decides for method in methods))
+    return "backward" in decided or "forward" not in decided
+
+
 def _check_parts(names: Iterable[str]) -> None:
     deciders: dict[Part, str] = {}
     for name in names:

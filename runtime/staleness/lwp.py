@@ -50,11 +50,13 @@ class LinearByWeights(Predicted):
     @contextmanager
     def stepping(self, weights: WeightVersions) -> Iterator[None]:
         live = [weight.detach() for weight in weights.live.values()]
+        if not (live and self.situation.ahead):
+            yield
+            return
         if self._last_step:
             torch._foreach_copy_(self._last_step, live)
         else:
             self._last_step = [weight.clone() for weight in live]
         yield
-        if self._last_step:
-            torch._foreach_neg_(self._last_step)
-            torch._foreach_add_(self._last_step, live)
+        torch._foreach_neg_(self._last_step)
+        torch._foreach_add_(self._last_step, live)

@@ -31,11 +31,13 @@ class XPipe(LinearByVelocity):
 
     def __init__(self) -> None:
         self._shared: View | None = None
+        self._step: int | None = None
 
     def forward_view(self, weights: WeightVersions, passage: Passage) -> View | None:
         if self.situation.synchronous:
             return None
-        if passage.micro_batch % self.situation.step_every == 0:
+        if passage.backward_version != self._step:
+            self._step = passage.backward_version
             self._share(weights, self.look_ahead(weights, self.steps_of_forward))
         return self._shared
 

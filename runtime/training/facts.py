@@ -19,6 +19,7 @@ from ..schedule import Schedule
 from ..schedules import AUTO
 from ..transports.choose import Choice
 from ..watching.metrics import Reporter
+from ..weight_copies import KEEPS
 from .asynchronous import delays_of, describe_delays, steps_of_start
 from .half import describe_memory, describe_precision, precision_warning
 from .remeasure import when_measured
@@ -173,6 +174,8 @@ def describe_algorithm(schedule: Schedule, settings: Settings) -> str:
         )
     elif "pipemare" in names:
         way = f"pipemare: a backward meets an estimate of the weights of up to {late} before"
+    elif any(KEEPS[name].predicted for name in names):
+        way = f"predicted weights: a forward looks up to {late} ahead"
     else:
         way = f"live weights: a backward meets weights up to {late} newer than its forward"
     if others := [name for name in names if name not in ("2bw", "stash", "pipemare", "none")]:

@@ -11,11 +11,9 @@ import torch
 from ..boundary_dtypes import BoundaryDtypes, dtypes_of_folder
 from ..plan import Plan, TensorSpec
 from ..precision import FULL, Precision
+from ..staleness import has_other_backward
 from ..tensors import dtype_of
 from .settings import Settings, SettingsError
-
-_READS_OTHERS = {"none", "pipemare"}
-"""Staleness methods whose backward reads other weights than its forward, without a second one."""
 
 
 def check_precision(settings: Settings) -> None:
@@ -44,10 +42,10 @@ def check_precision(settings: Settings) -> None:
             f"--loss-scale {settings.loss_scale:g}, but under {precision} losses are not scaled.",
             "Leave it out.",
         )
-    elif other := _READS_OTHERS & {*(settings.staleness or "").split("+")}:
+    elif settings.is_async and has_other_backward(settings.staleness or "none"):
         raise SettingsError(
-            f"--staleness {min(other)} is a backward on other weights than the forward's, but "
-            f"under {precision} it reads what its forward cast.",
+            f"--staleness {settings.staleness} is a backward on other weights than its forward's, "
+            f"but under {precision} it reads what its forward cast.",
             "--staleness stash, or --precision full.",
         )
     if settings.boundary_dtype is not None and settings.schedule == "single":

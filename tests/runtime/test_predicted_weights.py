@@ -11,12 +11,18 @@ from functools import partial
 from typing import Any
 
 import pytest
-from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer
+import torch
+from torch.optim import SGD, Adam, AdamW, Muon, NAdam, Optimizer
 
+from asyncpipe.runtime.errors import ScheduleError
+from asyncpipe.runtime.optimizers.joint import Joint
 from asyncpipe.runtime.optimizers.sutskever import Sutskever
+from asyncpipe.runtime.staleness import METHODS, Conditions
+from asyncpipe.runtime.staleness import check as check_fit
+from asyncpipe.runtime.weight_copies import KEEPS, weight_copies
 from asyncpipe.tests.executor import Trained, lowered, train_together
-from asyncpipe.tests.hand_plans import HandModel, chain, skips
-from asyncpipe.tests.oracle import Oracle, Reference, async_run
+from asyncpipe.tests.hand_plans import HandModel, chain, skips, tied
+from asyncpipe.tests.oracle import LiveReference, Oracle, Reference, async_run
 from asyncpipe.tests.predictions import (
     AggMsnagReference,
     LwpReference,
@@ -29,6 +35,8 @@ from asyncpipe.tests.predictions import (
     PredictedReference,
     Rates,
     SpecTrainReference,
+    StockPartialGradientReference,
+    StockReference,
     XPipeReference,
 )
 
@@ -39,6 +47,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "adam": partial(Adam, lr=0.05),
     "adam with decay": partial(Adam, lr=0.05, weight_decay=0.1),
     "adamw": partial(AdamW, lr=0.05, betas=(0.9, 0.95), weight_decay=0.1),
+    "muon": lambda parameters: muon_of_matrices(list(parameters)),
     "nadam": partial(NAdam, lr=0.05, weight_decay=0.1, decoupled_weight_decay=True),
 }
 REFERENCES: dict[str, type[PredictedReference]] = {
@@ -58,7 +67,15 @@ OWN_BACKWARD = ("spectrain", "xpipe", "pipeoptim")
 STEPS = 6
 
 
+def muon_of_matrices(parameters: list[torch.nn.Parameter]) -> Optimizer:
+    matrices = [p for p in parameters if p.ndim == 2]
+    others = [p for p in parameters if p.ndim != 2]
+    return Joint([Muon(matrices, lr=0.05, weight_decay=0.1), AdamW(others, lr=0.05)])
+
+
 def fits(method: str, optimizer: str) -> bool:
+    if optimizer == "muon":
+        return method == "lwp-w"
     if method == "nesterov-last":
         return optimizer.startswith("sgd")
     return method not in BY_VELOCITY or optimizer.startswith(("sgd", "sutskever"))
@@ -207,3 +224,151 @@ def test_learning_rates_to_come_are_used_where_they_are_asked_for(
     rates = Rates(lambda version: 1 / version, known=known)
     for step_every in (1, 2):
         check(chain(3), method, optimizer, step_every, rates=rates)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", REFERENCES)
+@pytest.mark.parametrize("step_every", [1, 2, 4, 8])
+@pytest.mark.parametrize("stages", [2, 4, 8])
+def test_every_size_equals_the_recurrence(method: str, stages: int, step_every: int) -> None:
+    optimizer = "adamw" if fits(method, "adamw") else "sgd with decay"
+    for recompute in (False, True):
+        check(chain(stages, dropout=0.25), method, optimizer, step_every, recompute=recompute)
+    check(tied(stages), method, "sgd with decay", step_every)
+
+
+@pytest.mark.parametrize(
+    ("method", "reference"),
+    [("msnag", StockReference), ("partial-gradient", StockPartialGradientReference)],
+)
+def test_with_muon_one_step_ahead_is_torchs_own_step(
+    method: str, reference: type[PredictedReference]
+) -> None:
+    """Of several, Muon rounds each anew to bfloat16."""
+    for stages, step_every in ((2, 1), (3, 4)):
+        model = chain(stages)
+        oracle = recurrence(model, reference("muon"), "muon", step_every)
+        trained = pipeline(model, method, "muon", step_every)
+        assert largest_difference(trained, oracle) < 1e-12
+
+
+@pytest.mark.parametrize("method", REFERENCES)
+def test_without_delay_only_nesterovs_methods_differ_from_plain_training(method: str) -> None:
+    model = chain(1)
+    plain = recurrence(model, LiveReference(), "sgd", 1)
+    trained = pipeline(model, method, "sgd", 1)
+    assert (largest_difference(trained, plain) > 1e-3) == (method in ("nag", "nesterov-last"))
+
+
+@pytest.mark.parametrize("method", REFERENCES)
+def test_a_synchronous_segment_predicts_nothing(method: str) -> None:
+    model, schedule = chain(3), lowered(chain(3), "1f1b", 4)
+    plain, trained = (
+        train_together(model, schedule, segments=3, optimize=OPTIMIZERS["sgd"], staleness=staleness)
+        for staleness in ("none", method)
+    )
+    for expected, module in zip(plain.modules, trained.modules, strict=True):
+        for name, value in expected.state_dict().items():
+            assert torch.equal(module.state_dict()[name], value), name
+
+
+def test_with_one_micro_batch_a_step_nothing_is_gathered_and_msnag_is_left() -> None:
+    runs = [
+        pipeline(chain(3), method, "adam", 1)
+        for method in ("msnag", "aggmsnag", "partial-gradient")
+    ]
+    losses = [{i: float(loss) for i, loss in run.seen.losses.items()} for run in runs]
+    assert losses[0] == losses[1] == losses[2]
+
+
+@pytest.mark.parametrize(
+    "fault", ["new weights in one backward", "drop one gradient", "swap two micro-batches"]
+)
+def test_the_comparison_sees_a_planted_fault(fault: str) -> None:
+    model = chain(3)
+    oracle = recurrence(model, MsnagReference("adamw"), "adamw", 2, fault=fault)
+    assert largest_difference(pipeline(model, "msnag", "adamw", 2), oracle) > 1e-9
+
+
+def test_the_comparison_sees_another_method() -> None:
+    model = chain(4)
+    # At one learning rate SGD's last step is its velocity.
+    same, optimizer = {"lwp", "lwp-w"}, "sgd with decay"
+    runs = {method: pipeline(model, method, optimizer, 2) for method in REFERENCES}
+    for method, reference in REFERENCES.items():
+        oracle = recurrence(model, reference("sgd"), optimizer, 2)
+        equal = {other for other, run in runs.items() if is_equal(run, oracle)}
+        assert equal == (same if method in same else {method})
+
+
+def is_equal(trained: Trained, oracle: Oracle) -> bool:
+    return trained.ledger == oracle.ledger and largest_difference(trained, oracle) < 1e-9
+
+
+@pytest.mark.parametrize("method", [m for m in REFERENCES if m != "nesterov-last"])
+@pytest.mark.parametrize("step_every", [1, 2, 4])
+def test_copies_of_weights_are_as_many_as_plans_count(method: str, step_every: int) -> None:
+    for stashed, recompute in ((True, False), (True, True), (False, False), (False, True)):
+        trained = pipeline(
+            chain(4), method, "sgd", step_every, stashed=stashed, recompute=recompute
+        )
+        for pipe in trained.pipelines:
+            for stage, weights in pipe.weights.items():
+                counted = weight_copies(
+                    names(method, stashed=stashed),
+                    3 - stage,
+                    step_every,
+                    recomputes=recompute and stage < 3,
+                )
+                held = weights.ring_size + (method == "lwp-w" and stage < 3)
+                if recompute and KEEPS[method].twice:
+                    # Early stages predict nothing for their backward.
+                    assert counted - 1 <= held <= counted
+                else:
+                    assert held == counted, (stage, stashed, recompute)
+
+
+def test_plans_know_what_every_method_keeps() -> None:
+    assert set(METHODS) <= set(KEEPS)
+
+
+@pytest.mark.parametrize(
+    ("staleness", "conditions", "told"),
+    [
+        (
+            "msnag",
+            Conditions("sgd"),
+            "msnag predicts by momentum, and the optimizer is sgd without",
+        ),
+        ("nag", Conditions("muon"), "the optimizer is muon without momentum"),
+        ("lwp", Conditions("adamw"), "lwp goes by the velocity of sgd, and the optimizer is adamw"),
+        ("spectrain", Conditions("sgd"), "the optimizer is sgd without momentum"),
+        ("xpipe", Conditions("muon", 0.9), "Adam's moments, and the optimizer is muon"),
+        ("pipeoptim", Conditions("soap"), "Adam's moments, and the optimizer is soap"),
+        ("msnag+nesterov-last", Conditions("adam"), "an option of sgd with momentum, and the opt"),
+        ("stash+schedule-aware", Conditions("sgd", 0.9), "expects, and nothing predicts"),
+        ("lwp-w+schedule-aware", Conditions("sgd", 0.9), "expects, and nothing predicts"),
+        ("msnag+lwp", Conditions("sgd", 0.9), "msnag and lwp both decide which weights a forward"),
+        ("stash+spectrain", Conditions("sgd", 0.9), "both decide which weights a backward reads"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_a_sentence(
+    staleness: str, conditions: Conditions, told: str
+) -> None:
+    with pytest.raises(ScheduleError, match=told):
+        check_fit(staleness, conditions)
+
+
+@pytest.mark.parametrize(
+    ("staleness", "conditions"),
+    [
+        ("stash+msnag+schedule-aware", Conditions("soap")),
+        ("partial-gradient", Conditions("sgd")),
+        ("stash+lwp-w", Conditions("muon", 0.95)),
+        ("nag+nesterov-last", Conditions("sgd", 0.9)),
+        ("xpipe+schedule-aware", Conditions("nadam")),
+        ("stash+lwp", Conditions("sutskever", 0.9)),
+    ],
+)
+def test_what_fits_is_not_refused(staleness: str, conditions: Conditions) -> None:
+    check_fit(staleness, conditions)

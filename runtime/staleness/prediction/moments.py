@@ -15,7 +15,7 @@ what the optimizer would do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from math import sqrt
 from typing import Any
@@ -26,6 +26,7 @@ from torch import Tensor
 from ...optimizers.soap import rotated
 from .groups import Group
 
+Tensors = list[Tensor] | tuple[Tensor, ...]
 Factors = Callable[[float, Mapping[str, Any], Mapping[str, Any]], Iterator[tuple[float, float]]]
 """Steps taken, a weight's state and its group's options -> for each step to come how much it has of
 the gradient and of the first moment."""
@@ -81,8 +82,8 @@ def adam_direction(group: Group) -> None:
 def _step_ahead(group: Group, factors: Factors) -> None:
     (beta1, beta2), options = group.options["betas"], group.options
     decay, is_decoupled = options["weight_decay"], options.get("decoupled_weight_decay", False)
-    first: Sequence[Tensor] = group.read("exp_avg")
-    second: Sequence[Tensor] = group.read("exp_avg_sq")
+    first: Tensors = group.read("exp_avg")
+    second: Tensors = group.read("exp_avg_sq")
     # Both moments are these times a power of their beta, until there is a gradient to average.
     kept1 = kept2 = 1.0
     roots = torch._foreach_sqrt(second)
@@ -91,7 +92,7 @@ def _step_ahead(group: Group, factors: Factors) -> None:
         factors(steps, state, options) for steps, state in zip(taken, group.states, strict=True)
     ]
     for ahead, rate in enumerate(group.rates, 1):
-        gradients: Sequence[Tensor] | None = group.gradients if ahead == 1 else None
+        gradients: Tensors | None = group.gradients if ahead == 1 else None
         if decay and is_decoupled:
             torch._foreach_mul_(group.leaves, 1 - rate * decay)
         elif decay:
