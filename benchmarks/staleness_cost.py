@@ -15,7 +15,6 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,10 +24,8 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import gpt
 import torch
 from machine import write_result
-from torch import Tensor
 
 import asyncpipe
-from asyncpipe.runtime.binding import Binder
 from asyncpipe.runtime.host_memory import keep_freed_memory
 from asyncpipe.runtime.loading import load_stage
 from asyncpipe.runtime.pipeline import Pipeline, StepOptimizers
@@ -42,11 +39,31 @@ from asyncpipe.runtime.weight_copies import weight_copies
 STAGES, MICRO_BATCHES = 4, 32
 MODEL = {"layers": 4, "width": 128, "heads": 4, "tokens": 64, "vocabulary": 2048}
 BASELINE = "none"
-METHODS: dict[str, str] = {
-    "none": "adamw",
-    "stash": "adamw",
-}
-"""Methods joined by + -> the optimizer that they are measured with."""
+METHODS = (
+    ("none", "adamw"),
+    ("stash", "adamw"),
+    ("2bw", "adamw"),
+    ("pipemare", "adamw"),
+    ("stash+delay-rate", "adamw"),
+    ("msnag", "adamw"),
+    ("stash+msnag", "adamw"),
+    ("stash+partial-gradient", "adamw"),
+    ("stash+lwp-w", "adamw"),
+    ("xpipe", "adamw"),
+    ("pipeoptim", "adamw"),
+    ("stash+gap-aware", "adamw"),
+    ("stash+dc-asgd", "adamw"),
+    ("stash+dc-asgd-adaptive", "adamw"),
+    ("stash+error-feedback", "adamw"),
+    ("none", "muon"),
+    ("stash", "muon"),
+    ("stash+msnag", "muon"),
+    ("none", "sgd"),
+    ("stash", "sgd"),
+    ("spectrain", "sgd"),
+    ("stash+lwp+spike-compensation", "sgd"),
+)
+"""Methods joined by +, and the optimizer that they are measured with."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +117,7 @@ class Training:
     @property
     def kept_bytes(self) -> list[int]:
         """What each stage has beside its live weights."""
-        return [kept_bytes(binder) for _, binder in sorted(self.pipe.binders.items())]
+        return [binder.kept_bytes for _, binder in sorted(self.pipe.binders.items())]
 
 
 class Stepping(StepOptimizers):
@@ -112,27 +129,6 @@ class Stepping(StepOptimizers):
 
     def on_step(self, stage: int, version: int) -> None:
         self._stages[stage].step(self._pipe.lr_scale(stage, version))
-
-
-def kept_bytes(binder: Binder) -> int:
-    """The leaves that there were at once, and the tensors of the methods."""
-    weights = binder.weights
-    leaves = weights.ring_size * sum(tensor.nbytes for tensor in weights.live.values())
-    live = {id(tensor) for tensor in weights.live.values()}
-    own = {id(t): t.nbytes for method in binder.methods for t in tensors_in(vars(method))}
-    return leaves + sum(size for key, size in own.items() if key not in live)
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in nested containers."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for one in value.values():
-            yield from tensors_in(one)
-    elif isinstance(value, list | tuple):
-        for one in value:
-            yield from tensors_in(one)
 
 
 def measure(folder: Path, configurations: list[Configuration], rounds: int) -> list[dict[str, Any]]:
@@ -190,14 +186,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--only", nargs="*", default=[], help="methods")
     arguments = parser.parse_args()
-    chosen = {name: kind for name, kind in METHODS.items() if name in (arguments.only or METHODS)}
-    wanted = {(BASELINE, kind) for kind in chosen.values()} | set(chosen.items())
+    chosen = [each for each in METHODS if each[0] in (*(arguments.only or [each[0]]), BASELINE)]
     configurations = [
         Configuration(methods, kind, step_every)
         for step_every in (1, 8)
-        for methods, kind in sorted(
-            wanted, key=lambda each: (each[1], list(METHODS).index(each[0]))
-        )
+        for methods, kind in chosen
+        if methods != "2bw" or step_every >= STAGES
     ]
     torch.set_num_threads(1)
     keep_freed_memory()

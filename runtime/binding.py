@@ -31,6 +31,15 @@ class Binder:
         """Whether all passes read the live weights."""
         return not (self._forward or self._backward)
 
+    @property
+    def kept_bytes(self) -> int:
+        """What there is of the stage's weights beside the live ones: the leaves that there were at
+        once, and the tensors that methods keep between two steps."""
+        live = self.weights.live.values()
+        kept = {id(t): t.nbytes for m in self.methods for t in m.kept()}
+        kept |= {id(weight): 0 for weight in live}
+        return self.weights.ring_size * sum(t.nbytes for t in live) + sum(kept.values())
+
     def attach(self, steps: Steps) -> None:
         """Gives the methods the stage's optimizer."""
         follows = any(method.follows_schedule for method in self.methods)

@@ -60,6 +60,7 @@ METHODS: dict[str, type[Staleness]] = {
 _DECISIONS: Mapping[Part, str] = {
     "forward": "which weights a forward reads",
     "backward": "which weights a backward reads",
+    "horizon": "how far ahead weights look",
     "gradient": "how gradients are corrected",
     "rate": "the learning rate",
     "step": "the step",

@@ -24,7 +24,7 @@ class ErrorFeedback(Staleness):
     """`error-feedback`: every step is made 1 + tau times, and what the last one did too much is
     taken back."""
 
-    decides = frozenset({"step"})
+    decides = frozenset({"step", "horizon"})
 
     def __init__(self) -> None:
         self._last: dict[str, Tensor] = {}

@@ -46,6 +46,11 @@ class GapAware(Staleness):
             assert self.steps is not None
             self._sizes = step_sizes(self.optimizer, self.steps, situation.step_every)
 
+    def kept(self) -> Iterator[Tensor]:
+        yield from super().kept()
+        if self._sizes is not None:
+            yield from self._sizes.squares.values()
+
     @torch.no_grad()
     def after_backward(self, weights: WeightVersions, passage: Passage, gradients: Weights) -> None:
         if self._sizes is None or self.optimizer is None:

@@ -16,7 +16,7 @@ from .protocol import Passage, Reads
 class PipeOptim(LinearByVelocity):
     """`pipeoptim`: a forward reads the weights predicted for its backward, that the live ones."""
 
-    decides = frozenset({"forward", "backward"})
+    decides = frozenset({"forward", "backward", "horizon"})
     needs = frozenset({"direction"})
 
     def backward_reads(self, weights: WeightVersions, passage: Passage) -> Reads:

@@ -12,7 +12,7 @@ from .protocol import Passage, Staleness
 class Predicted(Staleness):
     """A forward reads the weights as they are expected to be at its backward."""
 
-    decides = frozenset({"forward"})
+    decides = frozenset({"forward", "horizon"})
     expects_rates = True
 
     def forward_view(self, weights: WeightVersions, passage: Passage) -> View | None:

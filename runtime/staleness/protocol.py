@@ -7,19 +7,21 @@ rate is scaled, and what is done around a step. A method has one object a stage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar, Literal, Protocol
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ..versions import View, Weights, WeightVersions
 
-Part = Literal["forward", "backward", "gradient", "rate", "step"]
+Part = Literal["forward", "backward", "horizon", "gradient", "rate", "step"]
 """What of training on stale weights one method alone can decide: which weights a forward reads,
-which a backward, what becomes of a gradient, the learning rate, and the step."""
+which a backward, how far ahead weights look, what becomes of a gradient, the learning rate, and
+the step."""
 
 Need = Literal[
     "forward weights",
@@ -171,6 +173,10 @@ class Staleness:
         """The situation as this method makes it for all methods of the stage."""
         return situation
 
+    def kept(self) -> Iterator[Tensor]:
+        """The tensors that the method has between two steps."""
+        return _tensors_in(vars(self))
+
     def begin(self, situation: Situation) -> None:
         """Called before a segment's first action."""
         self.situation = situation
@@ -209,3 +215,15 @@ class Staleness:
         """Inside, the live weights are those that the training has come to, for a method that
         keeps others to compute with."""
         yield
+
+
+def _tensors_in(value: object) -> Iterator[Tensor]:
+    """The tensors in nested containers."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for one in value.values():
+            yield from _tensors_in(one)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _tensors_in(one)

@@ -20,7 +20,7 @@ from .protocol import Passage, Reads
 class SpecTrain(LinearByVelocity):
     """`spectrain`: both passes read weights predicted for the same time."""
 
-    decides = frozenset({"forward", "backward"})
+    decides = frozenset({"forward", "backward", "horizon"})
 
     def forward_view(self, weights: WeightVersions, passage: Passage) -> View | None:
         return self.look_ahead(weights, passage.horizon + self._beyond(passage))

@@ -33,6 +33,9 @@ Rules = Mapping[str, Rule]
 class StepSizes(Protocol):
     """Sizes of steps by weight, told of every step of the optimizer."""
 
+    squares: dict[Tensor, Tensor]
+    """A running mean of each weight's squared steps, velocities or gradients."""
+
     def of(self, weight: Tensor, rule: Rule, gradient: Tensor) -> Tensor:
         """C of a weight, as large as it, for a late micro-batch's share of a gradient."""
         ...
@@ -75,11 +78,11 @@ class _OfVelocity:
     def __init__(self, optimizer: Optimizer, outlook: Outlook) -> None:
         self._optimizer = optimizer
         self._rates = None if isinstance(optimizer, Sutskever) else _Rates(outlook)
-        self._squares: dict[Tensor, Tensor] = {}
+        self.squares: dict[Tensor, Tensor] = {}
         self._counts: dict[Tensor, int] = {}
 
     def of(self, weight: Tensor, rule: Rule, gradient: Tensor) -> Tensor:
-        squares = self._squares.get(weight)
+        squares = self.squares.get(weight)
         if squares is None:
             return torch.zeros_like(weight)
         mean = squares / (1 - G ** self._counts[weight])
@@ -95,7 +98,7 @@ class _OfVelocity:
             velocity = self._optimizer.state[weight].get("momentum_buffer")
             if velocity is not None:
                 self._counts[weight] = self._counts.get(weight, 0) + 1
-                squares = self._squares.setdefault(weight, torch.zeros_like(velocity))
+                squares = self.squares.setdefault(weight, torch.zeros_like(velocity))
                 squares.mul_(G).addcmul_(velocity, velocity, value=1 - G)
 
 
@@ -103,12 +106,12 @@ class _OfGradients:
     def __init__(self, outlook: Outlook, step_every: int) -> None:
         self._rates = _Rates(outlook)
         self._step_every = step_every
-        self._squares: dict[Tensor, Tensor] = {}
+        self.squares: dict[Tensor, Tensor] = {}
         self._counts: dict[Tensor, int] = {}
 
     def of(self, weight: Tensor, rule: Rule, gradient: Tensor) -> Tensor:
         memory, own = float(G ** (1 / self._step_every)), gradient * self._step_every
-        squares = self._squares.setdefault(weight, torch.zeros_like(gradient))
+        squares = self.squares.setdefault(weight, torch.zeros_like(gradient))
         squares.mul_(memory).addcmul_(own, own, value=1 - memory)
         self._counts[weight] = count = self._counts.get(weight, 0) + 1
         mean = squares / (1 - memory**count)
@@ -124,11 +127,11 @@ class _OfGradients:
 class _OfAdam:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._squares: dict[Tensor, Tensor] = {}
+        self.squares: dict[Tensor, Tensor] = {}
         self._lr: dict[Tensor, float] = {}
 
     def of(self, weight: Tensor, rule: Rule, gradient: Tensor) -> Tensor:
-        squares = self._squares.get(weight)
+        squares = self.squares.get(weight)
         return torch.zeros_like(weight) if squares is None else squares.sqrt().add_(EPSILON)
 
     def begin(self, live: Live, rules: Rules) -> None:
@@ -144,6 +147,6 @@ class _OfAdam:
             (beta1, beta2), done = options["betas"], float(state["step"])
             spread = (state["exp_avg_sq"] / (1 - beta2**done)).sqrt_().add_(options["eps"])
             step = (state["exp_avg"] / spread).mul_(self._lr[weight] / (1 - beta1**done))
-            squares = self._squares.setdefault(weight, torch.zeros_like(step))
+            squares = self.squares.setdefault(weight, torch.zeros_like(step))
             squares.mul_(beta2).addcmul_(step, step, value=1 - beta2)
         self._lr = {}

@@ -26,7 +26,7 @@ from .protocol import Passage, Reads
 class XPipe(LinearByVelocity):
     """`xpipe`: the micro-batches of a step share one prediction a pass."""
 
-    decides = frozenset({"forward", "backward"})
+    decides = frozenset({"forward", "backward", "horizon"})
     needs = frozenset({"direction"})
 
     def __init__(self) -> None:

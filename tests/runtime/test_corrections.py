@@ -282,6 +282,7 @@ FITTING = {"optimizer": "sgd", "momentum": 0.9, "recomputes": True, "step_every"
         ("pipemare+stash", {}, "both decide which weights a backward reads"),
         ("stash+pipemare-rate+delay-rate", {}, "both decide the learning rate"),
         ("stash+error-feedback+spike-compensation", {}, "both decide the step"),
+        ("msnag+error-feedback", {}, "both decide how far ahead weights look"),
         ("stash+gap-aware", {"optimizer": "muon"}, "measures gaps in steps of sgd, sutskever"),
         ("stash+spike-compensation", {"optimizer": "adamw"}, "the optimizer is adamw"),
         ("stash+spike-compensation", {"momentum": 0.0}, "the optimizer is sgd without momentum"),

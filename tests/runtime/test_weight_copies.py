@@ -1,0 +1,55 @@
+"""What plans count of the weights that staleness methods keep is what pipelines have."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from asyncpipe.runtime.weight_copies import weight_copies
+from asyncpipe.tests.executor import lowered, train_together
+from asyncpipe.tests.hand_plans import chain
+from asyncpipe.tests.held_equal import OPTIMIZERS, recomputing
+
+STAGES = 4
+# Methods, an optimizer that suits them, and the copies that there are only while a step is made or
+# in some of the stages, which are counted too.
+KEPT = (
+    ("none", "adam", 0),
+    ("stash", "adam", 0),
+    ("pipemare", "adam", 1),
+    ("stash+pipemare-rate", "adam", 0),
+    ("msnag", "adam", 0),
+    ("stash+aggmsnag", "momentum", 0),
+    ("nag", "momentum", 0),
+    ("stash+lwp-w", "adam", 0),
+    ("pipeoptim", "adam", 0),
+    ("stash+gap-aware", "adam", 1),
+    ("gap-aware-loss", "momentum", 1),
+    ("stash+dc-asgd", "adam", 0),
+    ("stash+dc-asgd-adaptive", "adam", 0),
+    ("stash+error-feedback", "adam", 1),
+    ("stash+spike-compensation", "momentum", 2),
+)
+
+
+@pytest.mark.parametrize(("staleness", "optimizer", "passing"), KEPT)
+def test_what_is_counted_is_what_there_is(staleness: str, optimizer: str, passing: int) -> None:
+    for step_every, recompute in itertools.product((1, 2, 4), (False, True)):
+        if staleness == "gap-aware-loss" and not recompute:
+            continue
+        model = recomputing(chain(STAGES)) if recompute else chain(STAGES)
+        trained = train_together(
+            model,
+            lowered(model, "async-1f1b", 8 * step_every, step_every),
+            optimize=OPTIMIZERS[optimizer],
+            staleness=staleness,
+        )
+        for stage, pipe in enumerate(trained.pipelines):
+            binder = pipe.binders[stage]
+            one = sum(weight.nbytes for weight in binder.weights.live.values())
+            again = recompute and stage < STAGES - 1
+            ahead = STAGES - 1 - stage
+            counted = weight_copies(staleness, ahead, step_every, recomputes=again)
+            held = binder.kept_bytes / one
+            assert counted - passing <= held <= counted, (step_every, recompute, stage)
