@@ -177,6 +177,8 @@ class NesterovLastReference(PredictedReference):
         if history.stage < history.stages - 1:
             return
         for name, parameter in module.named_parameters():
+            if parameter.grad is None:
+                continue
             options, before = history.options[name], history.weights[-1][name]
             gradient = parameter.grad + options["weight_decay"] * before
             velocity = optimizer.state[parameter]["momentum_buffer"]
