@@ -176,7 +176,7 @@ def measured(
                 yield run(configuration, seed, setting, folder, int(before["samples"]))
 
 
-def known_rows(setting: Setting, result: Path = RESULT) -> list[dict[str, Any]]:
+def known_rows(setting: Setting, result: Path) -> list[dict[str, Any]]:
     """What the result file has of the same setting."""
     known = json.loads(result.read_text()) if result.is_file() else {}
     return known["rows"] if known.get("setting") == asdict(setting) else []
@@ -244,7 +244,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=1e-4, help="of AdamW, after its warm-up")
     options = parser.parse_args()
     setting = Setting(options.steps, options.batch, options.lr)
-    rows, before = known_rows(setting), {}
+    rows, before = known_rows(setting, RESULT), {}
     wanted = configurations(options.stages, options.methods)
     for row in measured(wanted, options.seeds, setting, before):
         rows = with_row(rows, row)

@@ -125,3 +125,10 @@ def test_fine_tuning_is_measured_from_the_archives_to_the_table(
     assert all(row["accuracy"] is not None and row["step_ms"] > 0 for row in rows)
     assert rows[0]["loss"] == pytest.approx(rows[1]["loss"], abs=1e-3)
     assert "before training" in capsys.readouterr().out
+
+
+def test_the_document_shows_the_table_of_the_result_file(finetuning: ModuleType) -> None:
+    known = json.loads((FOLDER / "results" / "finetuning.json").read_text())
+    assert known["table"] == finetuning.table_of(known["rows"])
+    table = finetuning.shown(known["before"], known["table"])
+    assert f"```text\n{table}\n```" in (FOLDER.parent / "docs" / "fine-tuning.md").read_text()

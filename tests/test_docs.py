@@ -2,8 +2,8 @@
 
 Commands are the lines of `sh` blocks. They run in order, in one folder a document, with the
 examples beside them; only the number of steps is made small, and what pip would download is a
-stand-in of a few kilobytes. A command that ends in `# exit code 1`
-fails, and the document shows what it says.
+stand-in of a few kilobytes. A command that ends in `# exit code 1` fails, and the document shows
+what it says.
 """
 
 import contextlib
