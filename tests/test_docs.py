@@ -3,8 +3,7 @@
 Commands are the lines of `sh` blocks. They run in order, in one folder a document, with the
 examples beside them; only the number of steps is made small, what pip would download is a stand-in
 of a few kilobytes, and the processes are forks with the imports done, but for MPI's. A command that
-ends in `# exit code 1` fails, and the document shows
-what it says.
+ends in `# exit code 1` fails, and the document shows what it says.
 """
 
 import contextlib
