@@ -102,8 +102,11 @@ class WeightVersions:
         return View("live", self.version, fill=self._fill_with_live)
 
     def went_forward(self, micro_batch: int) -> None:
-        read = self._read.get(micro_batch)
-        self._in_flight[micro_batch] = self.version if read is None else read.content.version
+        """Notes the version that the forward read; a prediction counts as what was live."""
+        read, version = self._read.get(micro_batch), self.version
+        if read is not None and read.content.of == "live":
+            version = read.content.version
+        self._in_flight[micro_batch] = version
 
     def add_gradients(self, micro_batch: int) -> None:
         """Adds what a bound micro-batch has of gradients so far to the live ones."""

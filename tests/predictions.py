@@ -234,12 +234,10 @@ class SpecTrainReference(LwpReference):
 class XPipeReference(LwpReference):
     """`xpipe`: what the first micro-batch of a step predicts is read by all of them."""
 
-    def version(self, history: StageHistory, t: int) -> int:
-        return super().version(history, t - t % history.step_every)
-
     def forward(self, history: StageHistory, t: int, at: int, now: int) -> Values:
         k, p, j = history.step_every, history.stages, history.stage
-        return self.predicted(history, t, at, round((p + k - j // 2 - 2) / k))
+        first = self.version(history, t - t % k)
+        return self.predicted(history, t, first, round((p + k - j // 2 - 2) / k))
 
     def backward(
         self, history: StageHistory, t: int, at: int, now: int, repeats: bool
