@@ -34,7 +34,7 @@ from .precision import FULL, Precision
 from .program import forward_only, loss_divisors, passages, turning, window_ends, without_steps
 from .random_state import GeneratorState, micro_batch_seed
 from .report import Observer, Recorder, RunReport, StepOptimizers
-from .run import Run, RunOptions
+from .run import Run, RunOptions, sizes_of_each
 from .schedule import Action, Schedule, shared_delay, split_backwards
 from .shared import SharedGradients
 from .stage import Stage
@@ -225,15 +225,9 @@ class Pipeline:
                     "Choose a synchronous schedule, such as 1f1b.",
                 )
             program = without_steps(program)
-        sizes = options.get("sizes") or self.plan.sizes
-        every = (sizes,) * schedule.micro_batches if isinstance(sizes, Mapping) else tuple(sizes)
+        every = sizes_of_each(options.get("sizes") or self.plan.sizes, schedule)
         for stage, binder in self.binders.items() if training else ():
             binder.begin(_situation(schedule, stage))
-        if len(every) != schedule.micro_batches:
-            raise ScheduleError(
-                f"The schedule has {schedule.micro_batches} micro-batches, and sizes were given "
-                f"for {len(every)}."
-            )
         by_index = channels_of_each(
             self.plan,
             schedule,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TypedDict
 
 from .channels import Sizes
+from .errors import ScheduleError
 from .feed import FeedOnce
 from .mailbox import Mailbox
 from .program import Program
@@ -55,3 +56,15 @@ class Run:
     turning: frozenset[tuple[int, int]]
     first_micro_batch: int
     loss_scale: float
+
+
+def sizes_of_each(sizes: Sizes | Sequence[Sizes], schedule: Schedule) -> tuple[Sizes, ...]:
+    """Those of every micro-batch of the schedule. Raises ScheduleError where some are missing."""
+    if isinstance(sizes, Mapping):
+        return (sizes,) * schedule.micro_batches
+    if len(sizes) != schedule.micro_batches:
+        raise ScheduleError(
+            f"The schedule has {schedule.micro_batches} micro-batches, and sizes were given for "
+            f"{len(sizes)}."
+        )
+    return tuple(sizes)
