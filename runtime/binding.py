@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from math import prod
 
+from .schedule import Schedule
 from .staleness.protocol import Outlook, Passage, Reads, Situation, Staleness, Steps
 from .versions import LedgerEntry, View, Weights, WeightVersions
 
@@ -46,8 +47,13 @@ class Binder:
         for method in self.methods:
             method.steps = Outlook(steps, self.weights, self.lr_scale, follows)
 
-    def begin(self, situation: Situation) -> None:
+    def begin(self, schedule: Schedule) -> None:
         """Called before a segment's first action."""
+        stage = self.weights.stage
+        ahead = 0 if schedule.synchronous else schedule.in_flight[stage] - 1
+        situation = Situation(
+            stage, schedule.stages, ahead, schedule.step_every, schedule.synchronous
+        )
         for method in self.methods:
             situation = method.situated(situation)
         for method in self.methods:

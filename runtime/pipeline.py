@@ -38,7 +38,7 @@ from .run import Run, RunOptions, sizes_of_each
 from .schedule import Action, Schedule, shared_delay, split_backwards
 from .shared import SharedGradients
 from .stage import Stage
-from .staleness import Situation, Steps, make_staleness
+from .staleness import Steps, make_staleness
 from .transports.casting import CastingTransport
 from .transports.protocol import Handle, Transport
 from .versions import LedgerEntry, WeightVersions
@@ -226,8 +226,8 @@ class Pipeline:
                 )
             program = without_steps(program)
         every = sizes_of_each(options.get("sizes") or self.plan.sizes, schedule)
-        for stage, binder in self.binders.items() if training else ():
-            binder.begin(_situation(schedule, stage))
+        for binder in self.binders.values() if training else ():
+            binder.begin(schedule)
         by_index = channels_of_each(
             self.plan,
             schedule,
@@ -397,8 +397,3 @@ class Pipeline:
                         restored.callback(setattr, module, "training", module.training)
                     stage.module.eval()
             yield
-
-
-def _situation(schedule: Schedule, stage: int) -> Situation:
-    ahead = 0 if schedule.synchronous else schedule.in_flight[stage] - 1
-    return Situation(stage, schedule.stages, ahead, schedule.step_every, schedule.synchronous)
