@@ -105,7 +105,8 @@ class StepTimes(StepOptimizers):
         self.seconds: list[float] = []
 
     def on_step(self, stage: int, version: int) -> None:
-        super().on_step(stage, version)
+        if stage in self.optimizers:
+            super().on_step(stage, version)
         if stage == min(self.optimizers):
             self.seconds.append(time.perf_counter())
 
@@ -136,7 +137,11 @@ class Configuration:
         )
         self._is_async = ours.is_async
         self._observer = StepTimes(
-            {stage: peers.optimizer_of(module.parameters()) for stage, module in modules.items()}
+            {
+                stage: peers.optimizer_of(parameters)
+                for stage, module in modules.items()
+                if (parameters := list(module.parameters()))
+            }
         )
         self._schedule = self._lowered(made)
         if ours.schedule == AUTO:

@@ -82,7 +82,17 @@ LEADING = (
     CEILING_K1,
 )
 CASES = {
-    "gpt-m8": Case(ranks=2, micro_batches=8),
+    "gpt-m8": Case(
+        ranks=2,
+        micro_batches=8,
+        only=(
+            *LEADING,
+            "zb-h1",
+            "looped-bfs, 2 a rank",
+            "auto, 1 a rank",
+            "plain model, 2 threads",
+        ),
+    ),
     "gpt-m16": Case(ranks=2, micro_batches=16, only=LEADING),
     # Weights are many and samples are few: what data parallelism sends is as much as it computes.
     "wide-m8": Case(2, 8, 1, {"width": 512, "heads": 16, "vocabulary": 16384}, LEADING),
