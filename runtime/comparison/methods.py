@@ -15,6 +15,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from ..staleness.compose import parse
+from ..staleness.recipe import AUTO
 from ..training.settings import CHOICES, SettingsError
 
 SYNC = "sync"
@@ -57,7 +58,7 @@ def read_method(text: str) -> Method:
     """
     head, *options = (part.strip() for part in text.split(","))
     staleness, colon, optimizer = head.partition(":")
-    if staleness != SYNC:
+    if staleness not in (SYNC, AUTO):
         parse(staleness)
     if colon and optimizer not in CHOICES["optimizer"]:
         raise SettingsError(

@@ -345,6 +345,25 @@ def test_staleness_belongs_to_asynchronous_schedules(text: Plan) -> None:
         resolved(text, staleness="stash")
 
 
+@pytest.mark.parametrize(
+    ("options", "methods"),
+    [
+        ({"optimizer": "muon", "micro_batches": 1, "ahead": "2x"}, "stash+msnag"),
+        ({"optimizer": "muon", "micro_batches": 1, "ahead": "2x", "momentum": 0.0}, "stash"),
+        ({"optimizer": "muon", "micro_batches": 1, "staleness_cap": 1}, "stash"),
+        ({"optimizer": "muon", "micro_batches": 2}, "stash"),
+        ({"optimizer": "adamw", "micro_batches": 1, "ahead": "2x"}, "stash"),
+        ({"schedule": "2bw", "micro_batches": 2}, "2bw"),
+        ({"schedule": "1f1b"}, None),
+    ],
+)
+def test_the_recommended_methods_go_by_optimizer_and_delay(
+    text: Plan, options: dict[str, object], methods: str | None
+) -> None:
+    given = {"schedule": "async-1f1b", "staleness": "auto"} | options
+    assert resolved(text, **given).staleness == methods
+
+
 def test_a_warmup_longer_than_the_run_is_refused(text: Plan) -> None:
     with pytest.raises(SettingsError, match="--warmup 20 is longer than --steps 10"):
         resolved(text, steps=10, warmup=20)
