@@ -73,7 +73,8 @@ def load_model(
         examples = _by_name(model, examples)
         if micro_batch_size:
             examples = _of_batch(examples, micro_batch_size)
-        return Source(_name_of(spec), spec, model, examples, random)
+        made = random if meta else f"as {spec.rpartition(':')[2]} made them, seed {seed}"
+        return Source(_name_of(spec), spec, model, examples, made)
     if spec in BUILTIN:
         with device, told_as(ModelError, f"--model {spec}"):
             model = BUILTIN[spec](**arguments)

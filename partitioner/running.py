@@ -63,6 +63,14 @@ def make_setting(
             f"single runs all {stages} stages in one process, so nothing is balanced.",
             "Plan for 1f1b; asyncpipe-train --schedule single runs any plan.",
         )
+    if schedule == "virtual-stages-1f1b":
+        raise PlanError(
+            "virtual-stages-1f1b leaves ranks idle for the sake of fresh weights: no cut suits it "
+            "better than another.",
+            "Plan for async-1f1b; asyncpipe-train --schedule virtual-stages-1f1b runs any plan.",
+        )
+    if schedule == "2bw":
+        staleness = "2bw" if staleness == "none" else staleness
     if staleness != "none" and schedule not in ASYNCHRONOUS:
         raise PlanError(
             f"--staleness {staleness}, but under {schedule} no weights are stale.",

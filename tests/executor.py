@@ -194,6 +194,8 @@ def train_rank(
     modules = model.build()
     pipeline = make_pipeline(model, schedule, modules, transport, staleness, seed)
     seen = _seen(modules, optimize)
+    if optimize:
+        _attach([pipeline], seen, lambda version: 1.0)
     ledger = []
     for segment in range(segments):
         report = pipeline.run(

@@ -60,7 +60,7 @@ def test_partition_ticks_each_step_and_says_what_to_do_next(tmp_path: Path) -> N
     result = run(tmp_path, "partition", *MLP, "--stages", "2", scripts=SCRIPTS)
     ticks = re.findall(r"^✓ (\w+)", result.stdout, re.MULTILINE)
     assert ticks == ["load", "capture", "profile", "plan", "generate", "verify", "write"]
-    assert "random, seed 0" in result.stdout
+    assert "weights as build made them, seed 0" in result.stdout
     assert "an even split of the blocks has" in result.stdout
     assert "asyncpipe-train generated_models/residual_mlp_2p" in result.stdout
     files = {path.name for path in (tmp_path / "generated_models/residual_mlp_2p").iterdir()}

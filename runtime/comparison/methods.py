@@ -21,7 +21,9 @@ from ..training.settings import CHOICES, SettingsError
 SYNC = "sync"
 _READ: Mapping[str, Callable[[str], Any]] = {
     **dict.fromkeys(("lr", "momentum", "weight_decay", "clip", "final_lr_ratio"), float),
-    **dict.fromkeys(("warmup", "refresh_every", "staleness_cap", "flush_every"), int),
+    **dict.fromkeys(
+        ("warmup", "refresh_every", "annealing_steps", "staleness_cap", "flush_every"), int
+    ),
     **dict.fromkeys(("sync_start", "ahead", "clip_by"), str),
     "betas": lambda text: (float(text.partition("/")[0]), float(text.partition("/")[2])),
 }

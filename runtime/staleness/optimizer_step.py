@@ -16,7 +16,7 @@ from torch.optim import AdamW, Muon, NAdam, Optimizer
 
 from ..optimizers.joint import Joint
 from ..optimizers.soap import Soap
-from .protocol import Steps
+from .protocol import Outlook
 
 Options = Mapping[str, Any]
 
@@ -38,9 +38,9 @@ class Rule:
     def decay(self) -> float:
         return float(self.options.get("weight_decay", 0.0))
 
-    def scheduled_lr(self, steps: Steps) -> float:
+    def scheduled_lr(self, outlook: Outlook) -> float:
         """That of the coming step, as the schedule has it."""
-        return float(self.options.get("initial_lr", self.options["lr"])) * steps.future_lr(1)[0]
+        return float(self.options.get("initial_lr", self.options["lr"])) * outlook.future_lr(1)[0]
 
     def decayed(self, weight: Tensor) -> Tensor:
         """A copy of the weight, less what the step is to take off it without a gradient."""

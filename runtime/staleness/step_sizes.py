@@ -21,7 +21,7 @@ from torch.optim import SGD, Optimizer
 
 from ..optimizers.sutskever import Sutskever
 from .optimizer_step import Rule
-from .protocol import Steps
+from .protocol import Outlook
 
 G = 0.999
 EPSILON = 1e-8
@@ -46,23 +46,23 @@ class StepSizes(Protocol):
         ...
 
 
-def step_sizes(optimizer: Optimizer, steps: Steps, step_every: int) -> StepSizes:
+def step_sizes(optimizer: Optimizer, outlook: Outlook, step_every: int) -> StepSizes:
     """Those of the optimizer, whose windows have `step_every` micro-batches."""
     if not isinstance(optimizer, SGD | Sutskever):
         return _OfAdam(optimizer)
     has_momentum = any(group["momentum"] for group in optimizer.param_groups)
-    return _OfVelocity(optimizer, steps) if has_momentum else _OfGradients(steps, step_every)
+    return _OfVelocity(optimizer, outlook) if has_momentum else _OfGradients(outlook, step_every)
 
 
 class _Rates:
     """The largest learning rate that the schedule has had, by weight."""
 
-    def __init__(self, steps: Steps) -> None:
-        self._steps = steps
+    def __init__(self, outlook: Outlook) -> None:
+        self._outlook = outlook
         self._largest: dict[Tensor, float] = {}
 
     def largest(self, weight: Tensor, rule: Rule) -> float:
-        coming = rule.scheduled_lr(self._steps)
+        coming = rule.scheduled_lr(self._outlook)
         self._largest[weight] = max(coming, self._largest.get(weight, 0.0))
         return self._largest[weight]
 
@@ -72,9 +72,9 @@ class _Rates:
 
 
 class _OfVelocity:
-    def __init__(self, optimizer: Optimizer, steps: Steps) -> None:
+    def __init__(self, optimizer: Optimizer, outlook: Outlook) -> None:
         self._optimizer = optimizer
-        self._rates = None if isinstance(optimizer, Sutskever) else _Rates(steps)
+        self._rates = None if isinstance(optimizer, Sutskever) else _Rates(outlook)
         self._squares: dict[Tensor, Tensor] = {}
         self._counts: dict[Tensor, int] = {}
 
@@ -100,14 +100,14 @@ class _OfVelocity:
 
 
 class _OfGradients:
-    def __init__(self, steps: Steps, step_every: int) -> None:
-        self._rates = _Rates(steps)
+    def __init__(self, outlook: Outlook, step_every: int) -> None:
+        self._rates = _Rates(outlook)
         self._step_every = step_every
         self._squares: dict[Tensor, Tensor] = {}
         self._counts: dict[Tensor, int] = {}
 
     def of(self, weight: Tensor, rule: Rule, gradient: Tensor) -> Tensor:
-        memory, own = G ** (1 / self._step_every), gradient * self._step_every
+        memory, own = float(G ** (1 / self._step_every)), gradient * self._step_every
         squares = self._squares.setdefault(weight, torch.zeros_like(gradient))
         squares.mul_(memory).addcmul_(own, own, value=1 - memory)
         self._counts[weight] = count = self._counts.get(weight, 0) + 1

@@ -148,27 +148,33 @@ def _check_short_step(settings: Settings) -> None:
 
 
 def delays_of(
-    schedule: Schedule, settings: Settings, first_micro_batch: int = 0, first_version: int = 0
+    schedule: Schedule,
+    settings: Settings | None = None,
+    first_micro_batch: int = 0,
+    first_version: int = 0,
 ) -> Delays:
-    """The closed form of a schedule's segment that begins so."""
+    """The closed form of a schedule's segment that begins so, under the settings' methods."""
     ahead = tuple(most - 1 for most in schedule.in_flight)
     if schedule.synchronous:
         ahead = (0,) * schedule.stages
-    has_two = not schedule.synchronous and "2bw" in (settings.staleness or "").split("+")
-    two_from = steps_of_start(settings) if has_two else None
+    two_from = None
+    if settings and not schedule.synchronous and "2bw" in (settings.staleness or "").split("+"):
+        two_from = steps_of_start(settings)
     return Delays(ahead, schedule.step_every, first_micro_batch, first_version, two_from)
 
 
-def describe_delays(delays: Delays) -> str:
+def describe_delays(schedule: Schedule, settings: Settings | None = None) -> str:
     """How stale the weights of each stage are, in words.
 
-    >>> describe_delays(Delays((3, 2, 1, 0), step_every=2))
+    >>> from ..asynchronous import async_1f1b
+    >>> describe_delays(async_1f1b(4, 12, step_every=2))
     'stage 0: 1.5 steps (2 at most), stage 1: 1 step, stage 2: 0.5 steps (1 at most), stage 3: none'
-    >>> describe_delays(Delays((1, 1, 1, 0), step_every=1))
+    >>> describe_delays(async_1f1b(4, 4, step_every=1, warmup=(1, 1, 1, 0)))
     'stages 0-2: 1 step, stage 3: none'
     """
+    delays = delays_of(schedule, settings)
     runs: list[tuple[str, int, int]] = []
-    for stage in range(len(delays.ahead)):
+    for stage in range(schedule.stages):
         mean, most = delays.mean(stage), delays.most(stage)
         told = f"{float(mean):.3g} step{'' if mean == 1 else 's'}" if most else "none"
         told += f" ({most} at most)" if most != mean else ""

@@ -119,6 +119,23 @@ class _Counts(ActionObserver):
         if labels is None or self._logits not in outputs:
             return
         del self.labels[micro_batch]
-        answers = outputs[str(self._logits)].argmax(-1).cpu()
-        self.right += float((answers == labels).sum())
-        self.answers += answers.numel()
+        right, answers = right_answers(outputs[str(self._logits)], labels)
+        self.right += right
+        self.answers += answers
+
+
+def right_answers(logits: Tensor, labels: Tensor) -> tuple[int, int]:
+    """How many labels the largest of `logits f[batch, classes]` meets, and of how many.
+
+    Labels are `i64[batch]`; one below 0 asks for no answer, as in cross entropy. Labels of another
+    kind (a number to be met, a probability for each class) have no right answer.
+
+    >>> from torch import tensor
+    >>> right_answers(tensor([[0.1, 0.9], [0.8, 0.2], [0.3, 0.7]]), tensor([1, 1, -100]))
+    (1, 2)
+    """
+    if labels.is_floating_point() or labels.shape != logits.shape[:-1]:
+        return 0, 0
+    labels = labels.to(logits.device)
+    asked = labels >= 0
+    return int((logits.argmax(-1) == labels)[asked].sum()), int(asked.sum())

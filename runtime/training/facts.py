@@ -86,11 +86,7 @@ def announce(
         ("ranks", describe_ranks(grid_of(schedule, settings.replicas), transport, machine)),
         ("algorithm", describe_algorithm(schedule, settings)),
         *describe_schedule(schedule, settings),
-        *(
-            [("staleness", describe_delays(delays_of(schedule, settings)))]
-            if settings.is_async
-            else []
-        ),
+        *([("staleness", describe_delays(schedule, settings))] if settings.is_async else []),
         ("batch", batch_identity(settings, task)),
         ("data", data),
         ("optimizer", describe_optimizer(settings, schedule.delays)),

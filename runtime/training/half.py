@@ -14,6 +14,9 @@ from ..precision import FULL, Precision
 from ..tensors import dtype_of
 from .settings import Settings, SettingsError
 
+_READS_OTHERS = {"none", "pipemare"}
+"""Staleness methods whose backward reads other weights than its forward, without a second one."""
+
 
 def check_precision(settings: Settings) -> None:
     """Raises SettingsError for a precision that the weights or the schedule do not go with."""
@@ -41,10 +44,10 @@ def check_precision(settings: Settings) -> None:
             f"--loss-scale {settings.loss_scale:g}, but under {precision} losses are not scaled.",
             "Leave it out.",
         )
-    elif settings.is_async and settings.staleness == "none":
+    elif other := _READS_OTHERS & {*(settings.staleness or "").split("+")}:
         raise SettingsError(
-            f"--staleness none is a backward on live weights, but under {precision} it reads what "
-            "its forward cast.",
+            f"--staleness {min(other)} is a backward on other weights than the forward's, but "
+            f"under {precision} it reads what its forward cast.",
             "--staleness stash, or --precision full.",
         )
     if settings.boundary_dtype is not None and settings.schedule == "single":

@@ -28,10 +28,15 @@ from asyncpipe.tests.runtime.small_schedules import ranks_for
 SIZES = [(stages, micro_batches) for stages in range(1, 6) for micro_batches in range(1, 11)]
 
 
-@pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "single"])
+PLANNED = [name for name in SCHEDULES if name not in ("single", "virtual-stages-1f1b")]
+
+
+@pytest.mark.parametrize("name", PLANNED)
 def test_in_flight_is_what_the_schedule_has_at_its_fullest(name: str) -> None:
     for stages, micro_batches in SIZES:
         long = 4 * micro_batches + 4 * stages if name in ASYNCHRONOUS else 1
+        if name == "2bw" and micro_batches < stages:
+            continue
         for ranks in ranks_for(name, stages):
             made = make_schedule(
                 name,

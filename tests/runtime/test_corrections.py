@@ -31,6 +31,7 @@ from asyncpipe.tests.executor import Planned, lowered, train_together
 from asyncpipe.tests.hand_plans import HandModel, chain, skips, tied
 from asyncpipe.tests.held_equal import OPTIMIZERS, assert_equal, check, run_both
 from asyncpipe.tests.oracle import LiveReference, Reference
+from asyncpipe.tests.predictions import LwpReference
 
 # Formulas in one expression, and the runtime's operations in place, round differently.
 ROUNDED = 1e-12
@@ -128,6 +129,19 @@ def test_a_correction_knows_that_2bw_is_late_at_every_stage(
 ) -> None:
     both = Together(TwoBufferedReference(), reference)
     check(chain(3), f"2bw+{added}", both, "decay", step_every=4, tolerance=ROUNDED)
+
+
+@pytest.mark.parametrize(
+    ("added", "reference"),
+    [
+        ("spike-compensation", SpikeCompensationReference()),
+        ("gap-aware", GapAwareReference()),
+        ("dc-asgd", DelayCompensatedReference()),
+    ],
+)
+def test_a_correction_goes_with_predicted_weights(added: str, reference: Reference) -> None:
+    both = Together(LwpReference("sgd"), reference)
+    check(chain(3), f"stash+lwp+{added}", both, "decay", tolerance=ROUNDED)
 
 
 @pytest.mark.parametrize("method", [*METHODS, "gap-aware-loss"])

@@ -364,6 +364,38 @@ def test_the_recommended_methods_go_by_optimizer_and_delay(
     assert resolved(text, **given).staleness == methods
 
 
+def test_what_an_asynchronous_run_clips_by_is_its_own_option(text: Plan) -> None:
+    alone = {"schedule": "async-1f1b", "clip": 1.0}
+    assert resolved(text, **alone).clip_by == "stage"
+    assert resolved(text, **alone, clip_by="known").clip_by == "known"
+    assert resolved(text, clip=1.0).clip_by is None
+    with pytest.raises(SettingsError) as error:
+        resolved(text, clip=1.0, clip_by="known")
+    assert "under 1f1b all stages step by the norm of all" in message(error)
+    with pytest.raises(SettingsError) as error:
+        resolved(text, schedule="async-1f1b", clip=0.0, clip_by="known")
+    assert "nothing is clipped" in message(error)
+
+
+def test_the_steps_of_a_lower_rate_are_five_warm_ups_or_a_quarter_of_the_run(text: Plan) -> None:
+    lower = {"schedule": "async-1f1b", "staleness": "stash+pipemare-rate", "steps": 200}
+    assert resolved(text, **lower, warmup=8).annealing_steps == 40
+    assert resolved(text, **lower, warmup=0).annealing_steps == 50
+    assert resolved(text, **lower, annealing_steps=7).annealing_steps == 7
+    with pytest.raises(SettingsError) as error:
+        resolved(text, schedule="async-1f1b", annealing_steps=7)
+    assert "no method lowers the learning rate" in message(error)
+
+
+def test_methods_that_fit_two_versions_are_added_to_them(text: Plan) -> None:
+    two = {"schedule": "2bw", "micro_batches": 8}
+    assert resolved(text, **two).staleness == "2bw"
+    assert resolved(text, **two, staleness="2bw+error-feedback").staleness == "2bw+error-feedback"
+    with pytest.raises(SettingsError) as error:
+        resolved(text, **two, staleness="stash")
+    assert "has its own versions of the weights" in message(error)
+
+
 def test_a_warmup_longer_than_the_run_is_refused(text: Plan) -> None:
     with pytest.raises(SettingsError, match="--warmup 20 is longer than --steps 10"):
         resolved(text, steps=10, warmup=20)

@@ -125,7 +125,7 @@ def test_a_buffer_of_the_ring_is_used_again() -> None:
 
 
 def test_batchnorm_statistics_are_live_and_updated_once_a_micro_batch() -> None:
-    for staleness in METHODS:
+    for staleness in ("none", "stash", "msnag"):
         trained = train(chain(3, norm=True), "async-1f1b", staleness, 3, 2)
         assert [int(m.norm.num_batches_tracked) for m in trained.modules[:2]] == [6, 6]
 
