@@ -165,11 +165,12 @@ def wanted(models: Path) -> Iterator[tuple[Case, Arm]]:
     yield from runs(near, NEAR[:6])
     yield from runs(wide, WIDE[2:4])
     yield from runs(near, (*SYNC[:2], *NEAR[:3]), seed=2)
-    yield from runs(near, NEAR[6:])
-    yield from runs(wide, WIDE[4:7])
-    yield from runs(wide, WIDE[:4], seed=2)
     for lr in (1e-3, 1e-2):
         yield from runs(near, (*SYNC[:2], *NEAR[:3]), lr=lr)
+    yield from runs(near, NEAR[6:])
+    yield from runs(wide, WIDE[:3], seed=2)
+    yield from runs(wide, WIDE[4:7])
+    for lr in (1e-3, 1e-2):
         yield from runs(wide, WIDE[:3], lr=lr)
     for seed in (1, 2):
         yield from runs(wide, WIDE, seed=seed)
