@@ -1,12 +1,12 @@
 """An optimizer and a delay -> the staleness methods that are recommended: `--staleness auto`.
 
-    optimizer           delay 0 or 1 (k >= p)      more
-    muon                stash                      stash+msnag
-    all others          stash                      stash
+    optimizer           with a delay        without
+    muon                stash+msnag         stash
+    all others          stash               stash
 
 The delay is that of the first stage, ceil(W/k). What the rule rests on, and where that ends, is in
 docs/asynchronous-evidence.md. It is about more than methods: muon loses least by being late, and
-k = p costs it next to nothing.
+with k = p next to nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ AUTO = "auto"
 def recommended(optimizer: str, delay: int, *, momentum: float = 0.95) -> str:
     """The names of the methods, joined by +. Without `momentum` nothing is predicted.
 
-    >>> recommended("muon", delay=7), recommended("muon", delay=1), recommended("adamw", delay=7)
+    >>> recommended("muon", delay=7), recommended("muon", delay=0), recommended("adamw", delay=7)
     ('stash+msnag', 'stash', 'stash')
     """
-    return "stash+msnag" if optimizer == "muon" and delay > 1 and momentum else "stash"
+    return "stash+msnag" if optimizer == "muon" and delay and momentum else "stash"
