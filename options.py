@@ -274,7 +274,7 @@ _TRAIN_HELP = {
     "averaged. [default: the plan's, those of single stages too; of ddp one a process]",
     "check_replicas": "Steps between comparisons of all replicas' weights; 0: only at the start.",
     "staleness": "Methods of an asynchronous schedule, joined by +: stash (the default), none, .. "
-    "(docs/asynchronous.md has all).",
+    "(docs/asynchronous.md has all), or auto: what is recommended for the optimizer and delay.",
     "ahead": "Forwards that stages run ahead: 2x the usual, at most 1, or of each: 5,3,1,0.",
     "staleness_cap": "The most steps that weights may be stale; stages run less far ahead for it.",
     "flush_every": "Steps between drains of an asynchronous pipeline; 0: at evaluations only.",

@@ -127,10 +127,11 @@ WIDE = (
     "stash:adamw",
     "none:muon",
     "stash+partial-gradient:muon",
+    "stash+msnag:muon",
+    "stash+partial-gradient:adamw",
     "stash:adamw,sync-start=10%",
     "2bw:muon",
     "2bw+error-feedback:muon",
-    "stash+partial-gradient:adamw",
     "stash+msnag:adamw",
     "stash+error-feedback:adamw",
     "none:adamw",
@@ -165,11 +166,20 @@ def wanted(models: Path) -> Iterator[tuple[Case, Arm]]:
     yield from runs(near, NEAR[:6])
     yield from runs(wide, WIDE[2:4])
     yield from runs(near, (*SYNC[:2], *NEAR[:3]), seed=2)
-    yield from runs(near, NEAR[6:])
-    yield from runs(wide, WIDE[4:7])
-    yield from runs(wide, WIDE[:4], seed=2)
     for lr in (1e-3, 1e-2):
         yield from runs(near, (*SYNC[:2], *NEAR[:3]), lr=lr)
+    yield from runs(wide, ("stash:muon", "stash+msnag:muon"), lr=1e-2)
+    yield from runs(near, ("sync:muon", "stash:muon", "stash+msnag:muon"), lr=1e-2, seed=2)
+    yield from runs(near, ("sync:muon", "stash:muon"), lr=3e-2)
+    yield from runs(near, ("stash+msnag:muon,sync-start=10%",), lr=1e-2)
+    yield from runs(wide, ("stash:muon", "stash+msnag:muon"), lr=1e-2, seed=2)
+    yield from runs(wide, ("stash:adamw", "stash+partial-gradient:muon"), lr=1e-2)
+    yield from runs(wide, WIDE[:1], seed=2)
+    yield from runs(wide, WIDE[3:6])
+    yield from runs(near, NEAR[6:])
+    yield from runs(wide, WIDE[1:2], seed=2)
+    yield from runs(wide, WIDE[6:9])
+    for lr in (1e-3, 1e-2):
         yield from runs(wide, WIDE[:3], lr=lr)
     for seed in (1, 2):
         yield from runs(wide, WIDE, seed=seed)
@@ -180,7 +190,7 @@ def wanted(models: Path) -> Iterator[tuple[Case, Arm]]:
         for stages in (4, 16):
             yield from runs(Case("text", stages, 1), (*SYNC, *NEAR), seed=seed)
             yield from runs(Case("text", stages, 4), WIDE if stages == 4 else NEAR, seed=seed)
-    for lr in (1e-3, 1e-2):
+    for lr in (1e-3, 1e-2, 3e-2):
         yield from runs(near, (*SYNC, *NEAR, *MORE), lr=lr)
         yield from runs(wide, WIDE, lr=lr)
 

@@ -1,7 +1,8 @@
 """Runs of the convergence benchmark -> tables in Markdown and plots in SVG, one a case.
 
 A case is a model in p stages with k micro-batches a step. Synchronous runs are the same for all of
-them, so they are made once; their time is that of the case.
+them, so they are made once; their time is that of the case. Times are of stages that take equally
+long, as planners make them: those of a model so small would be of its overheads.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,6 +14,7 @@ from asyncpipe.runtime.comparison.runs import Arm, Run
 from asyncpipe.runtime.comparison.table import Ends, Row, markdown, rows
 from asyncpipe.runtime.comparison.walltime import step_ends_ms
 from asyncpipe.runtime.launching.jobs import make_job
+from asyncpipe.runtime.plan import Plan
 from asyncpipe.runtime.training.settings import Settings
 
 
@@ -66,12 +68,22 @@ def _in_case(arm: Arm, case: Case) -> Settings:
     )
 
 
+def _with_equal_stages(plan: Plan) -> Plan:
+    """A forward takes a millisecond and a backward two at every stage, and transfers nothing."""
+    stages = tuple(
+        replace(stage, forward_ms=1.0, backward_ms=2.0, forward_talk_ms=0.0, backward_talk_ms=0.0)
+        for stage in plan.stages
+    )
+    return replace(plan, stages=stages, setting=replace(plan.setting, transfer_ms=()))
+
+
 def _ends(settings_of: Mapping[str, Settings]) -> Ends:
     known: dict[str, tuple[float, ...]] = {}
 
     def ends(run: Run) -> tuple[float, ...]:
         if run.key not in known:
-            known[run.key] = step_ends_ms(make_job(settings_of[run.key], Path()))
+            job = make_job(settings_of[run.key], Path())
+            known[run.key] = step_ends_ms(replace(job, planned=_with_equal_stages(job.planned)))
         return known[run.key]
 
     return ends

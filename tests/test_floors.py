@@ -54,11 +54,7 @@ def violations(path: Path, source: str) -> list[str]:
         match name.split("."):
             case ["asyncpipe", "partitioner", *_] if parts[0] == "runtime":
                 wrong.append(f"runtime imports {name}")
-            case [
-                "asyncpipe",
-                "cli" | "options" | "terminal" | "terminal_compare" | "terminal_train",
-                *_,
-            ]:
+            case ["asyncpipe", module, *_] if module in COMMANDS:
                 wrong.append(f"{parts[0]} imports {name}")
             case ["asyncpipe", "runtime", module, *_] if parts[0] == "partitioner":
                 if module not in PURE | SHARED:

@@ -15,12 +15,15 @@ from difflib import get_close_matches
 from typing import Any
 
 from ..staleness.compose import parse
+from ..staleness.recipe import AUTO
 from ..training.settings import CHOICES, SettingsError
 
 SYNC = "sync"
 _READ: Mapping[str, Callable[[str], Any]] = {
     **dict.fromkeys(("lr", "momentum", "weight_decay", "clip", "final_lr_ratio"), float),
-    **dict.fromkeys(("warmup", "refresh_every", "staleness_cap", "flush_every"), int),
+    **dict.fromkeys(
+        ("warmup", "refresh_every", "annealing_steps", "staleness_cap", "flush_every"), int
+    ),
     **dict.fromkeys(("sync_start", "ahead", "clip_by"), str),
     "betas": lambda text: (float(text.partition("/")[0]), float(text.partition("/")[2])),
 }
@@ -57,7 +60,7 @@ def read_method(text: str) -> Method:
     """
     head, *options = (part.strip() for part in text.split(","))
     staleness, colon, optimizer = head.partition(":")
-    if staleness != SYNC:
+    if staleness not in (SYNC, AUTO):
         parse(staleness)
     if colon and optimizer not in CHOICES["optimizer"]:
         raise SettingsError(

@@ -21,8 +21,8 @@ class Row:
     """A method with an optimizer. `spread` is the difference of the highest and lowest loss over
     seeds. `gap` is to the loss of the synchronous runs, `share` the same as a share of it; None
     where there are none. `speed_up` is the time of the synchronous run over this one's, for all
-    steps; `sooner` the same for the time until the synchronous run's last loss was reached, to
-    within `TOLERANCE`: None where it never was."""
+    steps; `sooner` the same for the times until both were within `TOLERANCE` of the synchronous
+    run's last loss: None where this one never was."""
 
     method: str
     optimizer: str
@@ -114,13 +114,14 @@ def _row(name: str, optimizer: str, runs: Sequence[Run], ends: Ends) -> Row:
 def _compared(row: Row, baseline: Row | None, ends: Ends) -> Row:
     if baseline is None:
         return row
-    reached_ms = time_to(row.runs, baseline.loss * (1 + TOLERANCE), ends)
+    target = baseline.loss * (1 + TOLERANCE)
+    sync_ms, own_ms = (time_to(of.runs, target, ends) for of in (baseline, row))
     return replace(
         row,
         gap=row.loss - baseline.loss,
         share=row.loss / baseline.loss - 1 if baseline.loss else None,
         speed_up=baseline.minutes / row.minutes if row.minutes else None,
-        sooner=None if reached_ms is None else baseline.minutes * 60_000 / reached_ms,
+        sooner=sync_ms / own_ms if sync_ms and own_ms else None,
     )
 
 

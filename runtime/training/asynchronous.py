@@ -14,6 +14,8 @@ from ..schedule import Schedule
 from ..schedules import AUTO
 from ..staleness import Conditions
 from ..staleness import check as check_staleness
+from ..staleness.recipe import AUTO as AUTO_METHODS
+from ..staleness.recipe import recommended
 from .recompute import with_recompute
 from .settings import Settings, SettingsError
 
@@ -31,7 +33,7 @@ def resolve_asynchronous(settings: Settings) -> dict[str, Any]:
                     "wait for each other at every step.",
                     "--schedule async-1f1b, or leave it out.",
                 )
-        if settings.staleness not in (None, "none"):
+        if settings.staleness not in (None, "none", AUTO_METHODS):
             raise SettingsError(
                 f"--staleness {settings.staleness}, but under {settings.schedule} no weights are "
                 "stale.",
@@ -44,6 +46,8 @@ def resolve_asynchronous(settings: Settings) -> dict[str, Any]:
     steps_of_start(settings)
     if settings.schedule != "2bw":
         return {"staleness": settings.staleness or "stash", "staleness_cap": cap}
+    if settings.staleness == AUTO_METHODS:
+        return {"staleness": "2bw", "staleness_cap": cap}
     if "2bw" not in (settings.staleness or "2bw").split("+"):
         raise SettingsError(
             f"--schedule 2bw has its own versions of the weights, and --staleness "
@@ -51,6 +55,17 @@ def resolve_asynchronous(settings: Settings) -> dict[str, Any]:
             f"--schedule async-1f1b --staleness {settings.staleness}, or leave --staleness out.",
         )
     return {"staleness": settings.staleness or "2bw", "staleness_cap": cap}
+
+
+def chosen_methods(settings: Settings, plan: Plan) -> str | None:
+    """The staleness methods of settings that are resolved but for `auto`."""
+    if settings.staleness != AUTO_METHODS:
+        return settings.staleness
+    ahead = max(depths(len(plan.stages), settings.ahead))
+    delay = -(-ahead // (settings.micro_batches or 1))
+    if settings.staleness_cap is not None:
+        delay = min(delay, settings.staleness_cap)
+    return recommended(settings.optimizer or "", delay, momentum=settings.momentum or 0.0)
 
 
 def check_methods(settings: Settings, plan: Plan) -> None:

@@ -13,7 +13,7 @@ from ..data.task import Task, find_task
 from ..errors import PlanError
 from ..plan import Plan
 from ..replication.replicas import in_words, with_replicas
-from .asynchronous import check_methods, resolve_asynchronous, resolve_samples
+from .asynchronous import check_methods, chosen_methods, resolve_asynchronous, resolve_samples
 from .half import check_precision
 from .recompute import with_recompute
 from .scaler import INITIAL
@@ -83,6 +83,7 @@ def resolve(settings: Settings, plan: Plan, *, architecture: str = "") -> tuple[
         **resolve_asynchronous(settings),
         **step,
     )
+    filled = replace(filled, staleness=chosen_methods(filled, plan))
     check_precision(filled)
     check_methods(filled, plan)
     return filled, task

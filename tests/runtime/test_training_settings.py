@@ -345,6 +345,25 @@ def test_staleness_belongs_to_asynchronous_schedules(text: Plan) -> None:
         resolved(text, staleness="stash")
 
 
+@pytest.mark.parametrize(
+    ("options", "methods"),
+    [
+        ({"optimizer": "muon", "micro_batches": 1, "ahead": "2x"}, "stash+msnag"),
+        ({"optimizer": "muon", "micro_batches": 1, "ahead": "2x", "momentum": 0.0}, "stash"),
+        ({"optimizer": "muon", "micro_batches": 1, "staleness_cap": 0}, "stash"),
+        ({"optimizer": "muon", "micro_batches": 2}, "stash+msnag"),
+        ({"optimizer": "adamw", "micro_batches": 1, "ahead": "2x"}, "stash"),
+        ({"schedule": "2bw", "micro_batches": 2}, "2bw"),
+        ({"schedule": "1f1b"}, None),
+    ],
+)
+def test_the_recommended_methods_go_by_optimizer_and_delay(
+    text: Plan, options: dict[str, object], methods: str | None
+) -> None:
+    given = {"schedule": "async-1f1b", "staleness": "auto"} | options
+    assert resolved(text, **given).staleness == methods
+
+
 def test_what_an_asynchronous_run_clips_by_is_its_own_option(text: Plan) -> None:
     alone = {"schedule": "async-1f1b", "clip": 1.0}
     assert resolved(text, **alone).clip_by == "stage"
