@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import replace
 from math import ceil
 from typing import Any
@@ -16,6 +17,8 @@ from ..staleness import Conditions
 from ..staleness import check as check_staleness
 from ..staleness.recipe import AUTO as AUTO_METHODS
 from ..staleness.recipe import recommended
+from ..weight_copies import weight_copies
+from .half import format_bytes
 from .recompute import with_recompute
 from .settings import Settings, SettingsError
 
@@ -183,4 +186,24 @@ def describe_delays(schedule: Schedule, settings: Settings | None = None) -> str
     return ", ".join(
         f"stage{'' if first == last else 's'} {first}{'' if first == last else f'-{last}'}: {told}"
         for told, first, last in runs
+    )
+
+
+def describe_copies(plan: Plan, schedule: Schedule, settings: Settings) -> str:
+    """The copies of weights that each rank keeps for its staleness methods, in words and bytes; ""
+    where there are none."""
+    copies, kept_bytes = Counter[int](), Counter[int]()
+    for stage, rank in zip(plan.stages, schedule.rank_of_stage, strict=True):
+        count = weight_copies(
+            settings.staleness or "none",
+            schedule.in_flight[stage.index] - 1,
+            schedule.step_every,
+            recomputes=stage.recompute,
+        )
+        copies[rank] += count
+        kept_bytes[rank] += count * stage.param_bytes
+    return ", ".join(
+        f"rank {rank}: {count} cop{'y' if count == 1 else 'ies'}, {format_bytes(kept_bytes[rank])}"
+        for rank, count in sorted(copies.items())
+        if count
     )

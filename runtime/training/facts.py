@@ -20,7 +20,7 @@ from ..schedules import AUTO
 from ..transports.choose import Choice
 from ..watching.metrics import Reporter
 from ..weight_copies import KEEPS
-from .asynchronous import delays_of, describe_delays, steps_of_start
+from .asynchronous import delays_of, describe_copies, describe_delays, steps_of_start
 from .half import describe_memory, describe_precision, precision_warning
 from .remeasure import when_measured
 from .resolve import batch_identity, costs_at_sizes
@@ -87,7 +87,7 @@ def announce(
         ("ranks", describe_ranks(grid_of(schedule, settings.replicas), transport, machine)),
         ("algorithm", describe_algorithm(schedule, settings)),
         *describe_schedule(schedule, settings),
-        *([("staleness", describe_delays(schedule, settings))] if settings.is_async else []),
+        *describe_staleness(plan, schedule, settings),
         ("batch", batch_identity(settings, task)),
         ("data", data),
         ("optimizer", describe_optimizer(settings, schedule.delays)),
@@ -192,6 +192,16 @@ def _when_drained(settings: Settings) -> str:
     if settings.left_over:
         told += f"; the last step has {settings.left_over} micro-batches, and as much less weight"
     return told
+
+
+def describe_staleness(plan: Plan, schedule: Schedule, settings: Settings) -> list[tuple[str, str]]:
+    """How stale the weights of an asynchronous run are, and which copies of them ranks keep."""
+    if not settings.is_async:
+        return []
+    facts = [("staleness", describe_delays(schedule, settings))]
+    if copies := describe_copies(plan, schedule, settings):
+        facts.append(("versions", copies))
+    return facts
 
 
 def describe_schedule(schedule: Schedule, settings: Settings) -> list[tuple[str, str]]:

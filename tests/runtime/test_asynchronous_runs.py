@@ -13,10 +13,14 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from asyncpipe.runtime.asynchronous import async_1f1b
 from asyncpipe.runtime.data.order import Order
 from asyncpipe.runtime.delays import Delays
 from asyncpipe.runtime.errors import AsyncPipeError
+from asyncpipe.runtime.folding import fold
 from asyncpipe.runtime.launching.jobs import make_job
+from asyncpipe.runtime.plan import read_plan
+from asyncpipe.runtime.training.asynchronous import describe_copies
 from asyncpipe.runtime.training.observer import Trainer
 from asyncpipe.runtime.training.segments import make_segment, segments
 from asyncpipe.runtime.training.settings import Settings
@@ -167,6 +171,23 @@ def test_staleness_is_told_before_the_run_and_at_its_end(folder: Path, tmp_path:
     assert facts["algorithm"].endswith(
         "drained at evaluations and every 4 steps; the first 1 steps are synchronous 1f1b"
     )
+
+
+def test_the_copies_of_weights_are_told_before_the_run(folder: Path) -> None:
+    planned = read_plan(folder)
+    plan = replace(
+        planned,
+        stages=tuple(replace(stage, param_bytes=2**20) for stage in planned.stages),
+    )
+    settings = Settings(folder=str(folder), **options({"staleness": "stash"}))
+    one_each = async_1f1b(4, 4, step_every=1)
+    assert describe_copies(plan, one_each, settings) == (
+        "rank 0: 4 copies, 4 MiB, rank 1: 3 copies, 3 MiB, rank 2: 2 copies, 2 MiB"
+    )
+    assert describe_copies(plan, fold(one_each, (0, 0, 1, 1)), settings) == (
+        "rank 0: 7 copies, 7 MiB, rank 1: 2 copies, 2 MiB"
+    )
+    assert describe_copies(plan, one_each, replace(settings, staleness="none")) == ""
 
 
 def test_2bw_has_its_own_versions_of_the_weights(folder: Path) -> None:
