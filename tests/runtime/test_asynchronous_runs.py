@@ -209,7 +209,7 @@ def test_2bw_has_its_own_versions_of_the_weights(folder: Path) -> None:
         ({"samples": 70, "steps": 7}, "--samples 70 are 8 steps, but --steps is 7"),
         ({"remainder": "proportional"}, "--remainder proportional, but --steps leaves none"),
         ({"schedule": "2bw", "staleness": "stash"}, "2bw has its own versions"),
-        ({"schedule": "2bw"}, "when a step has 4 micro-batches or more, not 2"),
+        ({"schedule": "2bw"}, "2bw needs at least 4 micro-batches a step"),
         ({"ahead": "1,2,3,4"}, "stage 1 would run 2 forwards ahead"),
         (
             {"samples": 12, "remainder": "proportional", "schedule": "auto"},

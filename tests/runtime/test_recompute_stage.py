@@ -93,11 +93,13 @@ def test_the_second_forward_reads_the_version_that_the_first_one_read() -> None:
         versions.went_forward(0)
         state = GeneratorState.seeded(torch.device("cpu"), 3)
         inputs = {"a": torch.randn(5, 4, generator=torch.Generator().manual_seed(1))}
-        stage.forward(0, inputs, {}, weights=versions.bind(0), generator=state, recompute=recompute)
+        leaves = versions.bind(0, versions.live_view)
+        stage.forward(0, inputs, {}, weights=leaves, generator=state, recompute=recompute)
         with torch.no_grad(), versions.unseen_by_autograd():
             for weight in versions.live.values():
                 weight.mul_(3.0)
-        gradients = stage.backward(0, {"c": [torch.ones(5, 4)]}, loss_divisor=1)
+        ones = {"c": [torch.ones(5, 4)]}
+        gradients = stage.backward(0, ones, loss_divisor=1, weights=leaves)
         versions.went_backward(0)
         seen.append([gradients["a"], *(weight.grad for weight in module.parameters())])
     for plain, again in zip(*seen, strict=True):

@@ -107,7 +107,7 @@ def test_what_is_recomputed_reads_the_weights_and_draws_the_numbers_of_its_forwa
         versions.went_forward(0)
         state = GeneratorState.seeded(torch.device("cpu"), 3)
         inputs = {"a": torch.tensor([[1.0, 2.0], [3.0, 4.0]])}
-        stage.forward(0, inputs, {}, weights=versions.bind(0), generator=state)
+        stage.forward(0, inputs, {}, weights=versions.bind(0, versions.live_view), generator=state)
         with torch.no_grad(), versions.unseen_by_autograd():
             for weight in versions.live.values():
                 weight.mul_(3.0)
