@@ -95,6 +95,9 @@ CASES: Mapping[str, Case] = {
             d_kv=8,
             d_ff=24,
             vocab_size=61,
+            # What a cache is given is copied into another layout, which no stage does, and whose
+            # products some processors round otherwise.
+            use_cache=False,
         ),
         _pairs,
     ),
