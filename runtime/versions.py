@@ -212,8 +212,9 @@ class WeightVersions:
 
     @torch.no_grad()
     def _fill(self, copy: _Copy, view: View) -> None:
-        with _unsafe_preserve_version_counter(tuple(copy.leaves.values())):
-            view.fill(copy.leaves)
+        if copy.leaves:
+            with _unsafe_preserve_version_counter(tuple(copy.leaves.values())):
+                view.fill(copy.leaves)
         copy.content = view
         self.copies_made += 1
 

@@ -239,7 +239,7 @@ def make_pipeline(
 class Planned:
     """An optimizer whose learning rate follows given factors."""
 
-    optimizer: torch.optim.Optimizer
+    optimizer: torch.optim.Optimizer | None
     factors: Factors
     weights: WeightVersions
     annealing_steps: int = 4
@@ -257,12 +257,13 @@ def _attach(pipelines: Sequence[Pipeline], seen: Seen, factors: Factors) -> None
 
     for stage, pipeline in home.items():
         weights = pipeline.weights[stage]
-        pipeline.attach({stage: Planned(seen.optimizers[stage], factors, weights)})
+        pipeline.attach({stage: Planned(seen.optimizers.get(stage), factors, weights)})
     seen.scale = scale
 
 
 def _seen(modules: list[nn.Module], optimize: Optimize | None) -> Seen:
-    optimizers = {j: optimize(m.parameters()) for j, m in enumerate(modules)} if optimize else {}
+    stepped = {j: own for j, m in enumerate(modules) if (own := list(m.parameters()))}
+    optimizers = {j: optimize(own) for j, own in stepped.items()} if optimize else {}
     return Seen(dict(enumerate(modules)), optimizers)
 
 

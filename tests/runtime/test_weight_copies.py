@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
+from torch import nn
 
 from asyncpipe.runtime.weight_copies import weight_copies
 from asyncpipe.tests.executor import lowered, train_together
-from asyncpipe.tests.hand_plans import chain
+from asyncpipe.tests.hand_plans import HandStage, chain, hand_model
 from asyncpipe.tests.held_equal import OPTIMIZERS, recomputing
 
 STAGES = 4
@@ -31,6 +33,25 @@ KEPT = (
     ("stash+error-feedback", "adam", 1),
     ("stash+spike-compensation", "momentum", 2),
 )
+
+
+@pytest.mark.parametrize(("staleness", "optimizer"), [kept[:2] for kept in KEPT])
+def test_a_stage_without_weights_keeps_none(staleness: str, optimizer: str) -> None:
+    whole = chain(2)
+    first, last = whole.stages
+    between = HandStage(nn.Tanh, ("h1",), ("h2",))
+    last = replace(last, inputs=("h2", "y"))
+    model = hand_model([first, between, last], whole.make_inputs)
+    if staleness == "gap-aware-loss":
+        model = recomputing(model)
+    trained = train_together(
+        model,
+        lowered(model, "async-1f1b", 6, 1),
+        optimize=OPTIMIZERS[optimizer],
+        staleness=staleness,
+    )
+    assert trained.pipelines[1].binders[1].kept_bytes == 0
+    assert trained.pipelines[1].versions == {1: 6}
 
 
 @pytest.mark.parametrize(("staleness", "optimizer", "passing"), KEPT)
