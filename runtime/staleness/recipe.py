@@ -6,7 +6,7 @@
 
 The delay is that of the first stage, ceil(W/k). What the rule rests on, and where that ends, is in
 docs/asynchronous-evidence.md. It is about more than methods: muon loses least by being late, and
-with k = p next to nothing.
+least of all with k = p.
 """
 
 from __future__ import annotations
