@@ -6,7 +6,6 @@ To 1e-12 in float64, not to the last bit: a prediction is summed up in another o
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +21,7 @@ from asyncpipe.runtime.staleness import check as check_fit
 from asyncpipe.runtime.weight_copies import KEEPS, weight_copies
 from asyncpipe.tests.executor import Trained, lowered, train_together
 from asyncpipe.tests.hand_plans import HandModel, chain, skips, tied
+from asyncpipe.tests.held_equal import recomputing
 from asyncpipe.tests.oracle import LiveReference, Oracle, Reference, async_run
 from asyncpipe.tests.predictions import (
     AggMsnagReference,
@@ -83,12 +83,6 @@ def fits(method: str, optimizer: str) -> bool:
 
 def names(method: str, *, stashed: bool) -> str:
     return method if method in OWN_BACKWARD or not stashed else f"stash+{method}"
-
-
-def recomputing(model: HandModel) -> HandModel:
-    last = len(model.stages) - 1
-    stages = tuple(replace(stage, recompute=stage.index < last) for stage in model.plan.stages)
-    return replace(model, plan=replace(model.plan, stages=stages))
 
 
 def pipeline(
