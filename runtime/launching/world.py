@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import re
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,14 +15,14 @@ from dataclasses import dataclass, field, replace
 import torch
 import torch.distributed as dist
 
-from ..errors import TransportError
 from ..plan import Plan
 from ..replication.grid import Grid
 from ..replication.replicas import stage_replicas
 from ..training.settings import Settings, SettingsError
 from ..transports.mpi import share_store
-from .interfaces import VARIABLES, address_of, choose_interface, name_interface, unreachable
+from .interfaces import VARIABLES, address_of, choose_interface, name_interface
 from .launchers import ALONE, Place
+from .meeting import call_roll, joining_error, open_store
 from .seats import Machine, Seat, check_alike, find_machine, own_seat, seat_from
 
 
@@ -130,12 +129,13 @@ def join(place: Place, settings: Settings, plan: Plan) -> World:
     interface = choose_interface(place, settings.interface)
     name_interface(interface, asked=settings.interface is not None)
     timeout_s = settings.patience_s
-    store = None
-    if over_mpi:
-        head = place.head or address_of(interface) or socket.gethostname()
-        store = share_store(place.rank, place.ranks, head, timeout_s)
-    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = place.head, str(place.port)
     try:
+        if over_mpi:
+            head = place.head or address_of(interface) or socket.gethostname()
+            store = share_store(place.rank, place.ranks, head, timeout_s)
+        else:
+            store = open_store(place, timeout_s)
+        store = call_roll(store, place, timeout_s)
         dist.init_process_group(
             "gloo",
             store=store,
@@ -145,7 +145,7 @@ def join(place: Place, settings: Settings, plan: Plan) -> World:
         )
         seats = _seats(own_seat(settings.device, plan), place.ranks)
     except (dist.DistError, RuntimeError, ValueError) as error:
-        raise _joining_error(place, timeout_s, str(error)) from error
+        raise joining_error(place, timeout_s, str(error)) from error
     check_alike(seats)
     machine = find_machine(settings, plan, seats, place.rank)
     # A figure may be on its way for as long as a step takes; the pipeline's own waits end a hang.
@@ -223,27 +223,3 @@ def gather_alike(content: bytes, ranks: int, group: dist.ProcessGroup | None = N
     parts = [torch.zeros_like(own) for _ in range(ranks)]
     dist.all_gather(parts, own, group=group)
     return [bytes(part.tolist()) for part in parts]
-
-
-def _joining_error(place: Place, seconds: float, text: str) -> TransportError:
-    """What to tell of an exception of torch.distributed while ranks meet."""
-    at = f"{place.head}:{place.port}"
-    if "EADDRINUSE" in text:
-        return TransportError(
-            f"rank 0 cannot open {at}: another program has this port.",
-            f"--master-port {place.port + 1}, the same on all hosts.",
-        )
-    came = re.search(r"(\d+)/(\d+) clients joined", text)
-    if came is not None:
-        return TransportError(
-            f"rank 0 waits at {at} for {came[2]} ranks, and {came[1]} came in {seconds:g} s.",
-            "What the others say tells why; --timeout-s allows more time.",
-        )
-    if "full mesh" in text.lower() or "gloo" in text.lower():
-        interface = os.environ.get(VARIABLES[0], "the interface that gloo chose")
-        return TransportError(
-            f"rank {place.rank} found the others at {at}, and cannot connect to them over "
-            f"{interface}: {text.splitlines()[0]}",
-            "--interface NAME, of a network that all hosts share.",
-        )
-    return unreachable(place, seconds)

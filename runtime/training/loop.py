@@ -16,6 +16,7 @@ from ..data.order import Order
 from ..data.task import Task
 from ..data.vocabulary import check_vocabulary
 from ..host_memory import keep_freed_memory
+from ..launching.failure import RankFolder
 from ..launching.world import World
 from ..loading import load_stage
 from ..observed import ObservedTransport, observed_feed
@@ -30,6 +31,7 @@ from ..transports.choose import Choice
 from ..watching.debugger import wait_for_debugger
 from ..watching.gather import Gather, RankFigures
 from ..watching.metrics import EvalRecord, MetricsFile, Reporter
+from ..watching.out_of_memory import memory_watched
 from ..watching.tracing import Tracing
 from ..watching.watch import Watch
 from ..watching.watchdog import Watchdog
@@ -79,7 +81,8 @@ def train(
     Raises the AsyncPipeError that ends this rank.
     """
     activities = Activities()
-    with Watchdog(job.settings, job.folder, world, activities) as watchdog:
+    watchdog = Watchdog(job.settings, job.folder, world, activities)
+    with watchdog, memory_watched(job.plan, job.settings, world, activities):
         _train(job, world, make_reporter, on_step, activities, watchdog)
 
 
@@ -132,6 +135,8 @@ def _train(
             forecast=forecast,
             dtypes=dtypes,
         )
+        if why := RankFolder(job.folder).why_again:
+            reporter.on_note("restart", why)
     read = data if fields else None
     with activities.during(Activity("other", "loads its stages")):
         run = _Run(

@@ -6,6 +6,7 @@ Whoever shows a run implements `Reporter`; it is called in the process of rank 0
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -179,8 +180,13 @@ class MetricsFile:
         self._shown.on_timelines(costs, simulated, measured)
 
     def _write(self, line: str) -> None:
-        self._file.write(line + "\n")
-        self._file.flush()
+        whole = self._file.tell()
+        try:
+            self._file.write(line + "\n")
+            self._file.flush()
+        except OSError:  # The disk is full; a later attempt appends to whole lines.
+            os.ftruncate(self._file.fileno(), whole)
+            raise
 
 
 def _line(event: str, values: dict[str, object]) -> str:
