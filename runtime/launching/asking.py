@@ -16,11 +16,7 @@ from collections.abc import Callable, Collection
 from types import FrameType, TracebackType
 from typing import Any
 
-ASKING = (signal.SIGTERM, signal.SIGUSR1)
-"""The signals that ask a run to stop."""
-
-STOPPED = 143
-"""The exit code of a run that stopped because it was asked to."""
+from ..training.stopping import SIGNALS
 
 _BEAT_S = 0.2
 
@@ -40,7 +36,7 @@ class HandingOn:
 
     def __enter__(self) -> HandingOn:
         if threading.current_thread() is threading.main_thread():
-            for number in ASKING:
+            for number in SIGNALS:
                 self._handlers[number] = signal.signal(number, self._ask)
         return self
 

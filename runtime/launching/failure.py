@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ..checkpoint.resuming import how_to_go_on
 from ..errors import AsyncPipeError, TransportError
 from ..transports.mpi import leave_mpi
 from .disk import disk_error, disk_is_tight, unwritable
@@ -228,6 +229,12 @@ def failure_of(
         "".join(traceback.format_exception(error)),
         comes_again,
     )
+
+
+def with_way_on(error: RankError, run: Path) -> RankError:
+    """The error, whose cure also says from which checkpoint the run can go on."""
+    error.cure = f"{error.cure}{how_to_go_on(run)}".removeprefix(" · ")
+    return error
 
 
 def root_of(error: BaseException) -> BaseException:

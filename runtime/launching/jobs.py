@@ -8,14 +8,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from ..checkpoint.resuming import CONFIGURATION, resumed_run, runs_of
 from ..data.task import architecture_of
 from ..errors import AsyncPipeError
 from ..plan import read_plan
 from ..replication.grid import grid_of
-from ..training.loop import Job, train
+from ..training.loop import train
 from ..training.resolve import resolve, sized_plan
 from ..training.segments import make_segment
 from ..training.settings import Settings, SettingsError
+from ..training.setup import Job
 from ..training.sources import default_data
 from ..user_code import import_object
 from ..watching.debugger import check_debugger
@@ -49,15 +51,20 @@ def run_rank(job: Job, world: World, reporter: str) -> None:
 
 
 def make_folder(job: Job) -> Job:
-    """Makes the run's folder and leaves the settings in it that repeat the run."""
-    if (job.folder / "config.toml").exists():
+    """Makes the run's folder, or takes the one of the run that is resumed, and leaves the settings
+    in it that repeat the run."""
+    if job.settings.resume is not None and job.folder == resumed_run(job.settings):
+        shutil.rmtree(job.folder / "ranks", ignore_errors=True)
+    elif (job.folder / CONFIGURATION).exists():
         raise SettingsError(
             f"--output {job.folder} already holds a run.", "Choose another folder, or remove it."
         )
     while True:
         try:
             (job.folder / "ranks").mkdir(parents=True)
-            (job.folder / "config.toml").write_text(job.settings.to_toml(), encoding="utf-8")
+            new = job.folder / f"{CONFIGURATION}.new"
+            new.write_text(job.settings.to_toml(), encoding="utf-8")
+            new.replace(job.folder / CONFIGURATION)
             return job
         except FileExistsError:
             if job.settings.output is not None:
@@ -68,7 +75,7 @@ def make_folder(job: Job) -> Job:
         except OSError as error:
             shutil.rmtree(job.folder / "ranks", ignore_errors=True)
             with contextlib.suppress(OSError):
-                (job.folder / "config.toml").unlink()
+                (job.folder / f"{CONFIGURATION}.new").unlink()
             raise disk_error(error, job.folder) or error from None
 
 
@@ -90,9 +97,12 @@ def reporter_factory(spec: str) -> Callable[[Settings], Reporter]:
 
 
 def _next_folder(settings: Settings) -> Path:
-    """The folder that was asked for, or the first free `runs/<name>/<number>`."""
+    """The folder that was asked for, that of the run that is resumed, or the first free
+    `runs/<name>/<number>`."""
     if settings.output is not None:
         return Path(settings.output)
-    runs = Path("runs") / Path(settings.folder).resolve().name
+    if (run := resumed_run(settings)) is not None:
+        return run
+    runs = runs_of(settings.folder)
     taken = [int(path.name) for path in runs.glob("*") if path.name.isdigit()]
     return runs / str(max(taken, default=0) + 1)

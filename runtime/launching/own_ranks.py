@@ -15,16 +15,18 @@ from dataclasses import asdict
 import torch
 from torch.distributed.elastic.multiprocessing import SignalException
 
+from ..checkpoint.resuming import how_to_go_on
 from ..replication.grid import grid_of
 from ..schedule import Schedule
-from ..training.loop import Job
 from ..training.resolve import check_devices
 from ..training.segments import make_segment
+from ..training.setup import Job
+from ..training.stopping import Stopped
 from ..training.transport import expect_transport
 from .agent import RankAgent
-from .asking import STOPPED, HandingOn
+from .asking import HandingOn
 from .disk import disk_error
-from .failure import RankError, RankFolder
+from .failure import RankError, RankFolder, with_way_on
 from .jobs import make_folder
 from .mpi_ranks import run_over_mpi
 
@@ -35,7 +37,7 @@ def start_ranks(job: Job, reporter: str) -> None:
     """Runs the job to its end.
 
     Raises RankError with the first cause when a rank fails and the run may not begin again,
-    SystemExit when a signal asked it to stop, KeyboardInterrupt after Ctrl-C.
+    Stopped when a signal asked it to stop, KeyboardInterrupt after Ctrl-C.
     """
     schedule = make_segment(job.plan, job.settings, steps=1)
     grid = grid_of(schedule, job.settings.replicas)
@@ -63,7 +65,7 @@ def start_ranks(job: Job, reporter: str) -> None:
     has_stopped = left.has_stopped
     shutil.rmtree(left.path)
     if has_stopped:
-        raise SystemExit(STOPPED)
+        raise Stopped
 
 
 class _Attempts:
@@ -106,7 +108,7 @@ class _Attempts:
         if (number := self._signals.asked_by) is not None:
             raise self._not_stopped(number, cause)
         if self._restarts == self._settings.restarts or cause.comes_again:
-            raise cause
+            raise with_way_on(cause, self._left.path.parent)
         self._restarts += 1
         times = f"{self._restarts} of {self._settings.restarts}"
         self._left.begin_again(f"{cause.what} Begun again ({times}).")
@@ -121,15 +123,16 @@ class _Attempts:
                 "More time: --timeout-s.",
             )
         if self._left.last_step() > 0:
-            return cause
-        stopped = SystemExit(STOPPED)
+            return with_way_on(cause, self._left.path.parent)
+        stopped = Stopped()
         stopped.add_note(f"stopped by {number.name} before the first step")
         return stopped
 
 
 def interruption(left: RankFolder) -> str:
     """The one line after Ctrl-C."""
-    return f"interrupted at step {left.last_step()} · {left.path.parent}"
+    run = left.path.parent
+    return f"interrupted at step {left.last_step()} · {run}{how_to_go_on(run)}"
 
 
 def stages_of_ranks(schedule: Schedule, replicas: int | None = None) -> dict[int, str]:

@@ -49,7 +49,7 @@ def main() -> None:
         run_rank(job, world, reporter)
         leave()
         end_process(0)
-    except SystemExit:  # it was asked to stop; that is no failure to whoever watches
+    except SystemExit:  # It was asked to stop, which is no failure to whoever watches.
         left.mark_stopped()
         leave()
         end_process(0)
