@@ -20,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from asyncpipe.runtime.checkpoint.folders import checkpoints_in, damage_of
 from asyncpipe.runtime.launching.failure import RankFolder
 from asyncpipe.tests.quick_python import bin_folder
 
@@ -168,6 +169,14 @@ class FaultyRun:
             for rank in range(ranks)
         }
 
+    def wait_for_checkpoint(self) -> None:
+        """Until one is being written."""
+        folder, found = self.output / "checkpoints", []
+        self.wait_for(lambda: folder.is_dir())
+        while not found:
+            assert self.process.poll() is None, self.process.communicate()
+            found = [path for path in os.listdir(folder) if path.endswith(".part")]
+
     def now(self) -> None:
         """The fault is now."""
         self._fault_s = time.monotonic()
@@ -213,6 +222,8 @@ def check_whole(output: Path) -> None:
     for name in ("*.json", "ranks/*.json"):
         for file in output.glob(name):
             json.loads(file.read_text())
+    for checkpoint in checkpoints_in(output):
+        assert not damage_of(checkpoint)
 
 
 def losses(output: Path) -> dict[int, float]:

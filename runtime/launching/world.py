@@ -19,7 +19,7 @@ from ..plan import Plan
 from ..replication.grid import Grid
 from ..replication.replicas import stage_replicas
 from ..training.settings import Settings, SettingsError
-from ..transports.mpi import share_store
+from ..transports.mpi import forget_segments, share_store
 from .interfaces import VARIABLES, address_of, choose_interface, name_interface
 from .launchers import ALONE, Place
 from .meeting import call_roll, joining_error, open_store
@@ -136,6 +136,8 @@ def join(place: Place, settings: Settings, plan: Plan) -> World:
         else:
             store = open_store(place, timeout_s)
         store = call_roll(store, place, timeout_s)
+        if over_mpi:
+            forget_segments()
         dist.init_process_group(
             "gloo",
             store=store,

@@ -299,6 +299,7 @@ class _Run:
         )
 
     def _save(self, step: int) -> None:
+        self._drain(step)  # A run that goes on from there has the records until there.
         evaluated = self._evaluated
         self._checkpoints.save(
             step,
@@ -329,10 +330,13 @@ class _Run:
         if self._watch is not None:
             self._watch.poll()
 
-    def _evaluate(self, step: int) -> None:
+    def _drain(self, step: int) -> None:
         if self._watch is not None:
             with self._activities.during(Activity("meet", "the figures of the last steps")):
                 self._watch.drain(step)
+
+    def _evaluate(self, step: int) -> None:
+        self._drain(step)
         if not self._evaluation.batches:
             return
         self._evaluated = self._evaluation(self._pipeline, step)
