@@ -233,10 +233,12 @@ def test_a_run_whose_rank_dies_begins_again_and_makes_the_same_losses(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["shm", "gloo", "mpi"])
-@pytest.mark.parametrize("rank", [0, 1, 3])
+@pytest.mark.parametrize(
+    ("transport", "rank"),
+    [("shm", 0), ("shm", 1), ("shm", 2), ("shm", 3), ("gloo", 1), ("mpi", 2)],
+)
 def test_a_run_goes_on_after_a_rank_was_killed_at_a_random_moment(
-    rank: int, transport: str, folders: Path, undisturbed: dict[int, float], tmp_path: Path
+    transport: str, rank: int, folders: Path, undisturbed: dict[int, float], tmp_path: Path
 ) -> None:
     chance = random.Random(f"{rank} {transport}")
     given = {"steps": 8, "restarts": 1, "save_every": 1, "transport": transport}
