@@ -55,7 +55,7 @@ def growth(seen: list[tuple[int, int]], skipped: float) -> tuple[int, int]:
 
 
 def options(steps: int, **more: Any) -> dict[str, Any]:
-    return {"steps": steps, "schedule": "1f1b", "stall_s": 2, "timeout_s": 6} | more
+    return {"steps": steps, "schedule": "1f1b", "stall_s": 5, "timeout_s": 20} | more
 
 
 def soaked(folder: Path, output: Path, steps: int, every_s: float, seed: int) -> dict[str, Any]:
