@@ -35,6 +35,9 @@ class RankFigures:
     step, `skipped` the number of steps left out so far. `passages` are the backwards
     of the step's micro-batches at the rank's stages, `delays` the sum and `worst_delay` the largest
     of their delays by the ledger, and `unexpected` those at other versions than the closed form's.
+    `gap_squared` and `weights_squared` are sums over the same passages, where they were taken: of
+    the squared norms of what lies between a forward's weights and the live ones, and of the live
+    ones'.
     """
 
     step: float
@@ -48,6 +51,8 @@ class RankFigures:
     delays: float = 0.0
     worst_delay: float = 0.0
     unexpected: float = 0.0
+    gap_squared: float = 0.0
+    weights_squared: float = 0.0
     waiting_s: float = 0.0
     sending_s: float = 0.0
     data_s: float = 0.0

@@ -28,7 +28,10 @@ class StepRecord:
     Under float16 `loss_scale` is that of the next step, and `skipped` counts the steps so far that
     were left out because a gradient overflowed. In an asynchronous run `delay_mean` and `delay_max`
     are the mean and the most steps between the forward and the backward of the step's
-    micro-batches, at all stages, as the ledgers of the ranks have them.
+    micro-batches, at all stages, as the ledgers of the ranks have them, and `gap` is the norm of
+    what lies between the weights that they read in the forward and the live ones that they met in
+    the backward, relative to that of the live ones (root mean squares over the micro-batches and
+    stages, from a part of the weights).
     """
 
     step: int
@@ -48,6 +51,7 @@ class StepRecord:
     skipped: int = 0
     delay_mean: float | None = None
     delay_max: int | None = None
+    gap: float | None = None
 
     @property
     def idle_share(self) -> float:
@@ -61,7 +65,7 @@ class StepRecord:
         if self.loss_scale is None:
             del record["loss_scale"], record["skipped"]
         if self.delay_mean is None:
-            del record["delay_mean"], record["delay_max"]
+            del record["delay_mean"], record["delay_max"], record["gap"]
         del record["logged"], record["steps"], record["unit"], record["rate"]
         return _line("step", record | {f"{self.unit}_per_s": round(self.rate, 1)})
 

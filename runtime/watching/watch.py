@@ -129,6 +129,7 @@ class Watch:
             skipped=int(figures[0].skipped),
             delay_mean=round(late.delay_mean, 4) if late else None,
             delay_max=late.delay_max if late else None,
+            gap=_gap(figures) if late else None,
         )
 
     def _share_of(self, rank: int, part: str) -> float:
@@ -148,6 +149,12 @@ def _with_delays(before: StalenessSummary, figures: Sequence[RankFigures]) -> St
         max(before.delay_max, *(int(rank.worst_delay) for rank in figures)),
         before.unexpected + int(sum(rank.unexpected for rank in figures)),
     )
+
+
+def _gap(figures: Sequence[RankFigures]) -> float:
+    """That of StepRecord, of a logged step."""
+    squared = sum(rank.gap_squared for rank in figures)
+    return float(f"{math.sqrt(squared / max(sum(r.weights_squared for r in figures), 1e-300)):.4g}")
 
 
 def _mean_time(figures: Sequence[RankFigures]) -> RankTime:
