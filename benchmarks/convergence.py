@@ -174,13 +174,17 @@ def wanted(models: Path) -> Iterator[tuple[Case, Arm]]:
                     yield case, arm
 
     near, wide, long = Case("text", 8, 1), Case("text", 8, 8), Case("text", 8, 8, 1200)
-    yield from runs(wide, CORE[:2], shift=1)
+    partial = ("stash+partial-gradient:muon",)
+    yield from runs(wide, CORE[:1], shift=1)
+    for shift in (1, 0):
+        yield from runs(wide, partial, shift=shift)
+    yield from runs(near, SYNC[:1], shift=1, seed=2)
+    yield from runs(wide, partial, shift=1, seed=2)
     yield from runs(wide, START)
     yield from runs(wide, START, shift=1)
-    yield from runs(near, SYNC[:1], shift=1, seed=2)
     yield from runs(wide, CORE[:1], shift=1, seed=2)
     for shift in (0, 1):
-        yield from runs(long, (SYNC[0], CORE[0]), shift=shift)
+        yield from runs(long, (SYNC[0], *partial, CORE[0]), shift=shift)
     yield from runs(wide, CORE)
     others = (*(Case("text", p, k) for p, k in ((4, 1), (4, 4), (8, 4), (16, 1), (16, 4))),)
     digits = Case("digits", 8, 1), Case("digits", 8, 8)
