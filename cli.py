@@ -24,6 +24,7 @@ from rich.markup import escape
 from rich.syntax import Syntax
 
 from .options import ComparedOptions, CompareOptions, PartitionOptions, TrainOptions
+from .runtime.checkpoint.resuming import with_options_of_run
 from .runtime.errors import AsyncPipeError, PlanError
 from .runtime.plan import portable, read_plan
 from .runtime.training.settings import Settings, read_config
@@ -72,7 +73,10 @@ def partition() -> None:
 
 def train() -> None:
     """Entry point of asyncpipe-train."""
-    code = _run(train_app)
+    try:
+        code = _run(train_app)
+    except SystemExit as stopped:  # by a signal, with a checkpoint written
+        code = int(stopped.code or 0)
     if "torch.distributed" in sys.modules:  # else only --help, or a usage error
         from .runtime.launching.failure import end_process
 
@@ -251,9 +255,8 @@ def train_command(
     verbose
         Show the traceback of an error.
     """
-    settings = Settings(
-        **{**(read_config(config) if config else {}), **_given(options), "folder": str(folder)}
-    )
+    given = {**(read_config(config) if config else {}), **_given(options), "folder": str(folder)}
+    settings = Settings(**with_options_of_run(given))
     if settings.print_sbatch:
         from .runtime.launching.sbatch import batch_script
 
