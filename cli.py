@@ -30,6 +30,7 @@ from .options import (
     SweepOptions,
     TrainOptions,
 )
+from .runtime.checkpoint.resuming import with_options_of_run
 from .runtime.errors import AsyncPipeError, PlanError
 from .runtime.plan import portable, read_plan
 from .runtime.training.settings import Settings, read_config, settings_from
@@ -79,7 +80,10 @@ def partition() -> None:
 
 def train() -> None:
     """Entry point of asyncpipe-train."""
-    code = _run(train_app)
+    try:
+        code = _run(train_app)
+    except SystemExit as stopped:  # by a signal, with a checkpoint written
+        code = int(stopped.code or 0)
     if "torch.distributed" in sys.modules:  # else only --help, or a usage error
         from .runtime.launching.failure import end_process
 
@@ -265,7 +269,7 @@ def train_command(
     merged = {**(read_config(config) if config else {}), **flags}
     if lists := lists_of(several.sweep or (), config, flags):
         return _sweep(merged, lists, several.jobs)
-    settings = settings_from(merged)
+    settings = settings_from(with_options_of_run(merged))
     if settings.print_sbatch:
         from .runtime.launching.sbatch import batch_script
 

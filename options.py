@@ -312,7 +312,14 @@ _TRAIN_HELP = {
     "recompute": "Stages that run their forward again for the backward, to hold less: auto (the "
     "plan's), all, none, or numbers such as 0,2.",
     "seed": "Of the data order and of dropout.",
-    "weights": "To start from: a safetensors file or folder, a run's or a generated folder.",
+    "init_from": "Weights to start from, with a new optimizer: a safetensors file or folder, a "
+    "checkpoint, a run's or a generated folder.",
+    "resume": "Go on where a run ended: a run's folder, one of its checkpoints, or auto: the "
+    "newest good checkpoint of --output, else of this model's last run; a new run where there is "
+    "none.",
+    "save_every": "Steps between checkpoints; 0: only when a signal ends the run.",
+    "keep_last": "The newest checkpoints, which are kept.",
+    "keep_best": "Checkpoints with the lowest evaluation loss, which are kept too.",
     "export_hf": "Write the trained model to this folder, for from_pretrained.",
     "output": "The run's folder; by default a new one in runs/<name>.",
     "eval_every": "Steps between evaluations; 0: only at the end.",
@@ -382,7 +389,7 @@ _COMPARED = (
         "clip",
         "clip_by",
     ),
-    *("criterion", "batch_norm", "recompute", "weights", "output", "eval_every", "eval_batches"),
+    *("criterion", "batch_norm", "recompute", "init_from", "output", "eval_every", "eval_batches"),
     *("dtype", "json", "quiet"),
 )
 """The options of Settings that are the same in all runs of a comparison."""

@@ -118,8 +118,7 @@ class Pipeline:
             j: Binder(weights, make_staleness(staleness)) for j, weights in self.weights.items()
         }
         exchanged = replace(plan, shared=()) if self.replicas else plan
-        self._shared = SharedGradients(exchanged, stages, self.transport)
-        self._shared_is_verified = False
+        self.shared = SharedGradients(exchanged, stages, self.transport)
         self._model_outputs = output_names(plan)
         self._needed = needed_inputs(plan, expected, criterion=criterion is not None)
         self._state_bytes = len(GeneratorState.seeded(self.device, 0).state)
@@ -169,12 +168,12 @@ class Pipeline:
     ) -> Generator[Handle, None, RunReport]:
         """`run` as a generator that stops where a tensor is not there yet, for `run_together`."""
         run = self._prepare(schedule, feed, options)
-        if not self._shared_is_verified:
-            yield from self._shared.verify_equal()
-            self._shared_is_verified = True
+        yield from self.shared.verify_equal()
         ends = window_ends(run.program)
         with self._modes(run.training), self._casts_kept(run.training):
             for position, action in enumerate(run.program):
+                if run.leaves_out(action):
+                    continue
                 match action.kind:
                     case "F":
                         yield from self._forward(run, action)
@@ -193,9 +192,9 @@ class Pipeline:
                         run.mailbox.post(action)
                 for stage in ends.get(position, ()):
                     version = self.weights[stage].version + 1
-                    self._shared.publish(stage, version)
+                    self.shared.publish(stage, version)
                     run.recorder.observer.on_gradients(stage, version)
-        yield from self._shared.drain()
+        yield from self.shared.drain()
         run.mailbox.finish()
         return run.recorder.report()
 
@@ -232,15 +231,15 @@ class Pipeline:
             self.plan,
             schedule,
             every,
-            shared_specs=self._shared.specs,
+            shared_specs=self.shared.specs,
             state_bytes=self._state_bytes,
             dtypes=self.dtypes,
         )
         channels = by_index[0]
-        self._shared.open(channels)
+        self.shared.open(channels)
         if not training:
             channels = tuple(c for c in channels if c.name != GENERATOR_STATE)
-        first_micro_batch = options.get("first_micro_batch", 0)
+        first_micro_batch, may = options.get("first_micro_batch", 0), options.get("may")
         batches = [own.get("batch", 1) for own in every]
         return Run(
             schedule,
@@ -254,6 +253,7 @@ class Pipeline:
                 in_flight=schedule.in_flight if training else None,
                 replicas=tuple(map(len, schedule.replicas)),
                 by_index=by_index if len(set(map(id, by_index))) > 1 else (),
+                may=may and (lambda index: may(index // schedule.step_every + 1)),
             ),
             Recorder(
                 options.get("observer") or Observer(), keep_events=options.get("record", False)
@@ -264,6 +264,7 @@ class Pipeline:
             turning(program),
             first_micro_batch,
             options.get("loss_scale", 1.0),
+            may,
         )
 
     def _forward(self, run: Run, action: Action) -> Generator[Handle, None, None]:
@@ -346,7 +347,7 @@ class Pipeline:
         version = self.weights[action.stage].version + 1
         window = run.first_micro_batch // run.schedule.step_every + action.index - 1
         delay_of = partial(shared_delay, run.schedule)
-        yield from self._shared.collect(action.stage, version, delay_of)
+        yield from self.shared.collect(action.stage, version, delay_of)
         with run.recorder.timing(action):
             self.stages[action.stage].finish_window(window)
             with self.binders[action.stage].stepping():

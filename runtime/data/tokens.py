@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,9 +18,18 @@ from ..errors import DataError
 from .corpora import iterate_text, read_corpus
 
 Ids = NDArray[np.unsignedinteger[Any]]
+
 BYTES = "bytes"
 _DTYPES = ("uint8", "uint16", "uint32")
 _MASKS = ("<mask>", "[MASK]", "<|mask|>")
+
+
+class IdSequence(Protocol):
+    """Token ids, in memory or not."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, where: slice, /) -> Ids: ...
 
 
 @dataclass(frozen=True)
@@ -30,7 +39,7 @@ class Tokens:
     `mask` is the id that stands for a hidden token; byte 0, which no text holds, by default.
     """
 
-    ids: Ids
+    ids: IdSequence
     tokenizer: str
     vocab_size: int
     starts: tuple[int, ...] = (0,)
@@ -40,10 +49,6 @@ class Tokens:
         """The largest token id that occurs."""
         blocks = range(0, len(self.ids), block)
         return max((int(self.ids[start : start + block].max()) for start in blocks), default=0)
-
-
-def is_tokenised(source: str) -> bool:
-    return source.endswith(".bin")
 
 
 def encode_bytes(documents: list[str]) -> Tokens:

@@ -19,9 +19,9 @@ from ..replication.replicas import as_started, check_ranks
 from ..schedule_text import to_text
 from ..training.facts import announce, forecast_run
 from ..training.half import find_boundary_dtypes
-from ..training.loop import Job
 from ..training.segments import make_segment
 from ..training.settings import Settings, SettingsError
+from ..training.setup import Job
 from ..training.transport import expect_transport
 from ..watching.metrics import Reporter
 from .failure import GRACE_S, RankError, RankFolder, failure_of, root_of

@@ -20,11 +20,12 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from ..checkpoint.resuming import how_to_go_on
 from ..replication.grid import grid_of
 from ..schedule import Schedule
-from ..training.loop import Job
 from ..training.resolve import check_devices
 from ..training.segments import make_segment
+from ..training.setup import Job
 from ..training.transport import expect_transport
 from .failure import RankFolder
 from .jobs import make_folder
@@ -83,7 +84,8 @@ def start_ranks(job: Job, reporter: str) -> None:
 
 def interruption(left: RankFolder) -> str:
     """The one line after Ctrl-C."""
-    return f"interrupted at step {left.last_step()} · {left.path.parent}"
+    run = left.path.parent
+    return f"interrupted at step {left.last_step()} · {run}{how_to_go_on(run)}"
 
 
 def stages_of_ranks(schedule: Schedule, replicas: int | None = None) -> dict[int, str]:

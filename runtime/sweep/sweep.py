@@ -29,8 +29,8 @@ from ..launching.launchers import find_place
 from ..launching.max_run import ended_after
 from ..launching.topology import read_topology
 from ..plan import Plan
-from ..training.loop import Job
 from ..training.settings import Settings, SettingsError, settings_from
+from ..training.setup import Job
 from .children import Child, ended_by_signals, run_children
 from .record import FAILED, FINISHED, SweptRun, read_record, with_outcome, write_record
 from .shares import share_machine

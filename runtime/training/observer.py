@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
 from time import perf_counter, process_time
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -129,6 +130,21 @@ class Trainer(ActionObserver):
     def loss_scale(self) -> float:
         """What the loss of the next step is multiplied by for its backwards."""
         return self._scale.value if self._scale else 1.0
+
+    def state(self) -> dict[str, Any]:
+        """What steps follow from besides weights, optimizers and data, as JSON; between two
+        segments. The same on all ranks."""
+        return {
+            "loss_scale": self._scale.state() if self._scale else None,
+            "norms": self._norms.state() if self._norms else None,
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Takes up what `state` gave, as far as this run has the like."""
+        if self._scale and state["loss_scale"]:
+            self._scale.load(state["loss_scale"])
+        if self._norms and state["norms"]:
+            self._norms.load(state["norms"])
 
     def start_segment(
         self,

@@ -1,8 +1,8 @@
 """Settings -> the pieces of a run that go on without a stop, and their schedules.
 
 A segment is one step of a synchronous schedule; of an asynchronous one the steps up to the next
-evaluation or flush, after which it is drained. Its first steps may be synchronous, and the last
-step of a run may be short: each is a segment of its own.
+evaluation, checkpoint or flush, after which it is drained. Its first steps may be synchronous, and
+the last step of a run may be short: each is a segment of its own.
 """
 
 from __future__ import annotations
@@ -219,8 +219,8 @@ def _read(path: str, plan: Plan, settings: Settings) -> Schedule:
     return made.compute
 
 
-def segments(settings: Settings) -> Iterator[Segment]:
-    """The run in pieces that go on without a stop.
+def segments(settings: Settings, start: int = 0) -> Iterator[Segment]:
+    """The run in pieces that go on without a stop, after its first `start` steps.
 
     >>> settings = Settings(folder="x", schedule="2bw", steps=6, sync_start="1", eval_every=3)
     >>> [(piece.steps, piece.synchronous) for piece in segments(settings)]
@@ -228,14 +228,13 @@ def segments(settings: Settings) -> Iterator[Segment]:
     """
     every = settings.micro_batches or 1
     whole = settings.steps - (settings.left_over > 0)
-    start = 0
     while start < whole:
         is_sync = not settings.is_async or start < steps_of_start(settings)
         end = min(start + (1 if is_sync else longest_segment(settings)), whole)
-        for often in (settings.eval_every, settings.flush_every):
+        for often in (settings.eval_every, settings.flush_every, settings.save_every):
             if often:
                 end = min(end, (start // often + 1) * often)
         yield Segment(range(start, end), every, is_sync)
         start = end
-    if settings.left_over:
+    if settings.left_over and start < settings.steps:
         yield Segment(range(whole, settings.steps), settings.left_over, True)

@@ -49,8 +49,11 @@ _AT_LEAST: dict[str, float] = {
     "seq": 1,
     "staleness_cap": 0,
     "flush_every": 0,
-    "steps": 1,
+    "steps": 0,
     "samples": 1,
+    "save_every": 0,
+    "keep_last": 1,
+    "keep_best": 0,
     "lr": 0,
     "momentum": 0,
     "refresh_every": 1,
@@ -73,7 +76,7 @@ _AT_LEAST: dict[str, float] = {
 }
 OF_THIS_CALL = frozenset(
     {
-        *("dry_run", "print_schedule", "json", "quiet", "output", "debug"),
+        *("dry_run", "print_schedule", "json", "quiet", "output", "debug", "resume"),
         *("print_sbatch", "nodes", "time_limit", "max_run"),
     }
 )
@@ -108,7 +111,11 @@ class Settings:
     Of an asynchronous schedule, stages run so far `ahead` (`asynchronous.depths`), no weights are
     staler than `staleness_cap` steps, the pipeline drains every `flush_every` steps, and the first
     steps, of which `sync_start` is the number or the share, are synchronous. `samples` make as many
-    steps as they are enough for, and `remainder` says what becomes of those left over. `max_run`
+    steps as they are enough for, and `remainder` says what becomes of those left over.
+
+    A checkpoint is written every `save_every` steps, 0 for none but those that a signal asks for;
+    of them the `keep_last` newest are kept and the `keep_best` with the lowest evaluation loss.
+    `resume` is a run, a checkpoint, or "auto" (`checkpoint/resuming.py`). `max_run`
     is how long the command may take (`durations.py`) before it ends as after SIGTERM.
     """
 
@@ -151,7 +158,11 @@ class Settings:
     recompute: str = "auto"
     seed: int = 1
 
-    weights: str | None = None
+    init_from: str | None = None
+    resume: str | None = None
+    save_every: int = 0
+    keep_last: int = 3
+    keep_best: int = 0
     export_hf: str | None = None
     output: str | None = None
 
@@ -207,6 +218,7 @@ class Settings:
             raise SettingsError(
                 f"--max-run {self.max_run} is no time.", "--max-run 3h50m, 45m, 90s or 2d12h."
             )
+        self._check_checkpoints()
 
     @property
     def is_async(self) -> bool:
@@ -286,6 +298,14 @@ class Settings:
             raise SettingsError(
                 f"--trace {self.trace}, but the run has {self.steps} steps.",
                 f"--trace 3 records the last three, or --steps {steps[-1]}.",
+            )
+
+    def _check_checkpoints(self) -> None:
+        if self.keep_best and not (self.save_every and self.eval_batches):
+            lacks = "no checkpoint is" if not self.save_every else "no evaluation is"
+            raise SettingsError(
+                f"--keep-best {self.keep_best}, but {lacks} made.",
+                "--save-every 100" if not self.save_every else "--eval-batches 8",
             )
 
     def _check_debug(self) -> None:

@@ -73,6 +73,9 @@ class RankFigures:
 _NAMED = len(fields(RankFigures)) - 1
 """Fields but for `stage_s`."""
 
+_THE_END = RankFigures(step=-1)
+"""What a rank says instead of a step's figures, when it makes no more."""
+
 
 def figures_of(spent: Spent, stages: int, **known: float) -> RankFigures:
     """The figures of a step in which a rank spent its time so."""
@@ -100,19 +103,27 @@ class Gather:
         self._receiver: threading.Thread | None = None
         self._own: queue.SimpleQueue[RankFigures] = queue.SimpleQueue()
         self._complete: queue.SimpleQueue[list[RankFigures]] = queue.SimpleQueue()
+        self._to_send = 0
 
     def start(self, steps: int) -> None:
         """Begins to take in the figures of `steps` steps."""
+        self._to_send = steps
         if self._world.rank == 0:
             self._receiver = threading.Thread(target=self._receive, args=(steps,), daemon=True)
             self._receiver.start()
 
     def send(self, figures: RankFigures) -> None:
         """Passes this rank's figures on and returns at once."""
+        self._to_send -= 1
+        self._pass_on(figures)
+
+    def _pass_on(self, figures: RankFigures) -> None:
         if self._world.rank == 0:
             self._own.put(figures)
             return
-        content = torch.tensor(figures.to_list(), dtype=torch.float64)
+        content = torch.zeros(self._numbers, dtype=torch.float64)
+        told = figures.to_list()
+        content[: len(told)] = torch.tensor(told, dtype=torch.float64)
         work = dist.isend(content, dst=0, group=self._world.metrics)
         assert work is not None
         self._under_way.append((work, content))
@@ -134,7 +145,10 @@ class Gather:
             return None
 
     def finish(self) -> None:
-        """Returns when all that this rank sent has arrived, and all that it was sent."""
+        """Returns when all that this rank sent has arrived, and all that it was sent. All ranks
+        have made equally many steps, which may be fewer than was said."""
+        if self._to_send:
+            self._pass_on(_THE_END)
         if self._receiver is not None:
             self._receiver.join()
         while self._under_way:
@@ -152,4 +166,6 @@ class Gather:
                 told = content.tolist()
                 own = RankFigures(*told[:_NAMED])
                 figures.append(replace(own, stage_s=tuple(told[_NAMED:])))
+            if figures[0].step == _THE_END.step:
+                return
             self._complete.put(figures)

@@ -24,7 +24,8 @@ class StepRecord:
     logged one; `idle` has an entry a rank, `grad_norm` is None where nobody took it.
 
     `time` has the parts of each rank's time that PARTS_OF_TIME names, as shares.
-    `rate` is in `unit` ("tok" or "samples") per second, `mem_bytes` the most of any rank.
+    `rate` is in `unit` ("tok" or "samples") per second, `mem_bytes` the most of any rank, `epoch`
+    the samples consumed so far by those of the data set.
     Under float16 `loss_scale` is that of the next step, and `skipped` counts the steps so far that
     were left out because a gradient overflowed. In an asynchronous run `delay_mean` and `delay_max`
     are the mean and the most steps between the forward and the backward of the step's
@@ -44,6 +45,7 @@ class StepRecord:
     step_ms: float
     elapsed_s: float
     logged: bool
+    epoch: float = 0.0
     loss_scale: float | None = None
     skipped: int = 0
     delay_mean: float | None = None
@@ -62,6 +64,7 @@ class StepRecord:
             del record["loss_scale"], record["skipped"]
         if self.delay_mean is None:
             del record["delay_mean"], record["delay_max"]
+        record["epoch"] = round(self.epoch, 6)
         del record["logged"], record["steps"], record["unit"], record["rate"]
         return _line("step", record | {f"{self.unit}_per_s": round(self.rate, 1)})
 
@@ -98,7 +101,8 @@ class Summary:
     `idle` is the share of all ranks' time in which they did not compute, in usual steps;
     `idle_parts` are the parts that it has, `idle_parts_by_rank` those of each rank's own time.
     `trace` is the file of the measured timeline, if one was asked for; `staleness` is of
-    asynchronous runs.
+    asynchronous runs. `rate` is in `unit` per second, like `step_ms` without the first step;
+    `epoch` is how often the data set was gone through.
     """
 
     steps: int
@@ -118,6 +122,9 @@ class Summary:
     exported: str | None
     trace: str | None = None
     staleness: StalenessSummary | None = None
+    epoch: float = 0.0
+    rate: float = 0.0
+    unit: str = ""
 
     def to_json(self) -> str:
         return _line("end", asdict(self))

@@ -83,8 +83,8 @@ def test_a_near_miss_of_a_choice_is_named() -> None:
 
 
 def test_a_number_out_of_range_is_named() -> None:
-    with pytest.raises(SettingsError, match="--steps 0 is not a number from 1 up"):
-        Settings(folder="x", steps=0)
+    with pytest.raises(SettingsError, match="--log-every 0 is not a number from 1 up"):
+        Settings(folder="x", log_every=0)
     with pytest.raises(SettingsError, match="--lr nan"):
         Settings(folder="x", lr=float("nan"))
 
