@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 from cyclopts import Group, Parameter
+from cyclopts.validators import Number
 
 from .runtime.training.settings import CHOICES, Settings
 
@@ -339,6 +340,8 @@ _TRAIN_HELP = {
     "transport": "How boundary tensors travel; auto: the fastest that works here.",
     "interface": "The network between hosts; by default that towards rank 0.",
     "master_addr": "Where rank 0 is, if the launcher does not say (mpirun on several hosts).",
+    "max_run": "The longest that the command may take, such as 3h50m or 90s: then it ends as after "
+    "SIGTERM.",
     "master_port": "Its port; by default the launcher's, or one made of the job's number.",
     "print_sbatch": "Print a batch script for Slurm that trains so, and stop.",
     "nodes": "Of --print-sbatch: hosts; by default the plan's.",
@@ -348,6 +351,29 @@ _TRAIN_HELP = {
     "json": "Print every event as a JSON line.",
     "quiet": "Print nothing but errors.",
 }
+
+
+_SWEEP = Group.create_ordered("Several runs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepOptions:
+    """Of asyncpipe-train: what differs from run to run, where there are several."""
+
+    sweep: Annotated[
+        list[str] | None,
+        _option(
+            _SWEEP,
+            "An option and its values, lr=1e-3,3e-3: a run of each, or of all combinations of "
+            "several such; [sweep] in the file of --config has them as lists.",
+        ),
+    ] = None
+    jobs: Annotated[
+        int,
+        Parameter(
+            help="Runs at a time; they share the cores.", group=_SWEEP, validator=Number(gte=1)
+        ),
+    ] = 1
 
 
 _COMPARE = Group.create_ordered("What to compare")

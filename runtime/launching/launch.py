@@ -27,6 +27,7 @@ from ..watching.metrics import Reporter
 from .failure import GRACE_S, RankError, RankFolder, failure_of, root_of
 from .jobs import make_folder, make_job, reporter_factory, run_rank
 from .launchers import Place, find_place
+from .max_run import ended_after
 from .own_ranks import interruption, stages_of_ranks, start_ranks
 from .seats import find_machine, own_seat
 from .world import World, join, leave, stay_alone
@@ -50,12 +51,15 @@ def run(settings: Settings, reporter: str) -> int:
     alone = has_one_rank and job.settings.replicas == 1
     if settings.dry_run:
         _show(job, reporter_factory(reporter)(job.settings))
-    elif place is not None and (place.ranks > 1 or not alone):
-        _join(job, place, reporter)
-    elif alone:
-        _run_alone(job, reporter)
-    else:
-        start_ranks(job, reporter)
+        return 0
+    # What ends one rank ends all.
+    with ended_after(settings.max_run_s if place is None or place.rank == 0 else None):
+        if place is not None and (place.ranks > 1 or not alone):
+            _join(job, place, reporter)
+        elif alone:
+            _run_alone(job, reporter)
+        else:
+            start_ranks(job, reporter)
     return 0
 
 

@@ -19,6 +19,7 @@ from typing import Any, get_args, get_type_hints
 
 from ..errors import AsyncPipeError
 from ..schedules import ASYNCHRONOUS, AUTO, SCHEDULES, spelled
+from .durations import seconds_of
 
 DDP = "ddp"
 """As a schedule: whole models that share the micro-batches, which are replicas of `single`."""
@@ -76,9 +77,14 @@ _AT_LEAST: dict[str, float] = {
 OF_THIS_CALL = frozenset(
     {
         *("dry_run", "print_schedule", "json", "quiet", "output", "debug", "resume"),
-        *("print_sbatch", "nodes", "time_limit"),
+        *("print_sbatch", "nodes", "time_limit", "max_run"),
     }
 )
+TO_BE_GIVEN = "???"
+"""A value in TOML that a flag must win over."""
+
+SWEEP = "sweep"
+"""The table of a TOML file that has lists of values (`runtime/sweep/variants.py`)."""
 
 
 class SettingsError(AsyncPipeError):
@@ -109,7 +115,8 @@ class Settings:
 
     A checkpoint is written every `save_every` steps, 0 for none but those that a signal asks for;
     of them the `keep_last` newest are kept and the `keep_best` with the lowest evaluation loss.
-    `resume` is a run, a checkpoint, or "auto" (`checkpoint/resuming.py`).
+    `resume` is a run, a checkpoint, or "auto" (`checkpoint/resuming.py`). `max_run`
+    is how long the command may take (`durations.py`) before it ends as after SIGTERM.
     """
 
     folder: str
@@ -179,6 +186,7 @@ class Settings:
     interface: str | None = None
     master_addr: str | None = None
     master_port: int | None = None
+    max_run: str | None = None
 
     print_sbatch: bool = False
     nodes: int | None = None
@@ -194,7 +202,7 @@ class Settings:
             value = getattr(self, name)
             if value is not None and value not in legal:
                 raise SettingsError(
-                    f"{_flag(name)} {value} is not known.", _suggestion(value, legal, "Choose ")
+                    f"{_flag(name)} {value} is not known.", suggestion(value, legal, "Choose ")
                 )
         self._check_schedule()
         for name, least in _AT_LEAST.items():
@@ -206,6 +214,10 @@ class Settings:
             raise SettingsError(f"--betas {first} {second}: both must be from 0 to below 1.")
         self._check_trace()
         self._check_debug()
+        if self.max_run is not None and seconds_of(self.max_run) is None:
+            raise SettingsError(
+                f"--max-run {self.max_run} is no time.", "--max-run 3h50m, 45m, 90s or 2d12h."
+            )
         self._check_checkpoints()
 
     @property
@@ -218,6 +230,11 @@ class Settings:
         """The text file that has the schedule, if it is not one of the named."""
         is_path = "/" in self.schedule or self.schedule.endswith(".txt")
         return self.schedule if is_path else None
+
+    @property
+    def max_run_s(self) -> int | None:
+        """How long the command may take."""
+        return None if self.max_run is None else seconds_of(self.max_run)
 
     @property
     def is_scaled(self) -> bool:
@@ -264,7 +281,7 @@ class Settings:
         elif self.schedule not in legal:
             raise SettingsError(
                 f"--schedule {self.schedule} is not known.",
-                _suggestion(self.schedule, legal, "Choose a .txt file or "),
+                suggestion(self.schedule, legal, "Choose a .txt file or "),
             )
 
     def _check_trace(self) -> None:
@@ -309,22 +326,41 @@ class Settings:
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """Reads options from a TOML file; each is checked for its name and type.
+    """Reads options from a TOML file; each is checked for its name and type. What is to be given
+    for every run anew may be `"???"` there.
 
     Raises SettingsError for a missing or damaged file, an unknown option or a wrong type.
     """
+    raw = read_toml(path)
+    return {
+        name: checked(name, value, str(path)) if value != TO_BE_GIVEN else value
+        for name, value in raw.items()
+        if name != SWEEP
+    }
+
+
+def read_toml(path: str | Path) -> dict[str, Any]:
+    """What is in the file of `--config`. Raises SettingsError for a missing or damaged one."""
     path = Path(path)
     if not path.is_file():
         raise SettingsError(f"--config {path}: there is no such file.")
     try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingsError(f"{path} is not TOML: {error}.") from error
-    return {name: _checked(name, value, path) for name, value in raw.items()}
 
 
 def settings_from(options: Mapping[str, Any]) -> Settings:
-    """Settings from named options; `folder` must be among them."""
+    """Settings from named options.
+
+    Raises SettingsError when there is no `folder`, or a value that is still to be given.
+    """
+    for name, value in options.items():
+        if value == TO_BE_GIVEN:
+            raise SettingsError(
+                f"{name} is {TO_BE_GIVEN} in the file of --config: it is to be given.",
+                f"{_flag(name)} VALUE",
+            )
     if "folder" not in options:
         raise SettingsError(
             "no generated folder was named.", "asyncpipe-train generated_models/gpt2_4p"
@@ -332,23 +368,27 @@ def settings_from(options: Mapping[str, Any]) -> Settings:
     return Settings(**options)
 
 
-def _checked(name: str, value: Any, path: Path) -> Any:
+def checked(name: str, value: Any, place: str) -> Any:
+    """The value of an option as it stands in `place`, of the option's type.
+
+    Raises SettingsError for an unknown option or a wrong type.
+    """
     kinds = get_type_hints(Settings)
     if name not in kinds:
         raise SettingsError(
-            f"{path}: {name} is not an option of asyncpipe-train.",
-            _suggestion(name, tuple(kinds), "Options: "),
+            f"{place}: {name} is not an option of asyncpipe-train.",
+            suggestion(name, tuple(kinds), "Options: "),
         )
     if name == "betas":
         if isinstance(value, list) and len(value) == 2 and all(map(_is_number, value)):
             return (float(value[0]), float(value[1]))
-        raise SettingsError(f"{path}: betas = {value!r} is not two numbers.")
+        raise SettingsError(f"{place}: betas = {value!r} is not two numbers.")
     legal = [kind for kind in get_args(kinds[name]) or (kinds[name],) if kind is not NoneType]
     if float in legal and _is_number(value):
         return float(value)
     if type(value) not in legal:
         words = " or ".join(kind.__name__ for kind in legal)
-        raise SettingsError(f"{path}: {name} = {value!r} is not of type {words}.")
+        raise SettingsError(f"{place}: {name} = {value!r} is not of type {words}.")
     return value
 
 
@@ -356,7 +396,8 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _suggestion(word: str, legal: tuple[str, ...], otherwise: str) -> str:
+def suggestion(word: str, legal: tuple[str, ...], otherwise: str) -> str:
+    """The legal word that is near, or all after `otherwise`."""
     near = get_close_matches(word, legal, n=1)
     return f"Did you mean {near[0]}?" if near else f"{otherwise}{', '.join(legal)}."
 
