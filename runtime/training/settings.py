@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import json
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
-from math import inf
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
 from ..errors import AsyncPipeError
+from ..reading import Origin, parse_toml, read_text
 from ..schedules import ASYNCHRONOUS, AUTO, SCHEDULES, spelled
 
 DDP = "ddp"
@@ -70,6 +69,20 @@ _AT_LEAST: dict[str, float] = {
     "master_port": 1,
     "nodes": 1,
 }
+_AT_MOST: dict[str, float] = {
+    "ranks": 2**16,
+    "replicas": 2**16,
+    "micro_batches": 2**16,
+    "micro_batch_size": 2**31,
+    "seq": 2**31,
+    "threads": 2**12,
+    "timeout_s": 10**8,
+    "stall_s": 10**8,
+    "ranks_per_gpu": 2**16,
+    "master_port": 2**16 - 1,
+    "nodes": 2**16,
+}
+"""Beyond these no machine goes; other counts end at 2**53."""
 OF_THIS_CALL = frozenset(
     {
         *("dry_run", "print_schedule", "json", "quiet", "output", "debug"),
@@ -188,8 +201,10 @@ class Settings:
         self._check_schedule()
         for name, least in _AT_LEAST.items():
             value = getattr(self, name)
-            if value is not None and not least <= value < inf:
-                raise SettingsError(f"{_flag(name)} {value} is not a number from {least:g} up.")
+            most = _AT_MOST.get(name, 2**53 if isinstance(value, int) else 1e300)
+            if value is not None and not least <= value <= most:
+                upto = f"to {most}" if value > most else "up"
+                raise SettingsError(f"{_flag(name)} {value} is not a number from {least:g} {upto}.")
         if not all(0 <= beta < 1 for beta in self.betas):
             first, second = self.betas
             raise SettingsError(f"--betas {first} {second}: both must be from 0 to below 1.")
@@ -258,7 +273,7 @@ class Settings:
     def _check_trace(self) -> None:
         if self.trace is None:
             return
-        found = re.fullmatch(r"(\d+)(?:-(\d+))?", self.trace)
+        found = re.fullmatch(r"(\d{1,15})(?:-(\d{1,15}))?", self.trace)
         steps = self.trace_steps if found else range(0)
         if not steps or steps[0] < 1:
             raise SettingsError(
@@ -296,10 +311,8 @@ def read_config(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     if not path.is_file():
         raise SettingsError(f"--config {path}: there is no such file.")
-    try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{path} is not TOML: {error}.") from error
+    origin = Origin(str(path), SettingsError)
+    raw = parse_toml(read_text(path, origin), origin)
     return {name: _checked(name, value, path) for name, value in raw.items()}
 
 
@@ -333,7 +346,7 @@ def _checked(name: str, value: Any, path: Path) -> Any:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
 def _suggestion(word: str, legal: tuple[str, ...], otherwise: str) -> str:
