@@ -312,6 +312,7 @@ _TRAIN_HELP = {
     "plan's), all, none, or numbers such as 0,2.",
     "seed": "Of the data order and of dropout.",
     "weights": "To start from: a safetensors file or folder, a run's or a generated folder.",
+    "trust": "Run the code of a folder that was not made on this machine, from now on.",
     "export_hf": "Write the trained model to this folder, for from_pretrained.",
     "output": "The run's folder; by default a new one in runs/<name>.",
     "eval_every": "Steps between evaluations; 0: only at the end.",
@@ -356,7 +357,8 @@ _COMPARED = (
         "clip",
         "clip_by",
     ),
-    *("criterion", "batch_norm", "recompute", "weights", "output", "eval_every", "eval_batches"),
+    *("criterion", "batch_norm", "recompute", "weights", "trust"),
+    *("output", "eval_every", "eval_batches"),
     *("dtype", "json", "quiet"),
 )
 """The options of Settings that are the same in all runs of a comparison."""

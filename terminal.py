@@ -21,6 +21,7 @@ from rich.table import Table
 from .runtime.plan import TOPICS, Candidate, Finding, Plan, file_hash
 from .runtime.schedules import ASYNCHRONOUS
 from .runtime.traffic import spec_bytes, traffic
+from .runtime.trust import is_trusted
 
 if TYPE_CHECKING:
     from .partitioner.graph_plan import GraphPlan
@@ -230,6 +231,7 @@ def print_next(console: Console, plan: Plan, folder: Path) -> None:
     console.print()
     planned = plan.setting.schedule
     under = f" --schedule {planned}" if planned not in (*ASYNCHRONOUS, _DEFAULT) else ""
+    under += "" if is_trusted(folder) else " --trust"
     console.print(f"next    [bold]asyncpipe-train {escape(str(folder))}{under}[/]")
     last = len(plan.stages) - 1
     console.print(escape(f"read    {folder}/stage_0.py" + f" .. stage_{last}.py" * (last > 0)))
@@ -267,6 +269,8 @@ def print_folder(console: Console, plan: Plan, folder: Path) -> None:
     for spec in plan.stages:
         if (folder / spec.file).is_file() and file_hash(folder / spec.file) != spec.sha256:
             console.print(f"edited  {spec.file} is not as generated; it is used as it is")
+    if not is_trusted(folder):
+        console.print("foreign not made on this machine: its code is shown, and run with --trust")
     console.print(escape(f"\ncode    asyncpipe-inspect {folder} --stage 0"))
 
 

@@ -85,7 +85,7 @@ _AT_MOST: dict[str, float] = {
 """Beyond these no machine goes; other counts end at 2**53."""
 OF_THIS_CALL = frozenset(
     {
-        *("dry_run", "print_schedule", "json", "quiet", "output", "debug"),
+        *("dry_run", "print_schedule", "json", "quiet", "output", "debug", "trust"),
         *("print_sbatch", "nodes", "time_limit"),
     }
 )
@@ -158,6 +158,7 @@ class Settings:
     seed: int = 1
 
     weights: str | None = None
+    trust: bool = False
     export_hf: str | None = None
     output: str | None = None
 
@@ -331,6 +332,10 @@ def _checked(name: str, value: Any, path: Path) -> Any:
         raise SettingsError(
             f"{path}: {name} is not an option of asyncpipe-train.",
             _suggestion(name, tuple(kinds), "Options: "),
+        )
+    if name == "trust":
+        raise SettingsError(
+            f"{path}: whose code is run is said on the command line, not in a file.", "--trust"
         )
     if name == "betas":
         if isinstance(value, list) and len(value) == 2 and all(map(_is_number, value)):
