@@ -435,6 +435,14 @@ def _run(app: App) -> int:
         if error.cure:
             errors.print(escape(error.cure), soft_wrap=True)
         return 1
+    except OSError as error:
+        if error.filename is None:
+            raise
+        if {"-v", "--verbose"} & set(sys.argv):
+            traceback.print_exc()
+        told = f"{error.filename}: {(error.strerror or str(error)).lower()}."
+        errors.print(f"[bold red]error:[/] {escape(told)}", soft_wrap=True)
+        return 1
     except KeyboardInterrupt as interrupt:
         errors.print(str(interrupt) or "interrupted")
         return 130
@@ -468,5 +476,5 @@ def _key_value(flag: str, text: str) -> tuple[str, Any]:
     key, value = _key_text(flag, text)
     try:
         return key, json.loads(value)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return key, value

