@@ -14,7 +14,7 @@ from ..loading import load_unused
 from ..plan import Plan
 from ..schedule import Schedule
 from ..watching.idleness import simulated_step, split_of_run
-from ..watching.metrics import EvalRecord, MetricsFile, Summary
+from ..watching.metrics import EvalRecord, Reporter, Summary
 from ..watching.tracing import Tracing
 from ..watching.watch import Watch
 from .export import copy_configuration, write_weights
@@ -54,14 +54,14 @@ def tell_end(
     schedule: Schedule,
     tracing: Tracing,
     watch: Watch | None,
-    reporter: MetricsFile | None,
+    reporter: Reporter | None,
     evaluated: EvalRecord | None,
     cores: int,
     dtypes: BoundaryDtypes,
 ) -> None:
     """Puts the ranks' traces together, and reports the end of the run on rank 0; every rank calls
     it."""
-    traced = tracing.write(world, schedule, folder) if tracing.is_wanted else None
+    traced = tracing.write(world, schedule, folder)
     if watch is None or reporter is None:
         return
     # The stages of all replicas take alike; the first one's ranks come first.
@@ -72,6 +72,10 @@ def tell_end(
     forecast = forecast_run(plan, planned, settings, cores, schedule, dtypes, optimizer_ms=by_stage)
     first, last = watch.records[0], watch.records[-1]
     whole, by_rank = split_of_run(plan, settings, schedule, watch.times)
+    if traced and traced[1].events:
+        in_pipeline = watch.times[: len(schedule.ranks)]
+        costs, simulated = simulated_step(plan, settings, schedule, forecast, in_pipeline)
+        reporter.on_timelines(costs, simulated, traced[1])
     reporter.on_end(
         Summary(
             steps=settings.steps,
@@ -93,7 +97,3 @@ def tell_end(
             staleness=watch.staleness,
         )
     )
-    if traced:
-        in_pipeline = watch.times[: len(schedule.ranks)]
-        costs, simulated = simulated_step(plan, settings, schedule, forecast, in_pipeline)
-        reporter.on_timelines(costs, simulated, traced[1])

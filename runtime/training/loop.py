@@ -29,7 +29,8 @@ from ..tensors import dtype_of
 from ..transports.choose import Choice
 from ..watching.debugger import wait_for_debugger
 from ..watching.gather import Gather, RankFigures
-from ..watching.metrics import EvalRecord, MetricsFile, Reporter
+from ..watching.metrics import EvalRecord, Reporter
+from ..watching.several import reporting
 from ..watching.tracing import Tracing
 from ..watching.watch import Watch
 from ..watching.watchdog import Watchdog
@@ -79,14 +80,17 @@ def train(
     Raises the AsyncPipeError that ends this rank.
     """
     activities = Activities()
-    with Watchdog(job.settings, job.folder, world, activities) as watchdog:
-        _train(job, world, make_reporter, on_step, activities, watchdog)
+    with (
+        reporting(job.settings, job.folder, world, make_reporter) as reporter,
+        Watchdog(job.settings, job.folder, world, activities) as watchdog,
+    ):
+        _train(job, world, reporter, on_step, activities, watchdog)
 
 
 def _train(
     job: Job,
     world: World,
-    make_reporter: Callable[[Settings], Reporter],
+    reporter: Reporter | None,
     on_step: Callable[[int], None],
     activities: Activities,
     watchdog: Watchdog,
@@ -100,10 +104,8 @@ def _train(
     schedule = make_segment(plan, settings, steps=1)
     dtypes = find_boundary_dtypes(settings, plan)
     forecast = forecast_run(plan, job.planned, settings, machine.cores, schedule, dtypes)
-    reporter = None
-    if world.rank == 0:
+    if reporter is not None:
         write_schedule(job.folder, schedule)
-        reporter = MetricsFile(job.folder / "metrics.jsonl", make_reporter(settings))
         watchdog.tell = reporter.on_warning
     wait_for_debugger(settings, world, reporter)
     if world.rank == 0:
@@ -122,6 +124,7 @@ def _train(
         announce(
             reporter,
             plan,
+            job.planned,
             settings,
             job.task,
             schedule,
@@ -163,7 +166,7 @@ class _Run:
         dtypes: BoundaryDtypes,
         data: Data | None,
         fields: tuple[str, ...],
-        reporter: MetricsFile | None,
+        reporter: Reporter | None,
         on_step: Callable[[int], None],
         activities: Activities,
         copies: dist.ProcessGroup | None,
@@ -172,7 +175,7 @@ class _Run:
         self._job, self._settings, self._plan, self._world = job, settings, plan, world
         self._reporter, self._on_step, self._dtypes = reporter, on_step, dtypes
         self._activities = activities
-        self._tracing = Tracing(settings, activities)
+        self._tracing = Tracing(settings, activities, len(plan.stages))
         self._modules = _load(job, schedule, world)
         device = world.machine.device
         self._pipeline = Pipeline(
