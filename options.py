@@ -326,6 +326,8 @@ _TRAIN_HELP = {
     "eval_every": "Steps between evaluations; 0: only at the end.",
     "eval_batches": "Micro-batches of an evaluation; 0: none.",
     "log_every": "Steps between lines of the log.",
+    "log": "Where else the run is told of, joined by commas: tensorboard, wandb, mlflow, trackio, "
+    "or your own package.module:factory or path/file.py:factory.",
     "trace": "Record steps as a timeline for ui.perfetto.dev: 3 the last three, 10-12 those.",
     "debug": "Ranks that wait for a debugger (debugpy): 1, 0,2 or all.",
     "device": "Where the stages compute.",

@@ -26,7 +26,15 @@ PURE = {
 }
 # The check runs the files and the profile times them as the runtime will; weights have one format.
 SHARED = {"pipe", "loading", "tensors", "host_memory", "split_backward"}
-COMMANDS = {"cli", "options", "terminal", "terminal_compare", "terminal_sweep", "terminal_train"}
+COMMANDS = {
+    "cli",
+    "options",
+    "terminal",
+    "terminal_compare",
+    "terminal_report",
+    "terminal_sweep",
+    "terminal_train",
+}
 FILES = sorted(
     path
     for folder in ("partitioner", "runtime", "templates")

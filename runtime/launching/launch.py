@@ -10,12 +10,14 @@ import json
 import os
 import shutil
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from ..errors import AsyncPipeError
+from ..errors import AsyncPipeError, root_of
 from ..replication.grid import grid_of
 from ..replication.replicas import as_started, check_ranks
+from ..run_report.writing import reported
 from ..schedule_text import to_text
 from ..training.facts import announce, forecast_run
 from ..training.half import find_boundary_dtypes
@@ -25,7 +27,7 @@ from ..training.setup import Job
 from ..training.transport import expect_transport
 from ..trust import is_trusted, remember, untrusted
 from ..watching.metrics import Reporter
-from .failure import GRACE_S, RankError, RankFolder, failure_of, root_of
+from .failure import GRACE_S, RankError, RankFolder, failure_of
 from .jobs import make_folder, make_job, reporter_factory, run_rank
 from .launchers import Place, find_place
 from .max_run import ended_after
@@ -93,6 +95,7 @@ def _show(job: Job, reporter: Reporter) -> None:
     announce(
         reporter,
         plan,
+        job.planned,
         settings,
         job.task,
         schedule,
@@ -109,12 +112,13 @@ def _run_alone(job: Job, reporter: str) -> None:
     world = stay_alone(job.settings, job.plan)
     job = make_folder(job)
     ranks = RankFolder(job.folder)
-    try:
-        run_rank(job, world, reporter)
-    except AsyncPipeError as error:
-        raise root_of(error) from None
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(interruption(ranks)) from None
+    with reported(job.folder):
+        try:
+            run_rank(job, world, reporter)
+        except AsyncPipeError as error:
+            raise root_of(error) from None
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(interruption(ranks)) from None
     shutil.rmtree(ranks.path)
 
 
@@ -126,7 +130,8 @@ def _join(job: Job, place: Place, reporter: str) -> None:
         world = join(place, job.settings, job.plan)
         job = _in_one_folder(job, world)
         left = RankFolder(job.folder)
-        run_rank(job, world, reporter)
+        with reported(job.folder) if place.rank == 0 else nullcontext():
+            run_rank(job, world, reporter)
         world.meet()
         if place.rank == 0:
             shutil.rmtree(left.path)

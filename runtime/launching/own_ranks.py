@@ -10,7 +10,7 @@ import logging
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
@@ -22,6 +22,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from ..checkpoint.resuming import how_to_go_on
 from ..replication.grid import grid_of
+from ..run_report.writing import reported
 from ..schedule import Schedule
 from ..training.resolve import check_devices
 from ..training.segments import make_segment
@@ -43,6 +44,11 @@ def start_ranks(job: Job, reporter: str) -> None:
     check_devices(job.settings, job.plan, ranks, torch.cuda.device_count())
     expect_transport(job.settings, job.plan, grid.ranks)
     job = make_folder(job)
+    with reported(job.folder):
+        _run_ranks(job, reporter, ranks, stages)
+
+
+def _run_ranks(job: Job, reporter: str, ranks: int, stages: Mapping[int, str]) -> None:
     left = RankFolder(job.folder)
     options = json.dumps(asdict(replace(job.settings, trust=True)))  # or nobody had come here
     command = ("-m", WORKER, options, str(job.folder), reporter)

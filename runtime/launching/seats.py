@@ -13,7 +13,7 @@ import json
 import os
 import socket
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -126,9 +126,17 @@ def find_machine(settings: Settings, plan: Plan, seats: Sequence[Seat], rank: in
 
     Raises SettingsError when its host has too few GPUs.
     """
+    local = [other for other, seat in enumerate(seats) if seat.host == seats[rank].host]
+    return machine_with(settings, seats, rank, _gpus_of(settings, plan, seats, local))
+
+
+def machine_with(
+    settings: Settings, seats: Sequence[Seat], rank: int, gpus: Mapping[int, Gpu]
+) -> Machine:
+    """What `rank` computes with, of settings whose plan does not matter any more, when the ranks of
+    its host have those `gpus` (none on CPUs)."""
     own = seats[rank]
     local = [other for other, seat in enumerate(seats) if seat.host == own.host]
-    gpus = _gpus_of(settings, plan, seats, local)
     sharing = [other for other in local if seats[other].cpus == own.cpus]
     topology = read_topology(parse_cpus(own.cpus))
     near = [gpus[other].node if other in gpus else None for other in sharing]

@@ -122,6 +122,8 @@ class Trainer(ActionObserver):
         self._finite = Finite(settings)
         self._is_skipped = False
         self._optimizer_s = 0.0
+        loaded = [tensor for module in modules.values() for tensor in module.state_dict().values()]
+        self._base_bytes = max(0.0, _peak_memory_bytes() - sum(each.nbytes for each in loaded))
 
     @property
     def optimizers(self) -> Mapping[int, StageOptimizer]:
@@ -330,6 +332,7 @@ class Trainer(ActionObserver):
                 squared_norm=sum(squares, 0.0) if is_known else math.nan,
                 optimizer_s=self._optimizer_s,
                 mem_bytes=_peak_memory_bytes(),
+                base_bytes=self._base_bytes,
                 loss_scale=self.loss_scale,
                 skipped=self._scale.skipped if self._scale else 0,
                 passages=len(met),

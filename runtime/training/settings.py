@@ -183,6 +183,7 @@ class Settings:
     eval_every: int = 0
     eval_batches: int = 8
     log_every: int = 10
+    log: str | None = None
     trace: str | None = None
     debug: str | None = None
 
