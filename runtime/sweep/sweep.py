@@ -7,7 +7,7 @@
     runs/gpt2_4p/sweep/lr=0.001,seed=1.log  what it printed
 
 Each run is a process of its own, the same command with its file of options. What is finished is not
-repeated; what was not, begins again.
+repeated; what is not, goes on from its last checkpoint or begins again.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint.folders import checkpoints_in
 from ..errors import AsyncPipeError
 from ..launching.jobs import make_job
 from ..launching.launchers import find_place
@@ -83,15 +84,17 @@ def plan_sweep(options: Mapping[str, Any], lists: Mapping[str, Sequence[Any]]) -
         settings = settings_from({**options, **values, "output": None})
         folder = folder or Path("runs") / Path(settings.folder).resolve().name / "sweep"
         name = name_of(values)
-        try:
-            jobs[name] = make_job(settings, folder / name)
-        except AsyncPipeError as error:
-            raise SettingsError(f"{name}: {error.what}", error.cure) from error
+        if settings.save_to is not None:
+            settings = replace(settings, save_to=f"{settings.save_to.rstrip('/')}/{name}")
         if settings.export_hf is not None:
             raise SettingsError(
                 f"all runs of a sweep would export to {settings.export_hf}.",
                 "Leave --export-hf out, and repeat the best with --config and it.",
             )
+        try:
+            jobs[name] = make_job(settings, folder / name)
+        except AsyncPipeError as error:
+            raise SettingsError(f"{name}: {error.what}", error.cure) from error
     assert folder is not None
     known = read_record(folder)
     runs = {}
@@ -162,11 +165,15 @@ def check_finished(sweep: Sweep) -> None:
 
 
 def _child(job: Job, command: Sequence[str]) -> Child:
-    """The process that makes a run, in a folder without what is left of an attempt before."""
-    shutil.rmtree(job.folder, ignore_errors=True)
+    """The process that makes a run: from its last checkpoint, or from its beginning in a folder
+    without what is left of an attempt before."""
+    goes_on = bool(checkpoints_in(job.folder))
+    if not goes_on:
+        shutil.rmtree(job.folder, ignore_errors=True)
     options = _beside(job.folder, ".toml")
     options.write_text(job.settings.to_toml(), encoding="utf-8")
     own = ("--config", str(options), "--output", str(job.folder))
+    own += ("--resume", "auto") if goes_on else ()
     return Child(job.folder.name, (*command, *own), _beside(job.folder, ".log"))
 
 
