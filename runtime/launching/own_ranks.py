@@ -26,6 +26,7 @@ from ..schedule import Schedule
 from ..training.resolve import check_devices
 from ..training.segments import make_segment
 from ..training.setup import Job
+from ..training.stopping import EXIT_CODE, Stopped
 from ..training.transport import expect_transport
 from .failure import RankFolder
 from .jobs import make_folder
@@ -72,6 +73,8 @@ def start_ranks(job: Job, reporter: str) -> None:
         codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
         if -signal.SIGINT in codes.values():
             raise KeyboardInterrupt(interruption(left)) from None
+        if EXIT_CODE in codes.values():
+            raise Stopped from None
         raise left.first_cause(codes, stages) from None
     except SignalException as stopped:
         if stopped.sigval is not signal.SIGINT:

@@ -10,6 +10,7 @@ steps without a stop, what is left of the segment's actions is cut off there.
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 from types import FrameType, TracebackType
@@ -22,8 +23,6 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 EXIT_CODE = 128 + signal.SIGTERM
 """Of a run that was told to stop, whatever the signal: the one that batch systems know."""
 
-_BEAT_S = 0.2
-
 
 class Stopped(SystemExit):
     """The run was told to stop, and what it has is written."""
@@ -33,13 +32,14 @@ class Stopped(SystemExit):
 
 
 class Stopping:
-    """One rank's part in it, while it is entered. `last` is the last step, None while nobody was
-    told to stop, and `reason` the signal's name."""
+    """One rank's part in it, while it is entered; its thread looks every `beat_s` whether another
+    was told. `last` is the last step, None while nobody was told to stop, and `reason` the signal's
+    name."""
 
-    def __init__(self, board: Board, *, patience_s: float) -> None:
+    def __init__(self, board: Board, *, patience_s: float, beat_s: float = 0.2) -> None:
         self.last: int | None = None
         self.reason = ""
-        self._board, self._patience_s = board, patience_s
+        self._board, self._patience_s, self._beat_s = board, patience_s, beat_s
         self._begun = 0
         self._is_open, self._lock = True, threading.Lock()
         self._signal = ""
@@ -89,13 +89,15 @@ class Stopping:
         self._told.set()
 
     def _watch(self) -> None:
-        while not self._ended.is_set():
-            if self._signal:
-                self._board.post("stop", self._signal)
-            if (reason := self._board.read("stop")) is not None:
-                self._agree(reason)
-                return
-            self._told.wait(_BEAT_S)
+        # The main thread tells of a rank that is gone.
+        with contextlib.suppress(RuntimeError, TransportError):
+            while not self._ended.is_set():
+                if self._signal:
+                    self._board.post("stop", self._signal)
+                if (reason := self._board.read("stop")) is not None:
+                    self._agree(reason)
+                    return
+                self._told.wait(self._beat_s)
 
     def _agree(self, reason: str) -> None:
         self.reason = reason

@@ -1,0 +1,63 @@
+"""Checkpoints of runs with several ranks: real processes, replicas, other stages and transports."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from asyncpipe.runtime.checkpoint.folders import checkpoints_in, read_facts
+from asyncpipe.tests.runtime.handmade import write_mlp, write_text
+from asyncpipe.tests.runtime.resumed import as_ended_at, assert_goes_on_as, train
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("generated")
+    for stages in (2, 4):
+        write_mlp(folder / f"noisy{stages}", stages=stages, noisy=True)
+    write_text(folder / "text")
+    (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 100)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"schedule": "1f1b", "clip": 0.5},
+        {"schedule": "async-1f1b", "micro_batches": 1, "clip": 0.5, "clip_by": "known"},
+    ],
+    ids=["1f1b", "async-1f1b"],
+)
+def test_ranks_go_on_as_if_nothing_had_happened(
+    folders: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    whole = train(folders / "noisy4", tmp_path / "whole", **options)
+    facts = read_facts(checkpoints_in(whole.output)[0])
+    assert (facts.ranks, facts.stages, facts.step) == (4, 4, 6)
+    assert_goes_on_as(whole, folders / "noisy4", 4, **options)
+
+
+def test_replicas_go_on_each_with_its_own_statistics(folders: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"schedule": "ddp", "replicas": 2, "check_replicas": 1}
+    whole = train(folders / "noisy2", tmp_path / "whole", **options)
+    first, second = (
+        whole.weights["norms.1.running_mean"],
+        whole.state["buffer.1.norms.1.running_mean"],
+    )
+    assert not torch.equal(first, second)
+    assert_goes_on_as(whole, folders / "noisy2", 2, **options)
+
+
+def test_a_run_of_replicas_goes_on_in_one_process_and_back(folders: Path, tmp_path: Path) -> None:
+    data = str(folders / "text.txt")
+    one = train(folders / "text", tmp_path / "one", schedule="single", data=data, lr=0.01)
+    ended = as_ended_at(one, 4, tmp_path / "ended")
+    options: dict[str, Any] = {"replicas": 2, "micro_batches": 2, "data": data, "lr": 0.01}
+    moved = train(folders / "text", ended, resume="auto", transport="gloo", **options)
+    assert moved.of("loss") == pytest.approx(one.of("loss"), rel=1e-6)
+    assert moved.of("epoch") == one.of("epoch")
+    for name, tensor in one.weights.items():
+        torch.testing.assert_close(moved.weights[name], tensor, rtol=1e-5, atol=1e-6)
