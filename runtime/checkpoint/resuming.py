@@ -19,11 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from ..training.settings import OF_THIS_CALL, Settings, SettingsError, read_config
-from .elsewhere import options_at
+from .elsewhere import AUTO, options_at
 from .folders import CHECKPOINTS, checkpoints_in, is_checkpoint
 from .location import is_url
 
-AUTO = "auto"
 CONFIGURATION = "config.toml"
 _OF_WATCHING = frozenset(
     {

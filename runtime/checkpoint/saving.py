@@ -139,7 +139,7 @@ class Saver:
         size = sum(int(entry[0]) for entry in files.values()) / (1 << 20)
         told = f"{target} ({size:.1f} MiB in {time.perf_counter() - start_s:.1f} s)"
         if self._save_to is not None:
-            told += f" · {copy(target, self._save_to)}"
+            told += f" · {copy(target, self._save_to, last=self._last, best=self._best)}"
         self._notes.put(told)
 
     def _write_own(self, folder: Path, part: Part) -> list[Path]:

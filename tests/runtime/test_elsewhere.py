@@ -13,8 +13,8 @@ import pytest
 from asyncpipe.runtime.checkpoint.folders import checkpoints_in
 from asyncpipe.runtime.checkpoint.location import Location, LocationError
 from asyncpipe.runtime.checkpoint.resuming import with_options_of_run
-from asyncpipe.tests.runtime.handmade import write_text
-from asyncpipe.tests.runtime.resumed import Trained, assert_same, tensors_in, train
+from asyncpipe.tests.runtime.handmade import write_mlp
+from asyncpipe.tests.runtime.resumed import Trained, as_ended_at, assert_same, tensors_in, train
 from asyncpipe.tests.runtime.silent_reporter import events_of
 from asyncpipe.tests.s3_server import bucket
 
@@ -22,8 +22,7 @@ from asyncpipe.tests.s3_server import bucket
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("generated")
-    write_text(folder / "text")
-    (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 100)
+    write_mlp(folder / "mlp")
     return folder
 
 
@@ -34,8 +33,7 @@ def s3() -> Iterator[str]:
 
 
 def trained(folder: Path, output: Path, **given: Any) -> Trained:
-    usual = {"schedule": "single", "data": str(folder / "text.txt")}
-    return train(folder / "text", output, **(usual | given))
+    return train(folder / "mlp", output, **({"schedule": "single"} | given))
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +48,7 @@ def place(straight: Trained) -> Location:
     return Location(f"file://{straight.output.parent}/place")
 
 
-def test_each_checkpoint_is_copied_and_is_kept_as_long_as_here(
+def test_each_checkpoint_is_copied_and_as_many_are_kept_as_here(
     folder: Path, tmp_path: Path, straight: Trained, place: Location
 ) -> None:
     assert place.names() == ["step-000002", "step-000004", "step-000006"]
@@ -59,6 +57,11 @@ def test_each_checkpoint_is_copied_and_is_kept_as_long_as_here(
     own = Location(f"file://{tmp_path}/own")
     trained(folder, tmp_path / "run", save_to=own.url, keep_last=1)
     assert own.names() == ["step-000006"] == [p.name for p in checkpoints_in(tmp_path / "run")]
+    best = Location(f"file://{tmp_path}/best")
+    given: dict[str, Any] = {"eval_batches": 1, "keep_last": 1, "keep_best": 1, "save_every": 1}
+    trained(folder, tmp_path / "of", save_to=best.url, lr=1.0, **given)
+    kept = sorted(path.name for path in checkpoints_in(tmp_path / "of"))
+    assert best.names() == kept and len(kept) == 2
 
 
 @pytest.mark.parametrize("what", ["url", "step", "auto"])
@@ -81,23 +84,34 @@ def test_a_run_goes_on_from_a_location_to_the_last_bit(
     assert ("step-000006" in own.names()) == (what != "url")
 
 
-def test_the_later_of_both_is_taken(
-    folder: Path, tmp_path: Path, straight: Trained, place: Location
+def resumed_after(output: Path) -> str:
+    notes = events_of(output, "note")
+    (told,) = [text for about, text in notes if about == "resumed" and "after step" in text]
+    return str(told.partition(" of ")[0])
+
+
+def test_the_later_of_both_is_taken(folder: Path, tmp_path: Path, straight: Trained) -> None:
+    checkpoints = straight.output / "checkpoints"
+    for name, here, there in (("there", 2, 4), ("here", 4, 2), ("both", 4, 4)):
+        place, output = Location(f"file://{tmp_path}/{name}"), tmp_path / f"run-{name}"
+        place.put(checkpoints / f"step-00000{there}")
+        as_ended_at(straight, here, output)
+        again = trained(folder, output, resume="auto", save_to=place.url)
+        assert resumed_after(output) == "after step 4"
+        assert_same(again.weights, straight.weights)
+
+
+def test_checkpoints_of_another_run_are_not_mixed_with_its_own(
+    folder: Path, tmp_path: Path, straight: Trained
 ) -> None:
-    shutil.copytree(straight.output, tmp_path / "run")
-    (tmp_path / "run" / "checkpoints" / "step-000006").rename(tmp_path / "away")
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000004")
-    trained(folder, tmp_path / "run", resume="auto", save_to=place.url, steps=7)
-    assert [text for about, text in events_of(tmp_path / "run", "note") if about == "resumed"][
-        0
-    ].startswith("after step 6 of 7")
-    older = Location(f"file://{tmp_path}/older")
-    older.put(straight.output / "checkpoints" / "step-000002")
-    shutil.copytree(straight.output, tmp_path / "later")
-    trained(folder, tmp_path / "later", resume="auto", save_to=older.url, steps=7)
-    assert [text for about, text in events_of(tmp_path / "later", "note") if about == "resumed"][
-        0
-    ].startswith("after step 6 of 7")
+    place = Location(f"file://{tmp_path}/place")
+    place.put(straight.output / "checkpoints" / "step-000006")
+    with pytest.raises(LocationError, match="that is not of this run: step-000006.\n--resume auto"):
+        trained(folder, tmp_path / "new", save_to=place.url)
+    earlier = str(straight.output / "checkpoints" / "step-000004")
+    with pytest.raises(LocationError, match="that is not of this run: step-000006"):
+        trained(folder, tmp_path / "branch", resume=earlier, save_to=place.url)
+    assert place.names() == ["step-000006"]
 
 
 def test_a_new_run_begins_with_the_weights_of_a_location(
@@ -116,7 +130,7 @@ def test_the_options_of_a_run_come_with_its_checkpoints(place: Location) -> None
     options = with_options_of_run({"resume": place.url, "steps": 9})
     assert (options["steps"], options["save_every"], options["schedule"]) == (9, 2, "single")
     assert options["betas"] == (0.9, 0.999) and "output" not in options
-    assert options["folder"].endswith("text")
+    assert options["folder"].endswith("mlp")
 
 
 def test_what_cannot_be_had_is_told_before_the_run_has_a_folder_of_its_own(
