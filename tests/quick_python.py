@@ -24,6 +24,7 @@ from functools import cache
 _PRELOADED = (
     "asyncpipe.cli",
     "asyncpipe.partitioner.compile",
+    "asyncpipe.runtime.checkpoint.storage",
     "asyncpipe.runtime.launching.launch",
     "asyncpipe.runtime.launching.jobs",
     "asyncpipe.terminal_train",

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from ..activity import Activities, Activity
 from ..errors import PlanError
+from ..plan import Plan
 from ..schedules import ASYNCHRONOUS
+from ..training.observer import Trainer
 from ..training.settings import Settings
 from .contents import Rank, Wanted, put, state_of, weights_of
 from .finding import Found
-from .folders import STATE, Facts
+from .folders import STATE, WEIGHTS, CheckpointError, Facts
 from .resuming import differences
 from .saving import Part, Saver
 
@@ -87,16 +90,55 @@ class Checkpoints:
         self._saver.finish()
 
 
-def resume(rank: Rank, found: Found) -> None:
+def resume(rank: Rank, found: Found, settings: Settings, trainer: Trainer) -> None:
     """Lets a rank whose stages have the checkpoint's weights go on after its step. Raises
-    CheckpointError where its files cannot be read."""
+    CheckpointError where its files cannot be read, or are of something else."""
     from .storage import read_tensors
 
-    state = read_tensors(found.path / STATE, Wanted(rank))
     facts = found.facts
     was_async = facts.settings.get("schedule") in ASYNCHRONOUS
+    has_optimizer = facts.settings.get("optimizer") == settings.optimizer
     each_has_own = rank.is_async and was_async and facts.stages == len(rank.plan.stages)
-    put(rank, state, facts.step, each_has_own=each_has_own)
+    wanted = Wanted(rank)
+    state = read_tensors(
+        found.path / STATE,
+        lambda key: wanted(key) and (has_optimizer or not key.startswith("optimizer.")),
+    )
+    try:
+        put(rank, state, facts.step, each_has_own=each_has_own)
+        trainer.load(facts.trainer)
+    except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{found.path} is no checkpoint of such a run: {type(error).__name__}: {error}",
+            f"--init-from {found.path} takes its weights alone.",
+        ) from error
+
+
+def check_model(plan: Plan, folder: Path, found: Found) -> None:
+    """Raises CheckpointError for a checkpoint of another model than that of the generated folder,
+    as far as that has weights to compare with."""
+    from .storage import shapes_in
+
+    if not (folder / WEIGHTS).is_dir():
+        return
+    planned, there = shapes_in(folder / WEIGHTS), shapes_in(found.path / WEIGHTS)
+    names = [name for name in plan.state_keys if name in planned and name not in plan.unused]
+    lacking = [name for name in names if name not in there]
+    other = [name for name in names if name in there and there[name] != planned[name]]
+    if not lacking and not other:
+        return
+    told = f"{found.path} is of {found.facts.plan}, and does not fit {plan.name} as planned"
+    if lacking:
+        told += f": it lacks {len(lacking)} of {len(names)} tensors, the first is {lacking[0]}."
+    else:
+        name = other[0]
+        told += (
+            f": {len(other)} of {len(names)} tensors differ in shape, the first is {name}: "
+            f"{there[name]} in the checkpoint, {planned[name]} in the plan."
+        )
+    raise CheckpointError(
+        told, f"Resume it with {found.facts.settings.get('folder')}, or other cuts of that model."
+    )
 
 
 def check_steps(settings: Settings, found: Found) -> None:

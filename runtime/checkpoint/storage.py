@@ -13,7 +13,8 @@ thread can write while the ranks train.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -92,13 +93,24 @@ def write_tensors(
     return sorted({folder / file_of(name) for name in tensors})
 
 
+def shapes_in(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of the tensors of a folder, by name. Raises CheckpointError as `read_tensors`."""
+    with _telling(folder):
+        stored = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    return {
+        name: tuple(one.size)
+        for name, one in stored.items()
+        if isinstance(one, TensorStorageMetadata)
+    }
+
+
 def read_tensors(folder: Path, is_wanted: Callable[[str], bool]) -> dict[str, Tensor]:
     """The tensors of a folder whose names are wanted, each read by itself.
 
     Raises CheckpointError where a file is damaged.
     """
     reader = HuggingFaceStorageReader(str(folder))
-    try:
+    with _telling(folder):
         metadata = reader.read_metadata()
         found: dict[str, Any] = {
             name: torch.empty(stored.size, dtype=stored.properties.dtype)
@@ -110,6 +122,13 @@ def read_tensors(folder: Path, is_wanted: Callable[[str], bool]) -> dict[str, Te
         planner.set_up_planner(found, metadata, is_coordinator=True)
         plan = planner.create_global_plan([planner.create_local_plan()])[0]
         reader.read_data(planner.finish_plan(plan), planner).wait()
-    except (OSError, SafetensorError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{folder} cannot be read: {error}.") from error
     return found
+
+
+@contextmanager
+def _telling(folder: Path) -> Iterator[None]:
+    """Within, what is wrong with a folder's files is told as a CheckpointError."""
+    try:
+        yield
+    except (OSError, SafetensorError, ValueError, LookupError, TypeError) as error:
+        raise CheckpointError(f"{folder} cannot be read: {error}.") from error

@@ -270,8 +270,7 @@ class _Run:
             settings.is_async,
         )
         if found is not None:
-            resume(rank, found)
-            self._trainer.load(found.facts.trainer)
+            resume(rank, found, settings, self._trainer)
             for text in describe_resumption(found, settings, self._agreement.length):
                 self._note("resumed", text)
         saver = Saver(

@@ -94,9 +94,10 @@ class StageOptimizer:
         return {key: value for key, value in state.items() if isinstance(value, Tensor)}
 
     def load(self, states: Mapping[Tensor, Mapping[str, Tensor]], steps: int) -> None:
-        """Goes on after so many steps, from what `state_of` gave of each parameter.
+        """Goes on after so many steps, from what `state_of` gave of each parameter; what is of
+        another optimizer is left.
 
-        torch's `load_state_dict` would cast all that is kept to the dtype of the weights.
+        torch's `load_state_dict` would cast the numbers too to the dtype of the weights.
         """
         if self.optimizer is None:
             return
@@ -107,10 +108,12 @@ class StageOptimizer:
             group["lr"] = base_lr * self._factor(steps)
             counts_there = group.get("fused") or group.get("capturable")
             for parameter in group["params"]:
-                if state := states.get(parameter):
+                state = states.get(parameter, {})
+                if state.keys() >= _kept_by(self.optimizer, group):
                     self.optimizer.state[parameter] = {
-                        # Numbers, such as the count of steps, stay with the processor.
-                        key: value.to(parameter.device if value.ndim or counts_there else "cpu")
+                        key: value.to(parameter.device if counts_there else "cpu", copy=True)
+                        if key in _NUMBERS
+                        else value.to(parameter.device, parameter.dtype, copy=True)
                         for key, value in state.items()
                     }
 
@@ -136,6 +139,20 @@ class StageOptimizer:
             # Of a scheduler that steps before the optimizer ever did.
             warnings.simplefilter("ignore", UserWarning)
             self._scheduler.step()
+
+
+_NUMBERS = ("step", "mu_product")
+"""What optimizers keep that is not as large as the weights."""
+
+
+def _kept_by(optimizer: Optimizer, group: Mapping[str, Any]) -> set[str]:
+    """What the optimizer keeps of every parameter of a group that it has stepped."""
+    parts = optimizer.parts if isinstance(optimizer, Joint) else (optimizer,)
+    (part,) = (part for part in parts if any(each is group for each in part.param_groups))
+    if isinstance(part, SGD | Sutskever | Muon):
+        return {"momentum_buffer"}
+    of_nadam = {"mu_product"} if isinstance(part, NAdam) else set[str]()
+    return {"step", "exp_avg", "exp_avg_sq"} | of_nadam
 
 
 def make_optimizer(

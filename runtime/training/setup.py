@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ..activity import Activities, Activity
 from ..boundary_dtypes import BoundaryDtypes
-from ..checkpoint.checkpoints import check_steps
+from ..checkpoint.checkpoints import check_model, check_steps
 from ..checkpoint.elsewhere import initial_weights
 from ..checkpoint.finding import Found, first_good
 from ..checkpoint.folders import WEIGHTS, clear_unfinished
@@ -173,6 +173,7 @@ def _find_checkpoint(
         found, skipped = first_good(asked, world, may_skip=may_skip)
     if found is not None:
         check_steps(settings, found)
+        check_model(job.planned, Path(settings.folder), found)
     return found, skipped
 
 

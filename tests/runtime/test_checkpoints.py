@@ -12,10 +12,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from asyncpipe.runtime.checkpoint.folders import checkpoints_in, read_facts
+from asyncpipe.runtime.checkpoint.folders import CheckpointError, checkpoints_in, read_facts
 from asyncpipe.runtime.checkpoint.storage import read_tensors
 from asyncpipe.runtime.errors import AsyncPipeError
 from asyncpipe.runtime.staleness.compose import METHODS
+from asyncpipe.runtime.tensors import write_shard
 from asyncpipe.runtime.training.settings import CHOICES, SettingsError
 from asyncpipe.tests.runtime.handmade import write_mlp, write_text
 from asyncpipe.tests.runtime.resumed import (
@@ -108,6 +109,15 @@ def test_gradients_of_tied_weights_that_are_still_to_be_applied_are_kept(
     assert_goes_on_as(whole, folders / "text", 4, **options)
 
 
+def test_stages_of_one_rank_that_share_a_weight_go_on_with_an_optimizer_each(
+    folders: Path, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"schedule": "single", "optimizer": "adamw", "clip": 0.5}
+    options |= {"data": str(folders / "text.txt")}
+    whole = train(folders / "text", tmp_path / "whole", **options)
+    assert_goes_on_as(whole, folders / "text", 2, **options)
+
+
 @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     every=st.integers(1, 4),
@@ -143,11 +153,11 @@ def test_norms_that_later_steps_are_clipped_by_are_kept(folders: Path, tmp_path:
 
 
 def test_the_loss_scale_goes_on(folders: Path, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"schedule": "single", "precision": "float16", "loss_scale": 2.0**40}
-    whole = train(folders / "mlp2", tmp_path / "whole", steps=60, save_every=30, **options)
+    options: dict[str, Any] = {"schedule": "single", "precision": "float16", "loss_scale": 2.0**30}
+    whole = train(folders / "mlp2", tmp_path / "whole", steps=40, save_every=20, **options)
     scales = whole.of("loss_scale")
-    assert scales[1] < 2.0**40 and whole.of("skipped")[30] > 0
-    resumed = assert_goes_on_as(whole, folders / "mlp2", 30, steps=60, save_every=30, **options)
+    assert scales[1] < 2.0**30 and whole.of("skipped")[20] > 0
+    resumed = assert_goes_on_as(whole, folders / "mlp2", 20, steps=40, save_every=20, **options)
     assert resumed.of("loss_scale") == scales and resumed.of("skipped") == whole.of("skipped")
 
 
@@ -297,8 +307,35 @@ def test_a_checkpoint_of_another_model_is_refused(folders: Path, tmp_path: Path)
     whole = train(
         folders / "text", tmp_path / "whole", data=str(folders / "text.txt"), schedule="single"
     )
-    with pytest.raises(AsyncPipeError, match="lacks 4 of the 4 tensors needed here"):
+    with pytest.raises(CheckpointError) as error:
         train(folders / "mlp2", tmp_path / "new", schedule="single", resume=str(whole.output))
+    checkpoint = whole.output / "checkpoints" / "step-000006"
+    assert error.value.what == (
+        f"{checkpoint} is of tiny_text, and does not fit tiny_mlp as planned: it lacks 8 of 8 "
+        "tensors, the first is layers.0.weight."
+    )
+    assert str(folders / "text") in error.value.cure
+
+
+def test_a_checkpoint_of_other_shapes_is_refused(folders: Path, tmp_path: Path) -> None:
+    whole = train(folders / "mlp2", tmp_path / "whole", schedule="single")
+    write_mlp(tmp_path / "wide")
+    tensors = tensors_in(tmp_path / "wide" / "weights") | {"layers.1.weight": torch.zeros(32, 16)}
+    write_shard(tmp_path / "wide" / "weights", tensors, 0, 1)
+    message = r"is of tiny_mlp, .*1 of 8 tensors differ in shape, .* \(16, 16\) in the checkpoint, "
+    with pytest.raises(CheckpointError, match=message):
+        train(tmp_path / "wide", tmp_path / "new", schedule="single", resume=str(whole.output))
+
+
+@pytest.mark.parametrize(("before", "after"), [("sgd", "adamw"), ("adamw", "soap")])
+def test_another_optimizer_begins_with_nothing(
+    folders: Path, tmp_path: Path, before: str, after: str
+) -> None:
+    whole = train(folders / "mlp2", tmp_path / "whole", schedule="single", optimizer=before)
+    ended = as_ended_at(whole, 4, tmp_path / "ended")
+    options: dict[str, Any] = {"schedule": "single", "optimizer": after, "lr": 0.01}
+    resumed = train(folders / "mlp2", ended, resume="auto", **options)
+    assert float(resumed.state["optimizer.layers.3.weight.step"]) == 2
 
 
 def test_a_run_that_ended_goes_on_with_more_steps(folders: Path, tmp_path: Path) -> None:

@@ -27,17 +27,27 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "options",
     [
         {"schedule": "1f1b", "clip": 0.5},
+        {"schedule": "interleaved", "ranks": 2},
         {"schedule": "async-1f1b", "micro_batches": 1, "clip": 0.5, "clip_by": "known"},
     ],
-    ids=["1f1b", "async-1f1b"],
+    ids=["1f1b", "interleaved", "async-1f1b"],
 )
 def test_ranks_go_on_as_if_nothing_had_happened(
     folders: Path, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     whole = train(folders / "noisy4", tmp_path / "whole", **options)
     facts = read_facts(checkpoints_in(whole.output)[0])
-    assert (facts.ranks, facts.stages, facts.step) == (4, 4, 6)
+    assert (facts.ranks, facts.stages, facts.step) == (options.get("ranks", 4), 4, 6)
     assert_goes_on_as(whole, folders / "noisy4", 4, **options)
+
+
+def test_gradients_of_tied_weights_on_two_ranks_are_kept(folders: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"schedule": "async-1f1b", "staleness": "stash+error-feedback"}
+    options |= {"data": str(folders / "text.txt"), "optimizer": "sgd", "lr": 0.01}
+    options |= {"ahead": "3,0", "transport": "gloo"}
+    whole = train(folders / "text", tmp_path / "whole", **options)
+    assert {"shared.wte.weight.6", "live.wte.weight@1"} <= whole.state.keys()
+    assert_goes_on_as(whole, folders / "text", 4, **options)
 
 
 def test_replicas_go_on_each_with_its_own_statistics(folders: Path, tmp_path: Path) -> None:
