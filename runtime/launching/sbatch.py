@@ -89,14 +89,15 @@ def sbatch_script(settings: Settings, plan: Plan, ranks: int) -> str:
             f"""printf '%s\\n' {by_rank} > "$SLURM_HOSTFILE\"""",
         ]
         options.append("--distribution=arbitrary")
-    command = f"{shlex.join(train_command(settings))} --resume auto"
+    goes_on = "--resume auto"
     if settings.output is None:
         runs = Path("runs") / Path(settings.folder).resolve().name
-        command += f' --output {shlex.quote(str(runs / "slurm-"))}"$SLURM_JOB_ID"'
+        goes_on += f' --output {shlex.quote(str(runs / "slurm-"))}"$SLURM_JOB_ID"'
     lines += [
         "",
         f"srun --ntasks={ranks} {' '.join(options)} \\",
-        f"    {command} || code=$?",
+        f"    {shlex.join(train_command(settings))} \\",
+        f"    {goes_on} || code=$?",
         "",
         "# There is a checkpoint: the time was nearly over, or the job is to make room.",
         'if [ "${code:-0}" -eq 143 ]; then scontrol requeue "$SLURM_JOB_ID"; fi',

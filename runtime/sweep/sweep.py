@@ -173,8 +173,8 @@ def _child(job: Job, command: Sequence[str]) -> Child:
     options = _beside(job.folder, ".toml")
     options.write_text(job.settings.to_toml(), encoding="utf-8")
     own = ("--config", str(options), "--output", str(job.folder))
-    own += ("--resume", "auto") if goes_on else ()
-    return Child(job.folder.name, (*command, *own), _beside(job.folder, ".log"))
+    resumed = ("--resume", "auto") if goes_on else ()
+    return Child(job.folder.name, (*command, *own, *resumed), _beside(job.folder, ".log"))
 
 
 def _beside(folder: Path, suffix: str) -> Path:
