@@ -1,9 +1,10 @@
-"""The four commands: parse, call, print. How it looks is in terminal*.py; no other module prints.
+"""The five commands: parse, call, print. How it looks is in terminal*.py; no other module prints.
 
     asyncpipe-partition --model gpt2 --stages 4
     asyncpipe-train generated_models/gpt2_4p
     asyncpipe-inspect generated_models/gpt2_4p
     asyncpipe-compare generated_models/gpt2_4p --methods sync stash none
+    asyncpipe-info
 
 Nothing heavy is imported before the options are known, so that --help answers at once.
 """
@@ -68,6 +69,11 @@ compare_app = App(
     version=VERSION,
     help="Compare ways to train on stale weights: losses, and simulated times.",
 )
+info_app = App(
+    name="asyncpipe-info",
+    version=VERSION,
+    help="Show versions, backends, devices and links, and what a run here would use of them.",
+)
 _NO_PARTITION_OPTIONS, _NO_TRAIN_OPTIONS = PartitionOptions(), TrainOptions()
 _NO_SWEEP_OPTIONS = SweepOptions()
 _NO_COMPARE_OPTIONS, _NO_COMPARED_OPTIONS = CompareOptions(), ComparedOptions()
@@ -99,6 +105,11 @@ def inspect() -> None:
 def compare() -> None:
     """Entry point of asyncpipe-compare."""
     sys.exit(_run(compare_app))
+
+
+def info() -> None:
+    """Entry point of asyncpipe-info."""
+    sys.exit(_run(info_app))
 
 
 # ---------------------------------------------------------------------- asyncpipe-partition
@@ -311,6 +322,55 @@ def _sweep(options: dict[str, Any], lists: dict[str, tuple[Any, ...]], at_once: 
     return 0
 
 
+@train_app.command(name="report")
+def report_command(
+    folders: Annotated[list[Path], Parameter(consume_multiple=True)],
+    /,
+    *,
+    output: Path | None = None,
+    json: Annotated[bool, Parameter(negative=())] = False,
+    verbose: Annotated[bool, Parameter(name=("--verbose", "-v"), negative=())] = False,
+) -> int:
+    """Write the page about a run again, or compare several runs.
+
+    Parameters
+    ----------
+    folders
+        Folders of runs, such as runs/gpt2_4p/1. (A generated folder that is called so is trained
+        as ./report.)
+    output
+        The page to write; by default report.html in the run's folder, of several runs
+        comparison.html beside the first.
+    json
+        Print the numbers as JSON, and write no page unless --output names one.
+    verbose
+        Show the traceback of an error.
+    """
+    from .runtime.run_report.comparison import as_json, compare
+    from .runtime.run_report.records import read_run
+    from .runtime.run_report.summary import to_json
+    from .runtime.run_report.writing import write_comparison, write_report
+    from .terminal_report import print_comparison, print_page
+
+    console = make_console()
+    is_written = output is not None or not json
+    if len(folders) == 1:
+        run = read_run(folders[0])
+        if json:
+            print(to_json(run))
+        page = write_report(run, output) if is_written else None
+    else:
+        comparison = compare(folders)
+        if json:
+            print(as_json(comparison))
+        else:
+            print_comparison(console, comparison)
+        page = write_comparison(comparison, output) if is_written else None
+    if page is not None and not json:
+        print_page(console, page)
+    return 0
+
+
 # ------------------------------------------------------------------------ asyncpipe-inspect
 
 
@@ -405,6 +465,36 @@ def compare_command(
     return 0
 
 
+# --------------------------------------------------------------------------- asyncpipe-info
+
+
+@info_app.default
+def info_command(
+    *,
+    ranks: int | None = None,
+    json: Annotated[bool, Parameter(negative=())] = False,
+    verbose: Annotated[bool, Parameter(name=("--verbose", "-v"), negative=())] = False,
+) -> int:
+    """Show versions, backends, devices and links, and what a run here would use of them.
+
+    Parameters
+    ----------
+    ranks
+        Of the run; by default one a GPU, or two.
+    json
+        Print it as JSON.
+    verbose
+        Show the traceback of an error.
+    """
+    if ranks is not None and ranks < 1:
+        raise _usage(f"--ranks {ranks} is not a number from 1 up.")
+    from .runtime.info.describe import describe
+    from .terminal_report import print_info
+
+    print_info(make_console(), describe(ranks), as_json=json)
+    return 0
+
+
 # ---------------------------------------------------------------------------------- shared
 
 
@@ -434,6 +524,14 @@ def _run(app: App) -> int:
         errors.print(f"[bold red]error:[/] {escape(error.what)}", soft_wrap=True)
         if error.cure:
             errors.print(escape(error.cure), soft_wrap=True)
+        return 1
+    except OSError as error:
+        if error.filename is None:
+            raise
+        if {"-v", "--verbose"} & set(sys.argv):
+            traceback.print_exc()
+        told = f"{error.filename}: {(error.strerror or str(error)).lower()}."
+        errors.print(f"[bold red]error:[/] {escape(told)}", soft_wrap=True)
         return 1
     except KeyboardInterrupt as interrupt:
         errors.print(str(interrupt) or "interrupted")
@@ -468,5 +566,5 @@ def _key_value(flag: str, text: str) -> tuple[str, Any]:
     key, value = _key_text(flag, text)
     try:
         return key, json.loads(value)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return key, value

@@ -322,11 +322,14 @@ _TRAIN_HELP = {
     "keep_best": "Checkpoints with the lowest evaluation loss, which are kept too.",
     "save_to": "Copy checkpoints to this place too, s3://bucket/run or what fsspec knows; --resume "
     "and --init-from take such URLs.",
+    "trust": "Run the code of a folder that was not made on this machine, from now on.",
     "export_hf": "Write the trained model to this folder, for from_pretrained.",
     "output": "The run's folder; by default a new one in runs/<name>.",
     "eval_every": "Steps between evaluations; 0: only at the end.",
     "eval_batches": "Micro-batches of an evaluation; 0: none.",
     "log_every": "Steps between lines of the log.",
+    "log": "Where else the run is told of, joined by commas: tensorboard, wandb, mlflow, trackio, "
+    "or your own package.module:factory or path/file.py:factory.",
     "trace": "Record steps as a timeline for ui.perfetto.dev: 3 the last three, 10-12 those.",
     "debug": "Ranks that wait for a debugger (debugpy): 1, 0,2 or all.",
     "device": "Where the stages compute.",
@@ -391,7 +394,8 @@ _COMPARED = (
         "clip",
         "clip_by",
     ),
-    *("criterion", "batch_norm", "recompute", "init_from", "output", "eval_every", "eval_batches"),
+    *("criterion", "batch_norm", "recompute", "init_from", "trust"),
+    *("output", "eval_every", "eval_batches"),
     *("dtype", "json", "quiet"),
 )
 """The options of Settings that are the same in all runs of a comparison."""

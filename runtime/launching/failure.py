@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ..errors import AsyncPipeError, TransportError
+from ..errors import AsyncPipeError, TransportError, root_of
 from ..transports.mpi import leave_mpi
 
 GRACE_S = 2.0
@@ -142,13 +142,6 @@ def failure_of(error: BaseException, rank: int, stages: str, step: int) -> Failu
         time.time(),
         "".join(traceback.format_exception(error)),
     )
-
-
-def root_of(error: BaseException) -> BaseException:
-    """The innermost AsyncPipeError that the error comes from, or the error itself."""
-    while isinstance(error.__cause__, AsyncPipeError):
-        error = error.__cause__
-    return error
 
 
 def is_consequence(error: BaseException) -> bool:

@@ -13,6 +13,7 @@ from ..data.task import architecture_of
 from ..errors import AsyncPipeError
 from ..plan import read_plan
 from ..replication.grid import grid_of
+from ..trackers.choose import check_log
 from ..training.loop import train
 from ..training.resolve import resolve, sized_plan
 from ..training.segments import make_segment
@@ -40,6 +41,7 @@ def make_job(settings: Settings, folder: Path | None = None) -> Job:
     if resolved.debug is not None:
         schedule = make_segment(sized_plan(planned, resolved), resolved, steps=1)
         check_debugger(resolved, grid_of(schedule, resolved.replicas).processes)
+    check_log(resolved)
     return Job(resolved, task, planned, folder or _next_folder(settings))
 
 

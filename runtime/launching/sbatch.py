@@ -111,7 +111,8 @@ def train_command(settings: Settings) -> list[str]:
     command = ["asyncpipe-train", settings.folder]
     for option in fields(Settings):
         value = getattr(settings, option.name)
-        if option.name in OF_THIS_CALL - {"output", "json", "max_run"} or option.name == "folder":
+        kept = {"output", "json", "max_run", "trust"}
+        if option.name in OF_THIS_CALL - kept or option.name == "folder":
             continue
         if value == option.default or value is None:
             continue

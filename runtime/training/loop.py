@@ -24,6 +24,7 @@ from ..schedule import Schedule
 from ..tensors import dtype_of
 from ..watching.gather import Gather, RankFigures
 from ..watching.metrics import EvalRecord, Reporter
+from ..watching.several import reporting
 from ..watching.tracing import Tracing
 from ..watching.watch import Watch
 from ..watching.watchdog import Watchdog
@@ -38,7 +39,7 @@ from .observer import Trainer
 from .remeasure import Remeasuring
 from .segments import Segment, make_flushed_step, make_segment, segments
 from .settings import Settings
-from .setup import Job, Setup, set_up, write_schedule
+from .setup import Job, Setup, find_checkpoint, set_up, write_schedule
 from .sources import Data, Feed, feed_nothing
 from .step_batch import StepBatch, consumed
 from .stopping import Stopped, Stopping
@@ -61,11 +62,17 @@ def train(
         Watchdog(job.settings, job.folder, world, activities) as watchdog,
         Stopping(board, patience_s=job.settings.patience_s) as stopping,
     ):
-        setup = set_up(job, world, make_reporter, on_step, activities, watchdog, board)
-        with activities.during(Activity("other", "loads its stages")):
-            run = _Run(setup, stopping)
-        run.train()
-        run.end()
+        found, skipped = find_checkpoint(job, world, activities)
+        with reporting(job.settings, job.folder, world, make_reporter) as reporter:
+            if reporter is not None:
+                watchdog.tell = reporter.on_warning
+                for text in skipped:
+                    reporter.on_warning(text)
+            setup = set_up(job, world, reporter, found, on_step, activities, board)
+            with activities.during(Activity("other", "loads its stages")):
+                run = _Run(setup, stopping)
+            run.train()
+            run.end()
 
 
 class _Run:
@@ -77,7 +84,7 @@ class _Run:
         self._setup, self._settings, self._plan, self._world = setup, settings, plan, world
         self._stopping, self._reporter, activities = stopping, setup.reporter, setup.activities
         self._activities = activities
-        self._tracing = Tracing(settings, activities)
+        self._tracing = Tracing(settings, activities, len(plan.stages))
         self._modules = _load(setup)
         self._unused: Mapping[str, Tensor] = {}
         if world.rank == 0:

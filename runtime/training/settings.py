@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import json
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
-from math import inf
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
 from ..errors import AsyncPipeError
+from ..reading import Origin, parse_toml, read_text
 from ..schedules import ASYNCHRONOUS, AUTO, SCHEDULES, spelled
 from .durations import seconds_of
 
@@ -74,9 +73,23 @@ _AT_LEAST: dict[str, float] = {
     "master_port": 1,
     "nodes": 1,
 }
+_AT_MOST: dict[str, float] = {
+    "ranks": 2**16,
+    "replicas": 2**16,
+    "micro_batches": 2**16,
+    "micro_batch_size": 2**31,
+    "seq": 2**31,
+    "threads": 2**12,
+    "timeout_s": 10**8,
+    "stall_s": 10**8,
+    "ranks_per_gpu": 2**16,
+    "master_port": 2**16 - 1,
+    "nodes": 2**16,
+}
+"""Beyond these no machine goes; other counts end at 2**53."""
 OF_THIS_CALL = frozenset(
     {
-        *("dry_run", "print_schedule", "json", "quiet", "output", "debug", "resume"),
+        *("dry_run", "print_schedule", "json", "quiet", "output", "debug", "resume", "trust"),
         *("print_sbatch", "nodes", "time_limit", "max_run"),
     }
 )
@@ -165,12 +178,14 @@ class Settings:
     keep_last: int = 3
     keep_best: int = 0
     save_to: str | None = None
+    trust: bool = False
     export_hf: str | None = None
     output: str | None = None
 
     eval_every: int = 0
     eval_batches: int = 8
     log_every: int = 10
+    log: str | None = None
     trace: str | None = None
     debug: str | None = None
 
@@ -209,8 +224,10 @@ class Settings:
         self._check_schedule()
         for name, least in _AT_LEAST.items():
             value = getattr(self, name)
-            if value is not None and not least <= value < inf:
-                raise SettingsError(f"{_flag(name)} {value} is not a number from {least:g} up.")
+            most = _AT_MOST.get(name, 2**53 if isinstance(value, int) else 1e300)
+            if value is not None and not least <= value <= most:
+                upto = f"to {most}" if value > most else "up"
+                raise SettingsError(f"{_flag(name)} {value} is not a number from {least:g} {upto}.")
         if not all(0 <= beta < 1 for beta in self.betas):
             first, second = self.betas
             raise SettingsError(f"--betas {first} {second}: both must be from 0 to below 1.")
@@ -289,7 +306,7 @@ class Settings:
     def _check_trace(self) -> None:
         if self.trace is None:
             return
-        found = re.fullmatch(r"(\d+)(?:-(\d+))?", self.trace)
+        found = re.fullmatch(r"(\d{1,15})(?:-(\d{1,15}))?", self.trace)
         steps = self.trace_steps if found else range(0)
         if not steps or steps[0] < 1:
             raise SettingsError(
@@ -346,10 +363,8 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     if not path.is_file():
         raise SettingsError(f"--config {path}: there is no such file.")
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{path} is not TOML: {error}.") from error
+    origin = Origin(str(path), SettingsError)
+    return parse_toml(read_text(path, origin), origin)
 
 
 def settings_from(options: Mapping[str, Any]) -> Settings:
@@ -381,6 +396,10 @@ def checked(name: str, value: Any, place: str) -> Any:
             f"{place}: {name} is not an option of asyncpipe-train.",
             suggestion(name, tuple(kinds), "Options: "),
         )
+    if name == "trust":
+        raise SettingsError(
+            f"{place}: whose code is run is said on the command line, not in a file.", "--trust"
+        )
     if name == "betas":
         if isinstance(value, list) and len(value) == 2 and all(map(_is_number, value)):
             return (float(value[0]), float(value[1]))
@@ -395,7 +414,7 @@ def checked(name: str, value: Any, place: str) -> Any:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
 def suggestion(word: str, legal: tuple[str, ...], otherwise: str) -> str:
