@@ -32,6 +32,7 @@ from ..launching.topology import read_topology
 from ..plan import Plan
 from ..training.settings import Settings, SettingsError, settings_from
 from ..training.setup import Job
+from ..trust import is_trusted, remember, untrusted
 from .children import Child, ended_by_signals, run_children
 from .record import FAILED, FINISHED, SweptRun, read_record, with_outcome, write_record
 from .shares import share_machine
@@ -121,9 +122,16 @@ def run_sweep(
     options behind; `on_run` is told each that is over. The sweep with what came of them.
 
     A run that fails does not end the others. Raises SettingsError when another process works in
-    the same folder or runs at once have no GPU of their own; KeyboardInterrupt after Ctrl-C and
-    SystemExit after SIGTERM, when all runs have ended.
+    the same folder or runs at once have no GPU of their own, TrustError when a generated folder
+    came from elsewhere and nobody trusts it; KeyboardInterrupt after Ctrl-C and SystemExit after
+    SIGTERM, when all runs have ended.
     """
+    one = next(iter(sweep.jobs.values())).settings  # of all alike: what concerns the command
+    for folder in {job.settings.folder for job in sweep.jobs.values()}:
+        if one.trust:
+            remember(folder)
+        elif not is_trusted(folder):
+            raise untrusted(folder)
     sweep.folder.mkdir(parents=True, exist_ok=True)
     runs = dict(sweep.runs)
     shares = share_machine(
@@ -132,13 +140,12 @@ def run_sweep(
         ranks=max(_ranks(job.settings, job.plan) for job in sweep.jobs.values()),
         gpus=_gpus(sweep),
     )
-    one = next(iter(sweep.jobs.values()))  # of all alike: what concerns the command
     children = (_child(sweep.jobs[name], command) for name in sweep.waiting)
     try:
         with (
             _alone_in(sweep.folder),
             ended_by_signals(),
-            ended_after(one.settings.max_run_s),
+            ended_after(one.max_run_s),
             closing(run_children(children, shares)) as ended,
         ):
             _write(sweep, runs)

@@ -17,6 +17,7 @@ from asyncpipe.runtime.errors import AsyncPipeError
 from asyncpipe.runtime.sweep.children import Child, run_children
 from asyncpipe.runtime.sweep.shares import Share
 from asyncpipe.runtime.sweep.sweep import Sweep, plan_sweep, run_sweep
+from asyncpipe.runtime.trust import TrustError
 from asyncpipe.tests.quick_python import bin_folder
 from asyncpipe.tests.runtime.handmade import FAILING, write_mlp
 
@@ -158,6 +159,18 @@ def test_what_does_not_fit_is_told_before_anything_runs(folder: Path, tmp_path: 
     with pytest.raises(AsyncPipeError, match="would export to there"):
         plan_sweep({**given, "export_hf": "there"}, {"seed": (1, 2)})
     assert not (tmp_path / "sweep").exists()
+
+
+def test_a_strangers_folder_is_swept_when_it_is_trusted(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "mlp", tmp_path / "strange")
+    stage = tmp_path / "strange" / "stage_0.py"
+    stage.write_text(stage.read_text() + f"# {tmp_path}\n")
+    given = options(tmp_path / "strange", tmp_path / "sweep")
+    with pytest.raises(TrustError, match="--trust"):
+        make(plan_sweep(given, {"seed": (1,)}))
+    assert not (tmp_path / "sweep").exists()
+    swept, _ = make(plan_sweep({**given, "trust": True}, {"seed": (1,)}))
+    assert swept.runs["seed=1"].state == "finished"
 
 
 def start(folder: Path, tmp_path: Path, *arguments: str) -> subprocess.Popen[str]:
