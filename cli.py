@@ -299,7 +299,7 @@ def _sweep(options: dict[str, Any], lists: dict[str, tuple[Any, ...]], at_once: 
     from .runtime.sweep.sweep import check_finished, plan_sweep, run_sweep
     from .terminal_sweep import print_sweep, print_swept_run
 
-    for name in ("print_sbatch", "print_schedule"):
+    for name in ("print_sbatch", "print_schedule", "resume"):
         if options.get(name):
             raise _usage(f"--{name.replace('_', '-')} is of one run; --sweep makes several.")
     sweep = plan_sweep(options, lists)

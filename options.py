@@ -320,6 +320,8 @@ _TRAIN_HELP = {
     "save_every": "Steps between checkpoints; 0: only when a signal ends the run.",
     "keep_last": "The newest checkpoints, which are kept.",
     "keep_best": "Checkpoints with the lowest evaluation loss, which are kept too.",
+    "save_to": "Copy checkpoints to this place too, s3://bucket/run or what fsspec knows; --resume "
+    "and --init-from take such URLs.",
     "trust": "Run the code of a folder that was not made on this machine, from now on.",
     "export_hf": "Write the trained model to this folder, for from_pretrained.",
     "output": "The run's folder; by default a new one in runs/<name>.",

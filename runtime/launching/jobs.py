@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from ..checkpoint.elsewhere import bring
 from ..checkpoint.resuming import CONFIGURATION, resumed_run, runs_of
 from ..data.task import architecture_of
 from ..errors import AsyncPipeError
@@ -69,6 +70,11 @@ def make_folder(job: Job) -> Job:
                     f"--output {job.folder} is being written by another run.", "Choose another."
                 ) from None
             job = replace(job, folder=_next_folder(job.settings))
+    try:
+        bring(job.settings, job.folder)
+    except AsyncPipeError:
+        shutil.rmtree(job.folder / "ranks")
+        raise
     (job.folder / CONFIGURATION).write_text(job.settings.to_toml(), encoding="utf-8")
     return job
 

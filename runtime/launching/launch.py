@@ -147,7 +147,7 @@ def _in_one_folder(job: Job, world: World) -> Job:
     if world.rank == 0:
         try:
             answer = {"folder": str(make_folder(job).folder)}
-        except SettingsError as refusal:
+        except AsyncPipeError as refusal:
             answer = {"what": refusal.what, "cure": refusal.cure}
     answer = json.loads(world.text_of_first(json.dumps(answer)))
     if "what" in answer:

@@ -7,7 +7,7 @@
     runs/gpt2_4p/sweep/lr=0.001,seed=1.log  what it printed
 
 Each run is a process of its own, the same command with its file of options. What is finished is not
-repeated; what was not, begins again.
+repeated; what is not, goes on from its last checkpoint or begins again.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint.folders import checkpoints_in
 from ..errors import AsyncPipeError
 from ..launching.jobs import make_job
 from ..launching.launchers import find_place
@@ -31,6 +32,7 @@ from ..launching.topology import read_topology
 from ..plan import Plan
 from ..training.settings import Settings, SettingsError, settings_from
 from ..training.setup import Job
+from ..trust import is_trusted, remember, untrusted
 from .children import Child, ended_by_signals, run_children
 from .record import FAILED, FINISHED, SweptRun, read_record, with_outcome, write_record
 from .shares import share_machine
@@ -83,15 +85,17 @@ def plan_sweep(options: Mapping[str, Any], lists: Mapping[str, Sequence[Any]]) -
         settings = settings_from({**options, **values, "output": None})
         folder = folder or Path("runs") / Path(settings.folder).resolve().name / "sweep"
         name = name_of(values)
-        try:
-            jobs[name] = make_job(settings, folder / name)
-        except AsyncPipeError as error:
-            raise SettingsError(f"{name}: {error.what}", error.cure) from error
+        if settings.save_to is not None:
+            settings = replace(settings, save_to=f"{settings.save_to.rstrip('/')}/{name}")
         if settings.export_hf is not None:
             raise SettingsError(
                 f"all runs of a sweep would export to {settings.export_hf}.",
                 "Leave --export-hf out, and repeat the best with --config and it.",
             )
+        try:
+            jobs[name] = make_job(settings, folder / name)
+        except AsyncPipeError as error:
+            raise SettingsError(f"{name}: {error.what}", error.cure) from error
     assert folder is not None
     known = read_record(folder)
     runs = {}
@@ -118,9 +122,16 @@ def run_sweep(
     options behind; `on_run` is told each that is over. The sweep with what came of them.
 
     A run that fails does not end the others. Raises SettingsError when another process works in
-    the same folder or runs at once have no GPU of their own; KeyboardInterrupt after Ctrl-C and
-    SystemExit after SIGTERM, when all runs have ended.
+    the same folder or runs at once have no GPU of their own, TrustError when a generated folder
+    came from elsewhere and nobody trusts it; KeyboardInterrupt after Ctrl-C and SystemExit after
+    SIGTERM, when all runs have ended.
     """
+    one = next(iter(sweep.jobs.values())).settings  # of all alike: what concerns the command
+    for folder in {job.settings.folder for job in sweep.jobs.values()}:
+        if one.trust:
+            remember(folder)
+        elif not is_trusted(folder):
+            raise untrusted(folder)
     sweep.folder.mkdir(parents=True, exist_ok=True)
     runs = dict(sweep.runs)
     shares = share_machine(
@@ -129,13 +140,12 @@ def run_sweep(
         ranks=max(_ranks(job.settings, job.plan) for job in sweep.jobs.values()),
         gpus=_gpus(sweep),
     )
-    one = next(iter(sweep.jobs.values()))  # of all alike: what concerns the command
     children = (_child(sweep.jobs[name], command) for name in sweep.waiting)
     try:
         with (
             _alone_in(sweep.folder),
             ended_by_signals(),
-            ended_after(one.settings.max_run_s),
+            ended_after(one.max_run_s),
             closing(run_children(children, shares)) as ended,
         ):
             _write(sweep, runs)
@@ -162,12 +172,16 @@ def check_finished(sweep: Sweep) -> None:
 
 
 def _child(job: Job, command: Sequence[str]) -> Child:
-    """The process that makes a run, in a folder without what is left of an attempt before."""
-    shutil.rmtree(job.folder, ignore_errors=True)
+    """The process that makes a run: from its last checkpoint, or from its beginning in a folder
+    without what is left of an attempt before."""
+    goes_on = bool(checkpoints_in(job.folder))
+    if not goes_on:
+        shutil.rmtree(job.folder, ignore_errors=True)
     options = _beside(job.folder, ".toml")
     options.write_text(job.settings.to_toml(), encoding="utf-8")
     own = ("--config", str(options), "--output", str(job.folder))
-    return Child(job.folder.name, (*command, *own), _beside(job.folder, ".log"))
+    resumed = ("--resume", "auto") if goes_on else ()
+    return Child(job.folder.name, (*command, *own, *resumed), _beside(job.folder, ".log"))
 
 
 def _beside(folder: Path, suffix: str) -> Path:

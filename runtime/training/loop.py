@@ -288,6 +288,7 @@ class _Run:
             self._activities,
             last=settings.keep_last,
             best=settings.keep_best,
+            save_to=settings.save_to,
             patience_s=settings.patience_s,
             tell=lambda text: self._note("checkpoint", text),
             unused=self._unused,

@@ -128,8 +128,9 @@ class Settings:
 
     A checkpoint is written every `save_every` steps, 0 for none but those that a signal asks for;
     of them the `keep_last` newest are kept and the `keep_best` with the lowest evaluation loss.
-    `resume` is a run, a checkpoint, or "auto" (`checkpoint/resuming.py`). `max_run`
-    is how long the command may take (`durations.py`) before it ends as after SIGTERM.
+    `resume` is a run, a checkpoint, or "auto" (`checkpoint/resuming.py`), `save_to` the URL of a
+    place that has them too (`checkpoint/elsewhere.py`). `max_run` is how long the command may take
+    (`durations.py`) before it ends as after SIGTERM.
     """
 
     folder: str
@@ -176,6 +177,7 @@ class Settings:
     save_every: int = 0
     keep_last: int = 3
     keep_best: int = 0
+    save_to: str | None = None
     trust: bool = False
     export_hf: str | None = None
     output: str | None = None

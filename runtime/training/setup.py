@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ..activity import Activities, Activity
 from ..boundary_dtypes import BoundaryDtypes
 from ..checkpoint.checkpoints import check_model, check_steps
+from ..checkpoint.elsewhere import initial_weights
 from ..checkpoint.finding import Found, first_good
 from ..checkpoint.folders import WEIGHTS, clear_unfinished
 from ..checkpoint.resuming import candidates, keep_records_until
@@ -81,7 +82,9 @@ class Setup:
     @property
     def weights(self) -> str | None:
         """Where the stages' weights are, if not in the generated folder."""
-        return str(self.found.path / WEIGHTS) if self.found else self.job.settings.init_from
+        if self.found is not None:
+            return str(self.found.path / WEIGHTS)
+        return initial_weights(self.job.settings, self.job.folder)
 
 
 def set_up(

@@ -135,14 +135,21 @@ def test_the_limit_sends_sigterm_once_and_only_when_it_is_reached() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "single"])
-def test_a_run_ends_when_its_time_is_over(folder: Path, tmp_path: Path, schedule: str) -> None:
-    result = train(
-        tmp_path, folder / "slow", "--schedule", schedule, "--steps", 1000, "--max-run", "4s",
-        "--output", "run", "--threads", 1,
-    )  # fmt: skip
-    # The shell's code for a process that SIGTERM ended, too.
-    assert result.returncode in (143, -signal.SIGTERM), result.stderr
-    states = (tmp_path / "run" / "ranks").glob("*.state")
-    for state in states:
+def test_a_run_whose_time_is_over_leaves_a_checkpoint_and_goes_on(
+    folder: Path, tmp_path: Path, schedule: str
+) -> None:
+    command = [
+        folder / "slow", "--schedule", schedule, "--threads", 1, "--resume", "auto", "--output",
+        "run", "--warmup", 0, "--steps",
+    ]  # fmt: skip
+    result = train(tmp_path, *command, 1000, "--max-run", "5s")
+    assert result.returncode == 143, result.stderr
+    assert "by SIGTERM after step" in result.stdout
+    for state in (tmp_path / "run" / "ranks").glob("*.state"):
         assert not Path(f"/proc/{json.loads(state.read_text())['pid']}").exists()
-    assert "max_run" not in (tmp_path / "run" / "config.toml").read_text()
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
+    step = int(checkpoint.name.removeprefix("step-"))
+    assert step > 0 and "max_run" not in (tmp_path / "run" / "config.toml").read_text()
+    again = train(tmp_path, *command, step + 1)
+    assert again.returncode == 0, again.stderr
+    assert f"after step {step} of {step + 1}" in again.stdout

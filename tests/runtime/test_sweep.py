@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -16,6 +17,7 @@ from asyncpipe.runtime.errors import AsyncPipeError
 from asyncpipe.runtime.sweep.children import Child, run_children
 from asyncpipe.runtime.sweep.shares import Share
 from asyncpipe.runtime.sweep.sweep import Sweep, plan_sweep, run_sweep
+from asyncpipe.runtime.trust import TrustError
 from asyncpipe.tests.quick_python import bin_folder
 from asyncpipe.tests.runtime.handmade import FAILING, write_mlp
 
@@ -159,6 +161,18 @@ def test_what_does_not_fit_is_told_before_anything_runs(folder: Path, tmp_path: 
     assert not (tmp_path / "sweep").exists()
 
 
+def test_a_strangers_folder_is_swept_when_it_is_trusted(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "mlp", tmp_path / "strange")
+    stage = tmp_path / "strange" / "stage_0.py"
+    stage.write_text(stage.read_text() + f"# {tmp_path}\n")
+    given = options(tmp_path / "strange", tmp_path / "sweep")
+    with pytest.raises(TrustError, match="--trust"):
+        make(plan_sweep(given, {"seed": (1,)}))
+    assert not (tmp_path / "sweep").exists()
+    swept, _ = make(plan_sweep({**given, "trust": True}, {"seed": (1,)}))
+    assert swept.runs["seed=1"].state == "finished"
+
+
 def start(folder: Path, tmp_path: Path, *arguments: str) -> subprocess.Popen[str]:
     command = [*COMMAND, str(folder), "--output", "sweep", "--threads", "1", *arguments]
     return subprocess.Popen(
@@ -197,6 +211,20 @@ def test_a_sweep_that_is_ended_ends_its_runs(
     assert not (tmp_path / "sweep" / "seed=3").exists()
     states = json.loads((tmp_path / "sweep" / "sweep.json").read_text())["runs"]
     assert [run["state"] for run in states] == ["waiting"] * 3
+    kept = [list((run / "checkpoints").glob("step-*")) for run in runs]
+    assert [len(each) for each in kept] == ([0, 0] if number is signal.SIGINT else [1, 1])
+
+
+def test_a_run_that_was_ended_goes_on_from_its_checkpoint(folder: Path, tmp_path: Path) -> None:
+    given = options(folder / "mlp", tmp_path / "sweep", save_every=1, steps=3)
+    whole, _ = make(plan_sweep(given, {"seed": (1, 2)}))
+    run = tmp_path / "sweep" / "seed=1"
+    shutil.rmtree(run / "checkpoints" / "step-000003")
+    record = tmp_path / "sweep" / "sweep.json"
+    record.write_text(record.read_text().replace('"finished"', '"waiting"', 1))
+    again, made = make(plan_sweep(given, {"seed": (1, 2)}))
+    assert made == ["seed=1"] and "after step 2 of 3" in (run.parent / "seed=1.log").read_text()
+    assert again.runs["seed=1"].loss == whole.runs["seed=1"].loss
 
 
 def test_the_command_prints_a_line_a_run_and_the_table(folder: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Folders at a place that fsspec reaches: whole or not there, whatever goes wrong on the way."""
+"""Checkpoints at a place that fsspec reaches: whole or not there, whatever goes wrong."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import errno
 import importlib
 import itertools
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,34 +14,18 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
-from asyncpipe.runtime import locations
-from asyncpipe.runtime.locations import MANIFEST, Location, LocationError
+from asyncpipe.runtime.checkpoint import location
+from asyncpipe.runtime.checkpoint.folders import FACTS, MANIFEST, Facts, manifest_entry, name_of
+from asyncpipe.runtime.checkpoint.location import Location, LocationError
+from asyncpipe.tests.s3_server import bucket
 
 NUMBERS = itertools.count()
 
 
 @pytest.fixture(scope="module")
 def s3() -> Iterator[str]:
-    """A bucket of a real S3 server on this machine."""
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    before = dict(os.environ)
-    os.environ |= {
-        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
-        "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "test",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }
-    import s3fs
-
-    s3fs.S3FileSystem(skip_instance_cache=True).mkdir("runs")
-    yield "s3://runs"
-    os.environ.clear()
-    os.environ |= before
-    server.stop()
+    with bucket() as url:
+        yield url
 
 
 @pytest.fixture(params=["file", "memory", "s3"])
@@ -55,12 +38,20 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Location:
     return Location(f"file://{tmp_path}/place", patience_s=1)
 
 
-def written(folder: Path, **files: bytes) -> Path:
-    for name, content in files.items():
-        path = folder / name.replace("__", "/")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
-    return folder
+def checkpoint(folder: Path, step: int, **files: bytes) -> Path:
+    """A checkpoint with files of its own besides what each has."""
+    path = folder / name_of(step)
+    path.mkdir(parents=True)
+    facts = Facts("tiny", step, 8 * step, 100, 2, 2, 1, settings={"folder": "x", "lr": 0.5})
+    content = {FACTS: facts.to_json().encode()}
+    content |= {name.replace("__", "/"): value for name, value in files.items()}
+    entries: dict[str, object] = {}
+    for name, value in content.items():
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_bytes(value)
+        entries |= manifest_entry(path, path / name)
+    (path / MANIFEST).write_text(json.dumps({"files": entries}))
+    return path
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -73,31 +64,35 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def test_what_is_put_is_there_and_comes_back_as_it_was(place: Location, tmp_path: Path) -> None:
     place.check()
-    assert place.names() == [] and not place.has("step-2")
-    two = written(tmp_path / "2", a=b"\0" * 70_000, rank_0__b=b"", rank_0__c=b"c")
-    place.put(two, "step-2")
-    place.put(written(tmp_path / "1", a=b"1"), "step-1")
-    assert place.names() == ["step-1", "step-2"] and place.has("step-2")
-    place.get("step-2", tmp_path / "back")
+    assert place.names() == [] and not place.has("step-000002")
+    two = checkpoint(tmp_path, 2, a=b"\0" * 70_000, state__b=b"", state__c=b"c")
+    place.put(two)
+    place.put(checkpoint(tmp_path, 1, a=b"1"))
+    assert place.names() == ["step-000001", "step-000002"] and place.has("step-000002")
+    place.get("step-000002", tmp_path / "back")
     assert contents(tmp_path / "back") == contents(two)
+    assert place.facts("step-000001", tmp_path / "aside").samples == 8
     assert not list(tmp_path.glob(".*"))
 
 
-def test_a_folder_of_that_name_is_replaced_whole(place: Location, tmp_path: Path) -> None:
-    place.put(written(tmp_path / "1", a=b"1", b=b"1"), "step-1")
-    place.put(written(tmp_path / "2", a=b"2"), "step-1")
-    place.get("step-1", tmp_path / "back")
-    assert contents(tmp_path / "back") == {"a": b"2"}
+def test_a_checkpoint_of_that_name_is_replaced_whole(place: Location, tmp_path: Path) -> None:
+    place.put(checkpoint(tmp_path / "1", 1, a=b"1", b=b"1"))
+    new = checkpoint(tmp_path / "2", 1, a=b"2")
+    place.put(new)
+    place.get("step-000001", tmp_path / "back")
+    assert contents(tmp_path / "back") == contents(new)
 
 
 def test_what_is_removed_is_gone(place: Location, tmp_path: Path) -> None:
-    for name in ("step-1", "step-2"):
-        place.put(written(tmp_path / name, a=b"1", b=b"1"), name)
-    place.remove("step-1")
-    place.remove("step-7")
-    assert place.names() == ["step-2"]
-    with pytest.raises(LocationError, match="has no step-1.\nThere is step-2"):
-        place.get("step-1", tmp_path / "back")
+    for step in (1, 2, 3):
+        place.put(checkpoint(tmp_path, step, a=b"1"))
+    place.remove("step-000001")
+    place.remove("step-000007")
+    assert place.names() == ["step-000002", "step-000003"]
+    place.keep({"step-000003", "step-000009"})
+    assert place.names() == ["step-000003"]
+    with pytest.raises(LocationError, match="has no step-000001.\nCheckpoints there: step-000003"):
+        place.get("step-000001", tmp_path / "back")
 
 
 class Cut(MemoryFileSystem):
@@ -135,72 +130,69 @@ def cut(monkeypatch: pytest.MonkeyPatch) -> Iterator[Location]:
     fsspec.register_implementation("cut", Cut, clobber=True)
     Cut.store.clear()
     Cut.writes, Cut.failing, Cut.error = 0, range(0), OSError(errno.EIO, "a cable")
-    monkeypatch.setattr(locations, "_FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(location, "_FIRST_PAUSE_S", 0.001)
     yield Location("cut://runs/x", patience_s=0.05)
 
 
-@pytest.mark.parametrize("after", range(4))
+@pytest.mark.parametrize("after", range(5))
 def test_a_transfer_that_is_cut_leaves_nothing_that_seems_whole(
     cut: Location, tmp_path: Path, after: int
 ) -> None:
     Cut.failing, Cut.error = range(after, 99), KeyboardInterrupt()  # type: ignore[assignment]
-    folder = written(tmp_path / "1", a=b"1", b=b"1", c=b"1")
+    one = checkpoint(tmp_path, 1, a=b"1", b=b"1", c=b"1")
     with pytest.raises(KeyboardInterrupt):
-        cut.put(folder, "step-1")
-    assert cut.names() == [] and not cut.has("step-1")
+        cut.put(one)
+    assert cut.names() == [] and not cut.has(one.name)
     Cut.failing = range(0)
-    cut.put(folder, "step-2")
-    cut.remove_parts()
-    assert cut.names() == ["step-2"] and not [name for name in Cut.store if "step-1" in name]
-    cut.put(folder, "step-1")
-    assert cut.names() == ["step-1", "step-2"]
+    cut.put(checkpoint(tmp_path, 2))
+    cut.keep({one.name, "step-000002"})
+    assert cut.names() == ["step-000002"] and not [name for name in Cut.store if one.name in name]
+    cut.put(one)
+    assert cut.names() == [one.name, "step-000002"]
 
 
 def test_a_removal_that_is_cut_leaves_nothing_that_seems_whole(
     cut: Location, tmp_path: Path
 ) -> None:
-    cut.put(written(tmp_path / "1", a=b"1", b=b"1"), "step-1")
+    cut.put(checkpoint(tmp_path, 1, a=b"1"))
     Cut.writes, Cut.failing = 0, range(1, 99)
     with pytest.raises(LocationError):
-        cut.remove("step-1")
-    assert cut.names() == []
+        cut.remove("step-000001")
+    assert cut.names() == [] and Cut.store
 
 
 def test_what_passes_is_waited_for_and_what_does_not_is_told(cut: Location, tmp_path: Path) -> None:
-    folder = written(tmp_path / "1", a=b"1", b=b"1")
+    one, two = (checkpoint(tmp_path, step, a=b"1") for step in (1, 2))
     Cut.failing = range(1, 3)
-    cut.put(folder, "step-1")
-    assert cut.names() == ["step-1"]
+    cut.put(one)
+    assert cut.names() == [one.name]
     Cut.writes, Cut.failing = 0, range(1, 10_000)
     with pytest.raises(LocationError, match=r"could not be written for 0.05 s: .*a cable"):
-        cut.put(folder, "step-2")
+        cut.put(two)
     Cut.writes, Cut.error = 0, PermissionError("not yours")
     with pytest.raises(LocationError, match=r"could not be written: not yours"):
-        cut.put(folder, "step-2")
+        cut.put(two)
     assert Cut.writes == 2
 
 
-def test_a_file_that_was_changed_on_the_way_is_refused(cut: Location, tmp_path: Path) -> None:
-    cut.put(written(tmp_path / "1", a=b"1", b=b"12"), "step-1")
-    files, base = cut._opened()
-    files.pipe_file(f"{base}/step-1/b", b"13")
-    with pytest.raises(LocationError, match="step-1/b is not what was written there"):
-        cut.get("step-1", tmp_path / "back")
-    assert not (tmp_path / "back").exists() and not list(tmp_path.glob(".*"))
-
-
-@pytest.mark.parametrize("name", ["../x", "/tmp/x", "a/../../x"])
-def test_a_manifest_that_names_files_elsewhere_is_refused(
-    cut: Location, tmp_path: Path, name: str
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("a", b"13", "a is not as it was written"),
+        ("a", b"1", "a has 1 bytes instead of 2"),
+        (MANIFEST, b"[", "manifest.json is damaged"),
+        (MANIFEST, b'{"files": {"../x": [1, ""]}}', "manifest.json lists no checkpoint's files"),
+    ],
+)
+def test_a_checkpoint_that_is_not_as_it_was_put_is_refused(
+    cut: Location, tmp_path: Path, file: str, content: bytes, words: str
 ) -> None:
+    cut.put(checkpoint(tmp_path, 1, a=b"12"))
     files, base = cut._opened()
-    manifest = {"files": {name: {"bytes": 1, "sha256": ""}}}
-    files.pipe_file(f"{base}/step-1/{MANIFEST}", json.dumps(manifest).encode())
-    with pytest.raises(LocationError, match="names a file outside"):
-        cut.get("step-1", tmp_path / "back")
-    files.pipe_file(f"{base}/step-1/{MANIFEST}", b"[")
-    with pytest.raises(LocationError, match="is damaged"):
-        cut.get("step-1", tmp_path / "back")
+    files.pipe_file(f"{base}/step-000001/{file}", content)
+    with pytest.raises(LocationError, match=rf"^cut://runs/x/step-000001 is damaged: {words}"):
+        cut.get("step-000001", tmp_path / "back")
+    assert not (tmp_path / "back").exists() and not list(tmp_path.glob(".*"))
 
 
 @pytest.mark.parametrize(

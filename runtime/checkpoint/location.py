@@ -1,29 +1,37 @@
-"""A place where folders of files lie, each under a name: what fsspec can reach, by URL.
+"""A place where checkpoints lie, each under its name: what fsspec can reach, by URL.
 
     s3://bucket/run    with the extra asyncpipe[s3]; AWS_ENDPOINT_URL names another server than AWS
     file:///data/run   a folder of this machine
     gs://, abfs://, .. with the package that fsspec names for it
 
-A folder is put file by file and its manifest last; it is removed manifest first. So what has a
-manifest is whole, and all else is as if it were not there. The manifest has the size and the
-SHA-256 of each file, and what is fetched is compared with them before it gets its name.
+A checkpoint is put file by file and its manifest last; it is removed manifest first. So what has a
+manifest is whole, and all else is as if it were not there. What is fetched is compared with the
+manifest before it gets its name. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
 import errno
-import hashlib
-import json
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
-from .errors import AsyncPipeError
+from ..errors import AsyncPipeError
+from .folders import (
+    FACTS,
+    MANIFEST,
+    CheckpointError,
+    Facts,
+    damage_of,
+    files_of,
+    is_name,
+    read_facts,
+    unfinished,
+)
 
-MANIFEST = "uploaded.json"
 PATIENCE_S = 60.0
 """How long one transfer is tried again when a connection fails or a server is busy."""
 
@@ -62,52 +70,56 @@ class Location:
         self._tried("written", files.rm_file, probe)
 
     def names(self) -> list[str]:
-        """The folders that are here as a whole, in the order of their names."""
+        """The checkpoints that are here as a whole, in the order of their names."""
         return [name for name, whole in self._folders().items() if whole]
 
-    def put(self, folder: Path, name: str) -> None:
-        """Copies a folder here; one that has this name already is replaced."""
+    def put(self, checkpoint: Path) -> None:
+        """Copies a checkpoint here; one that has its name already is replaced."""
         files, base = self._opened()
-        manifest = {
-            path.relative_to(folder).as_posix(): _facts_of(path)
-            for path in sorted(folder.rglob("*"))
-            if path.is_file()
-        }
-        if self.has(name):
-            self.remove(name)
-        for file in manifest:
-            self._tried("written", files.put_file, str(folder / file), f"{base}/{name}/{file}")
-        content = json.dumps({"files": manifest}, indent=1).encode()
-        self._tried("written", files.pipe_file, f"{base}/{name}/{MANIFEST}", content)
+        there = f"{base}/{checkpoint.name}"
+        if self.has(checkpoint.name):
+            self.remove(checkpoint.name)
+        for file in (*files_of(checkpoint), MANIFEST):
+            self._tried("written", files.put_file, str(checkpoint / file), f"{there}/{file}")
 
     def get(self, name: str, target: Path) -> None:
-        """Copies the folder of that name to `target`, which is not there before it is whole.
+        """Copies a checkpoint to `target`, which is not there before it is whole.
 
         Raises LocationError also where a file differs from what was put.
         """
         files, base = self._opened()
-        target.parent.mkdir(parents=True, exist_ok=True)
-        aside = target.with_name(f".{target.name}.part")
+        self._check_there(name)
+        aside = unfinished(target)
         shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
         try:
-            for file, facts in self._manifest(name).items():
-                path = aside / file
-                path.parent.mkdir(parents=True, exist_ok=True)
-                self._tried("read", files.get_file, f"{base}/{name}/{file}", str(path))
-                if _facts_of(path) != facts:
-                    raise LocationError(f"{self.url}/{name}/{file} is not what was written there.")
+            self._fetch(f"{base}/{name}/{MANIFEST}", aside / MANIFEST)
+            for file in files_of(aside):
+                self._fetch(f"{base}/{name}/{file}", aside / file)
+            if damage := damage_of(aside):
+                raise LocationError(f"{self.url}/{name} is damaged: {damage}.")
             aside.replace(target)
+        except CheckpointError as error:
+            told = error.what.removeprefix(f"{aside}/")
+            raise LocationError(f"{self.url}/{name} is damaged: {told}") from error
         finally:
             shutil.rmtree(aside, ignore_errors=True)
 
+    def facts(self, name: str, aside: Path) -> Facts:
+        """What a checkpoint says of itself; `aside` is a folder for what is read of it."""
+        _, base = self._opened()
+        self._check_there(name)
+        self._fetch(f"{base}/{name}/{FACTS}", aside / FACTS)
+        return read_facts(aside)
+
     def has(self, name: str) -> bool:
-        """Whether the folder of that name is here as a whole."""
+        """Whether the checkpoint of that name is here as a whole."""
         files, base = self._opened()
         files.invalidate_cache()
         return self._tried("read", _is_there, files, f"{base}/{name}/{MANIFEST}")
 
     def remove(self, name: str) -> None:
-        """Removes a folder, or what is there of one."""
+        """Removes a checkpoint, or what is there of one."""
         files, base = self._opened()
         path = f"{base}/{name}"
         if self.has(name):
@@ -116,37 +128,31 @@ class Location:
         if self._tried("read", _is_there, files, path):
             self._tried("written", files.rm, path, True)
 
-    def remove_parts(self) -> None:
-        """Removes what is left of folders whose transfer or removal was cut short."""
+    def keep(self, names: set[str]) -> None:
+        """Removes all checkpoints but these, and what is left of transfers that were cut short."""
         for name, whole in self._folders().items():
-            if not whole:
+            if not whole or name not in names:
                 self.remove(name)
 
     def _folders(self) -> dict[str, bool]:
-        """The folders here by name, and whether each is whole."""
+        """The checkpoints here by name, and whether each is whole."""
         files, base = self._opened()
         files.invalidate_cache()
-
         entries = self._tried("read", _entries, files, base)
         names = sorted(
             PurePosixPath(each["name"]).name for each in entries if each["type"] == "directory"
         )
-        return {name: self.has(name) for name in names}
+        return {name: self.has(name) for name in names if is_name(name)}
 
-    def _manifest(self, name: str) -> Mapping[str, Any]:
-        files, base = self._opened()
+    def _check_there(self, name: str) -> None:
         if not self.has(name):
-            there = ", ".join(self.names()) or "nothing"
-            raise LocationError(f"{self.url} has no {name}.", f"There is {there}.")
-        content = self._tried("read", files.cat_file, f"{base}/{name}/{MANIFEST}")
-        try:
-            found: dict[str, Any] = dict(json.loads(content)["files"])
-        except (ValueError, TypeError, KeyError) as error:
-            raise LocationError(f"{self.url}/{name}/{MANIFEST} is damaged: {error}.") from error
-        for file in found:
-            if PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts:
-                raise LocationError(f"{self.url}/{name}/{MANIFEST} names a file outside: {file}.")
-        return found
+            there = ", ".join(self.names()) or "none"
+            raise LocationError(f"{self.url} has no {name}.", f"Checkpoints there: {there}.")
+
+    def _fetch(self, path: str, target: Path) -> None:
+        files, _ = self._opened()
+        target.parent.mkdir(parents=True, exist_ok=True)
+        self._tried("read", files.get_file, path, str(target))
 
     def _opened(self) -> tuple[Any, str]:
         """What fsspec reaches the place by, and the place's path there."""
@@ -216,13 +222,6 @@ def _entries(files: Any, path: str) -> list[dict[str, Any]]:
         return list(files.ls(path, detail=True))
     except FileNotFoundError:
         return []
-
-
-def _facts_of(path: Path) -> dict[str, Any]:
-    """What the manifest has of a file."""
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return {"bytes": path.stat().st_size, "sha256": digest}
 
 
 def _may_pass(error: Exception) -> bool:
