@@ -124,9 +124,10 @@ def _differences(runs: Sequence[RunRecords]) -> list[tuple[str, list[str]]]:
 
 
 def _names(runs: Sequence[RunRecords]) -> tuple[str, ...]:
-    """The shortest ends of the folders' names that tell them apart."""
+    """The shortest ends of the folders' names that tell them apart, and are more than numbers."""
     parts = [run.folder.resolve().parts for run in runs]
-    for count in range(1, max(map(len, parts)) + 1):
+    least = 2 if any(own[-1].isdigit() for own in parts) else 1
+    for count in range(least, max(map(len, parts)) + 1):
         names = ["/".join(own[-count:]) for own in parts]
         if len(set(names)) == len(names):
             return tuple(names)
