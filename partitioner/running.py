@@ -14,6 +14,8 @@ from ..runtime.schedules import ASYNCHRONOUS, AUTO, SCHEDULES, make_schedule, na
 from ..runtime.weight_copies import KEEPS
 from .setting import OPTIMIZER_COPIES, Device, Recompute, Setting
 
+_MOST_MICRO_BATCHES = 2**16
+
 
 class Running(TypedDict, total=False):
     """How a plan is meant to run; the names are those of the command's options.
@@ -56,8 +58,9 @@ def make_setting(
     check_choice("optimizer", optimizer, OPTIMIZER_COPIES)
     for method in staleness.split("+"):
         check_choice("staleness", method, KEEPS)
-    if micro_batches < 1:
-        raise PlanError(f"{micro_batches} micro-batches make no step.", "--micro-batches 8")
+    if not 1 <= micro_batches <= _MOST_MICRO_BATCHES:
+        few = "make no step" if micro_batches < 1 else "are more than a step can have"
+        raise PlanError(f"{micro_batches} micro-batches {few}.", "--micro-batches 8")
     if schedule == "single" and stages > 1:
         raise PlanError(
             f"single runs all {stages} stages in one process, so nothing is balanced.",
@@ -109,7 +112,7 @@ def parse_bytes(size: int | str) -> int:
     """
     found = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([a-z]*)\s*", str(size), re.IGNORECASE)
     try:
-        if found and (unit := _UNITS.get(found[2].lower())) and float(found[1]) > 0:
+        if found and (unit := _UNITS.get(found[2].lower())) and 0 < float(found[1]) < 1e18:
             return int(float(found[1]) * unit)
     except ValueError:
         pass

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from math import prod
 
 from .schedule import Schedule
-from .staleness.protocol import Outlook, Passage, Reads, Situation, Staleness, Steps
+from .staleness.protocol import Outlook, Passage, Reads, Situation, Staleness, State, Steps
 from .versions import LedgerEntry, View, Weights, WeightVersions
 
 
@@ -26,6 +26,7 @@ class Binder:
         self._forward = [m for m in methods if "forward" in m.decides]
         self._backward = [m for m in methods if "backward" in m.decides]
         self._keeps = any(m.keeps_forward for m in methods)
+        self._to_load: State = {}
 
     @property
     def is_live(self) -> bool:
@@ -58,6 +59,27 @@ class Binder:
             situation = method.situated(situation)
         for method in self.methods:
             method.begin(situation)
+            if state := _of(method, self._to_load):
+                method.load(self.weights, state)
+        self._to_load = {}
+
+    @property
+    def has_settled(self) -> bool:
+        """Whether a method computes with other weights than those that the training has come to."""
+        return any(type(m).settled is not Staleness.settled for m in self.methods)
+
+    def state(self) -> State:
+        """What the methods keep over a drain, `method.part` -> tensors by weight."""
+        return {
+            f"{method.name}.{part}": tensors
+            for method in self.methods
+            for part, tensors in method.state(self.weights).items()
+        }
+
+    def load(self, state: State) -> None:
+        """Gives the methods what `state` gave; they take it up when the next segment begins, for
+        only then they know their situation."""
+        self._to_load = state
 
     def forward(self, passage: Passage, *, repeats: bool) -> Weights | None:
         """The leaves that a forward reads, None for the live weights. With `repeats` it is run a
@@ -138,3 +160,13 @@ class Binder:
     def _binds(self, passage: Passage, *, repeats: bool) -> bool:
         """Whether a forward that reads the values of the live weights needs leaves of its own."""
         return passage.straddles and (self._keeps or (bool(self._backward) and not repeats))
+
+
+def _of(method: Staleness, state: State) -> State:
+    """The parts of one method."""
+    prefix = f"{method.name}."
+    return {
+        key.removeprefix(prefix): tensors
+        for key, tensors in state.items()
+        if key.startswith(prefix)
+    }

@@ -40,7 +40,7 @@ def load_stage(
     if weights is None and not own.is_dir():
         raise PlanError(
             f"{folder} holds no weights: its plan was made with --meta.",
-            "Give some with --weights, or partition again without --meta.",
+            "Give some with --init-from, or partition again without --meta.",
         )
     with SkipRandomInit():
         module = load_stage_class(folder, spec)()

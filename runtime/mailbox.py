@@ -16,7 +16,7 @@ micro-batches later.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TypeAlias
@@ -54,7 +54,8 @@ class Mailbox:
 
     `in_flight` is the schedule's, None for a run without backwards; `replicas` are how many ranks
     each stage is on, if not one. `by_index` are the channels of each micro-batch, by tag, where
-    micro-batches differ in size or ranks.
+    micro-batches differ in size or ranks. `may` says whether a micro-batch is to be run, if not all
+    are: the last ones may be left out.
     """
 
     def __init__(
@@ -66,11 +67,13 @@ class Mailbox:
         in_flight: Sequence[int] | None = None,
         replicas: Sequence[int] = (),
         by_index: Sequence[Sequence[Channel]] = (),
+        may: Callable[[int], bool] | None = None,
     ) -> None:
         self.transport = transport
         self._in_flight = in_flight
         self._replicas = replicas
         self._by_index = by_index
+        self._may = may
         self._here: dict[tuple[Channel, int], Tensor] = {}
         self._posted: dict[tuple[Channel, int], Handle] = {}
         self._edges: dict[_Edge, list[Channel]] = defaultdict(list)
@@ -147,7 +150,8 @@ class Mailbox:
         run may be left over."""
         left = [*self._here, *self._posted]
         assert not left, f"{left[0][0].message(left[0][1])} was made or posted, but never used"
-        for edge, indices in self._sends.items():
+        for edge, planned in self._sends.items():
+            indices = [index for index in planned if self._is_run(index)]
             for channel in self._edges[edge]:
                 last = {self._at(channel, index): index for index in sorted(indices)}
                 for at_its_size, index in last.items():
@@ -164,7 +168,7 @@ class Mailbox:
     def _post_ahead(self, edge: _Edge) -> None:
         receives = self._receives[edge]
         most = min(receives.at_most, receives.taken + self.transport.depth)
-        while receives.to_post and receives.posted < most:
+        while receives.to_post and receives.posted < most and self._is_run(receives.to_post[0]):
             self._post_next(edge)
 
     def _post_next(self, edge: _Edge) -> None:
@@ -188,6 +192,9 @@ class Mailbox:
                 index -= apart
         for channel in self._edges[edge] if index >= 0 else ():
             self.transport.wait_sent(self._at(channel, index), index)
+
+    def _is_run(self, index: int) -> bool:
+        return self._may is None or self._may(index)
 
     def _at(self, channel: Channel, index: int) -> Channel:
         """The channel as it is for one micro-batch's sizes, between the ranks that have it."""

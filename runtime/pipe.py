@@ -113,7 +113,7 @@ class Pipe:
         self.unused = {key: state[key] for key in self.unused}
 
     def save_weights(self, folder: str | Path) -> None:
-        """Writes `model.safetensors`, a tied weight once, for `--weights` and from_pretrained."""
+        """Writes `model.safetensors`, a tied weight once, for `--init-from` and from_pretrained."""
         borrowed = {name for shared in self.plan.shared for name in shared.names[1:]}
         state = self.state_dict()
         own = {name: value for name, value in state.items() if name not in borrowed}

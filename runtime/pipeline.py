@@ -41,7 +41,8 @@ from .stage import Stage
 from .staleness import Steps, make_staleness
 from .transports.casting import CastingTransport
 from .transports.protocol import Handle, Transport
-from .versions import LedgerEntry, WeightVersions
+from .versions import LedgerEntry, Weights, WeightVersions
+from .weight_gap import gap_to, sampled
 
 __all__ = [
     "LedgerEntry",
@@ -118,8 +119,7 @@ class Pipeline:
             j: Binder(weights, make_staleness(staleness)) for j, weights in self.weights.items()
         }
         exchanged = replace(plan, shared=()) if self.replicas else plan
-        self._shared = SharedGradients(exchanged, stages, self.transport)
-        self._shared_is_verified = False
+        self.shared = SharedGradients(exchanged, stages, self.transport)
         self._model_outputs = output_names(plan)
         self._needed = needed_inputs(plan, expected, criterion=criterion is not None)
         self._state_bytes = len(GeneratorState.seeded(self.device, 0).state)
@@ -169,12 +169,12 @@ class Pipeline:
     ) -> Generator[Handle, None, RunReport]:
         """`run` as a generator that stops where a tensor is not there yet, for `run_together`."""
         run = self._prepare(schedule, feed, options)
-        if not self._shared_is_verified:
-            yield from self._shared.verify_equal()
-            self._shared_is_verified = True
+        yield from self.shared.verify_equal()
         ends = window_ends(run.program)
         with self._modes(run.training), self._casts_kept(run.training):
             for position, action in enumerate(run.program):
+                if run.leaves_out(action):
+                    continue
                 match action.kind:
                     case "F":
                         yield from self._forward(run, action)
@@ -193,9 +193,9 @@ class Pipeline:
                         run.mailbox.post(action)
                 for stage in ends.get(position, ()):
                     version = self.weights[stage].version + 1
-                    self._shared.publish(stage, version)
+                    self.shared.publish(stage, version)
                     run.recorder.observer.on_gradients(stage, version)
-        yield from self._shared.drain()
+        yield from self.shared.drain()
         run.mailbox.finish()
         return run.recorder.report()
 
@@ -232,15 +232,15 @@ class Pipeline:
             self.plan,
             schedule,
             every,
-            shared_specs=self._shared.specs,
+            shared_specs=self.shared.specs,
             state_bytes=self._state_bytes,
             dtypes=self.dtypes,
         )
         channels = by_index[0]
-        self._shared.open(channels)
+        self.shared.open(channels)
         if not training:
             channels = tuple(c for c in channels if c.name != GENERATOR_STATE)
-        first_micro_batch = options.get("first_micro_batch", 0)
+        first_micro_batch, may = options.get("first_micro_batch", 0), options.get("may")
         batches = [own.get("batch", 1) for own in every]
         return Run(
             schedule,
@@ -254,16 +254,19 @@ class Pipeline:
                 in_flight=schedule.in_flight if training else None,
                 replicas=tuple(map(len, schedule.replicas)),
                 by_index=by_index if len(set(map(id, by_index))) > 1 else (),
+                may=may and (lambda index: may(index // schedule.step_every + 1)),
             ),
             Recorder(
                 options.get("observer") or Observer(), keep_events=options.get("record", False)
             ),
             passages(program, self.versions, first_micro_batch),
             loss_divisors(batches, schedule.step_every, options.get("step_samples")),
+            {},
             split_backwards([program]),
             turning(program),
             first_micro_batch,
             options.get("loss_scale", 1.0),
+            may,
         )
 
     def _forward(self, run: Run, action: Action) -> Generator[Handle, None, None]:
@@ -278,10 +281,7 @@ class Pipeline:
         generator = self._generator(stage, micro_batch, state) if run.training else None
         recompute = stage.spec.recompute and where not in run.turning
         with run.recorder.timing(action):
-            bound = None
-            if run.training:
-                binder = self.binders[action.stage]
-                bound = binder.forward(run.passages[where], repeats=recompute)
+            bound = self._forward_weights(run, where, recompute) if run.training else None
             outputs, loss = stage.forward(
                 micro_batch,
                 inputs,
@@ -330,7 +330,7 @@ class Pipeline:
             if where in run.split:
                 self.weights[action.stage].add_gradients(micro_batch)
             else:
-                run.recorder.passage(binder.finish(run.passages[where]))
+                self._finish_passage(run, where)
         run.mailbox.made(action)
         for channel in run.mailbox.outgoing("gradient", action.stage):
             run.mailbox.put(channel, action.index, gradients[channel.name])
@@ -339,14 +339,27 @@ class Pipeline:
         micro_batch = run.first_micro_batch + action.index
         with run.recorder.timing(action):
             self.stages[action.stage].weight_backward(micro_batch)
-            passage = run.passages[action.stage, action.index]
-            run.recorder.passage(self.binders[action.stage].finish(passage))
+            self._finish_passage(run, (action.stage, action.index))
+
+    def _forward_weights(self, run: Run, where: tuple[int, int], recompute: bool) -> Weights | None:
+        binder, passage = self.binders[where[0]], run.passages[where]
+        bound = binder.forward(passage, repeats=recompute)
+        if run.recorder.observer.wants_gap(passage.backward_version + 1):
+            run.read[where] = sampled(bound or binder.weights.live)
+        return bound
+
+    def _finish_passage(self, run: Run, where: tuple[int, int]) -> None:
+        weights, passage = self.weights[where[0]], run.passages[where]
+        if read := run.read.pop(where, None):
+            gap = gap_to(weights.live, read)
+            run.recorder.observer.on_gap(where[0], passage.backward_version + 1, gap)
+        run.recorder.passage(self.binders[where[0]].finish(passage))
 
     def _step(self, run: Run, action: Action) -> Generator[Handle, None, None]:
         version = self.weights[action.stage].version + 1
         window = run.first_micro_batch // run.schedule.step_every + action.index - 1
         delay_of = partial(shared_delay, run.schedule)
-        yield from self._shared.collect(action.stage, version, delay_of)
+        yield from self.shared.collect(action.stage, version, delay_of)
         with run.recorder.timing(action):
             self.stages[action.stage].finish_window(window)
             with self.binders[action.stage].stepping():

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TypedDict
+
+from torch import Tensor
 
 from .channels import Sizes
 from .errors import ScheduleError
@@ -13,8 +15,10 @@ from .feed import FeedOnce
 from .mailbox import Mailbox
 from .program import Program
 from .report import Observer, Recorder
-from .schedule import Schedule
+from .schedule import Action, Schedule
 from .staleness import Passage
+
+May = Callable[[int], bool]
 
 
 class RunOptions(TypedDict, total=False):
@@ -27,7 +31,9 @@ class RunOptions(TypedDict, total=False):
     gradient is that of the mean over all samples of a step; `step_samples` says how many these are
     where others do micro-batches of the same step. `record` keeps the time of each action.
     The loss is multiplied by `loss_scale` for backwards. Without `step` a synchronous schedule ends
-    before its steps, and the next run adds its gradients to what is there.
+    before its steps, and the next run adds its gradients to what is there. `may` says whether a
+    step, counted from 1 in the schedule, is to be made; once one is not, no later one is, on any
+    rank.
     """
 
     first_micro_batch: int
@@ -38,11 +44,13 @@ class RunOptions(TypedDict, total=False):
     record: bool
     loss_scale: float
     step: bool
+    may: May | None
 
 
 @dataclass
 class Run:
-    """What the actions of one call share: `split` and `turning` are stages and indices."""
+    """What the actions of one call share: `split` and `turning` are stages and indices, as the keys
+    of what is kept of the weights that forwards `read`."""
 
     schedule: Schedule
     program: Program
@@ -52,10 +60,21 @@ class Run:
     recorder: Recorder
     passages: dict[tuple[int, int], Passage]
     loss_divisors: Sequence[int | Fraction]
+    read: dict[tuple[int, int], list[Tensor]]
     split: frozenset[tuple[int, int]]
     turning: frozenset[tuple[int, int]]
     first_micro_batch: int
     loss_scale: float
+    may: May | None
+
+    def leaves_out(self, action: Action) -> bool:
+        """Whether an action belongs to a step that is not to be made."""
+        if self.may is None:
+            return False
+        is_step = action.kind == "S"
+        return not self.may(
+            action.index if is_step else action.index // self.schedule.step_every + 1
+        )
 
 
 def sizes_of_each(sizes: Sizes | Sequence[Sizes], schedule: Schedule) -> tuple[Sizes, ...]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from functools import reduce
 from itertools import combinations
 
 import torch
@@ -48,6 +49,8 @@ class SharedGradients:
         self._arrived: dict[_Key, Tensor] = {}
         self._posted: dict[_Key, Handle] = {}
         self._channels: dict[tuple[ChannelKind, str, int, int], Channel] = {}
+        self._summed: dict[tuple[str, int, int], Tensor] = {}
+        self._is_verified = False
         _check_separate(self._held)
 
     @property
@@ -67,7 +70,11 @@ class SharedGradients:
         }
 
     def verify_equal(self) -> Generator[Handle, None, None]:
-        """Compares checksums with the other holders. Raises PlanError naming two that differ."""
+        """Compares checksums with the other holders, the first time that it is called. Raises
+        PlanError naming two that differ."""
+        if self._is_verified:
+            return
+        self._is_verified = True
         checksums = {
             (shared.names[0], stage): _checksum(parameter)
             for stage, held in self._held.items()
@@ -132,9 +139,41 @@ class SharedGradients:
         for key in list(self._posted):
             self._arrived[key] = yield from take(self.transport, self._posted.pop(key))
 
+    def state(self) -> dict[tuple[str, int], Tensor]:
+        """The sums, by first name and window, that are left over for the next segment; those of
+        parameters of which this rank has the first holder. After a drain."""
+        found = {}
+        for stage, held in self._held.items():
+            for shared, _ in held:
+                name = shared.names[0]
+                for window in self._windows[name, stage] if stage == shared.stages[0] else ():
+                    found[name, window] = self._left_over(shared, stage, window)
+        return found
+
+    def load(self, sums: Mapping[tuple[str, int], Tensor]) -> None:
+        """Takes up what all ranks' `state` gave. Holders were equal where that was taken, or as
+        different as their staleness methods make them, so they are not compared."""
+        self._is_verified = True
+        for stage, held in self._held.items():
+            for shared, parameter in held:
+                for name, window in sorted(key for key in sums if key[0] == shared.names[0]):
+                    self._windows[name, stage].append(window)
+                    summed = sums[name, window].to(parameter.device, copy=True)
+                    self._summed[name, stage, window] = summed
+
+    def _left_over(self, shared: SharedParameter, stage: int, window: int) -> Tensor:
+        """What `_sum` will be, without taking anything away."""
+        name = shared.names[0]
+        if (name, stage, window) in self._summed:
+            return self._summed[name, stage, window]
+        parts = [self._arrived[name, holder, stage, window] for holder in sorted(shared.stages)]
+        return reduce(torch.add, parts)
+
     def _sum(self, shared: SharedParameter, stage: int, window: int) -> Waiting:
         """The sum in stage order, made in memory of what was received: a shared parameter is often
         the largest of a model."""
+        if (summed := self._summed.pop((shared.names[0], stage, window), None)) is not None:
+            return summed
         total: Tensor | None = None
         may_write = False
         for holder in sorted(shared.stages):

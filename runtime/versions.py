@@ -167,6 +167,10 @@ class WeightVersions:
         copy.users.add(view)
         return copy.leaves
 
+    def held(self, view: View) -> Weights:
+        """What is held of a view."""
+        return self._copies[view].leaves
+
     def released(self, view: View) -> None:
         """Lets go of a view that was held."""
         if copy := self._copies.get(view):

@@ -31,7 +31,7 @@ _PRELOADED = (
     "torch._dynamo",
     "transformers.models.gpt2.modeling_gpt2",
 )
-_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 _NAMESPACES = ("user", "net", "uts", "mnt")
 _WORD = 8
 

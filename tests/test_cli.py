@@ -251,7 +251,7 @@ def test_training_from_exported_weights_goes_on_where_it_ended(made: Path) -> No
     first = run(made, "train", *options, "--steps", "40", "--lr", "0.01", "--output", "one")
     assert first.returncode == 0, first.stderr
     second = run(
-        made, "train", *options, "--steps", "1", "--weights", "one/weights", "--output", "two"
+        made, "train", *options, "--steps", "1", "--init-from", "one/weights", "--output", "two"
     )
     assert second.returncode == 0, second.stderr
     (*_, ended), (began, *_) = (step_losses(made / name) for name in ("one", "two"))

@@ -201,9 +201,9 @@ def test_a_run_of_two_stages_is_continued_by_four_from_the_command_line(tmp_path
         return [event["loss"] for event in events if event.get("event") == "step"]
 
     first = run("2p", 3, "first")
-    stayed = run("2p", 3, "stayed", "--weights", "first")
-    moved = run("4p", 3, "moved", "--weights", "first")
+    stayed = run("2p", 3, "stayed", "--init-from", "first")
+    moved = run("4p", 3, "moved", "--init-from", "first")
     assert moved[0] == stayed[0] != first[0]
     assert moved == pytest.approx(stayed, rel=1e-5)
-    back = run("2p", 1, "back", "--weights", "moved/weights")
-    assert back[0] == run("4p", 1, "again", "--weights", "moved")[0]
+    back = run("2p", 1, "back", "--init-from", "moved/weights")
+    assert back[0] == run("4p", 1, "again", "--init-from", "moved")[0]

@@ -30,10 +30,10 @@ from ..training.asynchronous import delays_of
 from ..training.criterion import find_criterion
 from ..training.evaluation import Evaluation
 from ..training.finite import LossError
-from ..training.loop import Job
 from ..training.observer import Trainer
 from ..training.segments import Segment, make_flushed_step, make_segment, segments
 from ..training.settings import Settings
+from ..training.setup import Job
 from ..training.sources import Feed, open_data, prepare_data
 from ..training.step_batch import StepBatch
 from ..transports import LocalHub
@@ -76,7 +76,7 @@ class _Trial:
         data = open_data(settings, job.task, plan, job.folder)
         stages = range(len(plan.stages))
         self._modules: dict[int, nn.Module] = {
-            j: load_stage(settings.folder, job.planned, j, weights=settings.weights)
+            j: load_stage(settings.folder, job.planned, j, weights=settings.init_from)
             .to(dtype_of(settings.dtype))
             .train()
             for j in stages

@@ -13,10 +13,10 @@ from ..boundary_dtypes import AS_PLANNED
 from ..forecast import forecast_step
 from ..plan import Plan
 from ..schedules import make_schedule
-from ..training.loop import Job
 from ..training.resolve import costs_at_sizes
 from ..training.segments import Segment, segments
 from ..training.settings import Settings
+from ..training.setup import Job
 from ..training.transfers import with_transfers_of_run
 
 _FLUSHED = "1f1b"

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from ..checkpoint.resuming import CONFIGURATION, resumed_run, runs_of
 from ..data.task import architecture_of
 from ..errors import AsyncPipeError
 from ..plan import read_plan
 from ..replication.grid import grid_of
 from ..trackers.choose import check_log
-from ..training.loop import Job, train
+from ..training.loop import train
 from ..training.resolve import resolve, sized_plan
 from ..training.segments import make_segment
 from ..training.settings import Settings, SettingsError
+from ..training.setup import Job
 from ..training.sources import default_data
 from ..user_code import import_object
 from ..watching.debugger import check_debugger
@@ -48,8 +51,11 @@ def run_rank(job: Job, world: World, reporter: str) -> None:
 
 
 def make_folder(job: Job) -> Job:
-    """Makes the run's folder and leaves the settings in it that repeat the run."""
-    if (job.folder / "config.toml").exists():
+    """Makes the run's folder, or takes the one of the run that is resumed, and leaves the settings
+    in it that repeat the run."""
+    if job.settings.resume is not None and job.folder == resumed_run(job.settings):
+        shutil.rmtree(job.folder / "ranks", ignore_errors=True)
+    elif (job.folder / CONFIGURATION).exists():
         raise SettingsError(
             f"--output {job.folder} already holds a run.", "Choose another folder, or remove it."
         )
@@ -63,7 +69,7 @@ def make_folder(job: Job) -> Job:
                     f"--output {job.folder} is being written by another run.", "Choose another."
                 ) from None
             job = replace(job, folder=_next_folder(job.settings))
-    (job.folder / "config.toml").write_text(job.settings.to_toml(), encoding="utf-8")
+    (job.folder / CONFIGURATION).write_text(job.settings.to_toml(), encoding="utf-8")
     return job
 
 
@@ -74,9 +80,12 @@ def reporter_factory(spec: str) -> Callable[[Settings], Reporter]:
 
 
 def _next_folder(settings: Settings) -> Path:
-    """The folder that was asked for, or the first free `runs/<name>/<number>`."""
+    """The folder that was asked for, that of the run that is resumed, or the first free
+    `runs/<name>/<number>`."""
     if settings.output is not None:
         return Path(settings.output)
-    runs = Path("runs") / Path(settings.folder).resolve().name
+    if (run := resumed_run(settings)) is not None:
+        return run
+    runs = runs_of(settings.folder)
     taken = [int(path.name) for path in runs.glob("*") if path.name.isdigit()]
     return runs / str(max(taken, default=0) + 1)

@@ -12,7 +12,7 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -20,13 +20,15 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from ..checkpoint.resuming import how_to_go_on
 from ..replication.grid import grid_of
 from ..run_report.writing import reported
 from ..schedule import Schedule
-from ..training.loop import Job
 from ..training.resolve import check_devices
 from ..training.segments import make_segment
+from ..training.setup import Job
 from ..training.transport import expect_transport
+from . import loopback
 from .failure import RankFolder
 from .jobs import make_folder
 from .mpi_ranks import run_over_mpi
@@ -48,7 +50,7 @@ def start_ranks(job: Job, reporter: str) -> None:
 
 def _run_ranks(job: Job, reporter: str, ranks: int, stages: Mapping[int, str]) -> None:
     left = RankFolder(job.folder)
-    options = json.dumps(asdict(job.settings))
+    options = json.dumps(asdict(replace(job.settings, trust=True)))  # or nobody had come here
     command = ("-m", WORKER, options, str(job.folder), reporter)
     if job.settings.transport == "mpi":
         try:
@@ -64,8 +66,7 @@ def _run_ranks(job: Job, reporter: str, ranks: int, stages: Mapping[int, str]) -
         max_nodes=1,
         nproc_per_node=ranks,
         run_id="ranks",
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
+        rdzv_backend=loopback.BACKEND,
         local_addr="127.0.0.1",
         max_restarts=0,
         logs_specs=DefaultLogsSpecs(str(job.folder / "logs"), redirects=redirects),
@@ -89,7 +90,8 @@ def _run_ranks(job: Job, reporter: str, ranks: int, stages: Mapping[int, str]) -
 
 def interruption(left: RankFolder) -> str:
     """The one line after Ctrl-C."""
-    return f"interrupted at step {left.last_step()} · {left.path.parent}"
+    run = left.path.parent
+    return f"interrupted at step {left.last_step()} · {run}{how_to_go_on(run)}"
 
 
 def stages_of_ranks(schedule: Schedule, replicas: int | None = None) -> dict[int, str]:

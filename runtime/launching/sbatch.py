@@ -89,7 +89,7 @@ def train_command(settings: Settings) -> list[str]:
     command = ["asyncpipe-train", settings.folder]
     for option in fields(Settings):
         value = getattr(settings, option.name)
-        if option.name in OF_THIS_CALL - {"output", "json"} or option.name == "folder":
+        if option.name in OF_THIS_CALL - {"output", "json", "trust"} or option.name == "folder":
             continue
         if value == option.default or value is None:
             continue

@@ -46,6 +46,9 @@ def main() -> None:
         run_rank(job, world, reporter)
         leave()
         end_process(0)
+    except SystemExit as stopped:
+        leave()
+        end_process(int(stopped.code or 0))
     except Exception as error:
         failure = failure_of(error, rank, stages, left.step_of(rank))
         left.write(failure)

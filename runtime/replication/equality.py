@@ -69,7 +69,7 @@ def _check(ranks: Sequence[int], told: Sequence[bytes], names: Sequence[str], wh
             if other[place] != told[0][place]:
                 raise ReplicaError(
                     f"ranks {ranks[0]} and {rank} are replicas, but differ in {name} {when}.",
-                    "Start all from the same --weights."
+                    "Start all from the same --init-from."
                     if "start" in when
                     else "Look for an operation that is not deterministic, for other versions "
                     "of a library, or for a faulty machine: --check-replicas 1 finds the step.",

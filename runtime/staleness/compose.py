@@ -106,7 +106,10 @@ def make_staleness(names: str) -> tuple[Staleness, ...]:
     two methods that decide the same."""
     parsed = parse(names)
     _check_parts(parsed)
-    return tuple(METHODS[name]() for name in parsed)
+    methods = tuple(METHODS[name]() for name in parsed)
+    for name, method in zip(parsed, methods, strict=True):
+        method.name = name
+    return methods
 
 
 def check(names: str, conditions: Conditions) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..versions import Weights, WeightVersions
-from .protocol import Passage, Staleness
+from .protocol import Passage, Staleness, State
 
 CONSTANT = 0.04
 ADAPTIVE, MEMORY, EPSILON = 2.0, 0.95, 1e-7
@@ -46,6 +46,12 @@ class AdaptivelyCompensated(DelayCompensated):
 
     def __init__(self) -> None:
         self._squares: dict[str, Tensor] = {}
+
+    def state(self, weights: WeightVersions) -> State:
+        return {"squares": self._squares} if self._squares else {}
+
+    def load(self, weights: WeightVersions, state: State) -> None:
+        self._squares = dict(state["squares"])
 
     def _strength(self, name: str, gradient: Tensor) -> Tensor:
         mean = self._squares.setdefault(name, torch.zeros_like(gradient))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..versions import WeightVersions
 from .optimizer_step import at_step, rules
-from .protocol import Staleness
+from .protocol import Staleness, State
 
 
 class ErrorFeedback(Staleness):
@@ -29,6 +29,14 @@ class ErrorFeedback(Staleness):
     def __init__(self) -> None:
         self._last: dict[str, Tensor] = {}
         self._looks_ahead = 0
+
+    def state(self, weights: WeightVersions) -> State:
+        ahead = {name: torch.tensor(self._looks_ahead) for name in self._last}
+        return {"last": self._last, "ahead": ahead} if self._last else {}
+
+    def load(self, weights: WeightVersions, state: State) -> None:
+        self._last = dict(state["last"])
+        self._looks_ahead = max(int(steps) for steps in state["ahead"].values())
 
     @contextmanager
     def stepping(self, weights: WeightVersions) -> Iterator[None]:

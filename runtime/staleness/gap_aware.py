@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..versions import Weights, WeightVersions
 from .optimizer_step import at_step, rules
-from .protocol import Passage, Reads, Situation, Staleness
+from .protocol import Passage, Reads, Situation, Staleness, State
 from .step_sizes import StepSizes, step_sizes
 
 
@@ -45,6 +45,13 @@ class GapAware(Staleness):
         if self._sizes is None and self.optimizer is not None and situation.delay:
             assert self.steps is not None
             self._sizes = step_sizes(self.optimizer, self.steps, situation.step_every)
+
+    def state(self, weights: WeightVersions) -> State:
+        return {} if self._sizes is None else self._sizes.state(weights.live)
+
+    def load(self, weights: WeightVersions, state: State) -> None:
+        if self._sizes is not None:
+            self._sizes.load(weights.live, state)
 
     def kept(self) -> Iterator[Tensor]:
         yield from super().kept()

@@ -19,6 +19,7 @@ from torch import Tensor
 from ..versions import Weights, WeightVersions
 from .predicted import Predicted
 from .prediction import extrapolate
+from .protocol import State, filled
 
 
 class LinearByVelocity(Predicted):
@@ -33,13 +34,21 @@ class LinearByVelocity(Predicted):
 
 
 class LinearByWeights(Predicted):
-    """`lwp-w`: a forward reads the weights moved on by their last step; before the second step
-    after the start or a resumption the live ones."""
+    """`lwp-w`: a forward reads the weights moved on by their last step; before the second step the
+    live ones."""
 
     expects_rates = False
 
     def __init__(self) -> None:
         self._last_step: list[Tensor] = []
+
+    def state(self, weights: WeightVersions) -> State:
+        if not self._last_step:
+            return {}
+        return {"last_step": dict(zip(weights.live, self._last_step, strict=True))}
+
+    def load(self, weights: WeightVersions, state: State) -> None:
+        self._last_step = list(filled(weights, state["last_step"]).values())
 
     def predict(self, weights: WeightVersions, steps: int, leaves: Weights) -> None:
         moved = list(leaves.values())

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..versions import View, Weights, WeightVersions
-from .protocol import Passage, Reads, Staleness
+from .protocol import Passage, Reads, Staleness, State, filled
 
 D = 0.135
 
@@ -29,6 +29,12 @@ class PipeMare(Staleness):
 
     def __init__(self) -> None:
         self._delta: dict[str, Tensor] = {}
+
+    def state(self, weights: WeightVersions) -> State:
+        return {"delta": self._delta} if self._delta else {}
+
+    def load(self, weights: WeightVersions, state: State) -> None:
+        self._delta = filled(weights, state["delta"])
 
     def backward_reads(self, weights: WeightVersions, passage: Passage) -> View | Reads:
         if not passage.straddles or not self._delta:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar, Literal, Protocol
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -43,6 +44,10 @@ whose steps' sizes are known from its state; windows of more micro-batches than 
 ahead; an optimizer whose momentum is in the units of weights, one whose last step has a direction,
 one that goes on without gradients, one with a momentum of Nesterov's; another method that expects
 learning rates."""
+
+
+State = Mapping[str, Weights]
+"""What a method keeps over a drain: a part of it -> its tensors by the names of the weights."""
 
 
 class Reads(Enum):
@@ -161,6 +166,8 @@ class Staleness:
     """Whether it predicts by the learning rates of steps to come."""
     follows_schedule: ClassVar[bool] = False
     """Whether predictions are to go by the learning rates that the scheduler will set."""
+    name: str = ""
+    """That of the option it was made by."""
     situation: Situation
     steps: Outlook | None = None
 
@@ -180,6 +187,15 @@ class Staleness:
     def begin(self, situation: Situation) -> None:
         """Called before a segment's first action."""
         self.situation = situation
+
+    def state(self, weights: WeightVersions) -> State:
+        """What a run that is resumed here needs of this one, between two segments; the tensors are
+        the method's own, to be copied."""
+        return {}
+
+    def load(self, weights: WeightVersions, state: State) -> None:
+        """Takes up what `state` gave, if that was anything, after `begin`. The tensors are the
+        method's own, and where the weights are; of some weights there may be none."""
 
     def forward_view(self, weights: WeightVersions, passage: Passage) -> View | None:
         """What the forward reads, None for the live weights."""
@@ -215,6 +231,14 @@ class Staleness:
         """Inside, the live weights are those that the training has come to, for a method that
         keeps others to compute with."""
         yield
+
+
+def filled(weights: WeightVersions, tensors: Weights) -> dict[str, Tensor]:
+    """A tensor of each weight, in their order; zeros where there is none."""
+    return {
+        name: tensors[name] if name in tensors else torch.zeros_like(weight)
+        for name, weight in weights.live.items()
+    }
 
 
 def _tensors_in(value: object) -> Iterator[Tensor]:

@@ -21,7 +21,7 @@ from torch.optim import SGD, Optimizer
 
 from ..optimizers.sutskever import Sutskever
 from .optimizer_step import Rule
-from .protocol import Outlook
+from .protocol import Outlook, State
 
 G = 0.999
 EPSILON = 1e-8
@@ -46,6 +46,14 @@ class StepSizes(Protocol):
 
     def end(self, live: Live, rules: Rules) -> None:
         """The step is made."""
+        ...
+
+    def state(self, live: Live) -> State:
+        """What there is of each weight, between two steps."""
+        ...
+
+    def load(self, live: Live, state: State) -> None:
+        """Takes up what `state` gave."""
         ...
 
 
@@ -73,13 +81,39 @@ class _Rates:
         for name, weight in live.items():
             self.largest(weight, rules[name])
 
+    def state(self, live: Live) -> State:
+        return {"largest_lr": _numbers(live, self._largest)}
 
-class _OfVelocity:
-    def __init__(self, optimizer: Optimizer, outlook: Outlook) -> None:
-        self._optimizer = optimizer
-        self._rates = None if isinstance(optimizer, Sutskever) else _Rates(outlook)
+    def load(self, live: Live, state: State) -> None:
+        self._largest = {
+            live[name]: float(rate) for name, rate in state.get("largest_lr", {}).items()
+        }
+
+
+class _Counted:
+    """Running means of squares, and of how many."""
+
+    def __init__(self, rates: _Rates | None) -> None:
+        self._rates = rates
         self.squares: dict[Tensor, Tensor] = {}
         self._counts: dict[Tensor, int] = {}
+
+    def state(self, live: Live) -> State:
+        rates = self._rates.state(live) if self._rates else {}
+        counts = _numbers(live, self._counts)
+        return {"squares": _by_name(live, self.squares), "counts": counts, **rates}
+
+    def load(self, live: Live, state: State) -> None:
+        self.squares = {live[name]: square for name, square in state.get("squares", {}).items()}
+        self._counts = {live[name]: int(count) for name, count in state.get("counts", {}).items()}
+        if self._rates:
+            self._rates.load(live, state)
+
+
+class _OfVelocity(_Counted):
+    def __init__(self, optimizer: Optimizer, outlook: Outlook) -> None:
+        super().__init__(None if isinstance(optimizer, Sutskever) else _Rates(outlook))
+        self._optimizer = optimizer
 
     def of(self, weight: Tensor, rule: Rule, gradient: Tensor) -> Tensor:
         squares = self.squares.get(weight)
@@ -102,12 +136,12 @@ class _OfVelocity:
                 squares.mul_(G).addcmul_(velocity, velocity, value=1 - G)
 
 
-class _OfGradients:
+class _OfGradients(_Counted):
+    _rates: _Rates
+
     def __init__(self, outlook: Outlook, step_every: int) -> None:
-        self._rates = _Rates(outlook)
+        super().__init__(_Rates(outlook))
         self._step_every = step_every
-        self.squares: dict[Tensor, Tensor] = {}
-        self._counts: dict[Tensor, int] = {}
 
     def of(self, weight: Tensor, rule: Rule, gradient: Tensor) -> Tensor:
         memory, own = float(G ** (1 / self._step_every)), gradient * self._step_every
@@ -150,3 +184,22 @@ class _OfAdam:
             squares = self.squares.setdefault(weight, torch.zeros_like(step))
             squares.mul_(beta2).addcmul_(step, step, value=1 - beta2)
         self._lr = {}
+
+    def state(self, live: Live) -> State:
+        return {"squares": _by_name(live, self.squares)}
+
+    def load(self, live: Live, state: State) -> None:
+        self.squares = {live[name]: square for name, square in state.get("squares", {}).items()}
+
+
+def _by_name(live: Live, tensors: Mapping[Tensor, Tensor]) -> dict[str, Tensor]:
+    return {name: tensors[weight] for name, weight in live.items() if weight in tensors}
+
+
+def _numbers(live: Live, numbers: Mapping[Tensor, float]) -> dict[str, Tensor]:
+    """Numbers of weights as tensors that keep every bit."""
+    return {
+        name: torch.tensor(numbers[weight], dtype=torch.float64)
+        for name, weight in live.items()
+        if weight in numbers
+    }

@@ -15,8 +15,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from ..versions import View, WeightVersions
-from .protocol import Passage, Reads, Situation, Staleness
+import torch
+
+from ..versions import View, Weights, WeightVersions
+from .protocol import Passage, Reads, Situation, Staleness, State, filled
 
 
 class TwoBuffered(Staleness):
@@ -28,6 +30,18 @@ class TwoBuffered(Staleness):
 
     def __init__(self) -> None:
         self._kept: View | None = None
+
+    def state(self, weights: WeightVersions) -> State:
+        return {} if self._kept is None else {"before": weights.held(self._kept)}
+
+    def load(self, weights: WeightVersions, state: State) -> None:
+        before = filled(weights, state["before"])
+
+        def fill(leaves: Weights) -> None:
+            torch._foreach_copy_(list(leaves.values()), list(before.values()))
+
+        self._kept = View("live", weights.version - 1, fill=fill)
+        weights.hold(self._kept)
 
     def situated(self, situation: Situation) -> Situation:
         return situation if situation.synchronous else replace(situation, same_delay=1)

@@ -21,17 +21,24 @@ _NOTHING = bytes(32)
 class Agreement:
     """The numbers that all ranks need of data that only some of them read.
 
-    `evaluation_batches` is how many micro-batches there are to evaluate on, at most as many as
-    were asked for. Making one is collective. Raises DataError when ranks differ.
+    `length` is the number of samples, `evaluation_batches` how many micro-batches there are to
+    evaluate on, at most as many as were asked for. `first` is the position that the run begins at.
+    Making one is collective. Raises DataError when ranks differ.
     """
 
     def __init__(
-        self, world: World, data: Data | None, order: Order | None, *, size: int, batches: int
+        self,
+        world: World,
+        data: Data | None,
+        order: Order | None,
+        *,
+        size: int,
+        batches: int,
+        first: int = 0,
     ) -> None:
         self._world = world
         self._data = data
         self._order = order
-        self._checked = 0
         lengths = (0, 0) if data is None else (len(data.train), len(data.evaluation or ()))
         told = [struct.unpack("<qq", part) for part in world.gathered(struct.pack("<qq", *lengths))]
         readers = {rank: pair for rank, pair in enumerate(told) if pair[0]}
@@ -42,6 +49,7 @@ class Agreement:
                     first, rank, f"they have {expected[0]:,} and {pair[0]:,} samples"
                 )
         self.length, evaluation = next(iter(readers.values()), (1, 0))
+        self._checked = first // self.length
         self.evaluation_batches = min(batches, -(-evaluation // size))
 
     def check(self, first: int, count: int) -> None:

@@ -22,7 +22,7 @@ from torch import nn
 
 from ..activity import Activities, Activity
 from ..launching.world import World
-from .clipping import Share, StepMessage, gradients_of, squared_norm
+from .clipping import Agreed, Share, StepMessage, gradients_of, squared_norm
 from .settings import Settings, SettingsError
 
 
@@ -45,7 +45,7 @@ class StageNorms:
         self._world, self._stages = world, stages
         self._parameters, self._shares = parameters, shares
         self._activities = activities
-        self._messages: dict[int, StepMessage] = {}
+        self._messages: dict[int, StepMessage | Agreed] = {}
         if self._by in ("global", "known") and world.ranks != stages:
             raise SettingsError(
                 f"--clip-by {self._by} needs a rank for each of the {stages} stages, and there are "
@@ -58,19 +58,37 @@ class StageNorms:
             (total,) = world.sums([float(sum(own.values()))])
             self._part = {stage: math.sqrt(count / total) for stage, count in own.items()}
 
+    def state(self) -> dict[str, list[float]]:
+        """The squares of all stages, by version, that later steps will be clipped by. Every rank
+        has them, and waits for none after a drain."""
+        return {
+            str(version): list(_agreed(message).squares)
+            for version, message in self._messages.items()
+        }
+
+    def load(self, state: Mapping[str, Sequence[float]]) -> None:
+        """Takes up what `state` gave, if it was of as many stages."""
+        self._messages = {
+            int(version): Agreed(tuple(squares), overflowed=False, loss=0.0)
+            for version, squares in state.items()
+            if len(squares) == self._stages
+        }
+
     def of(self, stage: int, version: int, late: int) -> tuple[float, float]:
         """The norm for the step to `version`, and its bound; `late` is D of `known`."""
         if self._by in ("stage", "proportion"):
             square = squared_norm(gradients_of(self._parameters[stage]))
             return math.sqrt(float(square)), self._limit * self._part.get(stage, 1.0)
         own = squared_norm(gradients_of(self._shares[stage].counted))
-        message = StepMessage({stage: own}, self._stages, self._world.control, loss=0.0)
+        message: StepMessage | Agreed = StepMessage(
+            {stage: own}, self._stages, self._world.control, loss=0.0
+        )
         if self._by == "known":
             self._messages[version] = message
             message = self._messages.get(version - late, message)
             self._messages.pop(version - late, None)
         with self._activities.during(Activity("meet", "the norms of all stages")):
-            squares = list(message.agreed().squares)
+            squares = list(_agreed(message).squares)
         squares[stage] = float(own)
         return math.sqrt(sum(squares)), self._limit
 
@@ -82,6 +100,10 @@ def steps_until_known(ahead: Sequence[int], step_every: int) -> int:
     (4, 1)
     """
     return -(-(max(ahead) + 1) // step_every)
+
+
+def _agreed(message: StepMessage | Agreed) -> Agreed:
+    return message if isinstance(message, Agreed) else message.agreed()
 
 
 def _numbers(weights: Sequence[nn.Parameter]) -> int:

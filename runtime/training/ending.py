@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..activity import Activities, Activity
 from ..boundary_dtypes import BoundaryDtypes
 from ..launching.world import World
-from ..loading import load_unused
 from ..plan import Plan
 from ..schedule import Schedule
 from ..watching.idleness import simulated_step, split_of_run
@@ -27,13 +26,12 @@ def save_weights(
     settings: Settings,
     folder: Path,
     modules: Mapping[int, nn.Module],
+    unused: Mapping[str, Tensor],
     world: World,
     activities: Activities,
 ) -> None:
-    """Writes the first replica's weights, and exports them if asked to; every rank calls it."""
-    unused = {}
-    if world.rank == 0:
-        unused = load_unused(settings.folder, plan, weights=settings.weights)
+    """Writes the first replica's weights, and exports them if asked to; every rank calls it.
+    `unused` are as for `write_weights`."""
     targets = [folder / "weights", *([Path(settings.export_hf)] if settings.export_hf else [])]
     for target in targets:
         with activities.during(Activity("other", "writes the weights")):
@@ -63,6 +61,10 @@ def tell_end(
     it."""
     traced = tracing.write(world, schedule, folder)
     if watch is None or reporter is None:
+        return
+    if not watch.records:
+        exported = f", {settings.export_hf}" if settings.export_hf else ""
+        reporter.on_note("weights", f"{folder / 'weights'}{exported} · no step was to be made")
         return
     # The stages of all replicas take alike; the first one's ranks come first.
     optimizer_ms = watch.optimizer_ms
@@ -95,5 +97,8 @@ def tell_end(
             exported=settings.export_hf,
             trace=traced[0] if traced else None,
             staleness=watch.staleness,
+            epoch=last.epoch,
+            rate=watch.rate,
+            unit=last.unit,
         )
     )

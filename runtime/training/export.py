@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -43,14 +43,12 @@ def write_weights(
     written = 0
     for index, module in modules.items():
         state = {**unused, **module.state_dict()}
-        own = {name: state[name] for name in _own_names(plan, index) if name in state}
+        own = {name: state[name] for name in own_names(plan, index) if name in state}
         write_shard(folder, own, index, stages)
         written += tensor_bytes(own.values())
     (total,) = world.sums([float(written)])
     if world.rank == 0:
-        names = [_own_names(plan, index) for index in range(stages)]
-        names[0] = [name for name in names[0] if name not in plan.unused or name in unused]
-        write_index(folder, names, int(total))
+        write_index(folder, names_by_stage(plan, unused), int(total))
 
 
 def copy_configuration(target: Path, source: Path) -> None:
@@ -59,7 +57,15 @@ def copy_configuration(target: Path, source: Path) -> None:
         shutil.copy(file, target / file.name)
 
 
-def _own_names(plan: Plan, index: int) -> list[str]:
+def names_by_stage(plan: Plan, unused: Collection[str]) -> list[list[str]]:
+    """What each stage writes; `unused` are the tensors that no stage reads, as far as they are
+    known."""
+    names = [own_names(plan, index) for index in range(len(plan.stages))]
+    names[0] = [name for name in names[0] if name not in plan.unused or name in unused]
+    return names
+
+
+def own_names(plan: Plan, index: int) -> list[str]:
     """The names in the original's state_dict that this stage writes."""
     borrowed = {
         name

@@ -56,7 +56,7 @@ def forecast_run(
     """
     if not all(stage.forward_ms > 0 for stage in plan.stages):
         return None
-    steps = min(settings.steps, 8)
+    steps = max(1, min(settings.steps, 8))
     return forecast_step(
         with_transfers_of_run(costs_at_sizes(plan, planned), planned, dtypes),
         schedule if schedule.synchronous else make_segment(plan, settings, steps=steps),

@@ -1,33 +1,27 @@
-"""Resolved settings on one rank -> trained stages: load, train in segments, evaluate, save."""
+"""What a rank trains with -> trained stages: load, train in segments, evaluate, save."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
-import torch
-import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from ..activity import Activities, Activity
-from ..boundary_dtypes import BoundaryDtypes
+from ..checkpoint.checkpoints import Checkpoints, describe_resumption, resume
+from ..checkpoint.contents import Rank
+from ..checkpoint.resuming import how_to_go_on
+from ..checkpoint.saving import Saver
 from ..data.order import Order
-from ..data.task import Task
 from ..data.vocabulary import check_vocabulary
-from ..host_memory import keep_freed_memory
 from ..launching.world import World
-from ..loading import load_stage
+from ..loading import load_stage, load_unused
 from ..observed import ObservedTransport, observed_feed
-from ..pipeline import Pipeline, needed_inputs
-from ..plan import Plan
+from ..pipeline import Pipeline
 from ..replication.equality import Equality
 from ..replication.holders import held_parameters
 from ..schedule import Schedule
-from ..schedule_text import to_text
 from ..tensors import dtype_of
-from ..transports.choose import Choice
-from ..watching.debugger import wait_for_debugger
 from ..watching.gather import Gather, RankFigures
 from ..watching.metrics import EvalRecord, Reporter
 from ..watching.several import reporting
@@ -36,36 +30,20 @@ from ..watching.watch import Watch
 from ..watching.watchdog import Watchdog
 from .agreement import Agreement
 from .asynchronous import delays_of
+from .board import Board
 from .criterion import find_criterion
 from .ending import save_weights, tell_end
 from .evaluation import Evaluation
-from .export import check_exportable
-from .facts import announce, describe_data, forecast_run
-from .half import find_boundary_dtypes, precision_of
+from .half import precision_of
 from .observer import Trainer
 from .remeasure import Remeasuring
-from .resolve import sized_plan
 from .segments import Segment, make_flushed_step, make_segment, segments
 from .settings import Settings
-from .sources import Data, Feed, feed_nothing, open_data, prepare_data
-from .step_batch import StepBatch
-from .transport import agree_on_transport, group_of_gradients, make_transport
-
-
-@dataclass(frozen=True)
-class Job:
-    """All that a rank needs to begin: resolved settings, the plan as it was made, and the run's
-    folder."""
-
-    settings: Settings
-    task: Task
-    planned: Plan
-    folder: Path
-
-    @property
-    def plan(self) -> Plan:
-        """The plan at the sizes of this run."""
-        return sized_plan(self.planned, self.settings)
+from .setup import Job, Setup, find_checkpoint, set_up, write_schedule
+from .sources import Data, Feed, feed_nothing
+from .step_batch import StepBatch, consumed
+from .stopping import Stopped, Stopping
+from .transport import make_transport
 
 
 def train(
@@ -77,112 +55,46 @@ def train(
     """Trains this rank's stages; every rank calls it.
 
     The reporter is made on rank 0 only. `on_step` is told every step that this rank has made.
-    Raises the AsyncPipeError that ends this rank.
+    Raises the AsyncPipeError that ends this rank, and Stopped when the run was told to stop.
     """
-    activities = Activities()
+    activities, board = Activities(), Board(world)
     with (
-        reporting(job.settings, job.folder, world, make_reporter) as reporter,
         Watchdog(job.settings, job.folder, world, activities) as watchdog,
+        Stopping(board, patience_s=job.settings.patience_s) as stopping,
     ):
-        _train(job, world, reporter, on_step, activities, watchdog)
-
-
-def _train(
-    job: Job,
-    world: World,
-    reporter: Reporter | None,
-    on_step: Callable[[int], None],
-    activities: Activities,
-    watchdog: Watchdog,
-) -> None:
-    settings, plan = job.settings, job.plan
-    machine = world.machine
-    torch.set_num_threads(machine.threads)
-    keep_freed_memory()
-    if settings.export_hf:
-        check_exportable(Path(settings.folder), settings.export_hf)
-    schedule = make_segment(plan, settings, steps=1)
-    dtypes = find_boundary_dtypes(settings, plan)
-    forecast = forecast_run(plan, job.planned, settings, machine.cores, schedule, dtypes)
-    if reporter is not None:
-        write_schedule(job.folder, schedule)
-        watchdog.tell = reporter.on_warning
-    wait_for_debugger(settings, world, reporter)
-    if world.rank == 0:
-        with activities.during(Activity("other", "prepares the data")):
-            prepare_data(settings, job.task, job.folder)
-    with activities.during(Activity("meet", "the data are prepared")):
-        world.meet()
-    with activities.during(Activity("meet", "the choice of a transport")):
-        transport = agree_on_transport(world, settings, world.machine.device)
-        copies = group_of_gradients(world, settings, world.machine.device)
-    own = world.grid.stages_of(world.rank, schedule)
-    fields = needed_inputs(plan, own, criterion=settings.criterion is not None)
-    data = open_data(settings, job.task, plan, job.folder) if fields or reporter else None
-    if reporter is not None and data is not None:
-        readers = describe_data(data, plan, schedule, settings)
-        announce(
-            reporter,
-            plan,
-            job.planned,
-            settings,
-            job.task,
-            schedule,
-            machine,
-            transport=transport,
-            data=readers,
-            output=job.folder,
-            forecast=forecast,
-            dtypes=dtypes,
-        )
-    read = data if fields else None
-    with activities.during(Activity("other", "loads its stages")):
-        run = _Run(
-            job,
-            world,
-            schedule,
-            transport,
-            dtypes,
-            read,
-            fields,
-            reporter,
-            on_step,
-            activities,
-            copies,
-        )
-    run.train()
-    run.end(machine.cores)
+        found, skipped = find_checkpoint(job, world, activities)
+        with reporting(job.settings, job.folder, world, make_reporter) as reporter:
+            if reporter is not None:
+                watchdog.tell = reporter.on_warning
+                for text in skipped:
+                    reporter.on_warning(text)
+            setup = set_up(job, world, reporter, found, on_step, activities, board)
+            with activities.during(Activity("other", "loads its stages")):
+                run = _Run(setup, stopping)
+            run.train()
+            run.end()
 
 
 class _Run:
     """One rank's run: its stages, what it reads, and whom it tells."""
 
-    def __init__(
-        self,
-        job: Job,
-        world: World,
-        schedule: Schedule,
-        transport: Choice,
-        dtypes: BoundaryDtypes,
-        data: Data | None,
-        fields: tuple[str, ...],
-        reporter: Reporter | None,
-        on_step: Callable[[int], None],
-        activities: Activities,
-        copies: dist.ProcessGroup | None,
-    ) -> None:
-        settings, plan = job.settings, job.plan
-        self._job, self._settings, self._plan, self._world = job, settings, plan, world
-        self._reporter, self._on_step, self._dtypes = reporter, on_step, dtypes
+    def __init__(self, setup: Setup, stopping: Stopping) -> None:
+        job, world, schedule = setup.job, setup.world, setup.schedule
+        settings, plan, found = job.settings, job.plan, setup.found
+        self._setup, self._settings, self._plan, self._world = setup, settings, plan, world
+        self._stopping, self._reporter, activities = stopping, setup.reporter, setup.activities
         self._activities = activities
         self._tracing = Tracing(settings, activities, len(plan.stages))
-        self._modules = _load(job, schedule, world)
+        self._modules = _load(setup)
+        self._unused: Mapping[str, Tensor] = {}
+        if world.rank == 0:
+            self._unused = load_unused(settings.folder, plan, weights=setup.weights)
         device = world.machine.device
         self._pipeline = Pipeline(
             plan,
             self._modules,
             ObservedTransport(
-                make_transport(transport, world, settings, plan, schedule, device),
+                make_transport(setup.transport, world, settings, plan, schedule, device),
                 activities,
                 first_rank=world.grid.first_of(world.replica),
             ),
@@ -192,22 +104,11 @@ class _Run:
             criterion=find_criterion(settings.criterion) if settings.criterion else None,
             device=device,
             precision=precision_of(settings),
-            dtypes=dtypes,
+            dtypes=setup.dtypes,
             seed=settings.seed,
             batch_norm_per_step=settings.batch_norm == "mini-batch",
         )
         self._others: dict[Segment, Schedule] = {}
-        self._gather = Gather(world, len(plan.stages))
-        self._watch = Watch(settings, job.task, self._gather, reporter) if reporter else None
-        self._steps = Remeasuring(
-            plan,
-            settings,
-            world,
-            schedule,
-            figures=self._figures_until,
-            optimizer_ms=lambda: self._watch.optimizer_ms if self._watch else (),
-            tell=self._rescheduled,
-        )
         self._trainer = Trainer(
             plan,
             self._modules,
@@ -216,24 +117,30 @@ class _Run:
             self._told,
             lr_scale=self._pipeline.lr_scale,
             activities=activities,
-            copies=copies,
+            copies=setup.copies,
             delays=schedule.delays,
         )
         self._pipeline.attach(self._trainer.optimizers)
         self._equality = Equality(
             self._modules, settings, world, held_parameters(plan, self._modules, world)
         )
-        self._batch, size = StepBatch.of(settings), settings.micro_batch_size or 1
+        data, size = setup.data, settings.micro_batch_size or 1
+        first = found.facts.samples if found else 0
+        self._batch = StepBatch.of(settings, first_step=setup.start, first_sample=first)
         order = Order(len(data.train), settings.seed) if data else None
-        feed = Feed(data.train, order, self._batch, fields) if data else feed_nothing
+        feed = Feed(data.train, order, self._batch, setup.fields) if data else feed_nothing
         self._feed = observed_feed(feed, activities)
         held_out = data.evaluation if data else None
-        self._agreement = Agreement(world, data, order, size=size, batches=settings.eval_batches)
+        self._agreement = Agreement(
+            world, data, order, size=size, batches=settings.eval_batches, first=first
+        )
         self._evaluation = Evaluation(
             plan,
             job.task,
             observed_feed(
-                Feed(held_out, None, StepBatch((size,)), fields) if held_out else feed_nothing,
+                Feed(held_out, None, StepBatch((size,)), setup.fields)
+                if held_out
+                else feed_nothing,
                 activities,
             ),
             world,
@@ -242,68 +149,187 @@ class _Run:
             batches=self._agreement.evaluation_batches,
         )
         self._evaluated: EvalRecord | None = None
+        self._gather = Gather(world, len(plan.stages))
+        self._watch: Watch | None = None
+        if setup.reporter is not None:
+            self._watch = Watch(
+                settings,
+                job.task,
+                self._gather,
+                setup.reporter,
+                self._batch,
+                length=self._agreement.length,
+                seconds=found.facts.seconds if found else 0.0,
+            )
+        self._steps = Remeasuring(
+            plan,
+            settings,
+            world,
+            schedule,
+            figures=self._figures_until,
+            optimizer_ms=lambda: self._watch.optimizer_ms if self._watch else (),
+            tell=self._rescheduled,
+            resumed=found.facts.schedule if found else None,
+        )
         self._check_tokens(data)
+        self._checkpoints = self._go_on()
 
     def train(self) -> None:
-        """All segments, the evaluations between them, and one at the end."""
-        settings = self._settings
-        world, samples = self._world, self._batch.samples
-        sizes = [
-            {**self._plan.sizes, "batch": size} for size in self._batch.sizes_of(world.replica)
-        ]
-        self._gather.start(settings.steps)
-        for segment in segments(settings):
-            steps = segment.steps
-            first = self._batch.first_of(steps.start, world.replica)
-            with self._activities.during(Activity("meet", "the order of the data")):
-                self._agreement.check(steps.start * samples, len(steps) * samples)
-            schedule = self._schedule(segment)
-            delays = delays_of(schedule, settings, first, steps.start)
-            self._trainer.start_segment(steps.start + 1, first, delays, flushed=segment.synchronous)
-            is_short = segment.micro_batches != settings.micro_batches
-            self._pipeline.run(
-                schedule,
-                self._feed,
-                first_micro_batch=first,
-                observer=self._trainer,
-                sizes=None if self._batch.is_even else sizes * len(steps),
-                step_samples=samples if world.replicas > 1 or is_short else None,
-                loss_scale=self._trainer.loss_scale,
-            )
-            with self._activities.during(Activity("other", "compares the replicas' weights")):
-                self._equality.check(steps.stop)
-            if settings.eval_every and steps.stop % settings.eval_every == 0:
-                self._evaluate(steps.stop)
-        if self._evaluated is None or self._evaluated.step != settings.steps:
-            self._evaluate(settings.steps)
+        """All segments, the evaluations and checkpoints between them, and one at the end. Raises
+        Stopped where the run was told to stop before."""
+        settings, made = self._settings, self._setup.start
+        self._gather.start(settings.steps - made)
+        for segment in segments(settings, made):
+            if not self._stopping.may(segment.steps.start + 1):
+                break
+            made = self._make(segment)
+            if made < segment.steps.stop:
+                break
+            is_due = self._checkpoints.is_due(made)
+            if settings.eval_every and made % settings.eval_every == 0:
+                self._evaluate(made)
+            elif is_due and settings.keep_best:
+                self._evaluate(made)
+            if is_due:
+                self._save(made)
+            self._checkpoints.poll()
+        is_stopped = made < settings.steps
+        if is_stopped:
+            self._save(made)
+        elif self._evaluated is None or self._evaluated.step != made:
+            self._evaluate(made)
         with self._activities.during(Activity("meet", "the figures of all steps are told")):
             self._gather.finish()
         self._pipeline.close()
+        self._checkpoints.finish()
+        if is_stopped:
+            self._stop(made)
 
-    def end(self, cores: int) -> None:
+    def end(self) -> None:
         """Writes the weights, exports them if asked to, and reports the end of the run."""
-        settings, folder, world = self._settings, self._job.folder, self._world
+        setup, world = self._setup, self._world
         with self._pipeline.settled():
-            save_weights(self._plan, settings, folder, self._modules, world, self._activities)
+            save_weights(
+                self._plan,
+                self._settings,
+                setup.job.folder,
+                self._modules,
+                self._unused,
+                world,
+                self._activities,
+            )
         tell_end(
             self._plan,
-            self._job.planned,
-            settings,
-            folder,
+            setup.job.planned,
+            self._settings,
+            setup.job.folder,
             world=world,
             schedule=self._steps.current,
             tracing=self._tracing,
             watch=self._watch,
             reporter=self._reporter,
             evaluated=self._evaluated,
-            cores=cores,
-            dtypes=self._dtypes,
+            cores=world.machine.cores,
+            dtypes=setup.dtypes,
         )
+
+    def _make(self, segment: Segment) -> int:
+        """Makes the steps of a segment, or those of them that are made before a stop; how many the
+        run has by then."""
+        settings, world, steps = self._settings, self._world, segment.steps
+        position, samples = self._batch.position(steps.start), self._batch.samples
+        with self._activities.during(Activity("meet", "the order of the data")):
+            self._agreement.check(position, len(steps) * samples)
+        first = self._batch.first_of(steps.start, world.replica)
+        schedule = self._schedule(segment)
+        delays = delays_of(schedule, settings, first, steps.start)
+        self._trainer.start_segment(steps.start + 1, first, delays, flushed=segment.synchronous)
+        is_short = segment.micro_batches != settings.micro_batches
+        sizes = [
+            {**self._plan.sizes, "batch": size} for size in self._batch.sizes_of(world.replica)
+        ]
+        self._pipeline.run(
+            schedule,
+            self._feed,
+            first_micro_batch=first,
+            observer=self._trainer,
+            sizes=None if self._batch.is_even else sizes * len(steps),
+            step_samples=samples if world.replicas > 1 or is_short else None,
+            loss_scale=self._trainer.loss_scale,
+            may=(lambda step: self._stopping.may(steps.start + step)) if len(steps) > 1 else None,
+        )
+        last = self._stopping.last
+        made = steps.stop if last is None else min(last, steps.stop)
+        with self._activities.during(Activity("other", "compares the replicas' weights")):
+            self._equality.check(made)
+        return made
+
+    def _go_on(self) -> Checkpoints:
+        """Lets this rank go on from the checkpoint that was found, if one was; what writes those to
+        come."""
+        setup, settings, found = self._setup, self._settings, self._setup.found
+        rank = Rank(
+            self._plan,
+            self._world,
+            self._modules,
+            self._pipeline,
+            self._trainer.optimizers,
+            settings.is_async,
+        )
+        if found is not None:
+            resume(rank, found)
+            self._trainer.load(found.facts.trainer)
+            for text in describe_resumption(found, settings, self._agreement.length):
+                self._note("resumed", text)
+        saver = Saver(
+            setup.job.folder,
+            self._plan,
+            self._world,
+            setup.board,
+            self._activities,
+            last=settings.keep_last,
+            best=settings.keep_best,
+            patience_s=settings.patience_s,
+            tell=lambda text: self._note("checkpoint", text),
+            unused=self._unused,
+        )
+        return Checkpoints(
+            settings,
+            rank,
+            saver,
+            self._activities,
+            unused=self._unused,
+            length=self._agreement.length,
+            first_step=found.facts.step if found else -1,
+        )
+
+    def _save(self, step: int) -> None:
+        evaluated = self._evaluated
+        self._checkpoints.save(
+            step,
+            samples=consumed(self._settings, self._batch, step),
+            schedule=self._steps.text_after(step),
+            trainer=self._trainer.state(),
+            evaluation=evaluated.loss if evaluated and evaluated.step == step else None,
+            seconds=self._watch.elapsed_s if self._watch else 0.0,
+        )
+
+    def _stop(self, step: int) -> None:
+        """Ends a run that was told to stop, when all ranks have what they need for another."""
+        told = f"by {self._stopping.reason} after step {step} of {self._settings.steps}"
+        self._note("stopped", told + how_to_go_on(self._setup.job.folder))
+        with self._activities.during(Activity("meet", "the checkpoint is written")):
+            self._world.meet()
+        raise Stopped
+
+    def _note(self, about: str, text: str) -> None:
+        if self._reporter is not None:
+            self._reporter.on_note(about, text)
 
     def _told(self, figures: RankFigures) -> None:
         """A step is over on this rank."""
         self._gather.send(figures)
-        self._on_step(int(figures.step))
+        self._setup.on_step(int(figures.step))
         self._tracing.step_is_over(int(figures.step))
         if self._watch is not None:
             self._watch.poll()
@@ -338,14 +364,13 @@ class _Run:
         return self._watch.steady
 
     def _rescheduled(self, text: str, schedule: Schedule) -> None:
-        write_schedule(self._job.folder, schedule)
-        if self._reporter is not None:
-            self._reporter.on_note("schedule", text)
+        write_schedule(self._setup.job.folder, schedule)
+        self._note("schedule", text)
 
     def _check_tokens(self, data: Data | None) -> None:
         if data is None or data.largest_token is None:
             return
-        sample = self._job.task.sample
+        sample = self._setup.job.task.sample
         for index, module in self._modules.items():
             if sample in self._plan.stages[index].inputs:
                 check_vocabulary(
@@ -358,20 +383,15 @@ class _Run:
                 )
 
 
-def write_schedule(folder: Path, schedule: Schedule) -> None:
-    """Leaves the schedule in the run's folder, as `--schedule FILE` reads it."""
-    (folder / "schedule.txt").write_text(to_text(schedule.compute), encoding="utf-8")
-
-
-def _load(job: Job, schedule: Schedule, world: World) -> dict[int, nn.Module]:
-    settings = job.settings
+def _load(setup: Setup) -> dict[int, nn.Module]:
+    settings, world = setup.job.settings, setup.world
     modules = {}
-    for stage in world.grid.stages_of(world.rank, schedule):
+    for stage in world.grid.stages_of(world.rank, setup.schedule):
         module = load_stage(
             settings.folder,
-            job.planned,
+            setup.job.planned,
             stage,
-            weights=settings.weights,
+            weights=setup.weights,
             device=world.machine.device,
         )
         modules[stage] = module.to(dtype_of(settings.dtype)).train()

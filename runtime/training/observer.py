@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
 from time import perf_counter, process_time
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from ..replication.holders import held_parameters
 from ..schedule import Action
 from ..versions import LedgerEntry
 from ..watching.gather import RankFigures, figures_of
+from ..weight_gap import Gap
 from .async_clipping import StageNorms, steps_until_known
 from .clipping import (
     StepMessage,
@@ -109,6 +111,7 @@ class Trainer(ActionObserver):
         self._part = sum(own) / self._batch.samples
         self._losses: dict[int, list[tuple[Tensor, int]]] = defaultdict(list)
         self._passages: dict[int, list[LedgerEntry]] = defaultdict(list)
+        self._gaps: dict[int, list[Gap]] = defaultdict(list)
         self._delays = Delays((0,) * self._stages, 1)
         self._is_synchronous = not settings.is_async
         # By the step: of several asynchronous stages one may be some steps ahead of another.
@@ -131,6 +134,21 @@ class Trainer(ActionObserver):
     def loss_scale(self) -> float:
         """What the loss of the next step is multiplied by for its backwards."""
         return self._scale.value if self._scale else 1.0
+
+    def state(self) -> dict[str, Any]:
+        """What steps follow from besides weights, optimizers and data, as JSON; between two
+        segments. The same on all ranks."""
+        return {
+            "loss_scale": self._scale.state() if self._scale else None,
+            "norms": self._norms.state() if self._norms else None,
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Takes up what `state` gave, as far as this run has the like."""
+        if self._scale and state["loss_scale"]:
+            self._scale.load(state["loss_scale"])
+        if self._norms and state["norms"]:
+            self._norms.load(state["norms"])
 
     def start_segment(
         self,
@@ -156,6 +174,12 @@ class Trainer(ActionObserver):
     def on_passage(self, entry: LedgerEntry) -> None:
         if self._settings.is_async:
             self._passages[entry.backward_version + 1].append(entry)
+
+    def wants_gap(self, version: int) -> bool:
+        return self._settings.is_async and is_logged(version, self._settings)
+
+    def on_gap(self, stage: int, version: int, gap: Gap) -> None:
+        self._gaps[version].append(gap)
 
     def on_last_backward(self, stage: int, version: int) -> None:
         if self._sums is not None:
@@ -294,6 +318,7 @@ class Trainer(ActionObserver):
         if losses:
             self._finite.check_loss(version, _mean(losses))
         met = self._passages.pop(version, [])
+        gaps = self._gaps.pop(version, [])
         own_squares = self._squares_of.pop(version, {})
         is_known = bool(own_squares) and not self._is_skipped
         # Replicas have the same gradients, whose squares the first one tells.
@@ -314,6 +339,8 @@ class Trainer(ActionObserver):
                 delays=sum(entry.delay for entry in met),
                 worst_delay=max((entry.delay for entry in met), default=0),
                 unexpected=sum(not self._delays.has(*astuple(entry)) for entry in met),
+                gap_squared=sum(float(gap.difference) for gap in gaps),
+                weights_squared=sum(float(gap.live) for gap in gaps),
             )
             self._report(figures)
         del self._stepped[version]

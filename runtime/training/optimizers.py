@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -87,6 +87,32 @@ class StageOptimizer:
     def annealing_steps(self) -> int:
         """The steps over which `pipemare-rate` comes back to the scheduled learning rate."""
         return self._settings.annealing_steps or 1
+
+    def state_of(self, parameter: Tensor) -> dict[str, Tensor]:
+        """What the optimizer keeps of a parameter from step to step."""
+        state = self.optimizer.state.get(parameter, {}) if self.optimizer is not None else {}
+        return {key: value for key, value in state.items() if isinstance(value, Tensor)}
+
+    def load(self, states: Mapping[Tensor, Mapping[str, Tensor]], steps: int) -> None:
+        """Goes on after so many steps, from what `state_of` gave of each parameter.
+
+        torch's `load_state_dict` would cast all that is kept to the dtype of the weights.
+        """
+        if self.optimizer is None:
+            return
+        self._scheduler.last_epoch = steps
+        for group, base_lr in zip(
+            self.optimizer.param_groups, self._scheduler.base_lrs, strict=True
+        ):
+            group["lr"] = base_lr * self._factor(steps)
+            counts_there = group.get("fused") or group.get("capturable")
+            for parameter in group["params"]:
+                if state := states.get(parameter):
+                    self.optimizer.state[parameter] = {
+                        # Numbers, such as the count of steps, stay with the processor.
+                        key: value.to(parameter.device if value.ndim or counts_there else "cpu")
+                        for key, value in state.items()
+                    }
 
     def step(self, lr_scale: float = 1.0) -> None:
         """One optimizer step, at the scheduled learning rate times `lr_scale`."""

@@ -46,7 +46,9 @@ class Remeasuring:
     """The schedule of every step of one run, lowered; all ranks ask for those of all steps in turn.
 
     On rank 0 `figures` gives what every rank said of the steps so far, from the second on, and
-    `optimizer_ms` each rank's optimizer; `tell` is told what was done.
+    `optimizer_ms` each rank's optimizer; `tell` is told what was done. A run that is `resumed`,
+    with the text of the schedule that it had, measures nothing again: its gradients would be
+    summed in another order.
     """
 
     def __init__(
@@ -59,13 +61,27 @@ class Remeasuring:
         figures: Callable[[int], Sequence[Sequence[RankFigures]]],
         optimizer_ms: Callable[[], Sequence[float]],
         tell: Callable[[str, Schedule], None],
+        resumed: str | None = None,
     ) -> None:
         self._plan, self._settings, self._world = plan, settings, world
         self._figures, self._optimizer_ms, self._tell = figures, optimizer_ms, tell
         self._first = self.current = first
         self._is_wanted = settings.schedule == AUTO and settings.steps >= _ENOUGH
+        if resumed is not None:
+            self._is_wanted = False
+            made = from_text(resumed, (), grad_edges=()) if resumed else first
+            if settings.schedule == AUTO and _is_like(made, first):
+                self.current = lowered(plan, made.compute, check=True)
         if self._is_wanted:
             self.current = lowered(plan, with_whole_backwards(first.compute), check=False)
+
+    def text_after(self, step: int) -> str:
+        """The schedule that a run resumed after a step goes on with: the newest, none that was only
+        there to be measured. "" for one that follows from the settings."""
+        if self._settings.schedule != AUTO:
+            return ""
+        is_made = not self._is_wanted or step > _LAST
+        return to_text(self.current.compute if is_made else self._first.compute)
 
     def of_step(self, step: int) -> Schedule:
         """The schedule of a step, counted from 1."""
@@ -97,6 +113,15 @@ class Remeasuring:
             made,
         )
         return to_text(made)
+
+
+def _is_like(made: Schedule, other: Schedule) -> bool:
+    """Whether one can be run in place of the other."""
+    return (made.rank_of_stage, made.replicas, made.micro_batches) == (
+        other.rank_of_stage,
+        other.replicas,
+        other.micro_batches,
+    )
 
 
 def with_whole_backwards(schedule: Schedule) -> Schedule:

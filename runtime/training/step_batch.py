@@ -14,7 +14,8 @@ from .settings import Settings
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """The samples of each micro-batch of a step, in all replicas.
+    """The samples of each micro-batch of a step, in all replicas. A run that is resumed after
+    `first_step` steps begins at `first_sample`, whatever the batch was before.
 
     >>> batch = StepBatch((8, 8, 8, 6), replicas=2)
     >>> batch.samples, batch.is_even, batch.place(5)
@@ -25,13 +26,16 @@ class StepBatch:
 
     sizes: tuple[int, ...]
     replicas: int = 1
+    first_step: int = 0
+    first_sample: int = 0
 
     @classmethod
-    def of(cls, settings: Settings) -> StepBatch:
+    def of(cls, settings: Settings, *, first_step: int = 0, first_sample: int = 0) -> StepBatch:
         replicas = settings.replicas or 1
         count, size = replicas * (settings.micro_batches or 1), settings.micro_batch_size or 1
         total = settings.global_batch_size or count * size
-        return cls((*(size for _ in range(count - 1)), total - (count - 1) * size), replicas)
+        sizes = (*(size for _ in range(count - 1)), total - (count - 1) * size)
+        return cls(sizes, replicas, first_step, first_sample)
 
     @property
     def samples(self) -> int:
@@ -58,4 +62,21 @@ class StepBatch:
         """The position of the first sample of a micro-batch, counted over all steps, and how many
         it has."""
         step, index = divmod(micro_batch, len(self.sizes))
-        return step * self.samples + sum(self.sizes[:index]), self.sizes[index]
+        return self.position(step) + sum(self.sizes[:index]), self.sizes[index]
+
+    def position(self, step: int) -> int:
+        """The samples that were consumed when so many steps were made."""
+        return self.first_sample + (step - self.first_step) * self.samples
+
+
+def consumed(settings: Settings, batch: StepBatch, step: int) -> int:
+    """The samples of the first steps of a run, whose last may be a short one.
+
+    >>> settings = Settings(folder="x", samples=30, remainder="proportional", steps=2,
+    ...     micro_batches=4, micro_batch_size=4)
+    >>> consumed(settings, StepBatch.of(settings), 1), consumed(settings, StepBatch.of(settings), 2)
+    (16, 28)
+    """
+    if settings.left_over and step == settings.steps:
+        return batch.position(step - 1) + settings.left_over * (settings.micro_batch_size or 1)
+    return batch.position(step)

@@ -36,6 +36,9 @@ class RankFigures:
     step, `skipped` the number of steps left out so far. `passages` are the backwards
     of the step's micro-batches at the rank's stages, `delays` the sum and `worst_delay` the largest
     of their delays by the ledger, and `unexpected` those at other versions than the closed form's.
+    `gap_squared` and `weights_squared` are sums over the same passages, where they were taken: of
+    the squared norms of what lies between a forward's weights and the live ones, and of the live
+    ones'.
     """
 
     step: float
@@ -50,6 +53,8 @@ class RankFigures:
     delays: float = 0.0
     worst_delay: float = 0.0
     unexpected: float = 0.0
+    gap_squared: float = 0.0
+    weights_squared: float = 0.0
     waiting_s: float = 0.0
     sending_s: float = 0.0
     data_s: float = 0.0
@@ -74,6 +79,9 @@ class RankFigures:
 
 _NAMED = len(fields(RankFigures)) - 1
 """Fields but for `stage_s`."""
+
+_THE_END = RankFigures(step=-1)
+"""What a rank says instead of a step's figures, when it makes no more."""
 
 
 def figures_of(spent: Spent, stages: int, **known: float) -> RankFigures:
@@ -102,19 +110,27 @@ class Gather:
         self._receiver: threading.Thread | None = None
         self._own: queue.SimpleQueue[RankFigures] = queue.SimpleQueue()
         self._complete: queue.SimpleQueue[list[RankFigures]] = queue.SimpleQueue()
+        self._to_send = 0
 
     def start(self, steps: int) -> None:
         """Begins to take in the figures of `steps` steps."""
+        self._to_send = steps
         if self._world.rank == 0:
             self._receiver = threading.Thread(target=self._receive, args=(steps,), daemon=True)
             self._receiver.start()
 
     def send(self, figures: RankFigures) -> None:
         """Passes this rank's figures on and returns at once."""
+        self._to_send -= 1
+        self._pass_on(figures)
+
+    def _pass_on(self, figures: RankFigures) -> None:
         if self._world.rank == 0:
             self._own.put(figures)
             return
-        content = torch.tensor(figures.to_list(), dtype=torch.float64)
+        content = torch.zeros(self._numbers, dtype=torch.float64)
+        told = figures.to_list()
+        content[: len(told)] = torch.tensor(told, dtype=torch.float64)
         work = dist.isend(content, dst=0, group=self._world.metrics)
         assert work is not None
         self._under_way.append((work, content))
@@ -136,7 +152,10 @@ class Gather:
             return None
 
     def finish(self) -> None:
-        """Returns when all that this rank sent has arrived, and all that it was sent."""
+        """Returns when all that this rank sent has arrived, and all that it was sent. All ranks
+        have made equally many steps, which may be fewer than was said."""
+        if self._to_send:
+            self._pass_on(_THE_END)
         if self._receiver is not None:
             self._receiver.join()
         while self._under_way:
@@ -154,4 +173,6 @@ class Gather:
                 told = content.tolist()
                 own = RankFigures(*told[:_NAMED])
                 figures.append(replace(own, stage_s=tuple(told[_NAMED:])))
+            if figures[0].step == _THE_END.step:
+                return
             self._complete.put(figures)

@@ -56,11 +56,15 @@ class StepRecord:
     logged one; `idle` has an entry a rank, `grad_norm` is None where nobody took it.
 
     `time` has the parts of each rank's time that PARTS_OF_TIME names, as shares.
-    `rate` is in `unit` ("tok" or "samples") per second, `mem_bytes` the most of any rank.
+    `rate` is in `unit` ("tok" or "samples") per second, `mem_bytes` the most of any rank, `epoch`
+    the samples consumed so far by those of the data set.
     Under float16 `loss_scale` is that of the next step, and `skipped` counts the steps so far that
     were left out because a gradient overflowed. In an asynchronous run `delay_mean` and `delay_max`
     are the mean and the most steps between the forward and the backward of the step's
-    micro-batches, at all stages, as the ledgers of the ranks have them.
+    micro-batches, at all stages, as the ledgers of the ranks have them, and `gap` is the norm of
+    what lies between the weights that they read in the forward and the live ones that they met in
+    the backward, relative to that of the live ones (root mean squares over the micro-batches and
+    stages, from a part of the weights).
 
     `mem_bytes_by_rank` are the most of each rank so far, and of these `base_bytes_by_rank` were
     there before its stages. `action_ms` are the milliseconds of one action of a kind (F, B, W and
@@ -80,10 +84,12 @@ class StepRecord:
     step_ms: float
     elapsed_s: float
     logged: bool
+    epoch: float = 0.0
     loss_scale: float | None = None
     skipped: int = 0
     delay_mean: float | None = None
     delay_max: int | None = None
+    gap: float | None = None
     mem_bytes_by_rank: tuple[int, ...] = ()
     base_bytes_by_rank: tuple[int, ...] = ()
     action_ms: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
@@ -103,7 +109,8 @@ class StepRecord:
         if self.loss_scale is None:
             del record["loss_scale"], record["skipped"]
         if self.delay_mean is None:
-            del record["delay_mean"], record["delay_max"]
+            del record["delay_mean"], record["delay_max"], record["gap"]
+        record["epoch"] = round(self.epoch, 6)
         del record["logged"], record["steps"], record["unit"], record["rate"]
         return _line("step", record | {f"{self.unit}_per_s": round(self.rate, 1)})
 
@@ -140,7 +147,8 @@ class Summary:
     `idle` is the share of all ranks' time in which they did not compute, in usual steps;
     `idle_parts` are the parts that it has, `idle_parts_by_rank` those of each rank's own time.
     `trace` is the file of the measured timeline, if one was asked for; `staleness` is of
-    asynchronous runs.
+    asynchronous runs. `rate` is in `unit` per second, like `step_ms` without the first step;
+    `epoch` is how often the data set was gone through.
     """
 
     steps: int
@@ -160,6 +168,9 @@ class Summary:
     exported: str | None
     trace: str | None = None
     staleness: StalenessSummary | None = None
+    epoch: float = 0.0
+    rate: float = 0.0
+    unit: str = ""
 
     def to_json(self) -> str:
         return _line("end", asdict(self))

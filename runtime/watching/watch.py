@@ -14,7 +14,7 @@ from ..idle import RankTime
 from ..training.observer import is_logged
 from ..training.optimizers import lr_factor
 from ..training.settings import Settings
-from ..training.step_batch import StepBatch
+from ..training.step_batch import StepBatch, consumed
 from .gather import Gather, RankFigures
 from .metrics import PARTS_OF_TIME, Reporter, StalenessSummary, StepRecord
 
@@ -25,14 +25,27 @@ class Watch:
     """Turns what every rank said about a step into a record, and passes it on.
 
     Rates, idle shares and step times of a record are over the steps since the last logged one;
-    those of the run over its last 1000 steps, the first step left out.
+    those of the run over its last 1000 steps. The first step of a process is a warm-up and counts
+    only in its own record. Samples lie in steps as `batch` says, `length` of them make an epoch;
+    `seconds` is how long the run was under way before it was resumed.
     """
 
-    def __init__(self, settings: Settings, task: Task, gather: Gather, reporter: Reporter) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        task: Task,
+        gather: Gather,
+        reporter: Reporter,
+        batch: StepBatch,
+        *,
+        length: int,
+        seconds: float = 0.0,
+    ) -> None:
         self._settings = settings
         self._gather = gather
         self._reporter = reporter
-        size = StepBatch.of(settings).samples
+        self._batch, self._length, self._before_s = batch, length, seconds
+        size = batch.samples
         self._unit = "tok" if task.kind == "text" else "samples"
         self._per_step = size * (settings.seq or 1) if task.kind == "text" else size
         self._started_s = perf_counter()
@@ -40,7 +53,7 @@ class Watch:
         self.staleness = StalenessSummary() if settings.is_async else None
         self._steady: deque[list[RankFigures]] = deque(maxlen=_STEADY)
         self.records: list[StepRecord] = []
-        self.step = 0
+        self.step = batch.first_step
 
     def poll(self) -> None:
         """Reports every step that all ranks have told about."""
@@ -69,6 +82,16 @@ class Watch:
         return tuple(self._steady)
 
     @property
+    def elapsed_s(self) -> float:
+        """Since the run began, without the time between its end and its resumption."""
+        return self._before_s + perf_counter() - self._started_s
+
+    @property
+    def rate(self) -> float:
+        """Samples or tokens per second of a usual step."""
+        return 1000 * self._per_step / self.step_ms if self.step_ms else 0.0
+
+    @property
     def step_ms(self) -> float:
         """Milliseconds of a step: the median of the steps of the slowest rank."""
         walls = [max(rank.wall_s for rank in ranks) for ranks in self._steady]
@@ -83,12 +106,13 @@ class Watch:
     def _take(self, figures: list[RankFigures]) -> None:
         self._interval.append(figures)
         self.step = step = int(figures[0].step)
-        if step > 1 or self._settings.steps == 1:
+        is_first = step == self._batch.first_step + 1
+        if not is_first or self._settings.steps == step:
             self._steady.append(figures)
         record = self._record(step, figures)
         if self.staleness is not None:
             self.staleness = _with_delays(self.staleness, figures)
-        if record.logged:
+        if record.logged or is_first:
             self._interval.clear()
         if record.logged or not self.records:
             self.records = [*self.records[:1], record]
@@ -123,12 +147,14 @@ class Watch:
             },
             mem_bytes=int(max(rank.mem_bytes for rank in figures)),
             step_ms=wall_s * 1000 / len(walls),
-            elapsed_s=perf_counter() - self._started_s,
+            elapsed_s=self.elapsed_s,
             logged=is_logged(step, settings),
+            epoch=consumed(settings, self._batch, step) / self._length,
             loss_scale=figures[0].loss_scale if settings.is_scaled else None,
             skipped=int(figures[0].skipped),
             delay_mean=round(late.delay_mean, 4) if late else None,
             delay_max=late.delay_max if late else None,
+            gap=_gap(figures) if late else None,
             mem_bytes_by_rank=tuple(int(rank.mem_bytes) for rank in figures),
             base_bytes_by_rank=tuple(int(rank.base_bytes) for rank in figures),
             action_ms=self._action_ms(),
@@ -175,6 +201,12 @@ def _with_delays(before: StalenessSummary, figures: Sequence[RankFigures]) -> St
         max(before.delay_max, *(int(rank.worst_delay) for rank in figures)),
         before.unexpected + int(sum(rank.unexpected for rank in figures)),
     )
+
+
+def _gap(figures: Sequence[RankFigures]) -> float:
+    """That of StepRecord, of a logged step."""
+    squared = sum(rank.gap_squared for rank in figures)
+    return float(f"{math.sqrt(squared / max(sum(r.weights_squared for r in figures), 1e-300)):.4g}")
 
 
 def _mean_time(figures: Sequence[RankFigures]) -> RankTime:

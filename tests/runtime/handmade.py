@@ -23,11 +23,14 @@ from asyncpipe.runtime.plan import (
 )
 from asyncpipe.runtime.tensors import write_shard
 from asyncpipe.runtime.training.settings import Settings
+from asyncpipe.runtime.trust import remember
 
 WIDTH = 16
 CLASSES = 4
 VOCABULARY = 256
 POSITIONS = 64
+
+NORM = tuple(nn.BatchNorm1d(WIDTH).state_dict().items())
 
 FAILING = """
 from torch.nn.functional import cross_entropy
@@ -79,10 +82,23 @@ class PlainText(nn.Module):
         return loss, logits
 
 
-def write_mlp(folder: Path, *, stages: int = 2, name: str = "tiny_mlp", slow_s: float = 0) -> Plan:
-    """A `PlainMlp` cut into 1, 2 or 4 stages; with `slow_s` every forward sleeps so long."""
+def write_mlp(
+    folder: Path,
+    *,
+    stages: int = 2,
+    name: str = "tiny_mlp",
+    slow_s: float = 0,
+    noisy: bool = False,
+) -> Plan:
+    """A `PlainMlp` cut into 1, 2 or 4 stages; with `slow_s` every forward sleeps so long. A `noisy`
+    one has batch norm and dropout before its second and fourth layer."""
     torch.manual_seed(7)
     model = PlainMlp()
+    norms = (
+        {f"norms.{index}.{key}": value.clone() for index in (1, 3) for key, value in NORM}
+        if noisy
+        else {}
+    )
     per_stage = 4 // stages
     files, specs = {}, []
     for j in range(stages):
@@ -100,19 +116,33 @@ def write_mlp(folder: Path, *, stages: int = 2, name: str = "tiny_mlp", slow_s: 
         for index in own:
             out = CLASSES if index == 3 else WIDTH
             lines += [f"        self.layers.add_module('{index}', nn.Linear({WIDTH}, {out}))"]
+        lines += ["        self.norms = nn.Module()"]
+        noises = [index for index in own if noisy and index % 2]
+        for index in noises:
+            lines += [f"        self.norms.add_module('{index}', nn.BatchNorm1d({WIDTH}))"]
         lines += ["", "    def forward(self, h):", f"        time.sleep({slow_s})"]
         for index in own:
+            if index in noises:
+                lines += [
+                    f"        h = getattr(self.norms, '{index}')(h)",
+                    "        h = nn.functional.dropout(h, 0.25, self.training)",
+                ]
             call = f"getattr(self.layers, '{index}')(h)"
             lines += [f"        h = {call}" if index == 3 else f"        h = torch.tanh({call})"]
         lines += ["        return h", ""]
         files[f"stage_{j}.py"] = "\n".join(lines)
         names = [f"layers.{index}.{kind}" for index in own for kind in ("weight", "bias")]
+        kept = [name for name in norms if int(name.split(".")[1]) in noises]
+        running = tuple(name for name in kept if "running" in name or "num" in name)
+        names += [name for name in kept if name not in running]
         specs.append(
             _stage(
                 j,
                 inputs=("x" if j == 0 else f"h_{j - 1}",),
                 outputs=("logits" if j == stages - 1 else f"h_{j}",),
                 parameters=tuple(names),
+                buffers=running,
+                draws_random=bool(noises),
             )
         )
     hidden = [TensorSpec(f"h_{j}", "float32", ("batch", WIDTH), True) for j in range(stages - 1)]
@@ -126,9 +156,9 @@ def write_mlp(folder: Path, *, stages: int = 2, name: str = "tiny_mlp", slow_s: 
         loss=None,
         criterion="cross_entropy",
         stages=_connected(specs, {spec.name: spec for spec in hidden}),
-        state_keys=tuple(model.state_dict()),
+        state_keys=(*model.state_dict(), *norms),
     )
-    _write(folder, plan, files, model.state_dict())
+    _write(folder, plan, files, model.state_dict() | norms)
     return plan
 
 
@@ -215,10 +245,17 @@ def _write(folder: Path, plan: Plan, files: Mapping[str, str], state: Mapping[st
     write_shard(folder / "weights", state, 0, 1)
     (folder / "hf").mkdir()
     (folder / "hf" / "config.json").write_text(json.dumps({"architectures": ["Handmade"]}))
+    remember(folder)
 
 
 def _stage(
-    index: int, *, inputs: tuple[str, ...], outputs: tuple[str, ...], parameters: tuple[str, ...]
+    index: int,
+    *,
+    inputs: tuple[str, ...],
+    outputs: tuple[str, ...],
+    parameters: tuple[str, ...],
+    buffers: tuple[str, ...] = (),
+    draws_random: bool = False,
 ) -> StageSpec:
     return StageSpec(
         index=index,
@@ -228,8 +265,8 @@ def _stage(
         inputs=inputs,
         outputs=outputs,
         parameters=parameters,
-        buffers=(),
-        draws_random=False,
+        buffers=buffers,
+        draws_random=draws_random,
         forward_ms=1.0,
         backward_ms=2.0,
         param_bytes=0,

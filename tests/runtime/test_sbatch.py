@@ -118,7 +118,7 @@ def test_the_command_repeats_all_that_was_asked_for(tmp_path: Path) -> None:
 def test_the_script_in_the_document_is_the_one_that_is_printed(folder: Path) -> None:
     given = Settings(folder="generated_models/mlp_4p", steps=50, nodes=2, threads=2)
     script = sbatch_script(given, replace(read_plan(folder), name="mlp"), 4)
-    document = Path(__file__).parents[2] / "docs" / "launching.md"
+    document = Path(__file__).parents[2] / "docs" / "clusters.md"
     assert f"```text\n{script}```" in document.read_text()
 
 

@@ -283,7 +283,11 @@ def test_a_file_without_header_is_uint16(tmp_path: Path) -> None:
     [
         (b"abc", None, "not a whole number"),
         (b"", None, "not a whole number"),
-        (b"ab", "[", "not a JSON object"),
+        (b"ab", "[", "is not JSON"),
+        (b"ab", "[]", "not an object"),
+        (b"ab", '{"vocab_size": "many"}', "vocab_size is 'many', not a whole number"),
+        (b"ab", '{"starts": [0, 9]}', "a document starts at 9"),
+        (b"ab", '{"mask": -1}', "mask -1"),
         (b"ab", '{"dtype": "float32"}', "holds float32"),
     ],
 )

@@ -99,7 +99,7 @@ def test_a_run_keeps_the_memory_that_it_frees(
     folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
-    place = "asyncpipe.runtime.training.loop.keep_freed_memory"
+    place = "asyncpipe.runtime.training.setup.keep_freed_memory"
     monkeypatch.setattr(place, lambda: asked.append("keep"))
     train(folders / "mlp", tmp_path / "run", steps=1)
     assert asked == ["keep"]
@@ -232,7 +232,7 @@ def test_a_run_starts_from_the_weights_of_another(
     options: dict[str, Any] = {"data": str(text_file), "lr": 0.01, "eval_batches": 2}
     first = train(folders / "text", tmp_path / "1", **options)
     weights = str(tmp_path / "1" / "weights")
-    second = train(folders / "text", tmp_path / "2", weights=weights, **options | {"lr": 0.0})
+    second = train(folders / "text", tmp_path / "2", init_from=weights, **options | {"lr": 0.0})
     assert values(second, "eval", "loss") == values(first, "eval", "loss")
 
 
@@ -242,7 +242,7 @@ def test_weights_of_another_model_are_refused(folders: Path, tmp_path: Path) -> 
 
     save_file(wide, tmp_path / "wide.safetensors")
     with pytest.raises(DataError, match=r"1 of 4 tensors differ in shape.*\(32, 16\) in the file"):
-        train(folders / "mlp", tmp_path / "run", weights=str(tmp_path / "wide.safetensors"))
+        train(folders / "mlp", tmp_path / "run", init_from=str(tmp_path / "wide.safetensors"))
 
 
 def test_exported_folders_hold_weights_and_configuration(

@@ -83,8 +83,8 @@ def test_a_near_miss_of_a_choice_is_named() -> None:
 
 
 def test_a_number_out_of_range_is_named() -> None:
-    with pytest.raises(SettingsError, match="--steps 0 is not a number from 1 up"):
-        Settings(folder="x", steps=0)
+    with pytest.raises(SettingsError, match="--log-every 0 is not a number from 1 up"):
+        Settings(folder="x", log_every=0)
     with pytest.raises(SettingsError, match="--lr nan"):
         Settings(folder="x", lr=float("nan"))
 
@@ -351,7 +351,7 @@ def test_staleness_belongs_to_asynchronous_schedules(text: Plan) -> None:
         ({"optimizer": "muon", "micro_batches": 1, "ahead": "2x"}, "stash+msnag"),
         ({"optimizer": "muon", "micro_batches": 1, "ahead": "2x", "momentum": 0.0}, "stash"),
         ({"optimizer": "muon", "micro_batches": 1, "staleness_cap": 0}, "stash"),
-        ({"optimizer": "muon", "micro_batches": 2}, "stash+msnag"),
+        ({"optimizer": "muon", "micro_batches": 2}, "stash+partial-gradient"),
         ({"optimizer": "adamw", "micro_batches": 1, "ahead": "2x"}, "stash"),
         ({"schedule": "2bw", "micro_batches": 2}, "2bw"),
         ({"schedule": "1f1b"}, None),
