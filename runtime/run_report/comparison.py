@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..wording import known, write_bytes, write_count, write_duration, write_ms, write_share
-from .measures import idle_shares, rank_memory, rate_field, step_times, usual
+from .measures import idle_shares, rank_memory, rate_field, rate_of, step_times
 from .records import Record, RunRecords, number, part, read_run
 from .summary import UNITS, last, status_of, summary_of, title_of, versions_of
 
@@ -86,7 +86,7 @@ def _rows(runs: Sequence[RunRecords], step: float, seconds: float) -> list[tuple
         ),
         (
             " or ".join(sorted(rates)),
-            [known(usual(run, rate_field(run)), write_count) for run in runs],
+            [known(rate_of(run), write_count) for run in runs],
         ),
         ("a step", [known(step_times(run).measured, write_ms) for run in runs]),
         ("a step, simulated", [known(step_times(run).predicted, write_ms) for run in runs]),

@@ -190,7 +190,7 @@ def test_a_run_that_fails_leaves_a_page_that_says_why(tmp_path: Path) -> None:
         run(Settings(**given), FACTORY)
     ran = read_run(tmp_path / "run")
     assert ran.failure == failed.value.what and not ran.end
-    assert status_of(ran) in ("failed after step 1 of 50", "failed after step 2 of 50")
+    assert status_of(ran) in ("ended after step 1 of 50", "ended after step 2 of 50")
     page = parsed((tmp_path / "run" / REPORT).read_text())
     assert failed.value.what in [text_of(one) for one in all_of(page, "p")]
     assert [len(all_of(page, "path", f"line{number}")) > 0 for number in (0, 1)] == [True, False]
