@@ -184,12 +184,13 @@ def wanted(models: Path) -> Iterator[tuple[Case, Arm]]:
     yield from runs(wide, START, shift=1)
     yield from runs(wide, CORE[:1], shift=1, seed=2)
     for shift in (0, 1):
-        yield from runs(long, (SYNC[0], *partial, CORE[0]), shift=shift)
+        yield from runs(long, (SYNC[0], *partial), shift=shift)
+    yield from runs(wide, (f"{partial[0]},sync-start=10%",), shift=1)
     yield from runs(wide, CORE)
     others = (*(Case("text", p, k) for p, k in ((4, 1), (4, 4), (8, 4), (16, 1), (16, 4))),)
     digits = Case("digits", 8, 1), Case("digits", 8, 8)
     for case in (near, *others, Case("text", 16, 16), *digits):
-        yield from runs(case, (*SYNC[:2], *CORE))
+        yield from runs(case, (*SYNC[:2], *CORE, *(partial if case.every >= case.stages else ())))
     yield from runs(near, (*SYNC, *NEAR))
     yield from runs(wide, WIDE)
     for shift, seed in ((0, 2), (-1, 1), (1, 1), (-1, 2), (1, 2)):

@@ -22,7 +22,7 @@ PURE = {
     ),
     *("dependencies", "lowering", "simulate", "timeline", "drawing", "forecast", "traffic"),
     *("alternating", "asynchronous", "folding", "delays", "interleaving", "zero_bubble"),
-    *("replicated", "scheduler", "activity", "idle", "trace"),
+    *("replicated", "scheduler", "activity", "idle", "trace", "pages", "wording"),
 }
 # The check runs the files and the profile times them as the runtime will; weights have one format.
 SHARED = {"pipe", "loading", "tensors", "host_memory", "split_backward"}
