@@ -54,6 +54,6 @@ def why_ended(error: BaseException) -> str:
         case KeyboardInterrupt() as interrupt:
             return str(interrupt) or "interrupted"
         case SystemExit() as leaving:
-            return f"ended with exit code {leaving.code}"
+            return f"it was told to stop (exit code {leaving.code})"
         case unknown:
             return f"{type(unknown).__name__}: {unknown}"

@@ -249,7 +249,8 @@ class MetricsFile(Reporter):
         self._tell("failure", text=text)
 
     def _tell(self, event: str, **values: str) -> None:
-        self._write(_line(event, values | {"step": self._step, "time_s": _now_s()}))
+        at = {"step": self._step} if self._step else {}
+        self._write(_line(event, values | at | {"time_s": _now_s()}))
 
     def _write(self, line: str) -> None:
         with self._path.open("a", encoding="utf-8") as file:
