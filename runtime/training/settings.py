@@ -328,7 +328,7 @@ class Settings:
             )
 
     def _check_debug(self) -> None:
-        if self.debug is not None and not re.fullmatch(r"all|\d+(,\d+)*", self.debug):
+        if self.debug is not None and not re.fullmatch(r"all|\d{1,9}(,\d{1,9})*", self.debug):
             raise SettingsError(
                 f"--debug {self.debug} names no ranks.", "--debug 1, --debug 0,2 or --debug all."
             )
