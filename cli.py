@@ -1,9 +1,10 @@
-"""The four commands: parse, call, print. How it looks is in terminal*.py; no other module prints.
+"""The five commands: parse, call, print. How it looks is in terminal*.py; no other module prints.
 
     asyncpipe-partition --model gpt2 --stages 4
     asyncpipe-train generated_models/gpt2_4p
     asyncpipe-inspect generated_models/gpt2_4p
     asyncpipe-compare generated_models/gpt2_4p --methods sync stash none
+    asyncpipe-info
 
 Nothing heavy is imported before the options are known, so that --help answers at once.
 """
@@ -11,6 +12,7 @@ Nothing heavy is imported before the options are known, so that --help answers a
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import sys
 import traceback
@@ -23,11 +25,17 @@ from rich.console import Console
 from rich.markup import escape
 from rich.syntax import Syntax
 
-from .options import ComparedOptions, CompareOptions, PartitionOptions, TrainOptions
+from .options import (
+    ComparedOptions,
+    CompareOptions,
+    PartitionOptions,
+    SweepOptions,
+    TrainOptions,
+)
 from .runtime.checkpoint.resuming import with_options_of_run
 from .runtime.errors import AsyncPipeError, PlanError
 from .runtime.plan import portable, read_plan
-from .runtime.training.settings import Settings, read_config
+from .runtime.training.settings import Settings, read_config, settings_from
 from .terminal import (
     Ticks,
     make_console,
@@ -62,7 +70,13 @@ compare_app = App(
     version=VERSION,
     help="Compare ways to train on stale weights: losses, and simulated times.",
 )
+info_app = App(
+    name="asyncpipe-info",
+    version=VERSION,
+    help="Show versions, backends, devices and links, and what a run here would use of them.",
+)
 _NO_PARTITION_OPTIONS, _NO_TRAIN_OPTIONS = PartitionOptions(), TrainOptions()
+_NO_SWEEP_OPTIONS = SweepOptions()
 _NO_COMPARE_OPTIONS, _NO_COMPARED_OPTIONS = CompareOptions(), ComparedOptions()
 
 
@@ -89,6 +103,11 @@ def inspect() -> None:
 def compare() -> None:
     """Entry point of asyncpipe-compare."""
     sys.exit(_run(compare_app))
+
+
+def info() -> None:
+    """Entry point of asyncpipe-info."""
+    sys.exit(_run(info_app))
 
 
 # ---------------------------------------------------------------------- asyncpipe-partition
@@ -234,10 +253,11 @@ def _plan_graph(path: Path, options: PartitionOptions) -> int:
 
 @train_app.default
 def train_command(
-    folder: Path,
+    folder: Path | None = None,
     /,
     *,
     options: Annotated[TrainOptions, Parameter(name="*")] = _NO_TRAIN_OPTIONS,
+    several: Annotated[SweepOptions, Parameter(name="*")] = _NO_SWEEP_OPTIONS,
     config: Path | None = None,
     verbose: Annotated[bool, Parameter(name=("--verbose", "-v"), negative=())] = False,
 ) -> int:
@@ -246,14 +266,19 @@ def train_command(
     Parameters
     ----------
     folder
-        A generated folder, such as generated_models/gpt2_4p.
+        A generated folder, such as generated_models/gpt2_4p; a file of --config may name it.
     config
         A TOML file of the options; flags win over it.
     verbose
         Show the traceback of an error.
     """
-    given = {**(read_config(config) if config else {}), **_given(options), "folder": str(folder)}
-    settings = Settings(**with_options_of_run(given))
+    from .runtime.sweep.variants import lists_of
+
+    flags = _given(options) | ({} if folder is None else {"folder": str(folder)})
+    merged = {**(read_config(config) if config else {}), **flags}
+    if lists := lists_of(several.sweep or (), config, flags):
+        return _sweep(merged, lists, several.jobs)
+    settings = settings_from(with_options_of_run(merged))
     if settings.print_sbatch:
         from .runtime.launching.sbatch import batch_script
 
@@ -265,6 +290,83 @@ def train_command(
         print(schedule_text(settings), end="")
         return 0
     return run(settings, "asyncpipe.terminal_train:make_reporter")
+
+
+def _sweep(options: dict[str, Any], lists: dict[str, tuple[Any, ...]], at_once: int) -> int:
+    """A run of each combination of values, each a process of this same command."""
+    from .runtime.sweep.sweep import check_finished, plan_sweep, run_sweep
+    from .terminal_sweep import print_sweep, print_swept_run
+
+    for name in ("print_sbatch", "print_schedule", "resume"):
+        if options.get(name):
+            raise _usage(f"--{name.replace('_', '-')} is of one run; --sweep makes several.")
+    sweep = plan_sweep(options, lists)
+    as_json = bool(options.get("json"))
+    console = make_console(quiet=bool(options.get("quiet")) or as_json)
+    if not options.get("dry_run"):
+        total, done = len(sweep.runs), len(sweep.runs) - len(sweep.waiting)
+        numbers = iter(range(done + 1, total + 1))
+        sweep = run_sweep(
+            sweep,
+            (sys.executable, sys.argv[0]),
+            at_once=at_once,
+            on_run=lambda run: print_swept_run(console, run, next(numbers), total),
+        )
+    if as_json:
+        for run in sweep.ranked:
+            print(run.to_json())
+    print_sweep(console, sweep)
+    check_finished(sweep)
+    return 0
+
+
+@train_app.command(name="report")
+def report_command(
+    folders: Annotated[list[Path], Parameter(consume_multiple=True)],
+    /,
+    *,
+    output: Path | None = None,
+    json: Annotated[bool, Parameter(negative=())] = False,
+    verbose: Annotated[bool, Parameter(name=("--verbose", "-v"), negative=())] = False,
+) -> int:
+    """Write the page about a run again, or compare several runs.
+
+    Parameters
+    ----------
+    folders
+        Folders of runs, such as runs/gpt2_4p/1. (A generated folder that is called so is trained
+        as ./report.)
+    output
+        The page to write; by default report.html in the run's folder, of several runs
+        comparison.html beside the first.
+    json
+        Print the numbers as JSON, and write no page unless --output names one.
+    verbose
+        Show the traceback of an error.
+    """
+    from .runtime.run_report.comparison import as_json, compare
+    from .runtime.run_report.records import read_run
+    from .runtime.run_report.summary import to_json
+    from .runtime.run_report.writing import write_comparison, write_report
+    from .terminal_report import print_comparison, print_page
+
+    console = make_console()
+    is_written = output is not None or not json
+    if len(folders) == 1:
+        run = read_run(folders[0])
+        if json:
+            print(to_json(run))
+        page = write_report(run, output) if is_written else None
+    else:
+        comparison = compare(folders)
+        if json:
+            print(as_json(comparison))
+        else:
+            print_comparison(console, comparison)
+        page = write_comparison(comparison, output) if is_written else None
+    if page is not None and not json:
+        print_page(console, page)
+    return 0
 
 
 # ------------------------------------------------------------------------ asyncpipe-inspect
@@ -361,6 +463,36 @@ def compare_command(
     return 0
 
 
+# --------------------------------------------------------------------------- asyncpipe-info
+
+
+@info_app.default
+def info_command(
+    *,
+    ranks: int | None = None,
+    json: Annotated[bool, Parameter(negative=())] = False,
+    verbose: Annotated[bool, Parameter(name=("--verbose", "-v"), negative=())] = False,
+) -> int:
+    """Show versions, backends, devices and links, and what a run here would use of them.
+
+    Parameters
+    ----------
+    ranks
+        Of the run; by default one a GPU, or two.
+    json
+        Print it as JSON.
+    verbose
+        Show the traceback of an error.
+    """
+    if ranks is not None and ranks < 1:
+        raise _usage(f"--ranks {ranks} is not a number from 1 up.")
+    from .runtime.info.describe import describe
+    from .terminal_report import print_info
+
+    print_info(make_console(), describe(ranks), as_json=json)
+    return 0
+
+
 # ---------------------------------------------------------------------------------- shared
 
 
@@ -382,7 +514,7 @@ def _run(app: App) -> int:
     try:
         return int(app(exit_on_error=False, print_error=False, result_action="return_value") or 0)
     except CycloptsError as error:
-        errors.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
+        errors.print(f"[bold red]error:[/] {_shown(str(error))}", soft_wrap=True)
         errors.print(f"[dim]{app.name[0]} --help[/]")
         return 2
     except SystemExit as stopped:
@@ -392,15 +524,30 @@ def _run(app: App) -> int:
     except AsyncPipeError as error:
         if {"-v", "--verbose"} & set(sys.argv):
             traceback.print_exc()
-        errors.print(f"[bold red]error:[/] {escape(error.what)}", soft_wrap=True)
+        errors.print(f"[bold red]error:[/] {_shown(error.what)}", soft_wrap=True)
         if error.cure:
-            errors.print(escape(error.cure), soft_wrap=True)
+            errors.print(_shown(error.cure), soft_wrap=True)
+        return 1
+    except OSError as error:
+        if error.filename is None:
+            raise
+        if {"-v", "--verbose"} & set(sys.argv):
+            traceback.print_exc()
+        told = f"{error.filename}: {(error.strerror or str(error)).lower()}."
+        errors.print(f"[bold red]error:[/] {_shown(told)}", soft_wrap=True)
         return 1
     except KeyboardInterrupt as interrupt:
         errors.print(str(interrupt) or "interrupted")
         return 130
     finally:
         errors.show_cursor(True)
+
+
+def _shown(text: str) -> str:
+    """A text as it is printed: what would steer the terminal is spelled out."""
+    return escape(
+        re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: repr(found[0])[1:-1], text)
+    )
 
 
 def _usage(text: str) -> Exception:
@@ -429,5 +576,5 @@ def _key_value(flag: str, text: str) -> tuple[str, Any]:
     key, value = _key_text(flag, text)
     try:
         return key, json.loads(value)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return key, value

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 from cyclopts import Group, Parameter
+from cyclopts.validators import Number
 
 from .runtime.training.settings import CHOICES, Settings
 
@@ -319,11 +320,16 @@ _TRAIN_HELP = {
     "save_every": "Steps between checkpoints; 0: only when a signal ends the run.",
     "keep_last": "The newest checkpoints, which are kept.",
     "keep_best": "Checkpoints with the lowest evaluation loss, which are kept too.",
+    "save_to": "Copy checkpoints to this place too, s3://bucket/run or what fsspec knows; --resume "
+    "and --init-from take such URLs.",
+    "trust": "Run the code of a folder that was not made on this machine, from now on.",
     "export_hf": "Write the trained model to this folder, for from_pretrained.",
     "output": "The run's folder; by default a new one in runs/<name>.",
     "eval_every": "Steps between evaluations; 0: only at the end.",
     "eval_batches": "Micro-batches of an evaluation; 0: none.",
     "log_every": "Steps between lines of the log.",
+    "log": "Where else the run is told of, joined by commas: tensorboard, wandb, mlflow, trackio, "
+    "or your own package.module:factory or path/file.py:factory.",
     "trace": "Record steps as a timeline for ui.perfetto.dev: 3 the last three, 10-12 those.",
     "debug": "Ranks that wait for a debugger (debugpy): 1, 0,2 or all.",
     "device": "Where the stages compute.",
@@ -340,6 +346,8 @@ _TRAIN_HELP = {
     "transport": "How boundary tensors travel; auto: the fastest that works here.",
     "interface": "The network between hosts; by default that towards rank 0.",
     "master_addr": "Where rank 0 is, if the launcher does not say (mpirun on several hosts).",
+    "max_run": "The longest that the command may take, such as 3h50m or 90s: then it ends as after "
+    "SIGTERM.",
     "master_port": "Its port; by default the launcher's, or one made of the job's number.",
     "print_sbatch": "Print a batch script for Slurm that trains so, and stop.",
     "nodes": "Of --print-sbatch: hosts; by default the plan's.",
@@ -349,6 +357,29 @@ _TRAIN_HELP = {
     "json": "Print every event as a JSON line.",
     "quiet": "Print nothing but errors.",
 }
+
+
+_SWEEP = Group.create_ordered("Several runs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepOptions:
+    """Of asyncpipe-train: what differs from run to run, where there are several."""
+
+    sweep: Annotated[
+        list[str] | None,
+        _option(
+            _SWEEP,
+            "An option and its values, lr=1e-3,3e-3: a run of each, or of all combinations of "
+            "several such; [sweep] in the file of --config has them as lists.",
+        ),
+    ] = None
+    jobs: Annotated[
+        int,
+        Parameter(
+            help="Runs at a time; they share the cores.", group=_SWEEP, validator=Number(gte=1)
+        ),
+    ] = 1
 
 
 _COMPARE = Group.create_ordered("What to compare")
@@ -364,7 +395,8 @@ _COMPARED = (
         "clip",
         "clip_by",
     ),
-    *("criterion", "batch_norm", "recompute", "init_from", "output", "eval_every", "eval_batches"),
+    *("criterion", "batch_norm", "recompute", "init_from", "trust"),
+    *("output", "eval_every", "eval_batches"),
     *("dtype", "json", "quiet"),
 )
 """The options of Settings that are the same in all runs of a comparison."""

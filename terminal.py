@@ -21,6 +21,7 @@ from rich.table import Table
 from .runtime.plan import TOPICS, Candidate, Finding, Plan, file_hash
 from .runtime.schedules import ASYNCHRONOUS
 from .runtime.traffic import spec_bytes, traffic
+from .runtime.trust import is_trusted
 
 if TYPE_CHECKING:
     from .partitioner.graph_plan import GraphPlan
@@ -129,10 +130,10 @@ def print_candidates(console: Console, candidates: Sequence[Candidate], taken: s
     table.add_column("")
     for one in candidates:
         if not one.stages:
-            table.add_row(one.name, *["-"] * len(numbers), escape(one.note), style="dim")
+            table.add_row(escape(one.name), *["-"] * len(numbers), escape(one.note), style="dim")
             continue
         table.add_row(
-            one.name,
+            escape(one.name),
             str(one.stages),
             f"{one.bottleneck_ms:.2f} ms",
             f"{one.step_ms:.1f} ms",
@@ -226,28 +227,30 @@ def print_findings(console: Console, findings: Sequence[Finding]) -> None:
 
 def print_next(console: Console, plan: Plan, folder: Path) -> None:
     print_facts(console, plan)
-    console.print(f"weights {plan.weights}")
+    console.print(escape(f"weights {plan.weights}"))
     console.print()
     planned = plan.setting.schedule
     under = f" --schedule {planned}" if planned not in (*ASYNCHRONOUS, _DEFAULT) else ""
-    console.print(f"next    [bold]asyncpipe-train {folder}{under}[/]")
+    under += "" if is_trusted(folder) else " --trust"
+    console.print(f"next    [bold]asyncpipe-train {escape(str(folder))}{under}[/]")
     last = len(plan.stages) - 1
-    console.print(f"read    {folder}/stage_0.py" + f" .. stage_{last}.py" * (last > 0))
-    console.print(f"report  {folder}/report.html")
+    console.print(escape(f"read    {folder}/stage_0.py" + f" .. stage_{last}.py" * (last > 0)))
+    console.print(escape(f"report  {folder}/report.html"))
 
 
 def print_folder(console: Console, plan: Plan, folder: Path) -> None:
     """What a generated folder holds: its stages, boundaries, tied weights and edited files."""
     sizes = ", ".join(f"{name} {size}" for name, size in plan.sizes.items())
-    console.print(f"{plan.name}: {plan.model} in {len(plan.stages)} stages ({sizes})")
-    console.print(f"made by {plan.command}", soft_wrap=True)
+    head = f"{plan.name}: {plan.model} in {len(plan.stages)} stages ({sizes})"
+    console.print(escape(head))
+    console.print(escape(f"made by {plan.command}"), soft_wrap=True)
     print_plan(console, plan)
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for heading in ("boundary", "from", "to", "shape", "gradient"):
         table.add_column(heading)
     for boundary in plan.boundaries:
         table.add_row(
-            boundary.tensor.name,
+            escape(boundary.tensor.name),
             f"stage {boundary.source}",
             "stage " + ", ".join(map(str, boundary.targets)),
             escape(str(boundary.tensor)),
@@ -262,11 +265,13 @@ def print_folder(console: Console, plan: Plan, folder: Path) -> None:
             )
     for shared in plan.shared:
         holders = ", ".join(f"{name} in stage {stage}" for stage, name in shared.holders)
-        console.print(f"tied    {holders}")
+        console.print(escape(f"tied    {holders}"))
     for spec in plan.stages:
         if (folder / spec.file).is_file() and file_hash(folder / spec.file) != spec.sha256:
             console.print(f"edited  {spec.file} is not as generated; it is used as it is")
-    console.print(f"\ncode    asyncpipe-inspect {folder} --stage 0")
+    if not is_trusted(folder):
+        console.print("foreign not made on this machine: its code is shown, and run with --trust")
+    console.print(escape(f"\ncode    asyncpipe-inspect {folder} --stage 0"))
 
 
 # ---------------------------------------------------------------------------- numbers

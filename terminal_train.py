@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -11,13 +10,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from .runtime.watching.metrics import Reporter
 from .terminal import make_console
 
 if TYPE_CHECKING:
     from .runtime.idle import IdleSplit
     from .runtime.timeline import Timeline
     from .runtime.training.settings import Settings
-    from .runtime.watching.metrics import EvalRecord, Reporter, StepRecord, Summary
+    from .runtime.watching.metrics import EvalRecord, StartRecord, StepRecord, Summary
 
 _WIDTH = 72
 """Columns of the longer of two timelines."""
@@ -28,14 +28,15 @@ def make_reporter(settings: Settings) -> Reporter:
     if settings.json:
         return _JsonReporter()
     console = make_console(quiet=settings.quiet)
-    return _BarReporter(console) if console.is_terminal else _LineReporter(console)
+    look = _BarReporter if console.is_terminal else _LineReporter
+    return look(console, draws=settings.trace is not None)
 
 
-class _JsonReporter:
-    """Every event as one JSON line."""
+class _JsonReporter(Reporter):
+    """Every event as one JSON line; timelines are in the trace."""
 
-    def on_start(self, facts: Sequence[tuple[str, str]]) -> None:
-        print(json.dumps({"event": "start", **dict(facts)}), flush=True)
+    def on_start(self, start: StartRecord) -> None:
+        print(start.to_json(), flush=True)
 
     def on_warning(self, text: str) -> None:
         print(json.dumps({"event": "warning", "text": text}), flush=True)
@@ -52,21 +53,21 @@ class _JsonReporter:
     def on_end(self, summary: Summary) -> None:
         print(summary.to_json(), flush=True)
 
-    def on_timelines(self, costs: str, simulated: Timeline, measured: Timeline) -> None:
-        """They are in the trace."""
 
+class _LineReporter(Reporter):
+    """Facts first, then one line an interval: what a log file wants; `draws` timelines at the end
+    of the run."""
 
-class _LineReporter:
-    """Facts first, then one line an interval: what a log file wants."""
-
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, *, draws: bool) -> None:
         self._console = console
+        self._draws = draws
+        self._drawn: list[tuple[str, Timeline]] = []
 
     def _print(self, text: str) -> None:
         self._console.print(text, soft_wrap=True)
 
-    def on_start(self, facts: Sequence[tuple[str, str]]) -> None:
-        for label, text in facts:
+    def on_start(self, start: StartRecord) -> None:
+        for label, text in start.facts:
             self._print(f"[dim]{label:11}[/] {escape(text)}")
 
     def on_warning(self, text: str) -> None:
@@ -84,15 +85,20 @@ class _LineReporter:
         accuracy = f"  accuracy {record.accuracy:.1%}" if record.accuracy is not None else ""
         self._print(f"eval at step {record.step}  loss {record.loss:.4f}{accuracy}")
 
+    def on_timelines(self, costs: str, simulated: Timeline, measured: Timeline) -> None:
+        self._drawn = [(f"simulated, {costs}", simulated), ("measured", measured)]
+
     def on_end(self, summary: Summary) -> None:
         for line in _ending(summary):
             self._print(line)
+        if self._draws:
+            self._draw()
 
-    def on_timelines(self, costs: str, simulated: Timeline, measured: Timeline) -> None:
+    def _draw(self) -> None:
         from .runtime.drawing import draw_timeline
 
-        longest = max(simulated.makespan_ms, measured.makespan_ms) or 1.0
-        for title, timeline in ((f"simulated, {costs}", simulated), ("measured", measured)):
+        longest = max((timeline.makespan_ms for _, timeline in self._drawn), default=0.0) or 1.0
+        for title, timeline in self._drawn:
             width = max(1, round(_WIDTH * timeline.makespan_ms / longest))
             self._print(f"\n{title}")
             self._console.print(escape(draw_timeline(timeline, width=width)), no_wrap=True)
@@ -101,8 +107,8 @@ class _LineReporter:
 class _BarReporter(_LineReporter):
     """A progress bar that carries the last measures."""
 
-    def __init__(self, console: Console) -> None:
-        super().__init__(console)
+    def __init__(self, console: Console, *, draws: bool) -> None:
+        super().__init__(console, draws=draws)
         columns = (
             TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
             BarColumn(bar_width=32),
@@ -124,6 +130,9 @@ class _BarReporter(_LineReporter):
     def on_end(self, summary: Summary) -> None:
         self._progress.stop()
         super().on_end(summary)
+
+    def on_failure(self, text: str) -> None:
+        self._progress.stop()
 
 
 def _measures(record: StepRecord) -> str:

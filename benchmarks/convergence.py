@@ -1,12 +1,14 @@
 """What stale weights cost: losses of asynchronous training against synchronous, at equal tokens.
 
 Text: a GPT of bytes of 0.1 M parameters on Shakespeare, cut into p stages of half a block or more;
-images: a residual MLP on scikit-learn's digits. Each update sees the same samples whatever k, so
-that one synchronous run is the baseline of all; runs are those of asyncpipe-compare, on one core.
+images: a residual MLP on scikit-learn's digits. Each update sees the same samples whatever k up to
+8, so that one synchronous run is the baseline of all; runs are those of asyncpipe-compare, on one
+core.
 Runs are made in the order of what they decide, until the time is over; a run that is in
 results/convergence.jsonl is not repeated. The tables and plots are made of all there are.
 
     python benchmarks/convergence.py --minutes 60
+    python benchmarks/convergence.py --minutes 60 --part 1/2     half of the runs, beside 2/2
     python benchmarks/convergence.py --minutes 0
 
 Newton-Schulz iterations of Muon are in float32, since processors without bfloat16 take ten times as
@@ -38,7 +40,7 @@ RESULTS = Path(__file__).parent / "results"
 HALVES = {4: 8, 8: 8, 16: 16}
 """Stages -> half-blocks."""
 SAMPLES = {"text": 8, "digits": 32}
-"""Of one update."""
+"""Of one update, if it has no more micro-batches."""
 EVALUATED = {"text": 64, "digits": 352}
 """Samples of an evaluation, the same ones always."""
 COMMON = {
@@ -86,6 +88,18 @@ def folder_of(task: str, stages: int, models: Path) -> Path:
     return folder
 
 
+def samples_of(case: Case) -> int:
+    """Those of one update."""
+    return max(SAMPLES[case.task], case.every)
+
+
+def _as_long(case: Case) -> dict[str, int]:
+    """The options that differ in a case that has its own number of steps."""
+    if case.steps is None:
+        return {}
+    return {"steps": case.steps, "warmup": case.steps // 10, "eval_every": case.steps // 6}
+
+
 def arms_of(
     case: Case, methods: Sequence[str], models: Path, *, lr: float = 3e-3, seed: int = 1
 ) -> list[Arm]:
@@ -93,7 +107,7 @@ def arms_of(
     made = []
     for text in methods:
         method = read_method(text)
-        size = SAMPLES[case.task] // (1 if method.is_sync else case.every)
+        size = samples_of(case) // (1 if method.is_sync else case.every)
         settings = Settings(
             folder=str(folder_of(case.task, case.stages, models)),
             micro_batches=1 if method.is_sync else case.every,
@@ -102,107 +116,104 @@ def arms_of(
             seed=seed,
             lr=lr,
             betas=BETAS,
-            **COMMON[case.task],
+            **COMMON[case.task] | _as_long(case),
         )
         made += arms(settings, [method])
     return made
 
 
-SYNC = ("sync:muon", "sync:adamw", "sync:nadam", "sync:soap")
+SYNC = ("sync:muon", "sync:adamw", "sync:soap", "sync:nadam")
+CORE = ("stash+msnag:muon", "stash:muon", "stash:adamw", "none:muon", "none:adamw")
+START = ("stash+msnag:muon,sync-start=10%", "stash:muon,sync-start=10%")
 NEAR = (
-    "stash:muon",
-    "stash:adamw",
-    "stash+msnag:muon",
-    "stash:muon,sync-start=10%",
-    "none:muon",
-    "stash+msnag:muon,sync-start=10%",
-    "none:adamw",
-    "stash:adamw,sync-start=10%",
-    "stash+error-feedback:muon",
+    *START,
+    "stash:soap",
+    "none:soap",
+    "stash:nadam",
     "stash+pipemare-rate:adamw",
-)
-"""For k below p, the first ones first."""
-WIDE = (
-    "stash:muon",
-    "stash:adamw",
-    "none:muon",
-    "stash+partial-gradient:muon",
-    "stash+msnag:muon",
-    "stash+partial-gradient:adamw",
+    "pipemare:adamw",
+    "stash+msnag:adamw",
+    "xpipe:adamw",
     "stash:adamw,sync-start=10%",
+    "stash+aggmsnag:adamw",
+    "stash+gap-aware:adamw",
+    "stash+dc-asgd-adaptive:adamw",
+    "stash+error-feedback:adamw",
+    "stash+error-feedback:muon",
+)
+"""For k below p, beside the core."""
+WIDE = (
+    *START,
+    "stash+partial-gradient:muon",
+    "stash+partial-gradient:adamw",
     "2bw:muon",
     "2bw+error-feedback:muon",
     "stash+msnag:adamw",
+    "stash:adamw,sync-start=10%",
     "stash+error-feedback:adamw",
-    "none:adamw",
-    "stash:nadam",
-)
-"""For k = p."""
-MORE = (
-    "stash:nadam",
     "stash:soap",
-    "none:soap",
-    "stash+msnag:adamw",
-    "stash+aggmsnag:adamw",
-    "xpipe:adamw",
-    "pipemare:adamw",
-    "stash+gap-aware:adamw",
-    "stash+dc-asgd-adaptive:adamw",
+    "stash:nadam",
 )
+"""For k = p, beside the core."""
+RATES = (1e-3, 3e-3, 1e-2, 3e-2)
+USUAL = {"muon": 2}
+"""Which of the rates a method is first tried at, by its optimizer; the second for the others."""
 
 
 def wanted(models: Path) -> Iterator[tuple[Case, Arm]]:
     """All runs, those first that decide most."""
 
     def runs(
-        case: Case, methods: Sequence[str], *, lr: float = 3e-3, seed: int = 1
+        case: Case, methods: Sequence[str], *, shift: int = 0, seed: int = 1
     ) -> Iterator[tuple[Case, Arm]]:
-        for arm in arms_of(case, methods, models, lr=lr, seed=seed):
-            yield case, arm
+        """At the usual rate of each method, or so many rates further."""
+        for text in methods:
+            rate = USUAL.get(str(read_method(text).optimizer), 1) + shift
+            if 0 <= rate < len(RATES):
+                for arm in arms_of(case, [text], models, lr=RATES[rate], seed=seed):
+                    yield case, arm
 
-    near, wide = Case("text", 8, 1), Case("text", 8, 8)
-    yield from runs(near, SYNC[:2])
-    yield from runs(wide, WIDE[:2])
-    yield from runs(near, NEAR[:6])
-    yield from runs(wide, WIDE[2:4])
-    yield from runs(near, (*SYNC[:2], *NEAR[:3]), seed=2)
-    for lr in (1e-3, 1e-2):
-        yield from runs(near, (*SYNC[:2], *NEAR[:3]), lr=lr)
-    yield from runs(wide, ("stash:muon", "stash+msnag:muon"), lr=1e-2)
-    yield from runs(near, ("sync:muon", "stash:muon", "stash+msnag:muon"), lr=1e-2, seed=2)
-    yield from runs(near, ("sync:muon", "stash:muon"), lr=3e-2)
-    yield from runs(near, ("stash+msnag:muon,sync-start=10%",), lr=1e-2)
-    yield from runs(wide, ("stash:muon", "stash+msnag:muon"), lr=1e-2, seed=2)
-    yield from runs(wide, ("stash:adamw", "stash+partial-gradient:muon"), lr=1e-2)
-    yield from runs(wide, WIDE[:1], seed=2)
-    yield from runs(wide, WIDE[3:6])
-    yield from runs(near, NEAR[6:])
-    yield from runs(wide, WIDE[1:2], seed=2)
-    yield from runs(wide, WIDE[6:9])
-    for lr in (1e-3, 1e-2):
-        yield from runs(wide, WIDE[:3], lr=lr)
-    for seed in (1, 2):
-        yield from runs(wide, WIDE, seed=seed)
-        yield from runs(near, (*SYNC, *NEAR, *MORE), seed=seed)
-        yield from runs(Case("text", 8, 4), NEAR, seed=seed)
-        yield from runs(Case("digits", 8, 1), (*SYNC, *NEAR), seed=seed)
-        yield from runs(Case("digits", 8, 8), WIDE, seed=seed)
-        for stages in (4, 16):
-            yield from runs(Case("text", stages, 1), (*SYNC, *NEAR), seed=seed)
-            yield from runs(Case("text", stages, 4), WIDE if stages == 4 else NEAR, seed=seed)
-    for lr in (1e-3, 1e-2, 3e-2):
-        yield from runs(near, (*SYNC, *NEAR, *MORE), lr=lr)
-        yield from runs(wide, WIDE, lr=lr)
+    near, wide, long = Case("text", 8, 1), Case("text", 8, 8), Case("text", 8, 8, 1200)
+    partial = ("stash+partial-gradient:muon",)
+    yield from runs(wide, CORE[:1], shift=1)
+    for shift in (1, 0):
+        yield from runs(wide, partial, shift=shift)
+    yield from runs(near, SYNC[:1], shift=1, seed=2)
+    yield from runs(wide, partial, shift=1, seed=2)
+    yield from runs(wide, START)
+    yield from runs(wide, START, shift=1)
+    yield from runs(wide, CORE[:1], shift=1, seed=2)
+    for shift in (0, 1):
+        yield from runs(long, (SYNC[0], *partial), shift=shift)
+    yield from runs(wide, (f"{partial[0]},sync-start=10%",), shift=1)
+    yield from runs(wide, CORE)
+    others = (*(Case("text", p, k) for p, k in ((4, 1), (4, 4), (8, 4), (16, 1), (16, 4))),)
+    digits = Case("digits", 8, 1), Case("digits", 8, 8)
+    for case in (near, *others, Case("text", 16, 16), *digits):
+        yield from runs(case, (*SYNC[:2], *CORE, *(partial if case.every >= case.stages else ())))
+    yield from runs(near, (*SYNC, *NEAR))
+    yield from runs(wide, WIDE)
+    for shift, seed in ((0, 2), (-1, 1), (1, 1), (-1, 2), (1, 2)):
+        for case in (near, wide, *others, *digits):
+            yield from runs(case, (*SYNC[:2], *CORE), shift=shift, seed=seed)
+        for case in (near, *others[2:4], digits[0]):
+            yield from runs(case, (*SYNC, *NEAR), shift=shift, seed=seed)
+        for case in (wide, digits[1]):
+            yield from runs(case, WIDE, shift=shift, seed=seed)
 
 
 def by_case(found: Iterable[tuple[Case, Arm]], models: Path) -> dict[Case, list[tuple[Arm, str]]]:
     """The runs of each case with their keys, with the synchronous ones of the same model."""
     cases: dict[Case, list[tuple[Arm, str]]] = defaultdict(list)
-    baselines: dict[tuple[str, int], list[tuple[Arm, str]]] = defaultdict(list)
+    baselines: dict[tuple[object, ...], list[tuple[Arm, str]]] = defaultdict(list)
+
+    def model(case: Case) -> tuple[object, ...]:
+        return case.task, HALVES[case.stages], samples_of(case), case.steps
+
     for case, arm in found:
-        of = baselines[case.task, HALVES[case.stages]] if arm.method.is_sync else cases[case]
+        of = baselines[model(case)] if arm.method.is_sync else cases[case]
         of.append((arm, key_of(arm, models)))
-    return {case: [*baselines[case.task, HALVES[case.stages]], *own] for case, own in cases.items()}
+    return {case: [*baselines[model(case)], *own] for case, own in cases.items()}
 
 
 def somebody_measures(lock: Path | None) -> bool:
@@ -231,12 +242,15 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--models", type=Path, default=Path("runs/convergence"))
     parser.add_argument("--output", type=Path, default=RESULTS / "convergence.jsonl")
+    parser.add_argument("--part", default="1/1", help="which of so many processes this one is")
     parser.add_argument("--lock", type=Path, help="held exclusively by who measures alone")
     options = parser.parse_args()
     torch.set_num_threads(1)
     _muon._zeropower_via_newtonschulz = newton_schulz
     found = list(wanted(options.models))
-    run_until(found, options.output, time.monotonic() + 60 * options.minutes, options.lock)
+    part, parts = map(int, options.part.split("/"))
+    own = found[part - 1 :: parts]
+    run_until(own, options.output, time.monotonic() + 60 * options.minutes, options.lock)
     table = rows_of(by_case(found, options.models), read_runs(options.output))
     write(table, options.output.parent)
 

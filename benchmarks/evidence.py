@@ -18,20 +18,23 @@ from asyncpipe.runtime.plan import Plan
 from asyncpipe.runtime.training.settings import Settings
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class Case:
-    """A task and its setting."""
+    """A task and its setting; `steps` if they are not the task's usual ones."""
 
     task: str
     stages: int
     every: int
+    steps: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.task}, p = {self.stages}, k = {self.every}"
+        length = f", {self.steps} updates" if self.steps else ""
+        return f"{self.task}, p = {self.stages}, k = {self.every}{length}"
 
     @property
     def file(self) -> str:
-        return f"convergence_{self.task}_p{self.stages}_k{self.every}.svg"
+        length = f"_{self.steps}" if self.steps else ""
+        return f"convergence_{self.task}_p{self.stages}_k{self.every}{length}.svg"
 
 
 def rows_of(
@@ -39,13 +42,17 @@ def rows_of(
 ) -> dict[Case, tuple[list[Row], Ends]]:
     """The table of each case that has a run which is not synchronous."""
     found = {}
-    for case, wanted in sorted(arms.items()):
+    for case, wanted in sorted(arms.items(), key=lambda item: _order(item[0])):
         known = {key: (runs[key], arm) for arm, key in wanted if key in runs}
         if all(arm.method.is_sync for _, arm in known.values()):
             continue
         ends = _ends({key: _in_case(arm, case) for key, (_, arm) in known.items()})
         found[case] = rows([run for run, _ in known.values()], ends), ends
     return found
+
+
+def _order(case: Case) -> tuple[str, int, int, int]:
+    return case.task, case.stages, case.every, case.steps or 0
 
 
 def write(found: Mapping[Case, tuple[list[Row], Ends]], folder: Path) -> None:

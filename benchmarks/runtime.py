@@ -16,6 +16,7 @@ measured.
 
     python benchmarks/runtime.py                        results/runtime_<case>.json, every case
     python benchmarks/runtime.py --cases gpt-m8 --rounds 9 --only 1f1b "torch 1F1B"
+    python benchmarks/runtime.py --cases wide-m8 --only 1f1b "torch 1F1B" --label pairs
     python benchmarks/runtime.py --memory               results/runtime_memory.json
 """
 
@@ -96,7 +97,15 @@ CASES = {
     "gpt-m16": Case(ranks=2, micro_batches=16, only=LEADING),
     # Weights are many and samples are few: what data parallelism sends is as much as it computes.
     "wide-m8": Case(2, 8, 1, {"width": 512, "heads": 16, "vocabulary": 16384}, LEADING),
-    "four-m16": Case(ranks=4, micro_batches=16, only=LEADING),
+    # Of processes there are more than cores.
+    "four-m16": Case(
+        ranks=4,
+        micro_batches=16,
+        only=(
+            *("DDP", "1f1b", "torch 1F1B", "interleaved, 2 a rank", "torch Interleaved1F1B"),
+            *("zb-v", "torch DualPipeV", "async-1f1b, stash"),
+        ),
+    ),
 }
 
 
@@ -382,6 +391,7 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=3, help="of new processes")
     parser.add_argument("--rounds", type=int, default=5, help="of each group")
     parser.add_argument("--only", nargs="*", default=[], help="names of configurations")
+    parser.add_argument("--label", help="keep what --only measures, under this name")
     parser.add_argument("--memory", action="store_true", help="peak memory instead of speed")
     arguments = parser.parse_args()
     known = {*OURS, *peers.TORCH, "DDP", CEILING, CEILING_K1}
@@ -398,8 +408,11 @@ def main() -> None:
         rows = run_case(case, arguments.groups, arguments.rounds, arguments.only or case.only)
         table = table_of(rows)
         show(name, table)
-        if not arguments.only:
-            write_result(f"runtime_{name}", {"case": asdict(case), "table": table, "rows": rows})
+        kept = {"case": asdict(case), "table": table, "rows": rows}
+        if arguments.label:
+            write_result(f"runtime_{name}_{arguments.label}", kept)
+        elif not arguments.only:
+            write_result(f"runtime_{name}", kept)
 
 
 if __name__ == "__main__":

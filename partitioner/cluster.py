@@ -21,6 +21,7 @@ from .setting import Device, Setting
 # Ethernet of 10 Gbit/s with TCP, of which about nine tenths are reached.
 NETWORK = Link(latency_ms=0.2, bytes_per_s=1.1e9)
 ANY_HOST = "*"
+MOST_DEVICES = 4096
 
 Pair = tuple[str, str]
 HOSTS_CURE = "--hosts h1:4,h2:2 (four ranks on host h1, two on h2)"
@@ -147,8 +148,8 @@ def cluster_of_hosts(text: str, memory_bytes: float = math.inf) -> Cluster:
     """Equal devices, so many on each host: `"h1:4,h2:2"`."""
     devices: list[Device] = []
     for part in text.split(","):
-        match = re.fullmatch(r"\s*([^\s:,]+)\s*:\s*(\d+)\s*", part)
-        if not match or not int(match[2]):
+        match = re.fullmatch(r"\s*([^\s:,]+)\s*:\s*(\d{1,9})\s*", part)
+        if not match or not 1 <= int(match[2]) <= MOST_DEVICES:
             raise PlanError(f"--hosts {text}: {part!r} is no host and number of ranks.", HOSTS_CURE)
         host, count = match[1], int(match[2])
         if any(device.host == host for device in devices):

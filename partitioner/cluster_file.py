@@ -21,19 +21,20 @@ from __future__ import annotations
 
 import difflib
 import math
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..runtime.errors import PlanError
-from .cluster import ANY_HOST, HOSTS_CURE, Cluster, Pair, rising
+from ..runtime.reading import Origin, parse_toml, read_text
+from .cluster import ANY_HOST, HOSTS_CURE, MOST_DEVICES, Cluster, Pair, rising
 from .cost import Link
 from .device_specs import device_spec
 from .setting import Device
 
 _TABLES = ("devices", "links", "overlap")
 _DEVICE_KEYS = ("name", "host", "count", "speed", "memory_gib", "spec", "kind")
+_MOST = 1e9
 _LINK_KEYS = ("within", "between", "bandwidth_gb_s", "latency_us")
 
 
@@ -42,14 +43,8 @@ def read_cluster(path: str | Path) -> Cluster:
 
     Raises PlanError, with what the file should say, for whatever it does not say well.
     """
-    try:
-        raw = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise PlanError(
-            f"device file {path} cannot be read: {error.strerror}.", HOSTS_CURE
-        ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise PlanError(f"{path} is not TOML: {error}.") from error
+    origin = Origin(f"device file {path}", PlanError, HOSTS_CURE)
+    raw = parse_toml(read_text(Path(path), origin), origin)
     _check_keys(raw, _TABLES, str(path), "the file")
     tables = {name: _tables(raw, name, str(path)) for name in ("devices", "links")}
     if not tables["devices"]:
@@ -86,8 +81,11 @@ def _devices(table: Mapping[str, Any], where: str, folder: Path) -> list[Device]
     if not texts["name"] and not texts["spec"]:
         raise PlanError(f"{where} has no name.", 'Write name = "..." below [[devices]].')
     count = table.get("count", 1)
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise PlanError(f"{where}: count = {count!r} is not a number of devices.", "count = 2")
+    if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= MOST_DEVICES:
+        raise PlanError(
+            f"{where}: count = {count!r:.60} is not a number of devices, 1 to {MOST_DEVICES}.",
+            "count = 2",
+        )
     memory_bytes, kind = math.inf, texts["kind"] or None
     if texts["spec"]:
         name = texts["spec"]
@@ -151,8 +149,11 @@ def _check_keys(table: Mapping[str, Any], known: Sequence[str], where: str, what
 def _number(table: Mapping[str, Any], key: str, where: str, least: float = 1e-12) -> float:
     value = table[key]
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not least <= value < math.inf:
-        raise PlanError(f"{where}: {key} = {value!r} is not a number above 0.", f"{key} = 1")
+    if not is_number or not least <= value < _MOST:
+        raise PlanError(
+            f"{where}: {key} = {value!r:.60} is not a number above 0 that a device can have.",
+            f"{key} = 1",
+        )
     return float(value)
 
 

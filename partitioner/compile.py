@@ -15,6 +15,7 @@ from torch import nn
 
 from .. import __version__
 from ..runtime.plan import Plan, portable
+from ..runtime.trust import remember
 from .assemble import assemble
 from .capture import Capture
 from .capture import capture as capture_model
@@ -290,6 +291,7 @@ def partition_source(
         state = snapshot(source.model)
         write_weights = partial(write_weights_of, state=state, plan=plan, constants=constants)
     write_folder(folder, files, write_weights, check)
+    remember(folder)
     tick("write", str(folder), "")
     return plan
 

@@ -8,19 +8,19 @@ by large matrix products and by long copies.
 from __future__ import annotations
 
 import difflib
-import math
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..runtime.errors import PlanError
+from ..runtime.reading import Origin, parse_toml, read_text
 
 _FOLDER = Path(__file__).parent / "devices"
 _DTYPES = ("float64", "float32", "float16", "bfloat16")
 _NEEDED = ("memory_gib", "bandwidth_gb_s", "call_us", "tflops")
 _SHARES = ("compute_efficiency", "memory_efficiency")
+_MOST = 1e9
 _KNOWN = ("name", *_NEEDED, *_SHARES)
 
 
@@ -119,19 +119,14 @@ def parse_device(raw: Mapping[str, Any], where: str, name: str = "") -> DeviceSp
 
 
 def _read(path: Path) -> DeviceSpec:
-    try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise PlanError(f"device file {path} cannot be read: {error.strerror}.") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise PlanError(f"{path} is not TOML: {error}.") from error
-    return parse_device(raw, str(path), path.stem)
+    origin = Origin(f"device file {path}", PlanError)
+    return parse_device(parse_toml(read_text(path, origin), origin), str(path), path.stem)
 
 
 def _positive(value: Any, where: str) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 < value < math.inf:
-        raise PlanError(f"{where} = {value!r} is not a number above 0.")
+    if not is_number or not 0 < value < _MOST:
+        raise PlanError(f"{where} = {value!r:.60} is not a number above 0 that a device can have.")
     return float(value)
 
 

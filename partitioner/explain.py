@@ -10,12 +10,12 @@ import networkx as nx
 import numpy as np
 
 from ..runtime.plan import Finding
+from ..runtime.wording import counted, write_gap, write_ms
 from .cost import Floats, Link
 from .explain_cuts import explain_cuts
 from .problem import Problem
 from .solve import Solution
 from .what_if import Resolve, explain_changes
-from .wording import counted, write_gap, write_ms
 
 _LARGEST = 3
 _TIGHT = 1 + 1e-3

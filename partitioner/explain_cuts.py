@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..runtime.plan import Finding
+from ..runtime.wording import counted, write_bytes, write_change, write_ms, write_share
 from .cost import Costs
 from .problem import Placement, Problem
 from .solve import Solution
 from .step_time import Step, step_of
-from .wording import counted, write_bytes, write_change, write_ms, write_share
 
 
 def explain_cuts(solution: Solution) -> list[Finding]:

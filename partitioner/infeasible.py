@@ -18,12 +18,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..runtime.errors import PlanError
+from ..runtime.wording import counted
 from .cost import Costs, Floats, StageSums
 from .evaluate import Evaluation, evaluate
 from .problem import DoesNotFit, Placement, Problem
 from .setting import Device, Setting
 from .solvers.chain import interval_sums
-from .wording import counted
 
 _MOST_SAID = 4
 _MANY_GROUPS = 3_000  # from here on only cuts between blocks are looked at

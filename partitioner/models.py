@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import difflib
 import inspect
+import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from ..runtime.errors import ModelError
 from ..runtime.user_code import import_object, told_as
 from .builtin import BUILTIN
 from .presets import PRESETS
+
+_MOST_VALUES = 2**33
 
 
 @dataclass(frozen=True)
@@ -96,13 +100,18 @@ def parse_input(name: str, text: str) -> Tensor:
     """`"f32[4, 64]"` or `"i64[4, 16]"` -> a tensor of zeros of that dtype and shape."""
     dtypes = {"f32": torch.float32, "f64": torch.float64, "bf16": torch.bfloat16}
     dtypes |= {"i64": torch.int64, "i32": torch.int32, "bool": torch.bool}
-    match = re.fullmatch(r"(\w+)\[([\d,\s]*)\]", text.strip())
+    match = re.fullmatch(r"(\w+)\[([0-9,\s]{0,200})\]", text.strip())
     if not match or match[1] not in dtypes:
         raise ModelError(
             f"--input {name}={text} is not a dtype and a shape.",
             f"Write --input {name}=f32[4,64]; dtypes are {', '.join(dtypes)}.",
         )
     shape = [int(size) for size in match[2].split(",") if size.strip()]
+    if prod(shape) > _MOST_VALUES:
+        raise ModelError(
+            f"--input {name}={text} has {prod(shape):.1e} values: more than an input of one "
+            "micro-batch can have."
+        )
     return torch.zeros(shape, dtype=dtypes[match[1]])
 
 
@@ -186,25 +195,85 @@ def _load_transformers(
         config = getattr(transformers, preset.config_class)(**preset.fields)
         model_class = getattr(transformers, preset.model_class)
     else:
-        try:
-            config = transformers.AutoConfig.from_pretrained(spec, local_files_only=local)
-        except (OSError, ValueError) as error:
-            raise unknown_model(spec) from error
-        model_class = getattr(transformers, (config.architectures or ["AutoModelForCausalLM"])[0])
+        config = _read_configuration(transformers, spec, local)
+        model_class = _class_of(transformers, config, spec)
     for key, value in arguments.items():
         if not hasattr(config, key):
             close = difflib.get_close_matches(key, vars(config), 1)
             hint = f" Did you mean {close[0]}?" if close else ""
             raise ModelError(f"{type(config).__name__} has no field {key!r}.{hint}")
-        setattr(config, key, value)
+        with told_as(ModelError, f"--model-arg {key}"):
+            setattr(config, key, value)
     config.architectures = [model_class.__name__]
     files = {"config.json": config.to_json_string()}
     stored = local and any(folder.glob("*.safetensors"))
-    with device:
+    with device, told_as(ModelError, f"--model {spec}"):
         if stored and not meta:
-            model = model_class.from_pretrained(folder, config=config, dtype=torch.float32)
+            model = model_class.from_pretrained(
+                folder, config=config, dtype=torch.float32, use_safetensors=True
+            )
             return model, f"read from {folder.name}", files | _tokenizer_files(folder)
         return model_class(config), "", files
+
+
+def _read_configuration(transformers: Any, spec: str, local: bool) -> Any:
+    """The configuration in a folder or on the hub; code that lies beside it is not run."""
+    try:
+        return transformers.AutoConfig.from_pretrained(
+            spec, local_files_only=local, trust_remote_code=False
+        )
+    except Exception as error:
+        causes = {type(cause).__name__ for cause in _causes(error)}
+        if "trust_remote_code" in str(error):
+            raise ModelError(
+                f"{spec} brings code of its own, which is not run.",
+                "Read it, and write a function that builds the model: --model my_pkg.file:build",
+            ) from error
+        if "GatedRepoError" in causes:
+            raise ModelError(
+                f"cannot download {spec}: it is gated, and this account has no access.",
+                f"Ask for it at https://huggingface.co/{spec}, and log in: hf auth login. "
+                "Planning needs no weights: --model FOLDER with its config.json does.",
+            ) from error
+        if not local and causes & _NO_NETWORK:
+            state = "set" if os.environ.get("HF_HUB_OFFLINE") else "unset"
+            raise ModelError(
+                f"cannot download {spec}: no network (HF_HUB_OFFLINE {state}).",
+                "Planning needs no weights: --model FOLDER with its config.json does, or one of "
+                f"the names known without a network: {', '.join(known_names()[:4])}, ...",
+            ) from error
+        if local:
+            raise ModelError(
+                f"{spec} has no configuration that transformers can read: "
+                f"{str(error).splitlines()[0]}",
+                "Give a folder with the config.json of a model of transformers.",
+            ) from error
+        raise unknown_model(spec) from error
+
+
+_NO_NETWORK = frozenset(
+    {"LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectError", "ConnectionError"}
+)
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or cause.__context__
+
+
+def _class_of(transformers: Any, config: Any, spec: str) -> Any:
+    """The model class that a configuration names."""
+    name = str((config.architectures or ["AutoModelForCausalLM"])[0])
+    found = getattr(transformers, name, None)
+    if not hasattr(found, "from_pretrained") or not (name.isidentifier() and callable(found)):
+        raise ModelError(
+            f"{spec} is a {name[:60]}, which transformers has not.",
+            "A newer transformers may have it; or write a function that builds the model: "
+            "--model my_pkg.file:build",
+        )
+    return found
 
 
 def _tokenizer_files(folder: Path) -> dict[str, str]:

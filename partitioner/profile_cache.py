@@ -81,7 +81,7 @@ class ProfileCache:
             found = json.loads(self.path.read_text(encoding="utf-8"))
             same = found["environment"] == self._environment
             return dict(found["costs"]) if same else {}
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return {}
 
 

@@ -14,6 +14,9 @@ from ..runtime.schedules import ASYNCHRONOUS, AUTO, SCHEDULES, make_schedule, na
 from ..runtime.weight_copies import KEEPS
 from .setting import OPTIMIZER_COPIES, Device, Recompute, Setting
 
+_MOST = 2**12
+_MOST_PASSES = 2**20
+
 
 class Running(TypedDict, total=False):
     """How a plan is meant to run; the names are those of the command's options.
@@ -51,13 +54,15 @@ def make_setting(
     Raises PlanError for a name that there is not and a number that cannot be.
     """
     schedule = schedule or "async-1f1b"
+    check_numbers(stages, ranks)
     check_choice("schedule", schedule, (*SCHEDULES, AUTO))
     check_choice("recompute", recompute, get_args(Recompute))
     check_choice("optimizer", optimizer, OPTIMIZER_COPIES)
     for method in staleness.split("+"):
         check_choice("staleness", method, KEEPS)
-    if micro_batches < 1:
-        raise PlanError(f"{micro_batches} micro-batches make no step.", "--micro-batches 8")
+    if not 1 <= micro_batches <= _MOST_PASSES // stages:
+        few = "make no step" if micro_batches < 1 else f"are too many for {stages} stages"
+        raise PlanError(f"{micro_batches} micro-batches {few}.", "--micro-batches 8")
     if schedule == "single" and stages > 1:
         raise PlanError(
             f"single runs all {stages} stages in one process, so nothing is balanced.",
@@ -76,11 +81,10 @@ def make_setting(
             f"--staleness {staleness}, but under {schedule} no weights are stale.",
             "--schedule async-1f1b",
         )
-    if ranks is not None and (ranks < 1 or devices):
-        few = f"{ranks} ranks can run nothing." if ranks < 1 else ""
+    if ranks is not None and devices:
         raise PlanError(
-            few or "ranks are given twice: by number, and as devices.",
-            "--ranks 2" if few else "Leave --ranks out: every device is a rank.",
+            "ranks are given twice: by number, and as devices.",
+            "Leave --ranks out: every device is a rank.",
         )
     if not devices and schedule not in ASYNCHRONOUS:
         ranks = natural_ranks(schedule, stages) if ranks is None else ranks
@@ -101,6 +105,16 @@ def make_setting(
     )
 
 
+def check_numbers(stages: int | None, ranks: int | None) -> None:
+    """Raises PlanError for more stages or ranks than there can be, or fewer."""
+    if ranks is not None and not 1 <= ranks <= _MOST:
+        few = "can run nothing" if ranks < 1 else "are more than can be planned for"
+        raise PlanError(f"{ranks} ranks {few}.", "--ranks 2")
+    if stages is not None and not 1 <= stages <= _MOST:
+        few = "no stages" if stages < 1 else f"more than {_MOST} of them"
+        raise PlanError(f"{stages} stages cannot be planned: {few}.", "--stages 4")
+
+
 def parse_bytes(size: int | str) -> int:
     """A number of bytes from "11GiB", "500 MB" or "1.5e9".
 
@@ -109,7 +123,7 @@ def parse_bytes(size: int | str) -> int:
     """
     found = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([a-z]*)\s*", str(size), re.IGNORECASE)
     try:
-        if found and (unit := _UNITS.get(found[2].lower())) and float(found[1]) > 0:
+        if found and (unit := _UNITS.get(found[2].lower())) and 0 < float(found[1]) < 1e18:
             return int(float(found[1]) * unit)
     except ValueError:
         pass

@@ -34,6 +34,7 @@ import numpy as np
 
 from ..runtime.errors import AsyncPipeError, PlanError
 from ..runtime.schedules import AUTO
+from ..runtime.wording import write_bytes
 from .actions import scheduled
 from .borders import lacking_bytes, shaken, tidied, with_borders_moved
 from .makespan import improved, shortest_step
@@ -41,7 +42,6 @@ from .problem import DoesNotFit, Placement, Problem
 from .setting import Setting
 from .solvers import METHODS
 from .step_time import LITTLE, NONE, Step, StepTimer, schedule_of, step_of
-from .wording import write_bytes
 
 _SHAKES = 4
 _FREE_TRIALS = 24

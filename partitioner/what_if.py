@@ -16,10 +16,10 @@ from ..runtime.errors import PlanError
 from ..runtime.forecast import forecast_one_step, told_schedules
 from ..runtime.plan import Finding, Plan
 from ..runtime.schedules import AUTO
+from ..runtime.wording import counted, write_bytes, write_change, write_ms, write_share
 from .cost import Link
 from .setting import Setting
 from .solve import Solution
-from .wording import counted, write_bytes, write_change, write_ms, write_share
 
 
 class Resolve(Protocol):

@@ -42,3 +42,23 @@ class TransportError(AsyncPipeError):
 
 class DataError(AsyncPipeError):
     """Data that does not fit the model or the plan."""
+
+
+def root_of(error: BaseException) -> BaseException:
+    """The innermost AsyncPipeError that the error comes from, or the error itself."""
+    while isinstance(error.__cause__, AsyncPipeError):
+        error = error.__cause__
+    return error
+
+
+def why_ended(error: BaseException) -> str:
+    """What is left in the records of a run that ends so."""
+    match root_of(error):
+        case AsyncPipeError() as known:
+            return known.what
+        case KeyboardInterrupt() as interrupt:
+            return str(interrupt) or "interrupted"
+        case SystemExit() as leaving:
+            return f"it was told to stop (exit code {leaving.code})"
+        case unknown:
+            return f"{type(unknown).__name__}: {unknown}"

@@ -41,7 +41,8 @@ from .stage import Stage
 from .staleness import Steps, make_staleness
 from .transports.casting import CastingTransport
 from .transports.protocol import Handle, Transport
-from .versions import LedgerEntry, WeightVersions
+from .versions import LedgerEntry, Weights, WeightVersions
+from .weight_gap import gap_to, sampled
 
 __all__ = [
     "LedgerEntry",
@@ -260,6 +261,7 @@ class Pipeline:
             ),
             passages(program, self.versions, first_micro_batch),
             loss_divisors(batches, schedule.step_every, options.get("step_samples")),
+            {},
             split_backwards([program]),
             turning(program),
             first_micro_batch,
@@ -279,10 +281,7 @@ class Pipeline:
         generator = self._generator(stage, micro_batch, state) if run.training else None
         recompute = stage.spec.recompute and where not in run.turning
         with run.recorder.timing(action):
-            bound = None
-            if run.training:
-                binder = self.binders[action.stage]
-                bound = binder.forward(run.passages[where], repeats=recompute)
+            bound = self._forward_weights(run, where, recompute) if run.training else None
             outputs, loss = stage.forward(
                 micro_batch,
                 inputs,
@@ -331,7 +330,7 @@ class Pipeline:
             if where in run.split:
                 self.weights[action.stage].add_gradients(micro_batch)
             else:
-                run.recorder.passage(binder.finish(run.passages[where]))
+                self._finish_passage(run, where)
         run.mailbox.made(action)
         for channel in run.mailbox.outgoing("gradient", action.stage):
             run.mailbox.put(channel, action.index, gradients[channel.name])
@@ -340,8 +339,21 @@ class Pipeline:
         micro_batch = run.first_micro_batch + action.index
         with run.recorder.timing(action):
             self.stages[action.stage].weight_backward(micro_batch)
-            passage = run.passages[action.stage, action.index]
-            run.recorder.passage(self.binders[action.stage].finish(passage))
+            self._finish_passage(run, (action.stage, action.index))
+
+    def _forward_weights(self, run: Run, where: tuple[int, int], recompute: bool) -> Weights | None:
+        binder, passage = self.binders[where[0]], run.passages[where]
+        bound = binder.forward(passage, repeats=recompute)
+        if run.recorder.observer.wants_gap(passage.backward_version + 1):
+            run.read[where] = sampled(bound or binder.weights.live)
+        return bound
+
+    def _finish_passage(self, run: Run, where: tuple[int, int]) -> None:
+        weights, passage = self.weights[where[0]], run.passages[where]
+        if read := run.read.pop(where, None):
+            gap = gap_to(weights.live, read)
+            run.recorder.observer.on_gap(where[0], passage.backward_version + 1, gap)
+        run.recorder.passage(self.binders[where[0]].finish(passage))
 
     def _step(self, run: Run, action: Action) -> Generator[Handle, None, None]:
         version = self.weights[action.stage].version + 1

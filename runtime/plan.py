@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from .errors import PlanError
+from .plan_check import COMMAND, contradiction, is_command
+from .reading import Origin, parse_json, read_text, shaped
 from .schedules import ASYNCHRONOUS
 from .sizes import evaluate_size
 
@@ -332,7 +334,8 @@ class Plan:
 def read_plan(folder: str | Path) -> Plan:
     """Reads `plan.json` of a generated folder.
 
-    Raises PlanError when the folder, the file or the schema is not what this version writes.
+    Raises PlanError when the folder, the file or the schema is not what this version writes, or the
+    plan contradicts itself.
     """
     path = Path(folder) / "plan.json"
     if not path.is_file():
@@ -341,19 +344,20 @@ def read_plan(folder: str | Path) -> Plan:
             f"{folder} {what}: not a generated model.",
             "asyncpipe-partition --model gpt2 --stages 4 makes one.",
         )
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-        schema = raw["schema"]
-        if schema != SCHEMA:
-            raise PlanError(
-                f"{path} has schema {schema}, this version of asyncpipe reads {SCHEMA}.",
-                f"{raw.get('command', 'asyncpipe-partition ...')} --force",
-            )
-        return _plan_from(raw)
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, ValueError) as error:
+    origin = Origin(str(path), PlanError, "Partition the model again.")
+    raw = parse_json(read_text(path, origin), origin)
+    schema = raw.get("schema") if isinstance(raw, dict) else None
+    if isinstance(raw, dict) and schema != SCHEMA:
+        command = str(raw.get("command", ""))
+        command = command if is_command(command) else f"{COMMAND} ..."
         raise PlanError(
-            f"{path} is damaged: {type(error).__name__}: {error}.", "Partition the model again."
-        ) from error
+            f"{path} has schema {schema!r:.20}, this version of asyncpipe reads {SCHEMA}.",
+            f"{command} --force",
+        )
+    plan = shaped(Plan, raw, origin)
+    if wrong := contradiction(plan):
+        raise origin.refused(f" contradicts itself: {wrong}.")
+    return plan
 
 
 def portable(text: str) -> str:
@@ -369,56 +373,3 @@ def portable(text: str) -> str:
 def file_hash(path: Path) -> str:
     """The SHA-256 of a file, as `StageSpec.sha256` holds it."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def _plan_from(raw: dict[str, Any]) -> Plan:
-    return Plan(
-        **{
-            **raw,
-            "inputs": tuple(map(_tensor_from, raw["inputs"])),
-            "values": tuple(map(_tensor_from, raw["values"])),
-            "stages": tuple(map(_stage_from, raw["stages"])),
-            "shared": tuple(
-                SharedParameter(
-                    tuple(shared["names"]),
-                    tuple((int(stage), name) for stage, name in shared["holders"]),
-                )
-                for shared in raw["shared"]
-            ),
-            "state_keys": tuple(raw["state_keys"]),
-            "unused": tuple(raw["unused"]),
-            "notes": tuple(raw["notes"]),
-            "explanation": tuple(raw["explanation"]),
-            "findings": tuple(Finding(**finding) for finding in raw["findings"]),
-            "even_split": tuple((forward, backward) for forward, backward in raw["even_split"]),
-            "candidates": tuple(Candidate(**candidate) for candidate in raw["candidates"]),
-            "setting": _setting_from(raw["setting"]),
-            "constants": tuple(raw["constants"]),
-            "if_sent": tuple(map(_boundary_from, raw["if_sent"])),
-        }
-    )
-
-
-def _stage_from(raw: dict[str, Any]) -> StageSpec:
-    boundaries = {key: tuple(map(_boundary_from, raw[key])) for key in ("sends", "receives")}
-    lists = {key: tuple(raw[key]) for key in _STAGE_LISTS}
-    parts = tuple(Part(**part) for part in raw["parts"])
-    memory = StageMemory(**raw["memory"])
-    return StageSpec(**{**raw, **boundaries, **lists, "memory": memory, "parts": parts})
-
-
-_STAGE_LISTS = ("modules", "inputs", "outputs", "parameters", "buffers", "ranks")
-
-
-def _setting_from(raw: dict[str, Any]) -> Setting:
-    ranks = tuple(RankSpec(**rank) for rank in raw["ranks"])
-    transfers = tuple((source, target, ms) for source, target, ms in raw["transfer_ms"])
-    return Setting(**{**raw, "ranks": ranks, "transfer_ms": transfers})
-
-
-def _boundary_from(raw: dict[str, Any]) -> Boundary:
-    return Boundary(_tensor_from(raw["tensor"]), int(raw["source"]), tuple(raw["targets"]))
-
-
-def _tensor_from(raw: dict[str, Any]) -> TensorSpec:
-    return TensorSpec(raw["name"], raw["dtype"], tuple(raw["shape"]), bool(raw["requires_grad"]))

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from .schedule import Action
 from .versions import LedgerEntry
+from .weight_gap import Gap
 
 Event = tuple[Action, float, float]
 """An action with its start and end in seconds of `time.perf_counter`."""
@@ -43,6 +44,14 @@ class Observer:
 
     def on_passage(self, entry: LedgerEntry) -> None:
         """The backward of a micro-batch is over, at the versions of the entry."""
+
+    def wants_gap(self, version: int) -> bool:
+        """Whether `on_gap` is to be told of the micro-batches of the step to `version`."""
+        return False
+
+    def on_gap(self, stage: int, version: int, gap: Gap) -> None:
+        """How far the weights that a micro-batch's forward read are from the live ones that the
+        step to `version` will change by its gradient."""
 
     def on_step(self, stage: int, version: int) -> None:
         """The stage's `.grad` are complete: step its optimizer to `version` (from 1 on)."""

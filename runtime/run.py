@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TypedDict
 
+from torch import Tensor
+
 from .channels import Sizes
 from .errors import ScheduleError
 from .feed import FeedOnce
@@ -47,7 +49,8 @@ class RunOptions(TypedDict, total=False):
 
 @dataclass
 class Run:
-    """What the actions of one call share: `split` and `turning` are stages and indices."""
+    """What the actions of one call share: `split` and `turning` are stages and indices, as the keys
+    of what is kept of the weights that forwards `read`."""
 
     schedule: Schedule
     program: Program
@@ -57,6 +60,7 @@ class Run:
     recorder: Recorder
     passages: dict[tuple[int, int], Passage]
     loss_divisors: Sequence[int | Fraction]
+    read: dict[tuple[int, int], list[Tensor]]
     split: frozenset[tuple[int, int]]
     turning: frozenset[tuple[int, int]]
     first_micro_batch: int

@@ -30,9 +30,11 @@ from .errors import ScheduleError
 
 Kind = Literal["F", "B", "W", "S", "SEND_F", "RECV_F", "SEND_B", "RECV_B"]
 
-_COMPUTE = re.compile(r"(\d+)([FBW])(\d+)()(?:@v(\d+))?")
-_STEP = re.compile(r"(\d+)(S)(\d+)()()")
-_MESSAGE = re.compile(r"(\d+)(SEND_[FB](?=\d+>)|RECV_[FB](?=\d+<))(\d+)[<>](\d+)()")
+_COMPUTE = re.compile(r"(\d{1,9})([FBW])(\d{1,9})()(?:@v(\d{1,9}))?", re.ASCII)
+_STEP = re.compile(r"(\d{1,9})(S)(\d{1,9})()()", re.ASCII)
+_MESSAGE = re.compile(
+    r"(\d{1,9})(SEND_[FB](?=\d+>)|RECV_[FB](?=\d+<))(\d{1,9})[<>](\d{1,9})()", re.ASCII
+)
 
 
 class Action(NamedTuple):
@@ -76,7 +78,7 @@ def parse_action(text: str) -> Action:
                 int(version) if version else None,
             )
     raise ScheduleError(
-        f"{text!r} is not an action.",
+        f"{text[:60]!r} is not an action.",
         "Actions look like 2F3 or 2F3@v1, 2B3, 2W3, 2S4, 2SEND_F3>3, 3RECV_F3<2.",
     )
 

@@ -13,6 +13,7 @@ several ranks has replicas there. Lines that begin with # are comments.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from math import inf
 
@@ -20,6 +21,8 @@ from .dependencies import Edge
 from .errors import ScheduleError
 from .schedule import Action, Kind, Schedule, count_in_flight, count_versions, parse_action
 from .validation import validate
+
+_NUMBER = re.compile(r"[0-9]{1,9}")
 
 
 def to_text(schedule: Schedule) -> str:
@@ -58,7 +61,7 @@ def from_text(
             heads[head.strip()] = rest.strip()
         else:
             raise ScheduleError(
-                f"line {number} of the schedule is {line.strip()!r}, "
+                f"line {number} of the schedule is {line.strip()[:60]!r}, "
                 f"where the actions of rank {len(rows)} should be.",
                 f"Write: rank {len(rows)}: 0F0 0B0 0S1",
             )
@@ -89,10 +92,12 @@ def _assemble(heads: dict[str, str], rows: Sequence[Sequence[Action]]) -> Schedu
     counted = count_in_flight(rows, stages)
     in_flight = heads.get("in flight", " ".join(map(str, counted))).split()
     if synchronous not in ("yes", "no"):
-        raise ScheduleError(f"synchronous is {synchronous!r} in the schedule: write yes or no.")
-    if len(in_flight) != stages or not all(number.isdecimal() for number in in_flight):
         raise ScheduleError(
-            f"in flight is {' '.join(in_flight)!r} in the schedule, "
+            f"synchronous is {synchronous[:60]!r} in the schedule: write yes or no."
+        )
+    if len(in_flight) != stages or not all(map(_NUMBER.fullmatch, in_flight)):
+        raise ScheduleError(
+            f"in flight is {' '.join(in_flight)[:60]!r} in the schedule, "
             f"not one number for each of {stages} stages.",
             "Leave the line out: it is counted.",
         )
@@ -112,15 +117,13 @@ def _assemble(heads: dict[str, str], rows: Sequence[Sequence[Action]]) -> Schedu
 def _replicas(rows: Sequence[Sequence[Action]]) -> tuple[tuple[int, ...], ...]:
     """The ranks of each stage, where every rank has one and some stage is on several: in the order
     of their first micro-batches."""
-    stages = [{action.stage for action in row} for row in rows]
-    on = sorted(
-        (stage, _first(row), rank) for rank, row in enumerate(rows) for stage in stages[rank]
-    )
-    found = tuple(
-        tuple(rank for stage, _, rank in on if stage == each)
-        for each in sorted({s for s, *_ in on})
-    )
-    return found if len(on) == len(rows) > len(found) else ()
+    if any(len({action.stage for action in row}) != 1 for row in rows):
+        return ()
+    ranks_of: dict[int, list[int]] = {}
+    for rank in sorted(range(len(rows)), key=lambda rank: _first(rows[rank])):
+        ranks_of.setdefault(rows[rank][0].stage, []).append(rank)
+    found = tuple(tuple(ranks_of[stage]) for stage in sorted(ranks_of))
+    return found if len(rows) > len(found) else ()
 
 
 def _first(row: Sequence[Action]) -> float:

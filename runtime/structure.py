@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections import namedtuple
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from keyword import iskeyword
 from typing import Any
 
 from .errors import DataError
@@ -63,6 +64,30 @@ def described(value: Any, name_of: NameOf) -> Any:
     if is_record(value):
         return {key: described(item, name_of) for key, item in fields_of(value).items()}
     return {"$other": repr(value)}
+
+
+def is_structure(value: Any) -> bool:
+    """Whether a value that was read is a structure: one that all below can take."""
+    if isinstance(value, (list, tuple)):
+        return all(map(is_structure, value))
+    if not isinstance(value, Mapping):
+        return value is None or isinstance(value, (str, int, float))
+    match _tag(value):
+        case "", inner:
+            return all(map(is_structure, inner.values()))
+        case "$text" | "$other" | "$size", str():
+            return True
+        case "$list", list() as items:
+            return all(map(is_structure, items))
+        case "$items", list() as items:
+            pairs = [item for item in items if isinstance(item, list) and len(item) == 2]
+            has_keys = all(not isinstance(key, (list, Mapping)) for key, _ in pairs)
+            return len(pairs) == len(items) and has_keys and is_structure([v for _, v in pairs])
+        case "$named", [str() as name, Mapping() as fields]:
+            are_names = all(word.isidentifier() and not iskeyword(word) for word in (name, *fields))
+            plain = not any(word.startswith("_") for word in fields)
+            return are_names and plain and is_structure(list(fields.values()))
+    return False
 
 
 def names_in(structure: Any) -> Iterator[str]:

@@ -8,8 +8,11 @@ and a run's folder hold such a folder, `weights`.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from .errors import DataError
+from .reading import Origin, known_fields, parse_json, read_text, shaped
 
 INDEX = "model.safetensors.index.json"
 
@@ -54,7 +58,7 @@ def read_tensors(
         )
     tensors = {}
     for file in sorted({files[key] for key in found.values()}):
-        with safe_open(file, framework="pt") as archive:
+        with _opened(file) as archive:
             for name, key in found.items():
                 if files[key] == file:
                     tensors[name] = archive.get_tensor(key)
@@ -113,8 +117,7 @@ def _files_by_name(path: Path) -> dict[str, Path]:
             path /= "weights"
         index = path / INDEX
         if index.is_file():
-            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            return {name: path / file for name, file in weight_map.items()}
+            return _indexed(index)
         path = path / "model.safetensors"
     if not path.is_file():
         raise DataError(
@@ -122,8 +125,37 @@ def _files_by_name(path: Path) -> dict[str, Path]:
             "Give a .safetensors file, a folder with model.safetensors, a generated folder or a "
             "run's folder.",
         )
+    with _opened(path) as archive:
+        return {name: path for name in archive.keys()}
+
+
+@dataclass(frozen=True)
+class _Index:
+    weight_map: Mapping[str, str]
+
+
+def _indexed(index: Path) -> dict[str, Path]:
+    """The files that an index names, each beside it."""
+    origin = Origin(str(index), DataError, "Download or export the weights again.")
+    raw = known_fields(_Index, parse_json(read_text(index, origin), origin))
+    weight_map = shaped(_Index, raw, origin).weight_map
+    there = {path.name for path in index.parent.iterdir()}
+    for name, file in weight_map.items():
+        if file not in there:
+            raise origin.refused(
+                f" says that {name[:60]} is in {file[:60]}, which is not beside it."
+            )
+    return {name: index.parent / file for name, file in weight_map.items()}
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A safetensors file; DataError for one that is damaged, or is none."""
     try:
         with safe_open(path, framework="pt") as archive:
-            return {name: path for name in archive.keys()}
-    except SafetensorError as error:
-        raise DataError(f"{path} is not a safetensors file: {error}.") from error
+            yield archive
+    except (SafetensorError, OSError) as error:
+        raise DataError(
+            f"{path} is not a safetensors file, or damaged: {error}.",
+            "Download or export the weights again.",
+        ) from error

@@ -1,5 +1,5 @@
-"""What all tests share: one thread a process, and measured costs in a folder of their own, never
-the user's."""
+"""What all tests share: one thread a process; measured costs, and which folders are trusted, in a
+folder of their own, never the user's."""
 
 import os
 import shutil
@@ -16,6 +16,7 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     folder = tempfile.mkdtemp(prefix="asyncpipe-cache-")
     os.environ["ASYNCPIPE_CACHE"] = folder
+    os.environ["ASYNCPIPE_STATE"] = f"{folder}/state"
     # The workers fill the cores; more threads in each would wait for one another.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))

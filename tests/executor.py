@@ -139,6 +139,7 @@ def train_together(
     seed: int = 0,
     modules: list[nn.Module] | None = None,
     sizes: Sequence[Mapping[str, int]] | None = None,
+    observer: type[Seen] = Seen,
     **options: Any,
 ) -> Trained:
     """All ranks of a schedule in this thread, for some segments one after the other."""
@@ -157,7 +158,7 @@ def train_together(
         )
         for rank in range(len(schedule.ranks))
     ]
-    seen = _seen(modules, optimize)
+    seen = _seen(modules, optimize, observer)
     if optimize:
         _attach(pipelines, seen, factors or (lambda version: 1.0))
     trained = Trained(modules, pipelines, seen)
@@ -261,10 +262,10 @@ def _attach(pipelines: Sequence[Pipeline], seen: Seen, factors: Factors) -> None
     seen.scale = scale
 
 
-def _seen(modules: list[nn.Module], optimize: Optimize | None) -> Seen:
+def _seen(modules: list[nn.Module], optimize: Optimize | None, observer: type[Seen] = Seen) -> Seen:
     stepped = {j: own for j, m in enumerate(modules) if (own := list(m.parameters()))}
     optimizers = {j: optimize(own) for j, own in stepped.items()} if optimize else {}
-    return Seen(dict(enumerate(modules)), optimizers)
+    return observer(dict(enumerate(modules)), optimizers)
 
 
 def _row(entry: LedgerEntry) -> tuple[int, int, int, int]:

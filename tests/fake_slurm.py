@@ -2,13 +2,16 @@
 
 `install` puts both on a path. They play a job on the hosts of `SLURM_JOB_NODELIST` (plain names).
 Where `FAKE_SLURM_ENTER` is a JSON object, its entries are the commands that enter each host;
-without it all run here.
+without it all run here. When the file
+`FAKE_SLURM_USR1_WHEN` is there, all tasks of a job that was not queued again are sent SIGUSR1;
+`scontrol requeue` leaves a file `requeued`.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -80,8 +83,13 @@ def _srun(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
         for host, task in zip(by_rank, tasks(by_rank), strict=True)
     ]
     codes: list[int | None] = [None]
+    told = "SLURM_RESTART_COUNT" in environment
     while None in codes:
         time.sleep(0.05)
+        if not told and Path(environment.get("FAKE_SLURM_USR1_WHEN", "/nowhere/")).exists():
+            told = True
+            for process in running:
+                process.send_signal(signal.SIGUSR1)
         codes = [process.poll() for process in running]
         if any(codes) and given.get("kill-on-bad-exit") == "1":
             for process in running:
@@ -91,6 +99,9 @@ def _srun(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
 
 
 def _scontrol(arguments: Sequence[str]) -> int:
+    if arguments[0] == "requeue":
+        Path("requeued").write_text(arguments[1])
+        return 0
     assert list(arguments[:2]) == ["show", "hostnames"], arguments
     sys.stdout.write("\n".join(arguments[2].split(",")) + "\n")
     return 0

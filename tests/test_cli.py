@@ -1,4 +1,4 @@
-"""The four commands as a user types them: exit codes, messages, and what is left on disk.
+"""The five commands as a user types them: exit codes, messages, and what is left on disk.
 
 Their processes are forks with the imports done, but for one of each command.
 """
@@ -80,7 +80,7 @@ def test_help_answers_at_once_and_imports_neither_torch_nor_transformers() -> No
         "import sys, asyncpipe.cli as cli; sys.argv = ['x', '--help']; cli._run(cli.{0}); "
         "assert not {{'torch', 'transformers', 'networkx'}} & set(sys.modules)"
     )
-    for app in ("partition_app", "train_app", "inspect_app", "compare_app"):
+    for app in ("partition_app", "train_app", "inspect_app", "compare_app", "info_app"):
         start = time.perf_counter()
         result = subprocess.run(
             [sys.executable, "-c", check.format(app)], capture_output=True, text=True
@@ -223,10 +223,9 @@ def test_a_config_file_is_read_and_flags_win(made: Path, tmp_path: Path) -> None
     assert "steps" in error(run(tmp_path, "train", folder, "--config", str(config)))
 
 
-def losses_of(folder: Path, number: int) -> list[float]:
-    lines = (folder / f"runs/mlp_2p/{number}/metrics.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
-    return [record["loss"] for record in records if "grad_norm" in record]
+def step_losses(run: Path) -> list[float]:
+    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [record["loss"] for record in records if record["event"] == "step"]
 
 
 def test_the_teaching_example_in_two_stages_has_the_losses_of_one_process(tmp_path: Path) -> None:
@@ -238,7 +237,9 @@ def test_the_teaching_example_in_two_stages_has_the_losses_of_one_process(tmp_pa
         assert "64 samples per step = 8 micro-batches × 8 samples × 1 replica" in result.stdout
         assert "sgd, lr 0.1, linear decay to 30%" in result.stdout
         assert "eval at step 10" in result.stdout
-    single, piped, filled = (losses_of(tmp_path, number) for number in (1, 2, 3))
+    single, piped, filled = (
+        step_losses(tmp_path / f"runs/mlp_2p/{number}") for number in (1, 2, 3)
+    )
     assert len(single) == 20
     assert piped == pytest.approx(single, rel=1e-6)
     assert filled == pytest.approx(single, rel=1e-6)
@@ -253,10 +254,7 @@ def test_training_from_exported_weights_goes_on_where_it_ended(made: Path) -> No
         made, "train", *options, "--steps", "1", "--init-from", "one/weights", "--output", "two"
     )
     assert second.returncode == 0, second.stderr
-    ended, began = (
-        json.loads((made / name / "metrics.jsonl").read_text().splitlines()[line])["loss"]
-        for name, line in (("one", 39), ("two", 0))
-    )
+    (*_, ended), (began, *_) = (step_losses(made / name) for name in ("one", "two"))
     assert began < 2 * ended + 0.1
 
 
@@ -378,3 +376,33 @@ def test_two_stages_of_one_rank_train_as_the_plain_model(tmp_path: Path) -> None
         losses[schedule] = [event["loss"] for event in events if event["event"] == "step"]
     assert len(losses["1f1b"]) == 3
     assert losses["1f1b"] == pytest.approx(losses["single"], rel=1e-5)
+
+
+def test_report_makes_a_page_again_and_compares_runs(made: Path, tmp_path: Path) -> None:
+    folder = str(made / "generated_models/residual_mlp_2p")
+    short = ["--steps", "4", "--schedule", "single", "--log-every", "1", "-q"]
+    for name, lr in (("slow", "0.001"), ("fast", "0.01")):
+        options = [*DATA, *short, "--lr", lr, "--output", name]
+        assert run(tmp_path, "train", folder, *options).returncode == 0
+    page = tmp_path / "slow" / "report.html"
+    before = page.read_text()
+    page.unlink()
+    again = run(tmp_path, "train", "report", "slow")
+    assert again.stdout.strip() == "✓ slow/report.html" and page.read_text() == before
+    both = run(tmp_path, "train", "report", "slow", "fast")
+    assert both.returncode == 0, both.stderr
+    rows = [line.split("  ")[0] for line in both.stdout.splitlines()]
+    assert {"loss after 4 steps", "ranks idle", "lr"} <= set(rows)
+    assert (tmp_path / "comparison.html").is_file()
+    told = json.loads(run(tmp_path, "train", "report", "slow", "fast", "--json").stdout)
+    assert told["differences"]["lr"] == ["0.001", "0.01"]
+    alone = json.loads(run(tmp_path, "train", "report", "slow", "--json").stdout)
+    assert alone["last_step"] == 4 and alone["config"]["lr"] == 0.001
+    assert "holds no run" in error(run(tmp_path, "train", "report", "nowhere"))
+
+
+def test_a_generated_folder_may_be_called_report(made: Path, tmp_path: Path) -> None:
+    (tmp_path / "report").symlink_to(made / "generated_models/residual_mlp_2p")
+    dry = run(tmp_path, "train", "./report", *DATA, "--dry-run")
+    assert dry.returncode == 0, dry.stderr
+    assert "residual_mlp" in dry.stdout

@@ -47,7 +47,7 @@ def commands(document: Path) -> list[list[str]]:
 def shortened(command: list[str]) -> list[str]:
     """The command with two steps of training and no copies of the weights it would export."""
     text = re.sub(r"--steps \d+", "--steps 2", shlex.join(command))
-    if "asyncpipe-train" in command and not {"--steps", "--samples"} & set(command):
+    if "asyncpipe-train" in command and not {"--steps", "--samples", "report"} & set(command):
         text += " --steps 2"
     return shlex.split(text)
 

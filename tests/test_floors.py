@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PURE = {
-    "user_code",
+    *("user_code", "reading", "plan_check", "trust"),
     *(
         "plan",
         "sizes",
@@ -22,11 +22,19 @@ PURE = {
     ),
     *("dependencies", "lowering", "simulate", "timeline", "drawing", "forecast", "traffic"),
     *("alternating", "asynchronous", "folding", "delays", "interleaving", "zero_bubble"),
-    *("replicated", "scheduler", "activity", "idle", "trace"),
+    *("replicated", "scheduler", "activity", "idle", "trace", "pages", "wording"),
 }
 # The check runs the files and the profile times them as the runtime will; weights have one format.
 SHARED = {"pipe", "loading", "tensors", "host_memory", "split_backward"}
-COMMANDS = {"cli", "options", "terminal", "terminal_compare", "terminal_train"}
+COMMANDS = {
+    "cli",
+    "options",
+    "terminal",
+    "terminal_compare",
+    "terminal_report",
+    "terminal_sweep",
+    "terminal_train",
+}
 FILES = sorted(
     path
     for folder in ("partitioner", "runtime", "templates")

@@ -29,7 +29,13 @@ def test_the_package_list_equals_the_disk() -> None:
 
 
 def test_only_init_and_the_command_line_lie_at_the_root() -> None:
-    looks = {"terminal.py", "terminal_compare.py", "terminal_train.py"}
+    looks = {
+        "terminal.py",
+        "terminal_compare.py",
+        "terminal_report.py",
+        "terminal_sweep.py",
+        "terminal_train.py",
+    }
     of_the_command_line = {"cli.py", "options.py", *looks}
     assert {path.name for path in ROOT.glob("*.py")} == {"__init__.py", *of_the_command_line}
 

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
+from ...runtime.pages.templating import TEMPLATES
 from ..capture import Capture
 from ..split import StageGraph
 from .buffers import extra_tensors
@@ -24,7 +25,6 @@ from .header import Header, StageCard
 from .pages import render_readme
 from .simplify import simplify
 from .stage_file import StageWriter
-from .templating import TEMPLATES
 
 __all__ = [
     "CODES",

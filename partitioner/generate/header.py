@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from torch import Tensor, fx
 
+from ...runtime.wording import write_bytes
 from ..capture import Capture
 from ..split import StageGraph, stage_tensors
-from ..wording import write_bytes
 from .layout import WIDTH
 
 

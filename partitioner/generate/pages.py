@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ...runtime.pages.templating import TEMPLATES
 from ...runtime.plan import Plan, StageSpec, TensorSpec
 from ...runtime.traffic import traffic
-from ..wording import write_bytes
-from .templating import TEMPLATES
+from ...runtime.wording import write_bytes
 
 
 def render_readme(plan: Plan) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from ...runtime.pages.templating import TEMPLATES
 from ..capture import Capture
 from ..split import StageGraph, names_of_outputs
 from .canonical import Canonicalizer
@@ -20,7 +21,6 @@ from .layout import WIDTH, Code, call, lay_out
 from .members import Scope
 from .parts import Part, Parts
 from .structure import build, build_flat
-from .templating import TEMPLATES
 from .tying import ties
 
 

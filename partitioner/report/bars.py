@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from ...runtime.pages.bars import Bar, segment
 from ...runtime.plan import Plan
-from ..wording import write_bytes, write_ms, write_share
+from ...runtime.wording import write_bytes, write_ms, write_share
 
 _FAR = 2.5  # a limit so many times above the fullest rank would make all bars short
 
@@ -32,31 +33,6 @@ MEANINGS = {
     "transport": "boundary tensors sent, or to be received",
     "transient": "the most that one operation needs beside",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """A part of a bar in percent of the scale, with a letter if there is room for it."""
-
-    kind: str
-    percent: float
-    letter: str
-    title: str
-
-
-@dataclass(frozen=True, slots=True)
-class Bar:
-    """One row: its segments, and in percent of the scale where more begins than there may be
-    (`over_from` to the end of the bar)."""
-
-    label: str
-    segments: tuple[Segment, ...]
-    value: str
-    title: str
-    is_slowest: bool = False
-    over_from: float | None = None
-    over_percent: float = 0.0
-    limit: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +104,7 @@ def _time_bar(
 ) -> Bar:
     kinds = ("forward", "backward", "transfers")
     segments = tuple(
-        _segment(kind, kind[0].upper(), time_ms / scale, f"{label}: {kind} {write_ms(time_ms)}")
+        segment(kind, kind[0].upper(), time_ms / scale, f"{label}: {kind} {write_ms(time_ms)}")
         for kind, time_ms in zip(kinds, times_ms, strict=False)
         if time_ms > 0
     )
@@ -154,7 +130,7 @@ def memory_bars(plan: Plan) -> Bars:
             Bar(
                 label=f"rank {rank}",
                 segments=tuple(
-                    _segment(
+                    segment(
                         kind,
                         KINDS[kind],
                         size / scale,
@@ -208,7 +184,3 @@ def _limits_note(limits: Sequence[int | None], scale: float) -> str:
         names = " and ".join(write_bytes(limit) for limit in sorted(far))
         return f"The limit of {names} is beyond the scale."
     return "The line is what the device has; what is beyond it would run out of memory."
-
-
-def _segment(kind: str, letter: str, share: float, title: str) -> Segment:
-    return Segment(kind, 100 * share, letter if share > 0.03 else "", title)

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from ...runtime.forecast import forecast_one_step
+from ...runtime.pages.cards import Card
 from ...runtime.plan import Plan
 from ...runtime.traffic import traffic
-from ..wording import counted, write_bytes, write_ms, write_share
+from ...runtime.wording import counted, write_bytes, write_ms, write_share
 from .curves import drawn_schedules
 
 _MORE = (1, 2, 4)  # times the plan's micro-batches
-
-
-@dataclass(frozen=True, slots=True)
-class Card:
-    """A heading, a number and what stands behind it."""
-
-    heading: str
-    number: str
-    detail: str
 
 
 def cards(plan: Plan) -> tuple[Card, ...]:

@@ -7,12 +7,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ...runtime.forecast import forecast_one_step, told_schedules
+from ...runtime.pages.chart import (
+    BOTTOM,
+    HEIGHT,
+    LEFT,
+    RIGHT,
+    TOP,
+    WIDTH,
+    Chart,
+    Line,
+    Point,
+)
 from ...runtime.plan import Plan
 from ...runtime.schedules import AUTO
-from ..wording import write_ms, write_share
+from ...runtime.wording import write_ms, write_share
 
 _COUNTS = (1, 2, 4, 8, 16, 32, 64)
-_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 480, 220, 58, 14, 12, 34
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,36 +45,6 @@ class Sample:
     @property
     def idle(self) -> str:
         return write_share(self.idle_share)
-
-
-@dataclass(frozen=True, slots=True)
-class Point:
-    x: float
-    y: float
-    title: str
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """One schedule in one chart."""
-
-    schedule: str
-    number: int
-    path: str
-    points: tuple[Point, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Chart:
-    heading: str
-    width: int
-    height: int
-    left: int
-    right: int
-    bottom: int
-    lines: tuple[Line, ...]
-    x_ticks: tuple[tuple[float, str], ...]
-    y_ticks: tuple[tuple[float, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,13 +92,13 @@ def _chart(
     write: Callable[[float], str],
 ) -> Chart:
     most = _round_up(max(map(height_of, samples)) or 1.0)
-    bottom, right = _HEIGHT - _BOTTOM, _WIDTH - _RIGHT
+    bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
 
     def x_of(count: int) -> float:
-        return round(_LEFT + (right - _LEFT) * _COUNTS.index(count) / (len(_COUNTS) - 1), 2)
+        return round(LEFT + (right - LEFT) * _COUNTS.index(count) / (len(_COUNTS) - 1), 2)
 
     def y_of(height: float) -> float:
-        return round(bottom - (bottom - _TOP) * height / most, 2)
+        return round(bottom - (bottom - TOP) * height / most, 2)
 
     lines = []
     for number, schedule in enumerate(dict.fromkeys(sample.schedule for sample in samples)):
@@ -135,9 +115,9 @@ def _chart(
         lines.append(Line(schedule, number, path, points))
     return Chart(
         heading=heading,
-        width=_WIDTH,
-        height=_HEIGHT,
-        left=_LEFT,
+        width=WIDTH,
+        height=HEIGHT,
+        left=LEFT,
         right=right,
         bottom=bottom,
         lines=tuple(lines),

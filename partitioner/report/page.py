@@ -7,14 +7,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from itertools import groupby
 
-from markupsafe import Markup
-
 from ... import __version__
+from ...runtime.pages.templating import in_script, render
 from ...runtime.plan import TOPICS, Candidate, Finding, Plan
 from ...runtime.traffic import spec_bytes, traffic
+from ...runtime.wording import write_bytes, write_gap, write_ms, write_share
 from ..generate.pages import shared_sentences, title_of
-from ..generate.templating import TEMPLATES
-from ..wording import write_bytes, write_gap, write_ms, write_share
 from .bars import cost_bars, memory_bars
 from .cards import cards
 from .curves import curves
@@ -37,10 +35,13 @@ def render_report(plan: Plan, code: Mapping[str, str]) -> str:
         ],
         "by_micro_batches": [asdict(sample) for sample in by_count.samples],
     }
-    return TEMPLATES.get_template("report.html.j2").render(
+    return render(
+        "report.html.j2",
         plan=plan,
         title=title_of(plan),
         status=_status(plan),
+        is_good=plan.optimal,
+        command=plan.command,
         facts=_facts(plan),
         cards=cards(plan),
         graph=stage_graph(plan),
@@ -54,14 +55,9 @@ def render_report(plan: Plan, code: Mapping[str, str]) -> str:
         candidates=[_candidate_row(candidate) for candidate in plan.candidates],
         stages=stage_details(plan, code),
         notes=(*shared_sentences(plan), *plan.notes, *plan.explanation),
-        plan_json=_in_script(plan.to_json()),
-        simulated_json=_in_script(json.dumps(simulated, indent=1)),
+        plan_json=in_script(plan.to_json()),
+        simulated_json=in_script(json.dumps(simulated, indent=1)),
     )
-
-
-def _in_script(text: str) -> Markup:
-    """JSON that no browser takes for the end of the script around it."""
-    return Markup(text.replace("<", "\\u003c"))
 
 
 def _status(plan: Plan) -> str:

@@ -9,7 +9,7 @@ from markupsafe import Markup
 
 from ...runtime.plan import Plan, StageSpec, TensorSpec
 from ...runtime.traffic import spec_bytes
-from ..wording import counted, write_bytes, write_ms, write_share
+from ...runtime.wording import counted, write_bytes, write_ms, write_share
 from .code import highlighted
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ...runtime.plan import Plan, StageSpec
 from ...runtime.traffic import spec_bytes
-from ..wording import write_bytes, write_ms
+from ...runtime.wording import write_bytes, write_ms
 
 _WIDTH, _HEIGHT, _GAP = 158, 92, 64
 _LEVEL = 24  # between two arcs one above the other

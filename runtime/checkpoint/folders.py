@@ -66,6 +66,11 @@ def name_of(step: int) -> str:
     return f"step-{step:06}"
 
 
+def is_name(name: str) -> bool:
+    """Whether a checkpoint may be called so."""
+    return _NAME.fullmatch(name) is not None
+
+
 def is_checkpoint(path: Path) -> bool:
     return (path / MANIFEST).is_file()
 

@@ -4,6 +4,7 @@
                                   model; a new run where there is none
     --resume RUN                  the newest good checkpoint of that run
     --resume RUN/checkpoints/..   that checkpoint
+    --resume URL                  a new run from the newest there, or from that one (`elsewhere.py`)
 
 The run goes on in its own folder, or, with another --output, in a new one. Nothing here imports
 torch.
@@ -18,15 +19,16 @@ from pathlib import Path
 from typing import Any
 
 from ..training.settings import OF_THIS_CALL, Settings, SettingsError, read_config
+from .elsewhere import AUTO, options_at
 from .folders import CHECKPOINTS, checkpoints_in, is_checkpoint
+from .location import is_url
 
-AUTO = "auto"
 CONFIGURATION = "config.toml"
 _OF_WATCHING = frozenset(
     {
         *("folder", "log_every", "trace", "eval_every", "eval_batches", "export_hf", "init_from"),
         *("save_every", "keep_last", "keep_best", "timeout_s", "stall_s", "threads", "pin"),
-        *("interface", "master_addr", "master_port", "transport", "check_replicas"),
+        *("save_to", "interface", "master_addr", "master_port", "transport", "check_replicas"),
     }
 )
 """Options that a run may have otherwise when it goes on, and nothing is said of it."""
@@ -81,6 +83,8 @@ def candidates(settings: Settings, folder: Path) -> tuple[list[Path], bool]:
 def with_options_of_run(given: Mapping[str, Any]) -> dict[str, Any]:
     """The options given, over those of the run that they resume."""
     resume, output = given.get("resume"), given.get("output")
+    if resume is not None and is_url(resume):
+        return {**options_at(resume), **given}
     run = _run_of(resume, output, str(given.get("folder", "")))
     if run is None or not (run / CONFIGURATION).is_file():
         return dict(given)
@@ -134,7 +138,7 @@ def _is_same(one: Path, other: Path) -> bool:
 
 
 def _run_of(resume: str | None, output: str | None, folder: str) -> Path | None:
-    if resume is None:
+    if resume is None or is_url(resume):
         return None
     if resume == AUTO:
         if output is not None:

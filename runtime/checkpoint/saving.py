@@ -24,6 +24,7 @@ from ..plan import Plan
 from ..tensors import shard_name, write_index
 from ..training.board import Board
 from ..training.export import names_by_stage
+from .elsewhere import copy
 from .folders import (
     CHECKPOINTS,
     FACTS,
@@ -53,9 +54,9 @@ class Part:
 
 class Saver:
     """Writes the checkpoints of one run; every rank has one. `last` and `best` say how many are
-    kept; `tell` is told on rank 0 of each that there is, by the thread that calls `poll`. `newest`
-    is the last one, on rank 0. `unused` are the names of the weights that no stage reads, as far as
-    they are known."""
+    kept, `save_to` where they are copied to; `tell` is told on rank 0 of each that there is, by the
+    thread that calls `poll`. `newest` is the last one, on rank 0. `unused` are the names of the
+    weights that no stage reads, as far as they are known."""
 
     def __init__(
         self,
@@ -67,6 +68,7 @@ class Saver:
         *,
         last: int,
         best: int,
+        save_to: str | None,
         patience_s: float,
         tell: Callable[[str], None],
         unused: Collection[str] = (),
@@ -74,7 +76,7 @@ class Saver:
         self.newest: Path | None = None
         self._run_folder, self._plan, self._world, self._board = run_folder, plan, world, board
         self._activities, self._tell, self._unused = activities, tell, unused
-        self._last, self._best, self._patience_s = last, best, patience_s
+        self._last, self._best, self._save_to, self._patience_s = last, best, save_to, patience_s
         self._thread: threading.Thread | None = None
         self._failed: list[CheckpointError] = []
         self._notes: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -135,7 +137,10 @@ class Saver:
             files |= entries
         self._complete(target, files, facts)
         size = sum(int(entry[0]) for entry in files.values()) / (1 << 20)
-        self._notes.put(f"{target} ({size:.1f} MiB in {time.perf_counter() - start_s:.1f} s)")
+        told = f"{target} ({size:.1f} MiB in {time.perf_counter() - start_s:.1f} s)"
+        if self._save_to is not None:
+            told += f" · {copy(target, self._save_to, last=self._last, best=self._best)}"
+        self._notes.put(told)
 
     def _write_own(self, folder: Path, part: Part) -> list[Path]:
         # It loads torch.distributed.checkpoint, which not every run needs.

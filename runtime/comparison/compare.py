@@ -19,6 +19,7 @@ from pathlib import Path
 from ..launching.jobs import make_job
 from ..plan import read_plan
 from ..training.settings import Settings
+from ..trust import is_trusted, remember, untrusted
 from .methods import read_method
 from .plot import draw
 from .runs import Run, arms, key_of, make_runs
@@ -49,11 +50,16 @@ def compare(
     """Makes the runs that are missing, and writes the table and the plot of all of them.
 
     Without an `eval_every` of their own runs are evaluated ten times. `on_run` is told each run,
-    its number and how many there are. Raises AsyncPipeError where a method is not known or does not
+    its number and how many there are. Raises TrustError when the folder came from elsewhere and
+    nobody trusts it, AsyncPipeError where a method is not known or does not
     fit the model, before anything is run.
     """
 
     plan = read_plan(settings.folder)
+    if settings.trust:
+        remember(settings.folder)
+    elif not is_trusted(settings.folder):
+        raise untrusted(settings.folder)
     folder = Path(settings.output or Path("runs") / Path(settings.folder).resolve().name)
     folder = folder if settings.output else folder / "comparison"
     settings = replace(

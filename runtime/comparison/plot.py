@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from ..pages.ticks import ticks_around
 from .table import Ends, Row, mean_curve
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 520, 340, 56, 14, 34, 44
@@ -80,7 +81,7 @@ def _panel(
     lowest = min((min(line.low) for line in series), default=0.0)
     # What is above the second evaluation of the best is the same for all.
     highest = max((sorted(line.high)[-2] for line in series if len(line.high) > 1), default=1.0)
-    y_ticks = _ticks(lowest, max(highest, lowest + 1e-6))
+    y_ticks = ticks_around(lowest, max(highest, lowest + 1e-6))
     floor, ceiling = y_ticks[0], y_ticks[-1]
     right, bottom = left + _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
 
@@ -98,7 +99,7 @@ def _panel(
             f'stroke="#dddddd"/><text x="{left + _LEFT - 6}" y="{y_of(tick) + 4}" '
             f'text-anchor="end">{tick:g}</text>'
         )
-    for tick in _ticks(0.0, x_most):
+    for tick in ticks_around(0.0, x_most):
         if tick <= x_most:
             yield (f'<text x="{x_of(tick)}" y="{bottom + 16}" text-anchor="middle">{tick:g}</text>')
     yield f'<text x="{right}" y="{bottom + 34}" text-anchor="end">{x_label}</text>'
@@ -129,12 +130,3 @@ def _legend(series: Sequence[Series]) -> Iterable[str]:
             f'<line x1="{x}" x2="{x + 26}" y1="{y - 4}" y2="{y - 4}" stroke="{line.colour}" '
             f'stroke-width="2.5"{dashes}/><text x="{x + 32}" y="{y}">{escape(line.label)}</text>'
         )
-
-
-def _ticks(low: float, high: float) -> list[float]:
-    """Four to eight round numbers from below `low` to above `high`."""
-    rough = (high - low) / 5
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(power * factor for factor in (1, 2, 5, 10) if rough <= power * factor)
-    first, last = math.floor(low / step), math.ceil(high / step)
-    return [round(step * number, 10) for number in range(first, last + 1)]

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 from ..errors import DataError
 from ..launching.jobs import make_job
+from ..reading import read_json_lines, shaped
 from ..training.settings import OF_THIS_CALL, Settings
 from .methods import Method
 from .trial import Curve, train_alone
@@ -89,8 +89,10 @@ def read_runs(path: Path) -> dict[str, Run]:
     is no run."""
     if not path.is_file():
         return {}
-    runs = (_run_from(line, path) for line in path.read_text(encoding="utf-8").splitlines())
-    return {run.key: run for run in runs}
+    cure = "Remove the line, or give another folder with --output."
+    # Of a run that ended early an evaluation may be no number.
+    lines = read_json_lines(path, DataError, cure, finite=False)
+    return {run.key: run for run in (shaped(Run, raw, origin) for raw, origin in lines)}
 
 
 def make_runs(wanted: Iterable[Arm], path: Path) -> Iterator[tuple[Run, bool]]:
@@ -134,19 +136,6 @@ def key_of(arm: Arm, folder: Path) -> str:
     }
     content = [options, [stage.sha256 for stage in job.planned.stages]]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _run_from(line: str, path: Path) -> Run:
-    try:
-        read: Mapping[str, Any] = json.loads(line)
-        curve = read["curve"]
-        steps, *losses = (tuple(curve[name]) for name in ("steps", "evaluated", "trained"))
-        return Run(**{**read, "curve": Curve(steps, losses[0], losses[1], curve["end"])})
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise DataError(
-            f"{path} has a line that is no run of a comparison: {line[:60]}",
-            "Remove the line, or give another folder with --output.",
-        ) from error
 
 
 def _rest(method: str) -> str:

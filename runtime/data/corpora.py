@@ -42,7 +42,8 @@ def read_corpus(source: str) -> list[str]:
 def text_files(path: Path) -> list[Path]:
     """The text files under a path, in the order of their names; a file is taken as it is."""
     if path.is_dir():
-        return sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES)
+        found = (file for file in path.rglob("*") if file.suffix in SUFFIXES)
+        return sorted(file for file in found if file.is_file())
     if not path.is_file():
         raise DataError(
             f"--data {path}: no such file, folder or built-in corpus.",
@@ -54,6 +55,8 @@ def text_files(path: Path) -> list[Path]:
 def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}.") from error
     except UnicodeDecodeError as error:
         raise DataError(
             f"{path} is not UTF-8 text: {error.reason} at byte {error.start}."

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from ..arguments import arguments_of
+from ..errors import PlanError
 from ..plan import Plan, TensorSpec
+from ..reading import Origin, parse_json, read_text
 
 TARGET = "target"
 """The field of a micro-batch that a criterion outside the model reads."""
@@ -63,12 +64,16 @@ def find_task(plan: Plan, *, criterion: str | None, architecture: str = "") -> T
 
 
 def architecture_of(folder: str | Path) -> str:
-    """The class name in `hf/config.json` of a generated folder, or an empty text."""
+    """The class name in `hf/config.json` of a generated folder, or an empty text.
+
+    Raises PlanError when the file is damaged."""
     path = Path(folder) / "hf" / "config.json"
     if not path.is_file():
         return ""
-    names = json.loads(path.read_text(encoding="utf-8")).get("architectures") or [""]
-    return str(names[0])
+    origin = Origin(str(path), PlanError, "Partition the model again.")
+    raw = parse_json(read_text(path, origin), origin, finite=False)
+    names = raw.get("architectures") if isinstance(raw, dict) else None
+    return str(names[0]) if isinstance(names, list) and names else ""
 
 
 def _sample_input(plan: Plan) -> TensorSpec:

@@ -7,6 +7,7 @@ A tokenised file is a `.bin` of little-endian uint16 or uint32, with `NAME.bin.j
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import DataError
+from ..reading import Origin, known_fields, parse_json, read_text, shaped
 from .corpora import iterate_text, read_corpus
 
 Ids = NDArray[np.unsignedinteger[Any]]
@@ -100,26 +102,55 @@ def read_bin(path: Path) -> Tokens:
     """Maps a tokenised file into memory. Raises DataError when it or its header is damaged."""
     if not path.is_file():
         raise DataError(f"--data {path}: no such file.")
-    header: dict[str, Any] = {"dtype": "uint16", "tokenizer": "unknown"}
-    if _header_path(path).is_file():
-        try:
-            header |= json.loads(_header_path(path).read_text(encoding="utf-8"))
-        except (json.JSONDecodeError, UnicodeDecodeError, TypeError) as error:
-            raise DataError(f"{_header_path(path)} is not a JSON object: {error}.") from error
-    if header["dtype"] not in _DTYPES:
-        raise DataError(f"{path} holds {header['dtype']}.", f"Write {' or '.join(_DTYPES[1:])}.")
-    dtype = np.dtype(header["dtype"]).newbyteorder("<")
+    header = _read_header(path)
+    dtype = np.dtype(header.dtype).newbyteorder("<")
     size = path.stat().st_size
     if size == 0 or size % dtype.itemsize:
         raise DataError(f"{path} has {size} bytes: not a whole number of {dtype.name} tokens.")
-    ids = np.memmap(path, dtype=dtype, mode="r")
-    return Tokens(
-        ids,
-        str(header["tokenizer"]),
-        int(header.get("vocab_size", 1 << (8 * dtype.itemsize))),
-        tuple(header.get("starts", (0,))),
-        int(header.get("mask", 0)),
-    )
+    try:
+        ids = np.memmap(path, dtype=dtype, mode="r")
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}.") from error
+    if header.starts[-1] >= len(ids):
+        raise DataError(
+            f"{path} has {len(ids)} tokens, but its header says that a document starts at "
+            f"{header.starts[-1]}.",
+            "Tokenise the text again.",
+        )
+    vocab_size = header.vocab_size or 1 << (8 * dtype.itemsize)
+    return Tokens(ids, header.tokenizer, vocab_size, header.starts, header.mask)
+
+
+@dataclass(frozen=True)
+class _Header:
+    """What stands beside a tokenised file."""
+
+    dtype: str = "uint16"
+    vocab_size: int | None = None
+    tokenizer: str = "unknown"
+    mask: int = 0
+    starts: tuple[int, ...] = (0,)
+
+
+def _read_header(path: Path) -> _Header:
+    """The header of a tokenised file; what it says beside these fields is not ours."""
+    file = _header_path(path)
+    if not file.is_file():
+        return _Header()
+    origin = Origin(str(file), DataError, "Tokenise the text again.")
+    raw = known_fields(_Header, parse_json(read_text(file, origin), origin))
+    header = shaped(_Header, raw, origin)
+    if header.dtype not in _DTYPES:
+        raise DataError(f"{path} holds {header.dtype}.", f"Write {' or '.join(_DTYPES[1:])}.")
+    starts, most = header.starts, 1 << (8 * np.dtype(header.dtype).itemsize)
+    if not 0 < (header.vocab_size or 1) <= most or not 0 <= header.mask < most:
+        raise origin.refused(
+            f" has vocab_size {header.vocab_size} and mask {header.mask}, but {header.dtype} goes "
+            f"to {most - 1}."
+        )
+    if not starts or starts[0] != 0 or list(starts) != sorted(starts):
+        raise origin.refused(": starts are not the documents' places, from 0 on.")
+    return header
 
 
 def _header_path(path: Path) -> Path:
@@ -136,7 +167,7 @@ def _tokenizer(tokenizer: str, documents: list[str], folder: Path) -> Any:
         ) from error
     name, _, size = tokenizer.partition(":")
     if name == "bpe":
-        if not size.isdigit() or int(size) <= 256:
+        if not re.fullmatch("[0-9]{3,8}", size) or int(size) <= 256:
             raise DataError(
                 f"--tokenizer {tokenizer} names no size over 256.", "--tokenizer bpe:4096"
             )

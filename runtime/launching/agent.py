@@ -17,8 +17,8 @@ from typing import Any
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
-from torch.distributed.elastic.rendezvous import RendezvousParameters
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+from .loopback import Loopback
 
 _SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 _ENDING = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -42,8 +42,7 @@ class RankAgent(LocalElasticAgent):
         on_failure: Callable[[Mapping[int, int]], None],
     ) -> None:
         redirects = {rank: Std.ERR if rank == 0 else Std.ALL for rank in range(ranks)}
-        meeting = RendezvousParameters("c10d", "127.0.0.1:0", "ranks", 1, 1, local_addr="127.0.0.1")
-        self._meeting = get_rendezvous_handler(meeting)
+        self._meeting = Loopback("ranks")
         spec = WorkerSpec(
             role="ranks",
             local_world_size=ranks,

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..checkpoint.resuming import how_to_go_on
-from ..errors import AsyncPipeError, TransportError
+from ..errors import AsyncPipeError, TransportError, root_of
 from ..transports.mpi import leave_mpi
 from .disk import disk_error, disk_is_tight, unwritable
 
@@ -234,13 +234,6 @@ def failure_of(
 def with_way_on(error: RankError, run: Path) -> RankError:
     """The error, whose cure also says from which checkpoint the run can go on."""
     error.cure = f"{error.cure}{how_to_go_on(run)}".removeprefix(" · ")
-    return error
-
-
-def root_of(error: BaseException) -> BaseException:
-    """The innermost AsyncPipeError that the error comes from, or the error itself."""
-    while isinstance(error.__cause__, AsyncPipeError):
-        error = error.__cause__
     return error
 
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from ..checkpoint.elsewhere import bring
 from ..checkpoint.resuming import CONFIGURATION, resumed_run, runs_of
 from ..data.task import architecture_of
 from ..errors import AsyncPipeError
 from ..plan import read_plan
 from ..replication.grid import grid_of
+from ..trackers.choose import check_log
 from ..training.loop import train
 from ..training.resolve import resolve, sized_plan
 from ..training.segments import make_segment
@@ -41,6 +42,7 @@ def make_job(settings: Settings, folder: Path | None = None) -> Job:
     if resolved.debug is not None:
         schedule = make_segment(sized_plan(planned, resolved), resolved, steps=1)
         check_debugger(resolved, grid_of(schedule, resolved.replicas).processes)
+    check_log(resolved)
     return Job(resolved, task, planned, folder or _next_folder(settings))
 
 
@@ -62,10 +64,7 @@ def make_folder(job: Job) -> Job:
     while True:
         try:
             (job.folder / "ranks").mkdir(parents=True)
-            new = job.folder / f"{CONFIGURATION}.new"
-            new.write_text(job.settings.to_toml(), encoding="utf-8")
-            new.replace(job.folder / CONFIGURATION)
-            return job
+            break
         except FileExistsError:
             if job.settings.output is not None:
                 raise SettingsError(
@@ -73,10 +72,17 @@ def make_folder(job: Job) -> Job:
                 ) from None
             job = replace(job, folder=_next_folder(job.settings))
         except OSError as error:
-            shutil.rmtree(job.folder / "ranks", ignore_errors=True)
-            with contextlib.suppress(OSError):
-                (job.folder / f"{CONFIGURATION}.new").unlink()
             raise disk_error(error, job.folder) or error from None
+    new = job.folder / f"{CONFIGURATION}.new"
+    try:
+        bring(job.settings, job.folder)
+        new.write_text(job.settings.to_toml(), encoding="utf-8")
+        new.replace(job.folder / CONFIGURATION)
+    except (AsyncPipeError, OSError) as error:
+        shutil.rmtree(job.folder / "ranks")
+        new.unlink(missing_ok=True)
+        raise (disk_error(error, job.folder) or error) from None
+    return job
 
 
 def reopen_folder(job: Job) -> Job:

@@ -10,12 +10,14 @@ import json
 import os
 import shutil
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from ..errors import AsyncPipeError
+from ..errors import AsyncPipeError, root_of
 from ..replication.grid import grid_of
 from ..replication.replicas import as_started, check_ranks
+from ..run_report.writing import reported
 from ..schedule_text import to_text
 from ..training.facts import announce, forecast_run
 from ..training.half import find_boundary_dtypes
@@ -23,11 +25,13 @@ from ..training.segments import make_segment
 from ..training.settings import Settings, SettingsError
 from ..training.setup import Job
 from ..training.transport import expect_transport
+from ..trust import is_trusted, remember, untrusted
 from ..watching.metrics import Reporter
 from .disk import disk_error
-from .failure import RankError, RankFolder, failure_of, root_of
+from .failure import RankError, RankFolder, failure_of
 from .jobs import make_folder, make_job, reopen_folder, reporter_factory, run_rank
 from .launchers import Place, find_place
+from .max_run import ended_after
 from .own_ranks import interruption, stages_of_ranks, start_ranks
 from .seats import find_machine, own_seat
 from .world import World, join, leave, stay_alone
@@ -40,23 +44,29 @@ def run(settings: Settings, reporter: str) -> int:
     """Trains a generated model to the end; 0.
 
     `reporter` is the `module:function` that makes a Reporter of settings, in the process of rank
-    0. Raises AsyncPipeError with the first cause when a rank fails, when all ranks have ended;
-    KeyboardInterrupt, with the step, after Ctrl-C.
+    0. Raises TrustError when the folder came from elsewhere and nobody trusts it; AsyncPipeError
+    with the first cause when a rank fails, when all ranks have ended; KeyboardInterrupt, with the
+    step, after Ctrl-C.
     """
     place = find_place(
         os.environ, master_addr=settings.master_addr, master_port=settings.master_port
     )
     job = make_job(settings if place is None else as_started(settings, place.ranks))
+    if settings.trust:
+        remember(settings.folder)
     has_one_rank = job.settings.schedule == "single" or job.settings.ranks == 1
     alone = has_one_rank and job.settings.replicas == 1
     if settings.dry_run:
         _show(job, reporter_factory(reporter)(job.settings))
-    elif place is not None and (place.ranks > 1 or not alone):
-        _join(job, place, reporter)
-    elif alone and not job.settings.restarts:
-        _run_alone(job, reporter)
-    else:
-        start_ranks(job, reporter)
+        return 0
+    # What ends one rank ends all.
+    with ended_after(settings.max_run_s if place is None or place.rank == 0 else None):
+        if place is not None and (place.ranks > 1 or not alone):
+            _join(job, place, reporter)  # any rank's trust is enough there
+        else:
+            _check_trust(settings)
+            in_this_process = alone and not job.settings.restarts
+            (_run_alone if in_this_process else start_ranks)(job, reporter)
     return 0
 
 
@@ -66,12 +76,20 @@ def schedule_text(settings: Settings) -> str:
     return to_text(make_segment(job.plan, job.settings, steps=1).compute)
 
 
+def _check_trust(settings: Settings) -> None:
+    """Raises TrustError where the folder's code is not to be run yet."""
+    if not settings.trust and not is_trusted(settings.folder):
+        raise untrusted(settings.folder)
+
+
 def _show(job: Job, reporter: Reporter) -> None:
     """A dry run: everything is checked and said, nothing is started or written."""
     settings, plan = job.settings, job.plan
+    if settings.precision != "full":  # what crosses then is known from the stages' code alone
+        _check_trust(settings)
     schedule = make_segment(plan, settings, steps=1)
     grid = grid_of(schedule, settings.replicas)
-    seats = (own_seat(settings.device, plan),) * grid.processes
+    seats = (own_seat(settings, plan),) * grid.processes
     machine = find_machine(settings, plan, seats, 0)
     dtypes = find_boundary_dtypes(settings, plan)
     forecast = forecast_run(plan, job.planned, settings, machine.cores, schedule, dtypes)
@@ -79,6 +97,7 @@ def _show(job: Job, reporter: Reporter) -> None:
     announce(
         reporter,
         plan,
+        job.planned,
         settings,
         job.task,
         schedule,
@@ -95,17 +114,18 @@ def _run_alone(job: Job, reporter: str) -> None:
     world = stay_alone(job.settings, job.plan)
     job = make_folder(job)
     ranks = RankFolder(job.folder)
-    try:
-        run_rank(job, world, reporter)
-    except SystemExit:
-        shutil.rmtree(ranks.path)
-        raise
-    except AsyncPipeError as error:
-        raise root_of(error) from None
-    except OSError as error:
-        raise disk_error(error, job.folder) or error from None
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(interruption(ranks)) from None
+    with reported(job.folder):
+        try:
+            run_rank(job, world, reporter)
+        except SystemExit:
+            shutil.rmtree(ranks.path)
+            raise
+        except AsyncPipeError as error:
+            raise root_of(error) from None
+        except OSError as error:
+            raise disk_error(error, job.folder) or error from None
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(interruption(ranks)) from None
     shutil.rmtree(ranks.path)
 
 
@@ -120,7 +140,8 @@ def _join(job: Job, place: Place, reporter: str) -> None:
         left = RankFolder(job.folder)
         stopped: SystemExit | None = None
         try:
-            run_rank(job, world, reporter)
+            with reported(job.folder) if place.rank == 0 else nullcontext():
+                run_rank(job, world, reporter)
         except SystemExit as asked:
             stopped = asked
         world.meet()

@@ -10,13 +10,14 @@ import json
 import shutil
 import signal
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import torch
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from ..checkpoint.resuming import how_to_go_on
 from ..replication.grid import grid_of
+from ..run_report.writing import reported
 from ..schedule import Schedule
 from ..training.resolve import check_devices
 from ..training.segments import make_segment
@@ -44,12 +45,17 @@ def start_ranks(job: Job, reporter: str) -> None:
     check_devices(job.settings, job.plan, grid.processes, torch.cuda.device_count())
     expect_transport(job.settings, job.plan, grid.ranks)
     job = make_folder(job)
-    options = json.dumps(asdict(job.settings))
-    command = ("-m", WORKER, options, str(job.folder), reporter)
+    with reported(job.folder):
+        _run_ranks(job, reporter, stages_of_ranks(schedule, job.settings.replicas))
+
+
+def _run_ranks(job: Job, reporter: str, stages: Mapping[int, str]) -> None:
     left = RankFolder(job.folder)
+    options = json.dumps(asdict(replace(job.settings, trust=True)))  # or nobody had come here
+    command = ("-m", WORKER, options, str(job.folder), reporter)
     try:
         with HandingOn(job.settings.patience_s) as signals:
-            attempts = _Attempts(job, stages_of_ranks(schedule, job.settings.replicas), signals)
+            attempts = _Attempts(job, stages, signals)
             if job.settings.transport == "mpi":
                 attempts.over_mpi(command)
             else:

@@ -1,5 +1,8 @@
 """Settings + Plan -> a batch script for Slurm that trains so: one task a rank, no other launcher.
 
+Before its time is over, or where it is to make room, Slurm sends SIGUSR1 or SIGTERM: the run writes
+a checkpoint and ends with 143, and the script has the job queued once more, in which it goes on.
+
 The n-th host of the job takes the ranks of the plan's n-th host. Where these are not equally
 many, or come back to a host, Slurm is given a list of hosts by rank (`--distribution=arbitrary`).
 """
@@ -11,6 +14,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import fields
 from itertools import groupby
+from pathlib import Path
 
 from ..plan import Plan
 from ..replication.grid import grid_of
@@ -20,6 +24,9 @@ from .jobs import make_job
 
 CPUS_PER_TASK = 4
 """What a rank asks for when --threads does not say it."""
+
+NOTICE_S = 120
+"""How long before the end of its time a run is told of it."""
 
 _TIMES = re.compile(r"\d+|\d+:\d\d|\d+:\d\d:\d\d|\d+-\d+(:\d\d){0,2}")
 
@@ -63,6 +70,9 @@ def sbatch_script(settings: Settings, plan: Plan, ranks: int) -> str:
     lines += [
         f"#SBATCH --time={settings.time_limit}",
         "#SBATCH --output=%x-%j.log",
+        "#SBATCH --open-mode=append",
+        "#SBATCH --requeue",
+        f"#SBATCH --signal=USR1@{NOTICE_S}",
         "set -euo pipefail",
         "",
         'mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")',
@@ -79,8 +89,20 @@ def sbatch_script(settings: Settings, plan: Plan, ranks: int) -> str:
             f"""printf '%s\\n' {by_rank} > "$SLURM_HOSTFILE\"""",
         ]
         options.append("--distribution=arbitrary")
-    command = shlex.join(train_command(settings))
-    lines += ["", f"srun --ntasks={ranks} {' '.join(options)} \\", f"    {command}"]
+    goes_on = "--resume auto"
+    if settings.output is None:
+        runs = Path("runs") / Path(settings.folder).resolve().name
+        goes_on += f' --output {shlex.quote(str(runs / "slurm-"))}"$SLURM_JOB_ID"'
+    lines += [
+        "",
+        f"srun --ntasks={ranks} {' '.join(options)} \\",
+        f"    {shlex.join(train_command(settings))} \\",
+        f"    {goes_on} || code=$?",
+        "",
+        "# There is a checkpoint: the time was nearly over, or the job is to make room.",
+        'if [ "${code:-0}" -eq 143 ]; then scontrol requeue "$SLURM_JOB_ID"; fi',
+        'exit "${code:-0}"',
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -89,7 +111,8 @@ def train_command(settings: Settings) -> list[str]:
     command = ["asyncpipe-train", settings.folder]
     for option in fields(Settings):
         value = getattr(settings, option.name)
-        if option.name in OF_THIS_CALL - {"output", "json"} or option.name == "folder":
+        kept = {"output", "json", "max_run", "trust"}
+        if option.name in OF_THIS_CALL - kept or option.name == "folder":
             continue
         if value == option.default or value is None:
             continue

@@ -12,15 +12,20 @@ import hashlib
 import json
 import os
 import socket
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
+from ... import __version__
+from ..errors import TransportError
 from ..plan import Plan
+from ..reading import Origin, known_fields, parse_json, shaped
 from ..training.resolve import check_devices, gpu_of_rank
 from ..training.settings import Settings, SettingsError
+from ..trust import code_hash, is_trusted
 from .pinning import Cpus, near_cores, share_cores
 from .topology import format_cpus, node_of_pci, parse_cpus, read_topology
 
@@ -35,51 +40,60 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """Where a rank sits, and what it runs. `cores` is how many of its CPUs' cores can be busy."""
+    """Where a rank sits, and what it runs. `cores` is how many of its CPUs' cores can be busy;
+    `trusted` says whether the code of the stages is trusted there."""
 
     host: str
-    cpus: str
-    cores: int
+    cpus: str = ""
+    cores: int = 1
     gpus: tuple[Gpu, ...] = ()
     versions: tuple[tuple[str, str], ...] = ()
+    trusted: bool = False
 
     def to_bytes(self) -> bytes:
         return json.dumps(asdict(self)).encode()
 
 
 def seat_from(content: bytes) -> Seat:
-    """What `to_bytes` wrote; spaces behind it do not matter."""
-    raw = json.loads(content)
-    gpus = tuple(Gpu(**each) for each in raw.pop("gpus"))
-    versions = tuple((name, value) for name, value in raw.pop("versions"))
-    return Seat(**raw, gpus=gpus, versions=versions)
+    """What `to_bytes` wrote, perhaps in another version; spaces behind it do not matter."""
+    origin = Origin("another rank's seat", TransportError)
+    return shaped(Seat, known_fields(Seat, parse_json(content.decode(), origin)), origin)
 
 
-def own_seat(device: str, plan: Plan) -> Seat:
+def own_seat(settings: Settings, plan: Plan) -> Seat:
     """The seat of this process; GPUs are looked at only when it is to compute on one."""
     topology = read_topology()
     return Seat(
         host=socket.gethostname(),
         cpus=format_cpus(topology.cpus),
         cores=topology.usable,
-        gpus=_visible_gpus() if device == "cuda" else (),
+        gpus=_visible_gpus() if settings.device == "cuda" else (),
         versions=(
+            ("asyncpipe", __version__),
             ("torch", torch.__version__),
             ("the plan", hashlib.sha256(plan.to_json().encode()).hexdigest()[:8]),
+            ("the stages", code_hash(settings.folder)[:8]),
         ),
+        trusted=settings.trust or is_trusted(settings.folder),
     )
 
 
 def check_alike(seats: Sequence[Seat]) -> None:
-    """Raises SettingsError, the same on all ranks, when one runs other versions than rank 0."""
-    for rank, seat in enumerate(seats):
-        for (name, value), (_, expected) in zip(seat.versions, seats[0].versions, strict=True):
-            if value != expected:
-                raise SettingsError(
-                    f"rank {rank} on {seat.host} has {name} {value}, "
-                    f"rank 0 on {seats[0].host} has {expected}.",
-                    "All ranks need the same: use one folder and one environment on all hosts.",
-                )
+    """Raises SettingsError, the same on all ranks, when one runs other versions than most."""
+    for name in dict.fromkeys(name for seat in seats for name, _ in seat.versions):
+        found = [dict(seat.versions).get(name, "none") for seat in seats]
+        ((usual, times),) = Counter(found).most_common(1)  # of two alike rank 0's
+        if times == len(seats):
+            continue
+        rank = next(rank for rank, value in enumerate(found) if value != usual)
+        other = found.index(usual)
+        others = f"rank {other} on {seats[other].host} has {usual}"
+        if times > 1:
+            others = f"{times} ranks have {usual}, such as rank {other} on {seats[other].host}"
+        raise SettingsError(
+            f"rank {rank} on {seats[rank].host} has {name} {found[rank]}, {others}.",
+            "All ranks need the same: use one folder and one environment on all hosts.",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +126,17 @@ def find_machine(settings: Settings, plan: Plan, seats: Sequence[Seat], rank: in
 
     Raises SettingsError when its host has too few GPUs.
     """
+    local = [other for other, seat in enumerate(seats) if seat.host == seats[rank].host]
+    return machine_with(settings, seats, rank, _gpus_of(settings, plan, seats, local))
+
+
+def machine_with(
+    settings: Settings, seats: Sequence[Seat], rank: int, gpus: Mapping[int, Gpu]
+) -> Machine:
+    """What `rank` computes with, of settings whose plan does not matter any more, when the ranks of
+    its host have those `gpus` (none on CPUs)."""
     own = seats[rank]
     local = [other for other, seat in enumerate(seats) if seat.host == own.host]
-    gpus = _gpus_of(settings, plan, seats, local)
     sharing = [other for other in local if seats[other].cpus == own.cpus]
     topology = read_topology(parse_cpus(own.cpus))
     near = [gpus[other].node if other in gpus else None for other in sharing]

@@ -20,6 +20,7 @@ from ..replication.grid import Grid
 from ..replication.replicas import stage_replicas
 from ..training.settings import Settings, SettingsError
 from ..transports.mpi import forget_segments, share_store
+from ..trust import untrusted
 from .interfaces import VARIABLES, address_of, choose_interface, name_interface
 from .launchers import ALONE, Place
 from .meeting import call_roll, joining_error, open_store
@@ -117,7 +118,8 @@ def join(place: Place, settings: Settings, plan: Plan) -> World:
     Ranks that the transport `mpi` joins already tell each other where.
 
     Raises TransportError when they cannot be reached in time, SettingsError when nothing says
-    where rank 0 is, when they are not alike, or when a host has too few GPUs.
+    where rank 0 is, when they are not alike, or when a host has too few GPUs, TrustError when the
+    folder's code is trusted on no host.
     """
     over_mpi = settings.transport == "mpi"
     if not place.head and not over_mpi:
@@ -145,10 +147,12 @@ def join(place: Place, settings: Settings, plan: Plan) -> World:
             world_size=place.ranks,
             timeout=datetime.timedelta(seconds=timeout_s),
         )
-        seats = _seats(own_seat(settings.device, plan), place.ranks)
+        seats = _seats(own_seat(settings, plan), place.ranks)
     except (dist.DistError, RuntimeError, ValueError) as error:
         raise joining_error(place, timeout_s, str(error)) from error
     check_alike(seats)
+    if not any(seat.trusted for seat in seats):  # they all have the same code
+        raise untrusted(settings.folder)
     machine = find_machine(settings, plan, seats, place.rank)
     # A figure may be on its way for as long as a step takes; the pipeline's own waits end a hang.
     patient = datetime.timedelta(days=1)
@@ -168,7 +172,7 @@ def join(place: Place, settings: Settings, plan: Plan) -> World:
 
 def stay_alone(settings: Settings, plan: Plan) -> World:
     """The world of a lone rank."""
-    return World(machine=find_machine(settings, plan, [own_seat(settings.device, plan)], 0))
+    return World(machine=find_machine(settings, plan, [own_seat(settings, plan)], 0))
 
 
 def leave() -> None:

@@ -1,12 +1,13 @@
 """An optimizer and a delay -> the staleness methods that are recommended: `--staleness auto`.
 
-    optimizer           with a delay        without
-    muon                stash+msnag         stash
-    all others          stash               stash
+    optimizer           no delay            one step                    more
+    muon                stash               stash+partial-gradient      stash+msnag
+    all others          stash               stash                       stash
 
-The delay is that of the first stage, ceil(W/k). What the rule rests on, and where that ends, is in
-docs/asynchronous-evidence.md. It is about more than methods: muon loses least by being late, and
-least of all with k = p.
+The delay is that of the first stage, ceil(W/k): one step where a step has as many micro-batches as
+the pipeline has stages, so that a part of the coming gradient is there when a forward begins. What
+the rule rests on, and where that ends, is in docs/asynchronous-evidence.md. It is about more than
+methods: muon loses least by being late, and least of all with k = p.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ AUTO = "auto"
 def recommended(optimizer: str, delay: int, *, momentum: float = 0.95) -> str:
     """The names of the methods, joined by +. Without `momentum` nothing is predicted.
 
-    >>> recommended("muon", delay=7), recommended("muon", delay=0), recommended("adamw", delay=7)
-    ('stash+msnag', 'stash', 'stash')
+    >>> recommended("muon", delay=7), recommended("muon", delay=1), recommended("adamw", delay=7)
+    ('stash+msnag', 'stash+partial-gradient', 'stash')
     """
-    return "stash+msnag" if optimizer == "muon" and delay and momentum else "stash"
+    if optimizer != "muon" or not delay or not momentum:
+        return "stash"
+    return "stash+partial-gradient" if delay == 1 else "stash+msnag"

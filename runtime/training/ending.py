@@ -13,7 +13,7 @@ from ..launching.world import World
 from ..plan import Plan
 from ..schedule import Schedule
 from ..watching.idleness import simulated_step, split_of_run
-from ..watching.metrics import EvalRecord, MetricsFile, Summary
+from ..watching.metrics import EvalRecord, Reporter, Summary
 from ..watching.tracing import Tracing
 from ..watching.watch import Watch
 from .export import copy_configuration, write_weights
@@ -52,14 +52,14 @@ def tell_end(
     schedule: Schedule,
     tracing: Tracing,
     watch: Watch | None,
-    reporter: MetricsFile | None,
+    reporter: Reporter | None,
     evaluated: EvalRecord | None,
     cores: int,
     dtypes: BoundaryDtypes,
 ) -> None:
     """Puts the ranks' traces together, and reports the end of the run on rank 0; every rank calls
     it."""
-    traced = tracing.write(world, schedule, folder) if tracing.is_wanted else None
+    traced = tracing.write(world, schedule, folder)
     if watch is None or reporter is None:
         return
     if not watch.records:
@@ -74,6 +74,10 @@ def tell_end(
     forecast = forecast_run(plan, planned, settings, cores, schedule, dtypes, optimizer_ms=by_stage)
     first, last = watch.records[0], watch.records[-1]
     whole, by_rank = split_of_run(plan, settings, schedule, watch.times)
+    if traced and traced[1].events:
+        in_pipeline = watch.times[: len(schedule.ranks)]
+        costs, simulated = simulated_step(plan, settings, schedule, forecast, in_pipeline)
+        reporter.on_timelines(costs, simulated, traced[1])
     reporter.on_end(
         Summary(
             steps=settings.steps,
@@ -98,7 +102,3 @@ def tell_end(
             unit=last.unit,
         )
     )
-    if traced:
-        in_pipeline = watch.times[: len(schedule.ranks)]
-        costs, simulated = simulated_step(plan, settings, schedule, forecast, in_pipeline)
-        reporter.on_timelines(costs, simulated, traced[1])

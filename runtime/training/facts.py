@@ -7,18 +7,19 @@ from pathlib import Path
 
 from ..boundary_dtypes import BoundaryDtypes
 from ..data.task import TARGET, Task
+from ..environment import describe as describe_environment
 from ..forecast import Forecast, few_micro_batches_warning, forecast_step
 from ..launching.placement import describe_placement, describe_ranks, placement_warning
 from ..launching.seats import Machine
 from ..optimizers.refresh import refresh_periods
 from ..pipeline import needed_inputs
-from ..plan import Plan
+from ..plan import Plan, StageMemory
 from ..replication.grid import grid_of
 from ..replication.replicas import describe_stages, in_words
 from ..schedule import Schedule
 from ..schedules import AUTO
 from ..transports.choose import Choice
-from ..watching.metrics import Reporter
+from ..watching.metrics import Predicted, Reporter, StartRecord
 from ..weight_copies import KEEPS
 from .asynchronous import delays_of, describe_copies, describe_delays, steps_of_start
 from .half import describe_memory, describe_precision, precision_warning
@@ -70,6 +71,7 @@ def forecast_run(
 def announce(
     reporter: Reporter,
     plan: Plan,
+    planned: Plan,
     settings: Settings,
     task: Task,
     schedule: Schedule,
@@ -105,7 +107,16 @@ def announce(
     if memory := describe_memory(settings, plan):
         facts.append(("memory", memory))
     facts.append(("output", str(output)))
-    reporter.on_start(facts)
+    reporter.on_start(
+        StartRecord(
+            tuple(facts),
+            predict(costs_at_sizes(plan, planned), schedule, forecast),
+            settings.micro_batches or 1,
+            settings.replicas or 1,
+            tuple(schedule.stages_of(rank) for rank in range(len(schedule.ranks))),
+            describe_environment(),
+        )
+    )
     few = few_micro_batches_warning(
         settings.schedule,
         ranks=min(len(schedule.ranks), schedule.stages),
@@ -120,6 +131,29 @@ def announce(
         reporter.on_warning(copies)
     if misplaced := placement_warning(plan, machine):
         reporter.on_warning(misplaced)
+
+
+def predict(plan: Plan, schedule: Schedule, forecast: Forecast | None) -> Predicted:
+    """What the plan, at the sizes of the run, says of its steps, stages and ranks."""
+    has_times = all(stage.forward_ms > 0 for stage in plan.stages)
+    has_memory = all(stage.peak_bytes for stage in plan.stages)
+    memory = [
+        [plan.stages[stage].memory for stage in schedule.stages_of(rank)]
+        for rank in range(len(schedule.ranks))
+    ]
+    return Predicted(
+        step_ms=forecast.step_ms if forecast else None,
+        idle_share=forecast.idle_share if forecast else None,
+        forward_ms=tuple(stage.forward_ms for stage in plan.stages) if has_times else (),
+        backward_ms=tuple(stage.backward_ms for stage in plan.stages) if has_times else (),
+        peak_bytes=tuple(map(together, memory)) if has_memory else (),
+    )
+
+
+def together(stages: Sequence[StageMemory]) -> int:
+    """The bytes of a rank with these stages, which share the room that one operation needs."""
+    kept = sum(memory.total - memory.transient for memory in stages)
+    return kept + max((memory.transient for memory in stages), default=0)
 
 
 def replicas_warning(plan: Plan, replicas: int) -> str:

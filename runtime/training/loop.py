@@ -25,6 +25,7 @@ from ..tensors import dtype_of
 from ..watching.gather import Gather, RankFigures
 from ..watching.metrics import EvalRecord, Reporter
 from ..watching.out_of_memory import memory_watched
+from ..watching.several import reporting
 from ..watching.tracing import Tracing
 from ..watching.watch import Watch
 from ..watching.watchdog import Watchdog
@@ -39,7 +40,7 @@ from .observer import Trainer
 from .remeasure import Remeasuring
 from .segments import Segment, make_flushed_step, make_segment, segments
 from .settings import Settings
-from .setup import Job, Setup, set_up, write_schedule
+from .setup import Job, Setup, find_checkpoint, set_up, write_schedule
 from .sources import Data, Feed, feed_nothing
 from .step_batch import StepBatch, consumed
 from .stopping import Stopped, Stopping
@@ -63,11 +64,17 @@ def train(
         memory_watched(job.plan, job.settings, world, activities),
         Stopping(board, patience_s=job.settings.patience_s) as stopping,
     ):
-        setup = set_up(job, world, make_reporter, on_step, activities, watchdog, board)
-        with activities.during(Activity("other", "loads its stages")):
-            run = _Run(setup, stopping)
-        run.train()
-        run.end()
+        found, skipped = find_checkpoint(job, world, activities)
+        with reporting(job.settings, job.folder, world, make_reporter) as reporter:
+            if reporter is not None:
+                watchdog.tell = reporter.on_warning
+                for text in skipped:
+                    reporter.on_warning(text)
+            setup = set_up(job, world, reporter, found, on_step, activities, board)
+            with activities.during(Activity("other", "loads its stages")):
+                run = _Run(setup, stopping)
+            run.train()
+            run.end()
 
 
 class _Run:
@@ -79,7 +86,7 @@ class _Run:
         self._setup, self._settings, self._plan, self._world = setup, settings, plan, world
         self._stopping, self._reporter, activities = stopping, setup.reporter, setup.activities
         self._activities = activities
-        self._tracing = Tracing(settings, activities)
+        self._tracing = Tracing(settings, activities, len(plan.stages), setup.start)
         self._modules = _load(setup)
         self._unused: Mapping[str, Tensor] = {}
         if world.rank == 0:
@@ -283,6 +290,7 @@ class _Run:
             self._activities,
             last=settings.keep_last,
             best=settings.keep_best,
+            save_to=settings.save_to,
             patience_s=settings.patience_s,
             tell=lambda text: self._note("checkpoint", text),
             unused=self._unused,

@@ -27,6 +27,7 @@ from ..replication.holders import held_parameters
 from ..schedule import Action
 from ..versions import LedgerEntry
 from ..watching.gather import RankFigures, figures_of
+from ..weight_gap import Gap
 from .async_clipping import StageNorms, steps_until_known
 from .clipping import (
     StepMessage,
@@ -110,6 +111,7 @@ class Trainer(ActionObserver):
         self._part = sum(own) / self._batch.samples
         self._losses: dict[int, list[tuple[Tensor, int]]] = defaultdict(list)
         self._passages: dict[int, list[LedgerEntry]] = defaultdict(list)
+        self._gaps: dict[int, list[Gap]] = defaultdict(list)
         self._delays = Delays((0,) * self._stages, 1)
         self._is_synchronous = not settings.is_async
         # By the step: of several asynchronous stages one may be some steps ahead of another.
@@ -120,6 +122,8 @@ class Trainer(ActionObserver):
         self._finite = Finite(settings)
         self._is_skipped = False
         self._optimizer_s = 0.0
+        loaded = [tensor for module in modules.values() for tensor in module.state_dict().values()]
+        self._base_bytes = max(0.0, _peak_memory_bytes() - sum(each.nbytes for each in loaded))
 
     @property
     def optimizers(self) -> Mapping[int, StageOptimizer]:
@@ -170,6 +174,12 @@ class Trainer(ActionObserver):
     def on_passage(self, entry: LedgerEntry) -> None:
         if self._settings.is_async:
             self._passages[entry.backward_version + 1].append(entry)
+
+    def wants_gap(self, version: int) -> bool:
+        return self._settings.is_async and is_logged(version, self._settings)
+
+    def on_gap(self, stage: int, version: int, gap: Gap) -> None:
+        self._gaps[version].append(gap)
 
     def on_last_backward(self, stage: int, version: int) -> None:
         if self._sums is not None:
@@ -308,6 +318,7 @@ class Trainer(ActionObserver):
         if losses:
             self._finite.check_loss(version, _mean(losses))
         met = self._passages.pop(version, [])
+        gaps = self._gaps.pop(version, [])
         own_squares = self._squares_of.pop(version, {})
         is_known = bool(own_squares) and not self._is_skipped
         if is_known and not self._settings.clip:
@@ -323,12 +334,15 @@ class Trainer(ActionObserver):
                 squared_norm=sum(squares, 0.0) if is_known else math.nan,
                 optimizer_s=self._optimizer_s,
                 mem_bytes=_peak_memory_bytes(),
+                base_bytes=self._base_bytes,
                 loss_scale=self.loss_scale,
                 skipped=self._scale.skipped if self._scale else 0,
                 passages=len(met),
                 delays=sum(entry.delay for entry in met),
                 worst_delay=max((entry.delay for entry in met), default=0),
                 unexpected=sum(not self._delays.has(*astuple(entry)) for entry in met),
+                gap_squared=sum(float(gap.difference) for gap in gaps),
+                weights_squared=sum(float(gap.live) for gap in gaps),
             )
             self._report(figures)
         del self._stepped[version]

@@ -17,6 +17,7 @@ from ..folding import fold
 from ..forecast import costs_of_plan
 from ..lowering import lower
 from ..plan import Plan
+from ..reading import Origin, read_text
 from ..replicated import replicated
 from ..replication.replicas import describe_stages, stage_replicas
 from ..schedule import Schedule
@@ -181,14 +182,11 @@ def _ranks_of_stages(plan: Plan) -> tuple[int, ...]:
 
 def _read(path: str, plan: Plan, settings: Settings) -> Schedule:
     """The schedule of a text file. Raises ScheduleError where it is not of this plan and run."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ScheduleError(
-            f"--schedule {path} cannot be read: {error}.",
-            "--print-schedule shows what such a file looks like.",
-        ) from error
-    made = from_text(text, (), grad_edges=())  # checked with the plan's edges when it is lowered
+    origin = Origin(
+        f"--schedule {path}", ScheduleError, "--print-schedule shows what such a file looks like."
+    )
+    # Checked with the plan's edges when it is lowered.
+    made = from_text(read_text(Path(path), origin), (), grad_edges=())
     again = f"Print one that does: --schedule {made.name} --print-schedule"
     if made.stages != len(plan.stages):
         raise ScheduleError(

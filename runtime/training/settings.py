@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import json
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
-from math import inf
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
 from ..errors import AsyncPipeError
+from ..reading import Origin, parse_toml, read_text
 from ..schedules import ASYNCHRONOUS, AUTO, SCHEDULES, spelled
+from .durations import seconds_of
 
 DDP = "ddp"
 """As a schedule: whole models that share the micro-batches, which are replicas of `single`."""
@@ -74,12 +74,31 @@ _AT_LEAST: dict[str, float] = {
     "nodes": 1,
     "restarts": 0,
 }
+_AT_MOST: dict[str, float] = {
+    "ranks": 2**16,
+    "replicas": 2**16,
+    "micro_batches": 2**16,
+    "micro_batch_size": 2**31,
+    "seq": 2**31,
+    "threads": 2**12,
+    "timeout_s": 10**8,
+    "stall_s": 10**8,
+    "ranks_per_gpu": 2**16,
+    "master_port": 2**16 - 1,
+    "nodes": 2**16,
+}
+"""Beyond these no machine goes; other counts end at 2**53."""
 OF_THIS_CALL = frozenset(
     {
-        *("dry_run", "print_schedule", "json", "quiet", "output", "debug", "resume"),
-        *("print_sbatch", "nodes", "time_limit"),
+        *("dry_run", "print_schedule", "json", "quiet", "output", "debug", "resume", "trust"),
+        *("print_sbatch", "nodes", "time_limit", "max_run"),
     }
 )
+TO_BE_GIVEN = "???"
+"""A value in TOML that a flag must win over."""
+
+SWEEP = "sweep"
+"""The table of a TOML file that has lists of values (`runtime/sweep/variants.py`)."""
 
 
 class SettingsError(AsyncPipeError):
@@ -110,7 +129,9 @@ class Settings:
 
     A checkpoint is written every `save_every` steps, 0 for none but those that a signal asks for;
     of them the `keep_last` newest are kept and the `keep_best` with the lowest evaluation loss.
-    `resume` is a run, a checkpoint, or "auto" (`checkpoint/resuming.py`).
+    `resume` is a run, a checkpoint, or "auto" (`checkpoint/resuming.py`), `save_to` the URL of a
+    place that has them too (`checkpoint/elsewhere.py`). `max_run` is how long the command may take
+    (`durations.py`) before it ends as after SIGTERM.
     """
 
     folder: str
@@ -157,12 +178,15 @@ class Settings:
     save_every: int = 0
     keep_last: int = 3
     keep_best: int = 0
+    save_to: str | None = None
+    trust: bool = False
     export_hf: str | None = None
     output: str | None = None
 
     eval_every: int = 0
     eval_batches: int = 8
     log_every: int = 10
+    log: str | None = None
     trace: str | None = None
     debug: str | None = None
 
@@ -181,6 +205,7 @@ class Settings:
     interface: str | None = None
     master_addr: str | None = None
     master_port: int | None = None
+    max_run: str | None = None
 
     print_sbatch: bool = False
     nodes: int | None = None
@@ -196,18 +221,24 @@ class Settings:
             value = getattr(self, name)
             if value is not None and value not in legal:
                 raise SettingsError(
-                    f"{_flag(name)} {value} is not known.", _suggestion(value, legal, "Choose ")
+                    f"{_flag(name)} {value} is not known.", suggestion(value, legal, "Choose ")
                 )
         self._check_schedule()
         for name, least in _AT_LEAST.items():
             value = getattr(self, name)
-            if value is not None and not least <= value < inf:
-                raise SettingsError(f"{_flag(name)} {value} is not a number from {least:g} up.")
+            most = _AT_MOST.get(name, 2**53 if isinstance(value, int) else 1e300)
+            if value is not None and not least <= value <= most:
+                upto = f"to {most}" if value > most else "up"
+                raise SettingsError(f"{_flag(name)} {value} is not a number from {least:g} {upto}.")
         if not all(0 <= beta < 1 for beta in self.betas):
             first, second = self.betas
             raise SettingsError(f"--betas {first} {second}: both must be from 0 to below 1.")
         self._check_trace()
         self._check_debug()
+        if self.max_run is not None and seconds_of(self.max_run) is None:
+            raise SettingsError(
+                f"--max-run {self.max_run} is no time.", "--max-run 3h50m, 45m, 90s or 2d12h."
+            )
         self._check_checkpoints()
 
     @property
@@ -220,6 +251,11 @@ class Settings:
         """The text file that has the schedule, if it is not one of the named."""
         is_path = "/" in self.schedule or self.schedule.endswith(".txt")
         return self.schedule if is_path else None
+
+    @property
+    def max_run_s(self) -> int | None:
+        """How long the command may take."""
+        return None if self.max_run is None else seconds_of(self.max_run)
 
     @property
     def is_scaled(self) -> bool:
@@ -266,13 +302,13 @@ class Settings:
         elif self.schedule not in legal:
             raise SettingsError(
                 f"--schedule {self.schedule} is not known.",
-                _suggestion(self.schedule, legal, "Choose a .txt file or "),
+                suggestion(self.schedule, legal, "Choose a .txt file or "),
             )
 
     def _check_trace(self) -> None:
         if self.trace is None:
             return
-        found = re.fullmatch(r"(\d+)(?:-(\d+))?", self.trace)
+        found = re.fullmatch(r"(\d{1,15})(?:-(\d{1,15}))?", self.trace)
         steps = self.trace_steps if found else range(0)
         if not steps or steps[0] < 1:
             raise SettingsError(
@@ -294,7 +330,7 @@ class Settings:
             )
 
     def _check_debug(self) -> None:
-        if self.debug is not None and not re.fullmatch(r"all|\d+(,\d+)*", self.debug):
+        if self.debug is not None and not re.fullmatch(r"all|\d{1,9}(,\d{1,9})*", self.debug):
             raise SettingsError(
                 f"--debug {self.debug} names no ranks.", "--debug 1, --debug 0,2 or --debug all."
             )
@@ -311,22 +347,39 @@ class Settings:
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """Reads options from a TOML file; each is checked for its name and type.
+    """Reads options from a TOML file; each is checked for its name and type. What is to be given
+    for every run anew may be `"???"` there.
 
     Raises SettingsError for a missing or damaged file, an unknown option or a wrong type.
     """
+    raw = read_toml(path)
+    return {
+        name: checked(name, value, str(path)) if value != TO_BE_GIVEN else value
+        for name, value in raw.items()
+        if name != SWEEP
+    }
+
+
+def read_toml(path: str | Path) -> dict[str, Any]:
+    """What is in the file of `--config`. Raises SettingsError for a missing or damaged one."""
     path = Path(path)
     if not path.is_file():
         raise SettingsError(f"--config {path}: there is no such file.")
-    try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{path} is not TOML: {error}.") from error
-    return {name: _checked(name, value, path) for name, value in raw.items()}
+    origin = Origin(str(path), SettingsError)
+    return parse_toml(read_text(path, origin), origin)
 
 
 def settings_from(options: Mapping[str, Any]) -> Settings:
-    """Settings from named options; `folder` must be among them."""
+    """Settings from named options.
+
+    Raises SettingsError when there is no `folder`, or a value that is still to be given.
+    """
+    for name, value in options.items():
+        if value == TO_BE_GIVEN:
+            raise SettingsError(
+                f"{name} is {TO_BE_GIVEN} in the file of --config: it is to be given.",
+                f"{_flag(name)} VALUE",
+            )
     if "folder" not in options:
         raise SettingsError(
             "no generated folder was named.", "asyncpipe-train generated_models/gpt2_4p"
@@ -334,31 +387,40 @@ def settings_from(options: Mapping[str, Any]) -> Settings:
     return Settings(**options)
 
 
-def _checked(name: str, value: Any, path: Path) -> Any:
+def checked(name: str, value: Any, place: str) -> Any:
+    """The value of an option as it stands in `place`, of the option's type.
+
+    Raises SettingsError for an unknown option or a wrong type.
+    """
     kinds = get_type_hints(Settings)
     if name not in kinds:
         raise SettingsError(
-            f"{path}: {name} is not an option of asyncpipe-train.",
-            _suggestion(name, tuple(kinds), "Options: "),
+            f"{place}: {name} is not an option of asyncpipe-train.",
+            suggestion(name, tuple(kinds), "Options: "),
+        )
+    if name == "trust":
+        raise SettingsError(
+            f"{place}: whose code is run is said on the command line, not in a file.", "--trust"
         )
     if name == "betas":
         if isinstance(value, list) and len(value) == 2 and all(map(_is_number, value)):
             return (float(value[0]), float(value[1]))
-        raise SettingsError(f"{path}: betas = {value!r} is not two numbers.")
+        raise SettingsError(f"{place}: betas = {value!r} is not two numbers.")
     legal = [kind for kind in get_args(kinds[name]) or (kinds[name],) if kind is not NoneType]
     if float in legal and _is_number(value):
         return float(value)
     if type(value) not in legal:
         words = " or ".join(kind.__name__ for kind in legal)
-        raise SettingsError(f"{path}: {name} = {value!r} is not of type {words}.")
+        raise SettingsError(f"{place}: {name} = {value!r} is not of type {words}.")
     return value
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
-def _suggestion(word: str, legal: tuple[str, ...], otherwise: str) -> str:
+def suggestion(word: str, legal: tuple[str, ...], otherwise: str) -> str:
+    """The legal word that is near, or all after `otherwise`."""
     near = get_close_matches(word, legal, n=1)
     return f"Did you mean {near[0]}?" if near else f"{otherwise}{', '.join(legal)}."
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ..activity import Activities, Activity
 from ..boundary_dtypes import BoundaryDtypes
 from ..checkpoint.checkpoints import check_model, check_steps
+from ..checkpoint.elsewhere import initial_weights
 from ..checkpoint.finding import Found, first_good
 from ..checkpoint.folders import WEIGHTS, clear_unfinished
 from ..checkpoint.resuming import candidates, keep_records_until
@@ -21,12 +22,12 @@ from ..launching.failure import RankFolder
 from ..launching.world import World
 from ..pipeline import needed_inputs
 from ..plan import Plan
+from ..run_report.records import METRICS
 from ..schedule import Schedule
 from ..schedule_text import to_text
 from ..transports.choose import Choice
 from ..watching.debugger import wait_for_debugger
-from ..watching.metrics import MetricsFile, Reporter
-from ..watching.watchdog import Watchdog
+from ..watching.metrics import Reporter
 from .board import Board
 from .export import check_exportable
 from .facts import announce, describe_data, forecast_run
@@ -69,7 +70,7 @@ class Setup:
     found: Found | None
     data: Data | None
     fields: tuple[str, ...]
-    reporter: MetricsFile | None
+    reporter: Reporter | None
     on_step: Callable[[int], None]
     activities: Activities
     board: Board
@@ -82,16 +83,18 @@ class Setup:
     @property
     def weights(self) -> str | None:
         """Where the stages' weights are, if not in the generated folder."""
-        return str(self.found.path / WEIGHTS) if self.found else self.job.settings.init_from
+        if self.found is not None:
+            return str(self.found.path / WEIGHTS)
+        return initial_weights(self.job.settings, self.job.folder)
 
 
 def set_up(
     job: Job,
     world: World,
-    make_reporter: Callable[[Settings], Reporter],
+    reporter: Reporter | None,
+    found: Found | None,
     on_step: Callable[[int], None],
     activities: Activities,
-    watchdog: Watchdog,
     board: Board,
 ) -> Setup:
     """Agrees with the other ranks on how to train, and has rank 0 tell of it; every rank calls
@@ -105,16 +108,8 @@ def set_up(
     schedule = make_segment(plan, settings, steps=1)
     dtypes = find_boundary_dtypes(settings, plan)
     forecast = forecast_run(plan, job.planned, settings, machine.cores, schedule, dtypes)
-    found, skipped = _find_checkpoint(job, world, activities)
-    reporter = None
-    if world.rank == 0:
+    if reporter is not None:
         write_schedule(job.folder, schedule)
-        metrics = job.folder / "metrics.jsonl"
-        keep_records_until(metrics, found.facts.step if found else 0)
-        reporter = MetricsFile(metrics, make_reporter(settings))
-        watchdog.tell = reporter.on_warning
-        for text in skipped:
-            reporter.on_warning(text)
     wait_for_debugger(settings, world, reporter)
     if world.rank == 0:
         with activities.during(Activity("other", "prepares the data")):
@@ -132,6 +127,7 @@ def set_up(
         announce(
             reporter,
             plan,
+            job.planned,
             settings,
             job.task,
             schedule,
@@ -161,10 +157,11 @@ def set_up(
     )
 
 
-def _find_checkpoint(
+def find_checkpoint(
     job: Job, world: World, activities: Activities
 ) -> tuple[Found | None, list[str]]:
-    """The checkpoint that the run goes on from, and which were passed over."""
+    """The checkpoint that the run goes on from, and which were passed over. Of the records of its
+    folder those up to it are left."""
     settings = job.settings
     asked, may_skip = candidates(settings, job.folder)
     if world.rank == 0:
@@ -174,6 +171,8 @@ def _find_checkpoint(
     if found is not None:
         check_steps(settings, found)
         check_model(job.planned, Path(settings.folder), found)
+    if world.rank == 0:
+        keep_records_until(job.folder / METRICS, found.facts.step if found else 0)
     return found, skipped
 
 

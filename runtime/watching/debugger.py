@@ -45,7 +45,7 @@ def wait_for_debugger(settings: Settings, world: World, reporter: Reporter | Non
         for rank, of_rank in enumerate(ports):
             if of_rank:
                 text = f"rank {rank} waits for a debugger to attach at 127.0.0.1:{of_rank}"
-                reporter.on_start([("debugger", text)])
+                reporter.on_note("debugger", text)
     if is_debugged:
         import debugpy
 

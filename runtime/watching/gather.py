@@ -31,10 +31,14 @@ class RankFigures:
     stages, tied parameters with their owner, all with the first of several replicas.
     `stage_s` are the seconds since its last step in actions of each kind and stage, kind by kind
     as in COMPUTING; the others those in which it was idle, and why. `optimizer_s` were spent in
-    optimizers, without time that other processes had its core for. `loss_scale` is that of the next
+    optimizers, without time that other processes had its core for. `base_bytes` of `mem_bytes` were
+    there before the rank's stages. `loss_scale` is that of the next
     step, `skipped` the number of steps left out so far. `passages` are the backwards
     of the step's micro-batches at the rank's stages, `delays` the sum and `worst_delay` the largest
     of their delays by the ledger, and `unexpected` those at other versions than the closed form's.
+    `gap_squared` and `weights_squared` are sums over the same passages, where they were taken: of
+    the squared norms of what lies between a forward's weights and the live ones, and of the live
+    ones'.
     """
 
     step: float
@@ -42,12 +46,15 @@ class RankFigures:
     squared_norm: float = math.nan
     optimizer_s: float = 0.0
     mem_bytes: float = 0.0
+    base_bytes: float = 0.0
     loss_scale: float = 1.0
     skipped: float = 0.0
     passages: float = 0.0
     delays: float = 0.0
     worst_delay: float = 0.0
     unexpected: float = 0.0
+    gap_squared: float = 0.0
+    weights_squared: float = 0.0
     waiting_s: float = 0.0
     sending_s: float = 0.0
     data_s: float = 0.0

@@ -1,22 +1,55 @@
-"""What happens during a run -> records: for the person who watches, and as JSON lines.
+"""What happens during a run -> records, and who is told of them.
 
-Whoever shows a run implements `Reporter`; it is called in the process of rank 0 only.
+Whoever shows a run, or keeps it, is a `Reporter`; it is called in the process of rank 0 only.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 from ..idle import IdleSplit
 from ..timeline import Timeline
 
 PARTS_OF_TIME = ("busy", "waiting", "sending", "data", "overhead")
 """What a rank's time goes into: it computes, or it is idle for one of four reasons."""
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """What the plan says that a run will take: a step (None without costs; optimizers are free),
+    a micro-batch at each stage, and each rank of a pipeline at its peak (empty where unknown)."""
+
+    step_ms: float | None
+    idle_share: float | None
+    forward_ms: tuple[float, ...]
+    backward_ms: tuple[float, ...]
+    peak_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StartRecord:
+    """A run that is about to begin, in the words of `facts` and in numbers.
+
+    A step has `micro_batches` in each of the `replicas`, whose ranks have the stages that
+    `stages_of_rank` tells. `environment` is as `environment.describe` gives it.
+    """
+
+    facts: tuple[tuple[str, str], ...]
+    predicted: Predicted
+    micro_batches: int
+    replicas: int
+    stages_of_rank: tuple[tuple[int, ...], ...]
+    environment: Mapping[str, Any]
+
+    def to_json(self) -> str:
+        return _line("start", asdict(self) | {"facts": dict(self.facts), "time_s": _now_s()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +63,14 @@ class StepRecord:
     Under float16 `loss_scale` is that of the next step, and `skipped` counts the steps so far that
     were left out because a gradient overflowed. In an asynchronous run `delay_mean` and `delay_max`
     are the mean and the most steps between the forward and the backward of the step's
-    micro-batches, at all stages, as the ledgers of the ranks have them.
+    micro-batches, at all stages, as the ledgers of the ranks have them, and `gap` is the norm of
+    what lies between the weights that they read in the forward and the live ones that they met in
+    the backward, relative to that of the live ones (root mean squares over the micro-batches and
+    stages, from a part of the weights).
+
+    `mem_bytes_by_rank` are the most of each rank so far, and of these `base_bytes_by_rank` were
+    there before its stages. `action_ms` are the milliseconds of one action of a kind (F, B, W and
+    S, the optimizer's step) at each stage.
     """
 
     step: int
@@ -51,6 +91,10 @@ class StepRecord:
     skipped: int = 0
     delay_mean: float | None = None
     delay_max: int | None = None
+    gap: float | None = None
+    mem_bytes_by_rank: tuple[int, ...] = ()
+    base_bytes_by_rank: tuple[int, ...] = ()
+    action_ms: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     @property
     def idle_share(self) -> float:
@@ -61,10 +105,13 @@ class StepRecord:
         record = asdict(self) | {"idle_share": round(self.idle_share, 4)}
         for part, shares in record.pop("time").items():
             record[f"{part}_shares"] = [round(share, 4) for share in shares]
+        record["action_ms"] = {
+            kind: [round(ms, 4) for ms in stages] for kind, stages in self.action_ms.items()
+        }
         if self.loss_scale is None:
             del record["loss_scale"], record["skipped"]
         if self.delay_mean is None:
-            del record["delay_mean"], record["delay_max"]
+            del record["delay_mean"], record["delay_max"], record["gap"]
         record["epoch"] = round(self.epoch, 6)
         del record["logged"], record["steps"], record["unit"], record["rate"]
         return _line("step", record | {f"{self.unit}_per_s": round(self.rate, 1)})
@@ -131,70 +178,113 @@ class Summary:
         return _line("end", asdict(self))
 
 
-class Reporter(Protocol):
-    """Shows a run. `on_step` is called for every step; `record.logged` says that a line is due."""
+class Reporter:
+    """Told what happens in a run; every method does nothing unless it is overridden.
 
-    def on_start(self, facts: Sequence[tuple[str, str]]) -> None: ...
+    The order is: `on_start`, then steps, evaluations, notes and warnings as they come, and at last
+    `on_timelines` and `on_end`, or `on_failure`. A run that is killed ends without either.
+    """
 
-    def on_warning(self, text: str) -> None: ...
-
-    def on_note(self, about: str, text: str) -> None:
-        """Something was decided on the way."""
-
-    def on_step(self, record: StepRecord) -> None: ...
-
-    def on_eval(self, record: EvalRecord) -> None: ...
-
-    def on_end(self, summary: Summary) -> None: ...
-
-    def on_timelines(self, costs: str, simulated: Timeline, measured: Timeline) -> None:
-        """After the end of a run that was traced: one step as simulated, and at which costs, and
-        as measured."""
-
-
-class MetricsFile:
-    """A reporter that appends every logged record to `metrics.jsonl` and passes all on."""
-
-    def __init__(self, path: Path, shown: Reporter) -> None:
-        self._file = path.open("a", encoding="utf-8")
-        self._shown = shown
-
-    def on_start(self, facts: Sequence[tuple[str, str]]) -> None:
-        self._shown.on_start(facts)
-
-    def on_warning(self, text: str) -> None:
-        self._shown.on_warning(text)
-
-    def on_note(self, about: str, text: str) -> None:
-        self._write(_line("note", {"about": about, "text": text}))
-        self._shown.on_note(about, text)
+    def on_start(self, start: StartRecord) -> None:
+        """All is known and nothing has been trained yet."""
 
     def on_step(self, record: StepRecord) -> None:
+        """An optimizer step is over; `record.logged` says that a line is due."""
+
+    def on_eval(self, record: EvalRecord) -> None:
+        """The model was evaluated."""
+
+    def on_note(self, about: str, text: str) -> None:
+        """Something was decided or done on the way."""
+
+    def on_warning(self, text: str) -> None:
+        """Something is legal but probably not meant, or does not go on."""
+
+    def on_timelines(self, costs: str, simulated: Timeline, measured: Timeline) -> None:
+        """One step of the run that is over: as it was simulated, at which `costs`, and as it was
+        measured."""
+
+    def on_end(self, summary: Summary) -> None:
+        """The run made all its steps, and its weights are written."""
+
+    def on_failure(self, text: str) -> None:
+        """The run ends for an error, on this rank or for want of another."""
+
+
+HOOKS = tuple(name for name in vars(Reporter) if name.startswith("on_"))
+"""The methods of a Reporter."""
+
+
+class MetricsFile(Reporter):
+    """Appends what happens to `metrics.jsonl`, one line a record; of the steps those that are
+    logged."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._step = 0
+
+    def on_start(self, start: StartRecord) -> None:
+        self._write(start.to_json())
+
+    def on_step(self, record: StepRecord) -> None:
+        self._step = record.step
         if record.logged:
             self._write(record.to_json())
-        self._shown.on_step(record)
 
     def on_eval(self, record: EvalRecord) -> None:
         self._write(record.to_json())
-        self._shown.on_eval(record)
+
+    def on_note(self, about: str, text: str) -> None:
+        self._tell("note", about=about, text=text)
+
+    def on_warning(self, text: str) -> None:
+        self._tell("warning", text=text)
+
+    def on_timelines(self, costs: str, simulated: Timeline, measured: Timeline) -> None:
+        drawn = {"simulated": _plain(simulated), "measured": _plain(measured)}
+        self._write(_line("timelines", {"costs": costs, **drawn}))
 
     def on_end(self, summary: Summary) -> None:
         self._write(summary.to_json())
-        self._file.close()
-        self._shown.on_end(summary)
 
-    def on_timelines(self, costs: str, simulated: Timeline, measured: Timeline) -> None:
-        self._shown.on_timelines(costs, simulated, measured)
+    def on_failure(self, text: str) -> None:
+        self._tell("failure", text=text)
+
+    def _tell(self, event: str, **values: str) -> None:
+        at = {"step": self._step} if self._step else {}
+        self._write(_line(event, values | at | {"time_s": _now_s()}))
 
     def _write(self, line: str) -> None:
-        whole = self._file.tell()
-        try:
-            self._file.write(line + "\n")
-            self._file.flush()
-        except OSError:  # The disk is full; a later attempt appends to whole lines.
-            os.ftruncate(self._file.fileno(), whole)
-            raise
+        content = (line + "\n").encode()
+        with self._path.open("ab", buffering=0) as file:
+            whole = file.tell()
+            try:
+                if file.write(content) < len(content):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
+            except OSError:
+                file.truncate(whole)  # whoever goes on appends to whole lines
+                raise
 
 
-def _line(event: str, values: dict[str, object]) -> str:
-    return json.dumps({"event": event} | values)
+def _plain(timeline: Timeline) -> list[list[Any]]:
+    """Rank, stage, kind and index of every action, with its start and end in milliseconds from the
+    first of all."""
+    begin_ms = timeline.start_ms
+    return [
+        [
+            event.rank,
+            *event.action[:3],
+            round(event.start_ms - begin_ms, 3),
+            round(event.end_ms - begin_ms, 3),
+        ]
+        for event in timeline.events
+    ]
+
+
+def _now_s() -> float:
+    """Seconds of the clock on the wall."""
+    return round(time.time(), 3)
+
+
+def _line(event: str, values: Mapping[str, object]) -> str:
+    return json.dumps({"event": event, **values})

@@ -1,4 +1,8 @@
-"""The steps that `--trace` names -> the spans of all ranks in one file, and a timeline."""
+"""Some steps of a run -> the spans of all ranks in one file, and the timeline of one step.
+
+The steps are those that `--trace` names. Without it one late step is recorded for its timeline
+alone: of an asynchronous run one before the pipeline drains.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +20,30 @@ from ..training.settings import Settings
 from .clocks import clock_offset_s
 
 
-class Tracing:
-    """Records the steps that were asked for on one rank. Without any it does nothing."""
+def drawn_steps(settings: Settings, stages: int) -> range:
+    """The steps that are recorded where none were asked for, counted from 1: the last, or of an
+    asynchronous run two and those by which the last stage is ahead of the first."""
+    if not settings.is_async:
+        return range(settings.steps, settings.steps + 1)
+    ahead = -(-stages // (settings.micro_batches or 1))
+    first = max(1, settings.steps - 1 - ahead)
+    return range(first, min(first + 1 + ahead, settings.steps) + 1)
 
-    def __init__(self, settings: Settings, activities: Activities) -> None:
-        self._steps = settings.trace_steps
+
+class Tracing:
+    """Records some steps on one rank, of a pipeline of so many `stages`; none up to `start`, which
+    were made before."""
+
+    def __init__(
+        self, settings: Settings, activities: Activities, stages: int, start: int = 0
+    ) -> None:
+        wanted = settings.trace_steps or drawn_steps(settings, stages)
+        self._steps = range(max(wanted.start, start + 1), wanted.stop)
+        self._is_kept = settings.trace is not None
         self._activities = activities
         self._began_s = self._ended_s = 0.0
         self._taken: list[Span] = []
-        self.step_is_over(0)
-
-    @property
-    def is_wanted(self) -> bool:
-        return bool(self._steps)
+        self.step_is_over(start)
 
     def step_is_over(self, step: int) -> None:
         """This rank has made a step; its last action may still be under way."""
@@ -41,9 +56,12 @@ class Tracing:
         elif step == self._steps[-1] + 1:
             self._stop()
 
-    def write(self, world: World, schedule: Schedule, folder: Path) -> tuple[str, Timeline] | None:
-        """Puts the ranks' spans together in `trace.json`; the file and the last traced step's
-        timeline (of replicas the first one's) on rank 0, None elsewhere. Collective."""
+    def write(
+        self, world: World, schedule: Schedule, folder: Path
+    ) -> tuple[str | None, Timeline] | None:
+        """Puts the ranks' spans together: on rank 0 the file `trace.json`, if it was asked for, and
+        the timeline of a recorded step (of replicas the first one's); None elsewhere. Collective.
+        """
         self._stop()
         own = json.dumps(to_plain(self._taken)).encode()
         offset_s = clock_offset_s(world)
@@ -60,13 +78,16 @@ class Tracing:
             )
             for rank, (part, (_, later_s)) in enumerate(zip(parts, lengths, strict=True))
         ]
+        timeline = self._one_step(ranks[: len(schedule.ranks)], schedule)
+        if not self._is_kept:
+            return None, timeline
         file = folder / "trace.json"
         file.write_text(json.dumps(chrome_trace(ranks)), encoding="utf-8")
-        return str(file), self._last_step(ranks[: len(schedule.ranks)], schedule)
+        return str(file), timeline
 
-    def _last_step(self, ranks: list[RankTrace], schedule: Schedule) -> Timeline:
+    def _one_step(self, ranks: list[RankTrace], schedule: Schedule) -> Timeline:
         if schedule.synchronous:
-            return measured_timeline(ranks, [self._steps[-1]])
+            return measured_timeline(ranks, self._steps[-1:])
         segments = {span.step for rank in ranks for span in rank.spans}
         timeline = measured_timeline(ranks, segments)
         # A step may be in pieces, around what it waited for.
@@ -74,7 +95,9 @@ class Tracing:
             event.action: event.end_ms for event in timeline.of_rank(0) if event.action.kind == "S"
         }
         moments = sorted(ends.values())
-        return timeline.between(*moments[-2:]) if len(moments) > 1 else timeline
+        if len(moments) < 2:
+            return timeline
+        return timeline.between(*(moments[-2:] if self._is_kept else moments[:2]))
 
     def _stop(self) -> None:
         spans, self._activities.spans = self._activities.spans, None

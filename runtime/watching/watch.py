@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 from time import perf_counter
 
-from ..activity import COMPUTING
+from ..activity import COMPUTING, Kind
 from ..data.task import Task
 from ..idle import RankTime
 from ..training.observer import is_logged
@@ -154,7 +154,35 @@ class Watch:
             skipped=int(figures[0].skipped),
             delay_mean=round(late.delay_mean, 4) if late else None,
             delay_max=late.delay_max if late else None,
+            gap=_gap(figures) if late else None,
+            mem_bytes_by_rank=tuple(int(rank.mem_bytes) for rank in figures),
+            base_bytes_by_rank=tuple(int(rank.base_bytes) for rank in figures),
+            action_ms=self._action_ms(),
         )
+
+    def _action_ms(self) -> dict[str, tuple[float, ...]]:
+        """What one action of a kind took at each stage since the last logged step; of a stage's
+        micro-batches each of its ranks has a part, its steps all of them make."""
+        settings, interval = self._settings, self._interval
+        stages = len(interval[0][0].stage_s) // len(COMPUTING)
+        in_step = (settings.micro_batches or 1) * (settings.replicas or 1)
+
+        def by_rank(stage: int, *kinds: Kind) -> list[float]:
+            places = [COMPUTING.index(kind) * stages + stage for kind in kinds]
+            return [
+                1000 * sum(figures.stage_s[place] for figures in told for place in places)
+                for told in zip(*interval, strict=True)
+            ]
+
+        def of_one(kind: Kind, stage: int) -> float:
+            if kind != "S":
+                return sum(by_rank(stage, kind)) / in_step / len(interval)
+            times = by_rank(stage, "S", "norm")
+            return sum(times) / max(1, sum(ms > 0 for ms in times)) / len(interval)
+
+        kinds: tuple[Kind, ...] = ("F", "B", "W", "S")
+        found = {kind: tuple(of_one(kind, stage) for stage in range(stages)) for kind in kinds}
+        return {kind: times for kind, times in found.items() if any(times)}
 
     def _share_of(self, rank: int, part: str) -> float:
         """The share that a part of the rank's time has, since the last logged step."""
@@ -173,6 +201,12 @@ def _with_delays(before: StalenessSummary, figures: Sequence[RankFigures]) -> St
         max(before.delay_max, *(int(rank.worst_delay) for rank in figures)),
         before.unexpected + int(sum(rank.unexpected for rank in figures)),
     )
+
+
+def _gap(figures: Sequence[RankFigures]) -> float:
+    """That of StepRecord, of a logged step."""
+    squared = sum(rank.gap_squared for rank in figures)
+    return float(f"{math.sqrt(squared / max(sum(r.weights_squared for r in figures), 1e-300)):.4g}")
 
 
 def _mean_time(figures: Sequence[RankFigures]) -> RankTime:

@@ -20,9 +20,9 @@ from asyncpipe.partitioner.problem import Placement
 from asyncpipe.partitioner.setting import Device, Setting
 from asyncpipe.partitioner.solve import Solution, solve
 from asyncpipe.partitioner.what_if import explain_changes, explain_micro_batches
-from asyncpipe.partitioner.wording import write_bytes, write_ms, write_share
 from asyncpipe.runtime.forecast import forecast_one_step
 from asyncpipe.runtime.plan import Finding
+from asyncpipe.runtime.wording import write_bytes, write_ms, write_share
 from asyncpipe.tests.hand_plans import chain
 from asyncpipe.tests.partitioner.placements import LINKS, graphs, problem_of
 

@@ -23,6 +23,7 @@ from asyncpipe.runtime.plan import (
 )
 from asyncpipe.runtime.tensors import write_shard
 from asyncpipe.runtime.training.settings import Settings
+from asyncpipe.runtime.trust import remember
 
 WIDTH = 16
 CLASSES = 4
@@ -244,6 +245,7 @@ def _write(folder: Path, plan: Plan, files: Mapping[str, str], state: Mapping[st
     write_shard(folder / "weights", state, 0, 1)
     (folder / "hf").mkdir()
     (folder / "hf" / "config.json").write_text(json.dumps({"architectures": ["Handmade"]}))
+    remember(folder)
 
 
 def _stage(

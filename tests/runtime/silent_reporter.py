@@ -8,11 +8,12 @@ from typing import Any
 
 from asyncpipe.runtime.drawing import draw_timeline
 from asyncpipe.runtime.training.settings import Settings
+from asyncpipe.runtime.watching.metrics import Reporter
 
 FACTORY = f"{Path(__file__).resolve()}:make_reporter"
 
 
-class SilentReporter:
+class SilentReporter(Reporter):
     def __init__(self, path: Path) -> None:
         self._path = path
 
@@ -20,8 +21,8 @@ class SilentReporter:
         with self._path.open("a") as file:
             file.write(json.dumps([event, value]) + "\n")
 
-    def on_start(self, facts: Any) -> None:
-        self._write("start", dict(facts))
+    def on_start(self, start: Any) -> None:
+        self._write("start", dict(start.facts))
 
     def on_warning(self, text: str) -> None:
         self._write("warning", text)
@@ -34,6 +35,9 @@ class SilentReporter:
 
     def on_eval(self, record: Any) -> None:
         self._write("eval", json.loads(record.to_json()))
+
+    def on_failure(self, text: str) -> None:
+        self._write("failure", text)
 
     def on_end(self, summary: Any) -> None:
         self._write("end", json.loads(summary.to_json()))

@@ -361,6 +361,18 @@ def test_what_is_other_than_it_was_is_told(folders: Path, tmp_path: Path) -> Non
     assert notes[1] == "with seed 5 instead of 1"
 
 
+def test_a_checkpoint_that_cannot_be_written_ends_the_run(folders: Path, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    output.mkdir()
+    (output / "checkpoints").write_text("in the way")
+    with pytest.raises(CheckpointError) as error:
+        train(folders / "mlp2", output, schedule="single")
+    assert error.value.what == (
+        f"rank 0 cannot write {output}/checkpoints/step-000002: Not a directory."
+    )
+    assert "earlier checkpoints are whole" in error.value.cure
+
+
 def test_auto_begins_a_new_run_where_there_is_none(folders: Path, tmp_path: Path) -> None:
     plain = train(folders / "mlp2", tmp_path / "plain", schedule="single")
     new = train(folders / "mlp2", tmp_path / "new", schedule="single", resume="auto")

@@ -82,7 +82,7 @@ def ports_of(output: Path, count: int) -> dict[int, int]:
     end_s = time.monotonic() + 60
     while True:
         try:
-            texts = [facts.get("debugger", "") for facts in events_of(output, "start")]
+            texts = [text for about, text in events_of(output, "note") if about == "debugger"]
         except FileNotFoundError:
             texts = []
         found = {int(text.split()[1]): int(text.rpartition(":")[2]) for text in texts if text}

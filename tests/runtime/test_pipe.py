@@ -125,11 +125,11 @@ def test_constants_that_a_plan_made_on_meta_lacks_are_named(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda path: path.write_text("{"), "is damaged"),
+        (lambda path: path.write_text("{"), "is not JSON"),
         (lambda path: path.write_text('{"schema": 99}'), "has schema 99"),
-        (lambda path: path.write_text("[]"), "is damaged"),
+        (lambda path: path.write_text("[]"), r"is \[\], not an object"),
         (lambda path: path.unlink(), "has no plan.json"),
-        (lambda path: path.write_bytes(b"\xff\xfe"), "is damaged"),
+        (lambda path: path.write_bytes(b"\xff\xfe"), "is not UTF-8 text"),
     ],
 )
 def test_a_damaged_plan_is_one_sentence(

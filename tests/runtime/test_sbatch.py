@@ -26,7 +26,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def asked(script: str) -> dict[str, str]:
     lines = [line for line in script.splitlines() if line.startswith("#SBATCH --")]
-    return dict(line.removeprefix("#SBATCH --").split("=", 1) for line in lines)
+    parts = (line.removeprefix("#SBATCH --").partition("=") for line in lines)
+    return {name: value for name, _, value in parts}
 
 
 def on_hosts(plan: Plan, *hosts: str) -> Plan:
@@ -51,6 +52,9 @@ def test_a_plan_of_one_host_asks_for_one_node(folder: Path) -> None:
         "cpus-per-task": "6",
         "time": "24:00:00",
         "output": "%x-%j.log",
+        "open-mode": "append",
+        "requeue": "",
+        "signal": "USR1@120",
     }
     single = batch_script(Settings(folder=str(folder), schedule="single"))
     assert asked(single)["ntasks"] == "1"
@@ -118,8 +122,52 @@ def test_the_command_repeats_all_that_was_asked_for(tmp_path: Path) -> None:
 def test_the_script_in_the_document_is_the_one_that_is_printed(folder: Path) -> None:
     given = Settings(folder="generated_models/mlp_4p", steps=50, nodes=2, threads=2)
     script = sbatch_script(given, replace(read_plan(folder), name="mlp"), 4)
-    document = Path(__file__).parents[2] / "docs" / "launching.md"
+    document = Path(__file__).parents[2] / "docs" / "clusters.md"
     assert f"```text\n{script}```" in document.read_text()
+
+
+def test_a_run_of_the_script_goes_on_in_a_folder_of_the_job(folder: Path) -> None:
+    script = checked(batch_script(Settings(folder=str(folder), max_run="3h")))
+    assert (
+        '--max-run 3h \\\n    --resume auto --output runs/mlp4/slurm-"$SLURM_JOB_ID" ||' in script
+    )
+    own = batch_script(Settings(folder=str(folder), output="runs/own"))
+    assert "--output runs/own \\\n    --resume auto ||" in own
+
+
+@pytest.mark.slow
+def test_a_job_that_is_told_of_its_end_goes_on_when_it_is_queued_again(
+    folder: Path, tmp_path: Path
+) -> None:
+    slow = tmp_path / "slow"
+    write_mlp(slow, stages=2, slow_s=0.01)
+    tools = fake_slurm.install(tmp_path)
+    environment = os.environ | fake_slurm.job(["localhost"], tasks_per_node=2)
+    environment |= {"PATH": f"{tools}:{bin_folder()}:{os.environ['PATH']}"}
+
+    def submitted(name: str, **more: str) -> subprocess.CompletedProcess[str]:
+        settings = Settings(folder=str(slow), steps=20, micro_batches=2, threads=1, output=name)
+        (tmp_path / "job.sh").write_text(batch_script(settings))
+        return subprocess.run(
+            ["bash", "job.sh"], cwd=tmp_path, env=environment | more, capture_output=True,
+            text=True, timeout=120,
+        )  # fmt: skip
+
+    straight = submitted("straight")
+    assert straight.returncode == 0, straight.stdout + straight.stderr
+    ended = submitted("job", FAKE_SLURM_USR1_WHEN=str(tmp_path / "job" / "ranks" / "0.step"))
+    assert ended.returncode == 143, ended.stdout + ended.stderr
+    assert (tmp_path / "requeued").read_text() == environment["SLURM_JOB_ID"]
+    assert [path.name[:5] for path in (tmp_path / "job" / "checkpoints").iterdir()] == ["step-"]
+    again = submitted("job", SLURM_RESTART_COUNT="1")
+    assert again.returncode == 0 and "step 20/20" in again.stdout, again.stdout + again.stderr
+    for name in ("straight", "job"):
+        assert (tmp_path / name / "weights").is_dir()
+    one, two = (
+        {path.name: path.read_bytes() for path in (tmp_path / name / "weights").iterdir()}
+        for name in ("straight", "job")
+    )
+    assert one == two
 
 
 @pytest.mark.slow

@@ -131,12 +131,26 @@ def test_ranks_with_another_plan_or_torch_are_refused(mlp4: Plan) -> None:
     assert error.value.what == "rank 1 on b has the plan cd, rank 0 on a has ab."
 
 
+def test_the_odd_one_of_several_hosts_is_named_even_if_it_is_the_first() -> None:
+    new, old = (("asyncpipe", "0.2"), ("torch", "2.13")), (("torch", "2.13"),)
+    with pytest.raises(SettingsError) as error:
+        check_alike([replace(ON_A, versions=old), *[replace(ON_B, versions=new)] * 3])
+    assert error.value.what == (
+        "rank 0 on a has asyncpipe none, 3 ranks have 0.2, such as rank 1 on b."
+    )
+
+
+def test_a_seat_of_a_later_version_can_be_read() -> None:
+    seat = seat_from(b'{"host": "c", "versions": [["asyncpipe", "0.9"]], "moons": 2}')
+    assert (seat.host, dict(seat.versions)) == ("c", {"asyncpipe": "0.9"})
+
+
 def test_a_plan_with_other_cuts_is_another_plan(
     mlp4: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()
     other = replace(mlp4, bottleneck_ms=9.0)
-    assert own_seat("cpu", mlp4) == own_seat("cpu", mlp4) != own_seat("cpu", other)
+    assert own_seat(settings(), mlp4) == own_seat(settings(), mlp4) != own_seat(settings(), other)
 
 
 # What is said

@@ -10,12 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from asyncpipe.runtime.data import corpora
 from asyncpipe.runtime.data.clusters import Clusters
 from asyncpipe.runtime.data.corpora import default_corpus, read_corpus
 from asyncpipe.runtime.data.images import Digits
 from asyncpipe.runtime.data.order import Order
+from asyncpipe.runtime.data.shards import Shards, read_token_files, token_files
 from asyncpipe.runtime.data.task import Task, find_task
 from asyncpipe.runtime.data.texts import IGNORED, Windows
 from asyncpipe.runtime.data.tokens import encode_bytes, read_bin, write_bin
@@ -278,12 +281,50 @@ def test_a_file_without_header_is_uint16(tmp_path: Path) -> None:
     assert read_bin(tmp_path / "train.bin").ids.tolist() == [5, 50256]
 
 
+@settings(max_examples=40, deadline=None)
+@given(
+    parts=st.lists(
+        st.lists(st.integers(0, 60_000), min_size=1, max_size=6), min_size=1, max_size=5
+    ),
+    first=st.integers(-12, 40),
+    count=st.integers(0, 40),
+)
+def test_several_arrays_are_read_as_one(parts: list[list[int]], first: int, count: int) -> None:
+    shards = Shards([np.array(part, dtype="uint16") for part in parts])
+    whole = [one for part in parts for one in part]
+    where = slice(first, first + count) if first >= 0 else slice(first, None)
+    assert len(shards) == len(whole)
+    assert shards[where].tolist() == whole[where]
+
+
+def test_a_folder_of_tokenised_files_is_one_text(text: Plan, tmp_path: Path) -> None:
+    ids = np.frombuffer(LETTERS.encode(), dtype="uint8").astype("uint16")
+    header = {"dtype": "uint16", "vocab_size": 256, "tokenizer": "own"}
+    (tmp_path / "many").mkdir()
+    write_bin(tmp_path / "one.bin", ids, header)
+    for number, part in enumerate(np.split(ids, [100, 101, 2000])):
+        write_bin(tmp_path / "many" / f"{number:03}.bin", part, header)
+    one, many = (open_for(text, str(tmp_path / name), tmp_path)[0] for name in ("one.bin", "many"))
+    assert "4 files" in many.description and many.digest == one.digest
+    assert len(many.train) == len(one.train)
+    for index in range(len(one.train)):
+        for name, tensor in one.train.get([index], ["input_ids", "labels"]).items():
+            assert torch.equal(many.train.get([index], [name])[name], tensor)
+    write_bin(tmp_path / "many" / "zzz.bin", ids, header | {"tokenizer": "another"})
+    with pytest.raises(DataError, match="zzz.bin was made with the tokenizer another"):
+        read_token_files(token_files(str(tmp_path / "many")))
+
+
 @pytest.mark.parametrize(
     ("content", "header", "words"),
     [
         (b"abc", None, "not a whole number"),
         (b"", None, "not a whole number"),
-        (b"ab", "[", "not a JSON object"),
+        (b"ab", "[", "is not JSON"),
+        (b"ab", "[]", "not an object"),
+        (b"ab", '{"vocab_size": "many"}', "vocab_size is 'many', not a whole number"),
+        (b"ab", '{"starts": [0, 9]}', "a document starts at 9"),
+        (b"ab", '{"mask": -1}', "mask -1"),
         (b"ab", '{"dtype": "float32"}', "holds float32"),
     ],
 )

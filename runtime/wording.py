@@ -1,6 +1,9 @@
-"""Numbers of plans -> the words in which pages and explanations say them."""
+"""Numbers -> the words in which pages and explanations say them."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Callable
 
 
 def write_ms(time_ms: float) -> str:
@@ -53,3 +56,33 @@ def counted(number: int, what: str, plural: str = "") -> str:
     ('1 stage', '4 stages', '2 micro-batches')
     """
     return f"{number} {what if number == 1 else plural or what + 's'}"
+
+
+def write_duration(seconds: float) -> str:
+    """
+    >>> write_duration(8.24), write_duration(312), write_duration(7500)
+    ('8.2 s', '5 min 12 s', '2 h 05 min')
+    """
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    return f"{minutes // 60} h {minutes % 60:02} min"
+
+
+def write_count(number: float) -> str:
+    """
+    >>> write_count(1234567.8), write_count(12.34)
+    ('1 234 568', '12.3')
+    """
+    return f"{number:,.0f}".replace(",", " ") if number >= 100 else f"{number:.3g}"
+
+
+def known(value: float, write: Callable[[float], str]) -> str:
+    """The number in words, or "" where it is not a number.
+
+    >>> known(0.5, write_share), known(float("nan"), write_share)
+    ('50 %', '')
+    """
+    return write(value) if math.isfinite(value) else ""

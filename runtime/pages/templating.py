@@ -1,0 +1,35 @@
+"""The templates of what is written for people: they hold layout, modules hold decisions."""
+
+from __future__ import annotations
+
+import re
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+TEMPLATES = Environment(
+    loader=PackageLoader("asyncpipe", "templates"),
+    undefined=StrictUndefined,
+    autoescape=lambda name: name is not None and name.endswith(".html.j2"),
+    trim_blocks=True,
+    lstrip_blocks=True,
+    keep_trailing_newline=True,
+)
+_NO_CHARACTERS = re.compile(
+    "[\x00-\x08\x0b\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufdd0-\ufdef"
+    + "".join(
+        f"{chr(plane + 0xFFFE)}{chr(plane + 0xFFFF)}" for plane in range(0, 0x110000, 0x10000)
+    )
+    + "]"
+)
+
+
+def render(template: str, **values: object) -> str:
+    """The page that a template makes of values. What HTML does not allow in a text, such as control
+    characters, is replaced: texts come from records and names that others made."""
+    return _NO_CHARACTERS.sub("\ufffd", TEMPLATES.get_template(template).render(**values))
+
+
+def in_script(text: str) -> Markup:
+    """JSON that no browser takes for the end of the script around it."""
+    return Markup(text.replace("<", "\\u003c"))

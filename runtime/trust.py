@@ -1,0 +1,94 @@
+"""Whose code a generated folder holds: made here, trusted by the user, or a stranger's.
+
+Training imports a folder's `stage_*.py`, so a folder that came from elsewhere is data until its
+user says otherwise. A folder is known by either of two marks, files of no content in the user's own
+folder for state: one for where it is and which plan is there, so that stages which the user edits
+there stay his own, and one for all that it runs, so that a copy of it is known wherever it lies.
+The examples that come with this package are known by their content too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shlex
+from pathlib import Path
+
+from .errors import AsyncPipeError
+
+_SHIPPED = frozenset({"d5b8b71b0cf82c7e8e4c5eca3070fe31374db7d50048460aff65402f5b69f5a5"})
+"""What `generated_models` holds in the repository, as `content_hash` has it; a test keeps it so."""
+
+
+class TrustError(AsyncPipeError):
+    """Code that would be run and that nobody here has made or trusted."""
+
+
+def remember(folder: str | Path) -> bool:
+    """Trusts a folder from now on; whether that could be noted."""
+    marks = _marks(Path(folder))
+    try:
+        for mark in marks:
+            mark.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            mark.touch(mode=0o600)
+    except OSError:
+        return False
+    return bool(marks)
+
+
+def is_trusted(folder: str | Path) -> bool:
+    """Whether a folder was made here, was trusted, or is one of the package's examples."""
+    folder = Path(folder)
+    return content_hash(folder) in _SHIPPED or any(mark.is_file() for mark in _marks(folder))
+
+
+def untrusted(folder: str | Path) -> TrustError:
+    """What to tell of a folder whose code is not to be run yet."""
+    name = shlex.quote(str(folder))
+    return TrustError(
+        f"{folder} was not made on this machine, and to train it is to run its stage_*.py.",
+        f"Read them: asyncpipe-inspect {name} --stage 0. Trust them from then on: "
+        f"asyncpipe-train {name} --trust",
+    )
+
+
+def code_hash(folder: str | Path) -> str:
+    """The SHA-256 of a folder's Python files."""
+    return _hash_of(sorted(Path(folder).glob("*.py")))
+
+
+def content_hash(folder: str | Path) -> str:
+    """The SHA-256 of all that a folder has run: its plan and its Python files."""
+    return _hash_of([Path(folder) / "plan.json", *sorted(Path(folder).glob("*.py"))])
+
+
+def state_folder() -> Path | None:
+    """Where marks are kept: $ASYNCPIPE_STATE, or `asyncpipe` in the user's folder for state; None
+    where the user has no home."""
+    if own := os.environ.get("ASYNCPIPE_STATE"):
+        return Path(own)
+    if base := os.environ.get("XDG_STATE_HOME"):
+        return Path(base) / "asyncpipe"
+    try:
+        return Path.home() / ".local" / "state" / "asyncpipe"
+    except RuntimeError:
+        return None
+
+
+def _marks(folder: Path) -> tuple[Path, ...]:
+    """The files that stand for this folder here, and for its content anywhere."""
+    if (state := state_folder()) is None:
+        return ()
+    here = hashlib.sha256(os.fsencode(folder.resolve()))
+    here.update(_hash_of([folder / "plan.json"]).encode())
+    return state / "trusted" / here.hexdigest(), state / "trusted" / content_hash(folder)
+
+
+def _hash_of(files: list[Path]) -> str:
+    found = hashlib.sha256()
+    for path in files:
+        if path.is_file():
+            with path.open("rb") as file:
+                content = hashlib.file_digest(file, "sha256").hexdigest()
+            found.update(f"{path.name}\n{content}\n".encode())
+    return found.hexdigest()

@@ -1,0 +1,52 @@
+"""A command of ours run in this process: what it printed, and the code that it ends with."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+from asyncpipe import cli
+
+
+@dataclass(frozen=True)
+class Outcome:
+    code: int
+    out: str
+    err: str
+
+
+def command(folder: Path, name: str, *arguments: str) -> Outcome:
+    """`asyncpipe-NAME ARGUMENTS` in a folder. What is no error of ours is raised."""
+    out, err = io.StringIO(), io.StringIO()
+    app = getattr(cli, f"{name}_app")
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), _inside(folder):
+        with mock.patch.object(sys, "argv", [f"asyncpipe-{name}", *arguments]):
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Cyclopts application invoked")
+                code = cli._run(app)
+    return Outcome(code, out.getvalue(), err.getvalue())
+
+
+def error_of(folder: Path, name: str, *arguments: str, code: int = 1) -> str:
+    """The message of a command that fails: one sentence, and below it the cure."""
+    outcome = command(folder, name, *arguments)
+    assert outcome.code == code, outcome
+    assert outcome.err.startswith("error: "), outcome
+    return outcome.err
+
+
+@contextlib.contextmanager
+def _inside(folder: Path) -> Iterator[None]:
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)

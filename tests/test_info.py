@@ -1,0 +1,151 @@
+"""asyncpipe-info tells what is here, agrees with what a run does, and survives what is missing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from asyncpipe import cli
+from asyncpipe.runtime.errors import TransportError
+from asyncpipe.runtime.info import describe as described
+from asyncpipe.runtime.info import machine, software, would_use
+from asyncpipe.runtime.launching.topology import Core, Topology
+from asyncpipe.runtime.transports.mpi import load_mpi
+
+SECTIONS = ["versions", "extras", "backends", "processor", "gpus", "links", "a run here"]
+FOUR_CORES = Topology(tuple(Core(0, (cpu,)) for cpu in range(4)))
+
+
+def ask(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["asyncpipe-info", *arguments])
+    return cli._run(cli.info_app)
+
+
+def test_all_sections_are_told_as_text_and_as_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(software, "_mpi", lambda: "MPI of a test")
+    assert ask(monkeypatch, "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert list(told) == SECTIONS
+    assert told["versions"]["torch"] == torch.__version__
+    assert told["links"] and "loopback" in json.dumps(told["links"])
+    assert ask(monkeypatch, "--ranks", "2") == 0
+    text = capsys.readouterr().out
+    assert all(section in text for section in SECTIONS) and torch.__version__ in text
+    assert ask(monkeypatch, "--ranks", "0") == 2
+
+
+def test_what_cannot_be_found_out_is_told_and_the_rest_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken() -> dict[str, str]:
+        raise OSError("no such file")
+
+    def refused() -> dict[str, str]:
+        raise TransportError("it does not work.", "Do this.")
+
+    for name in ("versions", "extras", "cpu", "gpus", "links"):
+        monkeypatch.setattr(described, name, broken)
+    monkeypatch.setattr(described, "backends", refused)
+    found = described.describe(2)
+    assert list(found) == SECTIONS
+    assert found["gpus"] == {"trouble": "OSError: no such file"}
+    assert found["backends"] == {"trouble": "it does not work.", "cure": "Do this."}
+    assert found["a run here"]["transport"] == "shm (one host)"
+
+
+def test_mpi_is_asked_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mpi4py")
+    monkeypatch.setenv("PMI_RANK", "3")  # as of somebody's job
+    told = software._mpi()
+    try:
+        load_mpi()
+    except TransportError:
+        assert "MPI does not start" in told
+    else:
+        assert "thread level MULTIPLE" in told
+        assert told.split()[0] in ("MPICH", "Open", "Intel(R)")
+
+
+@pytest.mark.parametrize(
+    ("ask_mpi", "words"),
+    [
+        ("import os; os.abort()", "it ended without a word"),
+        ("raise RuntimeError('cannot load MPI library')", "cannot load MPI library"),
+        ("import time; time.sleep(60)", "did not start in 0.5 s"),
+    ],
+)
+def test_an_mpi_that_crashes_or_hangs_is_told(
+    monkeypatch: pytest.MonkeyPatch, ask_mpi: str, words: str
+) -> None:
+    monkeypatch.setattr(software, "find_spec", lambda name: True)
+    monkeypatch.setattr(software, "_ASK_MPI", ask_mpi)
+    monkeypatch.setattr(software, "_PATIENCE_S", 0.5 if "sleep" in ask_mpi else 20.0)
+    assert words in software._mpi()
+
+
+def given_machine(
+    monkeypatch: pytest.MonkeyPatch, topology: Topology, *, gpus: int = 0
+) -> Callable[[int], dict[str, str]]:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(would_use, "read_topology", lambda: topology)
+    monkeypatch.setattr("asyncpipe.runtime.launching.seats.read_topology", lambda cpus: topology)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    return would_use.would_use
+
+
+def test_ranks_share_out_the_cores_and_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    ask = given_machine(monkeypatch, FOUR_CORES)
+    two = ask(2)
+    assert two["threads"] == "2 a rank, 4 usable cores for 2 ranks"
+    assert two["cores"] == "a rank each on 0-1, 2-3 (--pin cores)"
+    assert two["device"] == "cpu: torch sees no GPU" and two["transport"] == "shm (one host)"
+    assert ask(8)["cores"] == "all ranks share all (4 cores for 8 ranks)"
+    assert ask(1)["transport"] == "local (one process)"
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert ask(2)["threads"] == "3 a rank, as OMP_NUM_THREADS says"
+    assert "more than its share" in ask(2)["cores"]
+
+
+def test_a_quota_is_told_as_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    ask = given_machine(monkeypatch, Topology(FOUR_CORES.cores, quota=2.0))
+    assert ask(2)["threads"] == "1 a rank, 2 usable cores by the quota for 2 ranks"
+    assert "a quota below the cores" in ask(2)["cores"]
+
+
+def test_gpus_change_the_transport_when_each_rank_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    ask = given_machine(monkeypatch, FOUR_CORES, gpus=2)
+    monkeypatch.setattr(would_use, "has_nccl", lambda: True)
+    assert would_use.default_ranks() == 2
+    assert ask(2)["transport of GPUs"] == "nccl (a GPU each)"
+    assert ask(4)["transport of GPUs"].startswith("gloo")
+    assert "2 ranks a GPU" in ask(4)["device"]
+
+
+def test_links_tell_the_speed_that_the_system_knows(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from asyncpipe.runtime.launching.interfaces import Interface
+
+    have = (Interface("lo", "127.0.0.1"), Interface("ib0", "10.0.0.2"), Interface("ib0", "fd00::2"))
+    monkeypatch.setattr(machine, "interfaces", lambda: have)
+    (tmp_path / "class/net/ib0").mkdir(parents=True)
+    (tmp_path / "class/net/ib0/speed").write_text("25000\n")
+    assert machine.links(tmp_path) == {
+        "lo": "127.0.0.1 (loopback)",
+        "ib0": "10.0.0.2, fd00::2, 25 Gbit/s",
+    }
+
+
+def test_without_mpi4py_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(software, "find_spec", lambda name: None)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("something was started"))
+    assert 'pip install "asyncpipe[mpi]"' in software._mpi()
