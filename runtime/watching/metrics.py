@@ -255,15 +255,21 @@ class MetricsFile(Reporter):
         self._write(_line(event, values | at | {"time_s": _now_s()}))
 
     def _write(self, line: str) -> None:
-        content = (line + "\n").encode()
-        with self._path.open("ab", buffering=0) as file:
-            whole = file.tell()
-            try:
-                if file.write(content) < len(content):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
-            except OSError:
-                file.truncate(whole)  # whoever goes on appends to whole lines
-                raise
+        append_line(self._path, line)
+
+
+def append_line(path: Path, line: str) -> None:
+    """Adds a whole line to a file, or nothing: whoever goes on with the run adds others. Raises
+    OSError."""
+    content = (line + "\n").encode()
+    with path.open("ab", buffering=0) as file:
+        whole = file.tell()
+        try:
+            if file.write(content) < len(content):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        except OSError:
+            file.truncate(whole)
+            raise
 
 
 def _plain(timeline: Timeline) -> list[list[Any]]:
