@@ -22,8 +22,6 @@ _PROBE = bytes(4096)
 class DiskError(AsyncPipeError):
     """A file that could not be written."""
 
-    comes_again = False
-
 
 def disk_error(error: BaseException, folder: Path) -> DiskError | None:
     """What to tell of an error that comes of not being able to write below `folder`; None of

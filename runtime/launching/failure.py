@@ -79,13 +79,14 @@ class RankFolder:
 
     def mark_step(self, rank: int, step: int) -> None:
         """Leaves the step that a rank has made."""
-        with contextlib.suppress(OSError):
-            (self.path / f"{rank}.step").write_text(str(step), encoding="utf-8")
+        path = self.path / f"{rank}.step"
+        with contextlib.suppress(OSError), path.open("r+b" if path.exists() else "wb") as file:
+            file.write(b"%9d" % step)  # over the last, for which a full disk has room
 
     def step_of(self, rank: int) -> int:
         """The last step that a rank has made; 0 before the first."""
         path = self.path / f"{rank}.step"
-        text = path.read_text(encoding="utf-8") if path.is_file() else ""
+        text = path.read_text(encoding="utf-8").strip() if path.is_file() else ""
         return int(text) if text.isdigit() else 0
 
     def mark_process(self, rank: int) -> None:
@@ -179,7 +180,8 @@ class RankFolder:
         who = f"rank {rank}{stages.get(rank, '')}"
         if code == CANNOT_WRITE:
             disk = unwritable(self.path) or disk_is_tight(self.path)
-            return RankError(f"{who}, step {self.step_of(rank) + 1}: {disk.what}", disk.cure)
+            what = f"{who}, step {self.step_of(rank) + 1}: {disk.what}"
+            return RankError(what, disk.cure, comes_again=True)
         if code < 0:
             return self._killed(rank, code, stages.get(rank, ""))
         return RankError(
@@ -218,6 +220,7 @@ def failure_of(
         what, cure, comes_again = known.what, known.cure, known.comes_again
     elif folder is not None and (disk := disk_error(error, folder)) is not None:
         what, cure = f"{who}, step {step + 1}: {disk.what}", disk.cure
+        comes_again = disk.comes_again
     else:
         what = f"{who} failed at step {step + 1}: {type(error).__name__}: {error}"
     return Failure(
