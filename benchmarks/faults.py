@@ -142,7 +142,7 @@ def tried(name: str, trial: Trial, undisturbed: dict[int, float]) -> dict[str, A
         with FaultyRun(trial.folder, trial.output, given, scripts=REAL) as run:
             run.wait_for(lambda: run.step >= min(last, STEPS), limit_s=200)
             recover_s = time.monotonic() - began_again_s
-            run.finish(limit_s=200)
+            run.process.communicate(timeout=200)
     resumed = [int(text.split()[2]) for text in notes(trial.output, "resumed") if "step" in text]
     return {
         "fault": name,
