@@ -87,10 +87,7 @@ def partition() -> None:
 
 def train() -> None:
     """Entry point of asyncpipe-train."""
-    try:
-        code = _run(train_app)
-    except SystemExit as stopped:  # by a signal, with a checkpoint written
-        code = int(stopped.code or 0)
+    code = _run(train_app)
     if "torch.distributed" in sys.modules:  # else only --help, or a usage error
         from .runtime.launching.failure import end_process
 
@@ -509,7 +506,8 @@ def _given(options: Any) -> dict[str, Any]:
 
 
 def _run(app: App) -> int:
-    """Runs a command: 0, 1 with one `error:` sentence and a cure, 2 for usage, 130 for Ctrl-C."""
+    """Runs a command: 0, 1 with one `error:` sentence and a cure, 2 for usage, 130 for Ctrl-C, 143
+    for a run that a signal asked to stop."""
     from cyclopts import CycloptsError
 
     errors = Console(stderr=True, highlight=False)
@@ -519,6 +517,10 @@ def _run(app: App) -> int:
         errors.print(f"[bold red]error:[/] {_shown(str(error))}", soft_wrap=True)
         errors.print(f"[dim]{app.name[0]} --help[/]")
         return 2
+    except SystemExit as stopped:
+        for note in getattr(stopped, "__notes__", ()):
+            errors.print(escape(note), soft_wrap=True)
+        return int(stopped.code or 0)
     except AsyncPipeError as error:
         if {"-v", "--verbose"} & set(sys.argv):
             traceback.print_exc()

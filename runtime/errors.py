@@ -6,8 +6,11 @@ from __future__ import annotations
 class AsyncPipeError(Exception):
     """One sentence of what does not fit, with both values, and a cure as a command.
 
-    The command line prints `error: <what>` and the cure below it, and exits with 1.
+    The command line prints `error: <what>` and the cure below it, and exits with 1. `comes_again`
+    says whether the same run would come to it again, so that there is no use in another attempt.
     """
+
+    comes_again = True
 
     def __init__(self, what: str, cure: str = "") -> None:
         super().__init__(f"{what}\n{cure}" if cure else what)
@@ -33,6 +36,8 @@ class ScheduleError(AsyncPipeError):
 
 class TransportError(AsyncPipeError):
     """A tensor that did not arrive, or arrived in another shape."""
+
+    comes_again = False
 
 
 class DataError(AsyncPipeError):

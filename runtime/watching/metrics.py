@@ -6,6 +6,7 @@ Whoever shows a run, or keeps it, is a `Reporter`; it is called in the process o
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -254,7 +255,13 @@ class MetricsFile(Reporter):
 
     def _write(self, line: str) -> None:
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+            whole = file.tell()
+            try:
+                file.write(line + "\n")
+                file.flush()
+            except OSError:  # The disk is full; a later attempt appends to whole lines.
+                os.ftruncate(file.fileno(), whole)
+                raise
 
 
 def _plain(timeline: Timeline) -> list[list[Any]]:
