@@ -2,6 +2,7 @@
 # make install      asyncpipe into .venv; EXTRAS=hf,data,s3 for more than its own needs
 # make test         installs what the tests need and runs them
 # make check        what CI runs: test, lint, types
+# make audit        asks for known vulnerabilities of what is installed; needs a network
 #
 # TORCH_BACKEND=cpu is the default; TORCH_BACKEND=auto (or cu126, cu130, ...) installs a CUDA build.
 
@@ -13,7 +14,7 @@ BIN := $(VENV)/bin
 
 EXTRAS ?= hf,data
 
-.PHONY: quickstart install test check lint types clean
+.PHONY: quickstart install test check lint types audit clean
 
 quickstart: $(VENV)/.demo
 	$(BIN)/asyncpipe-partition --model gpt2 --stages 4 --seq 64 --micro-batch-size 1 --force
@@ -34,6 +35,17 @@ lint: $(VENV)/.dev
 types: $(VENV)/.dev
 	mkdir -p .typing && ln -sfn .. .typing/asyncpipe
 	$(BIN)/mypy
+
+# pip-audit ends with 1 both for what it found and for a service that did not answer.
+audit: $(VENV)/.dev
+	@$(BIN)/pip install -q pip-audit
+	@if $(BIN)/pip-audit --local --progress-spinner off >$(VENV)/audit.txt 2>&1; then \
+		cat $(VENV)/audit.txt; \
+	elif grep -q "Found [0-9]* known vulnerabilit" $(VENV)/audit.txt; then \
+		cat $(VENV)/audit.txt; exit 1; \
+	else \
+		tail -n 1 $(VENV)/audit.txt; echo "The service could not be asked: nothing is known."; exit 2; \
+	fi
 
 # The CPU build is not on the ordinary index for Linux: uv knows where each build is. Where it
 # cannot reach that place, pip takes what the machine's own index has.

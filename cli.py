@@ -12,6 +12,7 @@ Nothing heavy is imported before the options are known, so that --help answers a
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import sys
 import traceback
@@ -86,10 +87,7 @@ def partition() -> None:
 
 def train() -> None:
     """Entry point of asyncpipe-train."""
-    try:
-        code = _run(train_app)
-    except SystemExit as stopped:  # by a signal, with a checkpoint written
-        code = int(stopped.code or 0)
+    code = _run(train_app)
     if "torch.distributed" in sys.modules:  # else only --help, or a usage error
         from .runtime.launching.failure import end_process
 
@@ -508,22 +506,27 @@ def _given(options: Any) -> dict[str, Any]:
 
 
 def _run(app: App) -> int:
-    """Runs a command: 0, 1 with one `error:` sentence and a cure, 2 for usage, 130 for Ctrl-C."""
+    """Runs a command: 0, 1 with one `error:` sentence and a cure, 2 for usage, 130 for Ctrl-C, 143
+    for a run that a signal asked to stop."""
     from cyclopts import CycloptsError
 
     errors = Console(stderr=True, highlight=False)
     try:
         return int(app(exit_on_error=False, print_error=False, result_action="return_value") or 0)
     except CycloptsError as error:
-        errors.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
+        errors.print(f"[bold red]error:[/] {_shown(str(error))}", soft_wrap=True)
         errors.print(f"[dim]{app.name[0]} --help[/]")
         return 2
+    except SystemExit as stopped:
+        for note in getattr(stopped, "__notes__", ()):
+            errors.print(escape(note), soft_wrap=True)
+        return int(stopped.code or 0)
     except AsyncPipeError as error:
         if {"-v", "--verbose"} & set(sys.argv):
             traceback.print_exc()
-        errors.print(f"[bold red]error:[/] {escape(error.what)}", soft_wrap=True)
+        errors.print(f"[bold red]error:[/] {_shown(error.what)}", soft_wrap=True)
         if error.cure:
-            errors.print(escape(error.cure), soft_wrap=True)
+            errors.print(_shown(error.cure), soft_wrap=True)
         return 1
     except OSError as error:
         if error.filename is None:
@@ -531,13 +534,20 @@ def _run(app: App) -> int:
         if {"-v", "--verbose"} & set(sys.argv):
             traceback.print_exc()
         told = f"{error.filename}: {(error.strerror or str(error)).lower()}."
-        errors.print(f"[bold red]error:[/] {escape(told)}", soft_wrap=True)
+        errors.print(f"[bold red]error:[/] {_shown(told)}", soft_wrap=True)
         return 1
     except KeyboardInterrupt as interrupt:
         errors.print(str(interrupt) or "interrupted")
         return 130
     finally:
         errors.show_cursor(True)
+
+
+def _shown(text: str) -> str:
+    """A text as it is printed: what would steer the terminal is spelled out."""
+    return escape(
+        re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: repr(found[0])[1:-1], text)
+    )
 
 
 def _usage(text: str) -> Exception:

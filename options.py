@@ -338,6 +338,7 @@ _TRAIN_HELP = {
     "pin": "Keep each rank of a host on cores of its own, on its NUMA node, or none.",
     "timeout_s": "Seconds after which a rank that waits gives up, saying for whom.",
     "stall_s": "Seconds without progress after which is told who waits for whom; 0: never.",
+    "restarts": "How often the run begins again by itself when a rank dies or hangs.",
     "dtype": "Of the weights.",
     "precision": "Of computing: that of the weights (full), or less under torch's autocast.",
     "loss_scale": "The first loss scale of float16; it changes with overflows, as GradScaler's.",

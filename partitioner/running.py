@@ -14,7 +14,8 @@ from ..runtime.schedules import ASYNCHRONOUS, AUTO, SCHEDULES, make_schedule, na
 from ..runtime.weight_copies import KEEPS
 from .setting import OPTIMIZER_COPIES, Device, Recompute, Setting
 
-_MOST_MICRO_BATCHES = 2**16
+_MOST = 2**12
+_MOST_PASSES = 2**20
 
 
 class Running(TypedDict, total=False):
@@ -53,13 +54,14 @@ def make_setting(
     Raises PlanError for a name that there is not and a number that cannot be.
     """
     schedule = schedule or "async-1f1b"
+    check_numbers(stages, ranks)
     check_choice("schedule", schedule, (*SCHEDULES, AUTO))
     check_choice("recompute", recompute, get_args(Recompute))
     check_choice("optimizer", optimizer, OPTIMIZER_COPIES)
     for method in staleness.split("+"):
         check_choice("staleness", method, KEEPS)
-    if not 1 <= micro_batches <= _MOST_MICRO_BATCHES:
-        few = "make no step" if micro_batches < 1 else "are more than a step can have"
+    if not 1 <= micro_batches <= _MOST_PASSES // stages:
+        few = "make no step" if micro_batches < 1 else f"are too many for {stages} stages"
         raise PlanError(f"{micro_batches} micro-batches {few}.", "--micro-batches 8")
     if schedule == "single" and stages > 1:
         raise PlanError(
@@ -79,11 +81,10 @@ def make_setting(
             f"--staleness {staleness}, but under {schedule} no weights are stale.",
             "--schedule async-1f1b",
         )
-    if ranks is not None and (ranks < 1 or devices):
-        few = f"{ranks} ranks can run nothing." if ranks < 1 else ""
+    if ranks is not None and devices:
         raise PlanError(
-            few or "ranks are given twice: by number, and as devices.",
-            "--ranks 2" if few else "Leave --ranks out: every device is a rank.",
+            "ranks are given twice: by number, and as devices.",
+            "Leave --ranks out: every device is a rank.",
         )
     if not devices and schedule not in ASYNCHRONOUS:
         ranks = natural_ranks(schedule, stages) if ranks is None else ranks
@@ -102,6 +103,16 @@ def make_setting(
         staleness=staleness,
         overlap=overlap,
     )
+
+
+def check_numbers(stages: int | None, ranks: int | None) -> None:
+    """Raises PlanError for more stages or ranks than there can be, or fewer."""
+    if ranks is not None and not 1 <= ranks <= _MOST:
+        few = "can run nothing" if ranks < 1 else "are more than can be planned for"
+        raise PlanError(f"{ranks} ranks {few}.", "--ranks 2")
+    if stages is not None and not 1 <= stages <= _MOST:
+        few = "no stages" if stages < 1 else f"more than {_MOST} of them"
+        raise PlanError(f"{stages} stages cannot be planned: {few}.", "--stages 4")
 
 
 def parse_bytes(size: int | str) -> int:

@@ -121,11 +121,11 @@ def depths(stages: int, ahead: str | None = None) -> tuple[int, ...]:
     if ahead is None:
         return usual
     text = ahead.replace(" ", "")
-    if times := re.fullmatch(r"(\d+)x", text):
+    if times := re.fullmatch(r"(\d{1,6})x", text):
         return tuple(int(times[1]) * forwards for forwards in usual)
-    if re.fullmatch(r"\d+", text):
+    if re.fullmatch(r"\d{1,9}", text):
         return tuple(min(int(text), forwards) for forwards in usual)
-    if not re.fullmatch(r"\d+(,\d+)+", text):
+    if not re.fullmatch(r"\d{1,9}(,\d{1,9})+", text):
         raise ScheduleError(
             f"--ahead {ahead} says for no stage how many forwards it runs ahead.",
             "--ahead 2x doubles them, --ahead 1 allows 1 at most, "

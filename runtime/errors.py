@@ -6,8 +6,11 @@ from __future__ import annotations
 class AsyncPipeError(Exception):
     """One sentence of what does not fit, with both values, and a cure as a command.
 
-    The command line prints `error: <what>` and the cure below it, and exits with 1.
+    The command line prints `error: <what>` and the cure below it, and exits with 1. `comes_again`
+    says whether the same run would come to it again, so that there is no use in another attempt.
     """
+
+    comes_again = True
 
     def __init__(self, what: str, cure: str = "") -> None:
         super().__init__(f"{what}\n{cure}" if cure else what)
@@ -34,6 +37,8 @@ class ScheduleError(AsyncPipeError):
 class TransportError(AsyncPipeError):
     """A tensor that did not arrive, or arrived in another shape."""
 
+    comes_again = False
+
 
 class DataError(AsyncPipeError):
     """Data that does not fit the model or the plan."""
@@ -54,6 +59,6 @@ def why_ended(error: BaseException) -> str:
         case KeyboardInterrupt() as interrupt:
             return str(interrupt) or "interrupted"
         case SystemExit() as leaving:
-            return f"ended with exit code {leaving.code}"
+            return f"it was told to stop (exit code {leaving.code})"
         case unknown:
             return f"{type(unknown).__name__}: {unknown}"

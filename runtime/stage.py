@@ -36,6 +36,8 @@ from .versions import Weights
 class StageError(AsyncPipeError):
     """An exception in a stage's own code, with the stage and the micro-batch."""
 
+    comes_again = False
+
 
 @dataclass(frozen=True, slots=True)
 class _Passage:

@@ -139,10 +139,12 @@ def _indexed(index: Path) -> dict[str, Path]:
     origin = Origin(str(index), DataError, "Download or export the weights again.")
     raw = known_fields(_Index, parse_json(read_text(index, origin), origin))
     weight_map = shaped(_Index, raw, origin).weight_map
+    there = {path.name for path in index.parent.iterdir()}
     for name, file in weight_map.items():
-        path = index.parent / file
-        if Path(file).name != file or not path.is_file():
-            raise origin.refused(f" says that {name} is in {file}, which is not beside it.")
+        if file not in there:
+            raise origin.refused(
+                f" says that {name[:60]} is in {file[:60]}, which is not beside it."
+            )
     return {name: index.parent / file for name, file in weight_map.items()}
 
 

@@ -90,6 +90,11 @@ def cut_link(host: Host) -> None:
     host.run("ip", "link", "set", "eth0", "down")
 
 
+def restore_link(host: Host) -> None:
+    """Puts the cable back in."""
+    host.run("ip", "link", "set", "eth0", "up")
+
+
 def _connect(
     host: Host, pid: int, on_switch: tuple[str, ...], file: Path, mbit_s: float | None
 ) -> None:

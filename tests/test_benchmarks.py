@@ -132,3 +132,13 @@ def test_the_document_shows_the_table_of_the_result_file(finetuning: ModuleType)
     assert known["table"] == finetuning.table_of(known["rows"])
     table = finetuning.shown(known["before"], known["table"])
     assert f"```text\n{table}\n```" in (FOLDER.parent / "docs" / "fine-tuning.md").read_text()
+
+
+def test_the_document_shows_what_was_survived(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    faults = pytest.importorskip("faults")
+    known = json.loads((FOLDER / "results" / "faults.json").read_text())
+    assert known["table"] == faults.table_of(known["rows"])
+    assert {row["fault"] for row in known["table"]} == {*faults.FAULTS}
+    table = faults.shown(known["table"])
+    assert f"```text\n{table}\n```" in (FOLDER.parent / "docs" / "failures.md").read_text()

@@ -7,6 +7,7 @@ A tokenised file is a `.bin` of little-endian uint16 or uint32, with `NAME.bin.j
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -166,7 +167,7 @@ def _tokenizer(tokenizer: str, documents: list[str], folder: Path) -> Any:
         ) from error
     name, _, size = tokenizer.partition(":")
     if name == "bpe":
-        if not size.isdigit() or int(size) <= 256:
+        if not re.fullmatch("[0-9]{3,8}", size) or int(size) <= 256:
             raise DataError(
                 f"--tokenizer {tokenizer} names no size over 256.", "--tokenizer bpe:4096"
             )

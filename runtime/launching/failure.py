@@ -7,8 +7,10 @@ leaves its error as a small JSON file, and its step in another, for the process 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -17,20 +19,33 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ..checkpoint.resuming import how_to_go_on
 from ..errors import AsyncPipeError, TransportError, root_of
 from ..transports.mpi import leave_mpi
+from .disk import disk_error, disk_is_tight, unwritable
 
 GRACE_S = 2.0
-"""How long a rank that misses another waits before it ends."""
+"""How long a rank that misses another waits at most before it ends."""
+
+
+_LOOK_S = 0.05
+
+CANNOT_WRITE = 74
+"""The exit code of a rank that could not even leave its error."""
 
 
 class RankError(AsyncPipeError):
     """A rank that ended before its time."""
 
+    def __init__(self, what: str, cure: str = "", *, comes_again: bool = False) -> None:
+        super().__init__(what, cure)
+        self.comes_again = comes_again
+
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An error of one rank; `consequence` when it is for want of another rank."""
+    """An error of one rank; `consequence` when it is for want of another rank, `comes_again` when
+    the same run would come to it again."""
 
     rank: int
     what: str
@@ -38,17 +53,34 @@ class Failure:
     consequence: bool
     time_s: float
     trace: str
+    comes_again: bool = False
 
 
 class RankFolder:
-    """Where one run's ranks leave their steps and errors."""
+    """Where one run's ranks leave their steps and errors.
+
+    What only serves to tell of an end is not left on a full disk, which must not be an end itself.
+    """
 
     def __init__(self, run_folder: Path) -> None:
         self.path = run_folder / "ranks"
 
+    def begin_again(self, why: str) -> None:
+        """Forgets all that was left, but for why there is another attempt."""
+        shutil.rmtree(self.path)
+        self.path.mkdir()
+        (self.path / "again.txt").write_text(why, encoding="utf-8")
+
+    @property
+    def why_again(self) -> str:
+        """Why this is not the first attempt; "" if it is."""
+        path = self.path / "again.txt"
+        return path.read_text(encoding="utf-8") if path.is_file() else ""
+
     def mark_step(self, rank: int, step: int) -> None:
         """Leaves the step that a rank has made."""
-        (self.path / f"{rank}.step").write_text(str(step), encoding="utf-8")
+        with contextlib.suppress(OSError):
+            (self.path / f"{rank}.step").write_text(str(step), encoding="utf-8")
 
     def step_of(self, rank: int) -> int:
         """The last step that a rank has made; 0 before the first."""
@@ -58,12 +90,19 @@ class RankFolder:
 
     def mark_process(self, rank: int) -> None:
         """Leaves the number of a rank's process."""
-        (self.path / f"{rank}.pid").write_text(str(os.getpid()), encoding="utf-8")
+        with contextlib.suppress(OSError):
+            (self.path / f"{rank}.pid").write_text(str(os.getpid()), encoding="utf-8")
 
     def process_of(self, rank: int) -> int:
         """The number of a rank's process; -1 if it left none."""
         path = self.path / f"{rank}.pid"
-        return int(path.read_text(encoding="utf-8")) if path.is_file() else -1
+        text = path.read_text(encoding="utf-8") if path.is_file() else ""
+        return int(text) if text.isdigit() else -1
+
+    def processes(self) -> list[int]:
+        """The numbers of all ranks' processes, as far as they have left them."""
+        left = (self.process_of(int(path.stem)) for path in self.path.glob("*.pid"))
+        return [process for process in left if process > 0]
 
     def last_step(self) -> int:
         """The last step that any rank has made."""
@@ -85,9 +124,36 @@ class RankFolder:
         text = path.read_text(encoding="utf-8") if path.is_file() else ""
         return RankError(*json.loads(text)) if text else None
 
-    def write(self, failure: Failure) -> None:
+    def mark_stopped(self) -> None:
+        """Leaves that the ranks have stopped because they were asked to."""
+        (self.path / "stopped").touch()
+
+    @property
+    def has_stopped(self) -> bool:
+        return (self.path / "stopped").exists()
+
+    def write(self, failure: Failure) -> bool:
+        """Whether there was room for it."""
         text = json.dumps(asdict(failure), indent=1) + "\n"
-        (self.path / f"{failure.rank}.error.json").write_text(text, encoding="utf-8")
+        new = self.path / f"{failure.rank}.error.new"
+        try:
+            new.write_text(text, encoding="utf-8")
+            new.replace(new.with_suffix(".json"))
+        except OSError:
+            new.unlink(missing_ok=True)
+            return False
+        return True
+
+    def wait_for_cause(self) -> None:
+        """Returns when there is more to be seen of an end than that ranks miss each other: an error
+        of its own, or a process that is gone; else after GRACE_S."""
+        end_s = time.monotonic() + GRACE_S
+        while time.monotonic() < end_s:
+            if any(not failure.consequence for failure in self.failures()):
+                return
+            if not all(map(_is_alive, self.processes())):
+                return
+            time.sleep(_LOOK_S)
 
     def failures(self) -> list[Failure]:
         """All failures, the earliest first."""
@@ -106,17 +172,32 @@ class RankFolder:
             # SIGTERM is how the others are ended after the first.
             if code < 0 and code != -signal.SIGTERM:
                 return self._killed(rank, code, stages.get(rank, ""))
+        if (told := self.told_cause()) is not None:
+            return told
+        ended = sorted(exit_codes.items(), key=lambda each: each[1] != CANNOT_WRITE)
+        rank, code = next(iter(ended), (0, 1))
+        who = f"rank {rank}{stages.get(rank, '')}"
+        if code == CANNOT_WRITE:
+            disk = unwritable(self.path) or disk_is_tight(self.path)
+            return RankError(f"{who}, step {self.step_of(rank) + 1}: {disk.what}", disk.cure)
+        if code < 0:
+            return self._killed(rank, code, stages.get(rank, ""))
+        return RankError(
+            f"{who} ended with exit code {code} before it could begin.",
+            f"Its output is in {self.path.parent / 'logs'}.",
+        )
+
+    def told_cause(self) -> RankError | None:
+        """What the ranks themselves say, if they could: the first that was no consequence."""
+        if (verdict := self.verdict()) is not None:
+            return verdict
         failures = self.failures()
         causes = [failure for failure in failures if not failure.consequence]
         for failure in causes or failures:
-            error = RankError(failure.what, failure.cure)
+            error = RankError(failure.what, failure.cure, comes_again=failure.comes_again)
             error.add_note(f"On rank {failure.rank}:\n{failure.trace}")
             return error
-        rank, code = next(iter(exit_codes.items()), (0, 1))
-        return RankError(
-            f"rank {rank}{stages.get(rank, '')} ended with exit code {code} before it could begin.",
-            f"Its output is in {self.path.parent / 'logs'}.",
-        )
+        return None
 
     def _killed(self, rank: int, code: int, stages: str) -> RankError:
         name = signal.Signals(-code).name
@@ -126,14 +207,19 @@ class RankFolder:
         )
 
 
-def failure_of(error: BaseException, rank: int, stages: str, step: int) -> Failure:
-    """What to tell of an exception; an AsyncPipeError has its sentence already."""
+def failure_of(
+    error: BaseException, rank: int, stages: str, step: int, folder: Path | None = None
+) -> Failure:
+    """What to tell of an exception; an AsyncPipeError has its sentence already. `folder` is the
+    run's, to which a write may have failed."""
     known = root_of(error)
+    who, cure, comes_again = f"rank {rank}{stages}", "", False
     if isinstance(known, AsyncPipeError):
-        what, cure = known.what, known.cure
+        what, cure, comes_again = known.what, known.cure, known.comes_again
+    elif folder is not None and (disk := disk_error(error, folder)) is not None:
+        what, cure = f"{who}, step {step + 1}: {disk.what}", disk.cure
     else:
-        what = f"rank {rank}{stages} failed at step {step + 1}: {type(error).__name__}: {error}"
-        cure = ""
+        what = f"{who} failed at step {step + 1}: {type(error).__name__}: {error}"
     return Failure(
         rank,
         what,
@@ -141,7 +227,14 @@ def failure_of(error: BaseException, rank: int, stages: str, step: int) -> Failu
         is_consequence(error),
         time.time(),
         "".join(traceback.format_exception(error)),
+        comes_again,
     )
+
+
+def with_way_on(error: RankError, run: Path) -> RankError:
+    """The error, whose cure also says from which checkpoint the run can go on."""
+    error.cure = f"{error.cure}{how_to_go_on(run)}".removeprefix(" · ")
+    return error
 
 
 def is_consequence(error: BaseException) -> bool:
@@ -152,13 +245,23 @@ def is_consequence(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and ("gloo" in text or "connection" in text)
 
 
+def _is_alive(process: int) -> bool:
+    """Whether a process of this machine goes on, as far as the system tells."""
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return not Path("/proc/self/stat").exists()
+    return state not in ("Z", "X")
+
+
 def end_process(code: int) -> None:
     """Ends at once, without the interpreter's own end.
 
     A thread of gloo that lets go of a tensor while the interpreter ends is ended in a place where
     C++ allows no exception, and aborts the process: seen once in some hundred runs.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # The disk is full, or nobody reads any more.
+            stream.flush()
     leave_mpi(code)
     os._exit(code)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,6 +24,7 @@ from ..training.sources import default_data
 from ..user_code import import_object
 from ..watching.debugger import check_debugger
 from ..watching.metrics import Reporter
+from .disk import disk_error
 from .failure import RankFolder
 from .world import World
 
@@ -63,19 +65,35 @@ def make_folder(job: Job) -> Job:
     while True:
         try:
             (job.folder / "ranks").mkdir(parents=True)
-            break
+            bring(job.settings, job.folder)
+            new = job.folder / f"{CONFIGURATION}.new"
+            new.write_text(job.settings.to_toml(), encoding="utf-8")
+            new.replace(job.folder / CONFIGURATION)
+            return job
         except FileExistsError:
             if job.settings.output is not None:
                 raise SettingsError(
                     f"--output {job.folder} is being written by another run.", "Choose another."
                 ) from None
             job = replace(job, folder=_next_folder(job.settings))
-    try:
-        bring(job.settings, job.folder)
-    except AsyncPipeError:
-        shutil.rmtree(job.folder / "ranks")
-        raise
-    (job.folder / CONFIGURATION).write_text(job.settings.to_toml(), encoding="utf-8")
+        except AsyncPipeError:
+            shutil.rmtree(job.folder / "ranks")
+            raise
+        except OSError as error:
+            shutil.rmtree(job.folder / "ranks", ignore_errors=True)
+            with contextlib.suppress(OSError):
+                (job.folder / f"{CONFIGURATION}.new").unlink()
+            raise disk_error(error, job.folder) or error from None
+
+
+def reopen_folder(job: Job) -> Job:
+    """Makes the run's folder ready for another attempt, which another process has begun; makes it
+    if the last one did not come so far."""
+    left = RankFolder(job.folder)
+    if not left.path.is_dir():
+        return make_folder(job)
+    cause = left.told_cause()
+    left.begin_again(f"{cause.what if cause else 'a rank was killed.'} Begun again.")
     return job
 
 

@@ -27,8 +27,9 @@ from ..training.setup import Job
 from ..training.transport import expect_transport
 from ..trust import is_trusted, remember, untrusted
 from ..watching.metrics import Reporter
-from .failure import GRACE_S, RankError, RankFolder, failure_of
-from .jobs import make_folder, make_job, reporter_factory, run_rank
+from .disk import disk_error
+from .failure import RankError, RankFolder, failure_of
+from .jobs import make_folder, make_job, reopen_folder, reporter_factory, run_rank
 from .launchers import Place, find_place
 from .max_run import ended_after
 from .own_ranks import interruption, stages_of_ranks, start_ranks
@@ -64,7 +65,7 @@ def run(settings: Settings, reporter: str) -> int:
             _join(job, place, reporter)  # any rank's trust is enough there
         else:
             _check_trust(settings)
-            (_run_alone if alone else start_ranks)(job, reporter)
+            (_run_alone if alone and not settings.restarts else start_ranks)(job, reporter)
     return 0
 
 
@@ -115,8 +116,13 @@ def _run_alone(job: Job, reporter: str) -> None:
     with reported(job.folder):
         try:
             run_rank(job, world, reporter)
+        except SystemExit:
+            shutil.rmtree(ranks.path)
+            raise
         except AsyncPipeError as error:
             raise root_of(error) from None
+        except OSError as error:
+            raise disk_error(error, job.folder) or error from None
         except KeyboardInterrupt:
             raise KeyboardInterrupt(interruption(ranks)) from None
     shutil.rmtree(ranks.path)
@@ -125,13 +131,18 @@ def _run_alone(job: Job, reporter: str) -> None:
 def _join(job: Job, place: Place, reporter: str) -> None:
     schedule = make_segment(job.plan, job.settings, steps=1)
     check_ranks(job.planned, schedule, place.ranks, job.settings.replicas or 1)
+    _check_restarts(job.settings, place)
     left: RankFolder | None = None
     try:
         world = join(place, job.settings, job.plan)
         job = _in_one_folder(job, world)
         left = RankFolder(job.folder)
-        with reported(job.folder) if place.rank == 0 else nullcontext():
-            run_rank(job, world, reporter)
+        stopped: SystemExit | None = None
+        try:
+            with reported(job.folder) if place.rank == 0 else nullcontext():
+                run_rank(job, world, reporter)
+        except SystemExit as asked:
+            stopped = asked
         world.meet()
         if place.rank == 0:
             shutil.rmtree(left.path)
@@ -139,14 +150,34 @@ def _join(job: Job, place: Place, reporter: str) -> None:
     except Exception as error:
         stages = stages_of_ranks(schedule, job.settings.replicas)[place.rank]
         raise _told(error, place.rank, stages, left) from error
+    if stopped is not None:
+        raise stopped
+
+
+def _check_restarts(settings: Settings, place: Place) -> None:
+    if settings.restarts:
+        again = f"torchrun --max-restarts {settings.restarts}, with --output FOLDER"
+        raise SettingsError(
+            f"--restarts {settings.restarts} is for ranks that asyncpipe-train starts itself, and "
+            f"{place.launcher} started these.",
+            again if place.launcher == "torchrun" else "Start the job again.",
+        )
+    if place.restarts and settings.output is None:
+        raise SettingsError(
+            f"torchrun --max-restarts {place.restarts} begins this run again, and nothing says in "
+            "which folder.",
+            "--output FOLDER",
+        )
 
 
 def _in_one_folder(job: Job, world: World) -> Job:
     """The job with the folder that rank 0 makes for all; what keeps it from that, all raise."""
     answer: dict[str, str] = {}
+    # The agents of several hosts count their attempts each for itself.
+    again = world.sums([float(world.place.attempt)]) != [0.0]
     if world.rank == 0:
         try:
-            answer = {"folder": str(make_folder(job).folder)}
+            answer = {"folder": str((reopen_folder if again else make_folder)(job).folder)}
         except AsyncPipeError as refusal:
             answer = {"what": refusal.what, "cure": refusal.cure}
     answer = json.loads(world.text_of_first(json.dumps(answer)))
@@ -170,11 +201,13 @@ def _told(error: Exception, rank: int, stages: str, left: RankFolder | None) -> 
     """What this rank says of its end, and leaves for the others. One that ends for want of
     another waits first, for the launcher to end it when it sees the first cause, and names what
     was left before."""
-    failure = failure_of(error, rank, stages, left.step_of(rank) if left else 0)
+    folder = left.path.parent if left else None
+    failure = failure_of(error, rank, stages, left.step_of(rank) if left else 0, folder)
     if left is not None:
         left.write(failure)
     if failure.consequence:
-        time.sleep(GRACE_S)
+        if left is not None:
+            left.wait_for_cause()
         left_by_all = left.failures() if left else []
         causes = [each for each in left_by_all if not each.consequence]
         first = next(iter(causes or left_by_all), failure)

@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain, repeat
+from typing import Any
 
 DEFAULT_PORT = 29500
 """Where ranks of several hosts meet when nothing names a port; torchrun's default too."""
@@ -22,7 +23,8 @@ DEFAULT_PORT = 29500
 class Place:
     """Which process this is, of how many, on all hosts and on this one; and where rank 0 is.
 
-    `head` is "" when nothing says it.
+    `head` is "" when nothing says it. `shares_store` when torch's elastic agent has the store that
+    the ranks meet at; it starts them again up to `restarts` times, and this is the `attempt`-th.
     """
 
     rank: int
@@ -32,6 +34,9 @@ class Place:
     head: str = "127.0.0.1"
     port: int = 0
     launcher: str = ""
+    shares_store: bool = False
+    attempt: int = 0
+    restarts: int = 0
 
     @property
     def all_local(self) -> bool:
@@ -136,7 +141,16 @@ def _place(
         head=head,
         port=int(port),
         launcher=launcher.name,
+        **(_of_agent(environment) if launcher.name == "torchrun" else {}),
     )
+
+
+def _of_agent(environment: Mapping[str, str]) -> dict[str, Any]:
+    return {
+        "shares_store": environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        "attempt": int(environment.get("TORCHELASTIC_RESTART_COUNT", 0)),
+        "restarts": int(environment.get("TORCHELASTIC_MAX_RESTARTS", 0)),
+    }
 
 
 def _local_ranks(launcher: _Launcher, environment: Mapping[str, str], ranks: int) -> int:

@@ -1,24 +1,19 @@
-"""A job -> its ranks as processes of this machine, started and watched by torch's elastic launcher.
+"""A job -> its ranks as processes of this machine, from the first attempt to the last.
 
-It ends all when one fails; what the failed ones left says why.
+When a rank fails all end, and what the failed ones left says why. Then the run begins again, if it
+may: torch's elastic agent starts the ranks anew, or mpiexec does.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 import signal
-import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, replace
-from typing import Any
 
 import torch
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.elastic.multiprocessing import SignalException
 
 from ..checkpoint.resuming import how_to_go_on
 from ..replication.grid import grid_of
@@ -27,10 +22,12 @@ from ..schedule import Schedule
 from ..training.resolve import check_devices
 from ..training.segments import make_segment
 from ..training.setup import Job
-from ..training.stopping import EXIT_CODE, Stopped
+from ..training.stopping import Stopped
 from ..training.transport import expect_transport
-from . import loopback
-from .failure import RankFolder
+from .agent import RankAgent
+from .asking import HandingOn
+from .disk import disk_error
+from .failure import RankError, RankFolder, with_way_on
 from .jobs import make_folder
 from .mpi_ranks import run_over_mpi
 
@@ -38,57 +35,104 @@ WORKER = "asyncpipe.runtime.launching.worker"
 
 
 def start_ranks(job: Job, reporter: str) -> None:
-    """Runs the job to its end. Raises RankError with the first cause when a rank fails."""
+    """Runs the job to its end.
+
+    Raises RankError with the first cause when a rank fails and the run may not begin again,
+    Stopped when a signal asked it to stop, KeyboardInterrupt after Ctrl-C.
+    """
     schedule = make_segment(job.plan, job.settings, steps=1)
     grid = grid_of(schedule, job.settings.replicas)
-    ranks, stages = grid.processes, stages_of_ranks(schedule, job.settings.replicas)
-    check_devices(job.settings, job.plan, ranks, torch.cuda.device_count())
+    check_devices(job.settings, job.plan, grid.processes, torch.cuda.device_count())
     expect_transport(job.settings, job.plan, grid.ranks)
     job = make_folder(job)
-    with reported(job.folder):
-        _run_ranks(job, reporter, ranks, stages)
-
-
-def _run_ranks(job: Job, reporter: str, ranks: int, stages: Mapping[int, str]) -> None:
-    left = RankFolder(job.folder)
     options = json.dumps(asdict(replace(job.settings, trust=True)))  # or nobody had come here
     command = ("-m", WORKER, options, str(job.folder), reporter)
-    if job.settings.transport == "mpi":
-        try:
-            run_over_mpi(command, ranks, left, stages)
-        except KeyboardInterrupt:
-            raise KeyboardInterrupt(interruption(left)) from None
-        shutil.rmtree(left.path)
-        return
-    # Rank 0 shows the run on this terminal; all else that ranks print goes to files.
-    redirects = {rank: Std.ERR if rank == 0 else Std.ALL for rank in range(ranks)}
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        run_id="ranks",
-        rdzv_backend=loopback.BACKEND,
-        local_addr="127.0.0.1",
-        max_restarts=0,
-        logs_specs=DefaultLogsSpecs(str(job.folder / "logs"), redirects=redirects),
-    )
+    with reported(job.folder):
+        _attempt(job, command, stages_of_ranks(schedule, job.settings.replicas))
+
+
+def _attempt(job: Job, command: tuple[str, ...], stages: Mapping[int, str]) -> None:
+    left = RankFolder(job.folder)
     try:
-        with _quiet_launcher():
-            elastic_launch(config, sys.executable)(*command)
-    except ChildFailedError as failed:
-        codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
-        if -signal.SIGINT in codes.values():
-            raise KeyboardInterrupt(interruption(left)) from None
-        if EXIT_CODE in codes.values():
-            raise Stopped from None
-        raise left.first_cause(codes, stages) from None
-    except SignalException as stopped:
-        if stopped.sigval is not signal.SIGINT:
-            raise SystemExit(128 + stopped.sigval) from None
+        with HandingOn(job.settings.patience_s) as signals:
+            attempts = _Attempts(job, stages, signals)
+            if job.settings.transport == "mpi":
+                attempts.over_mpi(command)
+            else:
+                attempts.by_agent(command)
+    except SignalException as signalled:
+        if signalled.sigval is not signal.SIGINT:
+            raise SystemExit(128 + signalled.sigval) from None
         raise KeyboardInterrupt(interruption(left)) from None
     except KeyboardInterrupt:
         raise KeyboardInterrupt(interruption(left)) from None
+    except OSError as error:
+        raise disk_error(error, job.folder) or error from None
+    has_stopped = left.has_stopped
     shutil.rmtree(left.path)
+    if has_stopped:
+        raise Stopped
+
+
+class _Attempts:
+    """The attempts of one job, of which each ends all its ranks before the next begins."""
+
+    def __init__(self, job: Job, stages: Mapping[int, str], signals: HandingOn) -> None:
+        self._left = RankFolder(job.folder)
+        self._settings = job.settings
+        self._stages = stages
+        self._signals = signals
+        self._restarts = 0
+
+    def by_agent(self, command: tuple[str, ...]) -> None:
+        agent = RankAgent(
+            command,
+            len(self._stages),
+            self._left.path.parent / "logs",
+            restarts=self._settings.restarts,
+            on_failure=self._failed,
+        )
+        self._signals.processes = lambda: agent.processes
+        agent.finish()
+
+    def over_mpi(self, command: tuple[str, ...]) -> None:
+        ranks = len(self._stages)
+        self._signals.processes = self._left.processes
+        while True:
+            try:
+                return run_over_mpi(command, ranks, self._left, self._stages)
+            except RankError as cause:
+                self._after(cause)
+
+    def _failed(self, codes: Mapping[int, int]) -> None:
+        if -signal.SIGINT in codes.values():
+            raise KeyboardInterrupt
+        self._after(self._left.first_cause(codes, self._stages))
+
+    def _after(self, cause: RankError) -> None:
+        """Prepares the folder for another attempt, or raises why there is none."""
+        if (number := self._signals.asked_by) is not None:
+            raise self._not_stopped(number, cause)
+        if self._restarts == self._settings.restarts or cause.comes_again:
+            raise with_way_on(cause, self._left.path.parent)
+        self._restarts += 1
+        times = f"{self._restarts} of {self._settings.restarts}"
+        self._left.begin_again(f"{cause.what} Begun again ({times}).")
+
+    def _not_stopped(self, number: signal.Signals, cause: RankError) -> BaseException:
+        """What becomes of a run that was asked to stop, and whose ranks ended otherwise."""
+        if self._signals.is_overdue:
+            limit_s = f"{self._settings.patience_s:g} s"
+            return RankError(
+                f"ranks that were asked to stop by {number.name} had not after {limit_s}, and were "
+                "killed.",
+                "More time: --timeout-s.",
+            )
+        if self._left.last_step() > 0:
+            return with_way_on(cause, self._left.path.parent)
+        stopped = Stopped()
+        stopped.add_note(f"stopped by {number.name} before the first step")
+        return stopped
 
 
 def interruption(left: RankFolder) -> str:
@@ -106,25 +150,3 @@ def stages_of_ranks(schedule: Schedule, replicas: int | None = None) -> dict[int
         stages = f"stage{'s' if len(own) > 1 else ''} {', '.join(own)}"
         names[rank] = f" ({stages}{grid.whose(rank)})"
     return names
-
-
-@contextmanager
-def _quiet_launcher() -> Iterator[None]:
-    """The launcher's own log is silent and its signal handlers are gone afterwards."""
-    loggers = [
-        logging.getLogger(name)
-        for name in logging.root.manager.loggerDict
-        if name.startswith("torch.distributed.elastic")
-    ]
-    levels = [logger.level for logger in loggers]
-    signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-    handlers: dict[signal.Signals, Any] = {number: signal.getsignal(number) for number in signals}
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
 from ..training.settings import Settings
-from .failure import GRACE_S, RankFolder, end_process, failure_of
+from .failure import CANNOT_WRITE, RankFolder, end_process, failure_of
 from .launchers import find_place
 from .mpi_ranks import die_with_parent, keep_output
 
@@ -26,18 +26,21 @@ def main() -> None:
     assert place is not None
     rank = place.rank
     left = RankFolder(Path(folder))
-    if "RANK" not in os.environ:  # the elastic launcher keeps what its ranks print
+    left.mark_process(rank)
+    if "RANK" not in os.environ:  # torch's agent keeps what its ranks print
         keep_output(Path(folder) / "logs", rank)
-        left.mark_process(rank)
-    stages = f" (stage {rank})"
+    stages = f" (stage {rank})" if place.ranks > 1 else ""
     try:
         from .jobs import make_job, run_rank
-        from .world import join, leave
+        from .world import join, leave, stay_alone
 
         raw = json.loads(options)
         settings = Settings(**{**raw, "betas": tuple(raw["betas"])})
         job = make_job(settings, Path(folder))
-        world = join(replace(place, launcher=""), job.settings, job.plan)
+        if place.ranks > 1:
+            world = join(replace(place, launcher=""), job.settings, job.plan)
+        else:
+            world = stay_alone(job.settings, job.plan)
         if world.replicas > 1:
             stages = f" (rank {world.pipeline_rank} of replica {world.replica})"
         elif world.ranks_of_stage:
@@ -46,16 +49,20 @@ def main() -> None:
         run_rank(job, world, reporter)
         leave()
         end_process(0)
-    except SystemExit as stopped:
+    except SystemExit:  # It was asked to stop, which is no failure to whoever watches.
+        left.mark_stopped()
         leave()
-        end_process(int(stopped.code or 0))
+        end_process(0)
     except Exception as error:
-        failure = failure_of(error, rank, stages, left.step_of(rank))
-        left.write(failure)
-        sys.stderr.write(failure.trace)
+        # Whoever started this rank may end it while it waits below.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        failure = failure_of(error, rank, stages, left.step_of(rank), Path(folder))
+        code = 1 if left.write(failure) else CANNOT_WRITE
+        with contextlib.suppress(OSError):
+            sys.stderr.write(failure.trace)
         if failure.consequence:
-            time.sleep(GRACE_S)
-        end_process(1)
+            left.wait_for_cause()
+        end_process(code)
 
 
 if __name__ == "__main__":

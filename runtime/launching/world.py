@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import re
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,15 +15,15 @@ from dataclasses import dataclass, field, replace
 import torch
 import torch.distributed as dist
 
-from ..errors import TransportError
 from ..plan import Plan
 from ..replication.grid import Grid
 from ..replication.replicas import stage_replicas
 from ..training.settings import Settings, SettingsError
-from ..transports.mpi import share_store
+from ..transports.mpi import forget_segments, share_store
 from ..trust import untrusted
-from .interfaces import VARIABLES, address_of, choose_interface, name_interface, unreachable
+from .interfaces import VARIABLES, address_of, choose_interface, name_interface
 from .launchers import ALONE, Place
+from .meeting import call_roll, joining_error, open_store
 from .seats import Machine, Seat, check_alike, find_machine, own_seat, seat_from
 
 
@@ -132,12 +131,15 @@ def join(place: Place, settings: Settings, plan: Plan) -> World:
     interface = choose_interface(place, settings.interface)
     name_interface(interface, asked=settings.interface is not None)
     timeout_s = settings.patience_s
-    store = None
-    if over_mpi:
-        head = place.head or address_of(interface) or socket.gethostname()
-        store = share_store(place.rank, place.ranks, head, timeout_s)
-    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = place.head, str(place.port)
     try:
+        if over_mpi:
+            head = place.head or address_of(interface) or socket.gethostname()
+            store = share_store(place.rank, place.ranks, head, timeout_s)
+        else:
+            store = open_store(place, timeout_s)
+        store = call_roll(store, place, timeout_s)
+        if over_mpi:
+            forget_segments()
         dist.init_process_group(
             "gloo",
             store=store,
@@ -147,7 +149,7 @@ def join(place: Place, settings: Settings, plan: Plan) -> World:
         )
         seats = _seats(own_seat(settings, plan), place.ranks)
     except (dist.DistError, RuntimeError, ValueError) as error:
-        raise _joining_error(place, timeout_s, str(error)) from error
+        raise joining_error(place, timeout_s, str(error)) from error
     check_alike(seats)
     if not any(seat.trusted for seat in seats):  # they all have the same code
         raise untrusted(settings.folder)
@@ -227,27 +229,3 @@ def gather_alike(content: bytes, ranks: int, group: dist.ProcessGroup | None = N
     parts = [torch.zeros_like(own) for _ in range(ranks)]
     dist.all_gather(parts, own, group=group)
     return [bytes(part.tolist()) for part in parts]
-
-
-def _joining_error(place: Place, seconds: float, text: str) -> TransportError:
-    """What to tell of an exception of torch.distributed while ranks meet."""
-    at = f"{place.head}:{place.port}"
-    if "EADDRINUSE" in text:
-        return TransportError(
-            f"rank 0 cannot open {at}: another program has this port.",
-            f"--master-port {place.port + 1}, the same on all hosts.",
-        )
-    came = re.search(r"(\d+)/(\d+) clients joined", text)
-    if came is not None:
-        return TransportError(
-            f"rank 0 waits at {at} for {came[2]} ranks, and {came[1]} came in {seconds:g} s.",
-            "What the others say tells why; --timeout-s allows more time.",
-        )
-    if "full mesh" in text.lower() or "gloo" in text.lower():
-        interface = os.environ.get(VARIABLES[0], "the interface that gloo chose")
-        return TransportError(
-            f"rank {place.rank} found the others at {at}, and cannot connect to them over "
-            f"{interface}: {text.splitlines()[0]}",
-            "--interface NAME, of a network that all hosts share.",
-        )
-    return unreachable(place, seconds)

@@ -11,6 +11,7 @@ from .ticks import ticks_up_to
 
 LEFT, RIGHT = 52, 1000
 _ROW = 28
+_TICKS, _APART = 10, 48  # at most, and at least so far from each other
 _LETTER, _AROUND = 7, 3  # the width of a digit in a box, and what is beside it
 _NAMES = {"F": "forward", "B": "backward", "W": "gradients of weights", "S": "step"}
 
@@ -94,13 +95,15 @@ def draw(
         )
         for rank, label in enumerate(labels)
     )
+    count = min(_TICKS, max(1, int(window.length_ms * scale / _APART)))
     return Drawing(
         height=len(rows) * _ROW + 24,
         end_x=round(LEFT + window.length_ms * scale, 2),
         rows=rows,
         boxes=tuple(sorted(boxes, key=lambda box: box.kind == "S")),  # steps, the narrow ones, last
         ticks=tuple(
-            Tick(round(LEFT + ms * scale, 2), f"{ms:g}") for ms in ticks_up_to(window.length_ms)
+            Tick(round(LEFT + ms * scale, 2), f"{ms:g}")
+            for ms in ticks_up_to(window.length_ms, count)
         ),
     )
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..wording import known, write_bytes, write_count, write_duration, write_ms, write_share
-from .measures import idle_shares, rank_memory, rate_field, step_times, usual
+from .measures import idle_shares, rank_memory, rate_field, rate_of, step_times
 from .records import Record, RunRecords, number, part, read_run
 from .summary import UNITS, last, status_of, summary_of, title_of, versions_of
 
@@ -86,7 +86,7 @@ def _rows(runs: Sequence[RunRecords], step: float, seconds: float) -> list[tuple
         ),
         (
             " or ".join(sorted(rates)),
-            [known(usual(run, rate_field(run)), write_count) for run in runs],
+            [known(rate_of(run), write_count) for run in runs],
         ),
         ("a step", [known(step_times(run).measured, write_ms) for run in runs]),
         ("a step, simulated", [known(step_times(run).predicted, write_ms) for run in runs]),
@@ -124,9 +124,10 @@ def _differences(runs: Sequence[RunRecords]) -> list[tuple[str, list[str]]]:
 
 
 def _names(runs: Sequence[RunRecords]) -> tuple[str, ...]:
-    """The shortest ends of the folders' names that tell them apart."""
+    """The shortest ends of the folders' names that tell them apart, and are more than numbers."""
     parts = [run.folder.resolve().parts for run in runs]
-    for count in range(1, max(map(len, parts)) + 1):
+    least = 2 if any(own[-1].isdigit() for own in parts) else 1
+    for count in range(least, max(map(len, parts)) + 1):
         names = ["/".join(own[-count:]) for own in parts]
         if len(set(names)) == len(names):
             return tuple(names)

@@ -14,7 +14,15 @@ TIME_PARTS = ("waiting", "sending", "data", "overhead")
 _TOLD = frozenset(
     {
         *("event", "step", "loss", "lr", "grad_norm", "step_ms", "elapsed_s", "mem_bytes"),
-        *("idle", "idle_share", "mem_bytes_by_rank", "base_bytes_by_rank", "loss_scale", "skipped"),
+        *(
+            "epoch",
+            "idle",
+            "idle_share",
+            "mem_bytes_by_rank",
+            "base_bytes_by_rank",
+            "loss_scale",
+            "skipped",
+        ),
     }
 )
 """Fields of a step that have a place of their own; other numbers are told as they are called."""
@@ -70,6 +78,12 @@ def rate_field(run: RunRecords) -> str:
     """The field of a step that has the throughput: `tok_per_s` or `samples_per_s`; "" if none."""
     names = (name for record in run.steps[:1] for name in record if name.endswith("_per_s"))
     return next(names, "")
+
+
+def rate_of(run: RunRecords) -> float:
+    """The throughput that the end tells, or else that of a usual step; the first one left out."""
+    told = number(run.end, "rate")
+    return told if told > 0 else usual(run, rate_field(run))
 
 
 def usual(run: RunRecords, name: str) -> float:

@@ -9,7 +9,15 @@ from datetime import UTC, datetime
 
 from ..pages.cards import Card
 from ..pages.templating import in_script, render
-from ..wording import known, write_bytes, write_count, write_duration, write_ms, write_share
+from ..wording import (
+    counted,
+    known,
+    write_bytes,
+    write_count,
+    write_duration,
+    write_ms,
+    write_share,
+)
 from .drawings import (
     idle_bars,
     loss_charts,
@@ -23,9 +31,9 @@ from .measures import (
     idle_shares,
     rank_memory,
     rate_field,
+    rate_of,
     stage_times,
     step_times,
-    usual,
 )
 from .records import RunRecords, number, part
 from .summary import UNITS, last, last_evaluation, status_of, title_of, to_json
@@ -116,12 +124,23 @@ def _cards(run: RunRecords) -> list[Card]:
     memory = [row.process_bytes for row in rank_memory(run)]
     return [
         _card("Training loss", losses[-1], "{:.4f}".format, details),
-        _card("Throughput", usual(run, rate), write_count, f"{UNITS.get(rate, rate)}, usual step"),
+        _card(
+            "Throughput",
+            rate_of(run),
+            write_count,
+            f"{UNITS.get(rate, rate)}, after the first step",
+        ),
         _card("A step", step.measured, write_ms, _simulated(step, write_ms)),
         _card("Ranks idle", idle.measured, write_share, _simulated(idle, write_share)),
         _card("Fullest rank", max(memory, default=math.nan), write_bytes, "the whole process"),
-        _card("Time", last(run, "elapsed_s"), write_duration, f"{run.last_step} steps"),
+        _card("Time", last(run, "elapsed_s"), write_duration, _length(run)),
     ]
+
+
+def _length(run: RunRecords) -> str:
+    """`60 steps, 1.2 epochs`."""
+    epochs = known(last(run, "epoch"), ", {:.3g} epochs".format)
+    return counted(run.last_step, "step") + epochs
 
 
 def _card(heading: str, value: float, write: Callable[[float], str], detail: str) -> Card:

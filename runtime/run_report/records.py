@@ -27,7 +27,7 @@ _RANKS, _LONG_MS = 4096, 1e12
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened after `step` steps, so many seconds after the start of the run."""
+    """Something that happened after `step` steps, so many seconds after the run first began."""
 
     step: int
     elapsed_s: float
@@ -46,7 +46,8 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True)
 class RunRecords:
-    """A run. `steps` and `evals` have `elapsed_s` from its first start on, through restarts.
+    """A run. `steps` and `evals` have `elapsed_s`, the time that it trained, which goes on where a
+    checkpoint has it. Events have that of the clock.
 
     `start` and `end` are empty where there are none; `failure` is what the run ended for, "" if it
     did not fail or nobody could say so. `damaged` lines were no records.
@@ -142,7 +143,7 @@ def _gathered(folder: Path, config: Record, records: Sequence[Record], damaged: 
     evals: list[Record] = []
     events: list[Event] = []
     drawn: Drawn | None = None
-    failure, began_s, later_s = "", math.nan, 0.0
+    failure, began_s = "", math.nan
 
     def happened(record: Record, kind: str, text: str) -> None:
         elapsed_s = number(record, "time_s") - began_s
@@ -154,17 +155,15 @@ def _gathered(folder: Path, config: Record, records: Sequence[Record], damaged: 
     for record in records:
         match record["event"]:
             case "start":
-                time_s = number(record, "time_s")
                 if start:
-                    later_s = time_s - began_s if math.isfinite(time_s - began_s) else 0.0
                     happened(record, "started again", "")
                 else:
-                    began_s = time_s
+                    began_s = number(record, "time_s")
                 start, end, failure = record, {}, ""
             case "step":
-                _add(steps, record, later_s)
+                _add(steps, record)
             case "eval":
-                _add(evals, _at_its_time(record, steps), 0.0)
+                _add(evals, _at_its_time(record, steps))
             case "end":
                 end = record
             case "timelines":
@@ -190,14 +189,14 @@ def _gathered(folder: Path, config: Record, records: Sequence[Record], damaged: 
     )
 
 
-def _add(known: list[Record], record: Record, later_s: float) -> None:
+def _add(known: list[Record], record: Record) -> None:
     """The record behind those of earlier steps; what was made before of later ones is gone."""
     step = number(record, "step")
     if not math.isfinite(step):
         return
     while known and number(known[-1], "step") >= step:
         known.pop()
-    known.append({**record, "elapsed_s": number(record, "elapsed_s") + later_s})
+    known.append(record)
 
 
 def _at_its_time(evaluation: Record, steps: Sequence[Record]) -> Record:

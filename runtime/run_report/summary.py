@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 
-from .measures import idle_shares, rate_field, step_times, usual
+from .measures import idle_shares, rate_field, rate_of, step_times
 from .records import RunRecords, number, part
 
 UNITS = {"tok_per_s": "tokens/s", "samples_per_s": "samples/s"}
@@ -22,7 +22,7 @@ def status_of(run: RunRecords) -> str:
         return f"✓ {run.last_step} steps"
     asked = number(run.config, "steps")
     of = f" of {asked:g}" if math.isfinite(asked) else ""
-    how = "failed after" if run.failure else "not at its end:"
+    how = "ended after" if run.failure else "not at its end:"
     return f"{how} step {run.last_step}{of}"
 
 
@@ -48,7 +48,8 @@ def summary_of(run: RunRecords) -> dict[str, object]:
         "last_loss": last(run, "loss"),
         "eval_loss": last_evaluation(run),
         "seconds": last(run, "elapsed_s"),
-        rate_field(run) or "rate": usual(run, rate_field(run)),
+        rate_field(run) or "rate": rate_of(run),
+        "epoch": last(run, "epoch"),
         "step_ms": step.measured,
         "predicted_step_ms": step.predicted,
         "idle_share": idle.measured,

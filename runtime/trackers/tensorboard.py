@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-
-from torch.utils.tensorboard import SummaryWriter
+from typing import Any
 
 from ..training.settings import Settings
 from ..watching.metrics import StartRecord
@@ -18,8 +17,8 @@ _FLUSH_S = 10
 class TensorBoard(Tracker):
     """Scalars by step; facts, notes and warnings as text."""
 
-    def __init__(self, folder: Path) -> None:
-        self._writer = SummaryWriter(str(folder / FOLDER), flush_secs=_FLUSH_S)
+    def __init__(self, writer: Any) -> None:
+        self._writer = writer
         self._step = 0
 
     def log(self, numbers: dict[str, float], step: int) -> None:
@@ -42,4 +41,7 @@ class TensorBoard(Tracker):
 
 def open_tracker(settings: Settings, folder: Path) -> TensorBoard:
     """The tracker of one run."""
-    return TensorBoard(folder)
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer: Any = SummaryWriter
+    return TensorBoard(writer(str(folder / FOLDER), flush_secs=_FLUSH_S))

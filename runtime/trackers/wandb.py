@@ -10,8 +10,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import wandb
-
 from ..training.settings import Settings
 from ..watching.metrics import StartRecord
 from .tracker import Tracker, facts_of, project_of
@@ -20,13 +18,8 @@ from .tracker import Tracker, facts_of, project_of
 class WeightsAndBiases(Tracker):
     """Numbers by step, the options as configuration, the facts as notes of the run."""
 
-    def __init__(self, settings: Settings, folder: Path) -> None:
-        self._run: Any = wandb.init(
-            project=os.environ.get("WANDB_PROJECT") or project_of(settings),
-            name=os.environ.get("WANDB_NAME") or folder.name,
-            dir=str(folder),
-            config=asdict(settings),
-        )
+    def __init__(self, run: Any) -> None:
+        self._run = run
 
     def log(self, numbers: dict[str, float], step: int) -> None:
         self._run.log(numbers, step=step)
@@ -41,4 +34,14 @@ class WeightsAndBiases(Tracker):
 
 def open_tracker(settings: Settings, folder: Path) -> WeightsAndBiases:
     """The tracker of one run."""
-    return WeightsAndBiases(settings, folder)
+    import wandb
+
+    return WeightsAndBiases(
+        wandb.init(
+            project=os.environ.get("WANDB_PROJECT") or project_of(settings),
+            name=os.environ.get("WANDB_NAME") or folder.name,
+            dir=str(folder),
+            config=asdict(settings),
+            settings=wandb.Settings(silent=settings.quiet or settings.json),
+        )
+    )

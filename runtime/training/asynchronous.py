@@ -90,7 +90,7 @@ def check_methods(settings: Settings, plan: Plan) -> None:
 def steps_of_start(settings: Settings) -> int:
     """The first steps that `sync_start` makes synchronous: so many, or a share of all."""
     text = settings.sync_start or "0"
-    found = re.fullmatch(r"(\d+)|(\d+(?:\.\d+)?)%", text)
+    found = re.fullmatch(r"(\d{1,15})|(\d{1,9}(?:\.\d{1,9})?)%", text)
     steps = -1
     if found:
         share = found[2] and ceil(settings.steps * float(found[2]) / 100 - 1e-9)

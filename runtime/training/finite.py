@@ -22,13 +22,17 @@ class Finite:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._norm = ""
-        self._last = ""
+        self._step = 0
         self.loss = math.nan
 
     def check_loss(self, step: int, loss: float) -> None:
         if not math.isfinite(loss):
-            raise LossError(f"the loss is {loss} at step {step}{self._last}. Stopped.", self._cure)
-        self.loss, self._last = loss, f" (it was {loss:.3f} at step {step}{self._norm})"
+            last = f" (it was {self.loss:.3f} at step {self._step}{self._norm})"
+            raise LossError(
+                f"the loss is {loss} at step {step}{last if self._step else ''}. Stopped.",
+                self._cure,
+            )
+        self.loss, self._step = loss, step
 
     def check_norm(self, step: int, norm: float, by_stage: Mapping[int, float]) -> None:
         """`norm` is that of all gradients in question, `by_stage` tells the stages to blame."""
@@ -41,6 +45,10 @@ class Finite:
                 self._cure,
             )
         self._norm = f", the gradient norm {norm:.2g} before"
+
+    def note_norm(self, step: int, norm: float) -> None:
+        """The norm of the gradients of this rank's stages, where nothing is clipped by it."""
+        self._norm = f", the gradient norm of this rank's stages {norm:.2g} at step {step}"
 
     def check_scale(self, step: int, scale: float) -> None:
         if scale < 1:
@@ -55,4 +63,5 @@ class Finite:
         lr = self._settings.lr or 0.0
         other = "--precision bfloat16, or " if self._settings.is_scaled else ""
         clip = "" if self._settings.clip else ", or --clip 1"
-        return f"{other}--lr {lr / 3:.1g} instead of {lr:.1g}, or a longer --warmup{clip}."
+        start = ", or --sync-start 5%" if self._settings.is_async else ""
+        return f"{other}--lr {lr / 3:.1g} instead of {lr:.1g}, or a longer --warmup{clip}{start}."

@@ -24,6 +24,7 @@ from ..schedule import Schedule
 from ..tensors import dtype_of
 from ..watching.gather import Gather, RankFigures
 from ..watching.metrics import EvalRecord, Reporter
+from ..watching.out_of_memory import memory_watched
 from ..watching.several import reporting
 from ..watching.tracing import Tracing
 from ..watching.watch import Watch
@@ -60,6 +61,7 @@ def train(
     activities, board = Activities(), Board(world)
     with (
         Watchdog(job.settings, job.folder, world, activities) as watchdog,
+        memory_watched(job.plan, job.settings, world, activities),
         Stopping(board, patience_s=job.settings.patience_s) as stopping,
     ):
         found, skipped = find_checkpoint(job, world, activities)
@@ -84,7 +86,7 @@ class _Run:
         self._setup, self._settings, self._plan, self._world = setup, settings, plan, world
         self._stopping, self._reporter, activities = stopping, setup.reporter, setup.activities
         self._activities = activities
-        self._tracing = Tracing(settings, activities, len(plan.stages))
+        self._tracing = Tracing(settings, activities, len(plan.stages), setup.start)
         self._modules = _load(setup)
         self._unused: Mapping[str, Tensor] = {}
         if world.rank == 0:
@@ -304,6 +306,7 @@ class _Run:
         )
 
     def _save(self, step: int) -> None:
+        self._drain(step)  # A run that goes on from there has the records until there.
         evaluated = self._evaluated
         self._checkpoints.save(
             step,
@@ -334,10 +337,13 @@ class _Run:
         if self._watch is not None:
             self._watch.poll()
 
-    def _evaluate(self, step: int) -> None:
+    def _drain(self, step: int) -> None:
         if self._watch is not None:
             with self._activities.during(Activity("meet", "the figures of the last steps")):
                 self._watch.drain(step)
+
+    def _evaluate(self, step: int) -> None:
+        self._drain(step)
         if not self._evaluation.batches:
             return
         self._evaluated = self._evaluation(self._pipeline, step)

@@ -321,6 +321,8 @@ class Trainer(ActionObserver):
         gaps = self._gaps.pop(version, [])
         own_squares = self._squares_of.pop(version, {})
         is_known = bool(own_squares) and not self._is_skipped
+        if is_known and not self._settings.clip:
+            self._finite.note_norm(version, math.sqrt(sum(map(float, own_squares.values()))))
         # Replicas have the same gradients, whose squares the first one tells.
         squares = map(float, own_squares.values()) if self._world.copy == 0 else ()
         with self.activities.during(Activity("other", "tells rank 0 of a step")):

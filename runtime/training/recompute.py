@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 from ..plan import Plan, StageSpec
@@ -26,9 +27,9 @@ def _stages(plan: Plan, chosen: str) -> frozenset[int]:
     if chosen in ("all", "none"):
         return frozenset(range(count) if chosen == "all" else ())
     words = [word.strip() for word in chosen.split(",")]
-    if not all(word.isdecimal() for word in words):
+    if not all(re.fullmatch("[0-9]{1,9}", word) for word in words):
         raise SettingsError(
-            f"--recompute {chosen} is neither auto, all, none nor numbers of stages.",
+            f"--recompute {chosen[:60]} is neither auto, all, none nor numbers of stages.",
             f"--recompute {','.join(map(str, range(min(2, count))))}",
         )
     for word in words:

@@ -72,6 +72,7 @@ _AT_LEAST: dict[str, float] = {
     "ranks_per_gpu": 1,
     "master_port": 1,
     "nodes": 1,
+    "restarts": 0,
 }
 _AT_MOST: dict[str, float] = {
     "ranks": 2**16,
@@ -195,6 +196,7 @@ class Settings:
     pin: str = "cores"
     timeout_s: float = 300.0
     stall_s: float = 60.0
+    restarts: int = 0
     dtype: str = "float32"
     precision: str = "full"
     loss_scale: float | None = None
@@ -328,7 +330,7 @@ class Settings:
             )
 
     def _check_debug(self) -> None:
-        if self.debug is not None and not re.fullmatch(r"all|\d+(,\d+)*", self.debug):
+        if self.debug is not None and not re.fullmatch(r"all|\d{1,9}(,\d{1,9})*", self.debug):
             raise SettingsError(
                 f"--debug {self.debug} names no ranks.", "--debug 1, --debug 0,2 or --debug all."
             )

@@ -18,6 +18,7 @@ from ..checkpoint.folders import WEIGHTS, clear_unfinished
 from ..checkpoint.resuming import candidates, keep_records_until
 from ..data.task import Task
 from ..host_memory import keep_freed_memory
+from ..launching.failure import RankFolder
 from ..launching.world import World
 from ..pipeline import needed_inputs
 from ..plan import Plan
@@ -137,6 +138,8 @@ def set_up(
             forecast=forecast,
             dtypes=dtypes,
         )
+        if why := RankFolder(job.folder).why_again:
+            reporter.on_note("restart", why)
     return Setup(
         job,
         world,

@@ -25,12 +25,18 @@ from ..data.shards import read_token_files, token_files
 from ..data.task import Task
 from ..data.texts import Windows
 from ..data.tokens import BYTES, Tokens, encode_bytes, make_tokens, read_bin
-from ..errors import DataError
+from ..errors import AsyncPipeError, DataError
 from ..plan import Plan
 from ..tensors import dtype_of
 from ..user_code import names_object
 from .settings import Settings
 from .step_batch import StepBatch
+
+
+class ReadError(DataError):
+    """Data that could be read before, and now could not."""
+
+    comes_again = False
 
 
 class Dataset(Protocol):
@@ -85,9 +91,26 @@ class Feed:
             indices = [position % count for position in range(first, first + size)]
         else:
             indices = self._order.samples(first, size)
-        made = self._dataset.get(indices, self._fields)
+        try:
+            made = self._dataset.get(indices, self._fields)
+        except AsyncPipeError:
+            raise
+        except Exception as error:
+            raise _unread(micro_batch, indices, error) from error
         # Models may take views of their inputs, as of a batch that was collated.
         return {name: tensor.contiguous() for name, tensor in made.items()}
+
+
+def _unread(micro_batch: int, indices: Sequence[int], error: Exception) -> ReadError:
+    numbers = ", ".join(map(str, indices[:4])) + ", .." * (len(indices) > 4)
+    has_ended = isinstance(error, EOFError | ConnectionError) or "worker" in str(error)
+    return ReadError(
+        f"the data of micro-batch {micro_batch} (samples {numbers}) could not be read: "
+        f"{type(error).__name__}{': ' if str(error) else ''}{error}.",
+        "A process that reads for this one has ended: memory (dmesg | tail), or its own error."
+        if has_ended
+        else "",
+    )
 
 
 def feed_nothing(micro_batch: int) -> dict[str, Tensor]:

@@ -206,6 +206,15 @@ def share_store(rank: int, ranks: int, host: str, timeout_s: float) -> Store:
     return TCPStore(host, int(port), None, False, timeout)
 
 
+def forget_segments() -> None:
+    """Takes its name from the shared memory of MPICH's ranks, once all of them have mapped it: it
+    goes with them then, however they end. MPICH itself does so only in MPI_Finalize."""
+    maps = Path("/proc/self/maps")
+    for word in maps.read_text().split() if maps.is_file() else ():
+        if word.startswith("/dev/shm/mpich_shm_"):
+            Path(word).unlink(missing_ok=True)
+
+
 def leave_mpi(exit_code: int) -> None:
     """Parts from MPI's ranks at the end of a process. After a failure it ends them all: they
     would wait for this one, and MPI would not let any of them go."""

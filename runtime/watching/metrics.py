@@ -6,6 +6,7 @@ Whoever shows a run, or keeps it, is a `Reporter`; it is called in the process o
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -249,11 +250,18 @@ class MetricsFile(Reporter):
         self._tell("failure", text=text)
 
     def _tell(self, event: str, **values: str) -> None:
-        self._write(_line(event, values | {"step": self._step, "time_s": _now_s()}))
+        at = {"step": self._step} if self._step else {}
+        self._write(_line(event, values | at | {"time_s": _now_s()}))
 
     def _write(self, line: str) -> None:
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+            whole = file.tell()
+            try:
+                file.write(line + "\n")
+                file.flush()
+            except OSError:  # The disk is full; a later attempt appends to whole lines.
+                os.ftruncate(file.fileno(), whole)
+                raise
 
 
 def _plain(timeline: Timeline) -> list[list[Any]]:

@@ -9,9 +9,24 @@ from dataclasses import dataclass
 from ..activity import NOTHING
 from ..errors import AsyncPipeError
 
+_PAST = {
+    "is": "was",
+    "waits": "waited",
+    "reads": "read",
+    "takes": "took",
+    "loads": "loaded",
+    "prepares": "prepared",
+    "writes": "wrote",
+    "sends": "sent",
+    "compares": "compared",
+    "tells": "told",
+}
+
 
 class StallError(AsyncPipeError):
     """A run in which no rank gets anything done any more."""
+
+    comes_again = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +120,18 @@ def _doing(rank: int, seen: Sighting) -> str:
     for_s = f"for {seen.state.for_s + seen.silent_s:.0f} s"
     if not seen.trouble:
         return f"rank {rank} {seen.state.text} {for_s}"
-    return f"rank {rank} {seen.trouble} for {seen.silent_s:.0f} s, when it {_past(seen.state.text)}"
+    did = in_the_past(seen.state.text)
+    return f"rank {rank} {seen.trouble} for {seen.silent_s:.0f} s, when it {did}"
 
 
-def _past(text: str) -> str:
+def in_the_past(text: str) -> str:
+    """What a rank did when it was last seen; `text` is an activity's.
+
+    >>> in_the_past("waits for all ranks: the norm of all gradients")
+    'waited for all ranks: the norm of all gradients'
+    """
     verb, _, rest = text.partition(" ")
-    return f"{ {'is': 'was', 'waits': 'waited', 'reads': 'read'}.get(verb, verb) } {rest}"
+    return f"{_PAST.get(verb, verb)} {rest}"
 
 
 def _ranks(ranks: Iterable[int]) -> str:

@@ -31,18 +31,24 @@ def drawn_steps(settings: Settings, stages: int) -> range:
 
 
 class Tracing:
-    """Records some steps on one rank, of a pipeline of so many `stages`."""
+    """Records some steps on one rank, of a pipeline of so many `stages`; none up to `start`, which
+    were made before."""
 
-    def __init__(self, settings: Settings, activities: Activities, stages: int) -> None:
-        self._steps = settings.trace_steps or drawn_steps(settings, stages)
+    def __init__(
+        self, settings: Settings, activities: Activities, stages: int, start: int = 0
+    ) -> None:
+        wanted = settings.trace_steps or drawn_steps(settings, stages)
+        self._steps = range(max(wanted.start, start + 1), wanted.stop)
         self._is_kept = settings.trace is not None
         self._activities = activities
         self._began_s = self._ended_s = 0.0
         self._taken: list[Span] = []
-        self.step_is_over(0)
+        self.step_is_over(start)
 
     def step_is_over(self, step: int) -> None:
         """This rank has made a step; its last action may still be under way."""
+        if not self._steps:
+            return
         if step == self._steps[0] - 1:
             self._began_s, self._activities.spans = perf_counter(), []
         if step == self._steps[-1]:
@@ -81,7 +87,7 @@ class Tracing:
 
     def _one_step(self, ranks: list[RankTrace], schedule: Schedule) -> Timeline:
         if schedule.synchronous:
-            return measured_timeline(ranks, [self._steps[-1]])
+            return measured_timeline(ranks, self._steps[-1:])
         segments = {span.step for rank in ranks for span in rank.spans}
         timeline = measured_timeline(ranks, segments)
         # A step may be in pieces, around what it waited for.

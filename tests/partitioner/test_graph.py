@@ -17,7 +17,9 @@ from asyncpipe.partitioner.prices import Prices
 from asyncpipe.partitioner.profiler import Profile, profile_analytic
 from asyncpipe.partitioner.recompute import Recomputation
 from asyncpipe.partitioner.solve import solve
+from asyncpipe.runtime.errors import PlanError
 from asyncpipe.runtime.plan import Plan, read_plan
+from asyncpipe.runtime.reading import Origin, shaped
 from asyncpipe.tests.partitioner.chain import cut
 from asyncpipe.tests.partitioner.zoo import ZOO
 
@@ -137,9 +139,7 @@ def test_every_model_of_the_zoo_gets_a_plan(name, stages, tmp_path):
 
 def json_like(plan: Plan) -> Plan:
     """A plan as it reads back: what JSON has no word for is a list or a dict."""
-    from asyncpipe.runtime.plan import _plan_from
-
-    return _plan_from(json.loads(plan.to_json()))
+    return shaped(Plan, json.loads(plan.to_json()), Origin("the plan", PlanError))
 
 
 def leaves(outputs: object) -> list[str]:

@@ -26,7 +26,7 @@ from asyncpipe.runtime.training.settings import Settings
 from asyncpipe.runtime.transports.mpi import mpiexec
 from asyncpipe.tests import fake_slurm
 from asyncpipe.tests.generated import CASES, cut
-from asyncpipe.tests.hosts import Host, HostsError, cut_link, hosts
+from asyncpipe.tests.hosts import Host, HostsError, cut_link, hosts, restore_link
 from asyncpipe.tests.quick_python import bin_folder, run
 from asyncpipe.tests.runtime.handmade import FAILING, write_mlp
 from asyncpipe.tests.runtime.silent_reporter import FACTORY, events_of
@@ -229,6 +229,35 @@ def test_a_cut_link_ends_all_in_bounded_time(folder: Path, tmp_path: Path) -> No
         assert re.search(f"error: .*rank {rank} waits for .*rank {peer}", told[rank]), told
 
 
+def test_a_link_that_comes_back_in_time_costs_time_and_nothing_else(
+    folder: Path, tmp_path: Path
+) -> None:
+    given: dict[str, Any] = {"steps": 12, "timeout_s": 60}
+    with two_hosts() as both:
+        command = (train(), str(folder / "slow"), *options(tmp_path / "run", **given))
+        started = Started(*srun(both, *command))
+        wait_for_steps(tmp_path / "run", started)
+        cut_link(both[1])
+        time.sleep(3.0)
+        restore_link(both[1])
+        codes, told = started.finish(60)
+    assert codes == [0] * 4, told
+    one = Settings(
+        folder=str(folder / "slow"), output=str(tmp_path / "one"), threads=1, log_every=1, steps=12
+    )
+    run(one, FACTORY)
+    assert losses(tmp_path / "run") == losses(tmp_path / "one")
+
+
+def test_a_rank_that_never_comes_is_named(folder: Path, tmp_path: Path) -> None:
+    with two_hosts() as both:
+        command = (train(), str(folder / "mlp4"), *options(tmp_path / "run", timeout_s=8))
+        codes, told = Started(*srun(both, *command)[:3]).finish(60)
+    assert codes == [1] * 3, told
+    assert "rank 0 waits at h1:" in told[0]
+    assert "rank 3, which has not come in 8 s; there is ranks 0, 1 on h1, rank 2 on h2." in told[0]
+
+
 def test_a_failing_rank_on_another_host_is_named(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(FAILING)
     criterion = f"{tmp_path / 'own.py'}:criterion"
@@ -265,7 +294,8 @@ def test_a_head_that_others_do_not_reach_is_told_with_what_was_tried(
         command = (train(), str(folder / "mlp4"), *options(tmp_path / "run", timeout_s=8))
         codes, told = Started(*srun(both, *command)).finish(60)
     assert codes == [1] * 4, told
-    assert "rank 0 waits at h1:" in told[0] and "for 4 ranks, and 2 came in 8 s" in told[0]
+    assert "rank 0 waits at h1:" in told[0]
+    assert "for ranks 2, 3, which have not come in 8 s; there is ranks 0, 1 on h1." in told[0]
     assert "rank 2 on h2 cannot reach rank 0 at h1:" in told[2]
     assert "127.0.1.1: connection refused; on h2 h1 is 127.0.1.1, its own loopback" in told[2]
     assert "--master-addr" in told[2] and "eth0 (10.77.0.2)" in told[2]

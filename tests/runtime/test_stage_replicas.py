@@ -14,6 +14,7 @@ from asyncpipe.runtime.launching import launch
 from asyncpipe.runtime.launching.launch import schedule_text
 from asyncpipe.runtime.plan import Plan
 from asyncpipe.runtime.training.settings import Settings, SettingsError
+from asyncpipe.runtime.trust import remember
 from asyncpipe.tests.quick_python import run
 
 from .handmade import PlainMlp, PlainText, exact_settings, write_mlp, write_text
@@ -29,6 +30,7 @@ def replicate(folder: Path, plan: Plan, *shape: int) -> Path:
         for stage, count in zip(plan.stages, shape, strict=True)
     )
     (folder / "plan.json").write_text(replace(plan, stages=stages).to_json())
+    remember(folder)
     return folder
 
 

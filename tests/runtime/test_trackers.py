@@ -184,7 +184,7 @@ def stand_in(name: str, monkeypatch: pytest.MonkeyPatch) -> Calls:
         calls.note("init", project=project, name=name, config=config, **more)
         return (WandbRun if module.__name__ == "wandb" else TrackioRun)(calls)
 
-    made: dict[str, Any] = {"init": init, "Run": TrackioRun}
+    made: dict[str, Any] = {"init": init, "Settings": dict}
     if name == "mlflow":
         made = {
             "set_experiment": lambda experiment_name: calls.note("init", project=experiment_name),

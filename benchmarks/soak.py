@@ -1,0 +1,119 @@
+"""A long run with a fault every so often -> whether it ends as the undisturbed one, and what grows.
+
+Four ranks train 2,000 steps; every so many seconds one of them is killed or stopped, and the run
+begins again from its last checkpoint. The losses must be those of a run that nothing happened to,
+to the last bit. Resident memory and open files of every rank, and of the process that starts them,
+are looked at twice a second; the first tenth of a process's life is left out.
+
+    python benchmarks/soak.py --steps 2000 --every 30
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from machine import write_result
+
+from asyncpipe.tests.faults import FaultyRun, losses, notes
+from asyncpipe.tests.runtime.handmade import write_mlp
+
+RANKS = 4
+REAL = Path(sys.executable).parent
+_LOOK_S = 0.5
+
+
+def usage(process: int) -> tuple[int, int] | None:
+    """Bytes resident and files open."""
+    try:
+        pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGESIZE"), len(os.listdir(f"/proc/{process}/fd"))
+    except OSError:
+        return None
+
+
+def growth(seen: list[tuple[int, int]], skipped: float) -> tuple[int, int]:
+    """What the later half of a process's life has more than the earlier, at most; without its
+    first part, in which it makes what it keeps."""
+    kept = seen[int(len(seen) * skipped) :]
+    half = len(kept) // 2
+    if not half:
+        return 0, 0
+    memory, files = (
+        max(each[i] for each in kept[half:]) - max(each[i] for each in kept[:half])
+        for i in range(2)
+    )
+    return max(0, memory), max(0, files)
+
+
+def options(steps: int, **more: Any) -> dict[str, Any]:
+    return {"steps": steps, "schedule": "1f1b", "stall_s": 5, "timeout_s": 20} | more
+
+
+def soaked(folder: Path, output: Path, steps: int, every_s: float, seed: int) -> dict[str, Any]:
+    """A run with faults: what was done to it, what became of it, and what it used."""
+    chance = random.Random(seed)
+    seen: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    faults: list[str] = []
+    given = options(steps, save_every=20, keep_last=2, restarts=100_000)
+    with FaultyRun(folder, output, given, scripts=REAL) as run:
+        next_s = time.monotonic() + every_s
+        while run.process.poll() is None:
+            time.sleep(_LOOK_S)
+            for process in (run.process.pid, *run.left.processes()):
+                if (used := usage(process)) is not None:
+                    seen[process].append(used)
+            ranks = run.left.processes()
+            if time.monotonic() < next_s or len(ranks) < RANKS or not run.step:
+                continue
+            number = chance.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP))
+            os.kill(chance.choice(ranks), number)
+            faults.append(number.name)
+            next_s = time.monotonic() + every_s
+        ended = run.finish()
+    starter = growth(seen.pop(run.process.pid), 0.1)
+    of_ranks = [growth(each, 0.1) for each in seen.values()]
+    return {
+        "exit_code": ended.code,
+        "error": ended.error,
+        "faults": {name: faults.count(name) for name in sorted(set(faults))},
+        "restarts": len(notes(output, "restart")),
+        "rank_growth_mib": round(max(memory for memory, _ in of_ranks) / 2**20, 1),
+        "rank_growth_files": max(files for _, files in of_ranks),
+        "starter_growth_mib": round(starter[0] / 2**20, 1),
+        "starter_growth_files": starter[1],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--every", type=float, default=30.0, help="seconds between faults")
+    parser.add_argument("--seed", type=int, default=1)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        base = Path(name)
+        write_mlp(base / "mlp", stages=RANKS, slow_s=0.002)
+        with FaultyRun(base / "mlp", base / "whole", options(given.steps), scripts=REAL) as run:
+            undisturbed = run.finish(limit_s=3600)
+        assert undisturbed.code == 0, undisturbed.error
+        began_s = time.monotonic()
+        figures = soaked(base / "mlp", base / "run", given.steps, given.every, given.seed)
+        figures["seconds"] = round(time.monotonic() - began_s)
+        figures["steps"] = given.steps
+        figures["equal"] = losses(base / "run") == losses(base / "whole")
+    for label, figure in figures.items():
+        print(f"{label:22} {figure}")
+    print(write_result("soak", figures))
+
+
+if __name__ == "__main__":
+    main()
