@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping
@@ -112,7 +111,6 @@ class FaultyRun:
         own.mkdir(exist_ok=True)
         self.own = own.resolve()
         self._segments: set[Path] = set()
-        self._ports: set[int] = set()
         self._fault_s = time.monotonic()
         self.process = subprocess.Popen(
             [scripts / first, *more, self.folder.resolve(), *flags],
@@ -162,7 +160,6 @@ class FaultyRun:
         """The process of each rank, when all have made the step."""
         self.wait_for(lambda: all(self.left.step_of(rank) >= step for rank in range(ranks)))
         for process in self.processes():
-            self._ports |= ports_of(process)
             self._segments |= segments_of(process)
         return {
             rank: self.wait_for(lambda rank=rank: max(0, self.left.process_of(rank)))
@@ -201,16 +198,12 @@ class FaultyRun:
         return Ended(self.process.returncode, out, error, after_s)
 
     def check_nothing_is_left(self, *, within_s: float = 5.0) -> None:
-        """No process, no shared memory, no port and no half of a file."""
+        """No process, and so no port, no shared memory and no half of a file."""
         end_s = time.monotonic() + within_s
         while left := self.processes():
             assert time.monotonic() < end_s, f"processes {left} are left"
             time.sleep(0.05)
         assert not [segment for segment in self._segments if segment.exists()]
-        for port in self._ports:
-            with socket.socket() as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(("127.0.0.1", port))
         check_whole(self.output)
 
 
@@ -245,18 +238,3 @@ def segments_of(process: int) -> set[Path]:
     except OSError:
         return set()
     return {Path(word) for word in maps.split() if word.startswith("/dev/shm/")}
-
-
-def ports_of(process: int) -> set[int]:
-    """The TCP ports at which a process listens."""
-    listening = {}
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A":
-                listening[f"socket:[{fields[9]}]"] = int(fields[1].rpartition(":")[2], 16)
-    try:
-        held = {os.readlink(entry) for entry in Path(f"/proc/{process}/fd").iterdir()}
-    except OSError:
-        return set()
-    return {listening[name] for name in held & listening.keys()}

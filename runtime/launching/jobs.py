@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -65,25 +64,25 @@ def make_folder(job: Job) -> Job:
     while True:
         try:
             (job.folder / "ranks").mkdir(parents=True)
-            bring(job.settings, job.folder)
-            new = job.folder / f"{CONFIGURATION}.new"
-            new.write_text(job.settings.to_toml(), encoding="utf-8")
-            new.replace(job.folder / CONFIGURATION)
-            return job
+            break
         except FileExistsError:
             if job.settings.output is not None:
                 raise SettingsError(
                     f"--output {job.folder} is being written by another run.", "Choose another."
                 ) from None
             job = replace(job, folder=_next_folder(job.settings))
-        except AsyncPipeError:
-            shutil.rmtree(job.folder / "ranks")
-            raise
         except OSError as error:
-            shutil.rmtree(job.folder / "ranks", ignore_errors=True)
-            with contextlib.suppress(OSError):
-                (job.folder / f"{CONFIGURATION}.new").unlink()
             raise disk_error(error, job.folder) or error from None
+    new = job.folder / f"{CONFIGURATION}.new"
+    try:
+        bring(job.settings, job.folder)
+        new.write_text(job.settings.to_toml(), encoding="utf-8")
+        new.replace(job.folder / CONFIGURATION)
+    except (AsyncPipeError, OSError) as error:
+        shutil.rmtree(job.folder / "ranks")
+        new.unlink(missing_ok=True)
+        raise (disk_error(error, job.folder) or error) from None
+    return job
 
 
 def reopen_folder(job: Job) -> Job:

@@ -65,7 +65,8 @@ def run(settings: Settings, reporter: str) -> int:
             _join(job, place, reporter)  # any rank's trust is enough there
         else:
             _check_trust(settings)
-            (_run_alone if alone and not settings.restarts else start_ranks)(job, reporter)
+            in_this_process = alone and not job.settings.restarts
+            (_run_alone if in_this_process else start_ranks)(job, reporter)
     return 0
 
 

@@ -45,14 +45,14 @@ def start_ranks(job: Job, reporter: str) -> None:
     check_devices(job.settings, job.plan, grid.processes, torch.cuda.device_count())
     expect_transport(job.settings, job.plan, grid.ranks)
     job = make_folder(job)
+    with reported(job.folder):
+        _run_ranks(job, reporter, stages_of_ranks(schedule, job.settings.replicas))
+
+
+def _run_ranks(job: Job, reporter: str, stages: Mapping[int, str]) -> None:
+    left = RankFolder(job.folder)
     options = json.dumps(asdict(replace(job.settings, trust=True)))  # or nobody had come here
     command = ("-m", WORKER, options, str(job.folder), reporter)
-    with reported(job.folder):
-        _attempt(job, command, stages_of_ranks(schedule, job.settings.replicas))
-
-
-def _attempt(job: Job, command: tuple[str, ...], stages: Mapping[int, str]) -> None:
-    left = RankFolder(job.folder)
     try:
         with HandingOn(job.settings.patience_s) as signals:
             attempts = _Attempts(job, stages, signals)

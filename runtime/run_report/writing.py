@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..errors import DataError, why_ended
+from ..watching.metrics import append_line
 from .comparison import Comparison
 from .comparison_page import render_comparison
 from .page import render_run
@@ -74,5 +75,4 @@ def _add_failure(path: Path, text: str) -> None:
     """A last record, behind a line that a killed process may have left unfinished."""
     record = {"event": "failure", "text": text, "time_s": round(time.time(), 3)}
     unfinished = not path.read_bytes().endswith(b"\n")
-    with path.open("a", encoding="utf-8") as file:
-        file.write("\n" * unfinished + json.dumps(record) + "\n")
+    append_line(path, "\n" * unfinished + json.dumps(record))

@@ -5,6 +5,7 @@ Whoever shows a run, or keeps it, is a `Reporter`; it is called in the process o
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
@@ -254,14 +255,21 @@ class MetricsFile(Reporter):
         self._write(_line(event, values | at | {"time_s": _now_s()}))
 
     def _write(self, line: str) -> None:
-        with self._path.open("a", encoding="utf-8") as file:
-            whole = file.tell()
-            try:
-                file.write(line + "\n")
-                file.flush()
-            except OSError:  # The disk is full; a later attempt appends to whole lines.
-                os.ftruncate(file.fileno(), whole)
-                raise
+        append_line(self._path, line)
+
+
+def append_line(path: Path, line: str) -> None:
+    """Adds a whole line to a file, or nothing: whoever goes on with the run adds others. Raises
+    OSError."""
+    content = (line + "\n").encode()
+    with path.open("ab", buffering=0) as file:
+        whole = file.tell()
+        try:
+            if file.write(content) < len(content):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        except OSError:
+            file.truncate(whole)
+            raise
 
 
 def _plain(timeline: Timeline) -> list[list[Any]]:
