@@ -27,6 +27,7 @@ def ask(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     return cli._run(cli.info_app)
 
 
+@pytest.mark.filterwarnings("ignore:Cyclopts application invoked")
 def test_all_sections_are_told_as_text_and_as_json(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,8 +2,8 @@
 
 A rank copies what it has to host memory and returns to its steps; a thread of it writes that, and
 tells the thread of rank 0 over the board which files there are. When all have, that one writes the
-manifest, gives the folder its name, and removes what is not to be kept. The next checkpoint, and
-the end of the run, wait for the one before.
+manifest, gives the folder its name, and removes what is not to be kept, or tells all what went
+wrong. The next checkpoint, and the end of the run, wait for the one before, on all ranks alike.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +43,8 @@ from .folders import (
     unfinished,
     write_text,
 )
+
+_FAILED = "failed"
 
 
 @dataclass(frozen=True)
@@ -111,14 +114,14 @@ class Saver:
         target = self._run_folder / CHECKPOINTS / name_of(facts.step)
         try:
             self._write(target, part, facts)
-        except OSError as error:
-            told = error.strerror or str(error)
-            self._board.post_own(target.name, json.dumps({"failed": told}))
-            self._failed.append(_failure(self._world.rank, target, told))
-        except CheckpointError as error:
-            self._failed.append(error)
         except Exception as error:
-            self._failed.append(CheckpointError(f"{target} cannot be written: {error}"))
+            failure = _failure_of(error, self._world.rank, target)
+            self._failed.append(failure)
+            told = json.dumps({_FAILED: [failure.what, failure.cure]})
+            with suppress(RuntimeError):  # Who is gone needs not be told.
+                self._board.post_own(target.name, told)
+                if self._world.rank == 0:
+                    self._board.post(_outcome(target), told)
 
     def _write(self, target: Path, part: Part, facts: Facts) -> None:
         start_s = time.perf_counter()
@@ -129,13 +132,13 @@ class Saver:
             files |= manifest_entry(folder, path)
         self._board.post_own(target.name, json.dumps(files))
         if self._world.rank != 0:
+            told = self._board.awaited(_outcome(target), 0, wait_s=self._patience_s)
+            _checked(told or "{}")
             return
-        for rank, text in enumerate(self._board.gathered(target.name, wait_s=self._patience_s)):
-            entries = json.loads(text)
-            if "failed" in entries:
-                raise _failure(rank, target, entries["failed"])
-            files |= entries
+        for text in self._board.gathered(target.name, wait_s=self._patience_s):
+            files |= _checked(text)
         self._complete(target, files, facts)
+        self._board.post(_outcome(target), "{}")
         size = sum(int(entry[0]) for entry in files.values()) / (1 << 20)
         told = f"{target} ({size:.1f} MiB in {time.perf_counter() - start_s:.1f} s)"
         if self._save_to is not None:
@@ -180,9 +183,25 @@ class Saver:
         prune(self._run_folder, last=self._last, best=self._best)
 
 
-def _failure(rank: int, target: Path, told: str) -> CheckpointError:
+def _outcome(target: Path) -> str:
+    """Under which rank 0 says that a checkpoint is complete, or why it never will be."""
+    return f"{target.name}/outcome"
+
+
+def _checked(text: str) -> dict[str, list[int | str]]:
+    """What a rank says of its files. Raises what it failed with."""
+    entries: dict[str, list[int | str]] = json.loads(text)
+    if _FAILED in entries:
+        raise CheckpointError(*map(str, entries[_FAILED]))
+    return entries
+
+
+def _failure_of(error: Exception, rank: int, target: Path) -> CheckpointError:
+    if isinstance(error, CheckpointError):
+        return error
+    told = error.strerror if isinstance(error, OSError) else None
     return CheckpointError(
-        f"rank {rank} cannot write {target}: {told}.",
+        f"rank {rank} cannot write {target}: {told or error}.",
         "Make room, or take another --output; earlier checkpoints are whole, and --resume auto "
         "goes on from the newest.",
     )

@@ -12,6 +12,8 @@ thread can write while the ranks train.
 
 from __future__ import annotations
 
+import os
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -88,7 +90,10 @@ def write_tensors(
     try:
         results = writer.write_data(planner.finish_plan(plans[0]), planner).wait()
     except SafetensorError as error:
-        raise OSError(str(error)) from error
+        # It has the system's number in its words alone.
+        number = re.search(r"os error (\d+)", str(error))
+        what = (int(number[1]), os.strerror(int(number[1]))) if number else (str(error),)
+        raise OSError(*what) from error
     writer.finish(metadata, [results])
     return sorted({folder / file_of(name) for name in tensors})
 

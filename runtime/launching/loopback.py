@@ -12,13 +12,8 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
-    RendezvousParameters,
     RendezvousStoreInfo,
-    rendezvous_handler_registry,
 )
-
-BACKEND = "asyncpipe-loopback"
-"""The name by which torch's elastic launcher knows this rendezvous."""
 
 _ADDRESS = "127.0.0.1"
 
@@ -33,7 +28,7 @@ class Loopback(RendezvousHandler):
         self._server: TCPStore | None = None
 
     def get_backend(self) -> str:
-        return BACKEND
+        return "asyncpipe-loopback"
 
     def get_run_id(self) -> str:
         return self._run_id
@@ -74,10 +69,3 @@ def listen() -> TCPStore:
             wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )
-
-
-def _make(parameters: RendezvousParameters) -> Loopback:
-    return Loopback(parameters.run_id)
-
-
-rendezvous_handler_registry.register(BACKEND, _make)

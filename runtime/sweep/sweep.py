@@ -127,11 +127,11 @@ def run_sweep(
     SIGTERM, when all runs have ended.
     """
     one = next(iter(sweep.jobs.values())).settings  # of all alike: what concerns the command
-    for folder in {job.settings.folder for job in sweep.jobs.values()}:
+    for model in {job.settings.folder for job in sweep.jobs.values()}:
         if one.trust:
-            remember(folder)
-        elif not is_trusted(folder):
-            raise untrusted(folder)
+            remember(model)
+        elif not is_trusted(model):
+            raise untrusted(model)
     sweep.folder.mkdir(parents=True, exist_ok=True)
     runs = dict(sweep.runs)
     shares = share_machine(

@@ -54,14 +54,25 @@ class Board:
         """Waits for the texts that all ranks leave; by rank, or nothing when meanwhile it
         `is_over`. Raises TransportError when one does not come in time."""
         found: list[str] = []
+        for rank in range(self._ranks):
+            told = self.awaited(f"{key}/{rank}", rank, wait_s=wait_s, is_over=is_over)
+            if told is None:
+                return ()
+            found.append(told)
+        return found
+
+    def awaited(
+        self, key: str, of: int, *, wait_s: float, is_over: Callable[[], bool] = lambda: False
+    ) -> str | None:
+        """Waits for a text that the rank `of` leaves; None when meanwhile it `is_over`. Raises
+        TransportError when it does not come in time."""
         end_s = time.monotonic() + wait_s
-        while len(found) < self._ranks and not is_over():
-            if (told := self.read(f"{key}/{len(found)}")) is not None:
-                found.append(told)
-            elif time.monotonic() > end_s:
+        while (told := self.read(key)) is None:
+            if is_over():
+                return None
+            if time.monotonic() > end_s:
                 raise TransportError(
-                    f"rank {self._rank} waits for rank {len(found)} to say {key} ({wait_s:g} s)."
+                    f"rank {self._rank} waits for rank {of} to say {key} ({wait_s:g} s)."
                 )
-            else:
-                time.sleep(_LOOK_S)
-        return found if len(found) == self._ranks else ()
+            time.sleep(_LOOK_S)
+        return told

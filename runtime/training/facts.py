@@ -220,7 +220,8 @@ def describe_algorithm(schedule: Schedule, settings: Settings) -> str:
 def _when_drained(settings: Settings) -> str:
     longest = min(longest_segment(settings), settings.flush_every or settings.steps)
     often = f" and every {longest} steps" if settings.steps > longest else ""
-    told = f"drained at evaluations{often}"
+    borders = "evaluations and checkpoints" if settings.save_every else "evaluations"
+    told = f"drained at {borders}{often}"
     if first := steps_of_start(settings):
         told += f"; the first {first} steps are synchronous 1f1b"
     if settings.left_over:

@@ -17,6 +17,7 @@ from asyncpipe.partitioner.prices import Prices
 from asyncpipe.partitioner.profiler import Profile, profile_analytic
 from asyncpipe.partitioner.recompute import Recomputation
 from asyncpipe.partitioner.solve import solve
+from asyncpipe.runtime.errors import PlanError
 from asyncpipe.runtime.plan import Plan, read_plan
 from asyncpipe.runtime.reading import Origin, shaped
 from asyncpipe.tests.partitioner.chain import cut

@@ -23,8 +23,14 @@ from asyncpipe.runtime.checkpoint.folders import (
     prune,
     read_facts,
 )
-from asyncpipe.runtime.checkpoint.resuming import keep_records_until
+from asyncpipe.runtime.checkpoint.resuming import (
+    how_to_go_on,
+    keep_records_until,
+    resumed_run,
+    with_options_of_run,
+)
 from asyncpipe.runtime.launching.world import World
+from asyncpipe.runtime.training.settings import Settings, SettingsError
 
 SETTINGS = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture]}
 FACTS = Facts("mlp", step=4, samples=64, length=100, stages=2, ranks=2, replicas=1)
@@ -156,3 +162,37 @@ def test_records_after_the_checkpoint_are_dropped(tmp_path: Path) -> None:
     assert metrics.read_text().splitlines() == lines[:3]
     keep_records_until(metrics, 0)
     assert metrics.read_text().splitlines() == lines[:1]
+
+
+def test_a_resumed_run_has_its_own_options_under_those_given(tmp_path: Path) -> None:
+    before = Settings(folder="made/mlp_2p", lr=0.5, steps=7)
+    (tmp_path / "config.toml").write_text(before.to_toml())
+    given = {"folder": "made/mlp_4p", "steps": 9, "resume": str(tmp_path)}
+    write_checkpoint(tmp_path, 4)
+    for resume in (tmp_path, tmp_path / "checkpoints" / name_of(4)):
+        made = Settings(**with_options_of_run(given | {"resume": str(resume)}))
+        assert (made.folder, made.lr, made.steps) == ("made/mlp_4p", 0.5, 9)
+        assert resumed_run(made) == tmp_path
+    assert with_options_of_run({"folder": "made/mlp_4p", "lr": 0.1})["lr"] == 0.1
+    assert how_to_go_on(tmp_path) == (
+        f" · checkpoint step-000004 · continue: asyncpipe-train made/mlp_2p --resume {tmp_path}"
+    )
+
+
+def test_auto_is_the_last_run_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = Settings(folder="made/mlp_2p", resume="auto")
+    assert resumed_run(settings) is None and how_to_go_on(tmp_path) == ""
+    for number in (2, 10, 9):
+        (tmp_path / "runs" / "mlp_2p" / str(number)).mkdir(parents=True)
+    assert resumed_run(settings) == Path("runs/mlp_2p/10")
+
+
+def test_what_is_no_run_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="there is no run and no checkpoint"):
+        resumed_run(Settings(folder="x", resume=str(tmp_path)))
+    (tmp_path / "config.toml").touch()
+    with pytest.raises(SettingsError, match="there is no checkpoint in .*checkpoints"):
+        resumed_run(Settings(folder="x", resume=str(tmp_path)))
+    with pytest.raises(SettingsError, match="--keep-best 1, but no checkpoint is made"):
+        Settings(folder="x", keep_best=1)

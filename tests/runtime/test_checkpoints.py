@@ -144,6 +144,17 @@ def test_a_run_goes_on_from_any_step_under_any_schedule(
     assert_goes_on_as(whole, folders / "noisy4", min(every * at, 7 // every * every), **options)
 
 
+def test_a_schedule_that_was_computed_from_measured_steps_is_kept(
+    folders: Path, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"schedule": "auto", "ranks": 1, "steps": 16, "save_every": 10}
+    whole = train(folders / "noisy4", tmp_path / "whole", **options)
+    (text,) = (text for about, text in events_of(whole.output, "note") if about == "schedule")
+    assert text.startswith("computed from what steps 2 to 7 took")
+    resumed = assert_goes_on_as(whole, folders / "noisy4", 10, **options)
+    assert "schedule" not in [about for about, _ in events_of(resumed.output, "note")]
+
+
 def test_norms_that_later_steps_are_clipped_by_are_kept(folders: Path, tmp_path: Path) -> None:
     options = ASYNC | {"clip": 0.1, "clip_by": "known", "optimizer": "sgd"}
     whole = train(folders / "mlp1", tmp_path / "whole", **options)

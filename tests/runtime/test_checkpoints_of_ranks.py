@@ -9,8 +9,17 @@ import pytest
 import torch
 
 from asyncpipe.runtime.checkpoint.folders import checkpoints_in, read_facts
+from asyncpipe.runtime.errors import AsyncPipeError
 from asyncpipe.tests.runtime.handmade import write_mlp, write_text
 from asyncpipe.tests.runtime.resumed import as_ended_at, assert_goes_on_as, train
+
+BLOCKING = """
+import pathlib
+from torch.nn.functional import cross_entropy
+def criterion(outputs, target):
+    pathlib.Path("{path}").mkdir(parents=True, exist_ok=True)
+    return cross_entropy(outputs, target)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -71,3 +80,19 @@ def test_a_run_of_replicas_goes_on_in_one_process_and_back(folders: Path, tmp_pa
     assert moved.of("epoch") == one.of("epoch")
     for name, tensor in one.weights.items():
         torch.testing.assert_close(moved.weights[name], tensor, rtol=1e-5, atol=1e-6)
+
+
+def test_what_one_rank_cannot_write_ends_all_with_its_sentence(
+    folders: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "run"
+    part = output / "checkpoints" / ".step-000002.part" / "state"
+    # Rank 0 clears what it finds at the start; this comes after that.
+    blocker = tmp_path / "blocker.py"
+    blocker.write_text(BLOCKING.format(path=part / "rank-00001.safetensors"))
+    with pytest.raises(AsyncPipeError) as error:
+        train(folders / "noisy2", output, criterion=f"{blocker}:criterion", schedule="1f1b")
+    assert error.value.what == (
+        f"rank 1 cannot write {output}/checkpoints/step-000002: Is a directory."
+    )
+    assert not checkpoints_in(output)

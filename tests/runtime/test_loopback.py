@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 from torch.distributed import TCPStore
-from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
 
-from asyncpipe.runtime.launching import loopback
+from asyncpipe.runtime.launching.loopback import Loopback, listen
 from asyncpipe.tests.quick_python import run
 from asyncpipe.tests.runtime.handmade import exact_settings, write_mlp
 from asyncpipe.tests.runtime.silent_reporter import FACTORY
@@ -38,7 +37,7 @@ def listening(process: int | str = "self") -> set[str]:
 
 def test_the_store_of_own_ranks_listens_on_loopback_alone() -> None:
     before = listening()
-    store = loopback.listen()
+    store = listen()
     assert listening() - before <= LOOPBACK and listening()
     client = TCPStore("127.0.0.1", store.port, None, False, timedelta(seconds=10))
     client.set("key", "value")
@@ -54,8 +53,7 @@ def test_a_store_of_torch_does_not() -> None:
 
 
 def test_every_round_has_a_store_of_its_own() -> None:
-    parameters = RendezvousParameters(loopback.BACKEND, "", "ranks", 1, 1)
-    handler = rendezvous_handler_registry.create_handler(parameters)
+    handler = Loopback("ranks")
     first, second = handler.next_rendezvous(), handler.next_rendezvous()
     assert (first.rank, first.world_size, handler.num_nodes_waiting()) == (0, 1, 0)
     ports = {each.bootstrap_store_info.master_port for each in (first, second)}

@@ -206,6 +206,14 @@ def test_a_page_is_made_of_whatever_is_there(tmp_path: Path) -> None:
         assert status_of(made) == f"not at its end: step {made.last_step}"
 
 
+@pytest.mark.parametrize("drawn", [[], 7, [[0, 0, "F", 0, 0.0]], [[0, 0, "F", 0, 0.0, math.inf]]])
+def test_a_timeline_that_is_none_is_not_drawn(tmp_path: Path, drawn: Any) -> None:
+    good = [[0, 0, "F", 0, 0.0, 1.0]]
+    record = {"event": "timelines", "simulated": good, "measured": drawn}
+    assert read_run(write_run(tmp_path, *steps(2), record)).drawn is None
+    assert read_run(write_run(tmp_path, record | {"measured": good})).drawn is not None
+
+
 def test_a_line_that_was_cut_off_is_counted_and_left_out(tmp_path: Path) -> None:
     path = write_run(tmp_path, *steps(3)) / METRICS
     path.write_text(path.read_text()[:-30])

@@ -69,6 +69,22 @@ def test_an_overflow_elsewhere_leaves_the_step_out_here_too() -> None:
     assert scale.value == 4.0 and scale.skipped == 1 and not scale.overflowed()
 
 
+def test_a_scale_goes_on_from_its_state() -> None:
+    whole = LossScale(8.0, interval=3)
+    scales, states = [], []
+    for step in range(9):
+        whole.update(overflowed=step == 4)
+        scales.append(whole.value)
+        states.append(whole.state())
+    for step, state in enumerate(states):
+        resumed = LossScale(interval=3)
+        resumed.load(state)
+        for later in range(step + 1, 9):
+            resumed.update(overflowed=later == 4)
+            assert resumed.value == scales[later]
+        assert resumed.state() == states[-1]
+
+
 def test_skipped_steps_move_the_learning_rate_without_a_warning(
     recwarn: pytest.WarningsRecorder,
 ) -> None:

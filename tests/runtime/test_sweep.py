@@ -86,6 +86,31 @@ def test_a_child_that_does_not_end_is_killed(tmp_path: Path) -> None:
     assert not Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}").exists()
 
 
+KILLED = """
+import sys
+from pathlib import Path
+from asyncpipe.runtime.sweep.children import Child, run_children
+from asyncpipe.runtime.sweep.shares import Share
+script = "echo $$ > pid; while :; do sleep 0.02; done"
+list(run_children([Child("x", ("/bin/sh", "-c", script), Path("log"))], [Share()]))
+"""
+
+
+def test_no_child_outlives_a_parent_that_was_killed(tmp_path: Path) -> None:
+    python = bin_folder() / "python"
+    parent = subprocess.Popen([python, "-c", KILLED], cwd=tmp_path)
+    end_s = time.monotonic() + 30
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text().strip():
+        assert parent.poll() is None and time.monotonic() < end_s
+        time.sleep(0.02)
+    child = Path("/proc") / (tmp_path / "pid").read_text().strip()
+    parent.kill()
+    parent.wait()
+    while child.exists():
+        assert time.monotonic() < end_s
+        time.sleep(0.02)
+
+
 # ---------------------------------------------------------------------- sweeps
 
 

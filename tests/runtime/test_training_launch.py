@@ -18,6 +18,7 @@ import pytest
 
 from asyncpipe.runtime.errors import AsyncPipeError, TransportError
 from asyncpipe.runtime.launching.failure import Failure, RankFolder, failure_of
+from asyncpipe.runtime.run_report.records import read_run
 from asyncpipe.runtime.training.settings import Settings
 from asyncpipe.tests.quick_python import bin_folder, run
 from asyncpipe.tests.runtime.handmade import FAILING, write_mlp, write_text
@@ -169,6 +170,8 @@ def test_a_killed_rank_ends_all_and_is_named(folders: Path, tmp_path: Path) -> N
     first, second = error.strip().splitlines()
     assert first.startswith("error: rank 1 (stage 1) was killed by SIGKILL at step ")
     assert "memory" in second
+    assert read_run(output).failure == first.removeprefix("error: ")
+    assert (output / "report.html").is_file()
     assert_gone(ranks)
 
 
@@ -211,6 +214,8 @@ def test_an_interrupted_run_ends_with_one_line(folders: Path, tmp_path: Path) ->
     code, out, error = finish(process, limit_s=20)
     assert (code, error) == (130, "")
     assert out.startswith("interrupted at step ") and out.count("\n") == 1
+    assert read_run(output).failure == out.strip()
+    assert (output / "report.html").is_file()
     assert_gone(ranks)
 
 
