@@ -107,9 +107,11 @@ def arms_of(
     made = []
     for text in methods:
         method = read_method(text)
+        # A synchronous run is the same however the model is cut, but for the order of additions.
+        stages = HALVES[case.stages] if method.is_sync else case.stages
         size = samples_of(case) // (1 if method.is_sync else case.every)
         settings = Settings(
-            folder=str(folder_of(case.task, case.stages, models)),
+            folder=str(folder_of(case.task, stages, models)),
             micro_batches=1 if method.is_sync else case.every,
             micro_batch_size=size,
             eval_batches=EVALUATED[case.task] // size,
