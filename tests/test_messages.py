@@ -34,8 +34,21 @@ ELSEWHERE = {
     "E6": ("test_cli", "test_e6_a_plan_of_another_model_is_not_overwritten_without_force"),
     "E7": ("test_cli", "test_e7_a_folder_with_foreign_files_is_left_alone"),
     "E8": ("test_cli", "test_torchrun_joins_and_a_wrong_number_of_ranks_is_told"),
+    "E14": (
+        "runtime/test_failures",
+        "test_a_rank_without_memory_says_how_much_it_wanted_and_for_what",
+    ),
+    "E15": (
+        "runtime/test_failures",
+        "test_a_loss_that_is_no_number_ends_all_and_is_not_tried_again",
+    ),
+    "E16": ("runtime/test_failures", "test_a_rank_that_is_stopped_is_named_and_ended"),
     "E18": ("runtime/test_mpi", "test_an_mpi4py_without_a_library_is_said"),
     "E20": ("test_cli", "test_a_misspelled_option_names_the_right_one"),
+    "E20, a checkpoint": (
+        "runtime/test_checkpoints",
+        "test_a_checkpoint_of_another_model_is_refused",
+    ),
     "Ctrl-C": ("runtime/test_training_launch", "test_an_interrupted_run_ends_with_one_line"),
 }
 
