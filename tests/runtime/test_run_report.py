@@ -135,7 +135,8 @@ def test_one_measured_step_is_drawn_above_the_simulated_one(ran: RunRecords) -> 
             count = {
                 kind: len({e.action for e in events if e.action.kind == kind}) for kind in "FBS"
             }
-            assert M <= count["F"] <= M + 1 and M <= count["B"] <= M + 1 and count["S"] >= 1
+            # An asynchronous rank may be a micro-batch ahead or behind where the step is cut out.
+            assert abs(count["F"] - M) <= 1 and abs(count["B"] - M) <= 1 and count["S"] >= 1
             ordered = sorted(events, key=lambda event: event.start_ms)
             for one, other in zip(ordered, ordered[1:], strict=False):
                 assert one.end_ms <= other.start_ms + 0.002
