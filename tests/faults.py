@@ -106,14 +106,15 @@ class FaultyRun:
             if value is not None
             for text in (f"--{name.replace('_', '-')}", str(value))
         ]
-        first, *more = [*self.command, "asyncpipe-train"]
+        start: list[str | Path] = [*self.command, "asyncpipe-train"]
+        start[0], start[-1] = scripts / start[0], scripts / "asyncpipe-train"
         own = self.output.parent / f"{self.output.name}.cwd"
         own.mkdir(exist_ok=True)
         self.own = own.resolve()
         self._segments: set[Path] = set()
         self._fault_s = time.monotonic()
         self.process = subprocess.Popen(
-            [scripts / first, *more, self.folder.resolve(), *flags],
+            [*start, self.folder.resolve(), *flags],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -67,6 +67,8 @@ def _calls(node: ast.Call) -> Iterator[str]:
         return  # re.compile, torch.compile
     if last == "eval" and owner:
         return  # a module's mode
+    if name == "platform.system":
+        return
     if last in CALLS:
         yield last
     if owner.endswith(("world", "comm", "COMM_WORLD")) and last in _OF_MPI:

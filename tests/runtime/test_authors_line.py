@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from asyncpipe.runtime.authors_line import where_in_stage
+from asyncpipe.runtime.trust import remember
 from asyncpipe.runtime.user_code import import_file
 from asyncpipe.tests.quick_python import bin_folder
 
@@ -78,6 +79,7 @@ def test_a_failing_stage_is_told_in_a_sentence_and_with_v_by_its_line(
     text = stage.read_text()
     assert text.count("self.head(hidden + embedded)") == 1
     stage.write_text(text.replace("self.head(hidden + embedded)", "self.head(hidden.flatten())"))
+    remember(folder)
     command = [bin_folder() / "asyncpipe-train", folder, "--schedule", schedule]
     for verbose in ((), ("-v",)):
         output = tmp_path / f"run{len(verbose)}"
