@@ -61,7 +61,8 @@ class Stopping:
     ) -> None:
         self._ended.set()
         self._told.set()
-        self._thread.join()
+        # Where the store is out of reach the thread waits for it, and the error is not to.
+        self._thread.join(None if error is None else 2 * self._beat_s)
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
