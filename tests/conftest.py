@@ -3,6 +3,7 @@ folder of their own, never the user's."""
 
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,8 @@ import pytest
 
 def pytest_configure(config: pytest.Config) -> None:
     """Before any test module is imported; the workers and the processes of tests inherit it."""
+    # A shell that starts this in the background lets it ignore Ctrl-C, and all that it starts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if "PYTEST_XDIST_WORKER" in os.environ:
         return
     folder = tempfile.mkdtemp(prefix="asyncpipe-cache-")
