@@ -14,9 +14,8 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from types import FrameType, TracebackType
-from typing import Any
 
-from ..training.stopping import SIGNALS
+from ..signals import STOPPING, handled
 
 _BEAT_S = 0.2
 
@@ -30,14 +29,12 @@ class HandingOn:
         self.asked_by: signal.Signals | None = None
         self.is_overdue = False
         self._limit_s = limit_s
-        self._handlers: dict[signal.Signals, Any] = {}
+        self._handled = handled(STOPPING, self._ask)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._hand_on, name="handing on", daemon=True)
 
     def __enter__(self) -> HandingOn:
-        if threading.current_thread() is threading.main_thread():
-            for number in SIGNALS:
-                self._handlers[number] = signal.signal(number, self._ask)
+        self._handled.__enter__()
         return self
 
     def __exit__(
@@ -47,8 +44,7 @@ class HandingOn:
         trace: TracebackType | None,
     ) -> None:
         self._ended.set()
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
+        self._handled.__exit__(None, None, None)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         if self.asked_by is None:

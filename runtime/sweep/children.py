@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 
 from ..launching.mpi_ranks import die_with_parent
+from ..signals import STOPPED, STOPPING, handled
 from .shares import Share
 
 GRACE_S = 60.0
@@ -64,18 +65,13 @@ def run_children(
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """In the block SIGTERM and SIGUSR1 raise SystemExit with the exit code after SIGTERM, 143."""
+    """In the block SIGTERM and SIGUSR1 raise SystemExit with the exit code of what was stopped."""
 
     def stop(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + signal.SIGTERM)
+        raise SystemExit(STOPPED)
 
-    numbers = (signal.SIGTERM, signal.SIGUSR1)
-    before = [signal.signal(number, stop) for number in numbers]
-    try:
+    with handled(STOPPING, stop):
         yield
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
 
 
 def _start(child: Child, share: Share) -> subprocess.Popen[bytes]:

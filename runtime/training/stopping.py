@@ -14,21 +14,17 @@ import contextlib
 import signal
 import threading
 from types import FrameType, TracebackType
-from typing import Any
 
 from ..errors import TransportError
+from ..signals import STOPPED, STOPPING, handled
 from .board import Board
-
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-EXIT_CODE = 128 + signal.SIGTERM
-"""Of a run that was told to stop, whatever the signal: the one that batch systems know."""
 
 
 class Stopped(SystemExit):
     """The run was told to stop, and what it has is written."""
 
     def __init__(self) -> None:
-        super().__init__(EXIT_CODE)
+        super().__init__(STOPPED)
 
 
 class Stopping:
@@ -45,11 +41,10 @@ class Stopping:
         self._signal = ""
         self._told, self._ended, self._agreed = (threading.Event() for _ in range(3))
         self._thread = threading.Thread(target=self._watch, name="stopping", daemon=True)
-        self._before: dict[signal.Signals, Any] = {}
+        self._handled = handled(STOPPING, self._hear)
 
     def __enter__(self) -> Stopping:
-        if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._hear) for number in SIGNALS}
+        self._handled.__enter__()
         self._thread.start()
         return self
 
@@ -63,8 +58,7 @@ class Stopping:
         self._told.set()
         # Where the store is out of reach the thread waits for it, and the error is not to.
         self._thread.join(None if error is None else 2 * self._beat_s)
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        self._handled.__exit__(None, None, None)
 
     def may(self, step: int) -> bool:
         """Whether this rank is to make a step, counted from 1; one that it may, it has begun.
