@@ -18,11 +18,12 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..errors import AsyncPipeError
+from ..reading import Origin, known_fields, parse_json, read_text, shaped
 
 CHECKPOINTS = "checkpoints"
 FACTS, MANIFEST = "checkpoint.json", "manifest.json"
@@ -93,15 +94,12 @@ def read_facts(checkpoint: Path) -> Facts:
             f"{checkpoint} is of schema {raw.get('schema')!r}, this version reads {SCHEMA}.",
             "Resume with the version that wrote it.",
         )
-    numbers = ("step", "samples", "length", "stages", "ranks", "replicas")
-    wrong = [name for name in numbers if type(raw.get(name)) is not int or raw[name] < 0]
-    wrong += [name for name in ("trainer", "settings") if not isinstance(raw.get(name), dict)]
-    wrong += [name for name in ("plan", "schedule") if not isinstance(raw.get(name), str)]
-    wrong += [name for name in ("evaluation", "seconds") if not _is_number(raw.get(name, 0))]
-    if wrong or not raw["length"]:
-        raise CheckpointError(f"{checkpoint / FACTS} has no {', '.join(wrong) or 'length'}.")
-    known = {each.name for each in fields(Facts)}
-    return Facts(**{name: value for name, value in raw.items() if name in known})
+    origin = Origin(str(checkpoint / FACTS), CheckpointError)
+    facts = shaped(Facts, known_fields(Facts, raw), origin)
+    for name in ("step", "samples", "length", "stages", "ranks", "replicas"):
+        if (count := getattr(facts, name)) < (name == "length"):
+            raise origin.refused(f": {name} is {count}.")
+    return facts
 
 
 def manifest_entry(folder: Path, file: Path) -> dict[str, list[int | str]]:
@@ -204,16 +202,10 @@ def write_text(path: Path, text: str) -> None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing.") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged: {error}.") from error
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing.")
+    origin = Origin(f"{path} is damaged: it", CheckpointError)
+    raw = parse_json(read_text(path, origin), origin, finite=False)
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path} is not a JSON object.")
     return raw
-
-
-def _is_number(value: object) -> bool:
-    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))

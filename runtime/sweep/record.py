@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import DataError
+from ..reading import Origin, parse_json, read_text, shaped
 
 FILE = "sweep.json"
 WAITING, FINISHED, FAILED = "waiting", "finished", "failed"
@@ -37,6 +38,11 @@ class SweptRun:
         return json.dumps(asdict(self), ensure_ascii=False)
 
 
+@dataclass(frozen=True, slots=True)
+class _Record:
+    runs: tuple[SweptRun, ...]
+
+
 def read_record(folder: Path) -> dict[str, SweptRun]:
     """The runs of a sweep's folder by name; none of a folder without a record.
 
@@ -45,13 +51,10 @@ def read_record(folder: Path) -> dict[str, SweptRun]:
     path = folder / FILE
     if not path.is_file():
         return {}
-    try:
-        runs = [SweptRun(**raw) for raw in json.loads(path.read_text(encoding="utf-8"))["runs"]]
-    except (ValueError, TypeError, KeyError) as error:
-        raise DataError(
-            f"{path} is no record of a sweep.", "Remove it, or give another folder with --output."
-        ) from error
-    return {run.name: run for run in runs}
+    cure = "Remove it, or give another folder with --output."
+    origin = Origin(f"{path} is no record of a sweep: it", DataError, cure)
+    record = shaped(_Record, parse_json(read_text(path, origin), origin, finite=False), origin)
+    return {run.name: run for run in record.runs}
 
 
 def write_record(folder: Path, runs: Mapping[str, SweptRun]) -> None:
