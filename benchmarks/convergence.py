@@ -189,6 +189,13 @@ def wanted(models: Path) -> Iterator[tuple[Case, Arm]]:
         yield from runs(long, (SYNC[0], *partial), shift=shift)
     yield from runs(wide, (f"{partial[0]},sync-start=10%",), shift=1)
     yield from runs(wide, CORE)
+    yield from runs(Case("text", 16, 1), (*SYNC[:2], CORE[1], CORE[2], CORE[0]))
+    yield from runs(Case("text", 16, 16), (*partial, CORE[2], CORE[1]))
+    yield from runs(near, ("sync:soap", "stash:soap"))
+    for shift in (1, -1):
+        yield from runs(Case("digits", 8, 1), (*SYNC[:2], *CORE[1:3]), shift=shift)
+    yield from runs(Case("text", 16, 16), (SYNC[0], *partial), shift=1)
+    yield from runs(Case("text", 16, 4), (CORE[0], CORE[2]))
     others = (*(Case("text", p, k) for p, k in ((4, 1), (4, 4), (8, 4), (16, 1), (16, 4))),)
     digits = Case("digits", 8, 1), Case("digits", 8, 8)
     for case in (near, *others, Case("text", 16, 16), *digits):
