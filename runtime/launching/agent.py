@@ -14,9 +14,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
 from .loopback import Loopback
 
@@ -70,9 +76,18 @@ class RankAgent(LocalElasticAgent):
             self._meeting.shutdown()
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        """Looks before torch's agent does: that would end the others by SIGTERM, which asks a rank
+        to stop where all are, and would take what they end with then for failures of their own."""
+        ranks = self._pcontext
+        assert isinstance(ranks, SubprocessContext)
+        codes = {rank: each.proc.poll() for rank, each in ranks.subprocess_handlers.items()}
+        failed = {rank: code for rank, code in codes.items() if code}
+        if failed:
+            ranks.close(signal.SIGKILL)
+            self._on_failure(failed)
+        elif None in codes.values():
+            return RunResult(state=WorkerState.HEALTHY)
         result: RunResult = super()._monitor_workers(worker_group)
-        if result.is_failed():
-            self._on_failure({rank: each.exitcode for rank, each in result.failures.items()})
         return result
 
 

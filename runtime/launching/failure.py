@@ -105,6 +105,20 @@ class RankFolder:
         left = (self.process_of(int(path.stem)) for path in self.path.glob("*.pid"))
         return [process for process in left if process > 0]
 
+    def exit_codes(self) -> dict[int, int]:
+        """The exit codes, or minus the signals, of the ranks whose end a shell has left here, in
+        the order of their ends."""
+        ended = sorted(self.path.glob("*.code"), key=lambda path: path.stat().st_mtime_ns)
+        texts = {int(path.stem): path.read_text(encoding="utf-8").strip() for path in ended}
+        codes = {rank: int(text) for rank, text in texts.items() if text.isdigit()}
+        return {rank: 128 - code if code > 128 else code for rank, code in codes.items()}
+
+    def wait_until_gone(self) -> None:
+        """Returns when no rank's process of this machine is left, or after GRACE_S."""
+        end_s = time.monotonic() + GRACE_S
+        while any(map(_is_alive, self.processes())) and time.monotonic() < end_s:
+            time.sleep(_LOOK_S)
+
     def last_step(self) -> int:
         """The last step that any rank has made."""
         ranks = [int(path.stem) for path in self.path.glob("*.step")]
@@ -170,8 +184,7 @@ class RankFolder:
         if (verdict := self.verdict()) is not None:
             return verdict
         for rank, code in exit_codes.items():
-            # SIGTERM is how the others are ended after the first.
-            if code < 0 and code != -signal.SIGTERM:
+            if code < 0:
                 return self._killed(rank, code, stages.get(rank, ""))
         if (told := self.told_cause()) is not None:
             return told
@@ -182,8 +195,6 @@ class RankFolder:
             disk = unwritable(self.path) or disk_is_tight(self.path)
             what = f"{who}, step {self.step_of(rank) + 1}: {disk.what}"
             return RankError(what, disk.cure, comes_again=True)
-        if code < 0:
-            return self._killed(rank, code, stages.get(rank, ""))
         return RankError(
             f"{who} ended with exit code {code} before it could begin.",
             f"Its output is in {self.path.parent / 'logs'}.",

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -20,6 +19,14 @@ from .failure import RankFolder
 _RULER = b"====="
 """What MPICH's mpiexec begins its report with, on standard output too."""
 
+_WATCHED = """
+"$@"
+code=$?
+[ $code = 0 ] || echo $code > "$0/${PMI_RANK:-$OMPI_COMM_WORLD_RANK}.code"
+exit $code
+"""
+"""Runs a rank, and leaves how it ended: mpiexec kills the others then, and may name one of them."""
+
 
 def run_over_mpi(
     arguments: Sequence[str], ranks: int, left: RankFolder, stages: Mapping[int, str]
@@ -30,8 +37,9 @@ def run_over_mpi(
     """
     logs = left.path.parent / "logs"
     logs.mkdir(exist_ok=True)
-    command = [mpiexec(), "-n", str(ranks), sys.executable, *arguments]
-    with (logs / "mpiexec.txt").open("w+b") as log:
+    watched = ["sh", "-c", _WATCHED, str(left.path), sys.executable, *arguments]
+    command = [mpiexec(), "-n", str(ranks), *watched]
+    with (logs / "mpiexec.txt").open("wb") as log:
         # mpiexec ends its ranks when it ends; Ctrl-C is for this process alone.
         process = subprocess.Popen(
             command,
@@ -47,11 +55,9 @@ def run_over_mpi(
             if process.poll() is None:
                 process.terminate()
                 process.wait()
-        log.seek(0)
-        report = log.read().decode(errors="replace")
+            left.wait_until_gone()
     if code:
-        killed = killed_ranks(report, {left.process_of(rank): rank for rank in range(ranks)})
-        raise left.first_cause(killed or {0: code}, stages)
+        raise left.first_cause(left.exit_codes() or {0: code}, stages)
 
 
 def keep_output(logs: Path, rank: int) -> None:
@@ -80,15 +86,3 @@ def _show(process: subprocess.Popen[bytes], log: int) -> None:
         else:
             sys.stdout.buffer.write(line)
             sys.stdout.buffer.flush()
-
-
-def killed_ranks(report: str, rank_of_process: Mapping[int, int]) -> dict[int, int]:
-    """The rank that ended by a signal, and minus that, if mpiexec says so.
-
-    >>> killed_ranks("PID 17 RUNNING AT a ... EXIT STRING: Killed (signal 9)", {17: 3})
-    {3: -9}
-    """
-    process, number = re.search(r"PID (\d+)", report), re.search(r"signal (\d+)", report)
-    if process is None or number is None or int(process[1]) not in rank_of_process:
-        return {}
-    return {rank_of_process[int(process[1])]: -int(number[1])}

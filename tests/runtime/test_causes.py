@@ -142,7 +142,7 @@ def test_a_folder_is_tried_by_writing_to_it(tmp_path: Path) -> None:
 
 def test_a_rank_that_cannot_leave_its_error_is_told_by_its_exit_code(left: RankFolder) -> None:
     left.mark_step(1, 4)
-    cause = left.first_cause({0: -15, 1: CANNOT_WRITE}, {1: " (stage 1)"})
+    cause = left.first_cause({0: 1, 1: CANNOT_WRITE}, {1: " (stage 1)"})
     assert cause.what.startswith(
         f"rank 1 (stage 1), step 5: {left.path} cannot be written: no room"
     )

@@ -317,18 +317,8 @@ def ranks_of(output: Path) -> dict[int, int]:
     while not all(mark.exists() for mark in marks):
         assert time.monotonic() < end_s
         time.sleep(0.05)
-    found = {}
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            command = (entry / "cmdline").read_bytes()
-            environment = (entry / "environ").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        for variable in environment:
-            if variable.startswith(b"PMI_RANK=") and str(output).encode() in command:
-                found[int(variable[9:])] = int(entry.name)
-    assert sorted(found) == [0, 1]
-    return found
+    states = [output / "ranks" / f"{rank}.state" for rank in range(2)]
+    return {rank: json.loads(state.read_text())["pid"] for rank, state in enumerate(states)}
 
 
 def assert_gone(pids: dict[int, int]) -> None:

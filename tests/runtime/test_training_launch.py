@@ -254,7 +254,7 @@ def test_a_failure_of_its_own_comes_before_a_consequence(tmp_path: Path) -> None
 def test_a_killed_rank_comes_before_all(tmp_path: Path) -> None:
     folder = left(tmp_path, failure(0, 1.0, consequence=True))
     folder.mark_step(3, 11)
-    cause = folder.first_cause({0: 1, 1: -15, 3: -9}, {3: " (stage 3)"})
+    cause = folder.first_cause({0: 1, 3: -9}, {3: " (stage 3)"})
     assert cause.what == "rank 3 (stage 3) was killed by SIGKILL at step 12."
 
 
