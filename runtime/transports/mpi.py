@@ -9,6 +9,7 @@ The ranks are those of MPI's world: mpiexec, mpirun or srun started them.
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import shutil
 import sys
@@ -216,8 +217,8 @@ def forget_segments() -> None:
 
 
 def leave_mpi(exit_code: int) -> None:
-    """Parts from MPI's ranks at the end of a process. After a failure it ends them all: they
-    would wait for this one, and MPI would not let any of them go."""
+    """Parts from MPI's ranks and ends the process, if it is one of them. After a failure it ends
+    them all: they would wait for this one, and MPI would not let any of them go."""
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
         return
@@ -225,6 +226,9 @@ def leave_mpi(exit_code: int) -> None:
         mpi.COMM_WORLD.Abort(exit_code)
     else:
         mpi.Finalize()
+        # MPICH takes leave of mpiexec in a handler of C's exit, and mpiexec kills the others when
+        # one ends without. The lock of the interpreter is held: no thread goes on beside that.
+        ctypes.PyDLL(None).exit(0)
 
 
 def mpiexec() -> str:

@@ -310,6 +310,23 @@ def test_a_killed_rank_ends_all_under_mpirun(folders: Path, tmp_path: Path) -> N
     assert_gone(pids)
 
 
+@pytest.mark.slow
+def test_ranks_that_are_done_may_leave_one_after_another() -> None:
+    program = (
+        "import os, time\n"
+        "from mpi4py import MPI\n"
+        "from asyncpipe.runtime.transports.mpi import leave_mpi\n"
+        "finalize, wait_s = MPI.Finalize, MPI.COMM_WORLD.Get_rank() * 0.3\n"
+        "MPI.Finalize = lambda: (finalize(), time.sleep(wait_s), print('done', flush=True))\n"
+        "leave_mpi(0)\n"
+        "os._exit(0)\n"
+    )
+    ended = subprocess.run(
+        [mpiexec(), "-n", "4", sys.executable, "-c", program], capture_output=True, text=True
+    )
+    assert (ended.returncode, ended.stdout) == (0, 4 * "done\n")
+
+
 def ranks_of(output: Path) -> dict[int, int]:
     """The process of each rank of the run in `output`, when all have made a step."""
     marks = [output / "ranks" / f"{rank}.step" for rank in range(2)]
