@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -15,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from .errors import AsyncPipeError
+from .wording import did_you_mean
 
 
 def names_object(spec: str) -> bool:
@@ -36,9 +36,8 @@ def import_object(spec: str, option: str, error: type[AsyncPipeError]) -> Any:
     else:
         module = _import_module(place, option, error)
     if not hasattr(module, name):
-        close = difflib.get_close_matches(name, vars(module), 1)
-        hint = f" Did you mean {close[0]}?" if close else ""
-        raise error(f"{option} {spec}: {place} has no {name}.{hint}")
+        hint = did_you_mean(name, vars(module))
+        raise error(f"{option} {spec}: {place} has no {name}. {hint}".rstrip())
     return getattr(module, name)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
 
 
 def write_ms(time_ms: float) -> str:
@@ -86,3 +87,12 @@ def known(value: float, write: Callable[[float], str]) -> str:
     ('50 %', '')
     """
     return write(value) if math.isfinite(value) else ""
+
+
+def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:
+    """
+    >>> did_you_mean("adamv", ["sgd", "adamw"]), did_you_mean("x", ["sgd"], "Choose sgd.")
+    ('Did you mean adamw?', 'Choose sgd.')
+    """
+    near = get_close_matches(word, list(known), n=1)
+    return f"Did you mean {near[0]}?" if near else otherwise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import os
 import sys
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
-from asyncpipe import cli
+from asyncpipe.commands.running import run
 
 
 @dataclass(frozen=True)
@@ -25,12 +26,12 @@ class Outcome:
 def command(folder: Path, name: str, *arguments: str) -> Outcome:
     """`asyncpipe-NAME ARGUMENTS` in a folder. What is no error of ours is raised."""
     out, err = io.StringIO(), io.StringIO()
-    app = getattr(cli, f"{name}_app")
+    app = importlib.import_module(f"asyncpipe.commands.{name}").app
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), _inside(folder):
         with mock.patch.object(sys, "argv", [f"asyncpipe-{name}", *arguments]):
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "Cyclopts application invoked")
-                code = cli._run(app)
+                code = run(app)
     return Outcome(code, out.getvalue(), err.getvalue())
 
 

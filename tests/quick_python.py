@@ -23,6 +23,8 @@ from functools import cache
 
 _PRELOADED = (
     "asyncpipe.cli",
+    "asyncpipe.commands.partition",
+    "asyncpipe.commands.train",
     "asyncpipe.partitioner.compile",
     "asyncpipe.runtime.checkpoint.storage",
     "asyncpipe.runtime.launching.launch",

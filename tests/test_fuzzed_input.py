@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save
 
-from asyncpipe.options import PartitionOptions
+from asyncpipe.commands.partition_options import PartitionOptions
 from asyncpipe.partitioner.cluster_file import read_cluster
 from asyncpipe.partitioner.device_specs import device_spec
 from asyncpipe.runtime.comparison.runs import read_runs

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from asyncpipe import cli
+from asyncpipe.commands.info import app
+from asyncpipe.commands.running import run
 from asyncpipe.runtime.errors import TransportError
 from asyncpipe.runtime.info import describe as described
 from asyncpipe.runtime.info import machine, software, would_use
@@ -24,7 +25,7 @@ FOUR_CORES = Topology(tuple(Core(0, (cpu,)) for cpu in range(4)))
 
 def ask(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     monkeypatch.setattr(sys, "argv", ["asyncpipe-info", *arguments])
-    return cli._run(cli.info_app)
+    return run(app)
 
 
 @pytest.mark.filterwarnings("ignore:Cyclopts application invoked")

@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ...runtime.forecast import forecast_one_step, told_schedules
-from ...runtime.pages.chart import (
-    BOTTOM,
-    HEIGHT,
-    LEFT,
-    RIGHT,
-    TOP,
-    WIDTH,
-    Chart,
-    Line,
-    Point,
-)
+from ...runtime.pages.chart import Chart, Series, chart
 from ...runtime.plan import Plan
 from ...runtime.schedules import AUTO
 from ...runtime.wording import write_ms, write_share
@@ -91,45 +80,17 @@ def _chart(
     height_of: Callable[[Sample], float],
     write: Callable[[float], str],
 ) -> Chart:
-    most = _round_up(max(map(height_of, samples)) or 1.0)
-    bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
-
-    def x_of(count: int) -> float:
-        return round(LEFT + (right - LEFT) * _COUNTS.index(count) / (len(_COUNTS) - 1), 2)
-
-    def y_of(height: float) -> float:
-        return round(bottom - (bottom - TOP) * height / most, 2)
-
-    lines = []
-    for number, schedule in enumerate(dict.fromkeys(sample.schedule for sample in samples)):
-        points = tuple(
-            Point(
-                x_of(sample.micro_batches),
-                y_of(height_of(sample)),
-                f"{schedule}, {sample.micro_batches} micro-batches: {write(height_of(sample))}",
-            )
-            for sample in samples
-            if sample.schedule == schedule
+    lines = [
+        Series(
+            schedule,
+            tuple(
+                (float(sample.micro_batches), height_of(sample))
+                for sample in samples
+                if sample.schedule == schedule
+            ),
         )
-        path = "M" + "L".join(f"{point.x} {point.y}" for point in points)
-        lines.append(Line(schedule, number, path, points))
-    return Chart(
-        heading=heading,
-        width=WIDTH,
-        height=HEIGHT,
-        left=LEFT,
-        right=right,
-        bottom=bottom,
-        lines=tuple(lines),
-        x_ticks=tuple((x_of(count), str(count)) for count in _COUNTS),
-        y_ticks=(
-            (float(bottom), "0"),
-            *((y_of(most * part / 4), write(most * part / 4)) for part in range(1, 5)),
-        ),
-    )
-
-
-def _round_up(most: float) -> float:
-    """The next of 1, 2, 4, 6, 8 or 10 times a power of ten."""
-    power = 10.0 ** math.floor(math.log10(most))
-    return next(power * factor for factor in (1, 2, 4, 6, 8, 10) if most <= power * factor)
+        for schedule in dict.fromkeys(sample.schedule for sample in samples)
+    ]
+    drawn = chart(heading, lines, x_unit="micro-batches", write=write, floor=0.0, is_even=True)
+    assert drawn is not None  # there are always samples
+    return drawn

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Any
 
 from ..staleness.compose import parse
 from ..staleness.recipe import AUTO
-from ..training.settings import CHOICES, SettingsError
+from ..training.legal_values import CHOICES
+from ..training.settings import SettingsError
+from ..wording import did_you_mean
 
 SYNC = "sync"
 _READ: Mapping[str, Callable[[str], Any]] = {
@@ -82,8 +83,7 @@ def _option(text: str, option: str) -> tuple[str, Any]:
 
 
 def _one_of(word: str, legal: Any) -> str:
-    near = get_close_matches(word, legal, n=1)
-    return f"Did you mean {near[0]}?" if near else f"Choose {', '.join(legal)}."
+    return did_you_mean(word, legal, f"Choose {', '.join(legal)}.")
 
 
 def _written(value: Any) -> str:

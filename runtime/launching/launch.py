@@ -96,15 +96,11 @@ def _show(job: Job, reporter: Reporter) -> None:
     data = f"{settings.data} ({settings.tokenizer})" if settings.tokenizer else str(settings.data)
     announce(
         reporter,
-        plan,
-        job.planned,
-        settings,
-        job.task,
+        job,
         schedule,
         machine,
         transport=expect_transport(settings, plan, grid.ranks),
         data=data,
-        output=job.folder,
         forecast=forecast,
         dtypes=dtypes,
     )

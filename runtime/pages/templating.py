@@ -10,7 +10,7 @@ from markupsafe import Markup
 TEMPLATES = Environment(
     loader=PackageLoader("asyncpipe", "templates"),
     undefined=StrictUndefined,
-    autoescape=lambda name: name is not None and name.endswith(".html.j2"),
+    autoescape=lambda name: name is not None and name.endswith((".html.j2", ".svg.j2")),
     trim_blocks=True,
     lstrip_blocks=True,
     keep_trailing_newline=True,

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 
 from ..errors import ScheduleError
+from ..wording import did_you_mean
 from .dc_asgd import AdaptivelyCompensated, DelayCompensated
 from .error_feedback import ErrorFeedback
 from .gap_aware import GapAware, GapAwareLoss
@@ -92,10 +92,8 @@ def parse(names: str) -> tuple[str, ...]:
     parsed = tuple(name.strip() for name in names.split("+"))
     for name in parsed:
         if name not in METHODS:
-            near = get_close_matches(name, METHODS, n=1)
-            hint = f" Did you mean {near[0]}?" if near else ""
             raise ScheduleError(
-                f"{name!r} is not a staleness method.{hint}",
+                f"{name!r} is not a staleness method. {did_you_mean(name, METHODS)}".rstrip(),
                 f"There are {', '.join(METHODS)}; several are joined by +.",
             )
     return parsed

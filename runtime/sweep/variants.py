@@ -17,8 +17,8 @@ from ..training.settings import (
     SettingsError,
     checked,
     read_toml,
-    suggestion,
 )
+from ..wording import did_you_mean
 
 Values = Mapping[str, Any]
 """What one run has of its own, by option."""
@@ -122,7 +122,7 @@ def _check_name(name: str, place: str) -> None:
         raise SettingsError(f"{place}: {name} cannot differ from run to run.", "Leave it out.")
     raise SettingsError(
         f"{place}: {name} is not an option of asyncpipe-train.",
-        suggestion(name, legal, "Options: "),
+        did_you_mean(name, legal, f"Options: {', '.join(legal)}."),
     )
 
 

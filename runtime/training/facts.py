@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..boundary_dtypes import BoundaryDtypes
-from ..data.task import TARGET, Task
+from ..data.task import TARGET
 from ..environment import describe as describe_environment
 from ..forecast import Forecast, few_micro_batches_warning, forecast_step
 from ..launching.placement import describe_placement, describe_ranks, placement_warning
@@ -29,6 +29,9 @@ from .segments import longest_segment, make_segment, waiting_stages
 from .settings import Settings
 from .sources import Data
 from .transfers import with_transfers_of_run
+
+if TYPE_CHECKING:
+    from .setup import Job
 
 _CLIPPED = {
     "stage": "of each stage",
@@ -70,27 +73,24 @@ def forecast_run(
 
 def announce(
     reporter: Reporter,
-    plan: Plan,
-    planned: Plan,
-    settings: Settings,
-    task: Task,
+    job: Job,
     schedule: Schedule,
     machine: Machine,
     *,
     transport: Choice,
     data: str,
-    output: Path,
     forecast: Forecast | None,
     dtypes: BoundaryDtypes,
 ) -> None:
     """Tells the reporter what will be done, and what is legal but probably not meant."""
+    settings, plan = job.settings, job.plan
     facts = [
         ("plan", f"{plan.name} · {len(plan.stages)} stages · {plan.method}"),
         ("ranks", describe_ranks(grid_of(schedule, settings.replicas), transport, machine)),
         ("algorithm", describe_algorithm(schedule, settings)),
         *describe_schedule(schedule, settings),
         *describe_staleness(plan, schedule, settings),
-        ("batch", batch_identity(settings, task)),
+        ("batch", batch_identity(settings, job.task)),
         ("data", data),
         ("optimizer", describe_optimizer(settings, schedule.delays)),
     ]
@@ -106,11 +106,11 @@ def announce(
         facts.append(("simulated", text))
     if memory := describe_memory(settings, plan):
         facts.append(("memory", memory))
-    facts.append(("output", str(output)))
+    facts.append(("output", str(job.folder)))
     reporter.on_start(
         StartRecord(
             tuple(facts),
-            predict(costs_at_sizes(plan, planned), schedule, forecast),
+            predict(costs_at_sizes(plan, job.planned), schedule, forecast),
             settings.micro_batches or 1,
             settings.replicas or 1,
             tuple(schedule.stages_of(rank) for rank in range(len(schedule.ranks))),

@@ -10,7 +10,6 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_type_hints
@@ -18,76 +17,13 @@ from typing import Any, get_args, get_type_hints
 from ..errors import AsyncPipeError
 from ..reading import Origin, parse_toml, read_text
 from ..schedules import ASYNCHRONOUS, AUTO, SCHEDULES, spelled
+from ..wording import did_you_mean
 from .durations import seconds_of
+from .legal_values import fault_of, flag_of
 
 DDP = "ddp"
 """As a schedule: whole models that share the micro-batches, which are replicas of `single`."""
 
-CHOICES: dict[str, tuple[str, ...]] = {
-    "remainder": ("drop", "proportional"),
-    "optimizer": ("sgd", "sutskever", "adam", "adamw", "nadam", "muon", "soap"),
-    "decay": ("none", "linear", "cosine"),
-    "device": ("cpu", "cuda"),
-    "dtype": ("float32", "float64"),
-    "precision": ("full", "bfloat16", "float16"),
-    "boundary_dtype": ("bfloat16",),
-    "transport": ("auto", "local", "shm", "gloo", "nccl", "mpi"),
-    "pin": ("cores", "numa", "none"),
-    "batch_norm": ("micro-batch", "mini-batch"),
-    "clip_by": ("stage", "proportion", "global", "known"),
-}
-"""The legal values of the options that have a few."""
-
-_AT_LEAST: dict[str, float] = {
-    "ranks": 1,
-    "replicas": 1,
-    "check_replicas": 0,
-    "micro_batches": 1,
-    "micro_batch_size": 1,
-    "global_batch_size": 1,
-    "seq": 1,
-    "staleness_cap": 0,
-    "flush_every": 0,
-    "steps": 0,
-    "samples": 1,
-    "save_every": 0,
-    "keep_last": 1,
-    "keep_best": 0,
-    "lr": 0,
-    "momentum": 0,
-    "refresh_every": 1,
-    "annealing_steps": 1,
-    "weight_decay": 0,
-    "warmup": 0,
-    "final_lr_ratio": 0,
-    "clip": 0,
-    "loss_scale": 1,
-    "seed": 0,
-    "eval_every": 0,
-    "eval_batches": 0,
-    "log_every": 1,
-    "threads": 1,
-    "timeout_s": 1,
-    "stall_s": 0,
-    "ranks_per_gpu": 1,
-    "master_port": 1,
-    "nodes": 1,
-    "restarts": 0,
-}
-_AT_MOST: dict[str, float] = {
-    "ranks": 2**16,
-    "replicas": 2**16,
-    "micro_batches": 2**16,
-    "micro_batch_size": 2**31,
-    "seq": 2**31,
-    "threads": 2**12,
-    "timeout_s": 10**8,
-    "stall_s": 10**8,
-    "ranks_per_gpu": 2**16,
-    "master_port": 2**16 - 1,
-    "nodes": 2**16,
-}
-"""Beyond these no machine goes; other counts end at 2**53."""
 OF_THIS_CALL = frozenset(
     {
         *("dry_run", "print_schedule", "json", "quiet", "output", "debug", "resume", "trust"),
@@ -217,19 +153,11 @@ class Settings:
     quiet: bool = False
 
     def __post_init__(self) -> None:
-        for name, legal in CHOICES.items():
-            value = getattr(self, name)
-            if value is not None and value not in legal:
-                raise SettingsError(
-                    f"{_flag(name)} {value} is not known.", suggestion(value, legal, "Choose ")
-                )
         self._check_schedule()
-        for name, least in _AT_LEAST.items():
-            value = getattr(self, name)
-            most = _AT_MOST.get(name, 2**53 if isinstance(value, int) else 1e300)
-            if value is not None and not least <= value <= most:
-                upto = f"to {most}" if value > most else "up"
-                raise SettingsError(f"{_flag(name)} {value} is not a number from {least:g} {upto}.")
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if value is not None and (fault := fault_of(option.name, value)):
+                raise SettingsError(*fault)
         if not all(0 <= beta < 1 for beta in self.betas):
             first, second = self.betas
             raise SettingsError(f"--betas {first} {second}: both must be from 0 to below 1.")
@@ -302,7 +230,7 @@ class Settings:
         elif self.schedule not in legal:
             raise SettingsError(
                 f"--schedule {self.schedule} is not known.",
-                suggestion(self.schedule, legal, "Choose a .txt file or "),
+                did_you_mean(self.schedule, legal, f"Choose a .txt file or {', '.join(legal)}."),
             )
 
     def _check_trace(self) -> None:
@@ -378,7 +306,7 @@ def settings_from(options: Mapping[str, Any]) -> Settings:
         if value == TO_BE_GIVEN:
             raise SettingsError(
                 f"{name} is {TO_BE_GIVEN} in the file of --config: it is to be given.",
-                f"{_flag(name)} VALUE",
+                f"{flag_of(name)} VALUE",
             )
     if "folder" not in options:
         raise SettingsError(
@@ -396,7 +324,7 @@ def checked(name: str, value: Any, place: str) -> Any:
     if name not in kinds:
         raise SettingsError(
             f"{place}: {name} is not an option of asyncpipe-train.",
-            suggestion(name, tuple(kinds), "Options: "),
+            did_you_mean(name, kinds, f"Options: {', '.join(kinds)}."),
         )
     if name == "trust":
         raise SettingsError(
@@ -417,13 +345,3 @@ def checked(name: str, value: Any, place: str) -> Any:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
-
-
-def suggestion(word: str, legal: tuple[str, ...], otherwise: str) -> str:
-    """The legal word that is near, or all after `otherwise`."""
-    near = get_close_matches(word, legal, n=1)
-    return f"Did you mean {near[0]}?" if near else f"{otherwise}{', '.join(legal)}."
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

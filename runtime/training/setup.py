@@ -126,15 +126,11 @@ def set_up(
         readers = describe_data(data, plan, schedule, settings)
         announce(
             reporter,
-            plan,
-            job.planned,
-            settings,
-            job.task,
+            job,
             schedule,
             machine,
             transport=transport,
             data=readers,
-            output=job.folder,
             forecast=forecast,
             dtypes=dtypes,
         )

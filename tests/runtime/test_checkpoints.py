@@ -17,7 +17,8 @@ from asyncpipe.runtime.checkpoint.storage import read_tensors
 from asyncpipe.runtime.errors import AsyncPipeError
 from asyncpipe.runtime.staleness.compose import METHODS
 from asyncpipe.runtime.tensors import write_shard
-from asyncpipe.runtime.training.settings import CHOICES, SettingsError
+from asyncpipe.runtime.training.legal_values import CHOICES
+from asyncpipe.runtime.training.settings import SettingsError
 from asyncpipe.tests.runtime.handmade import write_mlp, write_text
 from asyncpipe.tests.runtime.resumed import (
     as_ended_at,

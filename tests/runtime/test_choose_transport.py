@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from asyncpipe.runtime.errors import TransportError
 from asyncpipe.runtime.launching.world import ALONE, Place, World
-from asyncpipe.runtime.training.settings import CHOICES, Settings
+from asyncpipe.runtime.training.legal_values import CHOICES
+from asyncpipe.runtime.training.settings import Settings
 from asyncpipe.runtime.training.transport import agree_on_transport, expect_transport
 from asyncpipe.runtime.transports.choose import (
     Circumstances,

@@ -178,12 +178,18 @@ def test_the_plot_has_a_line_for_each_method_against_steps_and_against_time(
     _, comparison = compared
     text = (comparison.folder / "curves.svg").read_text()
     root = ElementTree.fromstring(text)
-    lines = list(root.iter("{http://www.w3.org/2000/svg}polyline"))
-    assert len(lines) == 2 * len(comparison.rows)
-    by_step, by_time = lines[: len(lines) // 2], lines[len(lines) // 2 :]
+    svg = "{http://www.w3.org/2000/svg}"
+
+    def of_class(part: ElementTree.Element, name: str) -> list[ElementTree.Element]:
+        return [path for path in part.iter(f"{svg}path") if path.attrib["class"].startswith(name)]
+
+    charts = root.findall(f"{svg}svg")
+    by_step, by_time = (of_class(chart, "line") for chart in charts)
+    assert len(by_step) == len(by_time) == len(comparison.rows)
+    assert len(of_class(root, "band")) == 2 * len(comparison.rows)
 
     def ends(line: ElementTree.Element) -> float:
-        points = [point.split(",") for point in line.attrib["points"].split()]
+        points = [point.split() for point in line.attrib["d"][1:].split("L")]
         assert len(points) == 3
         assert [float(x) for x, _ in points] == sorted(float(x) for x, _ in points)
         return float(points[-1][0])
@@ -199,7 +205,9 @@ def test_the_plot_has_a_line_for_each_method_against_steps_and_against_time(
 def test_nothing_is_drawn_of_runs_that_ended_early() -> None:
     run = Run("k", "stash", "sgd", 0.1, 1, 2, 1, 4, Curve((), (), (), "the loss is nan"))
     found = rows([run], lambda run: (1.0,) * 4)
-    assert "polyline" not in draw(found, lambda run: (1.0,) * 4, title="a < b")
+    text = draw(found, lambda run: (1.0,) * 4, title="a < b")
+    assert "<path" not in text
+    assert ElementTree.fromstring(text)[0].text == "a < b"
 
 
 def with_costs(plan: Plan, *, transfer_ms: float) -> Plan:

@@ -21,8 +21,9 @@ from torch.optim import AdamW, Muon, NAdam, Optimizer
 from asyncpipe.runtime.optimizers.joint import Joint
 from asyncpipe.runtime.optimizers.refresh import refresh_periods
 from asyncpipe.runtime.optimizers.soap import Soap
+from asyncpipe.runtime.training.legal_values import CHOICES
 from asyncpipe.runtime.training.optimizers import StageOptimizer, make_optimizer
-from asyncpipe.runtime.training.settings import CHOICES, Settings
+from asyncpipe.runtime.training.settings import Settings
 from asyncpipe.tests.quick_python import run
 from asyncpipe.tests.runtime.handmade import write_text
 from asyncpipe.tests.runtime.silent_reporter import FACTORY

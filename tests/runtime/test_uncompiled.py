@@ -68,7 +68,8 @@ PROGRAM = """
 import sys, torch
 from torch import nn
 from asyncpipe.runtime.training.optimizers import StageOptimizer
-from asyncpipe.runtime.training.settings import CHOICES, Settings
+from asyncpipe.runtime.training.legal_values import CHOICES
+from asyncpipe.runtime.training.settings import Settings
 for name in CHOICES["optimizer"]:
     stage = nn.Linear(3, 2)
     settings = Settings(folder="x", optimizer=name, lr=0.1, steps=4)

@@ -1,0 +1,66 @@
+"""asyncpipe-inspect: what is in a generated folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, Parameter
+from rich.syntax import Syntax
+
+from .. import __version__
+from ..runtime.errors import PlanError
+from ..runtime.plan import read_plan
+from ..terminal import make_console, print_findings, print_folder
+
+app = App(
+    name="asyncpipe-inspect",
+    version=__version__,
+    help="Show the stages, costs and code of a model.",
+)
+
+
+@app.default
+def inspect_command(
+    folder: Path,
+    /,
+    *,
+    stage: int | None = None,
+    explain: Annotated[bool, Parameter(negative=())] = False,
+    json: Annotated[bool, Parameter(negative=())] = False,
+    verbose: Annotated[bool, Parameter(name=("--verbose", "-v"), negative=())] = False,
+) -> int:
+    """Show the stages, boundaries, costs and code of a generated model.
+
+    Parameters
+    ----------
+    folder
+        A generated folder, such as generated_models/gpt2_4p.
+    stage
+        Print the code of this stage.
+    explain
+        Say why each cut is where it is and what bounds the plan, and what would change it if the
+        model was partitioned with --explain.
+    json
+        Print the plan as JSON.
+    verbose
+        Show the traceback of an error.
+    """
+    plan = read_plan(folder)
+    console = make_console()
+    if json:
+        print(plan.to_json(), end="")
+        return 0
+    if stage is not None:
+        if not 0 <= stage < len(plan.stages):
+            raise PlanError(
+                f"{folder} has no stage {stage}: its stages are 0 to {len(plan.stages) - 1}."
+            )
+        code = (folder / plan.stages[stage].file).read_text(encoding="utf-8")
+        console.print(Syntax(code, "python", theme="ansi_dark", background_color="default"))
+        return 0
+    if explain:
+        print_findings(console, plan.findings)
+        return 0
+    print_folder(console, plan, folder)
+    return 0

@@ -1,0 +1,65 @@
+"""Runs a command: what is told of an error, and the code that it ends with."""
+
+from __future__ import annotations
+
+import re
+import sys
+import traceback
+
+from cyclopts import App
+from rich.console import Console
+from rich.markup import escape
+
+from ..runtime.errors import AsyncPipeError
+
+
+def run(app: App) -> int:
+    """Runs a command: 0, 1 with one `error:` sentence and a cure, 2 for usage, 130 for Ctrl-C, 143
+    for a run that a signal asked to stop."""
+    from cyclopts import CycloptsError
+
+    errors = Console(stderr=True, highlight=False)
+    try:
+        return int(app(exit_on_error=False, print_error=False, result_action="return_value") or 0)
+    except CycloptsError as error:
+        errors.print(f"[bold red]error:[/] {_shown(str(error))}", soft_wrap=True)
+        errors.print(f"[dim]{app.name[0]} --help[/]")
+        return 2
+    except SystemExit as stopped:
+        for note in getattr(stopped, "__notes__", ()):
+            errors.print(escape(note), soft_wrap=True)
+        return int(stopped.code or 0)
+    except AsyncPipeError as error:
+        if {"-v", "--verbose"} & set(sys.argv):
+            traceback.print_exc()
+        errors.print(f"[bold red]error:[/] {_shown(error.what)}", soft_wrap=True)
+        if error.cure:
+            errors.print(_shown(error.cure), soft_wrap=True)
+        return 1
+    except OSError as error:
+        if error.filename is None:
+            raise
+        if {"-v", "--verbose"} & set(sys.argv):
+            traceback.print_exc()
+        told = f"{error.filename}: {(error.strerror or str(error)).lower()}."
+        errors.print(f"[bold red]error:[/] {_shown(told)}", soft_wrap=True)
+        return 1
+    except KeyboardInterrupt as interrupt:
+        errors.print(str(interrupt) or "interrupted")
+        return 130
+    finally:
+        errors.show_cursor(True)
+
+
+def _shown(text: str) -> str:
+    """A text as it is printed: what would steer the terminal is spelled out."""
+    return escape(
+        re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: repr(found[0])[1:-1], text)
+    )
+
+
+def usage(text: str) -> Exception:
+    """A usage error, told as those of the parser are."""
+    from cyclopts import CycloptsError
+
+    return CycloptsError(text)

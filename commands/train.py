@@ -1,0 +1,168 @@
+"""asyncpipe-train: a run, several of them, or the page about those that were."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import App, Group, Parameter
+from cyclopts.validators import Number
+
+from .. import __version__
+from ..runtime.checkpoint.resuming import with_options_of_run
+from ..runtime.training.settings import read_config, settings_from
+from ..terminal import make_console
+from .parameters import option
+from .running import usage
+from .training_options import TrainOptions, given
+
+app = App(
+    name="asyncpipe-train",
+    version=__version__,
+    help="Train a generated model as a pipeline.",
+    suppress_keyboard_interrupt=False,  # it says at which step
+)
+_SWEEP = Group.create_ordered("Several runs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepOptions:
+    """Of asyncpipe-train: what differs from run to run, where there are several."""
+
+    sweep: Annotated[
+        list[str] | None,
+        option(
+            _SWEEP,
+            "An option and its values, lr=1e-3,3e-3: a run of each, or of all combinations of "
+            "several such; [sweep] in the file of --config has them as lists.",
+        ),
+    ] = None
+    jobs: Annotated[
+        int,
+        Parameter(
+            help="Runs at a time; they share the cores.", group=_SWEEP, validator=Number(gte=1)
+        ),
+    ] = 1
+
+
+_NO_OPTIONS, _NO_SWEEP_OPTIONS = TrainOptions(), SweepOptions()
+
+
+@app.default
+def train_command(
+    folder: Path | None = None,
+    /,
+    *,
+    options: Annotated[TrainOptions, Parameter(name="*")] = _NO_OPTIONS,
+    several: Annotated[SweepOptions, Parameter(name="*")] = _NO_SWEEP_OPTIONS,
+    config: Path | None = None,
+    verbose: Annotated[bool, Parameter(name=("--verbose", "-v"), negative=())] = False,
+) -> int:
+    """Train a generated model as a pipeline, synchronously or asynchronously.
+
+    Parameters
+    ----------
+    folder
+        A generated folder, such as generated_models/gpt2_4p; a file of --config may name it.
+    config
+        A TOML file of the options; flags win over it.
+    verbose
+        Show the traceback of an error.
+    """
+    from ..runtime.sweep.variants import lists_of
+
+    flags = given(options) | ({} if folder is None else {"folder": str(folder)})
+    merged = {**(read_config(config) if config else {}), **flags}
+    if lists := lists_of(several.sweep or (), config, flags):
+        return _sweep(merged, lists, several.jobs)
+    settings = settings_from(with_options_of_run(merged))
+    if settings.print_sbatch:
+        from ..runtime.launching.sbatch import batch_script
+
+        print(batch_script(settings), end="")
+        return 0
+    from ..runtime.launching.launch import run, schedule_text
+
+    if settings.print_schedule:
+        print(schedule_text(settings), end="")
+        return 0
+    return run(settings, "asyncpipe.terminal_train:make_reporter")
+
+
+def _sweep(options: dict[str, Any], lists: dict[str, tuple[Any, ...]], at_once: int) -> int:
+    """A run of each combination of values, each a process of this same command."""
+    from ..runtime.sweep.sweep import check_finished, plan_sweep, run_sweep
+    from ..terminal_sweep import print_sweep, print_swept_run
+
+    for name in ("print_sbatch", "print_schedule", "resume"):
+        if options.get(name):
+            raise usage(f"--{name.replace('_', '-')} is of one run; --sweep makes several.")
+    sweep = plan_sweep(options, lists)
+    as_json = bool(options.get("json"))
+    console = make_console(quiet=bool(options.get("quiet")) or as_json)
+    if not options.get("dry_run"):
+        total, done = len(sweep.runs), len(sweep.runs) - len(sweep.waiting)
+        numbers = iter(range(done + 1, total + 1))
+        sweep = run_sweep(
+            sweep,
+            (sys.executable, sys.argv[0]),
+            at_once=at_once,
+            on_run=lambda run: print_swept_run(console, run, next(numbers), total),
+        )
+    if as_json:
+        for run in sweep.ranked:
+            print(run.to_json())
+    print_sweep(console, sweep)
+    check_finished(sweep)
+    return 0
+
+
+@app.command(name="report")
+def report_command(
+    folders: Annotated[list[Path], Parameter(consume_multiple=True)],
+    /,
+    *,
+    output: Path | None = None,
+    json: Annotated[bool, Parameter(negative=())] = False,
+    verbose: Annotated[bool, Parameter(name=("--verbose", "-v"), negative=())] = False,
+) -> int:
+    """Write the page about a run again, or compare several runs.
+
+    Parameters
+    ----------
+    folders
+        Folders of runs, such as runs/gpt2_4p/1. (A generated folder that is called so is trained
+        as ./report.)
+    output
+        The page to write; by default report.html in the run's folder, of several runs
+        comparison.html beside the first.
+    json
+        Print the numbers as JSON, and write no page unless --output names one.
+    verbose
+        Show the traceback of an error.
+    """
+    from ..runtime.run_report.comparison import as_json, compare
+    from ..runtime.run_report.records import read_run
+    from ..runtime.run_report.summary import to_json
+    from ..runtime.run_report.writing import write_comparison, write_report
+    from ..terminal_report import print_comparison, print_page
+
+    console = make_console()
+    is_written = output is not None or not json
+    if len(folders) == 1:
+        run = read_run(folders[0])
+        if json:
+            print(to_json(run))
+        page = write_report(run, output) if is_written else None
+    else:
+        comparison = compare(folders)
+        if json:
+            print(as_json(comparison))
+        else:
+            print_comparison(console, comparison)
+        page = write_comparison(comparison, output) if is_written else None
+    if page is not None and not json:
+        print_page(console, page)
+    return 0
