@@ -19,7 +19,7 @@ A plan whose step meets the bound is optimal under the cost model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -138,9 +138,10 @@ def _is_better(step: Step, other: Step) -> bool:
 def _side_by_side_ms(problem: Problem) -> float:
     """A bound for plans in which some stage needs not wait for the one before it.
 
-    Such a stage has no group that stands at the same place in every order: it lies within a
-    stretch between two of these, and its work is at most that of the stretch. The same holds of
-    the way back, along gradients; a stage without them may have any group that has none. With n
+    Such a stage has no group that stands at the same place in every order: of what leads to the
+    last group it has no more than a stretch between two of these; and it may have any group that
+    leads nowhere, as a view does that each reader makes again. The same holds of the way back,
+    along gradients; a stage without them may have any group that has none. With n
     such stages k - n others have the remaining work W and wait for one another: before_j + m w_j
     <= T for all of them, so W <= T (1 - (1 - 1 / m) ** (k - n)).
     """
@@ -155,8 +156,8 @@ def _side_by_side_ms(problem: Problem) -> float:
     ]
     trained = costs.backward_ms > 0
     side_ms = max(
-        _longest_stretch_ms(least_ms, np.ones_like(trained), forwards),
-        _longest_stretch_ms(least_ms, trained, backwards) + float(least_ms[~trained].sum()),
+        _beside_ms(least_ms, np.ones_like(trained), forwards),
+        _beside_ms(least_ms, trained, backwards),
     )
     if not side_ms:
         return float("inf")
@@ -168,6 +169,17 @@ def _side_by_side_ms(problem: Problem) -> float:
         ),
         default=float("inf"),
     )
+
+
+def _beside_ms(work_ms: Floats, members: Bools, pairs: Sequence[Edge]) -> float:
+    """The most work of a stage that has no member that all others wait for: a stretch of those
+    that lead to the last one, and whatever leads nowhere or is no member."""
+    leading = np.zeros_like(members)
+    if members.any():
+        leading[np.flatnonzero(members)[-1]] = True
+    for source, target in sorted(pairs, reverse=True):
+        leading[source] |= leading[target] and members[source]
+    return _longest_stretch_ms(work_ms, leading, pairs) + float(work_ms[~leading].sum())
 
 
 def _longest_stretch_ms(work_ms: Floats, members: Bools, pairs: Iterable[Edge]) -> float:

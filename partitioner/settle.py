@@ -2,13 +2,19 @@
 
 A plan is made from the costs of operations; its stages are timed as wholes; the costs of each
 stage are scaled to its time; and with these costs the plan is made again. If that moves no cut,
-costs and plan agree. If it moves some for a gain, the new stages are timed too, and of the plans
-that were timed the one whose slowest rank is fastest is taken.
+costs and plan agree. If it moves some for a gain, the new stages are timed too. The plan is always
+the best for the profile that is returned with it.
+
+Two cuts of one model do the same work, so where their times add up to different sums the machine
+was faster once than the other time: each timing counts relative to its own sum. A profile that
+agrees with several timings is found by scaling to one after the other, again and again, which is
+iterative proportional fitting (Deming, Stephan: "On a least squares adjustment of a sampled
+frequency table when the expected marginal totals are known", 1940).
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -17,15 +23,17 @@ from torch import fx
 
 from .capture import Capture
 from .graph import with_copies
+from .problem import Problem
 from .profiler import Profile
-from .solve import Solution, explain_shortly
+from .solve import Solution
 from .split import StageGraph
 from .stage_times import rescaled
 from .step_time import step_of
 from .whole import WholeTimes
 
 _WORTH = 0.02
-"""The share of the slowest stage that a new plan has to promise before its stages are timed."""
+"""The share of what a plan is made for that a new one has to promise before it is timed."""
+_SWEEPS = 10
 
 
 @dataclass(frozen=True)
@@ -44,35 +52,48 @@ def settled(
     profile: Profile,
     time: Callable[[Cut], Sequence[WholeTimes]],
     *,
-    rounds: int = 2,
+    rounds: int = 3,
 ) -> tuple[Profile, Cut]:
     """Cuts, times and cuts again, `rounds` times at most.
 
-    The groups that `cut` places are the same for every profile. The solution that is returned is
-    that of the profile that is returned, and its bound holds for it.
+    The groups that `cut` places are the same for every profile.
     """
-    parts, current = profile, cut(profile)
+    current = cut(profile)
     timed: list[tuple[Cut, Sequence[WholeTimes]]] = []
     for _ in range(rounds):
         timed.append((current, time(current)))
-        profile = _corrected(parts, *timed[-1])
-        after = cut(profile)
-        if _same(after, current):
-            return profile, after
-        now_ms = _evaluated(current.solution, after).bottleneck_ms
-        if after.solution.bottleneck_ms > (1 - _WORTH) * now_ms:
+        fitted = _fitted(profile, timed)
+        after = cut(fitted)
+        if any(_same(after, one) for one, _ in timed):
+            break
+        stays_ms = _objective_ms(current.solution, after.solution.problem)
+        if after.solution.objective_ms > (1 - _WORTH) * stays_ms:
             break
         current = after
-    best, times = min(timed, key=lambda pair: _slowest_ms(*pair))
-    profile = _corrected(parts, best, times)
-    after = cut(profile)
-    if _same(after, best):
-        return profile, after
-    return profile, replace(best, graph=after.graph, solution=_evaluated(best.solution, after))
+    return fitted, after
 
 
-def _corrected(profile: Profile, cut: Cut, times: Sequence[WholeTimes]) -> Profile:
-    return rescaled(with_copies(profile, cut.captured), cut.stages, times)
+def _fitted(profile: Profile, timed: Sequence[tuple[Cut, Sequence[WholeTimes]]]) -> Profile:
+    """The profile whose parts add up to all that was timed, as nearly as that can be; the last of
+    it exactly."""
+    usual_ms = statistics.median(_sum_ms(times) for _, times in timed)
+    scaled = [
+        (cut, [time.scaled(usual_ms / (_sum_ms(times) or 1.0)) for time in times])
+        for cut, times in timed
+    ]
+    found = profile
+    for cut, _ in scaled:
+        found = with_copies(found, cut.captured)
+    parts = found
+    for _ in range(_SWEEPS if len(scaled) > 1 else 1):
+        for cut, times in scaled:
+            found = rescaled(found, cut.stages, times)
+    last, times = scaled[-1]
+    return replace(found, stage_scales=rescaled(parts, last.stages, times).stage_scales)
+
+
+def _sum_ms(times: Sequence[WholeTimes]) -> float:
+    return sum(time.forward_ms + time.backward_ms for time in times)
 
 
 def _same(cut: Cut, other: Cut) -> bool:
@@ -80,29 +101,8 @@ def _same(cut: Cut, other: Cut) -> bool:
     return (one.stage_of, one.ranks_of_stage) == (two.stage_of, two.ranks_of_stage)
 
 
-def _slowest_ms(cut: Cut, times: Sequence[WholeTimes]) -> float:
-    """The rank that computes longest for one micro-batch; replicas share theirs."""
-    rank_ms: dict[int, float] = defaultdict(float)
-    for ranks, time in zip(cut.solution.placement.ranks_of_stage, times, strict=True):
-        for rank in ranks:
-            rank_ms[rank] += (time.forward_ms + time.backward_ms) / len(ranks)
-    return max(rank_ms.values())
-
-
-def _evaluated(solution: Solution, under: Cut) -> Solution:
-    """A solution under the costs of another one: its own placement, the other's bounds."""
-    problem, best = under.solution.problem, under.solution
-    optimum_ms = best.placement.order_optimum_ms
-    placement = replace(solution.placement, bound_ms=None, order_optimum_ms=optimum_ms)
-    step = step_of(problem, placement)
-    return replace(
-        solution,
-        problem=problem,
-        placement=placement,
-        evaluation=step.evaluation,
-        lower_bound_ms=min(best.lower_bound_ms, step.evaluation.bottleneck_ms),
-        step_ms=step.step_ms,
-        step_bound_ms=min(best.step_bound_ms, step.step_ms),
-        even_split=best.even_split,
-        explanation=explain_shortly(problem, step.evaluation, placement),
-    )
+def _objective_ms(solution: Solution, problem: Problem) -> float:
+    """What is to be made small, of that placement under the costs of another problem."""
+    step = step_of(problem, replace(solution.placement, bound_ms=None, order_optimum_ms=None))
+    is_asynchronous = problem.setting.is_asynchronous
+    return step.evaluation.bottleneck_ms if is_asynchronous else step.step_ms

@@ -33,6 +33,7 @@ from itertools import combinations
 import numpy as np
 
 from ..runtime.errors import AsyncPipeError, PlanError
+from ..runtime.schedule import Schedule
 from ..runtime.schedules import AUTO
 from ..runtime.wording import write_bytes
 from .actions import scheduled
@@ -41,7 +42,7 @@ from .makespan import improved, shortest_step
 from .problem import DoesNotFit, Placement, Problem
 from .setting import Setting
 from .solvers import METHODS
-from .step_time import LITTLE, NONE, Step, StepTimer, schedule_of, step_of
+from .step_time import LITTLE, NONE, Step, StepTimer, least_step_ms, schedule_of, step_of
 
 _SHAKES = 4
 _FREE_TRIALS = 24
@@ -53,8 +54,9 @@ _LEAST = 1e-9
 Place = Callable[[Problem], Placement]
 
 
-def place_several(problem: Problem, stages: int, place: Place) -> Step:
-    """The best placement found of so many stages on the ranks of the problem.
+def place_several(problem: Problem, stages: int, place: Place, *, effort: float = 1.0) -> Step:
+    """The best placement found of so many stages on the ranks of the problem, timed under a
+    schedule that is made with that effort.
 
     Raises DoesNotFit when none that was found fits into the memory of the ranks.
     """
@@ -89,7 +91,7 @@ def place_several(problem: Problem, stages: int, place: Place) -> Step:
             "Give the ranks more, use more --ranks or a smaller --micro-batch-size"
             + ("." if problem.setting.recompute != "none" else ", or --recompute auto."),
         )
-    return _tidy(problem, best, fewer if further else None, further)
+    return _tidy(problem, best, fewer if further else None, further, effort)
 
 
 def _with_fewer(problem: Problem, stages: int, place: Place) -> Step | None:
@@ -101,7 +103,7 @@ def _with_fewer(problem: Problem, stages: int, place: Place) -> Step | None:
     try:
         if number == ranks:
             return shortest_step(problem, place(problem), place)
-        return place_several(problem, number, place)
+        return place_several(problem, number, place, effort=LITTLE)
     except AsyncPipeError:
         return None
 
@@ -267,8 +269,10 @@ def _free(problem: Problem, best: Step, bound_ms: float) -> Step:
     trials, start = _FREE_TRIALS, best
     while True:
         for ranks in _with_other_ranks(best.placement.ranks_of_stage):
-            trials -= 1
             placement = Placement(best.placement.stage_of, ranks)
+            if best.evaluation.fits and least_step_ms(problem, placement) >= best.step_ms:
+                continue
+            trials -= 1
             step = step_of(problem, placement, effort=NONE)
             if step.step_ms < best.step_ms * (1 + _PROMISING):
                 step = step_of(problem, placement, effort=LITTLE)
@@ -301,22 +305,29 @@ def _with_other_ranks(
             yield tuple(exchanged)
 
 
-def _tidy(problem: Problem, best: Step, fewer: Step | None, further: Placement | None) -> Step:
-    """Cuts between blocks and where few bytes cross, for the share that may be given up; with all
+def _tidy(
+    problem: Problem, best: Step, fewer: Step | None, further: Placement | None, effort: float
+) -> Step:
+    """Cuts between blocks and where few bytes cross, for the share that may be given up; with that
     effort for the schedule. It is no longer than with `fewer` stages, which cut `further` it is
     not either."""
     share, limit_ms = problem.rules.prefer_modules, math.inf
-    best = step_of(problem, best.placement)
+    best = step_of(problem, best.placement, effort=effort, known=_known(best))
     if fewer and fewer.evaluation.fits:
-        limit_ms = fewer.step_ms
-        if best.step_ms > limit_ms and further:
-            best = min(best, step_of(problem, further), key=lambda step: _key(problem, step))
-            limit_ms = max(limit_ms, best.step_ms)
+        if further:
+            other = step_of(problem, further, effort=effort)
+            best = min(best, other, key=lambda step: _key(problem, step))
+        limit_ms = max(fewer.step_ms, best.step_ms)
     if not share or problem.rules.must_cut:
         return best
     limit_ms = min(limit_ms, best.step_ms * (1 + share)) * (1 + _LEAST)
     tidy = tidied(StepTimer(problem, schedule_of(problem, best)), best, limit_ms)
     if tidy.placement == best.placement:
         return best
-    again = step_of(problem, tidy.placement)
+    again = step_of(problem, tidy.placement, effort=effort, known=_known(tidy))
     return again if again.step_ms <= limit_ms else best
+
+
+def _known(step: Step) -> list[Schedule]:
+    """The schedule that was computed for the step, if one was."""
+    return [step.schedule] if step.schedule else []

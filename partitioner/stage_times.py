@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from threading import Event
 from types import MappingProxyType
@@ -37,7 +38,8 @@ from .verify import adopt
 from .walk import NodeCost, OnProgress
 from .whole import WholeTimes, state_kept
 
-_LEAST, _MOST = 3, 9
+_LAPS = 2
+_LEAST, _MOST = 2, 5  # micro-batches of a lap
 
 
 def time_stages(
@@ -60,7 +62,8 @@ def time_stages(
     micro-batches each stage holds between forward and backward, `at_once` how many stages of the
     plan compute at a time on this machine's cores. A stage is timed until
     `enough_ms` are spent, after a round that warms it up. What is in the `cache` is not timed
-    again; `content` says of each node what it computes. The model is as before afterwards.
+    again; `content` says of each node what it computes. Stages take turns, so that a machine that
+    is slower for a while is so for all of them. The model is as before afterwards.
     """
     keys = [
         _key(stage, held, at_once, content or {}) if cache else None
@@ -77,18 +80,29 @@ def time_stages(
         for stage, module in zip(stages, modules, strict=True):
             benches.append(_Bench(captured, stage, module, values, device, dtype))
             values |= benches[-1].sent()
-        times = []
-        for index, (held, key, found) in enumerate(zip(in_flight, keys, known, strict=True)):
-            others = [(index + ahead) % len(stages) for ahead in range(1, at_once)]
-            if found is None:
-                with at_work([benches[other].run(in_flight[other]) for other in others], threads):
-                    found = benches[index].time(held, enough_ms)
-            times.append(found)
-            if cache and key:
-                cache.put(key, [found.forward_ms, found.backward_ms])
-            if on_progress:
-                on_progress(len(times), len(stages))
-    return tuple(times)
+        laps: list[list[WholeTimes]] = [[] for _ in stages]
+        for lap in range(_LAPS):
+            for index, (held, found) in enumerate(zip(in_flight, known, strict=True)):
+                others = [(index + ahead) % len(stages) for ahead in range(1, at_once)]
+                if found is None:
+                    with at_work(
+                        [benches[other].run(in_flight[other]) for other in others], threads
+                    ):
+                        laps[index] += benches[index].times(held, enough_ms / _LAPS)
+                if on_progress and lap == _LAPS - 1:
+                    on_progress(index + 1, len(stages))
+    times = tuple(found or _median(taken) for found, taken in zip(known, laps, strict=True))
+    for key, each in zip(keys, times, strict=True):
+        if cache and key:
+            cache.put(key, [each.forward_ms, each.backward_ms])
+    return times
+
+
+def _median(times: Sequence[WholeTimes]) -> WholeTimes:
+    return WholeTimes(
+        statistics.median(time.forward_ms for time in times),
+        statistics.median(time.backward_ms for time in times),
+    )
 
 
 def rescaled(
@@ -212,21 +226,16 @@ class _Bench:
         """What it sends for a micro-batch."""
         return {name: value.detach() for name, value in self._outputs(self._leaves()).items()}
 
-    def time(self, in_flight: int, enough_ms: float) -> WholeTimes:
-        """The medians over the micro-batches after the first round."""
-        times: list[WholeTimes] = []
+    def times(self, in_flight: int, enough_ms: float) -> list[WholeTimes]:
+        """Those of the micro-batches after the first round, until `enough_ms` are spent."""
+        taken: list[WholeTimes] = []
         spent_ms = 0.0
-        for number, time in enumerate(self.run(in_flight)):
-            if number == 0:
-                continue
-            times.append(time)
+        for time in islice(self.run(in_flight), 1, 1 + _MOST):
+            taken.append(time)
             spent_ms += time.forward_ms + time.backward_ms
-            if len(times) == _MOST or (len(times) >= _LEAST and spent_ms > enough_ms):
+            if len(taken) >= _LEAST and spent_ms > enough_ms:
                 break
-        return WholeTimes(
-            statistics.median(time.forward_ms for time in times),
-            statistics.median(time.backward_ms for time in times),
-        )
+        return taken
 
     def run(self, in_flight: int) -> Iterator[WholeTimes]:
         """Goes forward and backward without end; what both took each time."""

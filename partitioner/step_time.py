@@ -107,6 +107,13 @@ def is_simulated(problem: Problem, placement: Placement) -> bool:
     return scheduled(setting.schedule, len(at), count, at).rank_of_stage == at
 
 
+def least_step_ms(problem: Problem, placement: Placement) -> float:
+    """What no schedule is below: the work of the rank that has most."""
+    rank_of = np.array([ranks[0] for ranks in placement.ranks_of_stage])
+    work_ms = np.bincount(rank_of[list(placement.stage_of)], weights=problem.least_work_ms)
+    return problem.setting.rounds * float(work_ms.max())
+
+
 class StepTimer:
     """Times many placements of one problem, each by a single pass over the schedule's actions.
 

@@ -24,6 +24,10 @@ class WholeTimes:
     forward_ms: float
     backward_ms: float
 
+    def scaled(self, by: float) -> WholeTimes:
+        """The same on a machine that takes `by` times as long."""
+        return WholeTimes(by * self.forward_ms, by * self.backward_ms)
+
 
 def time_whole(
     capture: Capture,

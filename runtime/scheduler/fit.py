@@ -65,8 +65,9 @@ def fit_schedule(tasks: Tasks, named: Iterable[Schedule] = (), *, effort: float 
         found += [order for rows in orders(tasks, policy) if (order := timed(tasks, rows))]
     tries = int(effort * min(_MOST_TRIES, _SEARCHED_TASKS / size))
     starts = [merged(tasks, min(found, key=_rank), tries)]
-    if whole := [order for order in found if not order.splits]:
-        starts.append(min(whole, key=_rank))
+    whole = min((order for order in found if not order.splits), key=_rank, default=starts[0])
+    if whole.rows != starts[0].rows:
+        starts.append(whole)
     ends = [improve(tasks, start, tries) for start in starts]
     shortest = min(order.period_ms for order in found + ends)
     close = min(shortest * _CLOSE, enough) + 1e-9

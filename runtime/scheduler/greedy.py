@@ -105,19 +105,22 @@ class _Step:
     def _choose(self, rank: int) -> tuple[float, int]:
         """When the rank can begin what: of all that is ready first, what the policy prefers."""
         tasks, now, end = self._tasks, self._now[rank], self._end
+        needs, m = tasks.needs, tasks.micro_batches
         best: tuple[float, bool, int, int, int] = (math.inf, False, 0, 0, -1)
         forward_first, group = self._policy.forward_first, self._policy.group
+        most = self._room[rank] - self._held[rank]
         for stage in tasks.of_rank[rank]:
             for kind in (FORWARD, WHOLE):
                 index = self._next[kind][stage]
-                if index == tasks.micro_batches:
+                if index == m or (kind == FORWARD and self._later[stage] > most):
                     continue
-                if kind == FORWARD and self._held[rank] + self._later[stage] > self._room[rank]:
-                    continue
-                task = tasks.number(kind, stage, index)
+                task = kind * tasks.count + stage * m + index
                 ready = now
-                for need in tasks.needs[task]:
-                    ready = max(ready, end[need])
+                for need in needs[task]:
+                    if end[need] > ready:
+                        ready = end[need]
+                if ready > best[0]:
+                    continue
                 later = (kind == WHOLE) == forward_first
                 deep = -stage if kind == FORWARD else stage
                 best = min(best, (ready, later, index // group, deep, task))

@@ -112,6 +112,17 @@ def test_equal_stages_in_a_row_are_proved_optimal_for_gpipe_and_1f1b():
         assert plan.step_bound_ms == pytest.approx(plan.step_ms)
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_what_leads_nowhere_leaves_the_proof_as_it_is(schedule):
+    """Views that each reader makes again are read by nobody."""
+    graph = chain(*[(1.0, 2.0)] * 8)
+    for index in range(8):
+        graph.add_node(f"view {index}", forward_ms=0.01, backward_ms=0.0)
+        graph.add_edge(index, f"view {index}")
+    plan = plan_graph(graph, 4, schedule=schedule, micro_batches=8, prefer_modules=0)
+    assert plan.gap == pytest.approx(0, abs=0.02)
+
+
 def test_stages_side_by_side_are_within_the_bound():
     """Two branches that need not wait for each other: fewer steps to fill than stages."""
     graph = nx.DiGraph(name="fork")

@@ -1,6 +1,8 @@
 """Stages are timed as wholes, and plans are made again with what was found."""
 
+import random
 from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations
 from pathlib import Path
 from time import sleep
 from types import MappingProxyType
@@ -97,7 +99,7 @@ def test_every_stage_is_timed_and_the_model_left_as_it_was(name: str, at_once: i
     captured = capture(model, inputs, check=False)
     cut = cutter(captured, 3)(profile_analytic(captured, captured.arguments.tensors))
     state = {key: value.clone() for key, value in model.state_dict().items()}
-    random, mode = torch.get_rng_state(), model.training
+    drawn, mode = torch.get_rng_state(), model.training
     given = captured.arguments.tensors
     before = {key: value.clone() for key, value in given.items()}
     done: list[tuple[int, int]] = []
@@ -114,7 +116,7 @@ def test_every_stage_is_timed_and_the_model_left_as_it_was(name: str, at_once: i
     assert done == [(1, 3), (2, 3), (3, 3)]
     assert all(torch.equal(state[key], value) for key, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert torch.equal(torch.get_rng_state(), random) and model.training == mode
+    assert torch.equal(torch.get_rng_state(), drawn) and model.training == mode
     assert all(torch.equal(before[key], value) for key, value in given.items())
 
 
@@ -235,6 +237,38 @@ def test_the_better_of_two_timed_plans_is_kept_with_its_own_times() -> None:
     assert chosen.solution.problem.costs.work_ms.sum() == pytest.approx(26.0)
     assert "slowest with 17.00 ms" in chosen.solution.explanation[0]
     assert chosen.solution.step_ms == pytest.approx(8 * 17.0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_how_fast_the_machine_is_while_a_plan_is_timed_decides_nothing(seed: int) -> None:
+    captured, costs = tower(10)
+    rng = random.Random(seed)
+    ms = {name: rng.uniform(1, 9) for name in costs.nodes}
+    cut = cutter(captured, 3)
+
+    def run(speeds: Sequence[float]) -> tuple[Profile, Cut]:
+        clockwork, left = Clockwork(ms.__getitem__), iter(speeds)
+
+        def time(made: Cut) -> Sequence[WholeTimes]:
+            factor = next(left)
+            return [times.scaled(factor) for times in clockwork(made)]
+
+        return settled(cut, costs, time)
+
+    _, chosen = run([1.0, 1.0, 1.0])
+    found, other = run([1.0, 1.4, 0.8])
+    assert other.solution.placement.stage_of == chosen.solution.placement.stage_of
+    # No cut is better for the costs that the plan has, but by what is given up for tidy ones.
+    layers = [sum(times_of(found, name)) for name in costs.nodes]
+    least_ms = min(
+        max(sum(layers[:first]), sum(layers[first:last]), sum(layers[last:]))
+        for first, last in combinations(range(1, 10), 2)
+    )
+    assert other.solution.bottleneck_ms <= 1.02 * least_ms + 1.0  # and transfers
+
+
+def times_of(costs: Profile, name: str) -> tuple[float, float]:
+    return costs.nodes[name].forward_ms, costs.nodes[name].backward_ms
 
 
 def test_the_plan_has_the_times_of_its_stages_and_says_what_was_corrected(tmp_path) -> None:

@@ -306,3 +306,17 @@ def test_auto_without_costs_takes_stages_to_be_equal() -> None:
     tasks = Tasks(Costs.equal(4), made.rank_of_stage, 8)
     steady = tasks.steady(tasks.rows_of(made))
     assert steady is not None and steady.period_ms == tasks.bound_ms == 48
+
+
+def test_a_search_that_leads_nowhere_ends_after_a_quarter_of_its_tries(monkeypatch) -> None:
+    tried = []
+
+    def counted(*arguments: object) -> None:
+        tried.append(arguments)
+
+    monkeypatch.setattr("asyncpipe.runtime.scheduler.search.changed", counted)
+    tasks = Tasks(Costs.equal(2), [0, 1], 4, may_split=False)
+    start = timed(tasks, tasks.rows_of(make_schedule("seq", stages=2, micro_batches=4)))
+    assert start is not None and start.period_ms > tasks.bound_ms
+    assert improve(tasks, start, 400) == start
+    assert len(tried) == 101
