@@ -35,6 +35,7 @@ from .options import (
 from .runtime.checkpoint.resuming import with_options_of_run
 from .runtime.errors import AsyncPipeError, PlanError
 from .runtime.plan import portable, read_plan
+from .runtime.training.named_code import check_code
 from .runtime.training.settings import Settings, read_config, settings_from
 from .terminal import (
     Ticks,
@@ -272,13 +273,18 @@ def train_command(
     verbose
         Show the traceback of an error.
     """
-    from .runtime.sweep.variants import lists_of
+    from .runtime.sweep.variants import lists_from_texts, lists_of
 
     flags = _given(options) | ({} if folder is None else {"folder": str(folder)})
     merged = {**(read_config(config) if config else {}), **flags}
     if lists := lists_of(several.sweep or (), config, flags):
+        typed = {*flags, *lists_from_texts(several.sweep or ())}
+        check_code({**merged, **lists}, typed, _files(merged, config))
         return _sweep(merged, lists, several.jobs)
-    settings = settings_from(with_options_of_run(merged))
+    options = with_options_of_run(merged)
+    settings = settings_from(options)
+    if not (settings.dry_run or settings.print_schedule):  # these run nothing of it
+        check_code(options, flags, _files(merged, config))
     if settings.print_sbatch:
         from .runtime.launching.sbatch import batch_script
 
@@ -290,6 +296,12 @@ def train_command(
         print(schedule_text(settings), end="")
         return 0
     return run(settings, "asyncpipe.terminal_train:make_reporter")
+
+
+def _files(options: dict[str, Any], config: Path | None) -> str:
+    """The flags that name files of options."""
+    named = {"--config": config, "--resume": options.get("resume")}
+    return " and ".join(f"{flag} {value}" for flag, value in named.items() if value)
 
 
 def _sweep(options: dict[str, Any], lists: dict[str, tuple[Any, ...]], at_once: int) -> int:

@@ -60,7 +60,8 @@ def run(settings: Settings, reporter: str) -> int:
         _show(job, reporter_factory(reporter)(job.settings))
         return 0
     # What ends one rank ends all.
-    with ended_after(settings.max_run_s if place is None or place.rank == 0 else None):
+    limit_s = settings.max_run_s if place is None or place.rank == 0 else None
+    with ended_after(limit_s), job.lock:
         if place is not None and (place.ranks > 1 or not alone):
             _join(job, place, reporter)  # any rank's trust is enough there
         else:
