@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
+from ..checkpoint.resuming import how_to_go_on
 from ..errors import AsyncPipeError, root_of
 from ..replication.grid import grid_of
 from ..replication.replicas import as_started, check_ranks
@@ -28,7 +29,7 @@ from ..training.transport import expect_transport
 from ..trust import is_trusted, remember, untrusted
 from ..watching.metrics import Reporter
 from .disk import disk_error
-from .failure import RankError, RankFolder, failure_of
+from .failure import RankError, RankFolder, failure_of, with_way_on
 from .jobs import make_folder, make_job, reopen_folder, reporter_factory, run_rank
 from .launchers import Place, find_place
 from .max_run import ended_after
@@ -122,7 +123,10 @@ def _run_alone(job: Job, reporter: str) -> None:
             shutil.rmtree(ranks.path)
             raise
         except AsyncPipeError as error:
-            raise root_of(error) from None
+            known = root_of(error)
+            assert isinstance(known, AsyncPipeError)
+            known.cure = f"{known.cure}{how_to_go_on(job.folder)}".removeprefix(" · ")
+            raise known from None
         except OSError as error:
             raise disk_error(error, job.folder) or error from None
         except KeyboardInterrupt:
@@ -217,4 +221,5 @@ def _told(error: Exception, rank: int, stages: str, left: RankFolder | None) -> 
             return RankError(
                 f"rank {rank}{stages} ends for want of rank {first.rank}: {first.what}"
             )
-    return RankError(failure.what, failure.cure)
+    told = RankError(failure.what, failure.cure)
+    return with_way_on(told, folder) if folder is not None else told
