@@ -279,7 +279,8 @@ def train_command(
     merged = {**(read_config(config) if config else {}), **flags}
     if lists := lists_of(several.sweep or (), config, flags):
         typed = {*flags, *lists_from_texts(several.sweep or ())}
-        check_code({**merged, **lists}, typed, _files(merged, config))
+        if not merged.get("dry_run"):
+            check_code({**merged, **lists}, typed, _files(merged, config))
         return _sweep(merged, lists, several.jobs)
     options = with_options_of_run(merged)
     settings = settings_from(options)

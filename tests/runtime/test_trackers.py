@@ -39,7 +39,7 @@ class Own(asyncpipe.Reporter):
 
     def on_failure(self, text):
         with self.file.open("a") as file:
-            file.write(f"failure {text}\n")
+            file.write(f"failure {text}\\n")
 
 class Failing(Own):
     def on_step(self, record):
