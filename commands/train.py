@@ -12,6 +12,7 @@ from cyclopts.validators import Number
 
 from .. import __version__
 from ..runtime.checkpoint.resuming import with_options_of_run
+from ..runtime.training.named_code import check_code
 from ..runtime.training.settings import read_config, settings_from
 from ..terminal import make_console
 from .parameters import option
@@ -71,13 +72,19 @@ def train_command(
     verbose
         Show the traceback of an error.
     """
-    from ..runtime.sweep.variants import lists_of
+    from ..runtime.sweep.variants import lists_from_texts, lists_of
 
     flags = given(options) | ({} if folder is None else {"folder": str(folder)})
     merged = {**(read_config(config) if config else {}), **flags}
     if lists := lists_of(several.sweep or (), config, flags):
+        typed = {*flags, *lists_from_texts(several.sweep or ())}
+        if not merged.get("dry_run"):
+            check_code({**merged, **lists}, typed, _files(merged, config))
         return _sweep(merged, lists, several.jobs)
-    settings = settings_from(with_options_of_run(merged))
+    all_options = with_options_of_run(merged)
+    settings = settings_from(all_options)
+    if not (settings.dry_run or settings.print_schedule):  # these run nothing of it
+        check_code(all_options, flags, _files(merged, config))
     if settings.print_sbatch:
         from ..runtime.launching.sbatch import batch_script
 
@@ -89,6 +96,12 @@ def train_command(
         print(schedule_text(settings), end="")
         return 0
     return run(settings, "asyncpipe.terminal_train:make_reporter")
+
+
+def _files(options: dict[str, Any], config: Path | None) -> str:
+    """The flags that name files of options."""
+    named = {"--config": config, "--resume": options.get("resume")}
+    return " and ".join(f"{flag} {value}" for flag, value in named.items() if value)
 
 
 def _sweep(options: dict[str, Any], lists: dict[str, tuple[Any, ...]], at_once: int) -> int:

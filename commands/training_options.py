@@ -67,7 +67,8 @@ _HELP = {
     "keep_best": "Checkpoints with the lowest evaluation loss, which are kept too.",
     "save_to": "Copy checkpoints to this place too, s3://bucket/run or what fsspec knows; --resume "
     "and --init-from take such URLs.",
-    "trust": "Run the code of a folder that was not made on this machine, from now on.",
+    "trust": "Run the code of a folder that was not made on this machine, and that which a file of "
+    "options names, from now on.",
     "export_hf": "Write the trained model to this folder, for from_pretrained.",
     "output": "The run's folder; by default a new one in runs/<name>.",
     "eval_every": "Steps between evaluations; 0: only at the end.",

@@ -153,13 +153,14 @@ class SharedGradients:
     def load(self, sums: Mapping[tuple[str, int], Tensor]) -> None:
         """Takes up what all ranks' `state` gave. Holders were equal where that was taken, or as
         different as their staleness methods make them, so they are not compared."""
-        self._is_verified = True
+        self._is_verified = bool(sums)
         for stage, held in self._held.items():
             for shared, parameter in held:
-                for name, window in sorted(key for key in sums if key[0] == shared.names[0]):
-                    self._windows[name, stage].append(window)
+                own = shared.names[0]
+                for name, window in sorted(key for key in sums if key[0] in shared.names):
+                    self._windows[own, stage].append(window)
                     summed = sums[name, window].to(parameter.device, copy=True)
-                    self._summed[name, stage, window] = summed
+                    self._summed[own, stage, window] = summed
 
     def _left_over(self, shared: SharedParameter, stage: int, window: int) -> Tensor:
         """What `_sum` will be, without taking anything away."""

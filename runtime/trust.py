@@ -1,10 +1,13 @@
-"""Whose code a generated folder holds: made here, trusted by the user, or a stranger's.
+"""Whose code it is that would be run: made or named here, trusted by the user, or a stranger's.
 
 Training imports a folder's `stage_*.py`, so a folder that came from elsewhere is data until its
 user says otherwise. A folder is known by either of two marks, files of no content in the user's own
 folder for state: one for where it is and which plan is there, so that stages which the user edits
 there stay his own, and one for all that it runs, so that a copy of it is known wherever it lies.
 The examples that come with this package are known by their content too.
+
+Options of a run may name code as well (`training/named_code.py`). That is known by a mark for where
+it is and what is called there, so that its author may go on editing it.
 """
 
 from __future__ import annotations
@@ -26,14 +29,18 @@ class TrustError(AsyncPipeError):
 
 def remember(folder: str | Path) -> bool:
     """Trusts a folder from now on; whether that could be noted."""
-    marks = _marks(Path(folder))
-    try:
-        for mark in marks:
-            mark.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            mark.touch(mode=0o600)
-    except OSError:
-        return False
-    return bool(marks)
+    return _left(_marks(Path(folder)))
+
+
+def remember_code(spec: str) -> bool:
+    """Trusts what `module:function` or `path.py:function` names from now on; whether that could be
+    noted."""
+    return _left(_marks_of_code(spec))
+
+
+def is_known_code(spec: str) -> bool:
+    """Whether what a spec names was trusted here before."""
+    return any(mark.is_file() for mark in _marks_of_code(spec))
 
 
 def is_trusted(folder: str | Path) -> bool:
@@ -82,6 +89,27 @@ def _marks(folder: Path) -> tuple[Path, ...]:
     here = hashlib.sha256(os.fsencode(folder.resolve()))
     here.update(_hash_of([folder / "plan.json"]).encode())
     return state / "trusted" / here.hexdigest(), state / "trusted" / content_hash(folder)
+
+
+def _left(marks: tuple[Path, ...]) -> bool:
+    """Makes the marks; whether that could be done."""
+    try:
+        for mark in marks:
+            mark.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            mark.touch(mode=0o600)
+    except OSError:
+        return False
+    return bool(marks)
+
+
+def _marks_of_code(spec: str) -> tuple[Path, ...]:
+    """The file that stands for a name in a file, or in a module as it is found from this folder."""
+    if (state := state_folder()) is None:
+        return ()
+    place, _, name = spec.rpartition(":")
+    path = Path(place).resolve() if place.endswith(".py") else Path.cwd() / "-m" / place
+    told = hashlib.sha256(b"code\n" + os.fsencode(path) + f"\n{name}".encode())
+    return (state / "trusted" / told.hexdigest(),)
 
 
 def _hash_of(files: list[Path]) -> str:

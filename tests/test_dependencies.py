@@ -6,6 +6,8 @@ Known vulnerabilities are not looked for here, for that takes a service: `make a
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 import tomllib
 from collections.abc import Iterator
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
@@ -90,3 +92,38 @@ def test_every_licence_is_permissive() -> None:
 @pytest.mark.parametrize("said", ["GPL-3.0-or-later", "AGPL-3.0", "LGPLv3", "proprietary", ""])
 def test_another_licence_is_not(said: str) -> None:
     assert not PERMISSIVE.search(said) or STRICT.search(said)
+
+
+CLEAN = "No known vulnerabilities found"
+FOUND = "Found 2 known vulnerabilities in 1 package"
+NO_NETWORK = "ERROR: Failed to establish a new connection"
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+@pytest.mark.parametrize(
+    ("said", "code", "told"),
+    [
+        (CLEAN, 0, "The service knew 3 of 3 packages."),
+        (FOUND, 2, FOUND),
+        (NO_NETWORK, 0, "NOT AUDITED: no service answered."),
+    ],
+)
+def test_an_audit_fails_for_what_it_finds_and_not_for_want_of_a_network(
+    tmp_path: Path, said: str, code: int, told: str
+) -> None:
+    (tmp_path / "bin").mkdir()
+    tools = {
+        "pip": 'if [ "$1" = list ]; then printf "a==1\\nb==1\\nc==1\\n"; fi',
+        "pip-audit": f'echo "{said}"; [ "{said}" = "{CLEAN}" ]',
+    }
+    for name, text in tools.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    for mark in (".torch", ".demo", ".dev"):
+        (tmp_path / mark).touch()
+    ended = subprocess.run(
+        ["make", "audit", f"VENV={tmp_path}"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert ended.returncode == code, ended
+    assert told in ended.stdout
+    assert ("NOT AUDITED" in ended.stdout) == (said == NO_NETWORK)

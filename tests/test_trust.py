@@ -13,14 +13,32 @@ from asyncpipe.runtime.launching import world
 from asyncpipe.runtime.launching.launchers import Place
 from asyncpipe.runtime.launching.seats import Seat
 from asyncpipe.runtime.plan import read_plan
-from asyncpipe.runtime.training.settings import Settings
+from asyncpipe.runtime.sweep.sweep import _child, plan_sweep
+from asyncpipe.runtime.sweep.variants import lists_of
+from asyncpipe.runtime.training.named_code import check_code
+from asyncpipe.runtime.training.settings import Settings, read_config
 from asyncpipe.runtime.trust import TrustError, content_hash, is_trusted, remember, state_folder
 from asyncpipe.tests.in_process import command, error_of
 from asyncpipe.tests.quick_python import run
-from asyncpipe.tests.runtime.handmade import exact_settings, write_mlp
+from asyncpipe.tests.runtime.handmade import WIDTH, exact_settings, write_mlp
 from asyncpipe.tests.runtime.silent_reporter import FACTORY
 
 ROOT = Path(__file__).parent.parent
+THEIRS = """
+import torch
+from asyncpipe import Reporter
+
+def criterion(outputs, target):
+    return torch.nn.functional.cross_entropy(outputs, target)
+
+def data():
+    return dict(x=torch.zeros(64, {width}), target=torch.zeros(64, dtype=torch.int64))
+
+other = data
+
+def log(settings, folder):
+    return Reporter()
+"""
 LEAVES_A_MARK = "open({!r}, 'w').close()\n"
 
 
@@ -77,6 +95,96 @@ def test_no_file_can_say_that_code_is_trusted(strange: Path, tmp_path: Path) -> 
     (tmp_path / "run.toml").write_text("trust = true\n")
     told = error_of(tmp_path, "train", *train(strange, "--config", str(tmp_path / "run.toml")))
     assert "is said on the command line, not in a file" in told
+
+
+def names_code(tmp_path: Path, option: str) -> Path:
+    """A file of options that somebody else has written; the code that it names leaves a mark."""
+    code = LEAVES_A_MARK.format(str(tmp_path / "ran")) + THEIRS.format(width=WIDTH)
+    for module in ("theirs", "their_tracker"):
+        (tmp_path / f"{module}.py").write_text(code)
+    named = {
+        "log": "their_tracker:log",
+        "criterion": "theirs.py:criterion",
+        "data": "theirs.py:data",
+    }
+    write_mlp(tmp_path / "made")
+    options = f'{option} = "{named[option]}"\nsteps = 2\nmicro_batches = 2\nschedule = "single"\n'
+    path = tmp_path / "their.toml"
+    path.write_text(f'{options}folder = "{tmp_path / "made"}"\n')
+    return path
+
+
+@pytest.mark.parametrize("option", ["criterion", "data", "log"])
+def test_code_that_only_a_file_names_is_run_when_it_is_trusted(tmp_path: Path, option: str) -> None:
+    config = names_code(tmp_path, option)
+    for checked in ("--dry-run", "--print-schedule"):  # these run nothing
+        assert command(tmp_path, "train", "--config", str(config), checked).code == 0
+    script = error_of(tmp_path, "train", "--config", str(config), "--print-sbatch")
+    refused = error_of(tmp_path, "train", "--config", str(config))
+    place = "their_tracker" if option == "log" else "theirs.py"
+    assert (
+        script
+        == refused
+        == (
+            f"error: --config {config} would run code that no command line here has named: "
+            f"--{option} {place}:{option}.\n"
+            f"Read it. Trust it from then on: --trust, or --{option} {place}:{option}.\n"
+        )
+    )
+    assert not (tmp_path / "ran").exists() and not (tmp_path / "runs").exists()
+    assert command(tmp_path, "train", "--config", str(config), "--trust", "-q").code == 0
+    assert (tmp_path / "ran").exists()
+    assert command(tmp_path, "train", "--config", str(config), "-q").code == 0
+
+
+def test_what_a_command_line_has_named_a_file_may_name_from_then_on(tmp_path: Path) -> None:
+    config = names_code(tmp_path, "data")
+    named = ("--data", "theirs.py:data", "-q", "--save-every", "1")
+    assert command(tmp_path, "train", "--config", str(config), *named).code == 0
+    run = tmp_path / "runs" / "made" / "1"
+    repeated = ("--config", str(run / "config.toml"), "--output", "again", "-q")
+    assert command(tmp_path, "train", *repeated).code == 0
+    (tmp_path / "theirs.py").write_text((tmp_path / "theirs.py").read_text() + "\n# mine now\n")
+    assert command(tmp_path, "train", "--resume", str(run), "--steps", "3", "-q").code == 0
+    other = config.read_text().replace("theirs.py:data", "theirs.py:other")
+    config.write_text(other)
+    assert "--data theirs.py:other" in error_of(tmp_path, "train", "--config", str(config))
+
+
+def test_a_strangers_run_and_location_name_code_as_a_file_does(
+    tmp_path: Path, own_state: Path
+) -> None:
+    names_code(tmp_path, "criterion")
+    theirs = ("--save-every", "2", "--criterion", "theirs.py:criterion", "-q")
+    assert command(tmp_path, "train", "--config", "their.toml", *theirs).code == 0
+    (tmp_path / "ran").unlink()
+    shutil.rmtree(own_state)
+    remember(tmp_path / "made")
+    url = f"file://{tmp_path}/runs/made/1/checkpoints"
+    for resume in ("auto", "runs/made/1", "runs/made/1/checkpoints/step-000002", url):
+        told = error_of(tmp_path, "train", "made", "--resume", resume, "--output", "runs/made/1")
+        assert told.startswith(f"error: --resume {resume} would run code that no command line")
+    shutil.rmtree(own_state)
+    told = error_of(tmp_path, "train", "--resume", url)
+    assert told.endswith(
+        f"--trust is also for the stages of {tmp_path}/made, which were not made here.\n"
+    )
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_sweep_runs_what_was_typed_and_not_what_its_file_names(tmp_path: Path) -> None:
+    config = names_code(tmp_path, "data")
+    sweep = ("--config", str(config), "-q", "--sweep")
+    refused = error_of(tmp_path, "train", *sweep, "lr=0.1,0.2")
+    assert "--data theirs.py:data" in refused and not (tmp_path / "ran").exists()
+    config.write_text(config.read_text() + '[sweep]\ndata = ["theirs.py:data", "clusters"]\n')
+    error_of(tmp_path, "train", *sweep, "lr=0.1,0.2")
+    lists = lists_of(["data=theirs.py:data,clusters"], None, ())
+    options = read_config(config)
+    check_code({**options, **lists}, {"data"}, "--config")
+    (tmp_path / "sweep").mkdir()
+    (child, _) = plan_sweep({**options, "output": str(tmp_path / "sweep")}, lists).jobs.values()
+    assert "--data theirs.py:data" in " ".join(_child(child, ("train",)).command)
 
 
 def test_own_ranks_are_told_that_the_folder_is_trusted(

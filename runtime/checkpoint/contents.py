@@ -59,6 +59,11 @@ class Rank:
                 return f"{shared.names[0]}@{stage}" if self.is_async else None
         return shared_names(self.plan).get(name, (name,))[0]
 
+    def is_first(self, stage: int, name: str) -> bool:
+        """Whether no stage before this one holds the parameter."""
+        holders = [one.holders for one in self.plan.shared if (stage, name) in one.holders]
+        return all(stage == min(holder for holder, _ in each) for each in holders)
+
     def keys_of(self, stage: int, name: str, *, each_has_own: bool) -> Sequence[str]:
         """Where a stage looks for what is kept of its parameter: under any name that it has, or,
         where each of its holders has kept its own, under that."""
@@ -158,18 +163,32 @@ def put(rank: Rank, state: Tensors, step: int, *, each_has_own: bool) -> None:
                     buffer.copy_(kept)
                     break
     _put_of_weights(rank, state, step, each_has_own)
-    if rank.is_async:
-        sums = {
-            (name, int(text)): tensor
-            for key, tensor in state.items()
-            if key.startswith("shared.")
-            for name, _, text in [key.removeprefix("shared.").rpartition(".")]
-        }
-        rank.pipeline.shared.load(sums)
+    _put_pending(rank, state)
     own = f"random.{world.rank}."
     states = {key.removeprefix(own): state[key] for key in state if key.startswith(own)}
     if states:
         set_random_states(states, rank.device)
+
+
+def _put_pending(rank: Rank, state: Tensors) -> None:
+    """Gradients of tied weights that were still to be applied. Where the weight is not exchanged
+    any more, the first step adds its own to them: of all its holders and copies the first one's."""
+    sums = {
+        (name, int(text)): tensor
+        for key, tensor in state.items()
+        if key.startswith("shared.")
+        for name, _, text in [key.removeprefix("shared.").rpartition(".")]
+    }
+    rank.pipeline.shared.load(sums)
+    for stage, module in rank.modules.items() if rank.world.copy == 0 else ():
+        for name, parameter in module.named_parameters():
+            names = shared_names(rank.plan).get(name, (name,))
+            if names[0] in rank.pipeline.shared.specs or not rank.is_first(stage, name):
+                continue
+            for _, summed in sorted(each for each in sums.items() if each[0][0] in names):
+                own = parameter.grad
+                new = summed.to(parameter.device, copy=True)
+                parameter.grad = new if own is None else own + new
 
 
 def _put_of_weights(rank: Rank, state: Tensors, step: int, each_has_own: bool) -> None:

@@ -18,6 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ..training.named_code import is_all_known
 from ..training.settings import OF_THIS_CALL, Settings, SettingsError, read_config
 from .elsewhere import AUTO, options_at
 from .folders import CHECKPOINTS, checkpoints_in, is_checkpoint
@@ -107,10 +108,10 @@ def how_to_go_on(run: Path) -> str:
     checkpoints = checkpoints_in(run)
     if not checkpoints or not (run / CONFIGURATION).is_file():
         return ""
-    folder = read_config(run / CONFIGURATION).get("folder", "FOLDER")
-    return (
-        f" · checkpoint {checkpoints[0].name} · continue: asyncpipe-train {folder} --resume {run}"
-    )
+    options = read_config(run / CONFIGURATION)
+    command = f"asyncpipe-train {options.get('folder', 'FOLDER')} --resume {run}"
+    trust = "" if is_all_known(options) else " --trust"  # no mark could be left
+    return f" · checkpoint {checkpoints[0].name} · continue: {command}{trust}"
 
 
 def keep_records_until(metrics: Path, step: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,6 +16,7 @@ from ..plan import read_plan
 from ..replication.grid import grid_of
 from ..trackers.choose import check_log
 from ..training.loop import train
+from ..training.named_code import remember_code_of
 from ..training.resolve import resolve, sized_plan
 from ..training.segments import make_segment
 from ..training.settings import Settings, SettingsError
@@ -25,6 +27,7 @@ from ..watching.debugger import check_debugger
 from ..watching.metrics import Reporter
 from .disk import disk_error
 from .failure import RankFolder
+from .folder_lock import FolderInUse
 from .world import World
 
 
@@ -54,30 +57,33 @@ def run_rank(job: Job, world: World, reporter: str) -> None:
 
 def make_folder(job: Job) -> Job:
     """Makes the run's folder, or takes the one of the run that is resumed, and leaves the settings
-    in it that repeat the run."""
-    if job.settings.resume is not None and job.folder == resumed_run(job.settings):
-        shutil.rmtree(job.folder / "ranks", ignore_errors=True)
-    elif (job.folder / CONFIGURATION).exists():
+    in it that repeat the run. It is this run's alone from then on."""
+    try:
+        job = _alone(job)
+        ranks = RankFolder(job.folder).path
+        if job.settings.resume is not None and job.folder == resumed_run(job.settings):
+            shutil.rmtree(ranks, ignore_errors=True)
+        elif (job.folder / CONFIGURATION).exists():
+            raise SettingsError(
+                f"--output {job.folder} already holds a run.",
+                "Choose another folder, or remove it.",
+            )
+        with contextlib.suppress(OSError):
+            ranks.rmdir()  # of a run that ended before it began
+        ranks.mkdir()
+    except FileExistsError as error:
         raise SettingsError(
-            f"--output {job.folder} already holds a run.", "Choose another folder, or remove it."
-        )
-    while True:
-        try:
-            (job.folder / "ranks").mkdir(parents=True)
-            break
-        except FileExistsError:
-            if job.settings.output is not None:
-                raise SettingsError(
-                    f"--output {job.folder} is being written by another run.", "Choose another."
-                ) from None
-            job = replace(job, folder=_next_folder(job.settings))
-        except OSError as error:
-            raise disk_error(error, job.folder) or error from None
+            f"{error.filename} is there already, and is not of a run.",
+            "--output with another folder.",
+        ) from None
+    except OSError as error:
+        raise disk_error(error, job.folder) or error from None
     new = job.folder / f"{CONFIGURATION}.new"
     try:
         bring(job.settings, job.folder)
         new.write_text(job.settings.to_toml(), encoding="utf-8")
         new.replace(job.folder / CONFIGURATION)
+        remember_code_of(job.settings)
     except (AsyncPipeError, OSError) as error:
         shutil.rmtree(job.folder / "ranks")
         new.unlink(missing_ok=True)
@@ -91,9 +97,23 @@ def reopen_folder(job: Job) -> Job:
     left = RankFolder(job.folder)
     if not left.path.is_dir():
         return make_folder(job)
+    job.lock.take(job.folder)
     cause = left.told_cause()
     left.begin_again(f"{cause.what if cause else 'a rank was killed.'} Begun again.")
     return job
+
+
+def _alone(job: Job) -> Job:
+    """The job with a folder that no other run has; the next, where the user has named none."""
+    while True:
+        try:
+            job.lock.take(job.folder)
+        except FolderInUse:
+            if (other := _next_folder(job.settings)) == job.folder:
+                raise
+            job = replace(job, folder=other)
+        else:
+            return job
 
 
 def reporter_factory(spec: str) -> Callable[[Settings], Reporter]:

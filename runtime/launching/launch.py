@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
+from ..checkpoint.resuming import how_to_go_on
 from ..errors import AsyncPipeError, root_of
 from ..replication.grid import grid_of
 from ..replication.replicas import as_started, check_ranks
@@ -28,7 +29,7 @@ from ..training.transport import expect_transport
 from ..trust import is_trusted, remember, untrusted
 from ..watching.metrics import Reporter
 from .disk import disk_error
-from .failure import RankError, RankFolder, failure_of
+from .failure import RankError, RankFolder, failure_of, with_way_on
 from .jobs import make_folder, make_job, reopen_folder, reporter_factory, run_rank
 from .launchers import Place, find_place
 from .max_run import ended_after
@@ -60,7 +61,8 @@ def run(settings: Settings, reporter: str) -> int:
         _show(job, reporter_factory(reporter)(job.settings))
         return 0
     # What ends one rank ends all.
-    with ended_after(settings.max_run_s if place is None or place.rank == 0 else None):
+    limit_s = settings.max_run_s if place is None or place.rank == 0 else None
+    with ended_after(limit_s), job.lock:
         if place is not None and (place.ranks > 1 or not alone):
             _join(job, place, reporter)  # any rank's trust is enough there
         else:
@@ -117,7 +119,10 @@ def _run_alone(job: Job, reporter: str) -> None:
             shutil.rmtree(ranks.path)
             raise
         except AsyncPipeError as error:
-            raise root_of(error) from None
+            known = root_of(error)
+            assert isinstance(known, AsyncPipeError)
+            known.cure = f"{known.cure}{how_to_go_on(job.folder)}".removeprefix(" · ")
+            raise known from None
         except OSError as error:
             raise disk_error(error, job.folder) or error from None
         except KeyboardInterrupt:
@@ -212,4 +217,5 @@ def _told(error: Exception, rank: int, stages: str, left: RankFolder | None) -> 
             return RankError(
                 f"rank {rank}{stages} ends for want of rank {first.rank}: {first.what}"
             )
-    return RankError(failure.what, failure.cure)
+    told = RankError(failure.what, failure.cure)
+    return with_way_on(told, folder) if folder is not None else told

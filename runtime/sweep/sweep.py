@@ -12,24 +12,25 @@ repeated; what is not, goes on from its last checkpoint or begins again.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ..checkpoint.folders import checkpoints_in
 from ..errors import AsyncPipeError
+from ..launching.folder_lock import FolderLock
 from ..launching.jobs import make_job
 from ..launching.launchers import find_place
 from ..launching.max_run import ended_after
 from ..launching.topology import read_topology
 from ..plan import Plan
+from ..training.named_code import code_of
 from ..training.settings import Settings, SettingsError, settings_from
 from ..training.setup import Job
 from ..trust import is_trusted, remember, untrusted
@@ -132,7 +133,6 @@ def run_sweep(
             remember(model)
         elif not is_trusted(model):
             raise untrusted(model)
-    sweep.folder.mkdir(parents=True, exist_ok=True)
     runs = dict(sweep.runs)
     shares = share_machine(
         min(at_once, max(1, len(sweep.waiting))),
@@ -143,11 +143,12 @@ def run_sweep(
     children = (_child(sweep.jobs[name], command) for name in sweep.waiting)
     try:
         with (
-            _alone_in(sweep.folder),
+            FolderLock("sweep") as lock,
             ended_by_signals(),
             ended_after(one.max_run_s),
             closing(run_children(children, shares)) as ended,
         ):
+            lock.take(sweep.folder)
             _write(sweep, runs)
             for child, code in ended:
                 folder = sweep.jobs[child.name].folder
@@ -179,7 +180,9 @@ def _child(job: Job, command: Sequence[str]) -> Child:
         shutil.rmtree(job.folder, ignore_errors=True)
     options = _beside(job.folder, ".toml")
     options.write_text(job.settings.to_toml(), encoding="utf-8")
-    own = ("--config", str(options), "--output", str(job.folder))
+    own = ["--config", str(options), "--output", str(job.folder)]
+    for option in dict(code_of(asdict(job.settings))):  # known here, as no file can say
+        own += [f"--{option}", str(getattr(job.settings, option))]
     resumed = ("--resume", "auto") if goes_on else ()
     return Child(job.folder.name, (*command, *own, *resumed), _beside(job.folder, ".log"))
 
@@ -216,16 +219,3 @@ def _gpus(sweep: Sweep) -> list[str] | None:
     import torch
 
     return [str(gpu) for gpu in range(torch.cuda.device_count())]
-
-
-@contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """Keeps other sweeps out of the folder. Raises SettingsError when one is there."""
-    with (folder / ".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise SettingsError(
-                f"another sweep works in {folder}.", "Wait for it, or --output with another folder."
-            ) from None
-        yield

@@ -14,7 +14,9 @@ from typing import Any
 from ..run_report.records import CONFIG
 from ..training.settings import Settings
 from ..watching.metrics import StartRecord
-from .tracker import Tracker, facts_of, project_of
+from .tracker import Ending, Tracker, facts_of, project_of
+
+_STATES = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 
 
 class MlFlow(Tracker):
@@ -31,8 +33,8 @@ class MlFlow(Tracker):
     def log(self, numbers: dict[str, float], step: int) -> None:
         self._mlflow.log_metrics(numbers, step=step)
 
-    def finish(self, *, failed: bool) -> None:
-        self._mlflow.end_run("FAILED" if failed else "FINISHED")
+    def finish(self, ending: Ending) -> None:
+        self._mlflow.end_run(_STATES[ending])
 
     def on_start(self, start: StartRecord) -> None:
         self._mlflow.set_tag("mlflow.note.content", facts_of(start))

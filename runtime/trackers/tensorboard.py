@@ -7,7 +7,7 @@ from typing import Any
 
 from ..training.settings import Settings
 from ..watching.metrics import StartRecord
-from .tracker import Tracker, facts_of
+from .tracker import Ending, Tracker, facts_of
 
 FOLDER = "tensorboard"
 _FLUSH_S = 10
@@ -26,7 +26,7 @@ class TensorBoard(Tracker):
         for name, value in numbers.items():
             self._writer.add_scalar(name, value, step)
 
-    def finish(self, *, failed: bool) -> None:
+    def finish(self, ending: Ending) -> None:
         self._writer.close()
 
     def on_start(self, start: StartRecord) -> None:

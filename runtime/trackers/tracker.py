@@ -6,11 +6,13 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ..training.settings import Settings
 from ..watching.metrics import EvalRecord, Reporter, StartRecord, StepRecord, Summary
 
+Ending = Literal["finished", "stopped", "failed"]
+"""With all its steps; because it was told to stop, to go on another time; or for an error."""
 _NO_MEASURE = frozenset({"step", "event"})
 
 
@@ -21,7 +23,7 @@ class Tracker(Reporter):
         """The numbers after a step, by their names."""
         raise NotImplementedError
 
-    def finish(self, *, failed: bool) -> None:
+    def finish(self, ending: Ending) -> None:
         """The run is over: what is under way is written."""
         raise NotImplementedError
 
@@ -34,10 +36,13 @@ class Tracker(Reporter):
 
     def on_end(self, summary: Summary) -> None:
         self.log(numbers_of("summary", summary), summary.steps)
-        self.finish(failed=False)
+        self.finish("finished")
+
+    def on_stop(self, text: str) -> None:
+        self.finish("stopped")
 
     def on_failure(self, text: str) -> None:
-        self.finish(failed=True)
+        self.finish("failed")
 
 
 def numbers_of(prefix: str, record: StepRecord | EvalRecord | Summary) -> dict[str, float]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..training.settings import Settings
 from ..watching.metrics import StartRecord
-from .tracker import Tracker, project_of
+from .tracker import Ending, Tracker, project_of
 
 
 class Trackio(Tracker):
@@ -25,7 +25,7 @@ class Trackio(Tracker):
     def log(self, numbers: dict[str, float], step: int) -> None:
         self._run.log(numbers, step=step)
 
-    def finish(self, *, failed: bool) -> None:
+    def finish(self, ending: Ending) -> None:
         if self._run is not None:
             with redirect_stdout(sys.stderr):
                 self._run.finish()

@@ -10,9 +10,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ..signals import STOPPED
 from ..training.settings import Settings
 from ..watching.metrics import StartRecord
-from .tracker import Tracker, facts_of, project_of
+from .tracker import Ending, Tracker, facts_of, project_of
+
+_CODES = {"finished": 0, "stopped": STOPPED, "failed": 1}
 
 
 class WeightsAndBiases(Tracker):
@@ -24,8 +27,10 @@ class WeightsAndBiases(Tracker):
     def log(self, numbers: dict[str, float], step: int) -> None:
         self._run.log(numbers, step=step)
 
-    def finish(self, *, failed: bool) -> None:
-        self._run.finish(exit_code=int(failed))
+    def finish(self, ending: Ending) -> None:
+        if ending == "stopped":
+            self._run.mark_preempting()  # or an exit code other than 0 is a failure
+        self._run.finish(exit_code=_CODES[ending])
 
     def on_start(self, start: StartRecord) -> None:
         self._run.notes = facts_of(start)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -19,6 +19,7 @@ from ..checkpoint.resuming import candidates, keep_records_until
 from ..data.task import Task
 from ..host_memory import keep_freed_memory
 from ..launching.failure import RankFolder
+from ..launching.folder_lock import FolderLock
 from ..launching.world import World
 from ..pipeline import needed_inputs
 from ..plan import Plan
@@ -42,12 +43,13 @@ from .transport import agree_on_transport, group_of_gradients
 @dataclass(frozen=True)
 class Job:
     """All that a rank needs to begin: resolved settings, the plan as it was made, and the run's
-    folder."""
+    folder, of which the process that leads the run holds the `lock`."""
 
     settings: Settings
     task: Task
     planned: Plan
     folder: Path
+    lock: FolderLock = field(default_factory=lambda: FolderLock("run"), compare=False)
 
     @property
     def plan(self) -> Plan:

@@ -182,7 +182,7 @@ class Reporter:
     """Told what happens in a run; every method does nothing unless it is overridden.
 
     The order is: `on_start`, then steps, evaluations, notes and warnings as they come, and at last
-    `on_timelines` and `on_end`, or `on_failure`. A run that is killed ends without either.
+    `on_timelines` and `on_end`, or `on_stop` or `on_failure`. A run that is killed ends without.
     """
 
     def on_start(self, start: StartRecord) -> None:
@@ -206,6 +206,11 @@ class Reporter:
 
     def on_end(self, summary: Summary) -> None:
         """The run made all its steps, and its weights are written."""
+
+    def on_stop(self, text: str) -> None:
+        """The run ends because it was told to (SIGTERM, SIGUSR1, `--max-run`), and can go on from
+        its checkpoint. Told as a failure, where that makes no difference."""
+        self.on_failure(text)
 
     def on_failure(self, text: str) -> None:
         """The run ends for an error, on this rank or for want of another."""

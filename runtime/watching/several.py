@@ -43,6 +43,9 @@ class Several(Reporter):
     def on_end(self, summary: Summary) -> None:
         self._each(lambda reporter: reporter.on_end(summary))
 
+    def on_stop(self, text: str) -> None:
+        self._each(lambda reporter: reporter.on_stop(text))
+
     def on_failure(self, text: str) -> None:
         self._each(lambda reporter: reporter.on_failure(text))
 
@@ -70,6 +73,9 @@ def reporting(
     reporter = Several(own, open_trackers(settings, folder))
     try:
         yield reporter
+    except SystemExit as stopped:
+        reporter.on_stop(why_ended(stopped))
+        raise
     except BaseException as error:
         reporter.on_failure(why_ended(error))
         raise

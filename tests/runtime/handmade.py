@@ -162,8 +162,31 @@ def write_mlp(
     return plan
 
 
-def write_text(folder: Path, *, name: str = "tiny_text") -> Plan:
-    """A `PlainText` cut into two stages that share the embedding."""
+_WHOLE_TEXT = f"""
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Stage(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wte = nn.Embedding({VOCABULARY}, {WIDTH})
+        self.wpe = nn.Embedding({POSITIONS}, {WIDTH})
+        self.inner = nn.Linear({WIDTH}, {WIDTH})
+        self.norm = nn.LayerNorm({WIDTH})
+
+    def forward(self, input_ids, labels):
+        positions = torch.arange(input_ids.shape[1])
+        hidden = torch.relu(self.inner(self.wte(input_ids) + self.wpe(positions)))
+        logits = self.norm(hidden) @ self.wte.weight.T
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return loss, logits
+"""
+
+
+def write_text(folder: Path, *, name: str = "tiny_text", whole: bool = False) -> Plan:
+    """A `PlainText` cut into two stages that share the embedding, or the `whole` as one."""
     torch.manual_seed(7)
     model = PlainText()
     first = f"""
@@ -233,6 +256,19 @@ class Stage(nn.Module):
     tied = SharedParameter(("wte.weight", "head.weight"), ((0, "wte.weight"), (1, "head.weight")))
     plan = replace(plan, shared=(tied,))
     state = {key: value for key, value in model.state_dict().items() if key != "head.weight"}
+    if whole:
+        names = (*specs[0].parameters, "norm.weight", "norm.bias")
+        spec = _stage(
+            0, inputs=("input_ids", "labels"), outputs=("loss", "logits"), parameters=names
+        )
+        plan = replace(
+            plan,
+            stages=_connected([spec], {}),
+            values=plan.values[1:],
+            shared=(replace(tied, holders=((0, "wte.weight"),)),),
+        )
+        _write(folder, plan, {"stage_0.py": _WHOLE_TEXT}, state)
+        return plan
     _write(folder, plan, {"stage_0.py": first, "stage_1.py": second}, state)
     return plan
 

@@ -31,6 +31,7 @@ from asyncpipe.runtime.checkpoint.resuming import (
 )
 from asyncpipe.runtime.launching.world import World
 from asyncpipe.runtime.training.settings import Settings, SettingsError
+from asyncpipe.runtime.trust import remember
 
 SETTINGS = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture]}
 FACTS = Facts("mlp", step=4, samples=64, length=100, stages=2, ranks=2, replicas=1)
@@ -174,9 +175,10 @@ def test_a_resumed_run_has_its_own_options_under_those_given(tmp_path: Path) -> 
         assert (made.folder, made.lr, made.steps) == ("made/mlp_4p", 0.5, 9)
         assert resumed_run(made) == tmp_path
     assert with_options_of_run({"folder": "made/mlp_4p", "lr": 0.1})["lr"] == 0.1
-    assert how_to_go_on(tmp_path) == (
-        f" · checkpoint step-000004 · continue: asyncpipe-train made/mlp_2p --resume {tmp_path}"
-    )
+    told = f" · checkpoint step-000004 · continue: asyncpipe-train made/mlp_2p --resume {tmp_path}"
+    assert how_to_go_on(tmp_path) == f"{told} --trust"  # no such folder was made here
+    remember("made/mlp_2p")
+    assert how_to_go_on(tmp_path) == told
 
 
 def test_auto_is_the_last_run_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from asyncpipe.runtime.checkpoint.contents import Wanted
 from asyncpipe.runtime.checkpoint.folders import CheckpointError, checkpoints_in, read_facts
 from asyncpipe.runtime.checkpoint.storage import read_tensors
 from asyncpipe.runtime.errors import AsyncPipeError
@@ -49,6 +50,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_mlp(folder / f"mlp{stages}", stages=stages)
         write_mlp(folder / f"noisy{stages}", stages=stages, noisy=True)
     write_text(folder / "text")
+    write_text(folder / "text1", whole=True)
     (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 100)
     return folder
 
@@ -108,6 +110,41 @@ def test_gradients_of_tied_weights_that_are_still_to_be_applied_are_kept(
     whole = train(folders / "text", tmp_path / "whole", **options)
     assert any(name.startswith("shared.wte.weight.") for name in whole.state)
     assert_goes_on_as(whole, folders / "text", 4, **options)
+
+
+@pytest.mark.parametrize(
+    ("cut", "given"),
+    [
+        ("text1", {"schedule": "single"}),
+        ("text1", {}),
+        ("text", {"schedule": "auto"}),
+        ("text", {"ahead": "1,0"}),
+    ],
+)
+def test_gradients_that_are_still_to_be_applied_are_so_in_another_cut_or_schedule(
+    folders: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    cut: str,
+    given: dict[str, Any],
+) -> None:
+    options = ASYNC | {"data": str(folders / "text.txt"), "lr": 0.5, "optimizer": "sgd"}
+    options |= {"momentum": 0.0, "weight_decay": 0.0, "clip": 0.0, "decay": "none", "warmup": 0}
+    left = train(folders / "text", tmp_path / "left", **options, ahead="3,0", steps=4)
+    sums = [value for name, value in left.state.items() if name.startswith("shared.wte.weight.")]
+    assert len(sums) == 2
+    options |= {"steps": 5} | given
+    read = Wanted.__call__
+
+    def goes_on(name: str) -> torch.Tensor:
+        resumed = as_ended_at(left, 4, tmp_path / name)
+        return train(folders / cut, resumed, resume="auto", **options).weights["wte.weight"]
+
+    kept = goes_on("kept")
+    monkeypatch.setattr(
+        Wanted, "__call__", lambda self, key: "shared." not in key and read(self, key)
+    )
+    torch.testing.assert_close(kept, goes_on("dropped") - 0.5 * sum(sums))
 
 
 def test_stages_of_one_rank_that_share_a_weight_go_on_with_an_optimizer_each(

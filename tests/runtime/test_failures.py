@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from asyncpipe.tests.faults import FaultyRun, losses, notes, plant
+from asyncpipe.tests.in_process import error_of
 from asyncpipe.tests.runtime.handmade import write_mlp
 
 REAL = Path(sys.executable).parent
@@ -163,6 +164,20 @@ def test_a_loss_that_is_no_number_ends_all_and_is_not_tried_again(
     assert first.startswith("error: the loss is nan at step 2 (it was 1.")
     assert " at step 1, the gradient norm of this rank's stages " in first
     assert second.startswith("--lr 0.0003 instead of 0.001, or a longer --warmup, or --clip 1")
+
+
+def test_a_loss_that_is_no_number_names_the_checkpoint_to_go_on_from(
+    folders: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "own.py").write_text(DATA.replace("== 40", "== 640"))
+    given = ("--schedule", "single", "--save-every", "1", "--steps", "50", "--output", "run")
+    own = ("--data", "own.py:samples", "--eval-batches", "0", "--log-every", "1")
+    told = error_of(tmp_path, "train", str(folders / "mlp"), *given, *own)
+    first, second = told.splitlines()
+    assert first.startswith("error: the loss is nan at step 20 ")
+    way_on = f" · continue: asyncpipe-train {folders / 'mlp'} --resume run"
+    assert second.startswith("--lr 0.0003 instead of 0.001") and second.endswith(way_on)
+    assert re.search(r" · checkpoint step-0000(18|19) · ", second)
 
 
 def test_a_rank_without_memory_says_how_much_it_wanted_and_for_what(tmp_path: Path) -> None:

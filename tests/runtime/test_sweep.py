@@ -268,11 +268,11 @@ def test_the_command_prints_a_line_a_run_and_the_table(folder: Path, tmp_path: P
     planned = called("--dry-run")
     assert planned.returncode == 0 and planned.stdout.count("waiting") == 2, planned.stderr
     assert not (tmp_path / "sweep").exists()
-    result = called()
+    result = called("--trust")
     first, second = result.stdout.splitlines()[:2]
     assert first.startswith(f"1/2  {good}  loss ") and second.startswith(f"2/2  {bad}")
     assert "failed: " in second and f"best       sweep/{good}\n" in result.stdout
     assert result.returncode == 1 and f"error: 1 of 2 runs failed: {bad}" in result.stderr
     assert "seed = 5" in (tmp_path / "sweep" / good / "config.toml").read_text()
-    ranked = [json.loads(line) for line in called("--json").stdout.splitlines()]
+    ranked = [json.loads(line) for line in called("--json", "--trust").stdout.splitlines()]
     assert [run["state"] for run in ranked] == ["finished", "failed"]

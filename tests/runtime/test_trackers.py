@@ -37,6 +37,10 @@ class Own(asyncpipe.Reporter):
         with self.file.open("a") as file:
             file.write(f"end {summary.steps}\\n")
 
+    def on_failure(self, text):
+        with self.file.open("a") as file:
+            file.write(f"failure {text}\\n")
+
 class Failing(Own):
     def on_step(self, record):
         raise OSError("no network")
@@ -150,6 +154,9 @@ class Calls:
         return [given for call, given in self.made if call == name]
 
 
+MLFLOW_STATES = {"FINISHED": 0, "FAILED": 1, "KILLED": 143}
+
+
 class StandInRun:
     """The run of wandb and of trackio."""
 
@@ -173,6 +180,9 @@ def stand_in(name: str, monkeypatch: pytest.MonkeyPatch) -> Calls:
         def finish(self, exit_code: int | None = None) -> None:
             calls.note("finish", exit_code=exit_code)
 
+        def mark_preempting(self) -> None:
+            calls.note("preempting")
+
     class TrackioRun(StandInRun):
         def log(self, metrics: dict[str, Any], step: int | None = None) -> None:
             calls.note("log", data=metrics, step=step)
@@ -192,7 +202,7 @@ def stand_in(name: str, monkeypatch: pytest.MonkeyPatch) -> Calls:
             "log_params": lambda params: calls.note("config", **params),
             "log_artifact": lambda local_path: calls.note("artifact", path=local_path),
             "log_metrics": lambda metrics, step: calls.note("log", data=metrics, step=step),
-            "end_run": lambda status: calls.note("finish", exit_code=int(status != "FINISHED")),
+            "end_run": lambda status: calls.note("finish", exit_code=MLFLOW_STATES[status]),
             "set_tag": lambda key, value: calls.note("tag", **{key: value}),
         }
     for key, value in made.items():
@@ -229,6 +239,38 @@ def test_a_tracker_is_told_that_the_run_failed(made: Path, monkeypatch: pytest.M
     with pytest.raises(Exception, match="absent"):
         train(made, "wandb", data=str(made / "absent.py") + ":data")
     assert calls.named("finish") == [{"exit_code": 1}]
+
+
+STOPPING = """
+import os, signal
+from torch.nn.functional import cross_entropy
+
+def criterion(outputs, target):
+    os.kill(os.getpid(), signal.SIGTERM)
+    return cross_entropy(outputs, target)
+"""
+
+
+@pytest.mark.parametrize(("name", "code"), [("wandb", 143), ("mlflow", 143), ("trackio", 0)])
+def test_a_tracker_is_told_that_the_run_was_stopped(
+    made: Path, monkeypatch: pytest.MonkeyPatch, name: str, code: int
+) -> None:
+    calls = stand_in(name, monkeypatch)
+    (made / "stopping.py").write_text(STOPPING)
+    with pytest.raises(SystemExit):
+        train(
+            made,
+            f"{name},{made / 'own.py'}:make",
+            steps=5000,
+            criterion=f"{made}/stopping.py:criterion",
+        )
+    assert calls.named("finish") == [{"exit_code": code}]
+    assert len(calls.named("preempting")) == (name == "wandb")
+    assert (
+        (made / "run" / "own.txt")
+        .read_text()
+        .endswith("failure it was told to stop (exit code 143)\n")
+    )
 
 
 def test_tensorboard_files_have_the_numbers_of_the_run(made: Path) -> None:
