@@ -125,11 +125,12 @@ class _Search:
     def _load_ms(self, behind: int, ranks: range, sums: StageSums) -> Floats:
         """Time of one micro-batch of stages on those ranks, inf where they do not fit."""
         setting = self._problem.setting
-        alone = setting.at([ranks[0]] * (behind + 1))
+        # With a stage before it, whose messages it holds; the first one is sent none.
+        alone = setting.at([ranks[0]] * (behind + 2))
         exchange_ms = setting.exchange_ms(
             self._problem.link_among(ranks), sums.param_bytes, len(ranks)
         )
-        return alone.load_ms(0, sums) / len(ranks) + exchange_ms
+        return alone.load_ms(1, sums) / len(ranks) + exchange_ms
 
     def _sharing(self) -> Iterator[range]:
         """Ranks in a row that may share a stage: one, or several that are alike."""

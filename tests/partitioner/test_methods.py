@@ -152,6 +152,20 @@ def test_several_stages_a_rank_are_never_better_than_the_best_assignment(graph, 
 @given(problems())
 def test_pipedream_is_the_best_of_all_cuts_with_replicas(problem):
     assume(len({device.speed for device in problem.setting.devices}) == 1)
+    assert_pipedream_is_best(problem)
+
+
+def test_pipedream_counts_what_a_stage_is_sent():
+    graph = nx.DiGraph(name="full")
+    for node, backward_ms in enumerate((3, 0, 5)):
+        graph.add_node(node, forward_ms=0, backward_ms=backward_ms, saved={f"x{node}": 5})
+    graph.nodes[2].update(parameters={"w": 10}, saved={"w": 5, "x2": 5})
+    graph.add_edge(0, 1, tensors={"x": 2}, grads={"x": 2})
+    setting = Setting((Device(memory_bytes=60),) * 2, overlap=True)
+    assert_pipedream_is_best(problem_of(graph, 2, Link(0.5, 1000.0), setting))
+
+
+def assert_pipedream_is_best(problem):
     best = least_ms(problem, with_replicas(problem))
     if best == np.inf:
         with pytest.raises(PlanError, match="with or without replicas"):
