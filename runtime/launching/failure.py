@@ -18,11 +18,14 @@ import traceback
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from ..checkpoint.resuming import how_to_go_on
 from ..errors import AsyncPipeError, TransportError, root_of
 from ..transports.mpi import leave_mpi
 from .disk import disk_error, disk_is_tight, unwritable
+
+E = TypeVar("E", bound=AsyncPipeError)
 
 GRACE_S = 2.0
 """How long a rank that misses another waits at most before it ends."""
@@ -245,7 +248,7 @@ def failure_of(
     )
 
 
-def with_way_on(error: RankError, run: Path) -> RankError:
+def with_way_on(error: E, run: Path) -> E:
     """The error, whose cure also says from which checkpoint the run can go on."""
     error.cure = f"{error.cure}{how_to_go_on(run)}".removeprefix(" · ")
     return error

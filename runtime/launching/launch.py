@@ -14,7 +14,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from ..checkpoint.resuming import how_to_go_on
 from ..errors import AsyncPipeError, root_of
 from ..replication.grid import grid_of
 from ..replication.replicas import as_started, check_ranks
@@ -121,8 +120,7 @@ def _run_alone(job: Job, reporter: str) -> None:
         except AsyncPipeError as error:
             known = root_of(error)
             assert isinstance(known, AsyncPipeError)
-            known.cure = f"{known.cure}{how_to_go_on(job.folder)}".removeprefix(" · ")
-            raise known from None
+            raise with_way_on(known, job.folder) from None
         except OSError as error:
             raise disk_error(error, job.folder) or error from None
         except KeyboardInterrupt:
