@@ -2,8 +2,8 @@
 
 Four ranks train 2,000 steps; every so many seconds one of them is killed or stopped, and the run
 begins again from its last checkpoint. The losses must be those of a run that nothing happened to,
-to the last bit. Resident memory and open files of every rank, and of the process that starts them,
-are looked at twice a second; the first tenth of a process's life is left out.
+to the last bit. Resident memory and open files of every rank at work, and of the process that
+starts them, are looked at twice a second; the first tenth of that time is left out.
 
     python benchmarks/soak.py --steps 2000 --every 30
 """
@@ -14,6 +14,7 @@ import argparse
 import os
 import random
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -23,7 +24,7 @@ from typing import Any
 
 from machine import write_result
 
-from asyncpipe.tests.faults import FaultyRun, losses, notes
+from asyncpipe.tests.faults import Ended, FaultyRun, losses, notes
 from asyncpipe.tests.runtime.handmade import write_mlp
 
 RANKS = 4
@@ -58,6 +59,15 @@ def options(steps: int, **more: Any) -> dict[str, Any]:
     return {"steps": steps, "schedule": "1f1b", "stall_s": 5, "timeout_s": 20} | more
 
 
+def ended_meanwhile(run: FaultyRun) -> Ended | None:
+    """How the run ended, if it did within the time of a look; reads what it prints, or it would
+    wait for that."""
+    try:
+        return run.finish(limit_s=_LOOK_S)
+    except subprocess.TimeoutExpired:
+        return None
+
+
 def soaked(folder: Path, output: Path, steps: int, every_s: float, seed: int) -> dict[str, Any]:
     """A run with faults: what was done to it, what became of it, and what it used."""
     chance = random.Random(seed)
@@ -66,19 +76,17 @@ def soaked(folder: Path, output: Path, steps: int, every_s: float, seed: int) ->
     given = options(steps, save_every=20, keep_last=2, restarts=100_000)
     with FaultyRun(folder, output, given, scripts=REAL) as run:
         next_s = time.monotonic() + every_s
-        while run.process.poll() is None:
-            time.sleep(_LOOK_S)
-            for process in (run.process.pid, *run.left.processes()):
+        while (ended := ended_meanwhile(run)) is None:
+            at_work = [run.left.process_of(rank) for rank in range(RANKS) if run.left.step_of(rank)]
+            for process in (run.process.pid, *at_work):
                 if (used := usage(process)) is not None:
                     seen[process].append(used)
-            ranks = run.left.processes()
-            if time.monotonic() < next_s or len(ranks) < RANKS or not run.step:
+            if time.monotonic() < next_s or len(at_work) < RANKS:
                 continue
             number = chance.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP))
-            os.kill(chance.choice(ranks), number)
+            os.kill(chance.choice(at_work), number)
             faults.append(number.name)
             next_s = time.monotonic() + every_s
-        ended = run.finish()
     starter = growth(seen.pop(run.process.pid), 0.1)
     of_ranks = [growth(each, 0.1) for each in seen.values()]
     return {
