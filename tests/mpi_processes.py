@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from asyncpipe.runtime.transports.mpi import leave_mpi, load_mpi, mpiexec
+from asyncpipe.runtime.launching.mpi_ranks import watched
+from asyncpipe.runtime.transports.mpi import forget_segments, leave_mpi, load_mpi, mpiexec
 from asyncpipe.tests.processes import RankError
 from asyncpipe.tests.quick_python import bin_folder
 
@@ -39,7 +40,7 @@ def run_mpi(
         torch.save(call, Path(folder) / "call.pt")
         rank = [bin_folder() / "python", "-m", "asyncpipe.tests.mpi_processes", folder]
         start = subprocess.Popen(
-            [mpiexec(), "-n", str(world_size), *rank],
+            [mpiexec(), "-n", str(world_size), *watched(Path(folder)), *rank],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
@@ -67,7 +68,10 @@ def stop(start: subprocess.Popen[Any]) -> None:
 def main(folder: str) -> None:
     torch.set_num_threads(1)
     file, function, arguments = torch.load(Path(folder) / "call.pt", weights_only=False)
-    rank = load_mpi().COMM_WORLD.Get_rank()
+    world = load_mpi().COMM_WORLD
+    rank = world.Get_rank()
+    world.Barrier()
+    forget_segments()
     try:
         result = runpy.run_path(file)[function](rank, *arguments)
     except Exception:
@@ -77,7 +81,7 @@ def main(folder: str) -> None:
     if isinstance(result, RankError):
         leave_mpi(1)
     # All leave together, but not through MPI_Finalize, which waits for what a test left open.
-    end = load_mpi().COMM_WORLD.Ibarrier()
+    end = world.Ibarrier()
     while not end.Test():
         time.sleep(0.001)
     os._exit(0)

@@ -22,10 +22,15 @@ _RULER = b"====="
 _WATCHED = """
 "$@"
 code=$?
-[ $code = 0 ] || echo $code > "$0/${PMI_RANK:-$OMPI_COMM_WORLD_RANK}.code"
-exit $code
+[ $code = 0 ] && exit
+echo $code > "$0/${PMI_RANK:-$OMPI_COMM_WORLD_RANK}.code"
+kill -KILL $$
 """
-"""Runs a rank, and leaves how it ended: mpiexec kills the others then, and may name one of them."""
+"""Runs a rank, and leaves how it ended: mpiexec kills the others then, and may name one of them.
+
+It is sure to do so only after a signal: MPICH 5.0.2 lets the others wait for ever for one that
+ends with an exit code, if it reads what that one wrote at the end before it sees the end itself.
+"""
 
 
 def run_over_mpi(
@@ -37,8 +42,7 @@ def run_over_mpi(
     """
     logs = left.path.parent / "logs"
     logs.mkdir(exist_ok=True)
-    watched = ["sh", "-c", _WATCHED, str(left.path), sys.executable, *arguments]
-    command = [mpiexec(), "-n", str(ranks), *watched]
+    command = [mpiexec(), "-n", str(ranks), *watched(left.path), sys.executable, *arguments]
     with (logs / "mpiexec.txt").open("wb") as log:
         # mpiexec ends its ranks when it ends; Ctrl-C is for this process alone.
         process = subprocess.Popen(
@@ -58,6 +62,12 @@ def run_over_mpi(
             left.wait_until_gone()
     if code:
         raise left.first_cause(left.exit_codes() or {0: code}, stages)
+
+
+def watched(folder: Path) -> list[str]:
+    """What to put before the command of a rank, so that it leaves in `folder` how it ended if that
+    was no good end, and the others end with it."""
+    return ["sh", "-c", _WATCHED, str(folder)]
 
 
 def keep_output(logs: Path, rank: int) -> None:
