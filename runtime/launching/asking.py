@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Collection
-from types import FrameType, TracebackType
+from types import FrameType
 
 from ..signals import STOPPING, handled
 
@@ -37,12 +37,7 @@ class HandingOn:
         self._handled.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._ended.set()
         self._handled.__exit__(None, None, None)
 

@@ -15,7 +15,6 @@ import os
 import re
 import socket
 from pathlib import Path
-from types import TracebackType
 from typing import IO
 
 from ..training.settings import SettingsError
@@ -39,12 +38,7 @@ class FolderLock:
     def __enter__(self) -> FolderLock:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
