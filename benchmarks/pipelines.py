@@ -49,6 +49,14 @@ class Ours:
     def is_async(self) -> bool:
         return self.schedule in ASYNCHRONOUS
 
+    @property
+    def planned(self) -> "Planned":
+        return self.schedule, self.each, self.every
+
+
+Planned = tuple[str, int, int | None]
+"""What a folder is planned for: a schedule, stages a rank, micro-batches between two steps."""
+
 
 OURS = {
     "gpipe": Ours("gpipe"),
@@ -75,12 +83,12 @@ def build_plans(
     micro_batches: int,
     names: Sequence[str],
     folder: Path,
-) -> dict[tuple[str, int], Path]:
-    """A generated folder for each schedule and number of stages a rank."""
+) -> dict[Planned, Path]:
+    """A generated folder for all that is planned alike."""
     folders = {}
     for name in names:
         ours = OURS[name]
-        made = folder / f"{ours.schedule}_{ours.each}"
+        made = folder / f"{ours.schedule}_{ours.each}_{ours.every or micro_batches}"
         if not made.exists():
             asyncpipe.partition(
                 model,
@@ -88,12 +96,12 @@ def build_plans(
                 stages=ranks * ours.each,
                 ranks=ranks if ours.each > 1 else None,
                 schedule=ours.schedule,
-                micro_batches=micro_batches,
+                micro_batches=ours.every or micro_batches,
                 threads=1,
                 name="gpt",
                 output=made,
             )
-        folders[ours.schedule, ours.each] = made
+        folders[ours.planned] = made
     return folders
 
 
@@ -209,12 +217,11 @@ def costs_of_plan(plan: Plan) -> Costs:
 
 
 def pipeline(
-    folders: Mapping[tuple[str, int], Path],
+    folders: Mapping[Planned, Path],
     ours: Ours,
     batch: Sequence[dict[str, Tensor]],
     rank: int,
     ranks: int,
 ) -> Callable[[], Any]:
     """One sample of one of our configurations, on this rank."""
-    folder = folders[ours.schedule, ours.each]
-    return Configuration(folder, ours, batch, rank, ranks).step
+    return Configuration(folders[ours.planned], ours, batch, rank, ranks).step

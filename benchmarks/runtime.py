@@ -42,7 +42,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from machine import busy_core_seconds, write_result
-from pipelines import ASYNC_MICRO_BATCHES, OURS, build_plans, pipeline
+from pipelines import ASYNC_MICRO_BATCHES, OURS, Planned, build_plans, pipeline
 
 from asyncpipe.runtime.host_memory import keep_freed_memory
 
@@ -137,7 +137,7 @@ class Turn:
 def turns_of(
     case: Case,
     rank: int,
-    folders: Mapping[tuple[str, int], Path],
+    folders: Mapping[Planned, Path],
     only: Sequence[str],
     order: random.Random,
 ) -> dict[str, Turn]:
@@ -193,7 +193,7 @@ def turns_of(
 def memory_of(
     rank: int,
     case: Case,
-    folders: Mapping[tuple[str, int], Path],
+    folders: Mapping[Planned, Path],
     rendezvous: str,
     name: str,
     costs: Sequence[float],
@@ -238,7 +238,7 @@ def _agreed(costs: list[float]) -> list[float]:
 def worker(
     rank: int,
     case: Case,
-    folders: Mapping[tuple[str, int], Path],
+    folders: Mapping[Planned, Path],
     rendezvous: str,
     group: int,
     rounds: int,
@@ -324,7 +324,7 @@ def run_memory(case: Case) -> list[dict[str, Any]]:
     return table
 
 
-def plans_of(case: Case, names: Sequence[str], folder: str) -> dict[tuple[str, int], Path]:
+def plans_of(case: Case, names: Sequence[str], folder: str) -> dict[Planned, Path]:
     inputs = batch_of(case)[0]
     model = build_model(case)
     return build_plans(model, inputs, case.ranks, case.micro_batches, names, Path(folder))

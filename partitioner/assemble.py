@@ -163,6 +163,7 @@ def _stage(
             weight_ms(node, capture.model, cost)
             for node, cost in zip(stage.nodes, costs, strict=True)
         ),
+        update_ms=load.update_ms * solution.setting.micro_batches,
         recompute=load.recomputes,
         ranks=solution.ranks_of_stage[stage.index],
         parts=_parts(labels, costs, again=load.recomputes),

@@ -48,6 +48,7 @@ from .settle import Cut
 from .solve import solve
 from .split import StageGraph, crossing_if_sent, homes_of, split
 from .ssa import separated
+from .update_cost import update_ms_per_byte
 from .verify import verify
 from .walk import OnProgress
 from .weights import snapshot, write_weights_of
@@ -221,7 +222,15 @@ def partition_source(
     prices = Prices.of(measured, LOCALHOST)
     again = Recomputation(captured, prices)
     together = [nodes for _, nodes in demands.together]
-    graph_of = partial(build_graph, captured, name=source.name, again=again, together=together)
+    optimizer = running.get("optimizer", "adamw")
+    graph_of = partial(
+        build_graph,
+        captured,
+        name=source.name,
+        again=again,
+        together=together,
+        update_ms_per_byte=update_ms_per_byte(measured, optimizer, cached=not no_cache),
+    )
     options: dict[str, Any] = {
         "method": method,
         "granularity": granularity,

@@ -128,6 +128,7 @@ class Costs:
     `weight_ms` is what of `backward_ms` makes gradients of weights and can be put off.
     `edges` are pairs of positions, the first before the second, that no cut may turn round.
     `times_on` are forward and backward times of all groups on devices of other kinds.
+    `update_ms` is what of `backward_ms` is the optimizer's (`with_updates`).
     """
 
     name: str
@@ -150,6 +151,7 @@ class Costs:
     link: Link
     times_on: Mapping[str, tuple[Floats, Floats]]
     micro_batch_size: int | None = None
+    update_ms: Floats | float = 0.0
 
     @cached_property
     def work_ms(self) -> Floats:
@@ -243,8 +245,8 @@ class StageSums:
     received; `received_bytes` what arrives from other stages and `sent_bytes` what goes to them,
     `root_bytes` that part of it which is not saved; `transient_bytes` the most that one operation
     needs beside. `tied_bytes` is held while gradients of parameters are exchanged that other
-    stages have too. `weight_ms` is the part of `backward_ms` that a schedule may put off; no score
-    depends on it, so searches leave it out.
+    stages have too. Of `backward_ms`, `weight_ms` may be put off by a schedule and `update_ms` is
+    the optimizer's; no score depends on either, so searches leave them out.
     """
 
     forward_ms: Floats
@@ -260,6 +262,7 @@ class StageSums:
     root_bytes: Floats | float = 0.0
     tied_bytes: Floats | float = 0.0
     weight_ms: Floats | float = 0.0
+    update_ms: Floats | float = 0.0
 
     @property
     def work_ms(self) -> Floats:
@@ -318,6 +321,7 @@ def stage_sums(
         root_bytes=np.array(roots),
         tied_bytes=np.array(tied),
         weight_ms=_sums(costs.weight_ms, at, stages),
+        update_ms=_sums(costs.update_ms + np.zeros(len(at)), at, stages),
     )
 
 
@@ -336,11 +340,32 @@ def seen_over(costs: Costs, left: Link, right: Link) -> Costs:
     )
 
 
-def with_exchanges(costs: Costs, micro_batches: int, link: Link) -> Costs:
+def with_updates(costs: Costs, ms_per_byte: float, micro_batches: int) -> Costs:
+    """The costs with the optimizer's step, which takes `ms_per_byte` of parameters once in
+    `micro_batches`: an m-th of it is in the backwards of the groups that name a parameter, in equal
+    parts. What stages that hold it together take more is in their exchange (`with_exchanges`)."""
+    update_ms = np.zeros(len(costs.groups))
+    for held in costs.parameters:
+        whole_ms = held.num_bytes * ms_per_byte / micro_batches
+        update_ms[list(held.groups)] += whole_ms / len(held.groups)
+    work_ms = float(costs.work_ms.sum())
+    times_on = {}
+    for kind, (forward_ms, backward_ms) in costs.times_on.items():
+        slower = float((forward_ms + backward_ms).sum()) / work_ms if work_ms else 1.0
+        times_on[kind] = forward_ms, backward_ms + slower * update_ms
+    backward_ms = costs.backward_ms + update_ms
+    return replace(costs, backward_ms=backward_ms, times_on=times_on, update_ms=update_ms)
+
+
+def with_exchanges(
+    costs: Costs, micro_batches: int, link: Link, update_ms_per_byte: float = 0.0
+) -> Costs:
     """The costs with an exchange over `link` for every parameter that several groups name.
 
     Once a step each holder sends its gradient and receives the other's: as much for every
-    micro-batch as an m-th of two transfers. Of three holders and more each pays as for two.
+    micro-batch as an m-th of two transfers. Where the optimizer counts, each of two stages has half
+    a step in its group and takes the other half for its own copy. Of three holders and more each
+    pays as for two.
     """
     exchanges = tuple(
         Value(
@@ -349,7 +374,10 @@ def with_exchanges(costs: Costs, micro_batches: int, link: Link) -> Costs:
             readers=shared.groups[1:],
             forward_bytes=0,
             backward_bytes=0,
-            known_ms=2 * link.transfer_ms(shared.num_bytes) / micro_batches,
+            known_ms=(
+                2 * link.transfer_ms(shared.num_bytes) + update_ms_per_byte * shared.num_bytes / 2
+            )
+            / micro_batches,
             is_exchange=True,
             tied_bytes=shared.num_bytes,
         )

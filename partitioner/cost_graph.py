@@ -21,7 +21,8 @@ def costs_of(graph: nx.DiGraph, link: Link | None = None) -> Costs:
     `output_bytes`, `parameters` {name: bytes} or `param_bytes`, `buffer_bytes`, `saved` {storage:
     bytes} or `saved_bytes`, `saved_as` {tensor: storage that it is in}, `transient_bytes` (or else
     `output_bytes`), `modules` (enclosing modules from the block inwards), `block`, `label`;
-    `rotation_bytes` count where SOAP is the optimizer (`rotations.with_rotations`).
+    `rotation_bytes` count where SOAP is the optimizer (`rotations.with_rotations`). The graph:
+    `update_ms_per_byte` of parameters, which an optimizer takes for a step (`solve`).
     Edges: `tensors` {name: bytes} that go along it, `grads` {name: bytes} that come back,
     `transfer_ms` {name: ms} where times are known instead of bytes. An edge without `tensors`
     carries its source's `output_bytes`, and without `grads` as much comes back if the graph has

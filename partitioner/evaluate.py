@@ -21,8 +21,8 @@ class StageLoad:
     """Times of one stage for one micro-batch, and the bytes of its memory while it trains.
 
     `backward_ms` has the second forward in it where the stage `recomputes`, and `weight_ms`, what
-    of it a schedule may put off. `activation_bytes`
-    are of one micro-batch, those in `memory` of all that is in flight.
+    of it a schedule may put off. `update_ms` is the share of the optimizer's step, where the load
+    has that. `activation_bytes` are of one micro-batch, those in `memory` of all in flight.
     """
 
     forward_ms: float
@@ -37,6 +37,7 @@ class StageLoad:
     transient_bytes: int
     memory: StageMemory
     weight_ms: float = 0.0
+    update_ms: float = 0.0
 
     @property
     def peak_bytes(self) -> int:
@@ -164,14 +165,17 @@ def _stage_load(
     setting: Setting, stage: int, sums: StageSums, link: Link, replicas: int, recomputes: bool
 ) -> StageLoad:
     exchange_ms = float(setting.exchange_ms(link, sums.param_bytes, replicas))
+    own_ms = (1 - 1 / replicas) * float(sums.update_ms)  # of an update, which is not shared
     share = setting.shares_at(stage)
-    backward_ms = sums.backward_ms + (sums.forward_ms if recomputes else 0.0)
+    backward_ms = sums.backward_ms - sums.update_ms + (sums.forward_ms if recomputes else 0.0)
     return StageLoad(
         forward_ms=float(sums.forward_ms) * share,
         backward_ms=float(backward_ms) * share,
         send_ms=float(sums.send_ms) * share,
         receive_ms=float(sums.receive_ms) * share,
-        load_ms=float(setting.time_ms(stage, sums, again=recomputes)) / replicas + exchange_ms,
+        load_ms=float(setting.time_ms(stage, sums, again=recomputes)) / replicas
+        + own_ms
+        + exchange_ms,
         recomputes=recomputes,
         in_flight=setting.in_flight(stage),
         param_bytes=int(sums.param_bytes),
@@ -179,4 +183,5 @@ def _stage_load(
         transient_bytes=int(sums.transient_bytes),
         memory=setting.memory(stage, sums, recompute=recomputes),
         weight_ms=float(sums.weight_ms) * share,
+        update_ms=float(sums.update_ms),
     )

@@ -47,8 +47,9 @@ def build_graph(
     *,
     again: Recomputation | None = None,
     together: Collection[Collection[fx.Node]] = (),
+    update_ms_per_byte: float = 0.0,
 ) -> nx.DiGraph:
-    """The cost graph of a captured model, with the node and edge attributes of `costs_of`.
+    """The cost graph of a captured model, with the attributes of `costs_of`.
 
     An edge carries what is really sent when a cut goes through it: not a value that its reader
     makes `again`, but what it makes it from. `together` are sets of nodes that the user wants in
@@ -65,7 +66,11 @@ def build_graph(
     owners = _TensorNames(capture.model)
     makers = storage_makers(capture.graph)
     position = {node: index for index, node in enumerate(order)}
-    graph = nx.DiGraph(name=name, micro_batch_size=profile.sizes.get("batch"))
+    graph = nx.DiGraph(
+        name=name,
+        micro_batch_size=profile.sizes.get("batch"),
+        update_ms_per_byte=update_ms_per_byte,
+    )
     group_of: dict[fx.Node, str] = {}
     for members in groups:
         group = members[0].name

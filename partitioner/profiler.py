@@ -41,6 +41,7 @@ class Profile:
     their sum is the whole; 1 when the whole could not be timed. `unmeasured` nodes count as free:
     they do not accept arguments that are made up. `content` says of each node what was measured.
     `stage_scales` are how many times the sum of its parts each stage took, where stages were timed.
+    `bandwidth` is that of a device which was predicted for, bytes a second of its memory.
     """
 
     nodes: Mapping[str, NodeCost]
@@ -56,6 +57,7 @@ class Profile:
     dtype: str = "float32"
     content: Mapping[str, str] = field(default_factory=dict)
     stage_scales: tuple[float, ...] = ()
+    bandwidth: float | None = None
 
     @property
     def forward_ms(self) -> float:
@@ -201,6 +203,7 @@ def profile_analytic(
         unmeasured=tuple(walk.unmeasured),
         content=MappingProxyType(walk.content),
         seconds=time.perf_counter() - started,
+        bandwidth=device.bandwidth,
     )
 
 

@@ -3,7 +3,8 @@
 Position j of k is the j-th rank of the pipeline. For one micro-batch
 
     load(S)   = work(S) + talk(S), or max(work(S), talk(S)) on a link that overlaps with computing
-    work(S)   = forward(S) + backward(S), and forward(S) once more with recomputation
+    work(S)   = forward(S) + backward(S), and forward(S) once more with recomputation; without
+                flushes also update(S) / m: the optimizer's step after m micro-batches
     talk(S)   = send(S) + receive(S): a rank that sends and receives pays for both in turn
     memory(S) = params x (1 + gradient + optimizer copies + staleness copies) + buffers
               + W_j x saved, or W_j x received + saved with recomputation
@@ -380,6 +381,7 @@ class Setting:
                 forward_ms=costs.forward_ms / device.speed,
                 backward_ms=costs.backward_ms / device.speed,
                 weight_ms=costs.weight_ms / device.speed,
+                update_ms=costs.update_ms / device.speed,
             )
         if self.links:
             left, right = max(position - 1, 0), min(position, len(self.links) - 1)
@@ -388,4 +390,6 @@ class Setting:
         if replicas == 1:
             return costs
         times = ("forward_ms", "backward_ms", "weight_ms", "send_ms", "receive_ms")
-        return replace(costs, **{name: getattr(costs, name) / replicas for name in times})
+        shared = {name: getattr(costs, name) / replicas for name in times}
+        shared["backward_ms"] += (1 - 1 / replicas) * costs.update_ms  # each makes all of it
+        return replace(costs, **shared)

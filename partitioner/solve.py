@@ -13,7 +13,7 @@ import numpy as np
 from ..runtime.errors import PlanError
 from ..runtime.plan import Candidate, RankSpec
 from .compare import ALL, or_all
-from .cost import Bools, Costs, Link, with_exchanges
+from .cost import Bools, Costs, Link, with_exchanges, with_updates
 from .cost_graph import costs_of
 from .evaluate import Evaluation, StageLoad, crossing_bytes, evaluate
 from .infeasible import NothingFits
@@ -146,8 +146,10 @@ def solve(
     setting = setting or make_setting(stages, overlap=link.overlap, **running)
     _check_ranks(stages, setting)
     costs = with_rotations(costs_of(graph, link), graph, setting.optimizer)
+    update_ms_per_byte = _update_ms_per_byte(graph, setting)
+    costs = with_updates(costs, update_ms_per_byte, setting.micro_batches)
     slowest_link = max(setting.links or (link,), key=lambda each: each.transfer_ms(1e6))
-    costs = with_exchanges(costs, setting.micro_batches, slowest_link)
+    costs = with_exchanges(costs, setting.micro_batches, slowest_link, update_ms_per_byte)
     may_cut = _allowed_cuts(costs, granularity)
     must_cut = _demanded_cuts(costs, cut_before)
     _check_demands(stages, must_cut, method)
@@ -182,6 +184,12 @@ def solve(
         else explain_shortly(problem, evaluation, placement),
         crossing_bytes=crossing_bytes(costs, placement),
     )
+
+
+def _update_ms_per_byte(graph: nx.DiGraph, setting: Setting) -> float:
+    """What the optimizer takes of a rank's time. A flush is waited for in any case, and its bounds
+    are of what comes before, so of synchronous schedules it is left out."""
+    return float(graph.graph.get("update_ms_per_byte", 0.0)) if setting.is_asynchronous else 0.0
 
 
 @dataclass(frozen=True)

@@ -172,10 +172,11 @@ class StageSpec:
     Costs are for one micro-batch of the sizes in `Plan.sizes`; times in milliseconds.
     `backward_ms` has the second forward in it where the stage `recompute`s; `weight_ms` is the part
     of it that makes gradients of weights, which a schedule may put off; the `talk_ms` are what
-    the rank spends on transfers beside either, and `exchange_ms` on gradients of shared parameters,
-    once a step. `peak_bytes` is the sum of `memory`, with `in_flight` micro-batches. `ranks` has
-    several where the stage is replicated, and several stages may have the same. `parts` are what
-    the stage consists of, and their times add up to its own.
+    the rank spends on transfers beside either. Once a step, `exchange_ms` are spent on gradients of
+    shared parameters, and `update_ms` by the optimizer, where the load counts that. `peak_bytes` is
+    the sum of `memory`, with `in_flight` micro-batches. `ranks` has several where the stage is
+    replicated, and several stages may have the same. `parts` are what the stage consists of, and
+    their times add up to its own.
     """
 
     index: int
@@ -201,6 +202,7 @@ class StageSpec:
     backward_talk_ms: float = 0.0
     exchange_ms: float = 0.0
     weight_ms: float = 0.0
+    update_ms: float = 0.0
     recompute: bool = False
     ranks: tuple[int, ...] = ()
     parts: tuple[Part, ...] = ()

@@ -45,9 +45,9 @@ def interval_sums(costs: Costs, first: Ints | None = None) -> Iterator[tuple[int
     `first[b]` (rising; or else 0) to b - 1."""
     num_groups = len(costs.groups)
     starts = np.zeros(num_groups + 1, dtype=np.int64) if first is None else first
-    forward, backward, buffers = (
-        np.concatenate([[0.0], np.cumsum(each)])
-        for each in (costs.forward_ms, costs.backward_ms, costs.buffer_bytes)
+    forward, backward, buffers, updates = (
+        np.concatenate([[0.0], np.cumsum(each + np.zeros(num_groups))])
+        for each in (costs.forward_ms, costs.backward_ms, costs.buffer_bytes, costs.update_ms)
     )
     changing = {
         "send_ms": _send_changes(costs, costs.send_ms),
@@ -82,6 +82,7 @@ def interval_sums(costs: Costs, first: Ints | None = None) -> Iterator[tuple[int
                 backward_ms=backward[end] - backward[window],
                 buffer_bytes=buffers[end] - buffers[window],
                 transient_bytes=transient[window],
+                update_ms=updates[end] - updates[window],
                 **{name: amounts[window] for name, amounts in now.items()},
             ),
         )

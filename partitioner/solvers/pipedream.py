@@ -3,7 +3,8 @@
     A[b][m] = min over a < b, r <= m of max(A[a][m - r], load(a, b) / r + exchange(a, b, r))
 
 is the least time of the first b groups on the first m ranks, where the last stage holds groups a
-to b - 1 on r ranks, which share its micro-batches and sum their gradients once a step. This is
+to b - 1 on r ranks, which share its micro-batches, sum their gradients once a step and make all of
+the optimizer's. This is
 the recurrence of PipeDream (Narayanan et al., SOSP 2019, section 3.1) over a flat row of ranks,
 with the load of `setting.py` in place of its own: transfers of skips and of both directions are
 in it, and the memory of a stage with as many stages behind it as there are. Ranks that share a
@@ -130,7 +131,8 @@ class _Search:
         exchange_ms = setting.exchange_ms(
             self._problem.link_among(ranks), sums.param_bytes, len(ranks)
         )
-        return alone.load_ms(1, sums) / len(ranks) + exchange_ms
+        own_ms = (1 - 1 / len(ranks)) * np.asarray(sums.update_ms)
+        return alone.load_ms(1, sums) / len(ranks) + own_ms + exchange_ms
 
     def _sharing(self) -> Iterator[range]:
         """Ranks in a row that may share a stage: one, or several that are alike."""
