@@ -150,8 +150,8 @@ class Costs:
     has_params: Bools
     link: Link
     times_on: Mapping[str, tuple[Floats, Floats]]
+    update_ms: Floats
     micro_batch_size: int | None = None
-    update_ms: Floats | float = 0.0
 
     @cached_property
     def work_ms(self) -> Floats:
@@ -321,7 +321,7 @@ def stage_sums(
         root_bytes=np.array(roots),
         tied_bytes=np.array(tied),
         weight_ms=_sums(costs.weight_ms, at, stages),
-        update_ms=_sums(costs.update_ms + np.zeros(len(at)), at, stages),
+        update_ms=_sums(costs.update_ms, at, stages),
     )
 
 
@@ -348,13 +348,20 @@ def with_updates(costs: Costs, ms_per_byte: float, micro_batches: int) -> Costs:
     for held in costs.parameters:
         whole_ms = held.num_bytes * ms_per_byte / micro_batches
         update_ms[list(held.groups)] += whole_ms / len(held.groups)
-    work_ms = float(costs.work_ms.sum())
-    times_on = {}
-    for kind, (forward_ms, backward_ms) in costs.times_on.items():
-        slower = float((forward_ms + backward_ms).sum()) / work_ms if work_ms else 1.0
-        times_on[kind] = forward_ms, backward_ms + slower * update_ms
+    times_on = {
+        kind: (
+            forward_ms,
+            backward_ms + update_ms * times_as_long(forward_ms + backward_ms, costs.work_ms),
+        )
+        for kind, (forward_ms, backward_ms) in costs.times_on.items()
+    }
     backward_ms = costs.backward_ms + update_ms
     return replace(costs, backward_ms=backward_ms, times_on=times_on, update_ms=update_ms)
+
+
+def times_as_long(work_ms: Floats, other_ms: Floats) -> float:
+    """What all of the one takes, as a multiple of the other."""
+    return float(work_ms.sum()) / (float(other_ms.sum()) or 1.0)
 
 
 def with_exchanges(

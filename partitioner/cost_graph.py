@@ -60,6 +60,7 @@ def costs_of(graph: nx.DiGraph, link: Link | None = None) -> Costs:
         has_params=np.array([bool(_parameters_of(nodes[group])) for group in groups]),
         link=link,
         times_on=_times_on(graph, groups),
+        update_ms=np.zeros(len(groups)),
         micro_batch_size=graph.graph.get("micro_batch_size"),
     )
 

@@ -38,7 +38,7 @@ from ..runtime.plan import StageMemory
 from ..runtime.schedules import ASYNCHRONOUS
 from ..runtime.weight_copies import weight_copies
 from .actions import scheduled
-from .cost import Bools, Costs, Floats, Link, StageSums, seen_over
+from .cost import Bools, Costs, Floats, Link, StageSums, seen_over, times_as_long
 
 Recompute = Literal["none", "auto", "all"]
 
@@ -374,6 +374,7 @@ class Setting:
                 forward_ms=forward_ms,
                 backward_ms=backward_ms,
                 weight_ms=backward_ms * costs.weight_share,
+                update_ms=costs.update_ms * times_as_long(forward_ms + backward_ms, costs.work_ms),
             )
         elif device.speed != 1.0:
             costs = replace(

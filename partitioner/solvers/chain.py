@@ -46,7 +46,7 @@ def interval_sums(costs: Costs, first: Ints | None = None) -> Iterator[tuple[int
     num_groups = len(costs.groups)
     starts = np.zeros(num_groups + 1, dtype=np.int64) if first is None else first
     forward, backward, buffers, updates = (
-        np.concatenate([[0.0], np.cumsum(each + np.zeros(num_groups))])
+        np.concatenate([[0.0], np.cumsum(each)])
         for each in (costs.forward_ms, costs.backward_ms, costs.buffer_bytes, costs.update_ms)
     )
     changing = {

@@ -4,11 +4,11 @@
 
 is the least time of the first b groups on the first m ranks, where the last stage holds groups a
 to b - 1 on r ranks, which share its micro-batches, sum their gradients once a step and make all of
-the optimizer's. This is
-the recurrence of PipeDream (Narayanan et al., SOSP 2019, section 3.1) over a flat row of ranks,
-with the load of `setting.py` in place of its own: transfers of skips and of both directions are
-in it, and the memory of a stage with as many stages behind it as there are. Ranks that share a
-stage have to be alike. A plan may have fewer stages than ranks, and may leave ranks idle.
+the optimizer's. This is the recurrence of PipeDream (Narayanan et al., SOSP 2019, section 3.1) over
+a flat row of ranks, with the load of `setting.py` in place of its own: transfers of skips and of
+both directions are in it, and the memory of a stage with as many stages behind it as there are.
+Ranks that share a stage have to be alike. A plan may have fewer stages than ranks, and may leave
+ranks idle.
 
 Where ranks are on several hosts or behind unlike links, the exchange goes over the slowest link
 between replicas; PipeDream's levels (replicas inside a server first) are the plans of this that

@@ -112,7 +112,7 @@ def contracted(costs: Costs, item_of: Ints) -> Costs:
         blocks=tuple(costs.blocks[group] for group in first),
         has_params=parameters,
         times_on={kind: (total(f), total(b)) for kind, (f, b) in costs.times_on.items()},
-        update_ms=total(costs.update_ms + np.zeros(len(item_of))),
+        update_ms=total(costs.update_ms),
     )
 
 

@@ -17,7 +17,7 @@ from asyncpipe.partitioner.cost import Link, with_exchanges
 from asyncpipe.partitioner.cost_graph import costs_of
 from asyncpipe.partitioner.device_specs import device_spec
 from asyncpipe.partitioner.profiler import CPU_CORE, Profile
-from asyncpipe.partitioner.setting import OPTIMIZER_COPIES
+from asyncpipe.partitioner.setting import OPTIMIZER_COPIES, Device, Setting
 from asyncpipe.partitioner.solve import solve
 from asyncpipe.partitioner.update_cost import update_ms_per_byte
 from asyncpipe.tests.partitioner.placements import all_ordered, evaluated, graphs, problem_of
@@ -97,6 +97,17 @@ def test_replicas_of_a_stage_do_not_share_a_step() -> None:
     own_ms = sum(graph.nodes[node]["param_bytes"] for node in members) * RATE / 2
     assert own_ms >= 1.0
     assert load.load_ms == pytest.approx(load.work_ms / 2 + own_ms, rel=1e-3)
+
+
+def test_a_slower_device_takes_as_much_longer_for_its_step() -> None:
+    graph = row(update_ms_per_byte=RATE)
+    for node in graph.nodes.values():
+        node["times_on"] = {"slow": (3.0, 6.0)}
+    for device in (Device(kind="slow"), Device(speed=1 / 3)):
+        setting = Setting((device, Device()), micro_batches=2)
+        load = solve(graph, stages=2, setting=setting, cut_before=["2"]).loads[0]
+        assert load.backward_ms == pytest.approx(2 * 6) and load.update_ms == pytest.approx(3 * 3)
+        assert load.load_ms == pytest.approx(2 * 9 + 3 * 3)
 
 
 def test_a_synchronous_plan_is_of_the_pipeline_alone() -> None:
