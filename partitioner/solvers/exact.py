@@ -29,7 +29,7 @@ from .downsets import Downsets, find_downsets
 from .moves import Budget, Order, chains, descend
 from .orders import other_orders
 from .parts import Parts
-from .reduce import contracted, reduce, without_memory
+from .reduce import cautious, contracted, reduce, without_memory
 from .search import Found, Walk, in_order, num_pairs, search, windows
 
 MOST_DOWNSETS = 150_000
@@ -54,9 +54,11 @@ def place(problem: Problem) -> Placement:
     bound_ms = simple_bound_ms(problem)
     if score_ms > bound_ms * (1 + _ROUNDING):
         stage_of, bound_ms = _improved(problem, stage_of, score_ms, bound_ms)
-    if stage_of is None:
-        raise DoesNotFit(f"no {problem.stages}-stage plan fits into the memory of the devices.")
+    if stage_of is not None and _score_ms(problem, stage_of) == np.inf:
+        stage_of, _ = _improved(cautious(problem), None, np.inf, bound_ms)
     score_ms = _score_ms(problem, stage_of)
+    if stage_of is None or score_ms == np.inf:
+        raise DoesNotFit(f"no {problem.stages}-stage plan fits into the memory of the devices.")
     limit_ms = score_ms * (1 + problem.rules.prefer_modules) * (1 + _ROUNDING)
     return Placement(
         _tidied(problem, stage_of, limit_ms),

@@ -151,7 +151,7 @@ def without_memory(problem: Problem) -> Problem:
         transient_bytes=np.array([costs.transient_bytes.max()]),
         sent_bytes=np.array([costs.value_bytes.sum()]),
         root_bytes=np.array([costs.root_bytes.sum()]),
-        tied_bytes=np.array([costs.tied_bytes.sum()]),
+        tied_bytes=np.array([cautious(problem).costs.tied_bytes.sum()]),
     )
     for position, device in enumerate(setting.devices):
         for recompute in {False, setting.recompute == "all"}:
@@ -161,6 +161,16 @@ def without_memory(problem: Problem) -> Problem:
                 return problem
     devices = tuple(replace(device, memory_bytes=math.inf) for device in setting.devices)
     return replace(problem, setting=replace(setting, devices=devices))
+
+
+def cautious(problem: Problem) -> Problem:
+    """The problem where as many stages exchange the gradient of a parameter as could hold it, which
+    a search does not know that sees one stage at a time. What fits so does fit."""
+    values = (
+        replace(one, tied_bytes=one.exchanged_bytes(min(problem.stages, 1 + len(one.readers))))
+        for one in problem.costs.values
+    )
+    return replace(problem, costs=replace(problem.costs, values=tuple(values)))
 
 
 def _dear_pairs(problem: Problem, item_of: Ints, limit_ms: float) -> list[tuple[int, int]]:

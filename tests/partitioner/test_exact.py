@@ -123,6 +123,25 @@ def test_what_surrounds_a_heavy_group_bounds_every_plan(case):
         assert bound_around_ms(problem, 0.0, limit_ms) <= best * (1 + 1e-9) + 1e-6
 
 
+def test_a_plan_with_three_holders_of_a_parameter_fits():
+    graph = nx.DiGraph(name="three holders")
+    for node in range(5):
+        graph.add_node(node, forward_ms=1.0 + 4 * (node == 2), output_bytes=1)
+        graph.nodes[node]["parameters"] = {"tied": 30} if node in (0, 2, 4) else {}
+    nx.add_path(graph, range(5))
+    scores = []
+    for room in range(180, 320, 4):
+        setting = Setting((Device(memory_bytes=float(room)),) * 3, optimizer="sgd")
+        problem = problem_of(graph, 3, setting=setting)
+        problem = replace(problem, costs=with_exchanges(problem.costs, 8, Link()))
+        try:
+            scores.append(evaluate(problem, exact.place(problem)).score_ms)
+        except PlanError:
+            assert not scores  # What has less room fits less.
+    assert scores and max(scores) < np.inf
+    assert min(scores) == scores[-1] == 5.0
+
+
 def test_a_heavy_group_is_bounded_with_its_transfers():
     graph = nx.DiGraph(name="heavy in the middle")
     for node, work_ms in (("before", 3.0), ("heavy", 10.0), ("after", 3.0)):
