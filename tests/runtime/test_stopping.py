@@ -125,6 +125,8 @@ def test_ranks_of_any_skew_stop_after_the_same_step(
                 if rank == told % ranks and step == at:
                     stopping._hear(signal.SIGTERM, None)
             else:
+                with moved:  # as ranks do at the end of a run
+                    assert moved.wait_for(lambda: min(made) == 60, 30)
                 assert stopping.last is None or stopping.last >= 60
             return stopping.last
 
