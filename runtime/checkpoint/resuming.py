@@ -18,6 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ..schedules import ASYNCHRONOUS, spelled
 from ..training.named_code import is_all_known
 from ..training.settings import OF_THIS_CALL, Settings, SettingsError, read_config
 from .elsewhere import AUTO, options_at
@@ -33,6 +34,12 @@ _OF_WATCHING = frozenset(
     }
 )
 """Options that a run may have otherwise when it goes on, and nothing is said of it."""
+_OF_ASYNCHRONOUS_RUNS = frozenset(
+    {
+        *("staleness", "annealing_steps", "ahead", "staleness_cap", "flush_every", "sync_start"),
+        "clip_by",
+    }
+)
 
 
 def runs_of(folder: str) -> Path:
@@ -85,11 +92,21 @@ def with_options_of_run(given: Mapping[str, Any]) -> dict[str, Any]:
     """The options given, over those of the run that they resume."""
     resume, output = given.get("resume"), given.get("output")
     if resume is not None and is_url(resume):
-        return {**options_at(resume), **given}
+        return _over(options_at(resume), given)
     run = _run_of(resume, output, str(given.get("folder", "")))
     if run is None or not (run / CONFIGURATION).is_file():
         return dict(given)
-    return {**read_config(run / CONFIGURATION), **given}
+    return _over(read_config(run / CONFIGURATION), given)
+
+
+def _over(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options given over a run's own, without those that a synchronous run has not if it is to
+    go on as one."""
+    was, now = (
+        spelled(str(each.get("schedule"))) in ASYNCHRONOUS for each in (own, {**own, **given})
+    )
+    kept = own.keys() - _OF_ASYNCHRONOUS_RUNS if was and not now else own.keys()
+    return {**{name: value for name, value in own.items() if name in kept}, **given}
 
 
 def differences(before: Mapping[str, Any], settings: Settings) -> list[str]:

@@ -165,6 +165,22 @@ def test_records_after_the_checkpoint_are_dropped(tmp_path: Path) -> None:
     assert metrics.read_text().splitlines() == lines[:1]
 
 
+def test_an_asynchronous_run_may_go_on_as_a_synchronous_one(tmp_path: Path) -> None:
+    before = Settings(
+        folder="made/mlp_2p", schedule="async-1f1b", staleness="stash", clip=1.0, clip_by="stage"
+    )
+    (tmp_path / "config.toml").write_text(before.to_toml())
+    write_checkpoint(tmp_path, 4)
+    given = {"folder": "made/mlp_2p", "resume": str(tmp_path)}
+    assert Settings(**with_options_of_run(given)).staleness == "stash"
+    made = Settings(**with_options_of_run(given | {"schedule": "gpipe"}))
+    assert (made.staleness, made.clip, made.clip_by) == (None, 1.0, None)
+    made = Settings(**with_options_of_run(given | {"schedule": "2bw", "staleness": "none"}))
+    assert (made.staleness, made.clip_by) == ("none", "stage")
+    refused = with_options_of_run(given | {"schedule": "gpipe", "clip_by": "global"})
+    assert refused["clip_by"] == "global"
+
+
 def test_a_resumed_run_has_its_own_options_under_those_given(tmp_path: Path) -> None:
     before = Settings(folder="made/mlp_2p", lr=0.5, steps=7)
     (tmp_path / "config.toml").write_text(before.to_toml())
