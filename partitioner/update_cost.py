@@ -59,9 +59,9 @@ def update_ms_per_byte(profile: Profile, optimizer: str, *, cached: bool = True)
 
 
 def _measured(optimizer: str, device: torch.device) -> float:
-    matrices = [torch.randn(_SHAPE, device=device) for _ in range(_MATRICES)]
+    matrices = [torch.randn(_SHAPE).to(device) for _ in range(_MATRICES)]
     for matrix in matrices:
-        matrix.grad = torch.randn_like(matrix)
+        matrix.grad = torch.ones_like(matrix)
     stepping = _MAKE[optimizer](matrices)
     stepping.step()  # makes what it keeps
     clock = clock_of(device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import networkx as nx
@@ -38,10 +39,8 @@ def test_a_plan_with_updates_is_the_best_of_all_plans(
     for name in ("tied", "shared"):
         for node in data.draw(st.permutations(list(graph)))[:2]:
             graph.nodes[node]["parameters"][name] = 24
-    problem = problem_of(graph, 2, link)
-    problem = type(problem)(
-        with_exchanges(costs_of(graph, link), micro_batches, link), problem.setting, problem.rules
-    )
+    costs = with_exchanges(costs_of(graph, link), micro_batches, link)
+    problem = replace(problem_of(graph, 2, link), costs=costs)
 
     def slowest_ms(stage_of: tuple[int, ...]) -> float:
         loads = evaluated(problem, stage_of).stages
