@@ -60,8 +60,9 @@ def place(problem: Problem) -> Placement:
     if stage_of is None or score_ms == np.inf:
         raise DoesNotFit(f"no {problem.stages}-stage plan fits into the memory of the devices.")
     limit_ms = score_ms * (1 + problem.rules.prefer_modules) * (1 + _ROUNDING)
+    tidy = _tidied(problem, stage_of, limit_ms)
     return Placement(
-        _tidied(problem, stage_of, limit_ms),
+        tidy if _score_ms(problem, tidy) <= limit_ms else tuple(stage_of),
         bound_ms=min(bound_ms, score_ms),
         order_optimum_ms=score_ms,
     )

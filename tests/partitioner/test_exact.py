@@ -142,6 +142,20 @@ def test_a_plan_with_three_holders_of_a_parameter_fits():
     assert min(scores) == scores[-1] == 5.0
 
 
+def test_one_is_found_where_the_best_for_two_holders_does_not_fit_three():
+    graph = nx.DiGraph(name="three of six")
+    for node, forward_ms in enumerate((4.0, 7.0, 1.0, 9.0, 6.0, 5.0)):
+        graph.add_node(node, forward_ms=forward_ms, output_bytes=1)
+        graph.nodes[node]["parameters"] = {"tied": 30} if node in (1, 2, 4) else {}
+    nx.add_path(graph, range(6))
+    devices = (Device(), Device(memory_bytes=200.0), Device())
+    problem = problem_of(graph, 3, setting=Setting(devices, optimizer="sgd"))
+    problem = replace(problem, costs=with_exchanges(problem.costs, 8, Link()))
+    placement = exact.place(problem)
+    assert evaluate(problem, placement).score_ms == least_score_ms(graph, problem) == 12.0
+    assert placement.bound_ms <= 12.0
+
+
 def test_a_heavy_group_is_bounded_with_its_transfers():
     graph = nx.DiGraph(name="heavy in the middle")
     for node, work_ms in (("before", 3.0), ("heavy", 10.0), ("after", 3.0)):
