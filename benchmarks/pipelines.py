@@ -37,13 +37,14 @@ MEASURED_STEPS = 3
 @dataclass(frozen=True)
 class Ours:
     """A schedule with `each` stages a rank; asynchronous with a step `every` so many micro-batches,
-    by default after each batch."""
+    by default after each batch, and as many forwards `ahead` as `--ahead` says."""
 
     schedule: str
     each: int = 1
     transport: str = "shm"
     staleness: str = "none"
     every: int | None = None
+    ahead: str | None = None
 
     @property
     def is_async(self) -> bool:
@@ -73,6 +74,8 @@ OURS = {
     "async-1f1b, stash": Ours("async-1f1b", staleness="stash"),
     "async-1f1b, none": Ours("async-1f1b"),
     "async-1f1b, stash, k = 1": Ours("async-1f1b", staleness="stash", every=1),
+    "async-1f1b, stash, ahead 2x": Ours("async-1f1b", staleness="stash", ahead="2x"),
+    "async-1f1b, stash, ahead 2x, k = 1": Ours("async-1f1b", 1, "shm", "stash", 1, "2x"),
 }
 
 
@@ -97,6 +100,7 @@ def build_plans(
                 ranks=ranks if ours.each > 1 else None,
                 schedule=ours.schedule,
                 micro_batches=ours.every or micro_batches,
+                prefer_modules=0.0,
                 threads=1,
                 name="gpt",
                 output=made,
@@ -133,6 +137,7 @@ class Configuration:
             step_every=ours.every or len(batch),
             ranks=ranks,
             **({"costs": costs_of_plan(self._plan)} if ours.schedule == AUTO else {}),
+            **({"ahead": ours.ahead} if ours.ahead else {}),
         )
         own = [stage for stage, at in enumerate(made.rank_of_stage) if at == rank]
         modules = {stage: load_stage(folder, self._plan, stage).train() for stage in own}

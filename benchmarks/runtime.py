@@ -80,6 +80,8 @@ LEADING = (
     "async-1f1b, stash",
     "async-1f1b, none",
     "async-1f1b, stash, k = 1",
+    "async-1f1b, stash, ahead 2x",
+    "async-1f1b, stash, ahead 2x, k = 1",
     CEILING_K1,
 )
 CASES = {

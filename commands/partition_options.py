@@ -106,6 +106,14 @@ class PartitionOptions:
             _PLAN, "Where a cut may be: between any two operations, or only between whole blocks."
         ),
     ] = "op"
+    prefer_modules: Annotated[
+        float | None,
+        option(
+            _PLAN,
+            "The share of the slowest stage's time that is given up so that cuts fall between "
+            "blocks: by default 0.02, and 0 for a graph.",
+        ),
+    ] = None
     cut_at: Annotated[
         list[str] | None,
         option(
@@ -243,7 +251,8 @@ class PartitionOptions:
             "method", "granularity", "schedule", "ranks", "micro_batches", "staleness",
             "optimizer", "recompute", "memory_limit",
         )  # fmt: skip
-        return {name: getattr(self, name) for name in names}
+        given = {} if self.prefer_modules is None else {"prefer_modules": self.prefer_modules}
+        return {name: getattr(self, name) for name in names} | given
 
     @property
     def of_models_alone(self) -> tuple[str, ...]:

@@ -45,7 +45,7 @@ from .recompute import Recomputation
 from .report import render_report
 from .running import Running, check_choice, make_setting
 from .settle import Cut
-from .solve import solve
+from .solve import PREFER_MODULES, solve
 from .split import StageGraph, crossing_if_sent, homes_of, split
 from .ssa import separated
 from .update_cost import update_ms_per_byte
@@ -154,6 +154,7 @@ def partition_source(
     loss: str | None = None,
     method: str = "auto",
     granularity: str = "op",
+    prefer_modules: float = PREFER_MODULES,
     profile: str | None = None,
     threads: int | None = None,
     device: str | None = None,
@@ -177,7 +178,8 @@ def partition_source(
     """Captures, profiles, plans, generates and verifies; writes `output` whole or not at all.
 
     `devices`, or a file of them, are what the plan may use; without `stages` their number is
-    chosen too. `output` defaults to `generated_models/<name>_<stages>p`. A boundary is before each
+    chosen too. `prefer_modules` is the share of the slowest stage's time that may be given up so
+    that cuts fall between blocks. `output` defaults to `generated_models/<name>_<stages>p`. A boundary is before each
     module or operation that `cut_at` names; the operations of each module that `keep_together`
     names are in one stage. `code` is "structured" or "flat". With `explain` the plan tells what
     other numbers of stages, faster links and recomputation would give. With `stop_after="plan"`
@@ -234,6 +236,7 @@ def partition_source(
     options: dict[str, Any] = {
         "method": method,
         "granularity": granularity,
+        "prefer_modules": prefer_modules,
         "cut_before": groups_to_cut_before(demands, graph_of(measured)),
         **running,
     }
@@ -269,7 +272,14 @@ def partition_source(
         model_args=dict(model_args or {}),
         command=command
         or _command(
-            source.spec, stages or len(stage_graphs), method, cut_at, keep_together, code, running
+            source.spec,
+            stages or len(stage_graphs),
+            method,
+            prefer_modules,
+            cut_at,
+            keep_together,
+            code,
+            running,
         ),
         criterion=loss or source.criterion,
         weights=source.weights if save_weights else "not stored",
@@ -373,6 +383,7 @@ def _command(
     spec: str,
     stages: int,
     method: str,
+    prefer_modules: float,
     cut_at: Sequence[str],
     keep_together: Sequence[str],
     code: str,
@@ -381,6 +392,8 @@ def _command(
     """The command that would have made a plan that was made from Python."""
     tokens = ["asyncpipe-partition", "--model", portable(spec), "--stages", str(stages)]
     tokens += ["--method", method] if method != "auto" else []
+    if prefer_modules != PREFER_MODULES:
+        tokens += ["--prefer-modules", f"{prefer_modules:g}"]
     tokens += [token for name in cut_at for token in ("--cut-at", name)]
     tokens += [token for name in keep_together for token in ("--keep-together", name)]
     for name, value in running.items():

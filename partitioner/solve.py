@@ -27,6 +27,7 @@ from .solvers import HEEDS_CUTS, HEEDS_RANKS, METHODS
 from .step_time import Step
 
 GRANULARITIES = ("op", "module")
+PREFER_MODULES = 0.02
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ def solve(
     method: str = "auto",
     link: Link | None = None,
     setting: Setting | None = None,
-    prefer_modules: float = 0.02,
+    prefer_modules: float = PREFER_MODULES,
     granularity: str = "op",
     cut_before: Collection[str] = (),
     **running: Unpack[Running],
@@ -142,6 +143,11 @@ def solve(
     started = time.perf_counter()
     check_choice("method", method, (*METHODS, ALL))
     check_choice("granularity", granularity, GRANULARITIES)
+    if not 0 <= prefer_modules <= 1:
+        raise PlanError(
+            f"--prefer-modules {prefer_modules:g} is no share of a stage's time.",
+            f"--prefer-modules {PREFER_MODULES}",
+        )
     link = link or Link()
     setting = setting or make_setting(stages, overlap=link.overlap, **running)
     _check_ranks(stages, setting)

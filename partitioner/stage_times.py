@@ -4,21 +4,21 @@ The sum of the parts is not the whole: what lies between operations, and what of
 one leaves to the next, belongs to the stage. So the code that is generated for it runs: received
 values are leaves, gradients come in at what it sends, gradients of weights add up, and as many
 micro-batches are in flight as the schedule has there. Ranks of one machine share its memory and
-caches, so the other cores run other stages meanwhile, in threads.
+caches, so as many stages as there are cores run at once, in threads, and all of them are timed. What
+else goes on only ever adds to a time, and rarely to all cores alike: stages change their cores, and
+the first quartile of what each took counts.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 import tempfile
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
-from threading import Event
 from types import MappingProxyType
 from typing import Any
 
@@ -38,8 +38,8 @@ from .verify import adopt
 from .walk import NodeCost, OnProgress
 from .whole import WholeTimes, state_kept
 
-_LAPS = 2
-_LEAST, _MOST = 2, 5  # micro-batches of a lap
+_LAPS = 4
+_LEAST, _MOST = 2, 24  # micro-batches of a lap
 
 
 def time_stages(
@@ -54,16 +54,16 @@ def time_stages(
     content: Mapping[str, str] | None = None,
     cache: ProfileCache | None = None,
     on_progress: OnProgress | None = None,
-    enough_ms: float = 1000.0,
+    enough_ms: float = 4000.0,
 ) -> tuple[WholeTimes, ...]:
-    """Runs each stage on the model's device, and takes the median of its micro-batches.
+    """Runs each stage on the model's device, and takes the first quartile of its micro-batches.
 
     `inputs` are forward's tensors by name at the size of one micro-batch, `in_flight` how many
     micro-batches each stage holds between forward and backward, `at_once` how many stages of the
     plan compute at a time on this machine's cores. A stage is timed until
     `enough_ms` are spent, after a round that warms it up. What is in the `cache` is not timed
-    again; `content` says of each node what it computes. Stages take turns, so that a machine that
-    is slower for a while is so for all of them. The model is as before afterwards.
+    again; `content` says of each node what it computes. Where there are more stages, those that
+    compute at a time take turns with the others. The model is as before afterwards.
     """
     keys = [
         _key(stage, held, at_once, content or {}) if cache else None
@@ -80,28 +80,29 @@ def time_stages(
         for stage, module in zip(stages, modules, strict=True):
             benches.append(_Bench(captured, stage, module, values, device, dtype))
             values |= benches[-1].sent()
-        laps: list[list[WholeTimes]] = [[] for _ in stages]
+        taken: list[list[WholeTimes]] = [[] for _ in stages]
         for lap in range(_LAPS):
-            for index, (held, found) in enumerate(zip(in_flight, known, strict=True)):
-                others = [(index + ahead) % len(stages) for ahead in range(1, at_once)]
-                if found is None:
-                    with at_work(
-                        [benches[other].run(in_flight[other]) for other in others], threads
-                    ):
-                        laps[index] += benches[index].times(held, enough_ms / _LAPS)
+            for first in range(0, len(stages), at_once):
+                group = [(first + ahead) % len(stages) for ahead in range(at_once)]
+                if any(known[index] is None for index in group):
+                    runs = [benches[index].run(in_flight[index]) for index in group]
+                    of_group = together(runs, enough_ms / _LAPS, threads, turn=lap)
+                    for index, times_of_one in zip(group, of_group, strict=True):
+                        taken[index] += times_of_one
                 if on_progress and lap == _LAPS - 1:
-                    on_progress(index + 1, len(stages))
-    times = tuple(found or _median(taken) for found, taken in zip(known, laps, strict=True))
+                    on_progress(min(first + at_once, len(stages)), len(stages))
+    times = tuple(found or _quartile(each) for found, each in zip(known, taken, strict=True))
     for key, each in zip(keys, times, strict=True):
         if cache and key:
             cache.put(key, [each.forward_ms, each.backward_ms])
     return times
 
 
-def _median(times: Sequence[WholeTimes]) -> WholeTimes:
+def _quartile(times: Sequence[WholeTimes]) -> WholeTimes:
+    """The first quartile of the forwards, and of the backwards."""
+    forward, backward = zip(*((time.forward_ms, time.backward_ms) for time in times), strict=True)
     return WholeTimes(
-        statistics.median(time.forward_ms for time in times),
-        statistics.median(time.backward_ms for time in times),
+        *(statistics.quantiles(ms, n=4, method="inclusive")[0] for ms in (forward, backward))
     )
 
 
@@ -147,7 +148,7 @@ def _known(cache: ProfileCache | None, key: str | None) -> WholeTimes | None:
 def _key(stage: StageGraph, in_flight: int, at_once: int, content: Mapping[str, str]) -> str | None:
     """A name for the stage's times that lasts, if all that it computes has one."""
     outputs = [node.name for node in stage.outputs]
-    lines = [f"one of {at_once} stages, with {in_flight} in flight of {outputs}"]
+    lines = [f"one of {at_once} stages at once, with {in_flight} in flight of {outputs}"]
     lines += [f"{node.format_node()} {content.get(node.name, '')}" for node in stage.nodes]
     text = "\n".join(lines)
     return content_key(text) if is_lasting(text) else None
@@ -177,24 +178,43 @@ def _modules(captured: Capture, stages: Sequence[StageGraph]) -> list[nn.Module]
     return modules
 
 
-@contextmanager
-def at_work(runs: Sequence[Iterator[Any]], threads: int | None) -> Iterator[None]:
-    """Goes on with each of the runs, in a thread of its own, until the block has ended."""
-    is_over = Event()
+def together(
+    runs: Sequence[Iterator[WholeTimes]], enough_ms: float, threads: int | None, turn: int = 0
+) -> list[list[WholeTimes]]:
+    """What each of the runs gives after its first, until `enough_ms` are spent: all at once, each
+    in a thread of its own, and those that are done go on until all are. With each `turn` a run has
+    the next of the cores."""
+    unfinished = set(range(len(runs)))
 
-    def go_on(run: Iterator[Any]) -> None:
-        with threads_set(threads):  # a thread has a number of its own
-            while not is_over.is_set():
-                next(run)
+    def timed(number: int) -> list[WholeTimes]:
+        if hasattr(os, "sched_setaffinity"):
+            cores = sorted(os.sched_getaffinity(0))
+            os.sched_setaffinity(0, {cores[(number + turn) % len(cores)]})  # of this thread alone
+        return times_of(number)
 
-    with ThreadPoolExecutor(max(1, len(runs))) as pool:
-        done = [pool.submit(go_on, run) for run in runs]
+    def times_of(number: int) -> list[WholeTimes]:
+        taken: list[WholeTimes] = []
+        spent_ms = 0.0
         try:
-            yield
-        finally:
-            is_over.set()
-        for each in done:
-            each.result()
+            with threads_set(threads):  # a thread has a number of its own
+                next(runs[number])
+                while unfinished:
+                    time = next(runs[number])
+                    if number not in unfinished:
+                        continue
+                    taken.append(time)
+                    spent_ms += time.forward_ms + time.backward_ms
+                    if len(taken) >= _MOST or len(taken) >= _LEAST and spent_ms > enough_ms:
+                        unfinished.discard(number)
+        except BaseException:
+            unfinished.clear()
+            raise
+        return taken
+
+    if len(runs) == 1:
+        return [times_of(0)]
+    with ThreadPoolExecutor(len(runs)) as pool:
+        return list(pool.map(timed, range(len(runs))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,17 +245,6 @@ class _Bench:
     def sent(self) -> dict[str, Tensor]:
         """What it sends for a micro-batch."""
         return {name: value.detach() for name, value in self._outputs(self._leaves()).items()}
-
-    def times(self, in_flight: int, enough_ms: float) -> list[WholeTimes]:
-        """Those of the micro-batches after the first round, until `enough_ms` are spent."""
-        taken: list[WholeTimes] = []
-        spent_ms = 0.0
-        for time in islice(self.run(in_flight), 1, 1 + _MOST):
-            taken.append(time)
-            spent_ms += time.forward_ms + time.backward_ms
-            if len(taken) >= _LEAST and spent_ms > enough_ms:
-                break
-        return taken
 
     def run(self, in_flight: int) -> Iterator[WholeTimes]:
         """Goes forward and backward without end; what both took each time."""
