@@ -123,6 +123,11 @@ def cut_units(costs: Sequence[float], ranks: int, each: int, v_shaped: bool) -> 
     return best[1]
 
 
+def names_cut_before(edges: Sequence[int], units: int) -> list[str]:
+    """What our planner is told to cut before, to have the same cuts."""
+    return ["ln_f" if edge == units - 1 else f"blocks.{edge - 1}" for edge in edges[1:-1]]
+
+
 def rank_of(stage: int, ranks: int, v_shaped: bool) -> int:
     """Stages go round and round the ranks, or there and back."""
     turn, place = divmod(stage, ranks)

@@ -86,8 +86,9 @@ def build_plans(
     micro_batches: int,
     names: Sequence[str],
     folder: Path,
+    cut_at: Sequence[str] = (),
 ) -> dict[Planned, Path]:
-    """A generated folder for all that is planned alike."""
+    """A generated folder for all that is planned alike, with the cuts of `cut_at` if it has any."""
     folders = {}
     for name in names:
         ours = OURS[name]
@@ -101,6 +102,7 @@ def build_plans(
                 schedule=ours.schedule,
                 micro_batches=ours.every or micro_batches,
                 prefer_modules=0.0,
+                cut_at=cut_at,
                 threads=1,
                 name="gpt",
                 output=made,

@@ -12,7 +12,7 @@ processes keep the memory that they free, as ranks of `asyncpipe-train` do; torc
 gain by that too.
 
 With `--memory` each pipeline has processes of its own, and what they need at their peak is
-measured.
+measured, ours and torch's with the same cuts.
 
     python benchmarks/runtime.py                        results/runtime_<case>.json, every case
     python benchmarks/runtime.py --cases gpt-m8 --rounds 9 --only 1f1b "torch 1F1B"
@@ -309,13 +309,14 @@ def run_case(case: Case, groups: int, rounds: int, only: Sequence[str]) -> list[
 
 
 def run_memory(case: Case) -> list[dict[str, Any]]:
-    """Each of torch's schedules that we have too beside ours."""
+    """Each of torch's schedules that we have too beside ours, both with the cuts of torch's."""
     table = []
     costs = peers.unit_costs(build_model(case), batch_of(case)[0])
+    edges = peers.cut_units(costs, case.ranks, each=1, v_shaped=False)
+    cut_at = peers.names_cut_before(edges, len(costs))
     with tempfile.TemporaryDirectory() as temporary:
-        folders = plans_of(
-            case, [name for pair in SAME for name in pair if name in OURS], temporary
-        )
+        ours = [name for pair in SAME for name in pair if name in OURS]
+        folders = plans_of(case, ours, temporary, cut_at)
         for number, name in enumerate(name for pair in SAME for name in pair):
             rendezvous = f"file://{temporary}/rendezvous{number}"
             arguments = (folders, rendezvous, name, costs)
@@ -326,10 +327,12 @@ def run_memory(case: Case) -> list[dict[str, Any]]:
     return table
 
 
-def plans_of(case: Case, names: Sequence[str], folder: str) -> dict[Planned, Path]:
+def plans_of(
+    case: Case, names: Sequence[str], folder: str, cut_at: Sequence[str] = ()
+) -> dict[Planned, Path]:
     inputs = batch_of(case)[0]
     model = build_model(case)
-    return build_plans(model, inputs, case.ranks, case.micro_batches, names, Path(folder))
+    return build_plans(model, inputs, case.ranks, case.micro_batches, names, Path(folder), cut_at)
 
 
 def together(

@@ -4,9 +4,9 @@ The sum of the parts is not the whole: what lies between operations, and what of
 one leaves to the next, belongs to the stage. So the code that is generated for it runs: received
 values are leaves, gradients come in at what it sends, gradients of weights add up, and as many
 micro-batches are in flight as the schedule has there. Ranks of one machine share its memory and
-caches, so as many stages as there are cores run at once, in threads, and all of them are timed. What
-else goes on only ever adds to a time, and rarely to all cores alike: stages change their cores, and
-the first quartile of what each took counts.
+caches, so as many stages as there are cores run at once, in threads, and all of them are timed.
+What else goes on only ever adds to a time, and rarely to all cores alike: stages change their
+cores, and the first quartile of what each took counts.
 """
 
 from __future__ import annotations

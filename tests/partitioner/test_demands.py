@@ -268,3 +268,18 @@ def test_a_partition_from_python_records_what_was_demanded(tmp_path) -> None:
     )
     assert planned.bottleneck_ms <= plan.bottleneck_ms
     assert not (tmp_path / "not").exists()
+
+
+@pytest.mark.parametrize(("share", "torn"), [(0.0, True), (1.0, False)])
+def test_what_is_given_up_for_whole_blocks_is_the_users(share: float, torn: bool) -> None:
+    model, inputs = zoo.gpt2()
+    plan = asyncpipe.partition(
+        model,
+        inputs,
+        stages=2,
+        profile="analytic",
+        prefer_modules=share,
+        stop_after="plan",
+    )
+    assert f"--prefer-modules {share:g}" in plan.command
+    assert any(".mlp" in name or ".attn" in name for name in plan.stages[1].modules) == torn

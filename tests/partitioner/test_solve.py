@@ -176,6 +176,12 @@ def test_a_wrong_method_gets_the_near_one():
         solve(chain_graph(1, 1), stages=2, method="chian")
 
 
+@pytest.mark.parametrize("share", [-0.1, 2.0, float("nan")])
+def test_a_share_to_give_up_is_between_nothing_and_all(share: float):
+    with pytest.raises(PlanError, match="is no share of a stage's time"):
+        solve(chain_graph(1, 1), stages=2, prefer_modules=share)
+
+
 def test_a_cycle_is_named():
     graph = nx.DiGraph([("a", "b"), ("b", "a")])
     with pytest.raises(PlanError, match="cycle: a -> b"):

@@ -1,5 +1,6 @@
 """Stages are timed as wholes, and plans are made again with what was found."""
 
+import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations
@@ -24,7 +25,7 @@ from asyncpipe.partitioner.settle import Cut, settled
 from asyncpipe.partitioner.solve import solve
 from asyncpipe.partitioner.split import split
 from asyncpipe.partitioner.ssa import separated
-from asyncpipe.partitioner.stage_times import at_work, rescaled, time_stages
+from asyncpipe.partitioner.stage_times import rescaled, time_stages, together
 from asyncpipe.partitioner.walk import NodeCost
 from asyncpipe.partitioner.whole import WholeTimes
 from asyncpipe.runtime.errors import PlanError
@@ -113,7 +114,7 @@ def test_every_stage_is_timed_and_the_model_left_as_it_was(name: str, at_once: i
         on_progress=lambda number, total: done.append((number, total)),
     )
     assert all(time.forward_ms > 0 and time.backward_ms > 0 for time in times)
-    assert done == [(1, 3), (2, 3), (3, 3)]
+    assert done == ([(1, 3), (2, 3), (3, 3)] if at_once == 1 else [(3, 3)])
     assert all(torch.equal(state[key], value) for key, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
     assert torch.equal(torch.get_rng_state(), drawn) and model.training == mode
@@ -131,9 +132,9 @@ def test_a_stage_is_timed_again_where_another_number_computes_beside_it(tmp_path
             cut.captured, cut.stages, given, in_flight=(2, 1), at_once=at_once, cache=cache
         )
 
-    alone, together = timed(1), timed(2)
-    assert timed(1) == alone and timed(2) == together
-    assert all(one != other for one, other in zip(alone, together, strict=True))
+    alone, at_once = timed(1), timed(2)
+    assert timed(1) == alone and timed(2) == at_once
+    assert all(one != other for one, other in zip(alone, at_once, strict=True))
 
 
 def test_a_stage_that_waits_inside_is_told_by_its_time_and_not_by_its_parts() -> None:
@@ -291,11 +292,11 @@ def test_as_many_stages_are_timed_at_once_as_share_a_host(
 ) -> None:
     seen: list[int] = []
 
-    def watched(runs: Sequence[Iterator[Any]], threads: int | None) -> Any:
-        seen.append(1 + len(runs))
-        return at_work(runs, threads)
+    def watched(runs: Sequence[Iterator[WholeTimes]], *options: Any, **more: Any) -> Any:
+        seen.append(len(runs))
+        return together(runs, *options, **more)
 
-    monkeypatch.setattr("asyncpipe.partitioner.stage_times.at_work", watched)
+    monkeypatch.setattr("asyncpipe.partitioner.stage_times.together", watched)
     monkeypatch.setattr("os.cpu_count", lambda: 8)
     devices = {"devices": cluster_of_hosts(hosts)} if hosts else {}
     model, inputs = ZOO["mlp"]()
@@ -312,13 +313,42 @@ def test_as_many_stages_are_timed_at_once_as_share_a_host(
     assert set(seen) == {at_once}
 
 
+def passages(ms: float, taken: list[int]) -> Iterator[WholeTimes]:
+    """A stage that says of each passage that it took so long, and keeps on which cores it ran."""
+    while True:
+        taken.extend(os.sched_getaffinity(0))
+        sleep(0.001)
+        yield WholeTimes(ms, 0.0)
+
+
+def test_a_stage_that_is_done_goes_on_until_all_are() -> None:
+    quick: list[int] = []
+    slow: list[int] = []
+    times = together([passages(50.0, quick), passages(20.0, slow)], 100.0, threads=1)
+    assert [len(of_one) for of_one in times] == [3, 6]
+    assert len(quick) > 4
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one core")
+def test_stages_that_are_timed_at_once_have_each_core_in_turn() -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    seen: list[list[set[int]]] = []
+    for turn in range(2):
+        taken: list[list[int]] = [[], []]
+        together([passages(50.0, each) for each in taken], 100.0, threads=1, turn=turn)
+        seen.append([set(each) for each in taken])
+    assert seen[0] == [{cores[0]}, {cores[1]}]
+    assert seen[1] == [{cores[1]}, {cores[2 % len(cores)]}]
+    assert sorted(os.sched_getaffinity(0)) == cores  # of this thread
+
+
 def test_what_fails_in_a_stage_beside_is_raised() -> None:
-    def failing() -> Iterator[None]:
-        yield
+    def failing() -> Iterator[WholeTimes]:
+        yield WholeTimes(1.0, 1.0)
         raise ValueError("the other stage")
 
-    with pytest.raises(ValueError, match="the other stage"), at_work([failing()], threads=1):
-        sleep(0.05)
+    with pytest.raises(ValueError, match="the other stage"):
+        together([passages(1.0, []), failing()], 1e9, threads=1)
 
 
 def test_stages_of_a_model_on_meta_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
