@@ -181,11 +181,11 @@ def partition_source(
     chosen too. `prefer_modules` is the share of the slowest stage's time that may be given up so
     that cuts fall between blocks. `output` defaults to `generated_models/<name>_<stages>p`. A
     boundary is before each module or operation that `cut_at` names; the operations of each module
-    that `keep_together` names are in one stage. `code` is "structured" or "flat". With `explain` the plan tells what
-    other numbers of stages, faster links and recomputation would give. With `stop_after="plan"`
-    the plan is returned and nothing is written. `profile`, `threads`, `device`, `dtype`,
-    `calibrate` and `no_cache` are those of `ProfileOptions`, `running` says how the plan is meant
-    to run.
+    that `keep_together` names are in one stage. `code` is "structured" or "flat". With `explain`
+    the plan tells what other numbers of stages, faster links and recomputation would give. With
+    `stop_after="plan"` the plan is returned and nothing is written. `profile`, `threads`, `device`,
+    `dtype`, `calibrate` and `no_cache` are those of `ProfileOptions`, `running` says how the plan
+    is meant to run.
     Raises CaptureError, PlanError or ModelError, each with a cure.
     """
     check_choice("code", code, CODES)
