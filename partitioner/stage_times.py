@@ -91,14 +91,14 @@ def time_stages(
                         taken[index] += times_of_one
                 if on_progress and lap == _LAPS - 1:
                     on_progress(min(first + at_once, len(stages)), len(stages))
-    times = tuple(found or _quartile(each) for found, each in zip(known, taken, strict=True))
+    times = tuple(found or first_quartile(each) for found, each in zip(known, taken, strict=True))
     for key, each in zip(keys, times, strict=True):
         if cache and key:
             cache.put(key, [each.forward_ms, each.backward_ms])
     return times
 
 
-def _quartile(times: Sequence[WholeTimes]) -> WholeTimes:
+def first_quartile(times: Sequence[WholeTimes]) -> WholeTimes:
     """The first quartile of the forwards, and of the backwards."""
     forward, backward = zip(*((time.forward_ms, time.backward_ms) for time in times), strict=True)
     return WholeTimes(

@@ -25,7 +25,12 @@ from asyncpipe.partitioner.settle import Cut, settled
 from asyncpipe.partitioner.solve import solve
 from asyncpipe.partitioner.split import split
 from asyncpipe.partitioner.ssa import separated
-from asyncpipe.partitioner.stage_times import rescaled, time_stages, together
+from asyncpipe.partitioner.stage_times import (
+    first_quartile,
+    rescaled,
+    time_stages,
+    together,
+)
 from asyncpipe.partitioner.walk import NodeCost
 from asyncpipe.partitioner.whole import WholeTimes
 from asyncpipe.runtime.errors import PlanError
@@ -340,6 +345,11 @@ def test_stages_that_are_timed_at_once_have_each_core_in_turn() -> None:
     assert seen[0] == [{cores[0]}, {cores[1]}]
     assert seen[1] == [{cores[1]}, {cores[2 % len(cores)]}]
     assert sorted(os.sched_getaffinity(0)) == cores  # of this thread
+
+
+def test_of_forwards_and_of_backwards_the_first_quartile_counts() -> None:
+    times = [WholeTimes(forward, 10 - forward) for forward in (5.0, 1.0, 4.0, 2.0, 3.0)]
+    assert first_quartile(times) == WholeTimes(2.0, 6.0)
 
 
 def test_what_fails_in_a_stage_beside_is_raised() -> None:

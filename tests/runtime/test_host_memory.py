@@ -22,37 +22,37 @@ print((resident_pages() - before) / 6144)
 """
 
 
-THREADS = """
+IN_A_THREAD = """
 import threading
 from pathlib import Path
 import torch
 from asyncpipe.runtime.host_memory import keep_freed_memory
-keep_freed_memory()
-def resident_pages():
-    return int(Path("/proc/self/statm").read_text().split()[1])
-torch.ones(8)
-before = resident_pages()
+if {keep}:
+    keep_freed_memory()
 def take():
-    held = [torch.ones(6 * 2**20) for _ in range(8)]
-for _ in range(2):
-    thread = threading.Thread(target=take)
-    thread.start()
-    thread.join()
-print((resident_pages() - before) / 6144)
+    block = torch.ones(2**16)
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    heap = next(line.split()[0] for line in maps if line.endswith("[heap]"))
+    first, last = (int(end, 16) for end in heap.split("-"))
+    print(int(first <= block.data_ptr() < last))
+thread = threading.Thread(target=take)
+thread.start()
+thread.join()
 """
 
 
-def blocks_left(code: str) -> float:
+def printed(code: str) -> float:
     command = [sys.executable, "-c", code]
     return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries are left alone")
 def test_what_was_freed_stays_with_the_process() -> None:
-    assert blocks_left(CODE.format(keep=False)) < 1
-    assert blocks_left(CODE.format(keep=True)) > 7
+    assert printed(CODE.format(keep=False)) < 1
+    assert printed(CODE.format(keep=True)) > 7
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries are left alone")
-def test_what_a_thread_freed_stays_too() -> None:
-    assert 7 < blocks_left(THREADS) < 9
+def test_new_threads_share_the_first_heap() -> None:
+    assert printed(IN_A_THREAD.format(keep=False)) == 0
+    assert printed(IN_A_THREAD.format(keep=True)) == 1
