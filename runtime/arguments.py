@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .errors import DataError
-from .plan import Plan
+from .plan import Plan, TensorSpec
 from .structure import names_in, tensors_by_name
 
 
@@ -37,12 +37,49 @@ def named_inputs(plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 def sizes_of(plan: Plan, values: Mapping[str, Any]) -> dict[str, int]:
-    """The numbers that the plan's symbols stand for in these inputs."""
-    sizes = dict(plan.sizes)
+    """The numbers that the plan's symbols stand for in those of its inputs that `values` has.
+
+    Raises DataError where an input has another number of dimensions or another size than the plan
+    was made for, and where one symbol would have two numbers.
+    """
+    found: dict[str, tuple[int, str]] = {}
     for spec in plan.inputs:
-        pairs = zip(spec.shape, values[spec.name].shape, strict=False)
-        sizes.update((symbol, size) for symbol, size in pairs if symbol in sizes)
-    return sizes
+        if spec.name not in values:
+            continue
+        shape = tuple(values[spec.name].shape)
+        if len(shape) != len(spec.shape):
+            raise DataError(
+                f"{spec.name} has the shape {_text(shape)}, but {plan.name} was captured with "
+                f"{_text(spec.shape)}.",
+                "Give data of that shape, or make the plan again with example inputs like the data.",
+            )
+        for dim, (wanted, size) in enumerate(zip(spec.shape, shape, strict=True)):
+            if isinstance(wanted, int):
+                if size != wanted:
+                    raise _another_size(plan, spec, dim, shape)
+            elif wanted in plan.sizes:
+                known, where = found.setdefault(wanted, (size, f"dimension {dim} of {spec.name}"))
+                if known != size:
+                    raise DataError(
+                        f"the {wanted} size is {known} in {where}, but {size} in dimension {dim} "
+                        f"of {spec.name} (in {_text(shape)}).",
+                        f"Give inputs of one {wanted} size.",
+                    )
+    return {**plan.sizes, **{symbol: size for symbol, (size, _) in found.items()}}
+
+
+def _another_size(plan: Plan, spec: TensorSpec, dim: int, shape: tuple[int, ...]) -> DataError:
+    wanted, size = spec.shape[dim], shape[dim]
+    return DataError(
+        f"dimension {dim} of {spec.name} is {size} (in {_text(shape)}), but {plan.name} was "
+        f"captured for {wanted} only (in {_text(spec.shape)}).",
+        f"Give data that has {wanted} there, or make the plan again with example inputs that have "
+        f"{size}.",
+    )
+
+
+def _text(shape: Sequence[int | str]) -> str:
+    return f"[{', '.join(map(str, shape))}]"
 
 
 def _by_name(

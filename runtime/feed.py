@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .arguments import sizes_of
 from .errors import DataError, PlanError
 from .plan import Plan
 from .structure import names_in, rebuilt
@@ -64,8 +65,15 @@ class FeedOnce:
     """Asks a feed once for each micro-batch, however many stages of the rank read it."""
 
     def __init__(
-        self, feed: Feed, needed: Sequence[str], stages: int, device: torch.device, rank: int
+        self,
+        plan: Plan,
+        feed: Feed,
+        needed: Sequence[str],
+        stages: int,
+        device: torch.device,
+        rank: int,
     ) -> None:
+        self.plan = plan
         self.feed = feed
         self.needed = needed
         self.stages = stages
@@ -76,7 +84,7 @@ class FeedOnce:
     def __call__(self, micro_batch: int) -> Values:
         """The values of a micro-batch on the device, for the next stage of this rank.
 
-        Raises DataError when the feed lacks one.
+        Raises DataError when the feed lacks one, or has it in a shape that does not fit the plan.
         """
         if not self.needed:
             return {}
@@ -95,6 +103,7 @@ class FeedOnce:
                     f'Micro-batch {micro_batch} has no "{name}" on rank {self.rank}; '
                     f"it has {', '.join(given) or 'nothing'}."
                 )
+        sizes_of(self.plan, {name: given[name] for name in self.needed})
         return {name: given[name].to(self.device) for name in self.needed}
 
 

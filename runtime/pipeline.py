@@ -246,7 +246,14 @@ class Pipeline:
             schedule,
             program,
             training,
-            FeedOnce(feed, self._needed, len(self.stages), self.device, self.transport.rank),
+            FeedOnce(
+                self.plan,
+                feed,
+                self._needed,
+                len(self.stages),
+                self.device,
+                self.transport.rank,
+            ),
             Mailbox(
                 channels,
                 self.transport,

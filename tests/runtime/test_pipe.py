@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file, save_model
-from torch import nn
+from torch import Tensor, nn
 
 import asyncpipe
 from asyncpipe.partitioner.models import load_model
@@ -46,6 +46,34 @@ def test_the_output_has_the_originals_structure(folder: Path) -> None:
         torch.testing.assert_close(value, expected[name])
     with pytest.raises(DataError, match="case takes input_ids, labels; got input_ids"):
         pipe(input_ids=inputs["input_ids"])
+
+
+class _OfTwoInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 5), nn.Linear(5, 2)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.last(self.first(x).mean(1) + y)
+
+
+def test_sizes_of_the_data_are_compared_before_anything_runs(tmp_path: Path) -> None:
+    example = {"x": torch.randn(4, 3, 6), "y": torch.randn(4, 5)}
+    folder = tmp_path / "2p"
+    asyncpipe.partition(_OfTwoInputs(), example, stages=2, output=folder, profile="analytic")
+    pipe = asyncpipe.load(folder)
+    assert pipe(x=torch.randn(7, 3, 6), y=torch.randn(7, 5)).shape == (7, 2)
+    ran: list[nn.Module] = []
+    pipe.stages[0].register_forward_pre_hook(lambda stage, given: ran.append(stage))
+    for x, y, words in [
+        ((4, 8, 6), (4, 5), r"dimension 1 of x is 8 \(in \[4, 8, 6\]\), .* captured for 3 only"),
+        ((4, 3, 6), (4, 1), r"dimension 1 of y is 1 \(in \[4, 1\]\), but .* captured for 5 only"),
+        ((4, 3, 6), (5,), r"y has the shape \[5\], but .* captured with \[batch, 5\]"),
+        ((4, 3, 6), (5, 5), "the batch size is 4 in dimension 0 of x, but 5 in dimension 0 of y"),
+    ]:
+        with pytest.raises(DataError, match=words):
+            pipe(x=torch.randn(x), y=torch.randn(y))
+    assert not ran
 
 
 def test_tied_weights_are_one_parameter(folder: Path) -> None:

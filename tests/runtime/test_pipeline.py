@@ -291,6 +291,15 @@ def test_a_feed_that_lacks_an_input_is_named() -> None:
         pipeline.run(schedule, lambda i: {"x": regression(i)["x"]}, first_micro_batch=4)
 
 
+@pytest.mark.parametrize("form", [(4, 7), (4,)])
+def test_a_micro_batch_that_the_plan_was_not_made_for_is_refused(form: tuple[int, ...]) -> None:
+    model = chain(2)
+    schedule = lowered(model, "single", 2)
+    pipeline = make_pipeline(model, schedule, model.build(), LocalHub().transport(0))
+    with pytest.raises(DataError, match="was captured"):
+        pipeline.run(schedule, lambda i: {**regression(i), "x": torch.zeros(form)})
+
+
 def test_a_micro_batch_of_another_size_is_named_with_both_shapes() -> None:
     model = chain(2)
     short = HandModel(
