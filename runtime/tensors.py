@@ -73,9 +73,18 @@ def shard_name(shard: int, shards: int) -> str:
 
 
 def write_shard(folder: Path, tensors: Mapping[str, Tensor], shard: int, shards: int) -> None:
-    """Writes one shard into `folder`; the tensors may live on any device."""
+    """Writes one shard into `folder`; the tensors may live on any device.
+
+    Tensors that share memory, as tied parameters that no stage uses, are written one by one.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    plain: dict[str, Tensor] = {}
+    storages: set[int] = set()
+    for name, tensor in tensors.items():
+        own = tensor.detach().cpu().contiguous()
+        storage = own.untyped_storage().data_ptr()
+        plain[name] = own.clone() if storage in storages else own
+        storages.add(storage)
     save_file(plain, folder / shard_name(shard, shards), metadata={"format": "pt"})
 
 

@@ -35,7 +35,7 @@ class Counting(nn.Module):
 
 
 class Nested(nn.Module):
-    """Modules in modules, a weight with two names, and a layer that forward never calls."""
+    """Modules in modules, a weight with two names, and two tied layers that forward never calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,8 @@ class Nested(nn.Module):
         self.rest = nn.ModuleList([Counting(), Counting()])
         self.head = nn.Linear(8, 8, bias=False)
         self.head.weight = self.inner["deep"][0].weight
-        self.spare = nn.Linear(2, 2)
+        self.spare, self.spare_too = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.spare_too.weight = self.spare.weight
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.inner["deep"](x)
