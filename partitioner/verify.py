@@ -7,7 +7,7 @@ hand. Both run under equal seeds, so dropout draws the same numbers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,33 +17,50 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..runtime.errors import PlanError
+from ..runtime.authors_line import where_in_stage
+from ..runtime.errors import AsyncPipeError, PlanError
 from ..runtime.loading import SkipRandomInit, load_stage_class
 from ..runtime.pipe import run_stage
-from ..runtime.plan import Plan, TensorSpec
+from ..runtime.plan import Plan, StageSpec
 from ..runtime.structure import rebuilt
 from .capture import Arguments, read_arguments
-from .capture.inputs import other_sizes as sizes_unlike
 from .capture.restore import without_cache
+from .capture.samples import (
+    Attempted,
+    Sample,
+    Tensors,
+    dynamic_of,
+    first_taken,
+    nearby_sizes,
+    refused_by_model,
+    sizes_text,
+    smaller_sizes,
+)
 from .capture.structure import plain_structure
 
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What was compared; `gradients` is 0 when only shapes could be (a model on meta)."""
+    """What was compared, at which sizes; `captured` are those of the capture.
+
+    `gradients` is 0 when only shapes could be compared (a model on meta).
+    """
 
     sizes: Mapping[str, int]
+    captured: Mapping[str, int]
     outputs: int
     gradients: int
     largest_difference: float
 
     @property
     def summary(self) -> str:
-        sizes = " × ".join(f"{size} {name}" for name, size in self.sizes.items())
+        where = sizes_text(self.sizes, " at ")
+        if self.sizes and self.sizes == self.captured:
+            where += ", the captured sizes: the original took none of the others tried"
         if not self.gradients:
-            return f"shapes of all outputs equal the original's at {sizes} (no weights to run with)"
+            return f"shapes of all outputs equal the original's{where} (no weights to run with)"
         return (
-            f"loss, outputs and all {self.gradients} gradients equal the original's at {sizes} "
+            f"loss, outputs and all {self.gradients} gradients equal the original's{where} "
             f"(largest difference {self.largest_difference:.0e})"
         )
 
@@ -58,12 +75,14 @@ def verify(
     tolerance: float = 1e-4,
     constants: Mapping[str, Tensor] | None = None,
 ) -> Verified:
-    """Compares the stages in `folder` with `model` at `sizes`, by default not those of the capture.
+    """Compares the stages in `folder` with `model` at `sizes`, by default at sizes that the model
+    takes and that are not those of the capture.
 
     Train mode with equal seeds: outputs and gradients; eval mode: outputs. `constants` are tensors
     that the stages hold as buffers and that are no buffers of the model. The original's
     gradients, buffers and mode are as before afterwards. Raises PlanError naming the first value
-    that differs by more than `tolerance` (relative to the largest magnitude in it).
+    that differs by more than `tolerance` (relative to the largest magnitude in it), and where the
+    model itself does not run.
     """
     given = read_arguments(model, example_inputs)
     with _state_kept(model):
@@ -71,7 +90,6 @@ def verify(
         with torch.device("meta" if on_meta else "cpu"), SkipRandomInit():
             stages = [load_stage_class(folder, spec)() for spec in plan.stages]
         verify_names(model, plan, stages)
-        sizes = other_sizes(plan) if sizes is None else sizes
         if on_meta:
             return _verify_shapes(model, plan, stages, given, sizes)
         held = constants or {}
@@ -95,18 +113,34 @@ def verify_names(model: nn.Module, plan: Plan, stages: list[nn.Module]) -> None:
             )
 
 
-def other_sizes(plan: Plan) -> dict[str, int]:
-    """Small sizes that differ from the captured ones and from each other."""
-    return sizes_unlike(plan.sizes)
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What a forward and backward in one mode do: results, gradients, and what has changed."""
+
+    outputs: Mapping[str, Tensor]
+    gradients: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+    inputs: Mapping[str, Tensor]
 
 
-def resize(example: Tensor, spec: TensorSpec, sizes: Mapping[str, int]) -> Tensor:
-    """The example repeated or cut to the sizes that `spec` has for `sizes`."""
-    for dim, size in enumerate(spec.resolve(sizes)):
-        if example.shape[dim] != size:
-            index = torch.arange(size, device=example.device) % example.shape[dim]
-            example = example.index_select(dim, index)
-    return example
+_MODES = (False, True)
+"""Evaluation, then training."""
+
+
+def _sample_of(
+    model: nn.Module,
+    plan: Plan,
+    given: Arguments,
+    sizes: Mapping[str, int] | None,
+    attempt: Callable[[Tensors], Attempted],
+) -> Sample[Attempted]:
+    """Inputs at `sizes`, by default at others than the captured that `attempt` takes."""
+    choices = (smaller_sizes(plan.sizes), nearby_sizes(plan.sizes)) if sizes is None else ()
+    wanted = plan.sizes if sizes is None else sizes
+    try:
+        return first_taken(attempt, given.tensors, dynamic_of(plan.inputs), wanted, choices)
+    except Exception as error:
+        raise PlanError(*refused_by_model(model, wanted, error)) from error
 
 
 def _verify_numbers(
@@ -114,51 +148,58 @@ def _verify_numbers(
     plan: Plan,
     stages: list[nn.Module],
     given: Arguments,
-    sizes: Mapping[str, int],
+    sizes: Mapping[str, int] | None,
     tolerance: float,
     constants: Mapping[str, Tensor],
 ) -> Verified:
     for stage in stages:
         adopt(stage, model, constants)
-    inputs = {spec.name: resize(given.tensors[spec.name], spec, sizes) for spec in plan.inputs}
+
+    def original(inputs: Tensors) -> list[_Seen]:
+        with _state_kept(model):
+            return [_run_model(model, given, inputs, training) for training in _MODES]
+
+    sample = _sample_of(model, plan, given, sizes, original)
     largest = 0.0
-    for training in (False, True):
-        for module in (model, *stages):
-            module.train(training)
-        # A model may change what it is given.
-        theirs, ours = ({name: value.clone() for name, value in inputs.items()} for _ in range(2))
-        expected, expected_gradients = _run_model(model, given, theirs, training)
-        actual, actual_gradients = _run_stages(plan, stages, ours, model, sizes, training)
-        for pair, what in (
-            ((expected, actual), "output"),
-            ((expected_gradients, actual_gradients), "gradient of"),
-            (_buffers(model, stages), "buffer"),
-            ((theirs, ours), "input"),
+    for training, expected in zip(_MODES, sample.result, strict=True):
+        for stage in stages:
+            stage.train(training)
+        actual = _run_stages(plan, stages, sample.inputs, model, sample.sizes, training)
+        for what, theirs, ours in (
+            ("output", expected.outputs, actual.outputs),
+            ("gradient of", expected.gradients, actual.gradients),
+            ("buffer", {name: expected.buffers[name] for name in actual.buffers}, actual.buffers),
+            ("input", expected.inputs, actual.inputs),
         ):
-            largest = max(largest, compare(*pair, tolerance, what))
-    return Verified(sizes, len(expected), len(expected_gradients), largest)
+            largest = max(largest, compare(theirs, ours, tolerance, what))
+    trained = sample.result[-1]
+    return Verified(sample.sizes, plan.sizes, len(trained.outputs), len(trained.gradients), largest)
 
 
 def _run_model(
     model: nn.Module, given: Arguments, inputs: Mapping[str, Tensor], training: bool
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+) -> _Seen:
+    own = _copied(inputs)  # A model may change what it is given.
+    model.train(training)
     torch.manual_seed(1)
     with torch.set_grad_enabled(training), without_cache(model):
-        outputs = _leaves(given.call(model, inputs))
+        outputs = _leaves(given.call(model, own))
     if training:
         torch.autograd.backward(_total(outputs))
-    return _detached(outputs), _take_gradients(model)
+    buffers = _copied(dict(model.named_buffers(remove_duplicate=False)))
+    return _Seen(_detached(outputs), _take_gradients(model), buffers, own)
 
 
 def _run_stages(
     plan: Plan,
     stages: list[nn.Module],
-    inputs: Mapping[str, Tensor],
+    given: Mapping[str, Tensor],
     model: nn.Module,
     sizes: Mapping[str, int],
     training: bool,
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+) -> _Seen:
     torch.manual_seed(1)
+    inputs = _copied(given)
     values: dict[str, Tensor] = dict(inputs)
     copies: dict[str, list[Tensor]] = {}  # of each value, one leaf a reader
 
@@ -169,7 +210,7 @@ def _run_stages(
 
     with torch.set_grad_enabled(training):
         for spec, stage in zip(plan.stages, stages, strict=True):
-            values |= run_stage(spec, stage, {name: read(name) for name in spec.inputs})
+            values |= _run_stage(spec, stage, {name: read(name) for name in spec.inputs}, sizes)
         result = rebuilt(plan.outputs, {name: read(name) for name in values}, sizes)
         outputs = _leaves(result)
     if training:
@@ -180,7 +221,33 @@ def _run_stages(
             torch.autograd.backward(
                 [value for value, _ in ready], [gradient for _, gradient in ready]
             )
-    return _detached(outputs), _take_gradients(model)
+    own = dict(model.named_buffers(remove_duplicate=False))
+    buffers = {
+        name: buffer for stage in stages for name, buffer in stage.named_buffers() if name in own
+    }
+    return _Seen(_detached(outputs), _take_gradients(model), buffers, inputs)
+
+
+def _run_stage(
+    spec: StageSpec, stage: nn.Module, values: Mapping[str, Any], sizes: Mapping[str, int]
+) -> dict[str, Any]:
+    """Raises PlanError with the line where a stage raises what the original did not."""
+    try:
+        return run_stage(spec, stage, values)
+    except AsyncPipeError:
+        raise
+    except Exception as error:
+        told = str(error).strip().split("\n")[0]
+        raise PlanError(
+            f"stage {spec.index} raises {type(error).__name__}{sizes_text(sizes, ' at ')}, where "
+            f"the original does not: {told} ({where_in_stage(error, stage)})",
+            "Keep the module that it comes from as one node (--leaf Class), and please report "
+            "the model.",
+        ) from error
+
+
+def _copied(tensors: Mapping[str, Tensor]) -> Tensors:
+    return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 def _sum_of_gradients(copies: list[Tensor]) -> Tensor | None:
@@ -213,7 +280,7 @@ def _total(outputs: Mapping[str, Tensor]) -> Tensor:
 
 
 def _detached(outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {path: value.detach() for path, value in outputs.items()}
+    return {path: value.detach().clone() for path, value in outputs.items()}
 
 
 def _take_gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -276,24 +343,26 @@ def _verify_shapes(
     plan: Plan,
     stages: list[nn.Module],
     given: Arguments,
-    sizes: Mapping[str, int],
+    sizes: Mapping[str, int] | None,
 ) -> Verified:
     """On meta only shapes and dtypes of the outputs can be compared."""
-    values: dict[str, Any] = {
-        spec.name: resize(given.tensors[spec.name], spec, sizes).to("meta") for spec in plan.inputs
-    }
+
+    def original(inputs: Tensors) -> dict[str, Tensor]:
+        return _leaves(given.call(model, {name: each.to("meta") for name, each in inputs.items()}))
+
     with torch.no_grad():
-        expected = _leaves(given.call(model, values))
+        sample = _sample_of(model, plan, given, sizes, original)
+        values: dict[str, Any] = {name: each.to("meta") for name, each in sample.inputs.items()}
         for spec, stage in zip(plan.stages, stages, strict=True):
-            values |= run_stage(spec, stage.train(model.training), values)
-    actual = _leaves(rebuilt(plan.outputs, values, sizes))
-    for name, wanted in expected.items():
+            values |= _run_stage(spec, stage.train(model.training), values, sample.sizes)
+    actual = _leaves(rebuilt(plan.outputs, values, sample.sizes))
+    for name, wanted in sample.result.items():
         if actual[name].shape != wanted.shape or actual[name].dtype != wanted.dtype:
             raise PlanError(
                 f"the output {name} is {tuple(wanted.shape)} in the original, "
                 f"{tuple(actual[name].shape)} in the stages."
             )
-    return Verified(sizes, len(expected), 0, 0.0)
+    return Verified(sample.sizes, plan.sizes, len(sample.result), 0, 0.0)
 
 
 def adopt(stage: nn.Module, model: nn.Module, constants: Mapping[str, Tensor]) -> None:
@@ -306,17 +375,6 @@ def adopt(stage: nn.Module, model: nn.Module, constants: Mapping[str, Tensor]) -
         for name, buffer in stage.named_buffers():
             if name in given:  # else its constructor makes it
                 buffer.copy_(given[name])
-
-
-def _buffers(
-    model: nn.Module, stages: list[nn.Module]
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The stages' buffers beside the model's of the same names, after both ran."""
-    own = dict(model.named_buffers(remove_duplicate=False))
-    actual = {
-        name: buffer for stage in stages for name, buffer in stage.named_buffers() if name in own
-    }
-    return {name: own[name] for name in actual}, actual
 
 
 @contextmanager

@@ -25,7 +25,7 @@ PURE = {
     *("replicated", "scheduler", "activity", "idle", "trace", "pages", "wording"),
 }
 # The check runs the files and the profile times them as the runtime will; weights have one format.
-SHARED = {"pipe", "loading", "tensors", "host_memory", "split_backward"}
+SHARED = {"pipe", "loading", "authors_line", "tensors", "host_memory", "split_backward"}
 COMMANDS = {
     "cli",
     "commands",

@@ -7,6 +7,7 @@ allowed for is only that threads add in another order.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,15 +15,13 @@ from torch import Tensor, nn
 
 from ...runtime.errors import CaptureError
 from .graph import Capture
-from .inputs import resized
 from .interpret import run, sizes_of
 from .restore import in_mode, unchanged, without_cache
+from .samples import dynamic_of, first_taken, nearby_sizes, refused_by_model, smaller_sizes
 from .structure import plain_structure, tensors_in
 
 # Below this, gradients are compared too: above, the check would take longer than the capture.
 MAX_PARAMETERS_WITH_GRADIENTS = 5_000_000
-# Lengths that cost little and are within what any model allows.
-_SHORT = 7
 _KEEP = "Keep the module that makes it as one node (--leaf Class), and please report the model."
 
 
@@ -32,31 +31,37 @@ def check_capture(capture: Capture, inputs: Mapping[str, Tensor]) -> None:
     `inputs` are the tensors among forward's arguments by name.
 
     Raises CaptureError where an output, a buffer or (below five million parameters) a gradient
-    differs.
+    differs, and where the model itself does not run on its example.
     """
     model = capture.model
     tensors = [*model.parameters(), *model.buffers()]
     device = tensors[0].device if tensors else torch.device("cpu")
-    sample = _sample(capture, inputs, device)
-
-    def original(given: dict[str, Tensor]) -> Any:
-        return capture.arguments.call(model, given)
-
     small = sum(p.numel() for p in model.parameters()) < MAX_PARAMETERS_WITH_GRADIENTS
-    for training in (True, False):
-        with_gradients = training and small
 
-        def graph(given: dict[str, Tensor], training: bool = training) -> Any:
-            return run(capture, given, training=training)
+    def observed(
+        given: Mapping[str, Tensor], training: bool, forward: Callable[[dict[str, Tensor]], Any]
+    ) -> dict[str, Tensor]:
+        return _observe(model, given, training, training and small, forward)
 
-        expected = _observe(model, sample, training, with_gradients, original)
+    def original(given: dict[str, Tensor]) -> dict[bool, dict[str, Tensor]]:
+        call = partial(capture.arguments.call, model)
+        return {training: observed(given, training, call) for training in (True, False)}
+
+    choices = (smaller_sizes(capture.sizes), nearby_sizes(capture.sizes))
+    real = {name: _real(value, device) for name, value in inputs.items()}
+    try:
+        sample = first_taken(original, real, dynamic_of(capture.inputs), capture.sizes, choices)
+    except Exception as error:
+        raise CaptureError(*refused_by_model(model, capture.sizes, error)) from error
+    for training, expected in sample.result.items():
+        graph = partial(run, capture, training=training)
         mode = "training" if training else "evaluation"
         try:
-            found = _observe(model, sample, training, with_gradients, graph)
+            found = observed(sample.inputs, training, graph)
         except Exception as error:
             raise CaptureError(
                 f"the captured graph does not run in {mode} mode at "
-                f"{_sizes_text(capture, sample)}: {type(error).__name__}: {error}",
+                f"{_sizes_text(capture, sample.inputs)}: {type(error).__name__}: {error}",
                 _KEEP,
             ) from error
         for name in expected | found:
@@ -64,7 +69,8 @@ def check_capture(capture: Capture, inputs: Mapping[str, Tensor]) -> None:
             if value is None or not _equal(value, found.get(name)):
                 raise CaptureError(
                     f"the captured graph is not the model: {name} differs in {mode} mode at "
-                    f"{_sizes_text(capture, sample)} ({_difference(value, found.get(name))}).",
+                    f"{_sizes_text(capture, sample.inputs)} "
+                    f"({_difference(value, found.get(name))}).",
                     _KEEP,
                 )
 
@@ -72,35 +78,6 @@ def check_capture(capture: Capture, inputs: Mapping[str, Tensor]) -> None:
 def is_on_meta(model: nn.Module) -> bool:
     """Whether the model has no numbers to compute with."""
     return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-
-
-def _sample(
-    capture: Capture, inputs: Mapping[str, Tensor], device: torch.device
-) -> dict[str, Tensor]:
-    """Real inputs of other sizes than the example's that the model itself accepts."""
-    dims = {
-        spec.name: {dim: size for dim, size in enumerate(spec.shape) if isinstance(size, str)}
-        for spec in capture.inputs
-    }
-    real = {name: _real(value, device) for name, value in inputs.items()}
-    batch = {"batch": 2 if capture.sizes.get("batch") == 3 else 3}
-    others = [symbol for symbol in capture.sizes if symbol != "batch"]
-    short = {symbol: _SHORT + (capture.sizes[symbol] == _SHORT) for symbol in others}
-    shorter = {symbol: max(capture.sizes[symbol] - 1, 2) for symbol in others}
-    for change in (batch | short, batch | shorter):
-        sample = resized(real, dims, {**capture.sizes, **change})
-        try:
-            _observe(
-                capture.model,
-                sample,
-                False,
-                False,
-                lambda given: capture.arguments.call(capture.model, given),
-            )
-        except Exception:  # The model has a rule about its lengths: try others.
-            continue
-        return sample
-    return resized(real, dims, {**capture.sizes, **batch})
 
 
 def _real(value: Tensor, device: torch.device) -> Tensor:

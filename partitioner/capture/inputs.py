@@ -4,26 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 from .fakes import Dynamic
+from .samples import BATCH, resized
 
 
 def dynamic_sizes(inputs: Mapping[str, Tensor]) -> dict[str, dict[int, str]]:
     """The free sizes by default: `batch` is dimension 0 of every tensor, `sequence` dimension 1
-    of two-dimensional tensors of integers. A tensor of another length has a symbol of its own.
+    of two-dimensional tensors of integers. A tensor of another size has a symbol of its own, and
+    one of size 1 beside others broadcasts and keeps it.
 
+    >>> import torch
     >>> dynamic_sizes({"input_ids": torch.ones(4, 11, dtype=torch.long),
-    ...                "labels": torch.ones(4, 7, dtype=torch.long)})
-    {'input_ids': {0: 'batch', 1: 'sequence'}, 'labels': {0: 'batch', 1: 'labels_sequence'}}
+    ...                "labels": torch.ones(4, 7, dtype=torch.long),
+    ...                "prompt": torch.ones(3, 8)})
+    {'input_ids': {0: 'batch', 1: 'sequence'}, 'labels': {0: 'batch', 1: 'labels_sequence'}, \
+'prompt': {0: 'prompt_rows'}}
     """
     found: dict[str, dict[int, str]] = {}
     lengths: dict[int, str] = {}
+    rows: dict[int, str] = {}
+    is_single = all(value.shape[0] == 1 for value in inputs.values() if value.dim())
     for name, value in inputs.items():
         if value.dim() == 0:
             continue
-        found[name] = {0: "batch"}
+        size = value.shape[0]
+        found[name] = {}
+        if size > 1 or is_single:
+            found[name][0] = rows.setdefault(size, f"{name}_rows" if rows else BATCH)
         if value.dim() == 2 and not value.is_floating_point() and not value.is_complex():
             symbol = f"{name}_sequence" if lengths else "sequence"
             found[name][1] = lengths.setdefault(value.shape[1], symbol)
@@ -47,37 +56,7 @@ def sizes_in(inputs: Mapping[str, Tensor], dims: Dynamic) -> dict[str, int]:
     }
 
 
-def other_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Small sizes that differ from the given ones and from each other.
-
-    >>> other_sizes({"batch": 4, "sequence": 128})
-    {'batch': 3, 'sequence': 17}
-    """
-    others: dict[str, int] = {}
-    for number, (name, size) in enumerate(sizes.items()):
-        others[name] = min(size - 1, 3 + 14 * number) if size > 2 else 3
-    return others
-
-
 def enlarged(inputs: Mapping[str, Tensor], dims: Dynamic) -> dict[str, Tensor]:
     """The inputs with free sizes of 1 made 2: a size of 1 broadcasts, and cannot stand for any."""
     sizes = {symbol: max(size, 2) for symbol, size in sizes_in(inputs, dims).items()}
     return resized(inputs, dims, sizes)
-
-
-def resized(
-    inputs: Mapping[str, Tensor], dims: Dynamic, sizes: Mapping[str, int]
-) -> dict[str, Tensor]:
-    """Inputs of other sizes whose values are those of the given ones, over and over."""
-    result = dict(inputs)
-    for name, named in dims.items():
-        if name not in inputs:
-            continue
-        tensor = inputs[name]
-        for dim, symbol in named.items():
-            length = tensor.shape[dim]
-            if length != sizes[symbol]:
-                index = torch.arange(sizes[symbol], device=tensor.device) % length
-                tensor = tensor.index_select(dim, index)
-        result[name] = tensor
-    return result

@@ -19,11 +19,12 @@ from .automatic_leaves import FailedTrace
 from .dynamo import torch_graph
 from .explain import explained, pinned
 from .fakes import Dynamic, FakeWorld
-from .inputs import other_sizes, resized, sizes_in
+from .inputs import sizes_in
 from .leaves import LeafRule
 from .patches import patched
 from .replay import replay
 from .restore import in_mode, silent, without_cache
+from .samples import resized, smaller_sizes
 from .shadow import Shadow
 from .structure import plain_structure
 from .tracer import LenNeeded, Tracer
@@ -127,4 +128,4 @@ def _others(inputs: Mapping[str, Tensor], dims: Dynamic) -> list[dict[str, Tenso
     """Inputs of other sizes, if any size is free."""
     sizes = sizes_in(inputs, dims)
     larger = {name: size + 3 for name, size in sizes.items()}
-    return [resized(inputs, dims, each) for each in (other_sizes(sizes), larger) if each]
+    return [resized(inputs, dims, each) for each in (smaller_sizes(sizes), larger) if each]

@@ -18,8 +18,8 @@ from asyncpipe.partitioner.capture import (
     capture,
     run,
 )
-from asyncpipe.partitioner.capture.inputs import resized
 from asyncpipe.partitioner.capture.restore import without_cache
+from asyncpipe.partitioner.capture.samples import dynamic_of, resized
 from asyncpipe.partitioner.capture.structure import plain_structure, tensors_in
 
 
@@ -37,11 +37,7 @@ zoo = _load_zoo()
 
 
 def other_sizes(captured: Capture, inputs: dict[str, Any], **sizes: int) -> dict[str, Any]:
-    dims = {
-        spec.name: {dim: size for dim, size in enumerate(spec.shape) if isinstance(size, str)}
-        for spec in captured.inputs
-    }
-    return resized(inputs, dims, {**captured.sizes, **sizes})
+    return resized(inputs, dynamic_of(captured.inputs), {**captured.sizes, **sizes})
 
 
 def observe(

@@ -12,11 +12,11 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 import asyncpipe
 from asyncpipe.partitioner.folder import write_folder
-from asyncpipe.partitioner.verify import compare, other_sizes, resize, verify
+from asyncpipe.partitioner.verify import compare, verify
 from asyncpipe.partitioner.weights import snapshot
 from asyncpipe.runtime.errors import PlanError
 from asyncpipe.runtime.loading import SkipRandomInit
-from asyncpipe.runtime.plan import TensorSpec, read_plan
+from asyncpipe.runtime.plan import read_plan
 from asyncpipe.tests.generated import CASES, cut
 
 
@@ -88,8 +88,9 @@ def test_the_model_is_left_as_it_was(tmp_path: Path) -> None:
 
 
 def test_the_check_runs_at_other_sizes_than_the_capture(tmp_path: Path) -> None:
-    plan = read_plan(cut(CASES["gpt2"], 2, tmp_path / "2p"))
-    sizes = other_sizes(plan)
+    case = CASES["gpt2"]
+    plan = read_plan(folder := cut(case, 2, tmp_path / "2p"))
+    sizes = verify(case.build(), plan, folder, case.example_inputs).sizes
     assert sizes.keys() == plan.sizes.keys()
     assert all(size != plan.sizes[name] and size > 1 for name, size in sizes.items())
 
@@ -116,13 +117,6 @@ def test_rounding_of_a_gradient_that_is_zero_is_no_fault(wrong_by: float, seen: 
         compare(gradients, others, 1e-4, "gradient of")
     with pytest.raises(PlanError):
         compare(gradients, others, 1e-4, "output")
-
-
-def test_an_example_is_repeated_or_cut_to_a_size() -> None:
-    spec = TensorSpec("x", "int64", ("batch", 3))
-    example = torch.arange(6).view(2, 3)
-    assert resize(example, spec, {"batch": 3}).tolist() == [[0, 1, 2], [3, 4, 5], [0, 1, 2]]
-    assert resize(example, spec, {"batch": 1}).tolist() == [[0, 1, 2]]
 
 
 def refuse(_: Path) -> None:
