@@ -51,7 +51,7 @@ def sizes_of(plan: Plan, values: Mapping[str, Any]) -> dict[str, int]:
             raise DataError(
                 f"{spec.name} has the shape {_text(shape)}, but {plan.name} was captured with "
                 f"{_text(spec.shape)}.",
-                "Give data of that shape, or make the plan again with example inputs like the data.",
+                "Give data of that shape, or make the plan again with example inputs of this one.",
             )
         for dim, (wanted, size) in enumerate(zip(spec.shape, shape, strict=True)):
             if isinstance(wanted, int):
