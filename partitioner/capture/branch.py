@@ -71,8 +71,8 @@ class _Both:
 
     def _write_pair(self, train: fx.Node, other: fx.Node) -> None:
         try:
-            args = merged_arguments(train.args, other.args, self._choose, {})
-            kwargs = merged_arguments(train.kwargs, other.kwargs, self._choose, {})
+            args = merged_arguments(train.args, other.args, self._choose)
+            kwargs = merged_arguments(train.kwargs, other.kwargs, self._choose)
         except Different:
             if train.op == "output":
                 raise
@@ -189,7 +189,7 @@ class _Both:
         result = fx.node.map_arg(record.result, self.now[of].get)
         if other is not None:
             try:
-                result = merged_arguments(record.result, other.result, self._already_chosen, {})
+                result = merged_arguments(record.result, other.result, self._already_chosen)
             except Different:
                 pass
         arguments = {name: made(value) for name, value in record.arguments.items()}

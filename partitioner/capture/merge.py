@@ -27,30 +27,30 @@ class Different(Exception):
     """Two nodes, one of each mode, that cannot be one."""
 
 
-def merge(train: fx.Graph, evaluation: fx.Graph, sizes: Mapping[str, int]) -> CaptureError | None:
-    """Writes into `train` what differs in `evaluation`, which was traced at those sizes.
+def merge(train: fx.Graph, evaluation: fx.Graph) -> CaptureError | None:
+    """Writes into `train` what differs in `evaluation`.
 
     Where the two modes do different things the result is the error that says so: what is merged
     then is the graph of training with what the modes have in common, and whether it does for
     evaluation too has to be tried.
     """
-    difference = _merge_in_step(train, evaluation, sizes)
+    difference = _merge_in_step(train, evaluation)
     if difference is not None:
         # Perhaps only what nobody needs is different.
         prune(train)
         prune(evaluation)
-        difference = _merge_in_step(train, evaluation, sizes)
+        difference = _merge_in_step(train, evaluation)
     if difference is None:
         return None
-    _apply(_mergeable(aligned(train, evaluation), sizes)[0])
+    _apply(_mergeable(aligned(train, evaluation))[0])
     return modes_differ(difference)
 
 
-def _merge_in_step(train: fx.Graph, evaluation: fx.Graph, sizes: Mapping[str, int]) -> Pair | None:
+def _merge_in_step(train: fx.Graph, evaluation: fx.Graph) -> Pair | None:
     """Merges graphs that are alike node by node; else changes nothing and says where they part."""
     nodes, others = list(train.nodes), list(evaluation.nodes)
     pairs = list(zip(nodes, others, strict=False))
-    merged, difference = _mergeable(pairs, sizes)
+    merged, difference = _mergeable(pairs)
     if difference is None and len(nodes) != len(others):
         difference = pairs[-1]
     if difference is None:
@@ -61,9 +61,7 @@ def _merge_in_step(train: fx.Graph, evaluation: fx.Graph, sizes: Mapping[str, in
 _Merged = tuple[fx.Node, fx.Node, Any, Any]
 
 
-def _mergeable(
-    pairs: Iterable[Pair], sizes: Mapping[str, int]
-) -> tuple[list[_Merged], Pair | None]:
+def _mergeable(pairs: Iterable[Pair]) -> tuple[list[_Merged], Pair | None]:
     """The pairs that can be one node, with its arguments, and the first pair that cannot."""
     partner: dict[fx.Node, fx.Node] = {}
     merged: list[_Merged] = []
@@ -78,8 +76,8 @@ def _mergeable(
         try:
             if (node.op, node.target) != (other.op, other.target):
                 raise Different
-            args = merged_arguments(node.args, other.args, same, sizes)
-            kwargs = merged_arguments(node.kwargs, other.kwargs, same, sizes)
+            args = merged_arguments(node.args, other.args, same)
+            kwargs = merged_arguments(node.kwargs, other.kwargs, same)
         except Different:
             first = first or (node, other)
             continue
@@ -130,7 +128,6 @@ def merged_arguments(
     train: Any,
     other: Any,
     same: Callable[[fx.Node, fx.Node], fx.Node | None],
-    sizes: Mapping[str, int],
 ) -> Any:
     """Arguments that do for both modes, `same` saying which node stands for two.
 
@@ -138,7 +135,7 @@ def merged_arguments(
     """
 
     def merge(a: Any, b: Any) -> Any:
-        return merged_arguments(a, b, same, sizes)
+        return merged_arguments(a, b, same)
 
     if isinstance(train, fx.Node) and isinstance(other, fx.Node):
         return same(train, other)
@@ -158,11 +155,11 @@ def merged_arguments(
         )
     if _has_node(train) or _has_node(other):
         raise Different
-    if isinstance(train, Size) and isinstance(other, (int, float)):
-        equal = train.evaluate(sizes) == other
-    else:
-        equal = type(train) is type(other) and bool(train == other)
-    return train if equal else IfTraining(train, other)
+    if type(train) is type(other) and bool(train == other):
+        return train
+    if isinstance(train, Size) or isinstance(other, Size):
+        raise Different
+    return IfTraining(train, other)
 
 
 def _has_node(value: Any) -> bool:

@@ -28,7 +28,6 @@ from .traces import Trace
 def merged_capture(
     model: nn.Module, given: Arguments, dims: Dynamic, is_leaf: LeafRule, trace: Trace
 ) -> Capture:
-    world = FakeWorld(model)
     inputs = given.tensors
     large = replace(given, tensors=enlarged(inputs, dims))
 
@@ -48,25 +47,27 @@ def merged_capture(
             notes=tuple(dict.fromkeys(note for trace in traces for note in trace.notes)),
         )
 
-    def traced(dims: Dynamic, training: bool) -> Tracer:
-        tracer = trace(model, world, large, dims, is_leaf, training=training)
+    def traced(training: bool, skip: int | None = None) -> Tracer:
+        # What one trace has asked of the sizes is not to be taken for granted in the next.
+        world = FakeWorld(model)
+        return trace(model, world, large, dims, is_leaf, training=training, skip=skip)
+
+    def with_skips(training: bool) -> Tracer:
+        tracer = traced(training)
         for number, condition in enumerate(tracer.decisions):
-            other = trace(model, world, large, dims, is_leaf, training=training, skip=number)
+            other = traced(training, skip=number)
             try:
                 add_skip(tracer.graph, condition, other.graph, number)
             except Different:
                 raise FailedTrace(undecided(condition), ()) from None
         return tracer
 
-    train = traced(dims, training=True)
-    # The sizes of the other mode are compared as numbers, which is five times as fast to trace.
-    evaluation = traced({}, training=False)
-    difference = merge(train.graph, evaluation.graph, sizes_in(large.tensors, dims))
+    train, evaluation = with_skips(training=True), with_skips(training=False)
+    difference = merge(train.graph, evaluation.graph)
     captured = finished(train.graph, train.calls, train, evaluation)
     if difference is None or (not train.decisions and _is_model(captured, inputs)):
         return captured
-    train = traced(dims, training=True)
-    evaluation = traced(dims, training=False)
+    train, evaluation = with_skips(training=True), with_skips(training=False)
     prune(train.graph)
     prune(evaluation.graph)
     try:

@@ -70,8 +70,8 @@ def add_skip(graph: fx.Graph, condition: fx.Node, skipping: fx.Graph, decision: 
 
     for node, other in pairs:
         if not is_external(node):
-            node.args = merged_arguments(node.args, other.args, chosen, {})
-            node.kwargs = merged_arguments(node.kwargs, other.kwargs, chosen, {})
+            node.args = merged_arguments(node.args, other.args, chosen)
+            node.kwargs = merged_arguments(node.kwargs, other.kwargs, chosen)
 
 
 def undecided(condition: fx.Node) -> CaptureError:

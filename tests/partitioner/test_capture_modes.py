@@ -152,3 +152,13 @@ def test_names_come_from_the_frame_that_made_the_value() -> None:
     assert names[:9] == [
         "x", "first", "second", "third", "chosen", "tanh", "doubled", "result", "add",
     ]  # fmt: skip
+
+
+def test_a_size_of_one_mode_alone_stays_free() -> None:
+    """For three samples and for four both modes take two; evaluation takes half of any."""
+
+    class Half(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x[: 2 if self.training else (x.shape[0] + 1) // 2].sum(0)
+
+    checked(Half(), x=X)
