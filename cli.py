@@ -9,23 +9,20 @@ asyncpipe-info
 
 from __future__ import annotations
 
+import importlib
 import sys
 
-from .commands.running import run
+from .runtime.import_path import isolate
 
 
 def partition() -> None:
     """Entry point of asyncpipe-partition."""
-    from .commands.partition import app
-
-    sys.exit(run(app))
+    sys.exit(_run("partition"))
 
 
 def train() -> None:
     """Entry point of asyncpipe-train."""
-    from .commands.train import app
-
-    code = run(app)
+    code = _run("train")
     if "torch.distributed" in sys.modules:  # else only --help, or a usage error
         from .runtime.launching.failure import end_process
 
@@ -35,20 +32,21 @@ def train() -> None:
 
 def inspect() -> None:
     """Entry point of asyncpipe-inspect."""
-    from .commands.inspect import app
-
-    sys.exit(run(app))
+    sys.exit(_run("inspect"))
 
 
 def compare() -> None:
     """Entry point of asyncpipe-compare."""
-    from .commands.compare import app
-
-    sys.exit(run(app))
+    sys.exit(_run("compare"))
 
 
 def info() -> None:
     """Entry point of asyncpipe-info."""
-    from .commands.info import app
+    sys.exit(_run("info"))
 
-    sys.exit(run(app))
+
+def _run(command: str) -> int:
+    isolate()
+    from .commands.running import run
+
+    return run(importlib.import_module(f".commands.{command}", __package__).app)

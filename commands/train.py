@@ -12,6 +12,7 @@ from cyclopts.validators import Number
 
 from .. import __version__
 from ..runtime.checkpoint.resuming import with_options_of_run
+from ..runtime.import_path import ISOLATED
 from ..runtime.training.named_code import check_code
 from ..runtime.training.settings import read_config, settings_from
 from ..terminal import make_console
@@ -120,7 +121,7 @@ def _sweep(options: dict[str, Any], lists: dict[str, tuple[Any, ...]], at_once: 
         numbers = iter(range(done + 1, total + 1))
         sweep = run_sweep(
             sweep,
-            (sys.executable, sys.argv[0]),
+            (sys.executable, *ISOLATED, sys.argv[0]),
             at_once=at_once,
             on_run=lambda run: print_swept_run(console, run, next(numbers), total),
         )

@@ -5,15 +5,16 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from .errors import AsyncPipeError
+from .import_path import add_own_folder
 from .wording import did_you_mean
 
 
@@ -26,9 +27,9 @@ def names_object(spec: str) -> bool:
 def import_object(spec: str, option: str, error: type[AsyncPipeError]) -> Any:
     """Imports what `spec` names for the command-line `option`.
 
-    Modules are found from the folder of the command, as `python -m` does, and a file may import
-    its neighbours. Raises `error` when the file, the module or the name does not exist, or when
-    the code fails.
+    Modules are also found in the folder of the command, and a file may import its neighbours, but
+    what is installed comes first. Raises `error` when the file, the module or the name does not
+    exist, or when the code fails.
     """
     place, _, name = spec.rpartition(":")
     if place.endswith(".py"):
@@ -42,17 +43,31 @@ def import_object(spec: str, option: str, error: type[AsyncPipeError]) -> Any:
 
 
 def import_file(path: Path, name: str) -> ModuleType:
-    """Imports a file anew as the module `name`; raises what its code raises."""
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
+    """Imports a file as the module `name`, from its source; raises what its code raises.
+
+    No bytecode is read or written: what lies in a `__pycache__` beside a file need not be what the
+    file says.
+    """
+    loader = _FromSource(name, str(path))
+    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
+    assert spec is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
+        loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
         raise
     return module
+
+
+class _FromSource(SourceFileLoader):
+    """Compiles the file's bytes, whatever bytecode there is."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        code: CodeType = self.source_to_code(self.get_data(path), path)
+        return code
 
 
 def hashed_name(prefix: str, path: Path) -> str:
@@ -77,22 +92,33 @@ def told_as(error: type[AsyncPipeError], what: str) -> Iterator[None]:
 
 
 def _import_own_file(path: Path, option: str, error: type[AsyncPipeError]) -> ModuleType:
-    """Under its own name, unless that is taken, so that its classes are called what they are."""
+    """Under its own name, unless that is another module's, so that its classes are called what they
+    are."""
     if not path.is_file():
         raise error(f"{option} {path}: no such file.", f"{option} path/to/file.py:function")
-    _add_to_path(str(path.parent.resolve()))
     for name in (path.stem, hashed_name(path.stem, path)):
         known = sys.modules.get(name)
-        if known is None:
+        if known is not None:
+            if Path(getattr(known, "__file__", None) or "").resolve() == path.resolve():
+                return known
+        elif name != path.stem or not is_installed(name):
+            add_own_folder(path.parent)
             with told_as(error, f"{option} {path}"):
                 return import_file(path, name)
-        if Path(getattr(known, "__file__", None) or "").resolve() == path.resolve():
-            return known
     raise AssertionError(f"{path} has no name")
 
 
+def is_installed(name: str) -> bool:
+    """Whether there is a module of this name on the path as it is now."""
+    try:
+        return name in sys.modules or importlib.util.find_spec(name) is not None
+    except (ValueError, ImportError):  # a name with dots, of a package that is none
+        return False
+
+
 def _import_module(name: str, option: str, error: type[AsyncPipeError]) -> ModuleType:
-    _add_to_path(os.getcwd())
+    if not is_installed(name.partition(".")[0]):
+        add_own_folder(Path.cwd())
     with told_as(error, f"{option} {name}"):
         try:
             return importlib.import_module(name)
@@ -101,8 +127,3 @@ def _import_module(name: str, option: str, error: type[AsyncPipeError]) -> Modul
                 f"{option} {name}: there is no module {cause.name}.",
                 "Run from the folder that holds it, or name the file: path/to/file.py:function",
             ) from cause
-
-
-def _add_to_path(folder: str) -> None:
-    if folder not in sys.path:
-        sys.path.insert(0, folder)

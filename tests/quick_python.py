@@ -227,22 +227,29 @@ def _run(arguments: list[str]) -> None:
     import runpy
     import types
 
+    is_safe = bool(os.environ.get("PYTHONSAFEPATH"))
+    while arguments[0] in ("-u", "-P"):
+        is_safe |= arguments[0] == "-P"
+        arguments = arguments[1:]
     match arguments:
-        case ["-u", *rest]:
-            _run(rest)
         case ["-c", program, *rest]:
             sys.argv = ["-c", *rest]
-            sys.path.insert(0, "")
-            main = sys.modules["__main__"] = types.ModuleType("__main__")
-            exec(compile(program, "<string>", "exec"), main.__dict__)
+            first = ""
         case ["-m", name, *rest]:
             sys.argv = [name, *rest]
-            sys.path.insert(0, os.getcwd())
-            runpy.run_module(name, run_name="__main__", alter_sys=True)
+            first = os.getcwd()
         case [script, *rest]:
             sys.argv = [script, *rest]
-            sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
-            runpy.run_path(script, run_name="__main__")
+            first = os.path.dirname(os.path.abspath(script))
+    # `isolate` cannot see that this is as with -P, and takes the first entry away.
+    sys.path.insert(0, os.devnull if is_safe else first)
+    if arguments[0] == "-c":
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(compile(program, "<string>", "exec"), main.__dict__)
+    elif arguments[0] == "-m":
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(script, run_name="__main__")
 
 
 if __name__ == "__main__":

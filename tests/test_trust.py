@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,6 +45,7 @@ LEAVES_A_MARK = "open({!r}, 'w').close()\n"
 
 @pytest.fixture(autouse=True)
 def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(sys, "path", [*sys.path])  # a command adds the folders of what it is given
     monkeypatch.setenv("ASYNCPIPE_STATE", str(tmp_path / "state"))
     return tmp_path / "state"
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from ..environment import EXTRAS, describe, version_of
 from ..errors import TransportError
+from ..import_path import ISOLATED
 from ..transports.choose import has_nccl
 from ..transports.mpi import mpiexec
 
@@ -75,7 +76,7 @@ def _mpi() -> str:
     }
     try:
         asked = subprocess.run(
-            [sys.executable, "-c", _ASK_MPI],
+            [sys.executable, *ISOLATED, "-c", _ASK_MPI],
             env=environment,
             capture_output=True,
             text=True,

@@ -16,6 +16,7 @@ import torch
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from ..checkpoint.resuming import how_to_go_on
+from ..import_path import ISOLATED
 from ..replication.grid import grid_of
 from ..run_report.writing import reported
 from ..schedule import Schedule
@@ -52,7 +53,7 @@ def start_ranks(job: Job, reporter: str) -> None:
 def _run_ranks(job: Job, reporter: str, stages: Mapping[int, str]) -> None:
     left = RankFolder(job.folder)
     options = json.dumps(asdict(replace(job.settings, trust=True)))  # or nobody had come here
-    command = ("-m", WORKER, options, str(job.folder), reporter)
+    command = (*ISOLATED, "-m", WORKER, options, str(job.folder), reporter)
     try:
         with HandingOn(job.settings.patience_s) as signals:
             attempts = _Attempts(job, stages, signals)
