@@ -30,9 +30,8 @@ class Different(Exception):
 def merge(train: fx.Graph, evaluation: fx.Graph) -> CaptureError | None:
     """Writes into `train` what differs in `evaluation`.
 
-    Where the two modes do different things the result is the error that says so: what is merged
-    then is the graph of training with what the modes have in common, and whether it does for
-    evaluation too has to be tried.
+    Where the two modes do different things the result is the error that says so; the graphs are
+    then pruned and otherwise unchanged.
     """
     difference = _merge_in_step(train, evaluation)
     if difference is not None:
@@ -40,22 +39,36 @@ def merge(train: fx.Graph, evaluation: fx.Graph) -> CaptureError | None:
         prune(train)
         prune(evaluation)
         difference = _merge_in_step(train, evaluation)
-    if difference is None:
-        return None
-    _apply(_mergeable(aligned(train, evaluation))[0])
-    return modes_differ(difference)
+    return None if difference is None else modes_differ(difference)
 
 
 def _merge_in_step(train: fx.Graph, evaluation: fx.Graph) -> Pair | None:
-    """Merges graphs that are alike node by node; else changes nothing and says where they part."""
-    nodes, others = list(train.nodes), list(evaluation.nodes)
-    pairs = list(zip(nodes, others, strict=False))
+    """Merges graphs whose calls are alike one by one; else changes nothing and says where they
+    part. Which parameter is read first does not matter."""
+    pairs = common_externals(train, evaluation)
+    nodes, others = calls_of(train), calls_of(evaluation)
+    pairs += zip(nodes, others, strict=False)
     merged, difference = _mergeable(pairs)
     if difference is None and len(nodes) != len(others):
         difference = pairs[-1]
     if difference is None:
         _apply(merged)
     return difference
+
+
+def calls_of(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes that compute something, and the output."""
+    return [node for node in graph.nodes if not is_external(node)]
+
+
+def common_externals(train: fx.Graph, evaluation: fx.Graph) -> list[Pair]:
+    """The inputs, parameters, buffers and constants that both graphs have, by name."""
+    named = {(node.op, node.target): node for node in train.nodes if is_external(node)}
+    return [
+        (named[node.op, node.target], node)
+        for node in evaluation.nodes
+        if (node.op, node.target) in named
+    ]
 
 
 _Merged = tuple[fx.Node, fx.Node, Any, Any]
@@ -105,19 +118,11 @@ def aligned(train: fx.Graph, evaluation: fx.Graph) -> list[Pair]:
     """The nodes that the two graphs have in common: inputs, parameters and buffers by name, then
     calls in order."""
 
-    def calls(graph: fx.Graph) -> list[fx.Node]:
-        return [node for node in graph.nodes if not is_external(node)]
-
     def key(node: fx.Node) -> tuple[Any, ...]:
         return node.op, node.target, node.meta["source"], node.meta["calls"]
 
-    named = {(node.op, node.target): node for node in train.nodes if is_external(node)}
-    pairs = [
-        (named[node.op, node.target], node)
-        for node in evaluation.nodes
-        if (node.op, node.target) in named
-    ]
-    nodes, others = calls(train), calls(evaluation)
+    pairs = common_externals(train, evaluation)
+    nodes, others = calls_of(train), calls_of(evaluation)
     matcher = SequenceMatcher(None, [*map(key, nodes)], [*map(key, others)], autojunk=False)
     for block in matcher.get_matching_blocks():
         pairs += zip(nodes[block.a :][: block.size], others[block.b :][: block.size], strict=True)
