@@ -9,8 +9,10 @@ from typing import Annotated
 from cyclopts import App, Group, Parameter
 
 from .. import __version__
-from ..runtime.training.settings import Settings
+from ..runtime.limits import Choice, Several, Text, limits_of, path
+from ..runtime.training.settings import OPTIMIZERS, Settings
 from ..terminal import make_console
+from .parameters import limited, with_limits
 from .training_options import ComparedOptions, given
 
 app = App(
@@ -22,9 +24,17 @@ _COMPARE = Group.create_ordered("What to compare")
 
 
 def _several(help: str) -> Parameter:
-    return Parameter(help=help, group=_COMPARE, negative=(), consume_multiple=True)
+    return Parameter(help=help, group=_COMPARE, negative=(), consume_multiple=1)
 
 
+@with_limits(
+    {
+        "methods": Several(Text("a method", "stash")),
+        "optimizers": Several(Choice(OPTIMIZERS)),
+        "lr": Several(limits_of(Settings)["lr"].limit),
+        "seeds": Several(limits_of(Settings)["seed"].limit),
+    }
+)
 @dataclass(frozen=True, kw_only=True)
 class CompareOptions:
     """What is varied from run to run of asyncpipe-compare."""
@@ -50,7 +60,7 @@ _NO_VARIED, _NO_OPTIONS = CompareOptions(), ComparedOptions()
 
 @app.default
 def compare_command(
-    folder: Path,
+    folder: Annotated[Path, limited(path("generated_models/gpt2_4p"), "folder")],
     /,
     *,
     varied: Annotated[CompareOptions, Parameter(name="*")] = _NO_VARIED,

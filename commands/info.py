@@ -7,8 +7,9 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 from .. import __version__
+from ..runtime.limits import Whole
 from ..terminal import make_console
-from .running import usage
+from .parameters import limited
 
 app = App(
     name="asyncpipe-info",
@@ -20,7 +21,7 @@ app = App(
 @app.default
 def info_command(
     *,
-    ranks: int | None = None,
+    ranks: Annotated[int | None, limited(Whole(1, 2**16, 4), "ranks")] = None,
     json: Annotated[bool, Parameter(negative=())] = False,
     verbose: Annotated[bool, Parameter(name=("--verbose", "-v"), negative=())] = False,
 ) -> int:
@@ -35,8 +36,6 @@ def info_command(
     verbose
         Show the traceback of an error.
     """
-    if ranks is not None and ranks < 1:
-        raise usage(f"--ranks {ranks} is not a number from 1 up.")
     from ..runtime.info.describe import describe
     from ..terminal_report import print_info
 

@@ -10,8 +10,10 @@ from rich.syntax import Syntax
 
 from .. import __version__
 from ..runtime.errors import PlanError
+from ..runtime.limits import Whole, path
 from ..runtime.plan import read_plan
 from ..terminal import make_console, print_findings, print_folder
+from .parameters import limited
 
 app = App(
     name="asyncpipe-inspect",
@@ -22,10 +24,10 @@ app = App(
 
 @app.default
 def inspect_command(
-    folder: Path,
+    folder: Annotated[Path, limited(path("generated_models/gpt2_4p"), "folder")],
     /,
     *,
-    stage: int | None = None,
+    stage: Annotated[int | None, limited(Whole(0, 2**12, 0), "stage")] = None,
     explain: Annotated[bool, Parameter(negative=())] = False,
     json: Annotated[bool, Parameter(negative=())] = False,
     verbose: Annotated[bool, Parameter(name=("--verbose", "-v"), negative=())] = False,
@@ -52,7 +54,7 @@ def inspect_command(
         print(plan.to_json(), end="")
         return 0
     if stage is not None:
-        if not 0 <= stage < len(plan.stages):
+        if stage >= len(plan.stages):
             raise PlanError(
                 f"{folder} has no stage {stage}: its stages are 0 to {len(plan.stages) - 1}."
             )

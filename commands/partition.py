@@ -11,7 +11,6 @@ from typing import Annotated, Any
 from cyclopts import App, Parameter
 
 from .. import __version__
-from ..runtime.errors import AsyncPipeError
 from ..runtime.plan import portable
 from ..terminal import (
     Ticks,
@@ -94,8 +93,10 @@ def partition_command(
 def _of_model(options: PartitionOptions, ticks: Ticks) -> dict[str, Any]:
     """What loading, capturing and profiling a model take."""
     return {
-        "model_args": dict(_key_value("--model-arg", text) for text in options.model_arg or ()),
-        "inputs": dict(_key_text("--input", text) for text in options.input or ()) or None,
+        "model_args": {
+            key: _value(text) for key, text in _by_key("--model-arg", options.model_arg).items()
+        },
+        "inputs": _by_key("--input", options.input) or None,
         "micro_batch_size": options.micro_batch_size,
         "seq": options.seq,
         "seed": options.seed,
@@ -177,17 +178,21 @@ def _command_line(name: str) -> str:
     return shlex.join([name, *tokens])
 
 
-def _key_text(flag: str, text: str) -> tuple[str, str]:
-    key, equals, value = text.partition("=")
-    if not equals:
-        raise AsyncPipeError(f"{flag} {text} has no value.", f"Write {flag} {text}=VALUE")
-    return key.replace("-", "_"), value
+def _by_key(flag: str, given: list[str] | None) -> dict[str, str]:
+    """`["n_layer=4"]` -> {"n_layer": "4"}."""
+    found: dict[str, str] = {}
+    for text in given or ():
+        key, _, value = text.partition("=")
+        key = key.replace("-", "_")
+        if key in found:
+            raise usage(f"{flag} {text}: {key} is given twice. Leave one out.")
+        found[key] = value
+    return found
 
 
-def _key_value(flag: str, text: str) -> tuple[str, Any]:
-    """`n_layer=4` -> ("n_layer", 4); what is not JSON is text."""
-    key, value = _key_text(flag, text)
+def _value(text: str) -> Any:
+    """`4` -> 4; what is not JSON is text."""
     try:
-        return key, json.loads(value)
+        return json.loads(text)
     except (ValueError, RecursionError):
-        return key, value
+        return text

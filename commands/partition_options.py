@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Group
 
-from .parameters import flag, option
+from ..partitioner.options import LIMITS
+from .parameters import flag, option, with_limits
 
 _MODEL = Group.create_ordered("What to cut")
 _PLAN = Group.create_ordered("Where to cut")
@@ -17,6 +18,7 @@ _COSTS = Group.create_ordered("What it costs")
 _OUTPUT = Group.create_ordered("What to write and print")
 
 
+@with_limits(LIMITS)
 @dataclass(frozen=True, kw_only=True)
 class PartitionOptions:
     """The options of asyncpipe-partition."""

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import App, Group, Parameter
-from cyclopts.validators import Number
 
 from .. import __version__
 from ..runtime.checkpoint.resuming import with_options_of_run
 from ..runtime.import_path import ISOLATED
+from ..runtime.limits import Several, Whole, key_values, path
 from ..runtime.training.named_code import check_code
 from ..runtime.training.settings import read_config, settings_from
 from ..terminal import make_console
-from .parameters import option
+from .parameters import limited, option, with_limits
 from .running import usage
 from .training_options import TrainOptions, given
 
@@ -29,6 +29,7 @@ app = App(
 _SWEEP = Group.create_ordered("Several runs")
 
 
+@with_limits({"sweep": key_values("lr=1e-3,3e-3"), "jobs": Whole(1, 2**12, 2)})
 @dataclass(frozen=True, kw_only=True)
 class SweepOptions:
     """Of asyncpipe-train: what differs from run to run, where there are several."""
@@ -41,25 +42,21 @@ class SweepOptions:
             "several such; [sweep] in the file of --config has them as lists.",
         ),
     ] = None
-    jobs: Annotated[
-        int,
-        Parameter(
-            help="Runs at a time; they share the cores.", group=_SWEEP, validator=Number(gte=1)
-        ),
-    ] = 1
+    jobs: Annotated[int, option(_SWEEP, "Runs at a time; they share the cores.")] = 1
 
 
+_RUNS = Several(path("runs/gpt2_4p/1"))
 _NO_OPTIONS, _NO_SWEEP_OPTIONS = TrainOptions(), SweepOptions()
 
 
 @app.default
 def train_command(
-    folder: Path | None = None,
+    folder: Annotated[Path | None, limited(path("generated_models/gpt2_4p"), "folder")] = None,
     /,
     *,
     options: Annotated[TrainOptions, Parameter(name="*")] = _NO_OPTIONS,
     several: Annotated[SweepOptions, Parameter(name="*")] = _NO_SWEEP_OPTIONS,
-    config: Path | None = None,
+    config: Annotated[Path | None, limited(path("run.toml"), "config")] = None,
     verbose: Annotated[bool, Parameter(name=("--verbose", "-v"), negative=())] = False,
 ) -> int:
     """Train a generated model as a pipeline, synchronously or asynchronously.
@@ -135,10 +132,10 @@ def _sweep(options: dict[str, Any], lists: dict[str, tuple[Any, ...]], at_once: 
 
 @app.command(name="report")
 def report_command(
-    folders: Annotated[list[Path], Parameter(consume_multiple=True)],
+    folders: Annotated[list[Path], Parameter(consume_multiple=True), limited(_RUNS, "folders")],
     /,
     *,
-    output: Path | None = None,
+    output: Annotated[Path | None, limited(path("report.html"), "output")] = None,
     json: Annotated[bool, Parameter(negative=())] = False,
     verbose: Annotated[bool, Parameter(name=("--verbose", "-v"), negative=())] = False,
 ) -> int:

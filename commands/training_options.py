@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 from cyclopts import Parameter
 
-from ..runtime.training.legal_values import CHOICES
+from ..runtime.limits import Choice, limits_of
 from ..runtime.training.settings import Settings
+from .parameters import limited
 
 _HELP = {
     "schedule": "Synchronous: gpipe, 1f1b, interleaved, looped-bfs, zb-h1, zb-h2, zb-v, seq, "
@@ -140,17 +141,16 @@ def _options_of(name: str, chosen: Iterable[str], help: Mapping[str, str]) -> ty
     for option in fields(Settings):
         if option.name not in names:
             continue
-        kind: Any = hints[option.name]
-        if option.name in CHOICES:
-            kind = Literal[CHOICES[option.name]]
+        limit = limits_of(Settings)[option.name].limit
+        kind: Any = Literal[limit.names] if isinstance(limit, Choice) else hints[option.name]
         default = "" if option.default in (None, False) else f" [default: {option.default}]"
         parameter = Parameter(
             name=("--quiet", "-q") if option.name == "quiet" else None,
             help=help[option.name] + default,
-            negative=(),
             show_default=False,
         )
-        options.append((option.name, Annotated[kind | None, parameter], field(default=None)))
+        annotated = Annotated[kind, parameter, limited(limit, option.name)]
+        options.append((option.name, annotated, field(default=None)))
     made = make_dataclass(name, options, frozen=True, kw_only=True)
     made.__module__ = __name__  # cyclopts resolves the annotations there
     return made

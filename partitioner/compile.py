@@ -14,6 +14,7 @@ from typing import Any, Protocol, Unpack
 from torch import nn
 
 from .. import __version__
+from ..runtime.errors import PlanError
 from ..runtime.plan import Plan, portable
 from ..runtime.trust import remember
 from .assemble import assemble
@@ -27,7 +28,6 @@ from .device_specs import device_spec
 from .explain import explain as explain_plan
 from .folder import check_target, write_folder
 from .generate import (
-    CODES,
     Header,
     StageCard,
     extra_tensors,
@@ -37,13 +37,14 @@ from .generate import (
 from .graph import build_graph, stage_of_nodes, with_copies
 from .infeasible import explained
 from .models import Source, load_model, name_inputs
+from .options import checked
 from .planner import cluster_of, planner_for, with_times_on
 from .prices import Prices
 from .profiler import Profile, profile_analytic
 from .profiling import ProfileOptions, cut_and_time, profile_capture
 from .recompute import Recomputation
 from .report import render_report
-from .running import Running, check_choice, make_setting
+from .running import Running, make_setting
 from .settle import Cut
 from .solve import PREFER_MODULES, solve
 from .split import StageGraph, crossing_if_sent, homes_of, split
@@ -61,6 +62,7 @@ class OnTick(Protocol):
     def __call__(self, name: str, detail: str, seconds: float, following: str, /) -> None: ...
 
 
+@checked
 def partition(
     model: nn.Module,
     example_inputs: Mapping[str, Any] | tuple[Any, ...],
@@ -96,6 +98,7 @@ def given_source(
     return Source(name or kind.__name__.lower(), spec, model, inputs, "given")
 
 
+@checked
 def partition_spec(
     spec: str,
     *,
@@ -144,6 +147,7 @@ def load_ticked(spec: str, on_tick: OnTick | None, **options: Any) -> Source:
     return source
 
 
+@checked
 def partition_source(
     source: Source,
     *,
@@ -188,9 +192,8 @@ def partition_source(
     is meant to run.
     Raises CaptureError, PlanError or ModelError, each with a cure.
     """
-    check_choice("code", code, CODES)
-    if stop_after is not None:
-        check_choice("stop_after", stop_after, ("plan",))
+    if stop_after not in (None, "plan"):
+        raise PlanError(f"stop_after={stop_after} makes no plan.", "asyncpipe.outline(model, x)")
     cluster = cluster_of(devices, stages, running.get("ranks"))
     # Each has one core of this machine, and there is at least a stage on each.
     ranks = running.get("ranks") or stages or len(cluster.devices if cluster else ())

@@ -17,6 +17,7 @@ from .cost import Link, Value
 from .cost_graph import costs_of
 from .explain import explain as explain_plan
 from .infeasible import explained
+from .options import checked
 from .planner import cluster_of, planner_for
 from .running import Running
 from .setting import Setting
@@ -84,6 +85,7 @@ class GraphPlan:
         return json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n"
 
 
+@checked
 def plan_graph(
     graph: nx.DiGraph,
     stages: int | None = None,

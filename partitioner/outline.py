@@ -26,6 +26,7 @@ from .compile import (
 )
 from .models import Source
 from .module_tree import Operation, Part, write_tree
+from .options import checked
 from .profiling import ProfileOptions, profile_capture
 from .walk import NodeCost, OnProgress
 
@@ -64,6 +65,7 @@ class Outline:
         return text + "\n"
 
 
+@checked
 def outline(
     model: nn.Module,
     example_inputs: Mapping[str, Any] | tuple[Any, ...],
@@ -78,6 +80,7 @@ def outline(
     return outline_source(source, profile=profile, with_profile=profile is not None, **options)
 
 
+@checked
 def outline_spec(
     spec: str,
     *,
@@ -105,6 +108,7 @@ def outline_spec(
     return outline_source(source, with_profile=with_profile, on_tick=on_tick, **options)
 
 
+@checked
 def outline_source(
     source: Source,
     *,

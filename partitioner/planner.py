@@ -19,7 +19,7 @@ from .choose import Choice, check_number, choose
 from .cluster import ANY_HOST, Cluster
 from .cluster_file import read_cluster
 from .cost import LOCALHOST, Link
-from .running import check_numbers
+from .options import check_options
 from .setting import Device
 from .solve import Solution, solve
 from .stages_per_rank import choose_stages, other_ways
@@ -94,7 +94,7 @@ def cluster_of(
     """
     if devices is None and stages is None and ranks is None:
         raise PlanError("neither stages nor devices are given.", "stages=4")
-    check_numbers(stages, ranks)
+    check_options({"stages": stages, "ranks": ranks})
     if devices is None:
         return None
     cluster = devices if isinstance(devices, Cluster) else read_cluster(devices)

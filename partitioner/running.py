@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
 import math
-import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypedDict, cast, get_args
+from typing import TypedDict, cast
 
 from ..runtime.errors import PlanError
-from ..runtime.schedules import ASYNCHRONOUS, AUTO, SCHEDULES, make_schedule, natural_ranks
-from ..runtime.weight_copies import KEEPS
-from .setting import OPTIMIZER_COPIES, Device, Recompute, Setting
+from ..runtime.schedules import ASYNCHRONOUS, AUTO, make_schedule, natural_ranks
+from .options import bytes_of, check_options
+from .setting import Device, Recompute, Setting
 
-_MOST = 2**12
 _MOST_PASSES = 2**20
 
 
@@ -54,15 +51,22 @@ def make_setting(
     Raises PlanError for a name that there is not and a number that cannot be.
     """
     schedule = schedule or "async-1f1b"
-    check_numbers(stages, ranks)
-    check_choice("schedule", schedule, (*SCHEDULES, AUTO))
-    check_choice("recompute", recompute, get_args(Recompute))
-    check_choice("optimizer", optimizer, OPTIMIZER_COPIES)
-    for method in staleness.split("+"):
-        check_choice("staleness", method, KEEPS)
-    if not 1 <= micro_batches <= _MOST_PASSES // stages:
-        few = "make no step" if micro_batches < 1 else f"are too many for {stages} stages"
-        raise PlanError(f"{micro_batches} micro-batches {few}.", "--micro-batches 8")
+    check_options(
+        {
+            "stages": stages,
+            "ranks": ranks,
+            "schedule": schedule,
+            "recompute": recompute,
+            "optimizer": optimizer,
+            "staleness": staleness,
+            "micro_batches": micro_batches,
+            "memory_limit": memory_limit,
+        }
+    )
+    if micro_batches > _MOST_PASSES // stages:
+        raise PlanError(
+            f"{micro_batches} micro-batches are too many for {stages} stages.", "--micro-batches 8"
+        )
     if schedule == "single" and stages > 1:
         raise PlanError(
             f"single runs all {stages} stages in one process, so nothing is balanced.",
@@ -90,7 +94,7 @@ def make_setting(
         ranks = natural_ranks(schedule, stages) if ranks is None else ranks
         if schedule != AUTO:  # raises where they do not fit
             make_schedule(schedule, stages=stages, micro_batches=micro_batches, ranks=ranks)
-    most_bytes = math.inf if memory_limit is None else parse_bytes(memory_limit)
+    most_bytes = math.inf if memory_limit is None else bytes_of(memory_limit) or math.inf
     return Setting(
         devices=tuple(
             replace(device, memory_bytes=min(device.memory_bytes, most_bytes))
@@ -103,46 +107,3 @@ def make_setting(
         staleness=staleness,
         overlap=overlap,
     )
-
-
-def check_numbers(stages: int | None, ranks: int | None) -> None:
-    """Raises PlanError for more stages or ranks than there can be, or fewer."""
-    if ranks is not None and not 1 <= ranks <= _MOST:
-        few = "can run nothing" if ranks < 1 else "are more than can be planned for"
-        raise PlanError(f"{ranks} ranks {few}.", "--ranks 2")
-    if stages is not None and not 1 <= stages <= _MOST:
-        few = "no stages" if stages < 1 else f"more than {_MOST} of them"
-        raise PlanError(f"{stages} stages cannot be planned: {few}.", "--stages 4")
-
-
-def parse_bytes(size: int | str) -> int:
-    """A number of bytes from "11GiB", "500 MB" or "1.5e9".
-
-    >>> parse_bytes("11GiB"), parse_bytes("500 MB"), parse_bytes(7)
-    (11811160064, 500000000, 7)
-    """
-    found = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([a-z]*)\s*", str(size), re.IGNORECASE)
-    try:
-        if found and (unit := _UNITS.get(found[2].lower())) and 0 < float(found[1]) < 1e18:
-            return int(float(found[1]) * unit)
-    except ValueError:
-        pass
-    raise PlanError(
-        f"--memory-limit {size} is no size of memory.", "Write it as 11GiB, 500MiB or 16GB."
-    )
-
-
-_UNITS = {"": 1, "b": 1} | {
-    prefix + suffix: base**power
-    for suffix, base in (("ib", 1024), ("b", 1000))
-    for power, prefix in enumerate("kmgt", start=1)
-}
-
-
-def check_choice(what: str, name: str, names: Collection[str]) -> None:
-    """Raises PlanError with the nearest name where there is no such one."""
-    if name in names:
-        return
-    near = difflib.get_close_matches(name, names, n=1)
-    hint = f" Did you mean {near[0]}?" if near else ""
-    raise PlanError(f'no {what} "{name}".{hint}', f"One of: {', '.join(names)}.")

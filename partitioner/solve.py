@@ -12,21 +12,21 @@ import numpy as np
 
 from ..runtime.errors import PlanError
 from ..runtime.plan import Candidate, RankSpec
-from .compare import ALL, or_all
+from .compare import or_all
 from .cost import Bools, Costs, Link, with_exchanges, with_updates
 from .cost_graph import costs_of
 from .evaluate import Evaluation, StageLoad, crossing_bytes, evaluate
 from .infeasible import NothingFits
 from .makespan import bottleneck_bound_ms, shortest_step, step_bound_ms
+from .options import check_options
 from .problem import DoesNotFit, Placement, Problem, Rules
 from .rotations import with_rotations
-from .running import Running, check_choice, make_setting
+from .running import Running, make_setting
 from .setting import Setting
 from .several import on_ranks, place_several, rank_bound_ms, rank_of_stage_in, several_bound_ms
 from .solvers import HEEDS_CUTS, HEEDS_RANKS, METHODS
 from .step_time import Step
 
-GRANULARITIES = ("op", "module")
 PREFER_MODULES = 0.02
 
 
@@ -141,13 +141,7 @@ def solve(
     stages than pieces, and demanded cuts that the method or the number of stages cannot have.
     """
     started = time.perf_counter()
-    check_choice("method", method, (*METHODS, ALL))
-    check_choice("granularity", granularity, GRANULARITIES)
-    if not 0 <= prefer_modules <= 1:
-        raise PlanError(
-            f"--prefer-modules {prefer_modules:g} is no share of a stage's time.",
-            f"--prefer-modules {PREFER_MODULES}",
-        )
+    check_options({"method": method, "granularity": granularity, "prefer_modules": prefer_modules})
     link = link or Link()
     setting = setting or make_setting(stages, overlap=link.overlap, **running)
     _check_ranks(stages, setting)

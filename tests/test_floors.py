@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PURE = {
-    *("user_code", "import_path", "own_modules", "reading", "plan_check", "trust"),
+    *("user_code", "import_path", "own_modules", "reading", "plan_check", "trust", "limits"),
     *(
         "plan",
         "sizes",

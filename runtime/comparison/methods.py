@@ -9,26 +9,23 @@ stash,sync-start=0.1        the first tenth of the steps synchronous
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..limits import limits_of
 from ..staleness.compose import parse
 from ..staleness.recipe import AUTO
-from ..training.legal_values import CHOICES
-from ..training.settings import SettingsError
+from ..training.settings import OPTIMIZERS, Settings, SettingsError, checked
 from ..wording import did_you_mean
 
 SYNC = "sync"
-_READ: Mapping[str, Callable[[str], Any]] = {
-    **dict.fromkeys(("lr", "momentum", "weight_decay", "clip", "final_lr_ratio"), float),
-    **dict.fromkeys(
-        ("warmup", "refresh_every", "annealing_steps", "staleness_cap", "flush_every"), int
-    ),
-    **dict.fromkeys(("sync_start", "ahead", "clip_by"), str),
-    "betas": lambda text: (float(text.partition("/")[0]), float(text.partition("/")[2])),
-}
-"""The options that a method may have of its own, and what their text means."""
+_OWN = (
+    *("lr", "momentum", "weight_decay", "clip", "final_lr_ratio", "betas"),
+    *("warmup", "refresh_every", "annealing_steps", "staleness_cap", "flush_every"),
+    *("sync_start", "ahead", "clip_by"),
+)
+"""The options that a method may have of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +60,9 @@ def read_method(text: str) -> Method:
     staleness, colon, optimizer = head.partition(":")
     if staleness not in (SYNC, AUTO):
         parse(staleness)
-    if colon and optimizer not in CHOICES["optimizer"]:
+    if colon and optimizer not in OPTIMIZERS:
         raise SettingsError(
-            f"{text}: {optimizer!r} is no optimizer.", _one_of(optimizer, CHOICES["optimizer"])
+            f"{text}: {optimizer!r} is no optimizer.", _one_of(optimizer, OPTIMIZERS)
         )
     return Method(staleness, optimizer or None, dict(_option(text, option) for option in options))
 
@@ -73,13 +70,10 @@ def read_method(text: str) -> Method:
 def _option(text: str, option: str) -> tuple[str, Any]:
     key, _, value = option.partition("=")
     name = key.strip().replace("-", "_")
-    if name not in _READ:
-        names = [known.replace("_", "-") for known in _READ]
+    if name not in _OWN:
+        names = [known.replace("_", "-") for known in _OWN]
         raise SettingsError(f"{text}: {key!r} is no option of a method.", _one_of(key, names))
-    try:
-        return name, _READ[name](value.strip())
-    except ValueError:
-        raise SettingsError(f"{text}: {option!r} has no value that can be read.") from None
+    return name, checked(name, limits_of(Settings)[name].limit.read(value.strip()), text)
 
 
 def _one_of(word: str, legal: Any) -> str:

@@ -46,7 +46,7 @@ def would_use(ranks: int) -> dict[str, str]:
 def machine_of(topology: Topology, ranks: int) -> Machine:
     """What the first of so many ranks on this host would compute with."""
     seat = Seat(socket.gethostname(), format_cpus(topology.cpus), topology.usable)
-    return machine_with(Settings(folder=""), [seat] * ranks, 0, {})
+    return machine_with(Settings(folder="."), [seat] * ranks, 0, {})
 
 
 def _started_by() -> str:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
-from types import NoneType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
+from ..limits import limits_of
 from ..training.settings import (
     OF_THIS_CALL,
     SWEEP,
@@ -115,7 +115,7 @@ def in_words(value: Any) -> str:
 
 
 def _check_name(name: str, place: str) -> None:
-    legal = tuple(option for option in get_type_hints(Settings) if option not in OF_THIS_CALL)
+    legal = tuple(option for option in limits_of(Settings) if option not in OF_THIS_CALL)
     if name in legal:
         return
     if name in OF_THIS_CALL:
@@ -127,24 +127,7 @@ def _check_name(name: str, place: str) -> None:
 
 
 def _value(name: str, text: str, flag: str) -> Any:
-    hint = get_type_hints(Settings)[name]
-    if get_origin(hint) is tuple:
-        parts = text.split("/")
-        if len(parts) != len(get_args(hint)):
-            raise SettingsError(f"{flag}: {text} is not two numbers.", f"{name}=0.9/0.99,0.9/0.999")
-        return tuple(_converted(part, float, flag) for part in parts)
-    (kind,) = (kind for kind in get_args(hint) or (hint,) if kind is not NoneType)
-    return _converted(text, kind, flag)
-
-
-def _converted(text: str, kind: Callable[[str], Any], flag: str) -> Any:
-    try:
-        if text:
-            return kind(text)
-    except ValueError:
-        pass
-    name = getattr(kind, "__name__", "")
-    raise SettingsError(f"{flag}: {text or 'nothing'} is not of type {name}.")
+    return checked(name, limits_of(Settings)[name].limit.read(text), flag)
 
 
 def _distinct(values: Sequence[Any], place: str) -> tuple[Any, ...]:

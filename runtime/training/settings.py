@@ -7,22 +7,37 @@ None means: chosen for the plan at hand (`resolve.py`). Nothing here imports tor
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from types import NoneType
-from typing import Any, get_args, get_type_hints
+from typing import Annotated, Any
 
 from ..errors import AsyncPipeError
+from ..limits import (
+    Choice,
+    Flag,
+    Number,
+    Several,
+    Text,
+    Whole,
+    flag_of,
+    form,
+    limits_of,
+    path,
+    refusal,
+)
 from ..reading import Origin, parse_toml, read_text
 from ..schedules import ASYNCHRONOUS, AUTO, SCHEDULES, spelled
 from ..wording import did_you_mean
 from .durations import seconds_of
-from .legal_values import fault_of, flag_of
 
 DDP = "ddp"
 """As a schedule: whole models that share the micro-batches, which are replicas of `single`."""
+
+OPTIMIZERS = ("adamw", "adam", "nadam", "sgd", "sutskever", "muon", "soap")
+TRANSPORTS = ("auto", "local", "shm", "gloo", "nccl", "mpi")
+_STEPS = Whole(0, 10**12, 100)
+_SOME_STEPS = Whole(1, 10**12, 10)
 
 OF_THIS_CALL = frozenset(
     {
@@ -70,103 +85,143 @@ class Settings:
     (`durations.py`) before it ends as after SIGTERM.
     """
 
-    folder: str
+    folder: Annotated[str, path("generated_models/gpt2_4p")]
 
-    schedule: str = "1f1b"
-    ranks: int | None = None
-    replicas: int | None = None
-    check_replicas: int = 0
-    staleness: str | None = None
-    annealing_steps: int | None = None
-    ahead: str | None = None
-    staleness_cap: int | None = None
-    flush_every: int = 0
-    sync_start: str | None = None
-    micro_batches: int | None = None
-    micro_batch_size: int | None = None
-    global_batch_size: int | None = None
-    seq: int | None = None
+    schedule: Annotated[str, Text("a schedule or a .txt file that has one", "1f1b")] = "1f1b"
+    ranks: Annotated[int | None, Whole(1, 2**16, 4)] = None
+    replicas: Annotated[int | None, Whole(1, 2**16, 2)] = None
+    check_replicas: Annotated[int, _STEPS] = 0
+    staleness: Annotated[
+        str | None, Text("names of methods, joined by +", "stash", form(r"[a-z0-9+-]+"))
+    ] = None
+    annealing_steps: Annotated[int | None, _SOME_STEPS] = None
+    ahead: Annotated[
+        str | None,
+        Text(
+            "a factor, a number, or one number for each stage",
+            "2x",
+            form(r"[0-9]{1,6}x|[0-9]{1,9}( *, *[0-9]{1,9})*"),
+        ),
+    ] = None
+    staleness_cap: Annotated[int | None, _STEPS] = None
+    flush_every: Annotated[int, _STEPS] = 0
+    sync_start: Annotated[
+        str | None,
+        Text(
+            "a number of steps or a share of them",
+            "5%",
+            form(r"[0-9]{1,15}|[0-9]{1,9}(\.[0-9]{1,9})?%"),
+        ),
+    ] = None
+    micro_batches: Annotated[int | None, Whole(1, 2**16, 8)] = None
+    micro_batch_size: Annotated[int | None, Whole(1, 2**24, 8)] = None
+    global_batch_size: Annotated[int | None, Whole(1, 2**40, 64)] = None
+    seq: Annotated[int | None, Whole(1, 2**24, 128)] = None
 
-    data: str | None = None
-    tokenizer: str | None = None
+    data: Annotated[
+        str | None, Text("a data set, a file or folder, or FILE.py:FUNCTION", "shakespeare")
+    ] = None
+    tokenizer: Annotated[str | None, Text("bytes, bpe:SIZE or a file", "bpe:4096")] = None
 
-    steps: int = 100
-    samples: int | None = None
-    remainder: str = "drop"
-    optimizer: str | None = None
-    lr: float | None = None
-    momentum: float | None = None
-    betas: tuple[float, float] = (0.9, 0.999)
-    refresh_every: int | None = None
-    weight_decay: float | None = None
-    warmup: int | None = None
-    decay: str | None = None
-    final_lr_ratio: float | None = None
-    clip: float | None = None
-    clip_by: str | None = None
-    criterion: str | None = None
-    batch_norm: str = "micro-batch"
-    recompute: str = "auto"
-    seed: int = 1
+    steps: Annotated[int, _STEPS] = 100
+    samples: Annotated[int | None, Whole(1, 10**15, 10_000)] = None
+    remainder: Annotated[str, Choice(("drop", "proportional"))] = "drop"
+    optimizer: Annotated[str | None, Choice(OPTIMIZERS)] = None
+    lr: Annotated[float | None, Number(0, 1e6, 0.001)] = None
+    momentum: Annotated[float | None, Number(0, 1, 0.9, below=1)] = None
+    betas: Annotated[tuple[float, float], Several(Number(0, 1, 0.9, below=1), count=2)] = (
+        0.9,
+        0.999,
+    )
+    refresh_every: Annotated[int | None, _SOME_STEPS] = None
+    weight_decay: Annotated[float | None, Number(0, 1e6, 0.01)] = None
+    warmup: Annotated[int | None, _STEPS] = None
+    decay: Annotated[str | None, Choice(("linear", "cosine", "none"))] = None
+    final_lr_ratio: Annotated[float | None, Number(0, 1000, 0.1)] = None
+    clip: Annotated[float | None, Number(0, 1e30, 1.0)] = None
+    clip_by: Annotated[str | None, Choice(("stage", "proportion", "global", "known"))] = None
+    criterion: Annotated[
+        str | None, Text("cross_entropy, mse or FILE.py:FUNCTION", "cross_entropy")
+    ] = None
+    batch_norm: Annotated[str, Choice(("micro-batch", "mini-batch"))] = "micro-batch"
+    recompute: Annotated[
+        str,
+        Text(
+            "auto, all, none or numbers of stages",
+            "0,2",
+            form(r"auto|all|none|[0-9]{1,9}( *, *[0-9]{1,9})*"),
+        ),
+    ] = "auto"
+    seed: Annotated[int, Whole(0, 2**53, 1)] = 1
 
-    init_from: str | None = None
-    resume: str | None = None
-    save_every: int = 0
-    keep_last: int = 3
-    keep_best: int = 0
-    save_to: str | None = None
-    trust: bool = False
-    export_hf: str | None = None
-    output: str | None = None
+    init_from: Annotated[str | None, path("runs/gpt2_4p/1")] = None
+    resume: Annotated[str | None, Text("auto, a run or a checkpoint", "auto")] = None
+    save_every: Annotated[int, _STEPS] = 0
+    keep_last: Annotated[int, Whole(1, 10**6, 3)] = 3
+    keep_best: Annotated[int, Whole(0, 10**6, 1)] = 0
+    save_to: Annotated[str | None, Text("the URL of a place", "s3://bucket/run")] = None
+    trust: Annotated[bool, Flag()] = False
+    export_hf: Annotated[str | None, path("exported")] = None
+    output: Annotated[str | None, path("runs/mine")] = None
 
-    eval_every: int = 0
-    eval_batches: int = 8
-    log_every: int = 10
-    log: str | None = None
-    trace: str | None = None
-    debug: str | None = None
+    eval_every: Annotated[int, _STEPS] = 0
+    eval_batches: Annotated[int, Whole(0, 10**9, 8)] = 8
+    log_every: Annotated[int, _SOME_STEPS] = 10
+    log: Annotated[str | None, Text("names of trackers, joined by commas", "tensorboard")] = None
+    trace: Annotated[
+        str | None,
+        Text(
+            "a number of steps, or the first and the last", "3", form(r"[0-9]{1,15}(-[0-9]{1,15})?")
+        ),
+    ] = None
+    debug: Annotated[
+        str | None, Text("all or numbers of ranks", "0,2", form(r"all|[0-9]{1,9}(,[0-9]{1,9})*"))
+    ] = None
 
-    device: str = "cpu"
-    ranks_per_gpu: int = 1
-    threads: int | None = None
-    pin: str = "cores"
-    timeout_s: float = 300.0
-    stall_s: float = 60.0
-    restarts: int = 0
-    dtype: str = "float32"
-    precision: str = "full"
-    loss_scale: float | None = None
-    boundary_dtype: str | None = None
-    transport: str = "auto"
-    interface: str | None = None
-    master_addr: str | None = None
-    master_port: int | None = None
-    max_run: str | None = None
+    device: Annotated[str, Choice(("cpu", "cuda"))] = "cpu"
+    ranks_per_gpu: Annotated[int, Whole(1, 2**16, 2)] = 1
+    threads: Annotated[int | None, Whole(1, 2**12, 1)] = None
+    pin: Annotated[str, Choice(("cores", "numa", "none"))] = "cores"
+    timeout_s: Annotated[float, Number(1, 1e8, 300)] = 300.0
+    stall_s: Annotated[float, Number(0, 1e8, 60)] = 60.0
+    restarts: Annotated[int, Whole(0, 10**6, 3)] = 0
+    dtype: Annotated[str, Choice(("float32", "float64"))] = "float32"
+    precision: Annotated[str, Choice(("full", "bfloat16", "float16"))] = "full"
+    loss_scale: Annotated[float | None, Number(1, 2**64, 65536)] = None
+    boundary_dtype: Annotated[str | None, Choice(("bfloat16",))] = None
+    transport: Annotated[str, Choice(TRANSPORTS)] = "auto"
+    interface: Annotated[str | None, Text("a network interface", "eth0", form(r"\S+"))] = None
+    master_addr: Annotated[
+        str | None, Text("a host name or an address", "host-0", form(r"\S+"))
+    ] = None
+    master_port: Annotated[int | None, Whole(1, 2**16 - 1, 29500)] = None
+    max_run: Annotated[
+        str | None, Text("a time of days, hours, minutes and seconds", "3h50m", seconds_of)
+    ] = None
 
-    print_sbatch: bool = False
-    nodes: int | None = None
-    time_limit: str = "24:00:00"
+    print_sbatch: Annotated[bool, Flag()] = False
+    nodes: Annotated[int | None, Whole(1, 2**16, 2)] = None
+    time_limit: Annotated[
+        str,
+        Text(
+            "a time limit of Slurm",
+            "24:00:00",
+            form(r"\d+|\d+:\d\d|\d+:\d\d:\d\d|\d+-\d+(:\d\d){0,2}"),
+        ),
+    ] = "24:00:00"
 
-    dry_run: bool = False
-    print_schedule: bool = False
-    json: bool = False
-    quiet: bool = False
+    dry_run: Annotated[bool, Flag()] = False
+    print_schedule: Annotated[bool, Flag()] = False
+    json: Annotated[bool, Flag()] = False
+    quiet: Annotated[bool, Flag()] = False
 
     def __post_init__(self) -> None:
-        self._check_schedule()
-        for option in fields(self):
-            value = getattr(self, option.name)
-            if value is not None and (fault := fault_of(option.name, value)):
+        for name, (limit, optional) in limits_of(Settings).items():
+            value = getattr(self, name)
+            if not (value is None and optional) and (fault := refusal(limit, name, value)):
                 raise SettingsError(*fault)
-        if not all(0 <= beta < 1 for beta in self.betas):
-            first, second = self.betas
-            raise SettingsError(f"--betas {first} {second}: both must be from 0 to below 1.")
+        self._check_schedule()
         self._check_trace()
-        self._check_debug()
-        if self.max_run is not None and seconds_of(self.max_run) is None:
-            raise SettingsError(
-                f"--max-run {self.max_run} is no time.", "--max-run 3h50m, 45m, 90s or 2d12h."
-            )
         self._check_checkpoints()
 
     @property
@@ -236,8 +291,7 @@ class Settings:
     def _check_trace(self) -> None:
         if self.trace is None:
             return
-        found = re.fullmatch(r"(\d{1,15})(?:-(\d{1,15}))?", self.trace)
-        steps = self.trace_steps if found else range(0)
+        steps = self.trace_steps
         if not steps or steps[0] < 1:
             raise SettingsError(
                 f"--trace {self.trace} names no steps.",
@@ -255,12 +309,6 @@ class Settings:
             raise SettingsError(
                 f"--keep-best {self.keep_best}, but {lacks} made.",
                 "--save-every 100" if not self.save_every else "--eval-batches 8",
-            )
-
-    def _check_debug(self) -> None:
-        if self.debug is not None and not re.fullmatch(r"all|\d{1,9}(,\d{1,9})*", self.debug):
-            raise SettingsError(
-                f"--debug {self.debug} names no ranks.", "--debug 1, --debug 0,2 or --debug all."
             )
 
     def to_toml(self) -> str:
@@ -318,30 +366,21 @@ def settings_from(options: Mapping[str, Any]) -> Settings:
 def checked(name: str, value: Any, place: str) -> Any:
     """The value of an option as it stands in `place`, of the option's type.
 
-    Raises SettingsError for an unknown option or a wrong type.
+    Raises SettingsError for an unknown option or a value that is not legal.
     """
-    kinds = get_type_hints(Settings)
-    if name not in kinds:
+    limits = limits_of(Settings)
+    if name not in limits:
         raise SettingsError(
             f"{place}: {name} is not an option of asyncpipe-train.",
-            did_you_mean(name, kinds, f"Options: {', '.join(kinds)}."),
+            did_you_mean(name, limits, f"Options: {', '.join(limits)}."),
         )
     if name == "trust":
         raise SettingsError(
             f"{place}: whose code is run is said on the command line, not in a file.", "--trust"
         )
-    if name == "betas":
-        if isinstance(value, list) and len(value) == 2 and all(map(_is_number, value)):
-            return (float(value[0]), float(value[1]))
-        raise SettingsError(f"{place}: betas = {value!r} is not two numbers.")
-    legal = [kind for kind in get_args(kinds[name]) or (kinds[name],) if kind is not NoneType]
-    if float in legal and _is_number(value):
-        return float(value)
-    if type(value) not in legal:
-        words = " or ".join(kind.__name__ for kind in legal)
-        raise SettingsError(f"{place}: {name} = {value!r} is not of type {words}.")
-    return value
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
+    limit = limits[name].limit
+    if fault := refusal(limit, name, value, place):
+        raise SettingsError(*fault)
+    if isinstance(limit, Several):
+        return tuple(map(float, value))
+    return float(value) if isinstance(limit, Number) else value

@@ -16,8 +16,9 @@ from asyncpipe.partitioner.cost import Link
 from asyncpipe.partitioner.evaluate import evaluate
 from asyncpipe.partitioner.graph_plan import plan_graph
 from asyncpipe.partitioner.infeasible import explained, least_memory
+from asyncpipe.partitioner.options import bytes_of, check_options
 from asyncpipe.partitioner.problem import Placement
-from asyncpipe.partitioner.running import make_setting, parse_bytes
+from asyncpipe.partitioner.running import make_setting
 from asyncpipe.partitioner.solve import solve
 from asyncpipe.partitioner.solvers import METHODS
 from asyncpipe.runtime.errors import PlanError
@@ -116,7 +117,7 @@ def test_recomputation_is_chosen_where_memory_demands_it_and_never_at_the_last_s
     tight = plan_graph(blocks(), 4, memory_limit="2.5GiB")
     assert not any(stage.recompute for stage in free.stages)
     assert any(stage.recompute for stage in tight.stages) and not tight.stages[-1].recompute
-    assert max(stage.peak_bytes for stage in tight.stages) <= parse_bytes("2.5GiB")
+    assert max(stage.peak_bytes for stage in tight.stages) <= bytes_of("2.5GiB")
     assert tight.bottleneck_ms > free.bottleneck_ms
     recomputing = next(stage for stage in tight.stages if stage.recompute)
     assert recomputing.backward_ms == 3 * recomputing.forward_ms  # 2, and forward once more
@@ -202,13 +203,13 @@ def test_a_need_that_is_hardly_above_the_limit_is_written_so_that_it_can_be_seen
     [("11GiB", 11 * 2**30), ("500 mb", 5 * 10**8), ("1.5e9", 15 * 10**8), (7, 7), ("2TB", 2e12)],
 )
 def test_sizes_of_memory_are_read(text, size):
-    assert parse_bytes(text) == size
+    assert bytes_of(text) == size
 
 
 @pytest.mark.parametrize("text", ["", "many", "-3GiB", "0", "11Gi b", "3 gigs", "1.2.3GB"])
 def test_what_is_no_size_is_told_in_one_sentence(text):
-    with pytest.raises(PlanError, match="is no size of memory") as raised:
-        parse_bytes(text)
+    with pytest.raises(PlanError, match="is not a memory size") as raised:
+        check_options({"memory_limit": text})
     assert "11GiB" in raised.value.cure and "\n" not in raised.value.what
 
 

@@ -172,13 +172,13 @@ def test_more_stages_than_pieces_says_what_is_possible():
 
 
 def test_a_wrong_method_gets_the_near_one():
-    with pytest.raises(PlanError, match='no method "chian". Did you mean chain'):
+    with pytest.raises(PlanError, match="Did you mean --method chain"):
         solve(chain_graph(1, 1), stages=2, method="chian")
 
 
 @pytest.mark.parametrize("share", [-0.1, 2.0, float("nan")])
 def test_a_share_to_give_up_is_between_nothing_and_all(share: float):
-    with pytest.raises(PlanError, match="is no share of a stage's time"):
+    with pytest.raises(PlanError, match="is not a number from 0 to 1"):
         solve(chain_graph(1, 1), stages=2, prefer_modules=share)
 
 

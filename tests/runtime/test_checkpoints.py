@@ -18,8 +18,7 @@ from asyncpipe.runtime.checkpoint.storage import read_tensors
 from asyncpipe.runtime.errors import AsyncPipeError
 from asyncpipe.runtime.staleness.compose import METHODS
 from asyncpipe.runtime.tensors import write_shard
-from asyncpipe.runtime.training.legal_values import CHOICES
-from asyncpipe.runtime.training.settings import SettingsError
+from asyncpipe.runtime.training.settings import OPTIMIZERS, SettingsError
 from asyncpipe.tests.runtime.handmade import write_mlp, write_text
 from asyncpipe.tests.runtime.resumed import (
     as_ended_at,
@@ -55,7 +54,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("optimizer", CHOICES["optimizer"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_optimizer_goes_on_as_if_nothing_had_happened(
     folders: Path, tmp_path: Path, optimizer: str
 ) -> None:

@@ -10,8 +10,7 @@ import torch.distributed as dist
 
 from asyncpipe.runtime.errors import TransportError
 from asyncpipe.runtime.launching.world import ALONE, Place, World
-from asyncpipe.runtime.training.legal_values import CHOICES
-from asyncpipe.runtime.training.settings import Settings
+from asyncpipe.runtime.training.settings import TRANSPORTS, Settings
 from asyncpipe.runtime.training.transport import agree_on_transport, expect_transport
 from asyncpipe.runtime.transports.choose import (
     Circumstances,
@@ -83,16 +82,16 @@ def test_ranks_on_one_gpu_are_told_from_ranks_on_their_own() -> None:
 
 def test_before_the_ranks_start_those_of_this_machine_are_expected() -> None:
     plan = chain(4).plan
-    assert str(expect_transport(Settings(folder=""), plan, 4)) == "shm (one host)"
-    assert str(expect_transport(Settings(folder=""), plan, 1)) == "local (one process)"
+    assert str(expect_transport(Settings(folder="."), plan, 4)) == "shm (one host)"
+    assert str(expect_transport(Settings(folder="."), plan, 1)) == "local (one process)"
     with pytest.raises(TransportError, match="--device is cpu"):
-        expect_transport(Settings(folder="", transport="nccl"), plan, 4)
+        expect_transport(Settings(folder=".", transport="nccl"), plan, 4)
 
 
 def agree(rank: int, asked: str) -> list[str]:
     world = World(Place(rank, 2, rank, 2), dist.group.WORLD)
     # Only what rank 0 was asked for counts.
-    settings = Settings(folder="", transport=asked if rank == 0 else "auto")
+    settings = Settings(folder=".", transport=asked if rank == 0 else "auto")
     choice = agree_on_transport(world, settings, "cpu")
     transport = open_transport(choice.name, world.control, timeout_s=20.0, device="cpu")
     transport.close()
@@ -108,14 +107,14 @@ def test_all_ranks_take_what_rank_0_was_asked_for(asked: str, found: list[str]) 
 
 
 def test_one_process_needs_none() -> None:
-    assert str(agree_on_transport(World(ALONE), Settings(folder=""), "cpu")) == (
+    assert str(agree_on_transport(World(ALONE), Settings(folder="."), "cpu")) == (
         "local (one process)"
     )
     transport = open_transport("local", None, timeout_s=1.0, device="cpu")
     assert type(transport).__name__ == "LocalTransport"
 
 
-@pytest.mark.parametrize("name", CHOICES["transport"])
+@pytest.mark.parametrize("name", TRANSPORTS)
 def test_every_name_that_may_be_asked_for_is_known(name: str) -> None:
     where = OWN_GPUS if name == "nccl" else Circumstances(1) if name == "local" else ONE_HOST
-    assert choose(name, where).name in CHOICES["transport"][1:]
+    assert choose(name, where).name in TRANSPORTS[1:]

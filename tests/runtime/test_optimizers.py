@@ -21,9 +21,8 @@ from torch.optim import AdamW, Muon, NAdam, Optimizer
 from asyncpipe.runtime.optimizers.joint import Joint
 from asyncpipe.runtime.optimizers.refresh import refresh_periods
 from asyncpipe.runtime.optimizers.soap import Soap
-from asyncpipe.runtime.training.legal_values import CHOICES
 from asyncpipe.runtime.training.optimizers import StageOptimizer, make_optimizer
-from asyncpipe.runtime.training.settings import Settings
+from asyncpipe.runtime.training.settings import OPTIMIZERS, Settings
 from asyncpipe.tests.quick_python import run
 from asyncpipe.tests.runtime.handmade import write_text
 from asyncpipe.tests.runtime.silent_reporter import FACTORY
@@ -313,7 +312,7 @@ def test_the_learning_rate_of_all_parts_follows_the_schedule() -> None:
     assert all(map(torch.equal, before, layers.parameters()))
 
 
-@pytest.mark.parametrize("name", CHOICES["optimizer"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_state_dict_continues_a_run_exactly(name: str) -> None:
     layers, chosen = Layers(), settings(name, steps=10)
     stage = StageOptimizer(layers, chosen, hidden=layers.hidden)
@@ -358,7 +357,7 @@ def test_a_stage_without_hidden_matrices_is_adamws(name: str) -> None:
     assert isinstance(optimizer, Muon | Soap)
 
 
-@pytest.mark.parametrize("name", CHOICES["optimizer"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_parameter_may_have_its_first_gradient_later(name: str) -> None:
     layers = Layers()
     optimizer = make_optimizer(layers.parameters(), settings(name), hidden=layers.hidden)
@@ -372,7 +371,7 @@ def test_a_parameter_may_have_its_first_gradient_later(name: str) -> None:
     assert not any(map(torch.equal, before, layers.parameters()))
 
 
-@pytest.mark.parametrize("name", CHOICES["optimizer"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_run_lowers_the_loss(name: str, tmp_path: Path) -> None:
     write_text(tmp_path / "text")
     (tmp_path / "words.txt").write_text("the quick brown fox jumps over the lazy dog. " * 100)

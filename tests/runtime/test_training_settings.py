@@ -60,9 +60,9 @@ def test_the_config_leaves_out_what_concerns_one_call() -> None:
     ("text", "words"),
     [
         ("micro_batch = 8", "Did you mean micro_batches"),
-        ("steps = 'many'", "steps = 'many' is not of type int"),
-        ("steps = true", "not of type int"),
-        ("betas = [0.9]", "is not two numbers"),
+        ("steps = 'many'", 'steps = "many" is not a whole number from 0 to'),
+        ("steps = true", "steps = true is not a whole number"),
+        ("betas = [0.9]", r"betas = \[0.9\] is not 2 values"),
         ("steps = ", "is not TOML"),
     ],
 )
@@ -83,7 +83,7 @@ def test_a_near_miss_of_a_choice_is_named() -> None:
 
 
 def test_a_number_out_of_range_is_named() -> None:
-    with pytest.raises(SettingsError, match="--log-every 0 is not a number from 1 up"):
+    with pytest.raises(SettingsError, match="--log-every 0 is not a whole number from 1 to"):
         Settings(folder="x", log_every=0)
     with pytest.raises(SettingsError, match="--lr nan"):
         Settings(folder="x", lr=float("nan"))
@@ -150,7 +150,7 @@ def test_an_option_that_the_optimizer_has_not_is_refused(text: Plan, mlp: Plan) 
     assert "--betas 0.8 0.9, but sutskever has none" in told
     told = refused(mlp, optimizer="muon", refresh_every=5)
     assert "--refresh-every 5, but muon has no bases" in told
-    with pytest.raises(SettingsError, match="--refresh-every 0 is not a number from 1 up"):
+    with pytest.raises(SettingsError, match="--refresh-every 0 is not a whole number from 1 to"):
         Settings(folder="x", optimizer="soap", refresh_every=0)
 
 
@@ -289,9 +289,9 @@ def test_stages_recompute_as_planned_or_as_asked(text: Plan) -> None:
     ("chosen", "words"),
     [
         ("0,2", "there is no stage 2, the plan has stages 0 to 1"),
-        ("some", "neither auto, all, none nor numbers of stages"),
-        ("-1", "neither auto, all, none nor numbers of stages"),
-        ("", "neither auto, all, none nor numbers of stages"),
+        ("some", "is not auto, all, none or numbers of stages"),
+        ("-1", "is not auto, all, none or numbers of stages"),
+        ("", "is not auto, all, none or numbers of stages"),
     ],
 )
 def test_stages_that_do_not_exist_cannot_recompute(text: Plan, chosen: str, words: str) -> None:
@@ -304,7 +304,7 @@ def test_batch_norms_that_do_not_exist_cannot_be_updated_once_a_mini_batch(text:
     with pytest.raises(SettingsError) as error:
         resolved(text, batch_norm="mini-batch")
     assert "tiny_text has no batch norm" in message(error)
-    with pytest.raises(SettingsError, match="--batch-norm mini is not known"):
+    with pytest.raises(SettingsError, match="--batch-norm mini is not one of"):
         Settings(folder="x", batch_norm="mini")
 
 

@@ -68,9 +68,9 @@ PROGRAM = """
 import sys, torch
 from torch import nn
 from asyncpipe.runtime.training.optimizers import StageOptimizer
-from asyncpipe.runtime.training.legal_values import CHOICES
+from asyncpipe.runtime.training.settings import OPTIMIZERS
 from asyncpipe.runtime.training.settings import Settings
-for name in CHOICES["optimizer"]:
+for name in OPTIMIZERS:
     stage = nn.Linear(3, 2)
     settings = Settings(folder="x", optimizer=name, lr=0.1, steps=4)
     optimizer = StageOptimizer(stage, settings, hidden=[stage.weight])

@@ -1,0 +1,303 @@
+"""The legal values of an option: one declaration for command line, TOML, Python and checkpoints.
+
+A field has its limit beside its type, `steps: Annotated[int, Whole(0, 10**12, 100)] = 100`, or in a
+table by name. A limit reads a value from text (`read`), says whether a value is legal (`has`), and
+names the legal ones (`words`) and one of them (`example`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from functools import cache
+from math import inf, isfinite
+from reprlib import Repr
+from types import NoneType
+from typing import Annotated, Any, NamedTuple, Protocol, get_args, get_origin, get_type_hints
+
+_LONGEST = 2**16
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+_short = Repr()
+_short.maxlevel, _short.maxstring, _short.maxother, _short.maxlong = 2, 60, 60, 60
+
+
+class Limit(Protocol):
+    """What a value of an option must be."""
+
+    @property
+    def words(self) -> str:
+        """The legal values, as in `--steps 2.5 is not <words>`."""
+        ...
+
+    @property
+    def example(self) -> Any:
+        """A legal value."""
+        ...
+
+    def read(self, text: str) -> Any:
+        """The value that a text stands for; the text itself where it stands for none."""
+        ...
+
+    def has(self, value: Any) -> bool:
+        """Whether the value is legal."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """Whole numbers, both ends included."""
+
+    least: int
+    most: int
+    example: int
+
+    @property
+    def words(self) -> str:
+        return f"a whole number from {self.least} to {self.most}"
+
+    def read(self, text: str) -> int | str:
+        return int(text) if re.fullmatch(r"[+-]?[0-9]{1,60}", text) else text
+
+    def has(self, value: Any) -> bool:
+        is_whole = isinstance(value, int) and not isinstance(value, bool)
+        return is_whole and self.least <= value <= self.most
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """Finite numbers from `least` to `most`, or to below `below`."""
+
+    least: float
+    most: float
+    example: float
+    below: float = inf
+
+    @property
+    def words(self) -> str:
+        upto = f"{self.most:g}" if self.below == inf else f"below {self.below:g}"
+        return f"a number from {self.least:g} to {upto}"
+
+    def read(self, text: str) -> float | str:
+        form = r"[+-]?([0-9]{1,40}(\.[0-9]{0,40})?|\.[0-9]{1,40})(e[+-]?[0-9]{1,9})?"
+        is_number = re.fullmatch(form, text, re.IGNORECASE) and isfinite(float(text))
+        return float(text) if is_number else text
+
+    def has(self, value: Any) -> bool:
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            return False
+        return self.least <= value <= self.most and value < self.below and isfinite(value)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A few names."""
+
+    names: tuple[str, ...]
+
+    @property
+    def words(self) -> str:
+        return f"one of {', '.join(self.names)}"
+
+    @property
+    def example(self) -> str:
+        return self.names[0]
+
+    def read(self, text: str) -> str:
+        return text
+
+    def has(self, value: Any) -> bool:
+        return isinstance(value, str) and value in self.names
+
+
+@dataclass(frozen=True)
+class Text:
+    """Texts without control characters that are not empty and that `accepts` takes."""
+
+    words: str
+    example: str
+    accepts: Callable[[str], Any] = bool
+
+    def read(self, text: str) -> str:
+        return text
+
+    def has(self, value: Any) -> bool:
+        if not isinstance(value, str | os.PathLike):
+            return False
+        text = os.fspath(value)
+        if not isinstance(text, str) or not 0 < len(text) <= _LONGEST or _CONTROL.search(text):
+            return False
+        return bool(self.accepts(text))
+
+
+@dataclass(frozen=True)
+class Flag:
+    """True or false."""
+
+    words = "true or false"
+    example = True
+
+    def read(self, text: str) -> bool | str:
+        return {"true": True, "false": False}.get(text.lower(), text)
+
+    def has(self, value: Any) -> bool:
+        return isinstance(value, bool)
+
+
+@dataclass(frozen=True)
+class Several:
+    """A list of legal values, of which none is there twice; of `count`, if it is given."""
+
+    item: Limit
+    count: int | None = None
+
+    @property
+    def words(self) -> str:
+        if self.count is not None:
+            return f"{self.count} values, each {self.item.words}"
+        return f"a list without duplicates of values, each {self.item.words}"
+
+    @property
+    def example(self) -> Any:
+        return (self.item.example,) * (self.count or 1)
+
+    def read(self, text: str) -> Any:
+        """`0.9/0.999`, as in `--sweep` and in the methods of a comparison."""
+        return tuple(self.item.read(part) for part in text.split("/"))
+
+    def has(self, value: Any) -> bool:
+        if isinstance(value, str | bytes | Mapping) or not hasattr(value, "__iter__"):
+            return False
+        values = list(value)
+        if not all(map(self.item.has, values)):
+            return False
+        if self.count is not None:
+            return len(values) == self.count
+        return all(each not in values[:index] for index, each in enumerate(values))
+
+
+@dataclass(frozen=True)
+class Either:
+    """What one of two limits takes, which is read as the first where that takes it."""
+
+    first: Limit
+    second: Limit
+
+    @property
+    def words(self) -> str:
+        return f"{self.first.words}, or {self.second.words}"
+
+    @property
+    def example(self) -> Any:
+        return self.first.example
+
+    def read(self, text: str) -> Any:
+        value = self.first.read(text)
+        return value if self.first.has(value) else self.second.read(text)
+
+    def has(self, value: Any) -> bool:
+        return self.first.has(value) or self.second.has(value)
+
+
+def form(pattern: str) -> Callable[[str], Any]:
+    """What a `Text` accepts: the texts that match a regular expression as a whole."""
+    return re.compile(pattern, re.ASCII).fullmatch
+
+
+def path(example: str) -> Text:
+    """The limit of a path to a file or folder."""
+    return Text("a path", example)
+
+
+def key_values(example: str) -> Several:
+    """The limit of a list of `key=value`."""
+    return Several(Text("KEY=VALUE", example, form(r"(?s)[^=\s]+=.*")))
+
+
+class Declared(NamedTuple):
+    """The limit of a field, and whether it may be None: not given."""
+
+    limit: Limit
+    optional: bool
+
+
+@cache
+def limits_of(kind: type[Any]) -> Mapping[str, Declared]:
+    """The declared limit of each field of a dataclass. Raises TypeError for a field without one."""
+    found = {}
+    hints = get_type_hints(kind, include_extras=True)
+    for field in fields(kind):
+        hint = hints[field.name]
+        metadata = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
+        limits = [each for each in metadata if hasattr(each, "has")]
+        if len(limits) != 1:
+            raise TypeError(f"{kind.__name__}.{field.name} declares no limit (runtime/limits.py)")
+        found[field.name] = Declared(limits[0], NoneType in get_args(get_args(hint)[0]))
+    return found
+
+
+def refusal(limit: Limit, name: str, value: Any, place: str = "") -> tuple[str, str] | None:
+    """What is wrong with the value of an option, and a cure; None where it is legal.
+
+    The option is written as a flag, or as `name = value` where it stands in `place`.
+
+    >>> refusal(Whole(1, 64, 8), "micro_batches", 0)
+    ('--micro-batches 0 is not a whole number from 1 to 64.', 'Use for example --micro-batches 8.')
+    >>> refusal(Choice(("sgd", "adam")), "optimizer", "adm", "run.toml")
+    ('run.toml: optimizer = "adm" is not one of sgd, adam.', 'Did you mean optimizer = "adam"?')
+    """
+    if limit.has(value):
+        return None
+    wrong, wrong_value = limit, value
+    if isinstance(limit, Several) and isinstance(value, list | tuple) and limit.count is None:
+        for each in value:  # names the one that is wrong
+            if not limit.item.has(each):
+                wrong, wrong_value = limit.item, each
+                break
+            if list(value).count(each) > 1:
+                return f"{_written(name, each, place)} is given twice.", "Leave one out."
+
+    what = f"{_written(name, wrong_value, place)} is not {wrong.words}."
+    names = wrong.names if isinstance(wrong, Choice) else ()
+    if near := get_close_matches(str(wrong_value), names, n=1):
+        return what, f"Did you mean {_assigned(name, near[0]) if place else _flag(name, near[0])}?"
+    example = limit.example
+    return what, f"Use for example {_assigned(name, example) if place else _flag(name, example)}."
+
+
+def flag_of(option: str) -> str:
+    """`micro_batches` -> `--micro-batches`."""
+    return "--" + option.replace("_", "-")
+
+
+def _written(name: str, value: Any, place: str) -> str:
+    return f"{place}: {_assigned(name, value)}" if place else _flag(name, value)
+
+
+def _flag(name: str, value: Any) -> str:
+    written = name if name.isupper() else flag_of(name)  # FOLDER is no flag
+    if value is True:
+        return written
+    values = value if isinstance(value, list | tuple) else (value,)
+    return " ".join([written, *map(_word, values)])
+
+
+def _word(value: Any) -> str:
+    """A value as one types it; quoted where it has characters that would not show."""
+    text = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if isinstance(text, float) and isfinite(text):
+        return f"{text:g}"
+    if not isinstance(text, str):
+        return _short.repr(text)
+    shown = text if len(text) <= 60 else f"{text[:57]}..."
+    return shown if text and text.isprintable() else _short.repr(text)
+
+
+def _assigned(name: str, value: Any) -> str:
+    """A value as TOML has it."""
+    if isinstance(value, str | bool) and len(str(value)) < 60:
+        return f"{name} = {json.dumps(value)}"
+    return f"{name} = {_short.repr(list(value) if isinstance(value, tuple) else value)}"
