@@ -8,20 +8,28 @@ give way to others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from math import prod
 
+from .delays import Delays
 from .schedule import Schedule
 from .staleness.protocol import Outlook, Passage, Reads, Situation, Staleness, State, Steps
 from .versions import LedgerEntry, View, Weights, WeightVersions
 
 
 class Binder:
-    """The staleness methods of one stage, applied to its weights."""
+    """The staleness methods of one stage, applied to its weights. `shared` has the stages that hold
+    each of them that others hold too."""
 
-    def __init__(self, weights: WeightVersions, methods: Sequence[Staleness]) -> None:
+    def __init__(
+        self,
+        weights: WeightVersions,
+        methods: Sequence[Staleness],
+        shared: Mapping[str, tuple[int, ...]] | None = None,
+    ) -> None:
         self.weights = weights
+        self._shared = shared or {}
         self.methods = tuple(methods)
         self._forward = [m for m in methods if "forward" in m.decides]
         self._backward = [m for m in methods if "backward" in m.decides]
@@ -50,13 +58,13 @@ class Binder:
 
     def begin(self, schedule: Schedule) -> None:
         """Called before a segment's first action."""
-        stage = self.weights.stage
-        ahead = 0 if schedule.synchronous else schedule.in_flight[stage] - 1
-        situation = Situation(
-            stage, schedule.stages, ahead, schedule.step_every, schedule.synchronous
-        )
+        ahead = (0,) * schedule.stages
+        if not schedule.synchronous:
+            ahead = tuple(most - 1 for most in schedule.in_flight)
+        delays = Delays(ahead, schedule.step_every, first_version=self.weights.version)
+        situation = Situation(self.weights.stage, delays, schedule.synchronous, self._shared)
         for method in self.methods:
-            situation = method.situated(situation)
+            situation = method.situated(situation, _of(method, self._to_load))
         for method in self.methods:
             method.begin(situation)
             if state := _of(method, self._to_load):
@@ -148,9 +156,10 @@ class Binder:
                 inside.enter_context(method.settled(self.weights))
             yield
 
-    def lr_scale(self, version: int) -> float:
-        """The factor on the learning rate of the step that makes `version`."""
-        return prod(method.lr_scale(version) for method in self.methods)
+    def lr_scale(self, version: int, name: str | None = None) -> float:
+        """The factor on the learning rate of the step that makes `version`, for the stage's own
+        weights or for a shared one that is named."""
+        return prod(method.lr_scale(version, name) for method in self.methods)
 
     def _reads(self, passage: Passage) -> View | Reads:
         return next(

@@ -7,10 +7,15 @@ the steps of max(0, t-W) micro-batches, and its backward those of t:
     forward   floor(max(0, t-W) / k)
     backward  floor(t / k)
     delay     their difference: W/k in the mean, ceil(W/k) at most
+    tau       of a step: the mean delay of its k micro-batches, W/k once the ramp is over
     2bw       forward floor(t / k) - 1 or 0, over all segments, whatever W < k is: delay 1
 
 t counts from the start of a segment, which begins with all stages at one version and no micro-batch
-in flight. Where segments end, the ramp begins anew. The tests compare these forms with the versions
+in flight. Where segments end, the ramp begins again: in a segment of one step nothing is late.
+
+The gradient of a parameter that several stages share is used D = ceil(W/k) steps after its window,
+W being that of the holder that runs furthest ahead. Its tau is D more than the mean over its
+holders, the same at all of them. The tests compare these forms with the versions
 that schedules count, and runs with the ledgers of their ranks.
 
 Sources: Narayanan et al., PipeDream, SOSP 2019, section 3.3, and PipeDream-2BW, ICML 2021, section
@@ -19,7 +24,7 @@ Sources: Narayanan et al., PipeDream, SOSP 2019, section 3.3, and PipeDream-2BW,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -72,6 +77,32 @@ class Delays:
         if self.two_from is not None:
             return 1
         return -(-self.ahead[stage] // self.step_every)
+
+    def of_step(self, stage: int, version: int) -> Fraction:
+        """Tau of the step that makes `version`: the mean delay of the gradients that it uses.
+
+        >>> [str(Delays((3, 0), 2).of_step(0, version)) for version in (1, 2, 3, 9)]
+        ['0', '1', '3/2', '3/2']
+        """
+        if self.two_from is not None:
+            return Fraction(min(1, version - 1 - self.two_from))
+        every = self.step_every
+        begun = (version - 1 - self.first_version) * every
+        if begun >= self.ahead[stage]:
+            return self.mean(stage)
+        first = self.first_micro_batch + begun
+        delays = (self.delay(stage, micro_batch) for micro_batch in range(first, first + every))
+        return Fraction(sum(delays), every)
+
+    def of_shared_step(self, stages: Sequence[int], version: int) -> Fraction:
+        """Tau of the same step for a parameter that these stages share.
+
+        >>> str(Delays((3, 2, 0), 2).of_shared_step([0, 2], version=9))
+        '11/4'
+        """
+        late = -(-max(self.ahead[stage] for stage in stages) // self.step_every)
+        each = [self.of_step(stage, version) for stage in stages]
+        return late + sum(each, Fraction(0)) / len(each)
 
     def has(self, stage: int, micro_batch: int, forward: int, backward: int) -> bool:
         """Whether a ledger's entry is that of the closed form."""

@@ -36,7 +36,7 @@ from .random_state import GeneratorState, micro_batch_seed
 from .report import Observer, Recorder, RunReport, StepOptimizers
 from .run import Run, RunOptions, sizes_of_each
 from .schedule import Action, Schedule, shared_delay, split_backwards
-from .shared import SharedGradients
+from .shared import SharedGradients, shared_weights
 from .stage import Stage
 from .staleness import Steps, make_staleness
 from .transports.casting import CastingTransport
@@ -116,7 +116,8 @@ class Pipeline:
         }
         self.weights = {j: WeightVersions(j, stages[j]) for j in expected}
         self.binders = {
-            j: Binder(weights, make_staleness(staleness)) for j, weights in self.weights.items()
+            j: Binder(weights, make_staleness(staleness), shared_weights(plan, j))
+            for j, weights in self.weights.items()
         }
         exchanged = replace(plan, shared=()) if self.replicas else plan
         self.shared = SharedGradients(exchanged, stages, self.transport)
@@ -133,9 +134,10 @@ class Pipeline:
         """Says how many steps a stage's weights have seen, when a run is resumed."""
         self.weights[stage].version = version
 
-    def lr_scale(self, stage: int, version: int) -> float:
-        """The staleness methods' factor on the learning rate of the step that makes `version`."""
-        return self.binders[stage].lr_scale(version)
+    def lr_scale(self, stage: int, version: int, name: str | None = None) -> float:
+        """The staleness methods' factor on the learning rate of the step that makes `version`, for
+        the stage's own weights or for a shared one that is named."""
+        return self.binders[stage].lr_scale(version, name)
 
     def attach(self, optimizers: Mapping[int, Steps]) -> None:
         """Gives the staleness methods the optimizers of the stages, which the observer steps."""

@@ -1,5 +1,8 @@
 """Stages that hold one (tied) parameter -> the same gradient at each, hence the same values.
 
+What scales a step, a clip factor, a learning rate or a delay, is the same at all holders too
+(`delays.py`, `training/async_clipping.py`), so that every bit stays equal.
+
 When a stage has done its last backward of a window (the micro-batches of one step), it gives the
 parameter's gradient to the other holders. At the step that makes version v every holder takes
 the gradients of window v - D of all holders, its own too, and adds them in stage order: the sums,
@@ -151,9 +154,7 @@ class SharedGradients:
         return found
 
     def load(self, sums: Mapping[tuple[str, int], Tensor]) -> None:
-        """Takes up what all ranks' `state` gave. Holders were equal where that was taken, or as
-        different as their staleness methods make them, so they are not compared."""
-        self._is_verified = bool(sums)
+        """Takes up what all ranks' `state` gave."""
         for stage, held in self._held.items():
             for shared, parameter in held:
                 own = shared.names[0]
@@ -209,6 +210,16 @@ class SharedGradients:
             if (of_kind, of_name) == (kind, name) and not channel.is_local
             if source in (None, from_stage) and target in (None, to_stage)
         ]
+
+
+def shared_weights(plan: Plan, stage: int) -> dict[str, tuple[int, ...]]:
+    """The names of a stage's parameters that other stages hold too -> all stages that do."""
+    return {
+        name: shared.stages
+        for shared in plan.shared
+        for holder, name in shared.holders
+        if holder == stage and len(shared.stages) > 1
+    }
 
 
 def _check_separate(held: Mapping[int, list[tuple[SharedParameter, nn.Parameter]]]) -> None:

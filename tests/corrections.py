@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from asyncpipe.tests.oracle import LiveReference, Reference, StageHistory, Values
+from asyncpipe.tests.oracle import LiveReference, Reference, StageHistory, Values, tau_of
 
 
 class Together(Reference):
@@ -36,10 +36,10 @@ class Together(Reference):
             gradient = part.gradient(history, gradient, read, at, now)
         return gradient
 
-    def rate(self, history: StageHistory, version: int) -> float:
+    def rate(self, history: StageHistory, version: int, name: str) -> float:
         factor = 1.0
         for part in self.parts:
-            factor *= part.rate(history, version)
+            factor *= part.rate(history, version, name)
         return factor
 
     def before_step(self, history: StageHistory, module: nn.Module) -> None:
@@ -84,27 +84,22 @@ class PipeMareReference(LiveReference):
             delta[name] = gamma * delta[name] + (1 - gamma) * moved
 
 
-def delay_of(history: StageHistory) -> int:
-    """The most steps between a forward and its backward."""
-    return -(-history.ahead // history.step_every)
-
-
 class PipeMareRateReference(Reference):
     """`pipemare-rate`: lr / tau^(1 - min(step / K, 1))."""
 
     def __init__(self, annealing_steps: int) -> None:
         self.annealing_steps = annealing_steps
 
-    def rate(self, history: StageHistory, version: int) -> float:
-        delay, step = delay_of(history), version - 1
-        return 1 / delay ** (1 - min(step / self.annealing_steps, 1)) if delay else 1.0
+    def rate(self, history: StageHistory, version: int, name: str) -> float:
+        delay, step = tau_of(history, version, name), version - 1
+        return 1 / delay ** (1 - min(step / self.annealing_steps, 1)) if delay > 1 else 1.0
 
 
 class DelayRateReference(Reference):
     """`delay-rate`: lr / (1 + tau)."""
 
-    def rate(self, history: StageHistory, version: int) -> float:
-        return 1 / (1 + delay_of(history))
+    def rate(self, history: StageHistory, version: int, name: str) -> float:
+        return 1 / (1 + tau_of(history, version, name))
 
 
 class DelayCompensatedReference(Reference):
@@ -138,6 +133,7 @@ class AdaptivelyCompensatedReference(DelayCompensatedReference):
 class GapAwareReference(Reference):
     """`gap-aware` as FTPipe has it, of a constant learning rate.
 
+    A weight that several stages hold decays whole.
     `notes` of a weight: "r", its running square, and "n", how often that was updated; "kept" is
     the sum of (1 - penalty) / penalty over the window's micro-batches.
     """
@@ -162,7 +158,8 @@ class GapAwareReference(Reference):
         if not has_stepped and ("betas" in options or options["momentum"]):
             return torch.full_like(share, torch.inf)
         if "betas" in options:
-            return torch.sqrt(notes["r", name]) + 1e-8
+            bias = 1 - options["betas"][1] ** notes["n", name]
+            return torch.sqrt(notes["r", name] / bias) + 1e-8
         if options["momentum"]:
             return options["lr"] * (
                 torch.sqrt(notes["r", name] / (1 - 0.999 ** notes["n", name])) + 1e-8
@@ -178,10 +175,13 @@ class GapAwareReference(Reference):
             options = history.options[name]
             if kept is None or weight.grad is None or not options["weight_decay"]:
                 continue
+            if name in history.shared:
+                continue
             mean = kept / history.step_every
             if options.get("decoupled_weight_decay"):
-                factor = 1 - options["weight_decay"] * options["lr"] * mean
-                weight.data.mul_(factor)
+                # The optimizer will decay the weight whole.
+                decay = options["weight_decay"] * options["lr"]
+                weight.data.mul_((1 - decay * (1 + mean)) / (1 - decay))
             else:
                 weight.grad += options["weight_decay"] * weight.detach() * mean
 
@@ -223,19 +223,22 @@ class LookAheadReference(Reference):
     The module holds x = y - tau u, and y is `notes["y"]`; the optimizer's step from x tells u.
     """
 
-    def __init__(self, delay: int | None = None) -> None:
-        self.delay = delay
+    def __init__(self, *, two_buffered: bool = False) -> None:
+        self.two_buffered = two_buffered
 
     def after_step(
         self, history: StageHistory, module: nn.Module, optimizer: torch.optim.Optimizer
     ) -> None:
-        delay = delay_of(history) if self.delay is None else self.delay
+        version = len(history.weights)
         base = history.notes.setdefault("y", dict(history.weights[0]))
         for name, weight in module.named_parameters():
             options, looked = history.options[name], history.weights[-1][name]
             decay = options["weight_decay"] if options.get("decoupled_weight_decay") else 0.0
             lost = options["lr"] * decay * looked
             update = looked - lost - weight.detach()
+            delay = tau_of(history, version, name)
+            if self.two_buffered:
+                delay = float(version > 1)
             base[name] = base[name] - lost - update
             weight.data.copy_(base[name] - delay * update)
 
@@ -246,8 +249,8 @@ class SpikeCompensationReference(Reference):
     def after_step(
         self, history: StageHistory, module: nn.Module, optimizer: torch.optim.Optimizer
     ) -> None:
-        delay = delay_of(history)
         for name, weight in module.named_parameters():
+            delay = tau_of(history, len(history.weights), name)
             if weight.grad is None or not delay:
                 continue
             old, options = history.weights[-1][name], history.options[name]

@@ -23,7 +23,7 @@ from asyncpipe.runtime.transports import LocalHub, Transport, run_together
 from asyncpipe.runtime.validation import validate
 from asyncpipe.runtime.versions import LedgerEntry, WeightVersions
 from asyncpipe.tests.hand_plans import HandModel
-from asyncpipe.tests.oracle import Gradients, Optimize, scaled_step
+from asyncpipe.tests.oracle import Gradients, Optimize, one_group_each, scaled_step
 
 Factors = Callable[[int], float]
 """What the learning rate of the step that makes a version is multiplied by."""
@@ -88,7 +88,7 @@ class Seen(Observer):
     optimizers: dict[int, torch.optim.Optimizer] = field(default_factory=dict)
     losses: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, dict[str, Tensor]] = field(default_factory=dict)
-    scale: Callable[[int, int], float] = lambda stage, version: 1.0
+    scale: Callable[[int, int, str], float] = lambda stage, version, name: 1.0
     steps: list[tuple[int, int]] = field(default_factory=list)
     gradients: dict[int, Gradients] = field(default_factory=dict)
     actions: list[str] = field(default_factory=list)
@@ -110,7 +110,11 @@ class Seen(Observer):
             if parameter.grad is not None:
                 gradients[stage, name] = parameter.grad.clone()
         if stage in self.optimizers:
-            scaled_step(self.optimizers[stage], self.scale(stage, version))
+            factors = {
+                id(weight): self.scale(stage, version, name)
+                for name, weight in self.modules[stage].named_parameters()
+            }
+            scaled_step(self.optimizers[stage], factors)
 
 
 @dataclass
@@ -245,6 +249,9 @@ class Planned:
     weights: WeightVersions
     annealing_steps: int = 4
 
+    def clip_factor(self, gradients: Sequence[Tensor], scale: float) -> float:
+        return 1.0
+
     def future_lr(self, steps: int) -> tuple[float, ...]:
         return tuple(self.factors(self.weights.version + 1 + step) for step in range(steps))
 
@@ -253,8 +260,8 @@ def _attach(pipelines: Sequence[Pipeline], seen: Seen, factors: Factors) -> None
     """Lets staleness methods see the optimizers, and scale their learning rates."""
     home = {stage: pipeline for pipeline in pipelines for stage in pipeline.stages}
 
-    def scale(stage: int, version: int) -> float:
-        return factors(version) * home[stage].lr_scale(stage, version)
+    def scale(stage: int, version: int, name: str) -> float:
+        return factors(version) * home[stage].lr_scale(stage, version, name)
 
     for stage, pipeline in home.items():
         weights = pipeline.weights[stage]
@@ -264,7 +271,9 @@ def _attach(pipelines: Sequence[Pipeline], seen: Seen, factors: Factors) -> None
 
 def _seen(modules: list[nn.Module], optimize: Optimize | None, observer: type[Seen] = Seen) -> Seen:
     stepped = {j: own for j, m in enumerate(modules) if (own := list(m.parameters()))}
-    optimizers = {j: optimize(own) for j, own in stepped.items()} if optimize else {}
+    optimizers = (
+        {j: one_group_each(optimize(own)) for j, own in stepped.items()} if optimize else {}
+    )
     return observer(dict(enumerate(modules)), optimizers)
 
 

@@ -70,14 +70,19 @@ def run_both(
         method=reference,
         recompute=recompute,
         seed=5,
+        flush_every=steps // segments if segments > 1 and schedule == "async-1f1b" else 0,
         fault=fault,
     )
     return trained, oracle
 
 
 def assert_equal(trained: Trained, oracle: Oracle, *, tolerance: float = 0.0) -> None:
-    """Losses, versions and all that the stages hold are the same, to the last bit by default."""
+    """Losses, versions and all that the stages hold are the same, to the last bit by default; what
+    several stages hold is the same at all of them, always to the last bit."""
     assert trained.ledger == oracle.ledger
+    for shared in trained.pipelines[0].plan.shared:
+        copies = [trained.modules[stage].get_parameter(name) for stage, name in shared.holders]
+        assert all(torch.equal(copies[0], copy) for copy in copies), shared.names
     assert set(trained.seen.losses) == set(oracle.losses)
     pairs = [(str(i), trained.seen.losses[i], oracle.losses[i]) for i in oracle.losses]
     for j, (got, wanted) in enumerate(zip(trained.modules, oracle.modules, strict=True)):

@@ -39,6 +39,10 @@ class StageHistory:
     weights: list[Values]
     states: list[dict[str, dict[str, Any]]]
     options: dict[str, dict[str, Any]]
+    shared: dict[str, list[int]] = field(default_factory=dict)
+    """How far ahead each holder of a weight that several stages hold runs."""
+    segment: int = 0
+    """The micro-batches after which the pipeline drains; 0 for never."""
     notes: dict[str, Any] = field(default_factory=dict)
     """What a method remembers of this stage."""
 
@@ -51,7 +55,7 @@ class Reference:
     """
 
     def version(self, history: StageHistory, t: int) -> int:
-        return max(0, t - history.ahead) // history.step_every
+        return read_version(t, history.ahead, history.step_every, history.segment)
 
     def forward(self, history: StageHistory, t: int, at: int, now: int) -> Values:
         """The values that the forward of micro-batch t reads, at live version `at`, whose backward
@@ -73,8 +77,8 @@ class Reference:
     def accumulated(self, history: StageHistory, gradients: Values) -> None:
         """The sum of a window so far, which a prediction may go by."""
 
-    def rate(self, history: StageHistory, version: int) -> float:
-        """The factor on the learning rate of the step that makes `version`."""
+    def rate(self, history: StageHistory, version: int, name: str) -> float:
+        """The factor on the learning rate of a weight in the step that makes `version`."""
         return 1.0
 
     def before_step(self, history: StageHistory, module: nn.Module) -> None:
@@ -84,6 +88,26 @@ class Reference:
         self, history: StageHistory, module: nn.Module, optimizer: torch.optim.Optimizer
     ) -> None:
         """The optimizer has stepped the module; the window's gradients are still in `.grad`."""
+
+
+def read_version(t: int, ahead: int, step_every: int, segment: int = 0) -> int:
+    """The version that the forward of micro-batch t finds where a stage runs so far ahead."""
+    drained = t - t % segment if segment else 0
+    return max(drained, t - ahead) // step_every
+
+
+def tau_of(history: StageHistory, version: int, name: str) -> float:
+    """The mean delay of the gradients in the step to `version`, counted one by one; of a weight
+    that several stages hold the mean over them, and the steps that their exchange takes."""
+    k = history.step_every
+
+    def mean(ahead: int) -> float:
+        window = range((version - 1) * k, version * k)
+        return sum(t // k - read_version(t, ahead, k, history.segment) for t in window) / k
+
+    if holders := history.shared.get(name):
+        return math.ceil(max(holders) / k) + sum(map(mean, holders)) / len(holders)
+    return mean(history.ahead)
 
 
 class LiveReference(Reference):
@@ -150,9 +174,11 @@ def async_run(
     recompute: bool = False,
     seed: int = 0,
     ahead: Sequence[int] | None = None,
+    flush_every: int = 0,
     fault: str = "",
 ) -> Oracle:
-    """Asynchronous 1F1B of `steps` steps of `step_every` micro-batches, drained at the end.
+    """Asynchronous 1F1B of `steps` steps of `step_every` micro-batches, drained at the end, and
+    every `flush_every` steps.
 
     `ahead` are the forwards that each stage runs ahead. With `recompute` every stage but the last
     runs its forward again for the backward. `fault` plants an error, for the tests that must then
@@ -160,9 +186,24 @@ def async_run(
     """
     p, k, plan = len(modules), step_every, model.plan
     ahead = [p - 1 - j for j in range(p)] if ahead is None else ahead
-    optimizers = [optimize(module.parameters()) for module in modules]
+    optimizers = [one_group_each(optimize(module.parameters())) for module in modules]
     histories = [
-        StageHistory(j, p, ahead[j], k, [_snapshot(module)], [{}], _options(module, optimizers[j]))
+        StageHistory(
+            j,
+            p,
+            ahead[j],
+            k,
+            [_snapshot(module)],
+            [{}],
+            _options(module, optimizers[j]),
+            {
+                name: [ahead[each] for each, _ in shared.holders]
+                for shared in plan.shared
+                for holder, name in shared.holders
+                if holder == j
+            },
+            flush_every * k,
+        )
         for j, module in enumerate(modules)
     ]
     window_sum: list[Values] = [{} for _ in modules]
@@ -237,7 +278,8 @@ def async_run(
                     parameter.grad = None if due is None else _left_sum(due)
             for history, module, optimizer in zip(histories, modules, optimizers, strict=True):
                 method.before_step(history, module)
-                scaled_step(optimizer, method.rate(history, version))
+                rates = {id(p): method.rate(history, version, n) for n, p in _weights(module)}
+                scaled_step(optimizer, rates)
                 method.after_step(history, module, optimizer)
                 history.weights.append(_snapshot(module))
                 history.states.append(_state(module, optimizer))
@@ -257,10 +299,22 @@ def _leaves(values: Values) -> Values:
     return {name: value.clone().requires_grad_() for name, value in values.items()}
 
 
-def scaled_step(optimizer: torch.optim.Optimizer, factor: float) -> None:
-    """A step at the learning rate times a factor."""
+def one_group_each(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer with a group of its own for each of its parameters, stepped as before."""
+    for part in getattr(optimizer, "parts", (optimizer,)):
+        part.param_groups[:] = [
+            {**group, "params": [p]} for group in part.param_groups for p in group["params"]
+        ]
+    if hasattr(optimizer, "parts"):
+        optimizer.param_groups[:] = [g for part in optimizer.parts for g in part.param_groups]
+    return optimizer
+
+
+def scaled_step(optimizer: torch.optim.Optimizer, factors: dict[int, float]) -> None:
+    """A step at the learning rate times a factor of each weight, by its identity."""
     scheduled = [group["lr"] for group in optimizer.param_groups]
     for group, lr in zip(optimizer.param_groups, scheduled, strict=True):
+        (factor,) = {factors[id(weight)] for weight in group["params"]}
         group["lr"] = lr * factor
     optimizer.step()
     for group, lr in zip(optimizer.param_groups, scheduled, strict=True):
@@ -270,6 +324,10 @@ def scaled_step(optimizer: torch.optim.Optimizer, factor: float) -> None:
 def _options(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
     of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     return {name: of[id(p)] for name, p in module.named_parameters() if id(p) in of}
+
+
+def _weights(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return list(module.named_parameters())
 
 
 def _state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:

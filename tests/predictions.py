@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Muon
 
-from asyncpipe.tests.oracle import Reference, StageHistory, Values
+from asyncpipe.tests.oracle import Reference, StageHistory, Values, tau_of
 
 State = dict[str, Any]
 
@@ -48,8 +48,12 @@ class PredictedReference(Reference):
         self.rates = rates or Rates()
         self.stashed = stashed
 
-    def rate(self, history: StageHistory, version: int) -> float:
-        return self.rates.factors(version)
+    def rate(self, history: StageHistory, version: int, name: str) -> float:
+        return self.rates.factors(version) * self.scale(history, version, name)
+
+    def scale(self, history: StageHistory, version: int, name: str) -> float:
+        """The factor of another method on the rate of a weight in the step to `version`."""
+        return 1.0
 
     def forward(self, history: StageHistory, t: int, at: int, now: int) -> Values:
         return self.predicted(history, t, at, now - at)
@@ -65,7 +69,10 @@ class PredictedReference(Reference):
         moved = {}
         for name, weight in history.weights[at].items():
             options = history.options[name]
-            rates = [options["lr"] * factor for factor in self.rates.ahead(at, steps)]
+            rates = [
+                options["lr"] * factor * self.scale(history, version, name)
+                for version, factor in enumerate(self.rates.ahead(at, steps), at + 1)
+            ]
             gradient = self.gathered(history, t, name)
             state = dict(history.states[at].get(name, {}))
             moved[name] = self.move(weight, gradient, state, options, rates)
@@ -103,6 +110,13 @@ class MsnagReference(PredictedReference):
         return weight
 
 
+class MsnagAndDelayRateReference(MsnagReference):
+    """`msnag` with `delay-rate`, whose rates it expects."""
+
+    def scale(self, history: StageHistory, version: int, name: str) -> float:
+        return 1 / (1 + tau_of(history, version, name))
+
+
 class StockReference(PredictedReference):
     """`msnag` by torch's Muon and AdamW themselves, with zero gradients, on copies."""
 
@@ -135,7 +149,8 @@ class AggMsnagReference(MsnagReference):
 
     def gathered(self, history: StageHistory, t: int, name: str) -> Tensor | None:
         done = max(0, t - history.ahead)
-        if done % history.step_every == 0:
+        # The step of a weight that several stages hold has the gradients of another window.
+        if done % history.step_every == 0 or name in history.shared:
             return None
         return self.scaled(history, history.notes["sums"][done].get(name), done)
 
@@ -177,7 +192,7 @@ class NesterovLastReference(PredictedReference):
         if history.stage < history.stages - 1:
             return
         for name, parameter in module.named_parameters():
-            if parameter.grad is None:
+            if parameter.grad is None or name in history.shared:
                 continue
             options, before = history.options[name], history.weights[-1][name]
             gradient = parameter.grad + options["weight_decay"] * before

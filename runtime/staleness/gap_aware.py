@@ -5,10 +5,11 @@ stages as in FTPipe, ATC 2021).
     penalty = 1 + gap / C                C: the size of a step (`step_sizes.py`)
     g <- g / penalty
 
-So a gap of one step halves a gradient. It is done to each micro-batch whose forward read an older
-version than is live, with its own gap; others have penalty 1. The weight decay of a step is
+So a gap of one usual step halves a gradient. It is done to each micro-batch whose forward read an
+older version than is live, with its own gap; others have penalty 1. The weight decay of a step is
 multiplied by the mean of 1/penalty over the micro-batches of its window: what that takes off is
-added to the gradient, or given back to the weight before a decoupled decay.
+added to the gradient, or given back to the weight before a decoupled decay. A weight that several
+stages hold decays whole, for its gaps differ from stage to stage.
 
 `gap-aware` measures against what the forward read, and the backward read the same. `gap-aware-loss`
 has the backward read live weights, through a second forward, and keeps the forward's for the gap
@@ -73,7 +74,7 @@ class GapAware(Staleness):
             size = size.clamp_(min=torch.finfo(size.dtype).tiny)
             penalty = gap.div_(size).add_(1)
             leaf.grad.div_(penalty)
-            if rule[name].decay:
+            if rule[name].decay and name not in self.situation.shared:
                 lost = (1 - penalty).div_(penalty).div_(self.situation.step_every)
                 before = self._lost.get(name)
                 self._lost[name] = lost if before is None else before.add_(lost)
@@ -92,7 +93,9 @@ class GapAware(Staleness):
                 if live.grad is None:
                     continue
                 if own.decoupled:
-                    live.sub_(live * lost, alpha=own.lr * own.decay)
+                    # The step multiplies by 1 - rate, and all in all 1 - rate (1 + lost) is due.
+                    rate = own.lr * own.decay
+                    live.sub_(live * lost, alpha=rate / (1 - rate))
                 else:
                     live.grad.add_(live * lost, alpha=own.decay)
             self._lost.clear()

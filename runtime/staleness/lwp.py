@@ -29,8 +29,13 @@ class LinearByVelocity(Predicted):
 
     def predict(self, weights: WeightVersions, steps: int, leaves: Weights) -> None:
         assert self.steps is not None and self.steps.optimizer is not None
-        factors = self.steps.expected_lr(steps)
-        extrapolate(self.steps.optimizer, weights.live, leaves, factors)
+        extrapolate(
+            self.steps.optimizer,
+            weights.live,
+            leaves,
+            self.steps.expected_lr(steps),
+            others=self.factors_of_shared(steps),
+        )
 
 
 class LinearByWeights(Predicted):

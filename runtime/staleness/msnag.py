@@ -8,6 +8,8 @@ if no gradients came. They do come, but the momentum that is there now is known.
 
 from __future__ import annotations
 
+import torch
+
 from ..versions import Weights, WeightVersions
 from .predicted import Predicted
 from .prediction import step_ahead
@@ -20,9 +22,13 @@ class Msnag(Predicted):
 
     def predict(self, weights: WeightVersions, steps: int, leaves: Weights) -> None:
         assert self.steps is not None and self.steps.optimizer is not None
-        factors = self.steps.expected_lr(steps)
         step_ahead(
-            self.steps.optimizer, weights.live, leaves, factors, self.known_gradients(weights)
+            self.steps.optimizer,
+            weights.live,
+            leaves,
+            self.steps.expected_lr(steps),
+            self.known_gradients(weights),
+            others=self.factors_of_shared(steps),
         )
 
     def known_gradients(self, weights: WeightVersions) -> Weights | None:
@@ -33,7 +39,9 @@ class Msnag(Predicted):
 class AggregatedMsnag(Msnag):
     """`aggmsnag`: the first step that is predicted has the gradients gathered for it so far.
 
-    They are read where they are, and stay as they are: weight decay is added to a copy.
+    They are read where they are, and stay as they are: weight decay is added to a copy. They are
+    clipped as if they were all that the step will have. Of a weight that several stages hold none
+    count, for its step has the gradients of an earlier window.
     """
 
     needs = frozenset()
@@ -44,5 +52,19 @@ class AggregatedMsnag(Msnag):
     def known_gradients(self, weights: WeightVersions) -> Weights | None:
         if not weights.gathered:
             return None
-        found = {name: weight.grad for name, weight in weights.live.items()}
-        return {name: gradient for name, gradient in found.items() if gradient is not None}
+        known = {
+            name: weight.grad
+            for name, weight in weights.live.items()
+            if weight.grad is not None and name not in self.situation.shared
+        }
+        if not known or self.steps is None:
+            return None
+        scale = self.scale_of_known(weights)
+        scale *= self.steps.clip_factor(list(known.values()), scale)
+        if scale == 1.0:
+            return known
+        return dict(zip(known, torch._foreach_mul(list(known.values()), scale), strict=True))
+
+    def scale_of_known(self, weights: WeightVersions) -> float:
+        """What the gradients gathered are multiplied by to stand for those of the whole step."""
+        return 1.0

@@ -28,7 +28,8 @@ class Nag(Msnag):
 
 
 class LastStageNesterov(Staleness):
-    """`nesterov-last`: the last stage steps by the Nesterov momentum of torch's SGD."""
+    """`nesterov-last`: the last stage steps its own weights by the Nesterov momentum of torch's
+    SGD."""
 
     decides = frozenset({"step"})
     needs = frozenset({"nesterov"})
@@ -37,7 +38,13 @@ class LastStageNesterov(Staleness):
     def stepping(self, weights: WeightVersions) -> Iterator[None]:
         is_last = self.situation.stage == self.situation.stages - 1
         optimizer = self.steps.optimizer if self.steps else None
-        groups = optimizer.param_groups if optimizer and is_last else []
+        # Weights that other stages hold too are stepped as there.
+        shared = {id(weights.live[name]) for name in self.situation.shared if name in weights.live}
+        groups = [
+            group
+            for group in (optimizer.param_groups if optimizer and is_last else ())
+            if not any(id(weight) in shared for weight in group["params"])
+        ]
         plain = [group["nesterov"] for group in groups]
         for group in groups:
             group["nesterov"] = not self.situation.synchronous

@@ -25,6 +25,11 @@ class Predicted(Staleness):
         fill = partial(self.predict, weights, steps)
         return View(self.view_name(weights), weights.version, steps, fill)
 
+    def factors_of_shared(self, steps: int) -> dict[str, tuple[float, ...]]:
+        """The expected learning rates of the weights that several stages hold."""
+        assert self.steps is not None
+        return {name: self.steps.expected_lr(steps, name) for name in self.situation.shared}
+
     def view_name(self, weights: WeightVersions) -> str:
         """What a prediction is made from, besides a version and the number of steps."""
         return type(self).__name__

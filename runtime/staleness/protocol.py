@@ -7,9 +7,9 @@ rate is scaled, and what is done around a step. A method has one object a stage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import ClassVar, Literal, Protocol
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..delays import Delays
 from ..versions import View, Weights, WeightVersions
 
 Part = Literal["forward", "backward", "horizon", "gradient", "rate", "step"]
@@ -96,19 +97,25 @@ class Steps(Protocol):
         """The steps over which `pipemare-rate` comes back to the scheduled learning rate."""
         ...
 
+    def clip_factor(self, gradients: Sequence[Tensor], scale: float) -> float:
+        """The factor by which the coming step would clip the stage's gradients if they were
+        `gradients` times `scale`; estimated without waiting for other stages."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
     """A stage's optimizer, and what a prediction is to expect of it.
 
-    `lr_scale` is the staleness methods' factor on the step that makes a version. Expected is what
+    `lr_scale` is the staleness methods' factor on the step that makes a version, of the stage's own
+    weights or of a shared one that is named. Expected is what
     the scheduler says, if the outlook `follows_schedule`, and else the coming step's learning rate
     for all; times the factors of the methods.
     """
 
     steps: Steps
     weights: WeightVersions
-    lr_scale: Callable[[int], float]
+    lr_scale: Callable[[int, str | None], float]
     follows_schedule: bool
 
     @property
@@ -124,35 +131,59 @@ class Outlook:
         """What the scheduler says, without the methods' factors."""
         return self.steps.future_lr(steps)
 
-    def expected_lr(self, steps: int) -> tuple[float, ...]:
-        """What the base learning rate is expected to be multiplied by in each of the next steps."""
+    def clip_factor(self, gradients: Sequence[Tensor], scale: float) -> float:
+        """The factor by which the optimizer would clip such gradients."""
+        return self.steps.clip_factor(gradients, scale)
+
+    def expected_lr(self, steps: int, name: str | None = None) -> tuple[float, ...]:
+        """What the base learning rate is expected to be multiplied by in each of the next steps,
+        for the stage's own weights or for a shared one that is named."""
         ahead = self.future_lr(steps) if self.follows_schedule else self.future_lr(1) * steps
         coming = self.weights.version + 1
         return tuple(
-            factor * self.lr_scale(version) for version, factor in enumerate(ahead, coming)
+            factor * self.lr_scale(version, name) for version, factor in enumerate(ahead, coming)
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """Where a method's stage is: its number of `stages`, the forwards that it runs `ahead`, and
-    the micro-batches of a step. In a `synchronous` schedule nothing is ahead. Of methods one may
-    give all stages the `same_delay`."""
+    """Where a method's stage is, and how late gradients are in the segment that begins.
+
+    `delays` are those of all stages, none in a `synchronous` schedule. `shared` has the stages that
+    hold each of this stage's weights that others hold too.
+    """
 
     stage: int
-    stages: int
-    ahead: int
-    step_every: int
+    delays: Delays
     synchronous: bool = False
-    same_delay: int | None = None
+    shared: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def stages(self) -> int:
+        return len(self.delays.ahead)
+
+    @property
+    def ahead(self) -> int:
+        """The forwards that the stage runs ahead."""
+        return self.delays.ahead[self.stage]
+
+    @property
+    def step_every(self) -> int:
+        """The micro-batches of a step."""
+        return self.delays.step_every
 
     @property
     def delay(self) -> int:
         """The most steps between the version that a forward reads and the one that its backward
         meets."""
-        if self.same_delay is not None:
-            return self.same_delay
-        return -(-self.ahead // self.step_every)
+        return self.delays.most(self.stage)
+
+    def tau(self, version: int, name: str | None = None) -> float:
+        """The mean delay of the gradients that the step to `version` uses. A shared weight that is
+        named has another one, the same at all its holders."""
+        if name is not None and name in self.shared:
+            return float(self.delays.of_shared_step(self.shared[name], version))
+        return float(self.delays.of_step(self.stage, version))
 
 
 class Staleness:
@@ -176,8 +207,9 @@ class Staleness:
         """The stage's, if there is one."""
         return None if self.steps is None else self.steps.optimizer
 
-    def situated(self, situation: Situation) -> Situation:
-        """The situation as this method makes it for all methods of the stage."""
+    def situated(self, situation: Situation, state: State) -> Situation:
+        """The situation as this method makes it for all methods of the stage; `state` is what it
+        is about to load."""
         return situation
 
     def kept(self) -> Iterator[Tensor]:
@@ -213,8 +245,9 @@ class Staleness:
     def transform_gradient(self, weights: WeightVersions) -> None:
         """May change the live `.grad` of a finished window, before it is clipped and used."""
 
-    def lr_scale(self, version: int) -> float:
-        """The factor on the learning rate of the step that makes `version`."""
+    def lr_scale(self, version: int, name: str | None = None) -> float:
+        """The factor on the learning rate of the step that makes `version`, for the stage's own
+        weights or for a shared one that is named: that is the same at all its holders."""
         return 1.0
 
     @contextmanager

@@ -3,8 +3,8 @@
     pipemare-rate   lr / tau^p, p = 1 - min(step / K, 1)    PipeMare (MLSys 2021), technique T1
     delay-rate      lr / (1 + tau)                          after Zhang et al. (IJCAI 2016)
 
-tau is the stage's delay, the most steps between a forward and its backward. At tau 0, and for T1 at
-tau 1, the rate is the schedule's. The weight decay of a step shrinks with its rate.
+tau is the mean delay of the gradients that a step uses (`delays.py`). At tau 0, and for T1 at tau
+1 and below, the rate is the schedule's. The weight decay of a step shrinks with its rate.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ class PipeMareRate(Staleness):
 
     decides = frozenset({"rate"})
 
-    def lr_scale(self, version: int) -> float:
-        if self.steps is None or not self.situation.delay:
+    def lr_scale(self, version: int, name: str | None = None) -> float:
+        if self.steps is None:
             return 1.0
         power = 1 - min((version - 1) / self.steps.annealing_steps, 1.0)
-        return float(self.situation.delay**-power)
+        return float(max(1.0, self.situation.tau(version, name)) ** -power)
 
 
 class DelayRate(Staleness):
@@ -30,5 +30,5 @@ class DelayRate(Staleness):
 
     decides = frozenset({"rate"})
 
-    def lr_scale(self, version: int) -> float:
-        return 1 / (1 + self.situation.delay)
+    def lr_scale(self, version: int, name: str | None = None) -> float:
+        return 1 / (1 + self.situation.tau(version, name))

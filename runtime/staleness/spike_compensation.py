@@ -5,7 +5,8 @@
 
 A gradient in momentum m moves the weights by 1, m, m^2, .. of itself in the steps after it. One
 that comes D steps late has missed the first D of these moves: their sum b is made at its first
-step, and the velocity goes on with a of its moves. D is the stage's delay; at 0 the step is SGD's.
+step, and the velocity goes on with a of its moves. D is the mean delay of the gradients of a step
+(`delays.py`); at 0 the step is SGD's.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ class SpikeCompensation(Staleness):
 
     @contextmanager
     def stepping(self, weights: WeightVersions) -> Iterator[None]:
-        optimizer, delay = self.optimizer, self.situation.delay
-        if optimizer is None or not delay:
+        optimizer, version = self.optimizer, weights.version + 1
+        taus = {name: self.situation.tau(version, name) for name in weights.live}
+        if optimizer is None or not any(taus.values()):
             yield
             return
         rule = rules(optimizer, weights.live)
@@ -43,7 +45,7 @@ class SpikeCompensation(Staleness):
                 {
                     name: (weight.clone(), torch.add(weight.grad, weight, alpha=rule[name].decay))
                     for name, weight in weights.live.items()
-                    if weight.grad is not None
+                    if weight.grad is not None and taus[name]
                 }
             )
             rates.update({name: rule[name].lr for name in before})
@@ -54,7 +56,7 @@ class SpikeCompensation(Staleness):
             for name, (start, gradient) in before.items():
                 live, momentum = weights.live[name], float(rule[name].options["momentum"])
                 velocity: Tensor = optimizer.state[live]["momentum_buffer"]
-                passed = momentum**delay
+                passed = momentum ** taus[name]
                 at_once = (1 - passed) / (1 - momentum)
                 move = velocity.mul(passed).add_(gradient, alpha=at_once)
                 live.copy_(start.sub_(move, alpha=rates[name]))

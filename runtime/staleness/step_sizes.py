@@ -2,12 +2,14 @@
 
     sgd        C = lr_max (sqrt(r / (1 - G^n)) + eps)      r <- G r + (1 - G) v^2,  G = 0.999
     sutskever  C = sqrt(r / (1 - G^n)) + eps               its v has the learning rate in it
-    adam(w)    C = sqrt(q) + eps                           q <- b2 q + (1 - b2) (step)^2
+    adam(w)    C = sqrt(q / (1 - b2^n)) + eps              q <- b2 q + (1 - b2) (step)^2
 
 v is the velocity after each of n steps, lr_max the largest learning rate so far, the coming step's
 included, and step = lr / (1 - b1^t) m / (sqrt(s / (1 - b2^t)) + eps_adam), without decay. These are
-FTPipe's. Of SGD without momentum every late micro-batch counts with its own gradient in v's place,
-this one included, and k of them as one step: G^(1/k) for G.
+FTPipe's, but that q has no bias here: with it C is too small for some 1 / (1 - b2) steps, in which
+late gradients count for next to nothing. n counts the updates of r or q. Of SGD without momentum
+every late micro-batch counts with its own gradient in v's place, this one included, and k of them
+as one step: G^(1/k) for G.
 """
 
 from __future__ import annotations
@@ -158,15 +160,19 @@ class _OfGradients(_Counted):
         pass
 
 
-class _OfAdam:
+class _OfAdam(_Counted):
     def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__(None)
         self._optimizer = optimizer
-        self.squares: dict[Tensor, Tensor] = {}
         self._lr: dict[Tensor, float] = {}
 
     def of(self, weight: Tensor, rule: Rule, gradient: Tensor) -> Tensor:
         squares = self.squares.get(weight)
-        return torch.zeros_like(weight) if squares is None else squares.sqrt().add_(EPSILON)
+        if squares is None:
+            return torch.zeros_like(weight)
+        beta = float(rule.options["betas"][1])
+        mean = squares / (1 - beta ** self._counts[weight])
+        return mean.sqrt_().add_(EPSILON)
 
     def begin(self, live: Live, rules: Rules) -> None:
         self._lr = {
@@ -183,13 +189,8 @@ class _OfAdam:
             step = (state["exp_avg"] / spread).mul_(self._lr[weight] / (1 - beta1**done))
             squares = self.squares.setdefault(weight, torch.zeros_like(step))
             squares.mul_(beta2).addcmul_(step, step, value=1 - beta2)
+            self._counts[weight] = self._counts.get(weight, 0) + 1
         self._lr = {}
-
-    def state(self, live: Live) -> State:
-        return {"squares": _by_name(live, self.squares)}
-
-    def load(self, live: Live, state: State) -> None:
-        self.squares = {live[name]: square for name, square in state.get("squares", {}).items()}
 
 
 def _by_name(live: Live, tensors: Mapping[Tensor, Tensor]) -> dict[str, Tensor]:

@@ -43,8 +43,13 @@ class TwoBuffered(Staleness):
         self._kept = View("live", weights.version - 1, fill=fill)
         weights.hold(self._kept)
 
-    def situated(self, situation: Situation) -> Situation:
-        return situation if situation.synchronous else replace(situation, same_delay=1)
+    def situated(self, situation: Situation, state: State) -> Situation:
+        if situation.synchronous:
+            return situation
+        is_kept = self._kept is not None or bool(state)
+        first = situation.delays.first_version
+        delays = replace(situation.delays, two_from=first - 1 if is_kept else first)
+        return replace(situation, delays=delays)
 
     def forward_view(self, weights: WeightVersions, passage: Passage) -> View | None:
         # Ahead of the step before its window, what is live is what the window reads.

@@ -17,6 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..plan import Plan
+from ..shared import shared_weights
+
+PIECE = 2**14
+"""Elements that torch adds up in one thread: fewer than the grain of its parallel loops, 2**15."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +30,12 @@ class Share:
     shared ones that this stage counts."""
 
     own: list[nn.Parameter]
-    shared: list[nn.Parameter]
+    shared_by_name: dict[str, nn.Parameter]
     owned: list[nn.Parameter]
+
+    @property
+    def shared(self) -> list[nn.Parameter]:
+        return list(self.shared_by_name.values())
 
     @property
     def counted(self) -> list[nn.Parameter]:
@@ -36,17 +44,14 @@ class Share:
 
 def share_of(plan: Plan, index: int, stage: nn.Module) -> Share:
     """What the stage counts of all stages' gradients: nothing is counted twice."""
-    share = Share([], [], [])
-    owner = {
-        name: shared.stages[0]
-        for shared in plan.shared
-        if len(shared.stages) > 1
-        for holder, name in shared.holders
-        if holder == index
-    }
+    share = Share([], {}, [])
+    holders = shared_weights(plan, index)
     for name, parameter in stage.named_parameters():
-        (share.shared if name in owner else share.own).append(parameter)
-        if owner.get(name) == index:
+        if name not in holders:
+            share.own.append(parameter)
+            continue
+        share.shared_by_name[name] = parameter
+        if holders[name][0] == index:
             share.owned.append(parameter)
     return share
 
@@ -61,6 +66,13 @@ def squared_norm(gradients: Iterable[Tensor]) -> Tensor:
     if not given:
         return torch.zeros((), dtype=torch.float64)
     return torch.stack(torch._foreach_norm(given)).double().square().sum()
+
+
+def squared_norm_alike(gradient: Tensor) -> Tensor:
+    """The same of one gradient, to the last bit wherever its bits are the same: in pieces that a
+    kernel adds up in one order, whatever the number of its threads."""
+    pieces = torch.split(gradient.detach().reshape(-1), PIECE)
+    return torch.stack(torch._foreach_norm(pieces, 2, torch.float64)).square().sum()
 
 
 @dataclass(frozen=True, slots=True)

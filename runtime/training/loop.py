@@ -41,6 +41,7 @@ from .remeasure import Remeasuring
 from .segments import Segment, make_flushed_step, make_segment, segments
 from .settings import Settings
 from .setup import Job, Setup, find_checkpoint, set_up, write_schedule
+from .shared_equality import SharedParameterError, find_difference
 from .sources import Data, Feed, feed_nothing
 from .step_batch import StepBatch, consumed
 from .stopping import Stopped, Stopping
@@ -151,6 +152,7 @@ class _Run:
             batches=self._agreement.evaluation_batches,
         )
         self._evaluated: EvalRecord | None = None
+        self._difference: str | None = None
         self._gather = Gather(world, len(plan.stages))
         self._watch: Watch | None = None
         if setup.reporter is not None:
@@ -208,8 +210,10 @@ class _Run:
             self._stop(made)
 
     def end(self) -> None:
-        """Writes the weights, exports them if asked to, and reports the end of the run."""
+        """Writes the weights, exports them if asked to, and reports the end of the run. Raises
+        SharedParameterError after that, where holders of a parameter have come apart."""
         setup, world = self._setup, self._world
+        difference = self._compare_shared()
         with self._pipeline.settled():
             save_weights(
                 self._plan,
@@ -234,6 +238,21 @@ class _Run:
             cores=world.machine.cores,
             dtypes=setup.dtypes,
         )
+        if difference is not None:
+            raise SharedParameterError(
+                difference,
+                "The weights are written, but were evaluated with both values. Please report the "
+                "options of this run; where hosts differ in their processors, use hosts alike.",
+            )
+
+    def _compare_shared(self) -> str | None:
+        """What is wrong with parameters that several stages hold; warns of it once."""
+        with self._activities.during(Activity("meet", "the checksums of shared parameters")):
+            difference = find_difference(self._plan, self._modules, self._world)
+        if difference is not None and self._difference is None and self._reporter is not None:
+            self._reporter.on_warning(difference)
+        self._difference = difference
+        return difference
 
     def _make(self, segment: Segment) -> int:
         """Makes the steps of a segment, or those of them that are made before a stop; how many the
@@ -307,6 +326,7 @@ class _Run:
 
     def _save(self, step: int) -> None:
         self._drain(step)  # A run that goes on from there has the records until there.
+        self._compare_shared()
         evaluated = self._evaluated
         self._checkpoints.save(
             step,

@@ -8,6 +8,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
+from functools import partial
 from time import perf_counter, process_time
 from typing import Any
 
@@ -66,7 +67,7 @@ class Trainer(ActionObserver):
         world: World,
         report: Callable[[RankFigures], None],
         *,
-        lr_scale: Callable[[int, int], float],
+        lr_scale: Callable[[int, int, str | None], float],
         activities: Activities | None = None,
         copies: dist.ProcessGroup | None = None,
         delays: Sequence[int] = (),
@@ -90,16 +91,16 @@ class Trainer(ActionObserver):
             self._sums = GradientSums(self._share, copies, f"ranks {ranks}", held=held)
         self._norms: StageNorms | None = None
         if settings.is_async and settings.clip:
-            self._norms = StageNorms(
-                settings, world, self._stages, self._parameters, self._share, self.activities
-            )
+            self._norms = StageNorms(settings, world, self._stages, self._share, self.activities)
         periods = refresh_periods(delays or [0] * self._stages, settings.refresh_every or 1)
         self._optimizers = {
             j: StageOptimizer(
                 module,
                 settings,
                 hidden=hidden_matrices(plan, j, module),
+                shared=self._share[j].shared_by_name if settings.is_async else None,
                 refresh_every=periods[j],
+                clip_factor=partial(self._norms.expected_factor, j) if self._norms else None,
             )
             for j, module in modules.items()
         }
@@ -208,16 +209,18 @@ class Trainer(ActionObserver):
             self._finish_step(version)
 
     def _step_alone(self, stage: int, version: int) -> None:
-        factor = 1.0
         if self._norm_is_wanted(version):
             square = squared_norm(gradients_of(self._share[stage].counted))
             self._squares_of[version][stage] = square
-        if self._norms is not None:
-            late = steps_until_known(self._delays.ahead, self._delays.step_every)
-            norm, limit = self._norms.of(stage, version, late)
-            self._finite.check_norm(version, norm, {stage: norm})
-            factor = clip_factor(norm, limit)
-        self._step(stage, version, factor)
+        if self._norms is None:
+            self._step(stage, version, 1.0)
+            return
+        late = steps_until_known(self._delays.ahead, self._delays.step_every)
+        own, shared = self._norms.of(stage, version, late)
+        for each in (own, *shared.values()):
+            self._finite.check_norm(version, each.norm, {stage: each.norm})
+        factors = {name: each.factor for name, each in shared.items()}
+        self._step(stage, version, own.factor, factors)
 
     def _take(
         self,
@@ -291,16 +294,28 @@ class Trainer(ActionObserver):
         self._finite.check_norm(version, agreed.norm, dict(enumerate(agreed.squares)))
         return clip_factor(agreed.norm, self._settings.clip)
 
-    def _step(self, stage: int, version: int, factor: float) -> None:
+    def _step(
+        self, stage: int, version: int, factor: float, of_shared: Mapping[str, float] | None = None
+    ) -> None:
+        """Steps a stage whose gradients are clipped by a factor, or by others of shared parameters:
+        those, like the scales of their learning rates, are the same at all holders."""
         start_s, start_cpu_s = perf_counter(), process_time()
         if self._is_skipped:
             self._optimizers[stage].skip()
         else:
-            scale_gradients(self._parameters[stage], factor)
-            scale = self._lr_scale(stage, version)
+            share, whole = self._share[stage], 1.0
+            scale_gradients(share.own, factor)
+            for name, parameter in share.shared_by_name.items():
+                scale_gradients([parameter], (of_shared or {}).get(name, factor))
             if self._settings.left_over and version == self._settings.steps:
-                scale *= self._settings.left_over / (self._settings.micro_batches or 1)
-            self._optimizers[stage].step(scale)
+                whole = self._settings.left_over / (self._settings.micro_batches or 1)
+            self._optimizers[stage].step(
+                whole * self._lr_scale(stage, version, None),
+                {
+                    name: whole * self._lr_scale(stage, version, name)
+                    for name in share.shared_by_name
+                },
+            )
         self._optimizer_s += min(perf_counter() - start_s, process_time() - start_cpu_s)
         self._stepped[version] += 1
 

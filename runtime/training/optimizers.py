@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,8 +44,8 @@ class StageOptimizer:
     """The optimizer and the learning-rate schedule of one stage, stepped together.
 
     Weight decay is for matrices: not for biases, scales of norms and other vectors. A stage
-    without parameters steps too, and does nothing. `hidden` and `refresh_every` are as for
-    `make_optimizer`.
+    without parameters steps too, and does nothing. `hidden`, `shared` and `refresh_every` are as
+    for `make_optimizer`. `clip_factor` is that of `Steps`; without it nothing is clipped.
     """
 
     def __init__(
@@ -54,12 +54,17 @@ class StageOptimizer:
         settings: Settings,
         *,
         hidden: Sequence[Tensor] = (),
+        shared: Mapping[str, Tensor] | None = None,
         refresh_every: int | None = None,
+        clip_factor: Callable[[Sequence[Tensor], float], float] | None = None,
     ) -> None:
         trainable = [parameter for parameter in stage.parameters() if parameter.requires_grad]
         self._settings = settings
+        self._clip_factor = clip_factor
         self.optimizer = (
-            make_optimizer(trainable, settings, hidden=hidden, refresh_every=refresh_every)
+            make_optimizer(
+                trainable, settings, hidden=hidden, shared=shared, refresh_every=refresh_every
+            )
             if trainable
             else None
         )
@@ -87,6 +92,10 @@ class StageOptimizer:
     def annealing_steps(self) -> int:
         """The steps over which `pipemare-rate` comes back to the scheduled learning rate."""
         return self._settings.annealing_steps or 1
+
+    def clip_factor(self, gradients: Sequence[Tensor], scale: float) -> float:
+        """The factor by which the coming step would clip gradients that are `scale` times these."""
+        return 1.0 if self._clip_factor is None else self._clip_factor(gradients, scale)
 
     def state_of(self, parameter: Tensor) -> dict[str, Tensor]:
         """What the optimizer keeps of a parameter from step to step."""
@@ -117,15 +126,17 @@ class StageOptimizer:
                         for key, value in state.items()
                     }
 
-    def step(self, lr_scale: float = 1.0) -> None:
-        """One optimizer step, at the scheduled learning rate times `lr_scale`."""
+    def step(self, lr_scale: float = 1.0, shared: Mapping[str, float] | None = None) -> None:
+        """One optimizer step, at the scheduled learning rate times `lr_scale`, or for a shared
+        parameter times what `shared` has."""
         if self.optimizer is None:
             return
         groups = self.optimizer.param_groups
         scheduled = [group["lr"] for group in groups]
-        if lr_scale != 1.0:
-            for group, lr in zip(groups, scheduled, strict=True):
-                group["lr"] = lr * lr_scale
+        for group, lr in zip(groups, scheduled, strict=True):
+            scale = (shared or {}).get(group.get("shared", ""), lr_scale)
+            if scale != 1.0:
+                group["lr"] = lr * scale
         self.optimizer.step()
         for group, lr in zip(groups, scheduled, strict=True):
             group["lr"] = lr
@@ -160,16 +171,18 @@ def make_optimizer(
     settings: Settings,
     *,
     hidden: Sequence[Tensor] = (),
+    shared: Mapping[str, Tensor] | None = None,
     refresh_every: int | None = None,
 ) -> Optimizer:
     """The optimizer of that name, with weight decay for matrices and without for vectors.
 
-    Of Muon and SOAP the `hidden` matrices are stepped so, everything else by AdamW. `refresh_every`
+    Of Muon and SOAP the `hidden` matrices are stepped so, everything else by AdamW. Each of the
+    `shared`, by name, has a group of its own, whose option `shared` is that name. `refresh_every`
     is in steps, by default that of the settings.
     """
-    given = list(parameters)
+    given, apart = list(parameters), shared or {}
     if settings.optimizer not in ("muon", "soap"):
-        return _plain(given, settings, str(settings.optimizer))
+        return _plain(given, settings, str(settings.optimizer), apart)
     own = {id(matrix) for matrix in hidden}
     matrices = [parameter for parameter in given if id(parameter) in own]
     others = [parameter for parameter in given if id(parameter) not in own]
@@ -196,23 +209,31 @@ def make_optimizer(
             )
         )
     if others:
-        parts.append(_plain(others, settings, "adamw"))
+        parts.append(_plain(others, settings, "adamw", apart))
     return parts[0] if len(parts) == 1 else uncompiled(Joint)(parts)
 
 
-def _plain(parameters: Sequence[Tensor], settings: Settings, name: str) -> Optimizer:
+def _plain(
+    parameters: Sequence[Tensor], settings: Settings, name: str, shared: Mapping[str, Tensor]
+) -> Optimizer:
     """An optimizer of all parameters alike but for the weight decay."""
+    name_of = {id(parameter): own for own, parameter in shared.items()}
+    own = [parameter for parameter in parameters if id(parameter) not in name_of]
+    decay = settings.weight_decay or 0.0
     groups: list[dict[str, Any]] = [
-        {
-            "params": [parameter for parameter in parameters if parameter.ndim >= 2],
-            "weight_decay": settings.weight_decay or 0.0,
-        },
-        {
-            "params": [parameter for parameter in parameters if parameter.ndim < 2],
-            "weight_decay": 0.0,
-        },
+        {"params": [each for each in own if each.ndim >= 2], "weight_decay": decay},
+        {"params": [each for each in own if each.ndim < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
+    groups += [
+        {
+            "params": [parameter],
+            "weight_decay": decay if parameter.ndim >= 2 else 0.0,
+            "shared": name_of[id(parameter)],
+        }
+        for parameter in parameters
+        if id(parameter) in name_of
+    ]
     lr = float(settings.lr or 0.0)
     if name in ("sgd", "sutskever"):
         # Fused SGD fails when a parameter has its first gradient later than others, as a tied

@@ -287,7 +287,7 @@ class Probe(Staleness):
         for weight in weights.live.values():
             weight.grad.zero_()
 
-    def lr_scale(self, version: int) -> float:
+    def lr_scale(self, version: int, name: str | None = None) -> float:
         return 1 / version
 
     def after_step(self, weights) -> None:

@@ -69,10 +69,14 @@ def test_each_stage_counts_its_own_steps(step_every: int) -> None:
         ]
     )
     for stage in range(STAGES):
-        delay = -(-(STAGES - 1 - stage) // step_every)
+        ahead = STAGES - 1 - stage
+        taus = [
+            sum(t // step_every - max(0, t - ahead) // step_every for t in window) / step_every
+            for window in (range(v * step_every, (v + 1) * step_every) for v in range(STEPS))
+        ]
         assert [rate for rank, _, rate in met if rank == stage] == pytest.approx(
             [
-                0.1 * lr_factor(step, steps=STEPS, warmup=2, decay="linear") / (1 + delay)
+                0.1 * lr_factor(step, steps=STEPS, warmup=2, decay="linear") / (1 + taus[step])
                 for step in range(STEPS)
             ]
         )

@@ -204,7 +204,7 @@ def trainer(
         settings(weight_decay=0.0, **options),
         World(),
         told.append,
-        lr_scale=lambda stage, version: 1.0,
+        lr_scale=lambda stage, version, name: 1.0,
     )
 
 

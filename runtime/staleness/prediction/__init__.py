@@ -6,7 +6,7 @@ its last step's direction, gone on in a line (`extrapolate`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch.optim import SGD, Adam, AdamW, Muon, NAdam, Optimizer
 
@@ -44,23 +44,31 @@ def step_ahead(
     leaves: Weights,
     factors: Sequence[float],
     gradients: Weights | None = None,
+    *,
+    others: Mapping[str, Sequence[float]] | None = None,
 ) -> None:
     """Writes into the leaves what the optimizer would make of the live weights in steps without
     gradients, the first with `gradients`, if they are given; a weight that is not among them has
     zeros. Neither the weights nor the optimizer's state are changed.
 
-    `factors` has for each step what the base learning rate is multiplied by. Weight decay goes on.
+    `factors` has for each step what the base learning rate is multiplied by, and `others` the same
+    for weights of which it is not that. Weight decay goes on.
     Raises ScheduleError for an optimizer without a formula.
     """
-    _apply(_STEPS, optimizer, live, leaves, factors, gradients)
+    _apply(_STEPS, optimizer, live, leaves, factors, gradients, others)
 
 
 def extrapolate(
-    optimizer: Optimizer, live: Weights, leaves: Weights, factors: Sequence[float]
+    optimizer: Optimizer,
+    live: Weights,
+    leaves: Weights,
+    factors: Sequence[float],
+    *,
+    others: Mapping[str, Sequence[float]] | None = None,
 ) -> None:
     """Writes into the leaves the live weights after as many steps as there are `factors`, each in
     the direction of the optimizer's last one, its weight decay left out; else as `step_ahead`."""
-    _apply(_DIRECTIONS, optimizer, live, leaves, factors, None)
+    _apply(_DIRECTIONS, optimizer, live, leaves, factors, None, others)
 
 
 def _apply(
@@ -70,8 +78,9 @@ def _apply(
     leaves: Weights,
     factors: Sequence[float],
     gradients: Weights | None,
+    others: Mapping[str, Sequence[float]] | None,
 ) -> None:
-    for part, group in groups_of(optimizer, live, leaves, factors, gradients):
+    for part, group in groups_of(optimizer, live, leaves, factors, gradients, others or {}):
         formula = next((formulas[kind] for kind in type(part).__mro__ if kind in formulas), None)
         if formula is None:
             raise ScheduleError(

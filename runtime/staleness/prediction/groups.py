@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -46,6 +46,16 @@ class Group:
         counts = iter(torch.stack(known).tolist() if known else ())
         return [next(counts) if state else 0.0 for state in self.states]
 
+    def without(self, left_out: Sequence[bool]) -> Group:
+        """The group less some of its weights."""
+        kept = [place for place, is_left_out in enumerate(left_out) if not is_left_out]
+        return replace(
+            self,
+            leaves=[self.leaves[place] for place in kept],
+            states=[self.states[place] for place in kept],
+            gradients=self.gradients and [self.gradients[place] for place in kept],
+        )
+
 
 Formula = Callable[[Group], None]
 
@@ -56,6 +66,7 @@ def groups_of(
     leaves: Weights,
     factors: Sequence[float],
     gradients: Weights | None,
+    others: Mapping[str, Sequence[float]],
 ) -> Iterator[tuple[Optimizer, Group]]:
     """The groups, each with the optimizer that it is of. The leaves get the values of the live
     weights, also those of weights that nobody steps."""
@@ -63,21 +74,24 @@ def groups_of(
     names = {id(weight): name for name, weight in live.items()}
     for part in optimizer.parts if isinstance(optimizer, Joint) else (optimizer,):
         for options in part.param_groups:
-            weights = [weight for weight in options["params"] if id(weight) in names]
-            if not weights:
-                continue
-            of_group = [leaves[names[id(weight)]] for weight in weights]
             base = float(options.get("initial_lr", options["lr"]))
-            yield (
-                part,
-                Group(
-                    of_group,
-                    [part.state.get(weight, {}) for weight in weights],
-                    _gradients([names[id(w)] for w in weights], of_group, gradients),
-                    options,
-                    tuple(base * factor for factor in factors),
-                ),
-            )
+            alike: dict[tuple[float, ...], list[Tensor]] = {}
+            for weight in options["params"]:
+                if (name := names.get(id(weight))) is not None:
+                    rates = tuple(base * factor for factor in others.get(name, factors))
+                    alike.setdefault(rates, []).append(weight)
+            for rates, weights in alike.items():
+                of_group = [leaves[names[id(weight)]] for weight in weights]
+                yield (
+                    part,
+                    Group(
+                        of_group,
+                        [part.state.get(weight, {}) for weight in weights],
+                        _gradients([names[id(w)] for w in weights], of_group, gradients),
+                        options,
+                        rates,
+                    ),
+                )
 
 
 def _gradients(

@@ -45,8 +45,20 @@ def nadam(group: Group) -> None:
 def soap(group: Group) -> None:
     """SOAP: AdamW in the eigenbases as they are now, whatever refreshes lie ahead.
 
-    A weight whose bases are not found yet is predicted as AdamW would step it.
+    The first gradient of a weight only gives its bases: that step leaves the weight alone.
     """
+    fresh = [
+        not state and min(leaf.shape) <= group.options["largest"]
+        for leaf, state in zip(group.leaves, group.states, strict=True)
+    ]
+    if any(fresh):
+        # Nothing has a direction yet; the steps after the first decay.
+        for rate in group.rates[1:]:
+            waiting = [leaf for leaf, is_fresh in zip(group.leaves, fresh, strict=True) if is_fresh]
+            torch._foreach_mul_(waiting, 1 - rate * group.options["weight_decay"])
+        group = group.without(fresh)
+        if not group.leaves:
+            return
     # Decay shrinks weights and what was added to them alike, so both can be kept apart.
     turned = replace(
         group,
