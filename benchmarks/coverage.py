@@ -21,12 +21,11 @@ import inspect
 import json
 import logging
 import os
-import signal
 import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +36,14 @@ import torch
 import transformers
 from machine import write_result
 from tiny_models import Recipe, find_recipe
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.pipelining import SplitPoint, pipeline
 from transformers.models.auto import modeling_auto
+from trials import LIMIT_S, TooLong, Wrong, limited, middle, sentence
 from workers import Died, each
 
 import asyncpipe
 from asyncpipe.partitioner.verify import verify
-from asyncpipe.runtime.errors import AsyncPipeError
 from asyncpipe.runtime.plan import read_plan
 
 TASKS = {
@@ -59,15 +58,6 @@ STAGES = (2, 4)
 PEER = "pipelining"
 COLUMNS = (*(f"{stages} stages" for stages in STAGES), PEER)
 OUTCOMES = ("exact", "refused", "wrong")
-LIMIT_S = 120  # of processor time, so that a busy machine does not decide
-
-
-class Wrong(Exception):
-    """What was made ran, or should have run, and does not do what the original does."""
-
-
-class TooLong(BaseException):
-    """A check took more than LIMIT_S; no Exception, so that nothing on the way catches it."""
 
 
 def examine(case: tuple[str, str]) -> dict[str, Any]:
@@ -152,41 +142,6 @@ def peer(recipe: Recipe) -> None:
             torch.testing.assert_close(total, gradient, rtol=1e-3, atol=1e-5)
     except AssertionError as error:
         raise Wrong(sentence(error)) from error
-
-
-def middle(model: nn.Module) -> str:
-    """The name of the block in the middle of the longest list of blocks."""
-    lists = [
-        (len(module), name)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList | nn.Sequential) and name
-    ]
-    length, name = max(lists)
-    return f"{name}.{length // 2}"
-
-
-@contextlib.contextmanager
-def limited() -> Iterator[None]:
-    def late(*_: Any) -> None:
-        raise TooLong(f"took over {LIMIT_S} s of processor time")
-
-    signal.signal(signal.SIGPROF, late)
-    signal.setitimer(signal.ITIMER_PROF, LIMIT_S)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-
-
-def sentence(error: BaseException) -> str:
-    """What happened, without the traceback that some messages carry."""
-    if isinstance(error, AsyncPipeError):
-        return str(error.what)[:300]
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    while len(lines) > 1 and lines[0].endswith(":"):
-        lines[:2] = [f"{lines[0]} {lines[1]}"]
-    first = lines[0].partition(". ")[0] if lines else "without a word"
-    return f"{type(error).__name__}: {first}"[:300]
 
 
 def cases(tasks: list[str], only: str) -> list[tuple[str, str]]:

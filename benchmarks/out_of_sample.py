@@ -1,0 +1,149 @@
+"""Which models outside transformers can be cut: published packages, tiny models, random weights.
+
+Each model that builds and trains a step by itself is cut into 2 and into 4 stages and judged by
+`trials.judge`: exact, refused with its cause, refused without one, a traceback, or wrong. Beside it
+the same model through `torch.distributed.pipelining.pipeline`, in two stages, at the captured size
+and with dropout off, which is what that front end promises.
+
+    pip install timm torchvision diffusers x-transformers vit-pytorch torch_geometric monai \
+        segmentation-models-pytorch denoising-diffusion-pytorch perceiver-pytorch \
+        performer-pytorch mambapy pytorch-tabnet dynamic-network-architectures
+    python benchmarks/out_of_sample.py
+    python benchmarks/out_of_sample.py --packages timm monai --only unet
+
+Packages that are not installed are named and left out. With `--again FILE` only the rows of an
+earlier result that were not exact are run, and the others are kept.
+"""
+
+import argparse
+import json
+import os
+import time
+import traceback
+from collections import Counter
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+from machine import write_result
+from outside_models import PACKAGES, declare_operators
+from trials import LIMIT_S, OUTCOMES, Case, judge, limited, outcome, peer, quiet, sentence, trains
+from workers import Died, each
+
+STAGES = (2, 4)
+PEER = "pipelining"
+COLUMNS = (*(f"{stages} stages" for stages in STAGES), PEER)
+Key = tuple[str, str]
+
+
+def found(packages: list[str]) -> dict[Key, Case]:
+    """The cases of the packages that are installed; says which are not."""
+    declare_operators()
+    cases: dict[Key, Case] = {}
+    for package in packages:
+        try:
+            for case in PACKAGES[package]():
+                cases[case.package, case.name] = case
+        except ImportError as error:
+            print(f"{package} is left out: {error}", flush=True)
+    return cases
+
+
+def examine(key: Key) -> dict[str, Any]:
+    """One model's row: `reason` if it does not train by itself, else what became of each cut."""
+    quiet()
+    case = found([name for name in PACKAGES if _holds(name, key[0])])[key]
+    started = time.process_time()
+    try:
+        with limited():
+            trains(case)
+    except BaseException as error:
+        return {"reason": sentence(error)}
+    row: dict[str, Any] = {}
+    for stages in STAGES:
+        row[f"{stages} stages"] = outcome(judge, case, stages)
+    row[PEER] = outcome(peer, case)
+    return row | {"cpu_s": round(time.process_time() - started, 1)}
+
+
+def _holds(package: str, name: str) -> bool:
+    return package == name or (package == "others" and name not in PACKAGES)
+
+
+def counted(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Prints the table; returns its counts by package."""
+    print(f"\n{'package':20} {'tried':>5} {'train':>5}  " + "  ".join(COLUMNS))
+    counts: dict[str, Any] = {}
+    for package in [*dict.fromkeys(row["package"] for row in rows), "all"]:
+        tried = [row for row in rows if package in (row["package"], "all")]
+        trained = [row for row in tried if "reason" not in row]
+        counts[package] = {"tried": len(tried), "train": len(trained)}
+        line = f"{package:20} {len(tried):5} {len(trained):5}"
+        for column in COLUMNS:
+            kinds = Counter(row[column].partition(":")[0] for row in trained)
+            share = round(100 * kinds["exact"] / max(1, len(trained)), 1)
+            counts[package][column] = {kind: kinds[kind] for kind in OUTCOMES} | {"exact_%": share}
+            others = " ".join(f"{kinds[kind]} {kind}" for kind in OUTCOMES[1:] if kinds[kind])
+            line += f"  {share:.1f} % {others}"
+        print(line)
+    return counts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--packages", nargs="+", default=[*PACKAGES], choices=[*PACKAGES])
+    parser.add_argument("--only", default="", help="a part of the model's name")
+    parser.add_argument("--again", type=Path, help="an earlier result")
+    parser.add_argument("--output", default="out_of_sample", help="the name of the result")
+    parser.add_argument("--trace", action="store_true", help="judge here, and show tracebacks")
+    parser.add_argument("--processes", type=int, default=os.cpu_count())
+    arguments = parser.parse_args()
+    cases = {
+        key: case for key, case in found(arguments.packages).items() if arguments.only in case.name
+    }
+    if arguments.trace:
+        quiet()
+        for case in cases.values():
+            try:
+                trains(case)
+                judge(case, 2)
+                print(case.name, "exact")
+            except Exception:
+                traceback.print_exc()
+        return
+    kept = json.loads(arguments.again.read_text())["rows"] if arguments.again else []
+    kept = [row for row in kept if row.get("2 stages") == row.get("4 stages") == "exact"]
+    done = {(row["package"], row["model"]) for row in kept}
+    work = [key for key in cases if key not in done]
+    started = time.perf_counter()
+    rows = list(kept)
+    for key, answer in each(
+        examine, work, processes=arguments.processes, limit_s=20 * LIMIT_S, cases_a_process=12
+    ):
+        row = {"package": key[0], "model": key[1]}
+        died = isinstance(answer, Died)
+        row |= dict.fromkeys(COLUMNS, f"traceback: {answer.why}") if died else answer
+        rows.append(row)
+        shown = {name: value for name, value in row.items() if value != "exact"}
+        print(f"{len(rows)}/{len(cases)} {json.dumps(shown)}", flush=True)
+    order = [*cases]
+    rows.sort(key=lambda row: order.index((row["package"], row["model"])))
+    counts = counted(rows)
+    minutes = round((time.perf_counter() - started) / 60, 1)
+    versions = {}
+    for package in ("timm", "torchvision", "diffusers", "x-transformers", "vit-pytorch", "monai",
+                    "torch_geometric", "segmentation-models-pytorch"):  # fmt: skip
+        try:
+            versions[package] = version(package)
+        except ImportError:
+            continue
+    write_result(
+        arguments.output,
+        {"versions": versions, "minutes": minutes, "counts": counts, "rows": rows},
+    )
+
+
+if __name__ == "__main__":
+    main()
