@@ -7,6 +7,7 @@ first, so the two differ in the order of additions.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from copy import deepcopy
 from math import prod, sqrt
@@ -40,10 +41,18 @@ class PredictedReference(Reference):
     """A forward reads what `move` makes of each weight in the steps until its backward.
 
     `kind` is the optimizer's name; `stashed` says whether a backward reads its forward's weights
-    though that is run again.
+    though that is run again. Gradients that predict are clipped by the norm `clip` of the stage's.
     """
 
-    def __init__(self, kind: str, rates: Rates | None = None, *, stashed: bool = True) -> None:
+    def __init__(
+        self,
+        kind: str,
+        rates: Rates | None = None,
+        *,
+        stashed: bool = True,
+        clip: float = math.inf,
+    ) -> None:
+        self.clip = clip
         self.kind = kind
         self.rates = rates or Rates()
         self.stashed = stashed
@@ -152,18 +161,24 @@ class AggMsnagReference(MsnagReference):
         # The step of a weight that several stages hold has the gradients of another window.
         if done % history.step_every == 0 or name in history.shared:
             return None
-        return self.scaled(history, history.notes["sums"][done].get(name), done)
+        sums = {
+            n: self.scaled(history, total, done)
+            for n, total in history.notes["sums"][done].items()
+            if n not in history.shared
+        }
+        norm = sqrt(sum(float(total.square().sum()) for total in sums.values()))
+        return sums[name] * min(1.0, self.clip / norm) if name in sums else None
 
-    def scaled(self, history: StageHistory, total: Tensor | None, done: int) -> Tensor | None:
+    def scaled(self, history: StageHistory, total: Tensor, done: int) -> Tensor:
         return total
 
 
 class PartialGradientReference(AggMsnagReference):
     """`partial-gradient`: their mean, as an estimate of the window's."""
 
-    def scaled(self, history: StageHistory, total: Tensor | None, done: int) -> Tensor | None:
+    def scaled(self, history: StageHistory, total: Tensor, done: int) -> Tensor:
         k = history.step_every
-        return None if total is None else total * k / (done % k)
+        return total * k / (done % k)
 
 
 class StockPartialGradientReference(PartialGradientReference):

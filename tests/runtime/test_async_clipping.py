@@ -174,6 +174,30 @@ def test_the_bounds_of_all_stages_add_up_to_the_bound(kind: str) -> None:
     assert math.hypot(*(own.bound for own, _ in found), *once) == pytest.approx(2.0)
 
 
+@pytest.mark.parametrize("by", BY)
+def test_a_prediction_expects_the_factor_of_the_step(by: str) -> None:
+    """With the gradients of the step itself, and the other stages' squares of the step before."""
+    model = chain(STAGES)
+    modules = model.build()
+    settings = Settings(folder="x", schedule="async-1f1b", clip=LIMIT, clip_by=by)
+    shares = {j: share_of(model.plan, j, module) for j, module in enumerate(modules)}
+    place = Place(0, STAGES, 0, STAGES)
+    norms = StageNorms(settings, World(place), STAGES, shares, Activities())
+    if by in ("global", "known"):
+        norms.load({"last": [9.0, 4.0, 1.0]})
+    for parameter in modules[1].parameters():
+        parameter.grad = torch.ones_like(parameter)
+    expected = norms.expected_factor(1, [p.grad for p in modules[1].parameters()], 2.0)
+    for parameter in modules[1].parameters():
+        parameter.grad *= 2
+    if by in ("stage", "proportion"):
+        own, _ = norms.of(1, 1, 1)
+        assert expected == pytest.approx(own.factor)
+    else:
+        square = sum(float(p.grad.square().sum()) for p in modules[1].parameters())
+        assert expected == pytest.approx(LIMIT / math.sqrt(9 + square + 1))
+
+
 @pytest.mark.parametrize("by", ["global", "known"])
 def test_ranks_with_several_stages_cannot_wait_for_all_stages(by: str) -> None:
     settings = Settings(folder="x", schedule="async-1f1b", clip=2.0, clip_by=by)

@@ -105,6 +105,33 @@ def test_a_method_with_other_models_equals_its_recurrence(kind: str, method: str
     check(model, method, METHODS[method], "decay", tolerance=ROUNDED)
 
 
+LATER = ("delay-rate", "pipemare-rate", "error-feedback", "spike-compensation")
+
+
+@pytest.mark.parametrize("method", [m for m in METHODS if m.endswith(LATER)])
+@pytest.mark.parametrize("kind", ["chain", "tied"])
+def test_a_delay_is_that_of_the_step_also_after_a_drain(kind: str, method: str) -> None:
+    model = {"chain": chain(4), "tied": tied(4)}[kind]
+    for segments, step_every in ((2, 1), (6, 1), (3, 2)):
+        check(
+            model,
+            method,
+            METHODS[method],
+            "decay",
+            step_every=step_every,
+            segments=segments,
+            tolerance=ROUNDED,
+        )
+
+
+@pytest.mark.parametrize("method", [m for m in METHODS if m.endswith(LATER)])
+def test_where_every_step_is_flushed_nothing_is_scaled(method: str) -> None:
+    plain, _ = run_both(chain(3), "stash", Reference(), "decay", segments=6)
+    trained, _ = run_both(chain(3), method, METHODS[method], "decay", segments=6)
+    for ours, theirs in zip(trained.modules, plain.modules, strict=True):
+        assert all(map(torch.equal, ours.parameters(), theirs.parameters()))
+
+
 @pytest.mark.parametrize("optimizer", ["decay", "sgd decay", "adamw"])
 @pytest.mark.parametrize("step_every", [1, 2])
 def test_gap_aware_loss_equals_its_recurrence(step_every: int, optimizer: str) -> None:

@@ -5,7 +5,7 @@ To 1e-12 in float64, not to the last bit: a prediction is summed up in another o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from asyncpipe.runtime.optimizers.sutskever import Sutskever
 from asyncpipe.runtime.staleness import METHODS, Conditions
 from asyncpipe.runtime.staleness import check as check_fit
 from asyncpipe.runtime.weight_copies import KEEPS, weight_copies
-from asyncpipe.tests.executor import Trained, lowered, train_together
+from asyncpipe.tests.executor import Planned, Trained, lowered, train_together
 from asyncpipe.tests.hand_plans import HandModel, chain, skips, tied
 from asyncpipe.tests.held_equal import recomputing
 from asyncpipe.tests.oracle import LiveReference, Oracle, Reference, async_run
@@ -27,6 +27,7 @@ from asyncpipe.tests.predictions import (
     AggMsnagReference,
     LwpReference,
     LwpWReference,
+    MsnagAndDelayRateReference,
     MsnagReference,
     NagReference,
     NesterovLastReference,
@@ -218,6 +219,50 @@ def test_learning_rates_to_come_are_used_where_they_are_asked_for(
     rates = Rates(lambda version: 1 / version, known=known)
     for step_every in (1, 2):
         check(chain(3), method, optimizer, step_every, rates=rates)
+
+
+@pytest.mark.parametrize("method", REFERENCES)
+def test_a_weight_of_several_stages_is_predicted_too(method: str) -> None:
+    optimizer = "adamw" if fits(method, "adamw") else "sgd with decay"
+    for step_every in (1, 2):
+        check(tied(3), method, optimizer, step_every)
+
+
+@pytest.mark.parametrize("kind", ["chain", "tied"])
+@pytest.mark.parametrize("optimizer", ["sgd with decay", "adamw"])
+def test_a_prediction_expects_the_rates_of_late_stages(kind: str, optimizer: str) -> None:
+    model = {"chain": chain(4), "tied": tied(4)}[kind]
+    trained = train_together(
+        model,
+        lowered(model, "async-1f1b", STEPS * 2, 2),
+        optimize=OPTIMIZERS[optimizer],
+        staleness="stash+msnag+delay-rate",
+        seed=5,
+    )
+    reference = MsnagAndDelayRateReference(optimizer.partition(" ")[0])
+    oracle = recurrence(model, reference, optimizer, 2)
+    assert largest_difference(trained, oracle) < 1e-12
+
+
+@pytest.mark.parametrize("optimizer", ["sgd with decay", "adamw"])
+@pytest.mark.parametrize("method", ["aggmsnag", "partial-gradient"])
+def test_gathered_gradients_are_clipped_before_they_predict(
+    method: str, optimizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = 0.01
+
+    def clip_factor(self: Planned, gradients: Sequence[torch.Tensor], scale: float) -> float:
+        norm = scale * float(torch.cat([each.flatten() for each in gradients]).norm())
+        return min(1.0, limit / norm)
+
+    monkeypatch.setattr(Planned, "clip_factor", clip_factor)
+    kind = optimizer.partition(" ")[0]
+    for model in (chain(3), tied(3)):
+        trained = pipeline(model, method, optimizer, 4)
+        clipped = recurrence(model, REFERENCES[method](kind, clip=limit), optimizer, 4)
+        assert largest_difference(trained, clipped) < 1e-12
+        unclipped = recurrence(model, REFERENCES[method](kind), optimizer, 4)
+        assert largest_difference(trained, unclipped) > 1e-6
 
 
 @pytest.mark.slow

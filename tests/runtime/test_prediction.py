@@ -101,8 +101,6 @@ def test_a_prediction_is_what_the_optimizer_does_with_zero_gradients(
     name: str, taken: int, factors: list[float], has_gradient: bool, seed: int
 ) -> None:
     make, within = OPTIMIZERS[name]
-    if name == "soap":
-        taken = max(2, taken)  # Bases are found in the first step, and predicted only later.
     trained = Trained(make, taken, seed)
     gradients = trained.gradients() if has_gradient else {}
     leaves = trained.leaves()
