@@ -20,6 +20,7 @@ from ..runtime.trust import remember
 from .assemble import assemble
 from .capture import Capture
 from .capture import capture as capture_model
+from .capture.restore import unchanged
 from .cluster import Cluster
 from .compare import ALL
 from .cost import LOCALHOST
@@ -81,7 +82,8 @@ def partition(
     cannot be cut so.
     """
     source = given_source(model, example_inputs, name)
-    return partition_source(source, stages=stages, output=output, **options)
+    with unchanged(model):
+        return partition_source(source, stages=stages, output=output, **options)
 
 
 def given_source(
@@ -305,7 +307,14 @@ def partition_source(
     tick("generate", f"{len(plan.stages)} stages, {_lines(files)} lines of Python", "verify")
 
     def check(aside: Path) -> None:
-        verified = verify(source.model, plan, aside, source.example_inputs, constants=constants)
+        verified = verify(
+            source.model,
+            plan,
+            aside,
+            source.example_inputs,
+            constants=constants,
+            changing=captured.changed,
+        )
         tick("verify", verified.summary, "write")
 
     write_weights = None

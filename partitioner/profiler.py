@@ -132,8 +132,7 @@ def profile(
     where = torch.device(device)
     with (
         threads_set(threads) as used,
-        torch.random.fork_rng(devices=[]),
-        state_kept(capture.model),
+        state_kept(capture),
     ):
         often = repeats or Repeats()
         cache = None if cached is None else ProfileCache.of(where, used, dtype, read=cached)
@@ -188,7 +187,7 @@ def profile_analytic(
         on_progress=on_progress,
     )
     # Even on tensors without data, a counter of batches counts.
-    with state_kept(capture.model):
+    with state_kept(capture):
         walk.visit_all(inputs)
     return Profile(
         nodes=MappingProxyType(_with_recomputation(capture, walk.costs)),

@@ -73,7 +73,7 @@ def time_stages(
     if None not in known:
         return tuple(times for times in known if times)
     device = next(captured.model.parameters()).device
-    with threads_set(threads), torch.random.fork_rng(devices=[]), state_kept(captured.model):
+    with threads_set(threads), state_kept(captured):
         modules = _modules(captured, stages)
         values = {name: value.clone() for name, value in inputs.items()}
         benches = []

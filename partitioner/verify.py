@@ -7,8 +7,7 @@ hand. Both run under equal seeds, so dropout draws the same numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from ..runtime.pipe import run_stage
 from ..runtime.plan import Plan, StageSpec
 from ..runtime.structure import rebuilt
 from .capture import Arguments, read_arguments
-from .capture.restore import without_cache
+from .capture.restore import unchanged, without_cache
 from .capture.samples import (
     Attempted,
     Sample,
@@ -37,6 +36,13 @@ from .capture.samples import (
     smaller_sizes,
 )
 from .capture.structure import plain_structure
+from .capture.working_copies import (
+    Noise,
+    UnfitNoise,
+    WorkingCopies,
+    verify_finite,
+    working_copies,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +57,7 @@ class Verified:
     outputs: int
     gradients: int
     largest_difference: float
+    noise: Noise = Noise.ALL
 
     @property
     def summary(self) -> str:
@@ -61,8 +68,15 @@ class Verified:
             return f"shapes of all outputs equal the original's{where} (no weights to run with)"
         return (
             f"loss, outputs and all {self.gradients} gradients equal the original's{where} "
-            f"(largest difference {self.largest_difference:.0e})"
+            f"(largest difference {self.largest_difference:.0e}{_LESS_NOISE[self.noise]})"
         )
+
+
+_LESS_NOISE = {
+    Noise.ALL: "",
+    Noise.PARAMETERS: "; its buffers as they are: it does not compute with others",
+    Noise.NONE: "; its weights as they are: it does not compute with others",
+}
 
 
 def verify(
@@ -74,26 +88,38 @@ def verify(
     sizes: Mapping[str, int] | None = None,
     tolerance: float = 1e-4,
     constants: Mapping[str, Tensor] | None = None,
+    changing: Collection[str] | None = None,
 ) -> Verified:
     """Compares the stages in `folder` with `model` at `sizes`, by default at sizes that the model
     takes and that are not those of the capture.
 
     Train mode with equal seeds: outputs and gradients; eval mode: outputs. `constants` are tensors
-    that the stages hold as buffers and that are no buffers of the model. The original's
-    gradients, buffers and mode are as before afterwards. Raises PlanError naming the first value
-    that differs by more than `tolerance` (relative to the largest magnitude in it), and where the
-    model itself does not run.
+    that the stages hold as buffers and that are no buffers of the model. The model is as before
+    afterwards: it and the stages work on copies of its parameters and buffers, which are moved by
+    noise where the model computes with such. `changing` are the parameters that forward changes,
+    of which a large model needs copies too. Raises PlanError naming the first value that differs
+    by more than `tolerance` (relative to the largest magnitude in it), and where the model itself
+    does not run.
     """
     given = read_arguments(model, example_inputs)
-    with _state_kept(model):
+    with unchanged(model):
         on_meta = any(parameter.is_meta for parameter in model.parameters())
         with torch.device("meta" if on_meta else "cpu"), SkipRandomInit():
             stages = [load_stage_class(folder, spec)() for spec in plan.stages]
         verify_names(model, plan, stages)
         if on_meta:
             return _verify_shapes(model, plan, stages, given, sizes)
-        held = constants or {}
-        return _verify_numbers(model, plan, stages, given, sizes, tolerance, held)
+        for noise in Noise:
+            with working_copies(model, noise, changing) as copies:
+                for stage in stages:
+                    adopt(stage, model, constants or {})
+                try:
+                    return _verify_numbers(
+                        model, plan, stages, given, sizes, tolerance, copies, noise
+                    )
+                except UnfitNoise:
+                    continue
+        raise AssertionError("without noise the model is what it is")
 
 
 def verify_names(model: nn.Module, plan: Plan, stages: list[nn.Module]) -> None:
@@ -120,6 +146,7 @@ class _Seen:
     outputs: Mapping[str, Tensor]
     gradients: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
+    parameters: Mapping[str, Tensor]
     inputs: Mapping[str, Tensor]
 
 
@@ -150,34 +177,55 @@ def _verify_numbers(
     given: Arguments,
     sizes: Mapping[str, int] | None,
     tolerance: float,
-    constants: Mapping[str, Tensor],
+    copies: WorkingCopies,
+    noise: Noise,
 ) -> Verified:
-    for stage in stages:
-        adopt(stage, model, constants)
-
     def original(inputs: Tensors) -> list[_Seen]:
-        with _state_kept(model):
-            return [_run_model(model, given, inputs, training) for training in _MODES]
+        with unchanged(model):
+            copies.reset()
+            return [_run_model(model, given, inputs, training, copies) for training in _MODES]
 
-    sample = _sample_of(model, plan, given, sizes, original)
+    is_own = noise is Noise.NONE
+    try:
+        sample = _sample_of(model, plan, given, sizes, original)
+    except PlanError as error:
+        if is_own:
+            raise
+        raise UnfitNoise from error
+    if not is_own:
+        for seen in sample.result:
+            verify_finite((*seen.outputs.values(), *seen.gradients.values()))
+    copies.reset()
     largest = 0.0
     for training, expected in zip(_MODES, sample.result, strict=True):
         for stage in stages:
             stage.train(training)
-        actual = _run_stages(plan, stages, sample.inputs, model, sample.sizes, training)
+        try:
+            actual = _run_stages(plan, stages, sample, model, training, copies)
+        except PlanError as error:
+            if is_own:
+                raise
+            raise UnfitNoise from error  # a guard, perhaps: other numbers go another way
         for what, theirs, ours in (
             ("output", expected.outputs, actual.outputs),
             ("gradient of", expected.gradients, actual.gradients),
             ("buffer", {name: expected.buffers[name] for name in actual.buffers}, actual.buffers),
+            ("parameter", expected.parameters, actual.parameters),
             ("input", expected.inputs, actual.inputs),
         ):
             largest = max(largest, compare(theirs, ours, tolerance, what))
     trained = sample.result[-1]
-    return Verified(sample.sizes, plan.sizes, len(trained.outputs), len(trained.gradients), largest)
+    return Verified(
+        sample.sizes, plan.sizes, len(trained.outputs), len(trained.gradients), largest, noise
+    )
 
 
 def _run_model(
-    model: nn.Module, given: Arguments, inputs: Mapping[str, Tensor], training: bool
+    model: nn.Module,
+    given: Arguments,
+    inputs: Mapping[str, Tensor],
+    training: bool,
+    copies: WorkingCopies,
 ) -> _Seen:
     own = _copied(inputs)  # A model may change what it is given.
     model.train(training)
@@ -187,25 +235,25 @@ def _run_model(
     if training:
         torch.autograd.backward(_total(outputs))
     buffers = _copied(dict(model.named_buffers(remove_duplicate=False)))
-    return _Seen(_detached(outputs), _take_gradients(model), buffers, own)
+    return _Seen(_detached(outputs), _take_gradients(model), buffers, copies.changed(), own)
 
 
 def _run_stages(
     plan: Plan,
     stages: list[nn.Module],
-    given: Mapping[str, Tensor],
+    sample: Sample[Any],
     model: nn.Module,
-    sizes: Mapping[str, int],
     training: bool,
+    copies: WorkingCopies,
 ) -> _Seen:
     torch.manual_seed(1)
-    inputs = _copied(given)
+    inputs, sizes = _copied(sample.inputs), sample.sizes
     values: dict[str, Tensor] = dict(inputs)
-    copies: dict[str, list[Tensor]] = {}  # of each value, one leaf a reader
+    leaves: dict[str, list[Tensor]] = {}  # of each value, one leaf a reader
 
     def read(name: str) -> Tensor:
         copy = values[name].detach().requires_grad_(values[name].requires_grad)
-        copies.setdefault(name, []).append(copy)
+        leaves.setdefault(name, []).append(copy)
         return copy
 
     with torch.set_grad_enabled(training):
@@ -216,7 +264,7 @@ def _run_stages(
     if training:
         torch.autograd.backward(_total(outputs))
         for spec in reversed(plan.stages):
-            pairs = [(values[name], _sum_of_gradients(copies[name])) for name in spec.outputs]
+            pairs = [(values[name], _sum_of_gradients(leaves[name])) for name in spec.outputs]
             ready = [(value, gradient) for value, gradient in pairs if gradient is not None]
             torch.autograd.backward(
                 [value for value, _ in ready], [gradient for _, gradient in ready]
@@ -225,7 +273,7 @@ def _run_stages(
     buffers = {
         name: buffer for stage in stages for name, buffer in stage.named_buffers() if name in own
     }
-    return _Seen(_detached(outputs), _take_gradients(model), buffers, inputs)
+    return _Seen(_detached(outputs), _take_gradients(model), buffers, copies.changed(), inputs)
 
 
 def _run_stage(
@@ -375,25 +423,3 @@ def adopt(stage: nn.Module, model: nn.Module, constants: Mapping[str, Tensor]) -
         for name, buffer in stage.named_buffers():
             if name in given:  # else its constructor makes it
                 buffer.copy_(given[name])
-
-
-@contextmanager
-def _state_kept(model: nn.Module) -> Iterator[None]:
-    """Puts buffers, mode, random state and gradients back as they were."""
-    modes = {module: module.training for module in model.modules()}
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    gradients = {parameter: parameter.grad for parameter in model.parameters()}
-    random = torch.get_rng_state()
-    for parameter in gradients:
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-        with torch.no_grad():
-            for name, buffer in buffers.items():
-                model.get_buffer(name).copy_(buffer)
-        for parameter, gradient in gradients.items():
-            parameter.grad = gradient
-        torch.set_rng_state(random)

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .capture import Capture, run
+from .capture.restore import unchanged
 from .clock import Clock, clock_of
 from .precision import mixed_precision
 
@@ -85,17 +86,10 @@ def started_from(result: Any) -> list[Tensor]:
 
 
 @contextmanager
-def state_kept(model: nn.Module) -> Iterator[None]:
-    """After the block, gradients and buffers are as before."""
-    gradients = {parameter: parameter.grad for parameter in model.parameters()}
-    buffers = {buffer: buffer.clone() for buffer in model.buffers()}
-    for parameter in gradients:
-        parameter.grad = None
-    try:
+def state_kept(capture: Capture) -> Iterator[None]:
+    """After the block, the model of a capture is as before."""
+    parameters = list(capture.model.parameters())
+    with unchanged(capture.model, capture.changed):
+        for parameter in parameters:
+            parameter.grad = None
         yield
-    finally:
-        for parameter, gradient in gradients.items():
-            parameter.grad = gradient
-        with torch.no_grad():
-            for buffer, before in buffers.items():
-                buffer.copy_(before)

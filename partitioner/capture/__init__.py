@@ -23,6 +23,7 @@ from .hooks import verify_hooks
 from .inputs import dynamic_sizes
 from .interpret import run
 from .leaves import leaf_rule
+from .restore import unchanged
 from .values import (
     CallRecord,
     IfTraining,
@@ -65,7 +66,7 @@ def capture(
     `method` is `tracer`, `dynamo` or `auto`: the tracer, and where it cannot see what forward does,
     torch's own graph made by Dynamo. A note says so.
 
-    The model is left as it was: its mode, its buffers, its configuration.
+    The model is left as it was: parameters, buffers, attributes, modes, gradients.
 
     Raises CaptureError for a forward that is no fixed graph, naming its line.
     """
@@ -82,7 +83,8 @@ def capture(
         is_leaf=leaf_rule(model, leaves),
         check=check,
     )
-    captured = find_capture(request, method)
+    with unchanged(model):
+        captured = find_capture(request, method)
     fixed = [
         f"{where} is fixed at {text}: it is no tensor"
         for where, text in constants_in(given.structure, "")

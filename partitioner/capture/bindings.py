@@ -88,6 +88,14 @@ class Bindings:
         """Is told of tensors that a call has changed, before the call is added."""
         self._changed.update(map(self.storage, tensors))
 
+    def changed_parameters(self) -> tuple[str, ...]:
+        """The parameters that calls have changed, by their first names."""
+        return tuple(
+            self._world.names[id(parameter)]
+            for parameter in self._model.parameters()
+            if id(parameter) in self._world.names and self.storage(parameter) in self._changed
+        )
+
     def _set_value(self, node: fx.Node, value: Any) -> None:
         node.meta["val"] = value
         node.meta["storages"] = frozenset(map(self.storage, tensors_in(value)))

@@ -19,6 +19,7 @@ from .interpret import run, sizes_of
 from .restore import in_mode, unchanged, without_cache
 from .samples import dynamic_of, first_taken, nearby_sizes, refused_by_model, smaller_sizes
 from .structure import plain_structure, tensors_in
+from .working_copies import Noise, UnfitNoise, WorkingCopies, verify_finite, working_copies
 
 # Below this, gradients are compared too: above, the check would take longer than the capture.
 MAX_PARAMETERS_WITH_GRADIENTS = 5_000_000
@@ -28,11 +29,24 @@ _KEEP = "Keep the module that makes it as one node (--leaf Class), and please re
 def check_capture(capture: Capture, inputs: Mapping[str, Tensor]) -> None:
     """Runs graph and model on inputs of other sizes, once in each mode, from equal seeds.
 
-    `inputs` are the tensors among forward's arguments by name.
+    `inputs` are the tensors among forward's arguments by name. Both have parameters and buffers
+    moved by noise where the model runs with such.
 
     Raises CaptureError where an output, a buffer or (below five million parameters) a gradient
     differs, and where the model itself does not run on its example.
     """
+    for noise in Noise:
+        with working_copies(capture.model, noise, capture.changed) as copies:
+            try:
+                _check(capture, inputs, copies, is_own=noise is Noise.NONE)
+            except UnfitNoise:
+                continue
+            return
+
+
+def _check(
+    capture: Capture, inputs: Mapping[str, Tensor], copies: WorkingCopies, *, is_own: bool
+) -> None:
     model = capture.model
     tensors = [*model.parameters(), *model.buffers()]
     device = tensors[0].device if tensors else torch.device("cpu")
@@ -41,7 +55,11 @@ def check_capture(capture: Capture, inputs: Mapping[str, Tensor]) -> None:
     def observed(
         given: Mapping[str, Tensor], training: bool, forward: Callable[[dict[str, Tensor]], Any]
     ) -> dict[str, Tensor]:
-        return _observe(model, given, training, training and small, forward)
+        with unchanged(model):
+            copies.reset()
+            seen = _observe(model, given, training, training and small, forward)
+            changed = {f"parameter {name}": value for name, value in copies.changed().items()}
+            return seen | changed
 
     def original(given: dict[str, Tensor]) -> dict[bool, dict[str, Tensor]]:
         call = partial(capture.arguments.call, model)
@@ -52,13 +70,19 @@ def check_capture(capture: Capture, inputs: Mapping[str, Tensor]) -> None:
     try:
         sample = first_taken(original, real, dynamic_of(capture.inputs), capture.sizes, choices)
     except Exception as error:
+        if not is_own:
+            raise UnfitNoise from error
         raise CaptureError(*refused_by_model(model, capture.sizes, error)) from error
+    if not is_own:
+        verify_finite(value for seen in sample.result.values() for value in seen.values())
     for training, expected in sample.result.items():
         graph = partial(run, capture, training=training)
         mode = "training" if training else "evaluation"
         try:
             found = observed(sample.inputs, training, graph)
         except Exception as error:
+            if not is_own:
+                raise UnfitNoise from error  # a guard, perhaps: other numbers go another way
             raise CaptureError(
                 f"the captured graph does not run in {mode} mode at "
                 f"{_sizes_text(capture, sample.inputs)}: {type(error).__name__}: {error}",
@@ -99,7 +123,6 @@ def _observe(
     given = {name: tensor.clone() for name, tensor in inputs.items()}
     seen: dict[str, Tensor] = {}
     with (
-        unchanged(model),
         in_mode(model, training),
         without_cache(model),
         torch.set_grad_enabled(with_gradients),

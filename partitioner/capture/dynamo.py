@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from .check import is_on_meta
 from .fakes import Dynamic
 from .leaves import LeafRule
-from .restore import in_mode, unchanged_attributes, without_cache
+from .restore import in_mode, unchanged, without_cache
 from .undisturbed import undisturbed
 
 
@@ -53,12 +53,11 @@ def torch_graph(
     """The graph in one mode of a call of the model with tensors like these, which are its
     placeholders in order. Raises what Dynamo raises."""
     with (
-        unchanged_attributes(model),
+        unchanged(model),
         in_mode(model, training),
         without_cache(model),
         undisturbed(model, globals()),
         torch.enable_grad(),
-        torch.random.fork_rng(devices=[]),
     ):
         enter, leave, assigned = _mark(), _mark(), _mark()
         leaves, buffers = _reporting(model, is_leaf, enter, leave)

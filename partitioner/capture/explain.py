@@ -20,7 +20,7 @@ from .check import is_on_meta
 from .fakes import Dynamic, PinnedSizeError
 from .fitting import described
 from .frames import place, source_text, user_frame_of, user_lines
-from .restore import unchanged, unchanged_attributes, without_cache
+from .restore import unchanged, without_cache
 
 
 class UnseenError(CaptureError):
@@ -101,7 +101,7 @@ def runs(model: nn.Module, given: Arguments) -> bool:
         return True
     device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), None)
     tensors = {name: tensor.to(device) for name, tensor in given.tensors.items()}
-    with unchanged_attributes(model), unchanged(model), without_cache(model), torch.no_grad():
+    with unchanged(model, dict(model.named_parameters())), without_cache(model), torch.no_grad():
         try:
             given.call(model, tensors)
         except Exception:

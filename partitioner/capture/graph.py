@@ -20,7 +20,8 @@ class Capture:
     `inputs` are the tensors that forward takes, in the graph's order, and `arguments` how it
     takes them; `sizes` what the symbols
     were in the example; `constants` the tensors that forward reads and that are neither a
-    parameter nor a buffer, by the name that `get_attr` nodes use for them.
+    parameter nor a buffer, by the name that `get_attr` nodes use for them; `changed` the parameters
+    that forward changes in place.
     """
 
     graph: fx.Graph
@@ -31,6 +32,7 @@ class Capture:
     calls: Mapping[ModuleCall, CallRecord]
     constants: Mapping[str, Tensor]
     notes: tuple[str, ...] = ()
+    changed: tuple[str, ...] = ()
 
     def tensor_spec(self, node: fx.Node) -> TensorSpec:
         """Name, dtype and symbolic shape of a node whose value is a tensor.

@@ -44,6 +44,7 @@ def merged_capture(
             calls=calls,
             constants={name: t for trace in traces for name, t in trace.constants.items()},
             notes=tuple(dict.fromkeys(note for trace in traces for note in trace.notes)),
+            changed=tuple(dict.fromkeys(name for trace in traces for name in trace.changed)),
         )
 
     def traced(training: bool, skip: int | None = None) -> Tracer:

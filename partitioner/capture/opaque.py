@@ -43,8 +43,8 @@ def run_opaque(
     with _disable_current_modes(), world.outside(), torch.no_grad():
         for sizes in samples:
             given = map_leaves(lambda leaf: _real(leaf, world, sizes), (args, kwargs))  # noqa: B023
-            with unchanged(module):
-                reached = [*tensors_in(given), *module.buffers()]
+            with unchanged(module, dict(module.named_parameters())):
+                reached = [*tensors_in(given), *module.parameters(), *module.buffers()]
                 versions = [tensor._version for tensor in reached]
                 state = torch.get_rng_state()
                 results.append(module(*given[0], **given[1]))
@@ -70,7 +70,9 @@ def run_opaque(
         return made.requires_grad_(needs_grad and leaf.is_floating_point())
 
     for tensor, changed in zip(
-        (*tensors_in((args, kwargs)), *module.buffers()), changes, strict=True
+        (*tensors_in((args, kwargs)), *module.parameters(), *module.buffers()),
+        changes,
+        strict=True,
     ):
         if changed:
             with torch.no_grad():

@@ -131,7 +131,8 @@ class Readings:
         )
 
     def _read(self, node: fx.Node, read: Callable[[Any], Any]) -> list[Any]:
-        return self._shadow.read(node, self._bindings.constants, read)
+        changed = self._bindings.changed_parameters()
+        return self._shadow.read(node, self._bindings.constants, changed, read)
 
     def _size_of_a_tensor(self, symbol: sympy.Symbol) -> fx.Node | None:
         for bound in self._bindings.bound.values():

@@ -37,10 +37,15 @@ class Shadow:
         self._runs = [] if world.is_on_meta else runs
 
     def read(
-        self, node: fx.Node, constants: Mapping[str, Tensor], read: Callable[[Any], Any]
+        self,
+        node: fx.Node,
+        constants: Mapping[str, Tensor],
+        changed: tuple[str, ...],
+        read: Callable[[Any], Any],
     ) -> list[Any]:
         """What `read` makes of the node's value at each sample that runs; nothing for a model
-        without numbers, or when the example itself does not run."""
+        without numbers, or when the example itself does not run. `changed` are the parameters that
+        forward has changed so far."""
         capture = Capture(
             graph=node.graph,
             model=self._world.model,
@@ -49,6 +54,7 @@ class Shadow:
             sizes=dict(self._world.hints),
             calls={},
             constants=constants,
+            changed=changed,
         )
         found = []
         with _disable_current_modes(), self._world.outside(), torch.no_grad():
@@ -66,16 +72,18 @@ class _Run:
         self._inputs = {name: value.clone() for name, value in inputs.items()}
         self._seed = seed
         self._values: dict[fx.Node, Any] = {}
-        self._buffers: dict[str, Tensor] = {}
+        self._state: dict[str, Tensor] = {}
         self._random: Tensor | None = None
 
     def value(self, capture: Capture, node: fx.Node, training: bool) -> Any:
         """The node's value, after a run of what has been recorded since the last question."""
         pending = [each for each in capture.graph.nodes if each not in self._values]
-        with unchanged(capture.model):
-            buffers = dict(capture.model.named_buffers())
-            for name, value in self._buffers.items():
-                buffers[name].copy_(value)
+        model = capture.model
+        with unchanged(model, capture.changed):
+            parameters = {name: model.get_parameter(name) for name in capture.changed}
+            state = dict(model.named_buffers()) | parameters
+            for name, value in self._state.items():
+                state[name].copy_(value)
             if self._random is None:
                 torch.manual_seed(self._seed)
             else:
@@ -83,5 +91,5 @@ class _Run:
             run(capture, self._inputs, training=training, nodes=pending, env=self._values)
             self._values.update((each, None) for each in pending if each not in self._values)
             self._random = torch.get_rng_state()
-            self._buffers = {name: value.clone() for name, value in capture.model.named_buffers()}
+            self._state = {name: value.clone() for name, value in state.items()}
         return self._values[node]

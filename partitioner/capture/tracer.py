@@ -68,6 +68,7 @@ class Tracer(TorchFunctionMode):
         super().__init__()
         self.calls: dict[ModuleCall, CallRecord] = {}
         self.notes: list[str] = []
+        self.changed: tuple[str, ...] = ()
         self.regions: list[Region] = []
         self.random = RandomDraws()
         self._top = sys._getframe(1)
@@ -108,6 +109,7 @@ class Tracer(TorchFunctionMode):
         with self.quiet():
             self._readings.examples()
         self.notes += self._readings.notes
+        self.changed = self._bindings.changed_parameters()
 
     def failed_in(self, error: Exception) -> tuple[str, ...]:
         """The paths of the modules within which forward raised an exception, outermost first."""
