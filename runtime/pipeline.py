@@ -111,6 +111,7 @@ class Pipeline:
                 loss_of=loss_of_stage(plan, j, criterion),
                 precision=precision,
                 batch_norm=MiniBatchNorm(stages[j]) if batch_norm_per_step else None,
+                loss_seed=seed if _may_draw(criterion) else None,
             )
             for j in expected
         }
@@ -419,3 +420,9 @@ class Pipeline:
                         restored.callback(setattr, module, "training", module.training)
                     stage.module.eval()
             yield
+
+
+def _may_draw(criterion: Criterion | None) -> bool:
+    """Whether a criterion is the user's; those of this package draw no random numbers."""
+    own = __name__.partition(".")[0]
+    return criterion is not None and getattr(criterion, "__module__", "").partition(".")[0] != own

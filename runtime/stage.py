@@ -29,6 +29,7 @@ from .plan import StageSpec
 from .precision import FULL, Precision
 from .random_state import GeneratorState
 from .replay import Buffers, WrittenArguments, nothing_saved
+from .seeding import drawing_from
 from .split_backward import SplitBackward
 from .versions import Weights
 
@@ -41,9 +42,10 @@ class StageError(AsyncPipeError):
 
 @dataclass(frozen=True, slots=True)
 class _Passage:
-    """What a forward was given: leaves by input name, all arguments, what the feed gave, and the
-    weights that it read, which what is recomputed has to read again."""
+    """What a forward was given: its micro-batch, leaves by input name, all arguments, what the feed
+    gave, and the weights that it read, which what is recomputed has to read again."""
 
+    micro_batch: int
     leaves: dict[str, Tensor]
     arguments: tuple[Tensor, ...]
     fed: Values
@@ -78,7 +80,8 @@ class Stage:
 
     `loss_of` makes the loss from the stage's outputs and what the feed gave; only one stage has it.
     Both are computed in `precision`. With `batch_norm` running statistics are updated once a
-    mini-batch.
+    mini-batch. With a `loss_seed` what the criterion draws depends on it and on the micro-batch
+    alone.
     """
 
     def __init__(
@@ -89,6 +92,7 @@ class Stage:
         loss_of: LossOf | None = None,
         precision: Precision = FULL,
         batch_norm: MiniBatchNorm | None = None,
+        loss_seed: int | None = None,
     ) -> None:
         self.module = module
         self.spec = spec
@@ -97,6 +101,7 @@ class Stage:
         self.grad_inputs = tuple(b.tensor.name for b in spec.receives if b.tensor.requires_grad)
         self._grad_outputs = tuple(b.tensor.name for b in spec.sends if b.tensor.requires_grad)
         self._batch_norm = batch_norm
+        self._loss_seed = loss_seed
         self._buffers = Buffers(module)
         self._written = WrittenArguments(spec.inputs)
         self._kept: dict[int, _InFlight | _Repeatable] = {}
@@ -134,7 +139,7 @@ class Stage:
         values = {**inputs, **leaves}
         arguments = tuple(values[name] for name in self.spec.inputs)
         put_off = SplitBackward(weights) if split else None
-        passage = _Passage(leaves, arguments, fed, weights, put_off)
+        passage = _Passage(micro_batch, leaves, arguments, fed, weights, put_off)
         try:
             if training:
                 with self._counting(window):
@@ -259,7 +264,15 @@ class Stage:
             with self._written.guarded(arguments) as arguments:
                 result = self._call({**(passage.weights or {}), **(buffers or {})}, arguments)
             outputs = self.spec.named_outputs(result)
-            return outputs, self.loss_of(outputs, passage.fed) if self.loss_of else None
+            return outputs, self._loss(passage, outputs)
+
+    def _loss(self, passage: _Passage, outputs: Values) -> Tensor | None:
+        if self.loss_of is None:
+            return None
+        if self._loss_seed is None:
+            return self.loss_of(outputs, passage.fed)
+        with drawing_from(self._loss_seed, "criterion", passage.micro_batch):
+            return self.loss_of(outputs, passage.fed)
 
     def _call(self, tensors: Mapping[str, Tensor], arguments: tuple[Tensor, ...]) -> Any:
         if not tensors:

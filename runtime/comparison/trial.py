@@ -25,6 +25,7 @@ from ..launching.world import World
 from ..loading import load_stage
 from ..pipeline import Pipeline, needed_inputs
 from ..schedule import Action
+from ..seeding import drawing_from
 from ..tensors import dtype_of
 from ..training.asynchronous import delays_of
 from ..training.criterion import find_criterion
@@ -63,7 +64,8 @@ def train_alone(settings: Settings, folder: Path) -> Curve:
     part of its curve. Raises AsyncPipeError where settings and plan do not fit.
     """
     alone = replace(settings, ranks=1) if settings.is_async else settings
-    return _Trial(make_job(alone, folder)).train()
+    with drawing_from(settings.seed, "run"):
+        return _Trial(make_job(alone, folder)).train()
 
 
 class _Trial:
@@ -84,7 +86,8 @@ class _Trial:
         self._pipeline = self._make_pipeline(self._modules, settings.staleness or "none")
         batch = StepBatch.of(settings)
         fields = needed_inputs(plan, stages, criterion=settings.criterion is not None)
-        self._feed = Feed(data.train, Order(len(data.train), settings.seed), batch, fields)
+        order = Order(len(data.train), settings.seed)
+        self._feed = Feed(data.train, order, batch, fields, seed=data.seed)
         self._batch = batch
         first = make_segment(plan, settings, steps=1)
         self._trainer = _Steps(
@@ -103,7 +106,7 @@ class _Trial:
         self._evaluation = Evaluation(
             plan,
             job.task,
-            Feed(data.evaluation, None, StepBatch((size,)), fields),
+            Feed(data.evaluation, None, StepBatch((size,)), fields, seed=data.seed),
             world,
             Activities(),
             schedule=first,
@@ -164,7 +167,9 @@ class _Trial:
             LocalHub(1).transport(0),
             rank_of_stage=(0,) * len(modules),
             staleness=staleness,
-            criterion=find_criterion(settings.criterion) if settings.criterion else None,
+            criterion=find_criterion(settings.criterion, settings.seed)
+            if settings.criterion
+            else None,
             seed=settings.seed,
             batch_norm_per_step=settings.batch_norm == "mini-batch",
         )

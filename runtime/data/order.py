@@ -11,12 +11,12 @@ from functools import lru_cache
 
 import torch
 
+from ..seeding import seed_of
+
 
 def seeded_generator(seed: int, *key: object) -> torch.Generator:
     """A generator for one purpose: equal seed and key, equal numbers, on every machine."""
-    text = ":".join(map(str, (seed, *key)))
-    number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
-    return torch.Generator().manual_seed(number >> 1)
+    return torch.Generator().manual_seed(seed_of(seed, *key))
 
 
 class Order:

@@ -1,17 +1,24 @@
-"""A user's own data -> a dataset."""
+"""A user's own data -> a dataset, and a digest of its content."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..errors import DataError
+from ..seeding import drawing_from, import_seeded
 from ..structure import names_in, tensors_by_name
-from ..user_code import import_object
+from ..tensors import raw_bytes
+from ..user_code import told_as
 from .task import Task
+
+_DIGESTED_BYTES = 1 << 26
+"""The most bytes of a column that its digest reads, in pieces over its whole length."""
 
 
 class OwnDataset:
@@ -85,7 +92,8 @@ class Columns:
     such are structures of a sample."""
 
     def __init__(self, columns: Mapping[str, Any], source: str) -> None:
-        lengths = dict(_lengths(columns))
+        self._leaves = dict(_leaves(columns))
+        lengths = {name: len(leaf) for name, leaf in self._leaves.items()}
         if len(set(lengths.values())) != 1:
             told = ", ".join(f"{name} {length}" for name, length in lengths.items())
             raise DataError(f"--data {source}: the columns differ in length ({told}).")
@@ -98,17 +106,39 @@ class Columns:
     def __getitem__(self, index: int) -> dict[str, Any]:
         return {name: _row(column, index) for name, column in self._columns.items()}
 
+    def digest(self) -> bytes:
+        """32 bytes that differ when a tensor or an array of the columns does."""
+        found = hashlib.sha256()
+        for name, leaf in self._leaves.items():
+            if isinstance(leaf, Tensor | np.ndarray):
+                for part in _pieces(torch.as_tensor(leaf)):
+                    found.update(f"{name} {part.dtype} {tuple(part.shape)}".encode())
+                    found.update(raw_bytes(part))
+        return found.digest()
 
-def _lengths(column: Any, name: str = "") -> Iterator[tuple[str, int]]:
-    """The length of every column, those in nested dicts and tuples too."""
+
+def _pieces(column: Tensor, pieces: int = 64) -> Iterator[Tensor]:
+    """The whole column, or pieces from all parts of it where it is large."""
+    rows = len(column)
+    if column.nbytes <= _DIGESTED_BYTES:
+        yield column
+        return
+    count = max(1, _DIGESTED_BYTES // pieces * rows // column.nbytes)
+    for piece in range(pieces):
+        first = piece * rows // pieces
+        yield column[first : first + count]
+
+
+def _leaves(column: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Every column by its name, those in nested dicts and tuples too."""
     if isinstance(column, Mapping):
         for key, inner in column.items():
-            yield from _lengths(inner, f"{name}.{key}" if name else str(key))
+            yield from _leaves(inner, f"{name}.{key}" if name else str(key))
     elif isinstance(column, tuple):
         for position, inner in enumerate(column):
-            yield from _lengths(inner, f"{name}[{position}]")
+            yield from _leaves(inner, f"{name}[{position}]")
     else:
-        yield name, len(column)
+        yield name, column
 
 
 def _row(column: Any, index: int) -> Any:
@@ -119,14 +149,16 @@ def _row(column: Any, index: int) -> Any:
     return column[index]
 
 
-def own_parts(source: str) -> tuple[Any, Any]:
-    """Calls the user's function; its training and its evaluation samples (None: no such).
+def own_parts(source: str, seed: int) -> tuple[Any, Any]:
+    """Calls the user's function; its training and its evaluation samples (None: no such). What it
+    draws depends on the seed alone.
 
     Raises DataError when it returns neither a sequence of samples nor a pair of these.
     """
-    made = import_object(source, "--data", DataError)
+    made = import_seeded(source, "--data", DataError, seed)
     if callable(made):
-        made = made()
+        with drawing_from(seed, "data"), told_as(DataError, f"--data {source}"):
+            made = made()
     if isinstance(made, tuple) and len(made) == 2:
         made = tuple(_with_rows(part, source) for part in made)
         if all(map(_is_dataset, made)):

@@ -7,9 +7,11 @@ may: torch's elastic agent starts the ranks anew, or mpiexec does.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 
 import torch
@@ -55,7 +57,7 @@ def _run_ranks(job: Job, reporter: str, stages: Mapping[int, str]) -> None:
     options = json.dumps(asdict(replace(job.settings, trust=True)))  # or nobody had come here
     command = (*ISOLATED, "-m", WORKER, options, str(job.folder), reporter)
     try:
-        with HandingOn(job.settings.patience_s) as signals:
+        with HandingOn(job.settings.patience_s) as signals, _sets_in_order(job.settings.seed):
             attempts = _Attempts(job, stages, signals)
             if job.settings.transport == "mpi":
                 attempts.over_mpi(command)
@@ -73,6 +75,21 @@ def _run_ranks(job: Job, reporter: str, stages: Mapping[int, str]) -> None:
     shutil.rmtree(left.path)
     if has_stopped:
         raise Stopped
+
+
+@contextmanager
+def _sets_in_order(seed: int) -> Iterator[None]:
+    """Within, processes are started in which sets of texts have an order that depends on the seed
+    alone, unless the user has said so already."""
+    name = "PYTHONHASHSEED"
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = str(seed % (1 << 32))
+    try:
+        yield
+    finally:
+        del os.environ[name]
 
 
 class _Attempts:

@@ -7,8 +7,9 @@ import importlib
 from importlib.util import find_spec
 from pathlib import Path
 
+from ..seeding import drawing_from, import_seeded
 from ..training.settings import Settings, SettingsError
-from ..user_code import import_object, names_object, told_as
+from ..user_code import names_object, told_as
 from ..watching.metrics import HOOKS, Reporter
 
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
@@ -43,7 +44,8 @@ def open_trackers(settings: Settings, folder: Path) -> dict[str, Reporter]:
 
     Raises SettingsError for the user's own that does not work or is no reporter.
     """
-    return {name: _opened(name, settings, folder) for name in names_of(settings)}
+    with drawing_from(settings.seed, "trackers"):
+        return {name: _opened(name, settings, folder) for name in names_of(settings)}
 
 
 def _opened(name: str, settings: Settings, folder: Path) -> Reporter:
@@ -51,7 +53,7 @@ def _opened(name: str, settings: Settings, folder: Path) -> Reporter:
         if name in TRACKERS:
             factory = importlib.import_module(f".{name}", __package__).open_tracker
         else:
-            factory = import_object(name, "--log", SettingsError)
+            factory = import_seeded(name, "--log", SettingsError, settings.seed)
         made: Reporter = factory(settings, folder)
     missing = [hook for hook in HOOKS if not callable(getattr(made, hook, None))]
     if missing:

@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..user_code import import_object, names_object
+from ..seeding import import_seeded
+from ..user_code import names_object
 from .settings import SettingsError
 
 Criterion = Callable[[Any, Tensor], Tensor]
@@ -37,10 +38,10 @@ def logits_of(outputs: Any) -> Tensor:
 CRITERIA: Mapping[str, Criterion] = {"cross_entropy": cross_entropy, "mse": mse}
 
 
-def find_criterion(name: str) -> Criterion:
+def find_criterion(name: str, seed: int) -> Criterion:
     """A built-in criterion, or the user's own `module:function` of (outputs, target).
 
-    Raises SettingsError for a name that is neither.
+    `seed` is the run's. Raises SettingsError for a name that is neither.
     """
     if name in CRITERIA:
         return CRITERIA[name]
@@ -48,5 +49,5 @@ def find_criterion(name: str) -> Criterion:
         raise SettingsError(
             f"--criterion {name} is not known.", f"{', '.join(CRITERIA)}, or my_file.py:function"
         )
-    found: Criterion = import_object(name, "--criterion", SettingsError)
+    found: Criterion = import_seeded(name, "--criterion", SettingsError, seed)
     return found

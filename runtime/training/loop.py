@@ -17,10 +17,11 @@ from ..data.vocabulary import check_vocabulary
 from ..launching.world import World
 from ..loading import load_stage, load_unused
 from ..observed import ObservedTransport, observed_feed
-from ..pipeline import Pipeline
+from ..pipeline import Pipeline, needed_inputs
 from ..replication.equality import Equality
 from ..replication.holders import held_parameters
 from ..schedule import Schedule
+from ..seeding import drawing_from
 from ..tensors import dtype_of
 from ..watching.gather import Gather, RankFigures
 from ..watching.metrics import EvalRecord, Reporter
@@ -56,11 +57,13 @@ def train(
 ) -> None:
     """Trains this rank's stages; every rank calls it.
 
-    The reporter is made on rank 0 only. `on_step` is told every step that this rank has made.
-    Raises the AsyncPipeError that ends this rank, and Stopped when the run was told to stop.
+    What the user's code draws depends on the seed alone, and is the same on all ranks. The reporter
+    is made on rank 0 only. `on_step` is told every step that this rank has made. Raises the
+    AsyncPipeError that ends this rank, and Stopped when the run was told to stop.
     """
     activities, board = Activities(), Board(world)
     with (
+        drawing_from(job.settings.seed, "run"),
         Watchdog(job.settings, job.folder, world, activities) as watchdog,
         memory_watched(job.plan, job.settings, world, activities),
         Stopping(board, patience_s=job.settings.patience_s) as stopping,
@@ -104,7 +107,9 @@ class _Run:
             rank_of_stage=schedule.rank_of_stage,
             replicas=schedule.replicas,
             staleness=settings.staleness or "none",
-            criterion=find_criterion(settings.criterion) if settings.criterion else None,
+            criterion=find_criterion(settings.criterion, settings.seed)
+            if settings.criterion
+            else None,
             device=device,
             precision=precision_of(settings),
             dtypes=setup.dtypes,
@@ -131,18 +136,31 @@ class _Run:
         first = found.facts.samples if found else 0
         self._batch = StepBatch.of(settings, first_step=setup.start, first_sample=first)
         order = Order(len(data.train), settings.seed) if data else None
-        feed = Feed(data.train, order, self._batch, setup.fields) if data else feed_nothing
+        feed = (
+            Feed(data.train, order, self._batch, setup.fields, seed=data.seed)
+            if data
+            else feed_nothing
+        )
         self._feed = observed_feed(feed, activities)
         held_out = data.evaluation if data else None
         self._agreement = Agreement(
-            world, data, order, size=size, batches=settings.eval_batches, first=first
+            world,
+            data,
+            order,
+            size=size,
+            batches=settings.eval_batches,
+            first=first,
+            fields=needed_inputs(
+                plan, range(len(plan.stages)), criterion=settings.criterion is not None
+            ),
+            own_fields=setup.fields,
         )
         self._evaluation = Evaluation(
             plan,
             job.task,
             observed_feed(
-                Feed(held_out, None, StepBatch((size,)), setup.fields)
-                if held_out
+                Feed(held_out, None, StepBatch((size,)), setup.fields, seed=data.seed)
+                if data and held_out
                 else feed_nothing,
                 activities,
             ),
@@ -260,7 +278,9 @@ class _Run:
         settings, world, steps = self._settings, self._world, segment.steps
         position, samples = self._batch.position(steps.start), self._batch.samples
         with self._activities.during(Activity("meet", "the order of the data")):
-            self._agreement.check(position, len(steps) * samples)
+            warning = self._agreement.check(position, len(steps) * samples)
+        if warning and self._reporter is not None:
+            self._reporter.on_warning(warning)
         first = self._batch.first_of(steps.start, world.replica)
         schedule = self._schedule(segment)
         delays = delays_of(schedule, settings, first, steps.start)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -20,13 +21,14 @@ from ..data.clusters import Clusters
 from ..data.corpora import default_corpus, read_corpus
 from ..data.images import Digits
 from ..data.order import Order
-from ..data.own import OwnDataset, own_parts
+from ..data.own import Columns, OwnDataset, own_parts
 from ..data.shards import read_token_files, token_files
 from ..data.task import Task
 from ..data.texts import Windows
 from ..data.tokens import BYTES, Tokens, encode_bytes, make_tokens, read_bin
 from ..errors import AsyncPipeError, DataError
 from ..plan import Plan
+from ..seeding import drawing_from
 from ..tensors import dtype_of
 from ..user_code import names_object
 from .settings import Settings
@@ -54,7 +56,8 @@ class Dataset(Protocol):
 class Data:
     """Training and evaluation samples, and what there is to say about them.
 
-    `digest` identifies the content; `largest_token` is None for anything but text.
+    `digest` identifies the content; `largest_token` is None for anything but text. Where the user's
+    own code makes the samples, what it draws depends on the `seed` and the position.
     """
 
     train: Dataset
@@ -64,6 +67,7 @@ class Data:
     digest: bytes = b""
     tokenizer: str = ""
     largest_token: Callable[[], int] | None = None
+    seed: int | None = None
 
 
 MicroBatches = Callable[[int], dict[str, Tensor]]
@@ -73,16 +77,24 @@ MicroBatches = Callable[[int], dict[str, Tensor]]
 class Feed:
     """Micro-batch number -> the fields that this rank's stages read of it.
 
-    Without an `order` the samples come as they lie, again and again: evaluation.
+    Without an `order` the samples come as they lie, again and again: evaluation. `seed` is as for
+    Data.
     """
 
     def __init__(
-        self, dataset: Dataset, order: Order | None, batch: StepBatch, fields: Collection[str]
+        self,
+        dataset: Dataset,
+        order: Order | None,
+        batch: StepBatch,
+        fields: Collection[str],
+        *,
+        seed: int | None = None,
     ) -> None:
         self._dataset = dataset
         self._order = order
         self._batch = batch
         self._fields = fields
+        self._seed = seed
 
     def __call__(self, micro_batch: int) -> dict[str, Tensor]:
         first, size = self._batch.place(micro_batch)
@@ -91,21 +103,48 @@ class Feed:
             indices = [position % count for position in range(first, first + size)]
         else:
             indices = self._order.samples(first, size)
-        try:
-            made = self._dataset.get(indices, self._fields)
-        except AsyncPipeError:
-            raise
-        except Exception as error:
-            raise _unread(micro_batch, indices, error) from error
+        key = (EVALUATION if self._order is None else TRAINING, first)
+        made = read_samples(
+            self._dataset,
+            indices,
+            self._fields,
+            seed=self._seed,
+            key=key,
+            what=f"micro-batch {micro_batch}",
+        )
         # Models may take views of their inputs, as of a batch that was collated.
         return {name: tensor.contiguous() for name, tensor in made.items()}
 
 
-def _unread(micro_batch: int, indices: Sequence[int], error: Exception) -> ReadError:
+TRAINING, EVALUATION = "samples", "evaluation"
+"""What the user's code makes samples for: the first part of the key that it draws by."""
+
+
+def read_samples(
+    dataset: Dataset,
+    indices: Sequence[int],
+    fields: Collection[str],
+    *,
+    seed: int | None,
+    key: tuple[str, int],
+    what: str,
+) -> dict[str, Tensor]:
+    """The fields of these samples, of `what`; with a seed, what is drawn for them depends on it and
+    on the key alone. Raises DataError, and ReadError for what the user's code raises."""
+    try:
+        with nullcontext() if seed is None else drawing_from(seed, *key):
+            return dataset.get(indices, fields)
+    except AsyncPipeError:
+        raise
+    except Exception as error:
+        raise _unread(what, indices, error) from error
+
+
+def _unread(what: str, indices: Sequence[int], error: Exception) -> ReadError:
     numbers = ", ".join(map(str, indices[:4])) + ", .." * (len(indices) > 4)
     has_ended = isinstance(error, EOFError | ConnectionError) or "worker" in str(error)
     return ReadError(
-        f"the data of micro-batch {micro_batch} (samples {numbers}) could not be read: "
+        f"the data of {what} (samples {numbers}) could not be read: "
         f"{type(error).__name__}{': ' if str(error) else ''}{error}.",
         "A process that reads for this one has ended: memory (dmesg | tail), or its own error."
         if has_ended
@@ -147,7 +186,7 @@ def open_data(settings: Settings, task: Task, plan: Plan, folder: Path) -> Data:
     """
     source, dtype = str(settings.data), dtype_of(settings.dtype)
     if names_object(source):
-        return _open_own(source, task, dtype)
+        return _open_own(source, task, dtype, settings.seed)
     if task.kind == "text":
         return _open_text(settings, task, plan, folder)
     shape = next(spec for spec in plan.inputs if spec.name == task.sample).resolve(plan.sizes)[1:]
@@ -168,14 +207,23 @@ def open_data(settings: Settings, task: Task, plan: Plan, folder: Path) -> Data:
     )
 
 
-def _open_own(source: str, task: Task, dtype: torch.dtype) -> Data:
+def _open_own(source: str, task: Task, dtype: torch.dtype, seed: int) -> Data:
+    own = own_parts(source, seed)
     parts = [
         part
         if part is None or hasattr(part, "get")
         else OwnDataset(part, task, source, dtype=dtype)
-        for part in own_parts(source)
+        for part in own
     ]
-    return Data(parts[0], parts[1], source, f"{source} ({len(parts[0]):,} samples)")
+    digests = [part.digest() for part in own if isinstance(part, Columns)]
+    return Data(
+        parts[0],
+        parts[1],
+        source,
+        f"{source} ({len(parts[0]):,} samples)",
+        hashlib.sha256(b"".join(digests)).digest(),
+        seed=seed,
+    )
 
 
 def _open_text(settings: Settings, task: Task, plan: Plan, folder: Path) -> Data:

@@ -9,6 +9,7 @@ from pathlib import Path
 from ..errors import why_ended
 from ..launching.world import World
 from ..run_report.records import METRICS
+from ..seeding import drawing_from
 from ..timeline import Timeline
 from ..trackers.choose import open_trackers
 from ..training.settings import Settings
@@ -17,10 +18,14 @@ from .metrics import EvalRecord, MetricsFile, Reporter, StartRecord, StepRecord,
 
 class Several(Reporter):
     """Tells each of the `own` reporters, and of the `trackers` by their names those that still
-    work: one that raises is not told any more, and the others are warned."""
+    work: one that raises is not told any more, and the others are warned. What trackers draw
+    depends on the seed and the number of the call, and leaves the run's own numbers alone."""
 
-    def __init__(self, own: Sequence[Reporter], trackers: Mapping[str, Reporter]) -> None:
+    def __init__(
+        self, own: Sequence[Reporter], trackers: Mapping[str, Reporter], seed: int = 0
+    ) -> None:
         self._own, self._trackers = own, dict(trackers)
+        self._seed, self._calls = seed, 0
 
     def on_start(self, start: StartRecord) -> None:
         self._each(lambda reporter: reporter.on_start(start))
@@ -52,9 +57,11 @@ class Several(Reporter):
     def _each(self, tell: Callable[[Reporter], None]) -> None:
         for reporter in self._own:
             tell(reporter)
+        self._calls += 1
         for name, tracker in list(self._trackers.items()):
             try:
-                tell(tracker)
+                with drawing_from(self._seed, "tracker", name, self._calls):
+                    tell(tracker)
             except Exception as error:
                 self._trackers.pop(name, None)
                 reason = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -70,7 +77,7 @@ def reporting(
         yield None
         return
     own = [MetricsFile(folder / METRICS), make_shown(settings)]
-    reporter = Several(own, open_trackers(settings, folder))
+    reporter = Several(own, open_trackers(settings, folder), settings.seed)
     try:
         yield reporter
     except SystemExit as stopped:

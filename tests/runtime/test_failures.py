@@ -35,13 +35,13 @@ class Samples:
 
     def __getitem__(self, index):
         self.read += 1
-        first = float("nan") if self.read == 40 else 0.5
+        first = float("nan") if self.read == 72 else 0.5
         return {"x": torch.full((16,), first), "target": torch.tensor(index % 4)}
 
 def samples():
     return Samples()
 """
-"""The fortieth sample that is read has no numbers."""
+"""The fortieth sample that is trained on has no numbers: 32 are read to compare ranks."""
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +169,7 @@ def test_a_loss_that_is_no_number_ends_all_and_is_not_tried_again(
 def test_a_loss_that_is_no_number_names_the_checkpoint_to_go_on_from(
     folders: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "own.py").write_text(DATA.replace("== 40", "== 640"))
+    (tmp_path / "own.py").write_text(DATA.replace("== 72", "== 960"))
     given = ("--schedule", "single", "--save-every", "1", "--steps", "50", "--output", "run")
     own = ("--data", "own.py:samples", "--eval-batches", "0", "--log-every", "1")
     told = error_of(tmp_path, "train", str(folders / "mlp"), *given, *own)
