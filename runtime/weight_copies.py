@@ -8,6 +8,7 @@ what the methods' runs have at their peak.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -118,7 +119,14 @@ def views_in_flight(
             return None
         return version, max(1, horizon) if predicted else 0, done if gathered else 0
 
-    return max(
-        len({view for view in map(read, range(t, t + ahead + 1)) if view})
-        for t in range(2 * step_every + ahead + 1)
-    )
+    # All that is in flight when a micro-batch goes forward: a window over the micro-batches.
+    views = [read(t) for t in range(2 * step_every + 2 * ahead + 1)]
+    in_flight = Counter(views[:ahead])
+    most = 0
+    for first, entering in enumerate(views[ahead:]):
+        in_flight[entering] += 1
+        most = max(most, len(in_flight) - (None in in_flight))
+        in_flight[views[first]] -= 1
+        if not in_flight[views[first]]:
+            del in_flight[views[first]]
+    return most

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .compose import METHODS, Conditions, check, has_other_backward, make_staleness
+from .compose import METHODS, Conditions, check, has_other_backward, make_staleness, parse
 from .protocol import Passage, Reads, Situation, Staleness, Steps
 
 __all__ = [
@@ -16,4 +16,5 @@ __all__ = [
     "check",
     "has_other_backward",
     "make_staleness",
+    "parse",
 ]

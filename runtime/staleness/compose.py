@@ -6,7 +6,7 @@ weights is decided by one of them at most, and what one needs must be there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..errors import ScheduleError
@@ -65,6 +65,26 @@ _DECISIONS: Mapping[Part, str] = {
     "rate": "the learning rate",
     "step": "the step",
 }
+_OTHER_NAMES: Mapping[str, str] = {
+    "pipedream": "stash",
+    "weight-stashing": "stash",
+    "stashing": "stash",
+    "ws": "stash",
+    "stale": "none",
+    "live": "none",
+    "wp": "msnag",
+    "predict": "msnag",
+    "ga": "gap-aware",
+    "jfl": "gap-aware-loss",
+    "ga-jfl": "gap-aware-loss",
+    "ga_jfl": "gap-aware-loss",
+    "pipedream-2bw": "2bw",
+    "ef": "error-feedback",
+    "sc": "spike-compensation",
+    "t1": "pipemare-rate",
+    "t2": "pipemare",
+}
+"""What papers and FTPipe's options call a method -> its name here."""
 MOMENTUM = frozenset({"sgd", "sutskever", "muon"})
 ADAM = frozenset({"adam", "adamw", "nadam"})
 VELOCITY = frozenset({"sgd", "sutskever"})
@@ -74,11 +94,13 @@ KNOWN_STEP_SIZES = ("sgd", "sutskever", "adam", "adamw")
 @dataclass(frozen=True, slots=True)
 class Conditions:
     """What a run has for methods to need: its optimizer's name and momentum, whether every stage
-    that is late recomputes, the micro-batches of a step and the most that a stage runs ahead."""
+    that is late recomputes and which do not, the micro-batches of a step and the most that a stage
+    runs ahead."""
 
     optimizer: str = "sgd"
     momentum: float = 0.0
     recomputes: bool = False
+    without_recompute: tuple[int, ...] = ()
     step_every: int = 1
     ahead: int = 0
 
@@ -86,15 +108,19 @@ class Conditions:
 def parse(names: str) -> tuple[str, ...]:
     """The names of methods joined by +. Raises ScheduleError for an unknown one.
 
-    >>> parse("stash"), parse("stash+none")
-    (('stash',), ('stash', 'none'))
+    >>> parse("stash"), parse("stash+msnag")
+    (('stash',), ('stash', 'msnag'))
     """
     parsed = tuple(name.strip() for name in names.split("+"))
     for name in parsed:
         if name not in METHODS:
             raise ScheduleError(
-                f"{name!r} is not a staleness method. {did_you_mean(name, METHODS)}".rstrip(),
-                f"There are {', '.join(METHODS)}; several are joined by +.",
+                f"{name!r} is not a staleness method."
+                if name
+                else f"--staleness {names!r} has no method in one place.",
+                _known_as(name)
+                or "For example stash, or stash+msnag; docs/asynchronous-methods.md and "
+                "docs/weight-prediction.md have all.",
             )
     return parsed
 
@@ -133,10 +159,17 @@ def has_other_backward(names: str) -> bool:
     return "backward" in decided or "forward" not in decided
 
 
-def _check_parts(names: Iterable[str]) -> None:
+def _known_as(name: str) -> str:
+    near = _OTHER_NAMES.get(name.lower())
+    return f"Did you mean {near}?" if near else did_you_mean(name.lower(), METHODS)
+
+
+def _check_parts(names: Sequence[str]) -> None:
     deciders: dict[Part, str] = {}
-    for name in names:
-        for part in sorted(METHODS[name].decides):
+    for place, name in enumerate(names):
+        if name in names[:place]:
+            raise ScheduleError(f"{name} is there twice.", "Leave one of them out.")
+        for part in sorted(METHODS[name].decides | METHODS[name].leaves):
             if part in deciders:
                 raise ScheduleError(
                     f"{deciders[part]} and {name} both decide {_DECISIONS[part]}.",
@@ -150,10 +183,20 @@ def _lack(need: Need, names: Iterable[str], run: Conditions) -> tuple[str, str] 
     match need:
         case "forward weights":
             if not any(METHODS[name].keeps_forward for name in names):
-                return "compares with the weights of the forward, which are not kept", "Add +stash."
+                kept = "+".join(["stash", *(n for n in names if not _reads_otherwise(n))])
+                return (
+                    "compares with the weights of the forward, which are not kept",
+                    f"--staleness {kept}",
+                )
         case "recomputation":
             if not run.recomputes:
-                return "needs a second forward, and no stage recomputes", "--recompute all"
+                lacking = run.without_recompute
+                who = f"stage{'s' if lacking[1:] else ''} {', '.join(map(str, lacking))}"
+                return (
+                    "needs a second forward in every stage but the last, and "
+                    + (f"{who} recompute nothing" if lacking[1:] else f"{who} recomputes nothing"),
+                    "--recompute all",
+                )
         case "momentum":
             if run.optimizer not in MOMENTUM or not run.momentum:
                 return (
@@ -218,6 +261,11 @@ def _lack(need: Need, names: Iterable[str], run: Conditions) -> tuple[str, str] 
                     "Add +msnag."
                 )
     return None
+
+
+def _reads_otherwise(name: str) -> bool:
+    """Whether a method says which weights a backward reads, so that a stash cannot."""
+    return "backward" in METHODS[name].decides | METHODS[name].leaves
 
 
 def _is_without_momentum(run: Conditions) -> bool:

@@ -11,3 +11,5 @@ from .protocol import Staleness
 
 class LiveWeights(Staleness):
     """`none`: steps in place under the micro-batches in flight."""
+
+    leaves = frozenset({"forward", "backward"})

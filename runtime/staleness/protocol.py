@@ -190,6 +190,8 @@ class Staleness:
     """The hooks, each doing nothing: what nobody decides is done with live weights."""
 
     decides: ClassVar[frozenset[Part]] = frozenset()
+    leaves: ClassVar[frozenset[Part]] = frozenset()
+    """What it says that nothing is done about, so that no other method may decide it."""
     needs: ClassVar[frozenset[Need]] = frozenset()
     keeps_forward: ClassVar[bool] = False
     """Whether the weights of a forward are kept until the backward, if a step lies in between."""

@@ -13,7 +13,7 @@ from ..delays import Delays
 from ..plan import Plan
 from ..schedule import Schedule
 from ..schedules import AUTO
-from ..staleness import Conditions
+from ..staleness import Conditions, parse
 from ..staleness import check as check_staleness
 from ..staleness.recipe import AUTO as AUTO_METHODS
 from ..staleness.recipe import recommended
@@ -22,6 +22,8 @@ from .half import format_bytes
 from .recompute import with_recompute
 from .settings import Settings, SettingsError
 
+MICRO_BATCHES_PER_SEGMENT = 4096
+"""An asynchronous segment has no more: its actions are listed beforehand."""
 _OF_ASYNCHRONOUS_RUNS = ("ahead", "staleness_cap", "flush_every", "sync_start")
 
 
@@ -48,16 +50,18 @@ def resolve_asynchronous(settings: Settings) -> dict[str, Any]:
         cap = DEFAULT_CAP
     steps_of_start(settings)
     if settings.schedule != "2bw":
-        return {"staleness": settings.staleness or "stash", "staleness_cap": cap}
+        methods = "stash" if settings.staleness is None else settings.staleness
+        return {"staleness": methods, "staleness_cap": cap}
     if settings.staleness == AUTO_METHODS:
         return {"staleness": "2bw", "staleness_cap": cap}
-    if "2bw" not in (settings.staleness or "2bw").split("+"):
+    methods = "2bw" if settings.staleness is None else settings.staleness
+    if "2bw" not in parse(methods):
         raise SettingsError(
             f"--schedule 2bw has its own versions of the weights, and --staleness "
             f"{settings.staleness} has others.",
             f"--schedule async-1f1b --staleness {settings.staleness}, or leave --staleness out.",
         )
-    return {"staleness": settings.staleness or "2bw", "staleness_cap": cap}
+    return {"staleness": methods, "staleness_cap": cap}
 
 
 def chosen_methods(settings: Settings, plan: Plan) -> str | None:
@@ -77,14 +81,36 @@ def check_methods(settings: Settings, plan: Plan) -> None:
     if settings.staleness is None:
         return
     chosen = with_recompute(plan, settings.recompute).stages
+    lacking = tuple(stage.index for stage in chosen[:-1] if not stage.recompute)
+    ahead = max(depths(len(chosen), settings.ahead))
     conditions = Conditions(
         optimizer=settings.optimizer or "",
         momentum=settings.momentum or 0.0,
-        recomputes=all(stage.recompute for stage in chosen[:-1]),
+        recomputes=not lacking,
+        without_recompute=lacking,
         step_every=settings.micro_batches or 1,
-        ahead=max(depths(len(chosen), settings.ahead)),
+        ahead=ahead,
     )
     check_staleness(settings.staleness, conditions)
+    if settings.staleness_cap == 0 and "2bw" in settings.staleness.split("+"):
+        raise SettingsError(
+            "--staleness-cap 0, but under 2bw the weights of all stages are one step old.",
+            "--staleness-cap 1, or --schedule async-1f1b --staleness stash",
+        )
+    longest = longest_segment(settings) * (settings.micro_batches or 1)
+    if ahead > longest:
+        raise SettingsError(
+            f"--ahead {settings.ahead} lets a stage run {ahead} forwards ahead, but the pipeline "
+            f"drains after {longest} micro-batches at the latest.",
+            "--ahead 2x",
+        )
+
+
+def longest_segment(settings: Settings) -> int:
+    """The most steps that go on without a stop."""
+    if not settings.is_async:
+        return 1
+    return max(1, MICRO_BATCHES_PER_SEGMENT // (settings.micro_batches or 1))
 
 
 def steps_of_start(settings: Settings) -> int:

@@ -21,11 +21,17 @@ from ..schedules import AUTO
 from ..transports.choose import Choice
 from ..watching.metrics import Predicted, Reporter, StartRecord
 from ..weight_copies import KEEPS
-from .asynchronous import delays_of, describe_copies, describe_delays, steps_of_start
+from .asynchronous import (
+    delays_of,
+    describe_copies,
+    describe_delays,
+    longest_segment,
+    steps_of_start,
+)
 from .half import describe_memory, describe_precision, precision_warning
 from .remeasure import when_measured
 from .resolve import batch_identity, costs_at_sizes
-from .segments import longest_segment, make_segment, waiting_stages
+from .segments import make_segment, waiting_stages
 from .settings import Settings
 from .sources import Data
 from .transfers import with_transfers_of_run
@@ -115,6 +121,7 @@ def announce(
             settings.replicas or 1,
             tuple(schedule.stages_of(rank) for rank in range(len(schedule.ranks))),
             describe_environment(),
+            tuple((settings.staleness or "none").split("+")) if settings.is_async else (),
         )
     )
     few = few_micro_batches_warning(
@@ -199,7 +206,9 @@ def describe_algorithm(schedule: Schedule, settings: Settings) -> str:
     worst = max(range(schedule.stages), key=delays.most)
     late = f"{delays.most(worst)} step{'' if delays.most(worst) == 1 else 's'}"
     names = (settings.staleness or "none").split("+")
-    if "2bw" in names:
+    if not delays.most(worst):
+        way = "no weights are stale: one micro-batch at a time goes through all stages"
+    elif "2bw" in names:
         way = "two versions of the weights: every stage computes on those of the step before"
     elif "stash" in names:
         way = (

@@ -25,18 +25,8 @@ from ..schedule_text import from_text
 from ..schedules import ASYNCHRONOUS, AUTO, VIRTUAL, fit_auto, make_schedule, one_f_one_b
 from ..simulate import Costs
 from ..validation import validate
-from .asynchronous import steps_of_start
+from .asynchronous import longest_segment, steps_of_start
 from .settings import Settings
-
-MICRO_BATCHES_PER_SEGMENT = 4096
-"""An asynchronous segment has no more: its actions are listed beforehand."""
-
-
-def longest_segment(settings: Settings) -> int:
-    """The most steps that go on without a stop."""
-    if not settings.is_async:
-        return 1
-    return max(1, MICRO_BATCHES_PER_SEGMENT // (settings.micro_batches or 1))
 
 
 @dataclass(frozen=True, slots=True)

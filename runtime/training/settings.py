@@ -92,7 +92,7 @@ class Settings:
     replicas: Annotated[int | None, Whole(1, 2**16, 2)] = None
     check_replicas: Annotated[int, _STEPS] = 0
     staleness: Annotated[
-        str | None, Text("names of methods, joined by +", "stash", form(r"[a-z0-9+-]+"))
+        str | None, Text("names of methods, joined by +", "stash", form(r"[A-Za-z0-9_+-]+"))
     ] = None
     annealing_steps: Annotated[int | None, _SOME_STEPS] = None
     ahead: Annotated[

@@ -38,7 +38,8 @@ class StartRecord:
     """A run that is about to begin, in the words of `facts` and in numbers.
 
     A step has `micro_batches` in each of the `replicas`, whose ranks have the stages that
-    `stages_of_rank` tells. `environment` is as `environment.describe` gives it.
+    `stages_of_rank` tells. `environment` is as `environment.describe` gives it, and `methods` are
+    the staleness methods of an asynchronous run.
     """
 
     facts: tuple[tuple[str, str], ...]
@@ -47,6 +48,7 @@ class StartRecord:
     replicas: int
     stages_of_rank: tuple[tuple[int, ...], ...]
     environment: Mapping[str, Any]
+    methods: tuple[str, ...] = ()
 
     def to_json(self) -> str:
         return _line("start", asdict(self) | {"facts": dict(self.facts), "time_s": _now_s()})

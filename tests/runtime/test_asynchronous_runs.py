@@ -4,6 +4,7 @@ said of staleness. All stages are on one rank, in the order in which several wou
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from asyncpipe.runtime.folding import fold
 from asyncpipe.runtime.launching.jobs import make_job
 from asyncpipe.runtime.plan import read_plan
 from asyncpipe.runtime.training.asynchronous import describe_copies
+from asyncpipe.runtime.training.facts import describe_algorithm
 from asyncpipe.runtime.training.observer import Trainer
 from asyncpipe.runtime.training.segments import make_segment, segments
 from asyncpipe.runtime.training.settings import Settings
@@ -163,8 +165,10 @@ def test_samples_make_steps_over_epochs_without_a_drain(folder: Path) -> None:
 
 
 def test_staleness_is_told_before_the_run_and_at_its_end(folder: Path, tmp_path: Path) -> None:
-    train(folder, tmp_path / "run", ahead="2x", flush_every=4, sync_start="1")
+    lines = train(folder, tmp_path / "run", ahead="2x", flush_every=4, sync_start="1")
     facts = events_of(tmp_path / "run", "start")[0]
+    (line,) = [line for line in lines if line["event"] == "start"]
+    assert line["methods"] == ["stash"]
     assert facts["staleness"] == (
         "stage 0: 3 steps, stage 1: 2 steps, stage 2: 1 step, stage 3: none"
     )
@@ -190,6 +194,20 @@ def test_the_copies_of_weights_are_told_before_the_run(folder: Path) -> None:
     assert describe_copies(plan, one_each, replace(settings, staleness="none")) == ""
 
 
+def test_stages_that_run_far_ahead_are_planned_in_time(folder: Path) -> None:
+    job = make_job(Settings(folder=str(folder), **options({"ahead": "1300x"})))
+    schedule = make_segment(job.plan, job.settings, steps=1)
+    start = time.process_time()
+    describe_copies(job.plan, schedule, job.settings)
+    assert time.process_time() - start < 1.0
+
+
+def test_without_staleness_nothing_is_said_to_be_old(folder: Path) -> None:
+    job = make_job(Settings(folder=str(folder), **options({"staleness_cap": 0})))
+    schedule = make_segment(job.plan, job.settings, steps=1)
+    assert "no weights are stale" in describe_algorithm(schedule, job.settings)
+
+
 def test_2bw_has_its_own_versions_of_the_weights(folder: Path) -> None:
     resolved = make_job(
         Settings(folder=str(folder), **options({"schedule": "2bw", "micro_batches": 4}))
@@ -210,6 +228,17 @@ def test_2bw_has_its_own_versions_of_the_weights(folder: Path) -> None:
         ({"remainder": "proportional"}, "--remainder proportional, but --steps leaves none"),
         ({"schedule": "2bw", "staleness": "stash"}, "2bw has its own versions"),
         ({"schedule": "2bw"}, "2bw needs at least 4 micro-batches a step"),
+        (
+            {"schedule": "2bw", "micro_batches": 4, "staleness_cap": 0},
+            "--staleness-cap 0, but under 2bw the weights of all stages are one step old",
+        ),
+        ({"staleness": "2bw", "micro_batches": 4, "staleness_cap": 0}, "--staleness-cap 0, but"),
+        (
+            {"ahead": "999999x"},
+            "lets a stage run 2999997 forwards ahead, but the pipeline drains after 4096",
+        ),
+        ({"ahead": "5000,3,2,1"}, "lets a stage run 5000 forwards ahead"),
+        ({"ahead": "2000x", "micro_batches": 5000}, "drains after 5000 micro-batches"),
         ({"ahead": "1,2,3,4"}, "stage 1 would run 2 forwards ahead"),
         (
             {"samples": 12, "remainder": "proportional", "schedule": "auto"},

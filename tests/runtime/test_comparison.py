@@ -276,7 +276,7 @@ def test_the_time_to_a_loss_lies_on_the_line_between_two_evaluations() -> None:
     [
         "sync",
         "stash",
-        "stash+none:muon",
+        "stash+msnag:muon",
         "none,lr=0.003,sync-start=5%",
         "stash:adamw,betas=0.9/0.99",
     ],

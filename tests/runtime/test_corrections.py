@@ -306,10 +306,20 @@ FITTING = {"optimizer": "sgd", "momentum": 0.9, "recomputes": True, "step_every"
     [
         ("gap-aware", {}, "compares with the weights of the forward, which are not kept"),
         ("dc-asgd+pipemare", {}, "compares with the weights of the forward, which are not kept"),
-        ("gap-aware-loss", {"recomputes": False}, "needs a second forward"),
+        (
+            "gap-aware-loss",
+            {"recomputes": False, "without_recompute": (0,)},
+            "needs a second forward in every stage but the last, and stage 0 recomputes nothing",
+        ),
         ("gap-aware-loss+stash", {}, "both decide which weights a backward reads"),
         ("stash+gap-aware+dc-asgd", {}, "both decide how gradients are corrected"),
         ("pipemare+stash", {}, "both decide which weights a backward reads"),
+        ("stash+none", {}, "stash and none both decide which weights a backward reads"),
+        ("none+2bw", {}, "none and 2bw both decide which weights a backward reads"),
+        ("none+msnag", {}, "none and msnag both decide which weights a forward reads"),
+        ("none+none", {}, "none is there twice"),
+        ("stash+msnag+schedule-aware+schedule-aware", {}, "schedule-aware is there twice"),
+        ("stash+", {}, "has no method in one place"),
         ("stash+pipemare-rate+delay-rate", {}, "both decide the learning rate"),
         ("stash+error-feedback+spike-compensation", {}, "both decide the step"),
         ("msnag+error-feedback", {}, "both decide how far ahead weights look"),
@@ -321,6 +331,39 @@ FITTING = {"optimizer": "sgd", "momentum": 0.9, "recomputes": True, "step_every"
 def test_what_does_not_fit_is_refused(names: str, changed: dict, words: str) -> None:
     with pytest.raises(ScheduleError, match=words):
         check_fits(names, Conditions(**FITTING | changed))
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("pipedream", "stash"),
+        ("ws", "stash"),
+        ("wp", "msnag"),
+        ("GA", "gap-aware"),
+        ("ga_jfl", "gap-aware-loss"),
+        ("jfl", "gap-aware-loss"),
+        ("stsh", "stash"),
+    ],
+)
+def test_other_names_of_methods_suggest_the_right_one(word: str, meant: str) -> None:
+    with pytest.raises(ScheduleError) as caught:
+        check_fits(f"none+{word}", Conditions(**FITTING))
+    assert caught.value.cure == f"Did you mean {meant}?"
+
+
+def test_an_unknown_method_has_a_short_answer() -> None:
+    with pytest.raises(ScheduleError) as caught:
+        check_fits("xyzzy", Conditions(**FITTING))
+    assert "docs/asynchronous-methods.md" in caught.value.cure and len(caught.value.cure) < 120
+
+
+@pytest.mark.parametrize(
+    "names", ["gap-aware", "none+gap-aware", "pipemare+dc-asgd", "gap-aware+delay-rate"]
+)
+def test_a_cure_for_weights_that_are_not_kept_fits(names: str) -> None:
+    with pytest.raises(ScheduleError, match="which are not kept") as caught:
+        check_fits(names, Conditions(**FITTING))
+    check_fits(caught.value.cure.removeprefix("--staleness "), Conditions(**FITTING))
 
 
 @pytest.mark.parametrize("names", [*METHODS, "gap-aware-loss", "2bw+error-feedback+delay-rate"])
