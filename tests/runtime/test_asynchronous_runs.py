@@ -222,7 +222,7 @@ def test_2bw_has_its_own_versions_of_the_weights(folder: Path) -> None:
         ({"schedule": "single", "ahead": "2x"}, "--ahead 2x, but under single all stages wait"),
         ({"schedule": "1f1b", "flush_every": 2}, "--flush-every 2, but under 1f1b all stages"),
         ({"sync_start": "9"}, "--sync-start 9 is no number of the 8 steps"),
-        ({"sync_start": "5 %"}, "--sync-start 5 % is no number"),
+        ({"sync_start": "5 %"}, "--sync-start 5 % is not a number of steps"),
         ({"samples": 7}, "--samples 7 are fewer than the 8 of one step"),
         ({"samples": 70, "steps": 7}, "--samples 70 are 8 steps, but --steps is 7"),
         ({"remainder": "proportional"}, "--remainder proportional, but --steps leaves none"),

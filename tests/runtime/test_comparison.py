@@ -292,8 +292,8 @@ def test_a_method_is_written_as_it_is_read(text: str) -> None:
         ("stsh", ScheduleError, "Did you mean stash"),
         ("stash:adamv", SettingsError, "Did you mean adam"),
         ("stash,lrr=1", SettingsError, "Did you mean lr"),
-        ("stash,lr=fast", SettingsError, "no value that can be read"),
-        ("stash,betas=0.9", SettingsError, "no value that can be read"),
+        ("stash,lr=fast", SettingsError, "is not a number"),
+        ("stash,betas=0.9", SettingsError, "is not 2 values"),
     ],
 )
 def test_a_method_that_is_not_known_is_refused_in_a_sentence(
