@@ -77,7 +77,8 @@ _HELP = {
     "log_every": "Steps between lines of the log.",
     "log": "Where else the run is told of, joined by commas: tensorboard, wandb, mlflow, trackio, "
     "or your own package.module:factory or path/file.py:factory.",
-    "trace": "Record steps as a timeline for ui.perfetto.dev: 3 the last three, 10-12 those.",
+    "trace": "Record steps as a timeline for ui.perfetto.dev: 3 the last three (of an asynchronous "
+    "run, before the pipeline drains), 10-12 those.",
     "debug": "Ranks that wait for a debugger (debugpy): 1, 0,2 or all.",
     "device": "Where the stages compute.",
     "ranks_per_gpu": "Ranks that share each GPU, with --device cuda.",

@@ -8,7 +8,7 @@ and a bar on a track of the receiver for as long as it was under way.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .activity import COMPUTING, Activity, Kind, Message, Span
@@ -36,6 +36,11 @@ class RankTrace:
     rank: int
     stages: tuple[int, ...]
     spans: tuple[Span, ...]
+
+    def between(self, begin_s: float, end_s: float) -> RankTrace:
+        """What began between two moments."""
+        spans = tuple(span for span in self.spans if begin_s <= span.start_s <= end_s)
+        return replace(self, spans=spans)
 
 
 def chrome_trace(ranks: Sequence[RankTrace]) -> dict[str, Any]:

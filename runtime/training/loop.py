@@ -90,7 +90,7 @@ class _Run:
         self._setup, self._settings, self._plan, self._world = setup, settings, plan, world
         self._stopping, self._reporter, activities = stopping, setup.reporter, setup.activities
         self._activities = activities
-        self._tracing = Tracing(settings, activities, len(plan.stages), setup.start)
+        self._tracing = Tracing(settings, activities, schedule, setup.start)
         self._modules = _load(setup)
         self._unused: Mapping[str, Tensor] = {}
         if world.rank == 0:

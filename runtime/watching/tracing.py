@@ -1,12 +1,15 @@
 """Some steps of a run -> the spans of all ranks in one file, and the timeline of one step.
 
-The steps are those that `--trace` names. Without it one late step is recorded for its timeline
-alone: of an asynchronous run one before the pipeline drains.
+The steps are those that `--trace` names: from one to another, or the last so many. While an
+asynchronous pipeline drains, ranks have less and less to do, so of such a run those are the last
+before a drain, and all ranks are shown from when to when rank 0 makes them. Without `--trace` one
+late step is recorded for its timeline alone: of an asynchronous run one before the pipeline drains.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import struct
 from pathlib import Path
 from time import perf_counter
@@ -16,6 +19,7 @@ from ..launching.world import World
 from ..schedule import Schedule
 from ..timeline import Timeline
 from ..trace import RankTrace, chrome_trace, from_plain, measured_timeline, to_plain
+from ..training.segments import segments
 from ..training.settings import Settings
 from .clocks import clock_offset_s
 
@@ -30,14 +34,49 @@ def drawn_steps(settings: Settings, stages: int) -> range:
     return range(first, min(first + 1 + ahead, settings.steps) + 1)
 
 
+def steady_steps(settings: Settings, schedule: Schedule, start: int = 0) -> range:
+    """The last so many steps of rank 0, as `--trace` says, with all ranks at work: after the first
+    step of a segment and before it drains. Fewer where no segment has so many, and none where
+    other steps are meant. The first `start` steps are not made.
+
+    >>> from ..asynchronous import async_1f1b
+    >>> settings = Settings(folder="x", schedule="async-1f1b", steps=20, trace="3", eval_every=16)
+    >>> steady_steps(settings, async_1f1b(4, 1, step_every=1))
+    range(10, 13)
+    """
+    if not settings.is_async or not settings.trace or "-" in settings.trace:
+        return range(0)
+    count, ahead = len(settings.trace_steps), steps_ahead(schedule)
+    # At a multiple of these a segment begins, so nobody has to count from the first.
+    often = settings.eval_every or settings.flush_every or settings.save_every
+    if often:
+        start = max(start, (settings.steps // often - 2 - 2**14 // often) * often)
+    best = range(0)
+    for segment in segments(settings, start):
+        last = segment.steps.stop - ahead
+        steady = range(max(segment.steps.start + 2, last + 1 - count), last + 1)
+        if not segment.synchronous and len(steady) >= len(best):
+            best = steady
+    return best
+
+
+def steps_ahead(schedule: Schedule) -> int:
+    """The most steps that a rank of an asynchronous pipeline is ahead of rank 0."""
+    return -(-max(schedule.in_flight) // schedule.step_every)
+
+
 class Tracing:
-    """Records some steps on one rank, of a pipeline of so many `stages`; none up to `start`, which
-    were made before."""
+    """Records some steps on one rank, of a pipeline with a schedule; none up to `start`, which were
+    made before."""
 
     def __init__(
-        self, settings: Settings, activities: Activities, stages: int, start: int = 0
+        self, settings: Settings, activities: Activities, schedule: Schedule, start: int = 0
     ) -> None:
-        wanted = settings.trace_steps or drawn_steps(settings, stages)
+        wanted = settings.trace_steps or drawn_steps(settings, schedule.stages)
+        self._shown = steady_steps(settings, schedule, start)
+        if self._shown:
+            wanted = range(self._shown.start, self._shown.stop + steps_ahead(schedule))
+        self._shown_until_s = math.inf
         self._steps = range(max(wanted.start, start + 1), wanted.stop)
         self._is_kept = settings.trace is not None
         self._activities = activities
@@ -51,6 +90,8 @@ class Tracing:
             return
         if step == self._steps[0] - 1:
             self._began_s, self._activities.spans = perf_counter(), []
+        if self._shown and step == self._shown[-1]:
+            self._shown_until_s = perf_counter()
         if step == self._steps[-1]:
             self._ended_s = perf_counter()
         elif step == self._steps[-1] + 1:
@@ -78,6 +119,8 @@ class Tracing:
             )
             for rank, (part, (_, later_s)) in enumerate(zip(parts, lengths, strict=True))
         ]
+        if self._shown:
+            ranks = [rank.between(self._began_s, self._shown_until_s) for rank in ranks]
         timeline = self._one_step(ranks[: len(schedule.ranks)], schedule)
         if not self._is_kept:
             return None, timeline

@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from asyncpipe.runtime.activity import Activities, Activity, Message, Span
+from asyncpipe.runtime.asynchronous import async_1f1b
 from asyncpipe.runtime.launching.world import Place, World
 from asyncpipe.runtime.schedule import Action
 from asyncpipe.runtime.trace import (
@@ -24,6 +25,7 @@ from asyncpipe.runtime.trace import (
 )
 from asyncpipe.runtime.training.settings import Settings, SettingsError
 from asyncpipe.runtime.watching import clocks
+from asyncpipe.runtime.watching.tracing import steady_steps
 from asyncpipe.tests.processes import run_processes
 from asyncpipe.tests.quick_python import run
 from asyncpipe.tests.runtime.handmade import write_mlp, write_text
@@ -46,7 +48,7 @@ HIDDEN = Message("activation", "hidden", 0, 1, 0, 1, 64)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two traced runs: `sync`, steps 2 and 3 of 4; `async`, the last 3 of 6."""
+    """Two traced runs: `sync`, steps 2 and 3 of 4; `async`, 3 of 6."""
     folder = tmp_path_factory.mktemp("traced")
     write_text(folder / "text")
     write_mlp(folder / "mlp4", stages=4, slow_s=0.002)
@@ -84,17 +86,61 @@ def test_every_action_of_the_recorded_steps_is_there_once(folder: Path) -> None:
     assert process["args"]["name"] == "rank 1 (stage 1)"
 
 
-def test_an_asynchronous_trace_has_the_steps_of_every_rank(folder: Path) -> None:
-    events = trace_of(folder / "async")
+def test_an_asynchronous_trace_has_the_steps_that_were_named(tmp_path: Path, folder: Path) -> None:
+    given: dict[str, Any] = {"threads": 1, "micro_batches": 4, "schedule": "async-1f1b"}
+    mlp = given | {"folder": str(folder / "mlp4"), "steps": 6, "trace": "4-6"}
+    run(Settings(**mlp, output=str(tmp_path / "named")), FACTORY)
+    events = trace_of(tmp_path / "named")
     for rank in range(4):
         steps = [e["args"]["step"] for e in slices(events, rank, "optimizer") if e["cat"] == "S"]
         assert {4, 5, 6} <= set(steps) <= {3, 4, 5, 6}
         backwards = [e for e in slices(events, rank, "compute") if e["cat"] == "B"]
         assert len(backwards) == 3 * 4
-        for event in backwards:
+
+
+def test_an_asynchronous_trace_shows_steady_steps_and_not_the_drain(folder: Path) -> None:
+    events = trace_of(folder / "async")
+    times = [(e["ts"], e["ts"] + e["dur"]) for e in slices(events, 0)]
+    begin, end = min(start for start, _ in times), max(stop for _, stop in times)
+    for rank in range(4):
+        steps = [e["args"]["step"] for e in slices(events, rank, "optimizer") if e["cat"] == "S"]
+        # The fifth step of six is the last with forwards to come at rank 0.
+        assert {3, 4, 5} == set(steps) if rank == 0 else 2 <= len(steps) <= 4
+        for kind in "FB":
+            done = [e for e in slices(events, rank, "compute") if e["cat"] == kind]
+            assert len(done) >= 3 * 4 - 2, (rank, kind)
+            # From the beginning to the end: no rank has run out of work.
+            assert min(e["ts"] for e in done) - begin < (end - begin) / 4
+            assert end - max(e["ts"] for e in done) < (end - begin) / 4
+        for event in slices(events, rank, "compute"):
             late = 1 if rank < 3 else 0
             forward_step = event["args"]["micro_batch"] // 4
             assert forward_step - late <= event["args"]["version"] <= forward_step
+
+
+@pytest.mark.parametrize(
+    ("given", "stages", "every", "steps"),
+    [
+        ({}, 4, 1, range(94, 97)),
+        ({"micro_batches": 4}, 4, 4, range(97, 100)),
+        ({"flush_every": 10}, 4, 1, range(94, 97)),
+        ({"flush_every": 1}, 4, 1, range(0)),
+        ({"flush_every": 6}, 4, 1, range(92, 93)),
+        ({"eval_every": 97}, 4, 1, range(91, 94)),
+        ({"steps": 10**12, "eval_every": 3, "trace": "1"}, 2, 4, range(10**12 - 2, 10**12 - 1)),
+        ({"samples": 100 * 8 + 2, "remainder": "proportional"}, 2, 4, range(96, 99)),
+        ({"trace": "2-5"}, 4, 1, range(0)),
+        ({"schedule": "1f1b"}, 4, 1, range(0)),
+        ({"sync_start": "97"}, 4, 1, range(0)),
+    ],
+)
+def test_steady_steps_are_the_last_before_a_drain(
+    given: dict[str, Any], stages: int, every: int, steps: range
+) -> None:
+    usual = {"steps": 100, "trace": "3", "schedule": "async-1f1b", "micro_batches": every}
+    settings = Settings(folder="x", **usual | {"micro_batch_size": 2} | given)
+    found = steady_steps(settings, async_1f1b(stages, every, step_every=every))
+    assert list(found) == list(steps)
 
 
 @pytest.mark.parametrize("run_name", ["sync", "async"])
