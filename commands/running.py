@@ -10,7 +10,10 @@ from cyclopts import App
 from rich.console import Console
 from rich.markup import escape
 
-from ..runtime.errors import AsyncPipeError
+from ..runtime.errors import AsyncPipeError, is_out_of_memory
+from ..runtime.user_code import last_line, own_line
+
+DEFECT = "This is a defect of asyncpipe"
 
 
 def run(app: App) -> int:
@@ -36,19 +39,32 @@ def run(app: App) -> int:
         if error.cure:
             errors.print(_shown(error.cure), soft_wrap=True)
         return 1
-    except OSError as error:
-        if error.filename is None:
-            raise
-        if {"-v", "--verbose"} & set(sys.argv):
-            traceback.print_exc()
-        told = f"{error.filename}: {(error.strerror or str(error)).lower()}."
-        errors.print(f"[bold red]error:[/] {_shown(told)}", soft_wrap=True)
-        return 1
     except KeyboardInterrupt as interrupt:
         errors.print(str(interrupt) or "interrupted")
         return 130
+    except Exception as error:
+        if {"-v", "--verbose"} & set(sys.argv):
+            traceback.print_exc()
+        what, cure = _unexpected(error)
+        errors.print(f"[bold red]error:[/] {_shown(what)}", soft_wrap=True)
+        if cure:
+            errors.print(_shown(cure), soft_wrap=True)
+        return 1
     finally:
         errors.show_cursor(True)
+
+
+def _unexpected(error: Exception) -> tuple[str, str]:
+    """What to tell of an exception that no code of ours expected, and what to do."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {(error.strerror or str(error)).lower()}.", ""
+    text = " ".join(str(error).split())
+    told = f"{type(error).__name__}{': ' if text else ''}{text[:500]}"
+    if is_out_of_memory(error):
+        return f"not enough memory: {told}", "Use a smaller --micro-batch-size, --seq or model."
+    if place := own_line(error):
+        return f"{place}: {told}", "-v shows the traceback."
+    return f"{told} ({last_line(error)})", f"{DEFECT}; -v shows the traceback. Please report it."
 
 
 def _shown(text: str) -> str:

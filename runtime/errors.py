@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 
 class AsyncPipeError(Exception):
     """One sentence of what does not fit, with both values, and a cure as a command.
@@ -42,6 +44,15 @@ class TransportError(AsyncPipeError):
 
 class DataError(AsyncPipeError):
     """Data that does not fit the model or the plan."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception of Python's, torch's or the system's says that memory has run out."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    words = ("can't allocate memory", "CUDA out of memory", "not enough memory")
+    is_told = isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+    return isinstance(error, MemoryError) or is_told
 
 
 def root_of(error: BaseException) -> BaseException:

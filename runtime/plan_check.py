@@ -71,6 +71,10 @@ def _contradictions(plan: Plan) -> Iterator[str]:
     for shared in plan.shared:
         if not shared.holders or not all(0 <= j < len(plan.stages) for j in shared.stages):
             yield f"{' and '.join(shared.names) or 'a shared parameter'} is held by no stage of it"
+            continue
+        for index, name in shared.holders:
+            held = (*plan.stages[index].parameters, *plan.stages[index].buffers)
+            yield from _unknown(f"stage {index} shares", [name], held)
 
 
 def _sizes(sizes: Mapping[str, int]) -> Iterator[str]:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import os
 import sys
+import sysconfig
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.machinery import SourceFileLoader
@@ -83,12 +86,37 @@ def told_as(error: type[AsyncPipeError], what: str) -> Iterator[None]:
     except AsyncPipeError:
         raise
     except Exception as cause:
-        frame = cause.__traceback__
-        while frame is not None and frame.tb_next is not None:
-            frame = frame.tb_next
-        assert frame is not None
-        place = f"{frame.tb_frame.f_code.co_filename}:{frame.tb_lineno}"
+        place = own_line(cause) or last_line(cause)
         raise error(f"{what} failed at {place}: {type(cause).__name__}: {cause}") from cause
+
+
+def own_line(error: BaseException) -> str:
+    """`data.py:12`: the last line that an exception came through of code that is neither ours nor
+    installed; "" where there is none."""
+    files = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in files if _is_own(frame.filename)]
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
+
+
+def last_line(error: BaseException) -> str:
+    """Where an exception was raised."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{frame.filename}:{frame.lineno}"
+
+
+def _is_own(file: str) -> bool:
+    if not os.path.isfile(file):
+        return False  # <string>, <frozen importlib>
+    return not any(Path(file).is_relative_to(folder) for folder in _NOT_OWN)
+
+
+_PACKAGE = Path(__file__).parent.parent
+_NOT_OWN = (
+    *(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")),
+    *(_PACKAGE / name for name in ("runtime", "partitioner", "commands", "cli.py")),
+    Path(sys.prefix),
+)
+"""Where code is that is not the user's."""
 
 
 def _import_own_file(path: Path, option: str, error: type[AsyncPipeError]) -> ModuleType:

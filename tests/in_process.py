@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
-from asyncpipe.commands.running import run
+from asyncpipe.commands.running import DEFECT, run
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Outcome:
 
 
 def command(folder: Path, name: str, *arguments: str) -> Outcome:
-    """`asyncpipe-NAME ARGUMENTS` in a folder. What is no error of ours is raised."""
+    """`asyncpipe-NAME ARGUMENTS` in a folder. A defect fails the test."""
     out, err = io.StringIO(), io.StringIO()
     app = importlib.import_module(f"asyncpipe.commands.{name}").app
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), _inside(folder):
@@ -32,6 +32,7 @@ def command(folder: Path, name: str, *arguments: str) -> Outcome:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "Cyclopts application invoked")
                 code = run(app)
+    assert DEFECT not in err.getvalue(), err.getvalue()
     return Outcome(code, out.getvalue(), err.getvalue())
 
 

@@ -19,6 +19,7 @@ import re
 import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,8 @@ def read_facts(checkpoint: Path) -> Facts:
     for name in ("step", "samples", "length", "stages", "ranks", "replicas"):
         if (count := getattr(facts, name)) < (name == "length"):
             raise origin.refused(f": {name} is {count}.")
+    if not 0 <= facts.seconds < inf:
+        raise origin.refused(f": seconds is {facts.seconds}.")
     return facts
 
 

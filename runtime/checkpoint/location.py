@@ -170,10 +170,10 @@ class Location:
                     'pip install "asyncpipe[s3]"',
                 ) from error
             raise LocationError(f"{self.url} needs a package: {error}.") from error
-        except ValueError as error:
+        except Exception as error:  # file systems raise what they like, some for want of options
             raise LocationError(
-                f"{self.url} is no place that fsspec knows: {error}.",
-                "s3://bucket/folder, or file:///folder.",
+                f"{self.url} is not a place that fsspec can open: {_told(error)}.",
+                "Use for example s3://bucket/folder or file:///folder.",
             ) from error
         if not base.strip("/"):
             raise LocationError(f"{self.url} names no folder.", f"{scheme}://bucket/folder")

@@ -41,7 +41,8 @@ class OwnDataset:
         return self._names
 
     def __len__(self) -> int:
-        return len(self._samples)
+        with told_as(DataError, f"the length of --data {self._source}"):
+            return len(self._samples)
 
     def get(self, indices: Sequence[int], fields: Collection[str]) -> dict[str, Tensor]:
         samples = [self._named(self._samples[index]) for index in indices]
@@ -51,9 +52,19 @@ class OwnDataset:
                 f"a sample of {self._source} has {', '.join(map(str, samples[0]))}, "
                 f"but the model reads {lacking[0]}."
             )
-        return {
-            name: torch.stack([self._tensor(sample[name]) for sample in samples]) for name in fields
-        }
+        return {name: self._stacked(name, samples) for name in fields}
+
+    def _stacked(self, name: str, samples: Sequence[Mapping[str, Any]]) -> Tensor:
+        tensors = [self._tensor(sample[name]) for sample in samples]
+        shapes = {tuple(tensor.shape): None for tensor in tensors}
+        if len(shapes) > 1:
+            first, second = list(shapes)[:2]
+            raise DataError(
+                f"{name} has the shape {first} in one sample of {self._source} and {second} in "
+                "another of the same micro-batch.",
+                "Pad the samples to one shape.",
+            )
+        return torch.stack(tensors)
 
     def _tensor(self, value: Any) -> Tensor:
         tensor = torch.as_tensor(value)

@@ -23,6 +23,7 @@ from typing import TypeVar
 from ..checkpoint.resuming import how_to_go_on
 from ..errors import AsyncPipeError, TransportError, root_of
 from ..transports.mpi import leave_mpi
+from ..user_code import own_line
 from .disk import disk_error, disk_is_tight, unwritable
 
 E = TypeVar("E", bound=AsyncPipeError)
@@ -236,7 +237,8 @@ def failure_of(
         what, cure = f"{who}, step {step + 1}: {disk.what}", disk.cure
         comes_again = disk.comes_again
     else:
-        what = f"{who} failed at step {step + 1}: {type(error).__name__}: {error}"
+        at = f" ({place})" if (place := own_line(error)) else ""
+        what = f"{who} failed at step {step + 1}: {type(error).__name__}: {error}{at}"
     return Failure(
         rank,
         what,

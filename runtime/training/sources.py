@@ -30,7 +30,7 @@ from ..errors import AsyncPipeError, DataError
 from ..plan import Plan
 from ..seeding import drawing_from
 from ..tensors import dtype_of
-from ..user_code import names_object
+from ..user_code import names_object, own_line
 from .settings import Settings
 from .step_batch import StepBatch
 
@@ -72,6 +72,9 @@ class Data:
 
 MicroBatches = Callable[[int], dict[str, Tensor]]
 """A micro-batch's number -> the fields that a rank reads of it."""
+
+
+_MOST_SAMPLES = 2**48
 
 
 class Feed:
@@ -142,10 +145,11 @@ def read_samples(
 
 def _unread(what: str, indices: Sequence[int], error: Exception) -> ReadError:
     numbers = ", ".join(map(str, indices[:4])) + ", .." * (len(indices) > 4)
+    at = f" ({place})" if (place := own_line(error)) else ""
     has_ended = isinstance(error, EOFError | ConnectionError) or "worker" in str(error)
     return ReadError(
         f"the data of {what} (samples {numbers}) could not be read: "
-        f"{type(error).__name__}{': ' if str(error) else ''}{error}.",
+        f"{type(error).__name__}{': ' if str(error) else ''}{error}{at}.",
         "A process that reads for this one has ended: memory (dmesg | tail), or its own error."
         if has_ended
         else "",
@@ -215,6 +219,13 @@ def _open_own(source: str, task: Task, dtype: torch.dtype, seed: int) -> Data:
         else OwnDataset(part, task, source, dtype=dtype)
         for part in own
     ]
+    for part, use in zip(parts, ("training", "evaluation"), strict=True):
+        count = 1 if part is None else len(part)
+        if not 1 <= count <= _MOST_SAMPLES:
+            raise DataError(
+                f"--data {source} has {count} samples for {use}, not 1 to {_MOST_SAMPLES}.",
+                "Return at least one sample, and a __len__ that is their number.",
+            )
     digests = [part.digest() for part in own if isinstance(part, Columns)]
     return Data(
         parts[0],

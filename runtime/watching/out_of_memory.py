@@ -6,7 +6,6 @@ has a limit; without one Linux kills the process, and whoever watches says that.
 
 from __future__ import annotations
 
-import errno
 import re
 import resource
 import traceback
@@ -17,7 +16,7 @@ from pathlib import Path
 import torch
 
 from ..activity import Activities, Activity
-from ..errors import AsyncPipeError
+from ..errors import AsyncPipeError, is_out_of_memory
 from ..launching.world import World
 from ..plan import Plan
 from ..training.half import format_bytes
@@ -26,7 +25,6 @@ from .stall import in_the_past
 
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _WANTED = re.compile(r"allocate ([\d.]+) (bytes|[KMGT]iB)")
-_WORDS = ("can't allocate memory", "CUDA out of memory", "not enough memory")
 
 
 class OutOfMemory(AsyncPipeError):
@@ -55,10 +53,7 @@ def memory_error(error: BaseException) -> BaseException | None:
     """The error that says that there is no more memory, of those that this one comes from."""
     seen: BaseException | None = error
     while seen is not None:
-        is_one = isinstance(seen, MemoryError | torch.OutOfMemoryError)
-        if isinstance(seen, OSError):
-            is_one = seen.errno == errno.ENOMEM
-        if is_one or (isinstance(seen, RuntimeError) and any(w in str(seen) for w in _WORDS)):
+        if isinstance(seen, torch.OutOfMemoryError) or is_out_of_memory(seen):
             return seen
         seen = seen.__cause__
     return None
