@@ -149,6 +149,7 @@ def _stage(
         parameters=held.parameters,
         buffers=held.buffers,
         draws_random=any(node.meta.get("random", False) for node in stage.nodes),
+        draws_numbers=any(node.meta.get("draws_numbers", False) for node in stage.nodes),
         forward_ms=forward_ms,
         backward_ms=sum(cost.backward_ms for cost in costs) + forward_ms * load.recomputes,
         param_bytes=load.param_bytes,

@@ -72,8 +72,7 @@ def construct(module: nn.Module, path: str, model: nn.Module | None = None) -> C
         raise PlanError(
             f"cannot write a constructor for {path} ({kind.__name__}): no arguments of its "
             f"__init__ that its attributes give build a module with the same tensors.",
-            f"Leave it to be captured: remove --leaf {kind.__name__}, or store the arguments of "
-            f"its __init__ as attributes of the same names.",
+            _cure(module),
         )
     given = {name: _simplest(module, given, name) for name in given}
     defaults = _defaults(module, given, required)
@@ -90,6 +89,25 @@ def construct(module: nn.Module, path: str, model: nn.Module | None = None) -> C
     stuck = tuple(name for name, value in held.items() if not value.requires_grad)
     frozen = bool(held) and len(stuck) == len(held)
     return Constructor(kind, tuple(arguments), frozen, () if frozen else stuck)
+
+
+def _cure(module: nn.Module) -> str:
+    kind = type(module)
+    if is_torch_leaf(module):
+        own = sorted(set(_plain(module)) - set(_plain_names(kind)))
+        told = f" ({', '.join(own)})" if own else ""
+        return (
+            f"Something was changed on it after it was made{told}: give it a class of its own with "
+            "what it does in forward, which is then captured."
+        )
+    return (
+        f"Leave it to be captured: remove --leaf {kind.__name__}, or store the arguments of its "
+        "__init__ as attributes of the same names."
+    )
+
+
+def _plain_names(kind: type[nn.Module]) -> tuple[str, ...]:
+    return tuple(inspect.signature(kind).parameters)
 
 
 def _guesses(module: nn.Module, path: str, model: nn.Module | None) -> Iterator[dict[str, Any]]:

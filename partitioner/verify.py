@@ -23,7 +23,7 @@ from ..runtime.pipe import run_stage
 from ..runtime.plan import Plan, StageSpec
 from ..runtime.structure import rebuilt
 from .capture import Arguments, read_arguments
-from .capture.restore import unchanged, without_cache
+from .capture.restore import seed_all, unchanged, without_cache
 from .capture.samples import (
     Attempted,
     Sample,
@@ -229,7 +229,7 @@ def _run_model(
 ) -> _Seen:
     own = _copied(inputs)  # A model may change what it is given.
     model.train(training)
-    torch.manual_seed(1)
+    seed_all(1)
     with torch.set_grad_enabled(training), without_cache(model):
         outputs = _leaves(given.call(model, own))
     if training:
@@ -246,7 +246,7 @@ def _run_stages(
     training: bool,
     copies: WorkingCopies,
 ) -> _Seen:
-    torch.manual_seed(1)
+    seed_all(1)
     inputs, sizes = _copied(sample.inputs), sample.sizes
     values: dict[str, Tensor] = dict(inputs)
     leaves: dict[str, list[Tensor]] = {}  # of each value, one leaf a reader
@@ -380,6 +380,8 @@ def _magnitude(value: Tensor) -> float:
     """The largest absolute value, nan if there is one; in one pass, where torch can."""
     if not value.numel():
         return 0.0
+    if value.is_sparse:
+        return _magnitude(value.coalesce().values())
     if value.is_complex():
         return float(value.abs().max())
     least, most = torch.aminmax(value.detach())

@@ -124,7 +124,8 @@ class Pipeline:
         self.shared = SharedGradients(exchanged, stages, self.transport)
         self._model_outputs = output_names(plan)
         self._needed = needed_inputs(plan, expected, criterion=criterion is not None)
-        self._state_bytes = len(GeneratorState.seeded(self.device, 0).state)
+        self._draws_numbers = any(stage.draws_numbers for stage in plan.stages)
+        self._state_bytes = len(GeneratorState.seeded(self.device, 0, self._draws_numbers).state)
 
     @property
     def versions(self) -> dict[int, int]:
@@ -382,8 +383,9 @@ class Pipeline:
         if not stage.spec.draws_random:
             return None
         if state is None:
-            return GeneratorState.seeded(self.device, micro_batch_seed(self.seed, micro_batch))
-        return GeneratorState(self.device, state)
+            seed = micro_batch_seed(self.seed, micro_batch)
+            return GeneratorState.seeded(self.device, seed, self._draws_numbers)
+        return GeneratorState(self.device, state, self._draws_numbers)
 
     def _check(self, schedule: Schedule, training: bool) -> None:
         asked, has = (each.replicas or each.rank_of_stage for each in (schedule, self))

@@ -176,7 +176,8 @@ class StageSpec:
     shared parameters, and `update_ms` by the optimizer, where the load counts that. `peak_bytes` is
     the sum of `memory`, with `in_flight` micro-batches. `ranks` has several where the stage is
     replicated, and several stages may have the same. `parts` are what the stage consists of, and
-    their times add up to its own.
+    their times add up to its own. A stage that `draws_numbers` draws from the global generator of
+    Python or NumPy; its `draws_random` is true as well.
     """
 
     index: int
@@ -207,6 +208,7 @@ class StageSpec:
     ranks: tuple[int, ...] = ()
     parts: tuple[Part, ...] = ()
     sha256: str = ""
+    draws_numbers: bool = False
 
     def named_outputs(self, result: Any) -> dict[str, Any]:
         """What forward returned, by name."""
@@ -330,6 +332,9 @@ class Plan:
         document = asdict(self)
         for candidate in document["candidates"]:
             del candidate["seconds"]  # the same plan is the same text
+        for stage in document["stages"]:
+            if not stage["draws_numbers"]:
+                del stage["draws_numbers"]  # few models do
         return json.dumps(document, indent=1, ensure_ascii=False) + "\n"
 
 

@@ -229,7 +229,7 @@ class Stage:
                 outputs, loss = self._run(passage, generator)
             self._kept[micro_batch] = self._in_flight(passage, outputs, loss)
             return outputs, loss
-        begin = generator and GeneratorState(generator.device, generator.state)
+        begin = generator and generator.copy()
         earlier = (other.buffers for other in self._kept.values() if isinstance(other, _Repeatable))
         with self._buffers.remembered(earlier) as found, nothing_saved():
             outputs, loss = self._run(passage, generator)

@@ -24,8 +24,10 @@ PURE = {
     *("alternating", "asynchronous", "folding", "delays", "interleaving", "zero_bubble"),
     *("replicated", "scheduler", "activity", "idle", "trace", "pages", "wording"),
 }
-# The check runs the files and the profile times them as the runtime will; weights have one format.
+# The check runs the files and the profile times them as the runtime will, with the same generators;
+# weights have one format.
 SHARED = {"pipe", "loading", "authors_line", "tensors", "host_memory", "split_backward"}
+SHARED |= {"number_generators"}
 COMMANDS = {
     "cli",
     "commands",

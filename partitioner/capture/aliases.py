@@ -241,7 +241,7 @@ def _decided(nodes: Iterable[fx.Node]) -> dict[int, list[fx.Node]]:
         if "decision" in node.meta:
             found[node.meta["decision"]].append(node)
         for region in node.meta.get("regions", ()):
-            if region.kind == "unless":
+            if region.decision >= 0:
                 found[region.decision].append(node)
     return found
 

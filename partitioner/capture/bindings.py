@@ -188,6 +188,13 @@ class Bindings:
     def constant(self, tensor: Tensor) -> str:
         """Keeps a tensor that is neither made by forward nor registered on the model."""
         if tensor.requires_grad:
+            holder = unregistered(self._model, tensor)
+            if holder is not None:
+                raise CaptureError(
+                    f"{where(self._top)} reads a parameter of a module that {holder} holds in a "
+                    "plain list, tuple or dict: the model does not know the module.",
+                    f"Register it: {holder} = torch.nn.ModuleList(...) or ModuleDict(...).",
+                )
             raise CaptureError(
                 f"{where(self._top)} reads a tensor that requires a gradient and is no parameter "
                 "of the model.",
@@ -211,6 +218,30 @@ def _items(value: Any) -> Iterator[tuple[Any, Any, Any]]:
     elif dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
             yield getattr, field.name, getattr(value, field.name)
+
+
+def unregistered(model: nn.Module, tensor: Tensor) -> str | None:
+    """The attribute whose containers lead to a module with this parameter; None if none does."""
+    for path, owner in model.named_modules():
+        for name, value in vars(owner).items():
+            if isinstance(value, (list, tuple, dict)) and not name.startswith("_"):
+                if any(tensor is each for each in _parameters_inside(value)):
+                    return f"{path}.{name}" if path else f"self.{name}"
+    return None
+
+
+def _parameters_inside(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, nn.Module):
+        yield from value.parameters()
+        for inner in value.modules():
+            for name, item in vars(inner).items():
+                if isinstance(item, (list, tuple)) and not name.startswith("_"):
+                    yield from _parameters_inside(item)
+    elif isinstance(value, dict):
+        yield from _parameters_inside(list(value.values()))
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _parameters_inside(item)
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -96,7 +96,8 @@ class _Both:
         args = fx.node.map_arg(node.args, self.now[side].__getitem__)
         kwargs = fx.node.map_arg(node.kwargs, self.now[side].__getitem__)
         copy = self._copy(node, args, kwargs)
-        copy.meta["regions"] = (_ALONE[side], *node.meta["regions"])
+        if not any(region.kind == "if" for region in node.meta["regions"]):
+            copy.meta["regions"] = (_ALONE[side], *node.meta["regions"])
         if side == 1:
             _to_evaluation(copy)
         self._stands_for(side, node, copy)

@@ -6,28 +6,31 @@ allowed for is only that threads add in another order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from ...runtime.errors import CaptureError
 from .graph import Capture
 from .interpret import run, sizes_of
-from .restore import in_mode, unchanged, without_cache
+from .random_numbers import Draw
+from .restore import in_mode, seed_all, unchanged, without_cache
 from .samples import dynamic_of, first_taken, nearby_sizes, refused_by_model, smaller_sizes
 from .structure import plain_structure, tensors_in
 from .working_copies import Noise, UnfitNoise, WorkingCopies, verify_finite, working_copies
 
 # Below this, gradients are compared too: above, the check would take longer than the capture.
 MAX_PARAMETERS_WITH_GRADIENTS = 5_000_000
+_SEEDS, _SEEDS_TRIED = 4, 200
 _KEEP = "Keep the module that makes it as one node (--leaf Class), and please report the model."
 
 
 def check_capture(capture: Capture, inputs: Mapping[str, Tensor]) -> None:
-    """Runs graph and model on inputs of other sizes, once in each mode, from equal seeds.
+    """Runs graph and model on inputs of other sizes, in each mode, from equal seeds: one, or more
+    where random numbers decide, so that each decision is made both ways.
 
     `inputs` are the tensors among forward's arguments by name. Both have parameters and buffers
     moved by noise where the model runs with such.
@@ -53,17 +56,20 @@ def _check(
     small = sum(p.numel() for p in model.parameters()) < MAX_PARAMETERS_WITH_GRADIENTS
 
     def observed(
-        given: Mapping[str, Tensor], training: bool, forward: Callable[[dict[str, Tensor]], Any]
+        given: Mapping[str, Tensor],
+        training: bool,
+        forward: Callable[[dict[str, Tensor]], Any],
+        seed: int,
     ) -> dict[str, Tensor]:
         with unchanged(model):
             copies.reset()
-            seen = _observe(model, given, training, training and small, forward)
+            seen = _observe(model, given, training, training and small, forward, seed)
             changed = {f"parameter {name}": value for name, value in copies.changed().items()}
             return seen | changed
 
-    def original(given: dict[str, Tensor]) -> dict[bool, dict[str, Tensor]]:
+    def original(given: dict[str, Tensor], seed: int = 0) -> dict[bool, dict[str, Tensor]]:
         call = partial(capture.arguments.call, model)
-        return {training: observed(given, training, call) for training in (True, False)}
+        return {training: observed(given, training, call, seed) for training in (True, False)}
 
     choices = (smaller_sizes(capture.sizes), nearby_sizes(capture.sizes))
     real = {name: _real(value, device) for name, value in inputs.items()}
@@ -75,28 +81,62 @@ def _check(
         raise CaptureError(*refused_by_model(model, capture.sizes, error)) from error
     if not is_own:
         verify_finite(value for seen in sample.result.values() for value in seen.values())
-    for training, expected in sample.result.items():
-        graph = partial(run, capture, training=training)
-        mode = "training" if training else "evaluation"
-        try:
-            found = observed(sample.inputs, training, graph)
-        except Exception as error:
-            if not is_own:
-                raise UnfitNoise from error  # a guard, perhaps: other numbers go another way
-            raise CaptureError(
-                f"the captured graph does not run in {mode} mode at "
-                f"{_sizes_text(capture, sample.inputs)}: {type(error).__name__}: {error}",
-                _KEEP,
-            ) from error
-        for name in expected | found:
-            value = expected.get(name)
-            if value is None or not _equal(value, found.get(name)):
+    for seed in _seeds(capture, sample.inputs):
+        results = original(sample.inputs, seed) if seed else sample.result
+        for training, expected in results.items():
+            graph = partial(run, capture, training=training)
+            mode = "training" if training else "evaluation"
+            where = f"in {mode} mode at {_sizes_text(capture, sample.inputs)}"
+            try:
+                found = observed(sample.inputs, training, graph, seed)
+            except Exception as error:
+                if not is_own:
+                    raise UnfitNoise from error  # a guard, perhaps: other numbers go another way
                 raise CaptureError(
-                    f"the captured graph is not the model: {name} differs in {mode} mode at "
-                    f"{_sizes_text(capture, sample.inputs)} "
-                    f"({_difference(value, found.get(name))}).",
+                    f"the captured graph does not run {where}: {type(error).__name__}: {error}",
                     _KEEP,
-                )
+                ) from error
+            for name in expected | found:
+                value = expected.get(name)
+                if value is None or not _equal(value, found.get(name)):
+                    raise CaptureError(
+                        f"the captured graph is not the model: {name} differs {where} "
+                        f"({_difference(value, found.get(name))}).",
+                        _KEEP,
+                    )
+
+
+def _seeds(capture: Capture, sample: Mapping[str, Tensor]) -> list[int]:
+    """Seeds with which each decision is made both ways, as far as some hundred seeds go."""
+    nodes = capture.graph.nodes
+    decisions = [node for node in nodes if "decision" in node.meta]
+    if not decisions:
+        return [0]
+    if any(node.op == "placeholder" for node in _ancestors(decisions)):
+        return list(range(_SEEDS))
+    drawing = [node for node in nodes if isinstance(node.target, Draw)]
+    needed = [node for node in nodes if node in _ancestors([*decisions, *drawing])]
+    found: dict[tuple[fx.Node, bool], int] = {}
+    with unchanged(capture.model), torch.no_grad():
+        for seed in range(_SEEDS_TRIED):
+            seed_all(seed)
+            env: dict[fx.Node, Any] = {}
+            run(capture, sample, training=True, nodes=needed, env=env)
+            for node in decisions:
+                found.setdefault((node, bool(env[node])), seed)
+            if len(found) == 2 * len(decisions):
+                break
+    return list(dict.fromkeys([0, *found.values()]))
+
+
+def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    waiting = list(nodes)
+    seen = set(waiting)
+    while waiting:
+        fresh = [used for used in waiting.pop().all_input_nodes if used not in seen]
+        seen.update(fresh)
+        waiting += fresh
+    return seen
 
 
 def is_on_meta(model: nn.Module) -> bool:
@@ -118,6 +158,7 @@ def _observe(
     training: bool,
     with_gradients: bool,
     forward: Callable[[dict[str, Tensor]], Any],
+    seed: int,
 ) -> dict[str, Tensor]:
     """Everything a forward does, by name: outputs, buffers after it, gradients."""
     given = {name: tensor.clone() for name, tensor in inputs.items()}
@@ -127,7 +168,7 @@ def _observe(
         without_cache(model),
         torch.set_grad_enabled(with_gradients),
     ):
-        torch.manual_seed(0)
+        seed_all(seed)
         output = plain_structure(forward(given))
         outputs = list(tensors_in(output))
         names = list(output) if isinstance(output, dict) else range(len(outputs))
@@ -155,7 +196,7 @@ def _gradients(model: nn.Module, outputs: list[Tensor]) -> dict[str, Tensor]:
         if total.requires_grad:
             total.backward()  # type: ignore[no-untyped-call]
         return {
-            f"gradient of {name}": parameter.grad
+            f"gradient of {name}": parameter.grad.to_dense()
             for name, parameter in model.named_parameters()
             if parameter.grad is not None
         }

@@ -196,6 +196,12 @@ class FakeWorld:
             for module in self.model.modules()
             for attributes in (module.__dict__, module._buffers, module._parameters)
         ]
+        kept = [
+            (value, list(value) if isinstance(value, list) else dict(value))
+            for module in self.model.modules()
+            for name, value in vars(module).items()
+            if isinstance(value, (list, dict)) and not name.startswith("_")
+        ]
         self.env.top, self.env.is_open = top, True
         try:
             for tensors, name, _, fake in self._swaps:
@@ -208,6 +214,8 @@ class FakeWorld:
                 tensors[name] = real
             for attributes, old in before:
                 _drop_fakes(attributes, old)
+            for container, items in kept:
+                _restore(container, items)
 
     @contextmanager
     def outside(self) -> Iterator[None]:
@@ -225,6 +233,15 @@ class FakeWorld:
     def is_on_meta(self) -> bool:
         """Whether the model has no numbers to compute with."""
         return any(real.is_meta for _, _, real, _ in self._swaps)
+
+
+def _restore(container: list[Any] | dict[Any, Any], items: list[Any] | dict[Any, Any]) -> None:
+    """Gives a list or dict of a module, such as a cache, its items back."""
+    if isinstance(container, list):
+        container[:] = items
+    else:
+        container.clear()
+        container.update(items)
 
 
 def _drop_fakes(attributes: dict[str, Any], before: Mapping[str, Any]) -> None:

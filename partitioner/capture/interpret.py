@@ -40,7 +40,7 @@ def run(
     last_use = _last_uses(chosen) if env is None else {}
     reader = _Reader(capture, inputs, values, training)
     result = None
-    left_out: set[int] = set()
+    decided: dict[int, bool] = {}
     with in_mode(capture.model, training), _Regions() as regions:
         for node in chosen:
             if node.op == "output":
@@ -49,10 +49,7 @@ def run(
             if node.op in ("placeholder", "get_attr"):
                 values[node] = reader.external(node)
                 continue
-            if any(
-                region.is_left_out(training) or region.decision in left_out
-                for region in node.meta["regions"]
-            ):
+            if any(region.is_left_out(training, decided) for region in node.meta["regions"]):
                 values[node] = None
                 continue
             regions.enter(_resolved(node.meta["regions"], reader.device))
@@ -62,8 +59,8 @@ def run(
                 return _call(capture.model, node, args, kwargs)
 
             values[node] = around(node, thunk) if around else thunk()
-            if "decision" in node.meta and _is_true(values[node]):
-                left_out.add(node.meta["decision"])
+            if "decision" in node.meta:
+                decided[node.meta["decision"]] = _is_true(values[node])
             for done in last_use.get(node, ()):
                 del values[done]
     return result
@@ -133,9 +130,9 @@ def _call(model: nn.Module, node: fx.Node, args: Any, kwargs: Any) -> Any:
     return runnable(node.target, args)(*args, **kwargs)
 
 
-def _is_true(value: Tensor) -> bool:
-    has_number = not value.is_meta and not isinstance(value, FakeTensor)
-    return has_number and bool(value)
+def _is_true(value: Any) -> bool:
+    has_none = isinstance(value, FakeTensor) or (isinstance(value, Tensor) and value.is_meta)
+    return not has_none and bool(value)
 
 
 def _in_order(graph: fx.Graph, nodes: Collection[fx.Node]) -> list[fx.Node]:

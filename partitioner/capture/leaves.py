@@ -15,7 +15,7 @@ LeafRule = Callable[[nn.Module, str], bool]
 # Modules of torch.nn that only call others: what they call is recorded.
 _TRANSPARENT = (
     nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict,
-    nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder,
+    nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder, nn.DataParallel,
 )  # fmt: skip
 
 
@@ -43,14 +43,15 @@ def leaf_rule(model: nn.Module, names: Collection[str]) -> LeafRule:
 
 
 def is_torch_leaf(module: nn.Module) -> bool:
-    """Whether a module is of torch.nn and does what its class says, without hooks or
-    parametrizations."""
+    """Whether a module is of torch.nn and does what its class says, without hooks,
+    parametrizations or a forward of its own."""
     home = type(module).__module__
     return (
         home.startswith("torch.nn.")
         and not home.startswith("torch.nn.utils.")
         and not isinstance(module, _TRANSPARENT)
         and not has_forward_hooks(module)
+        and "forward" not in vars(module)
     )
 
 

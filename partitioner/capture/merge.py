@@ -7,7 +7,7 @@ mode is its own argument) counts as shared.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import SequenceMatcher
 from typing import Any
 
@@ -118,15 +118,22 @@ def aligned(train: fx.Graph, evaluation: fx.Graph) -> list[Pair]:
     """The nodes that the two graphs have in common: inputs, parameters and buffers by name, then
     calls in order."""
 
-    def key(node: fx.Node) -> tuple[Any, ...]:
-        return node.op, node.target, node.meta["source"], node.meta["calls"]
+    calls = calls_of(train), calls_of(evaluation)
+    return [*common_externals(train, evaluation), *common_calls(*calls)]
 
-    pairs = common_externals(train, evaluation)
-    nodes, others = calls_of(train), calls_of(evaluation)
-    matcher = SequenceMatcher(None, [*map(key, nodes)], [*map(key, others)], autojunk=False)
-    for block in matcher.get_matching_blocks():
+
+def common_calls(nodes: Sequence[fx.Node], others: Sequence[fx.Node]) -> list[Pair]:
+    """The pairs of a longest common sequence, or nearly."""
+    keys, other_keys = [*map(call_key, nodes)], [*map(call_key, others)]
+    pairs: list[Pair] = []
+    for block in SequenceMatcher(None, keys, other_keys, autojunk=False).get_matching_blocks():
         pairs += zip(nodes[block.a :][: block.size], others[block.b :][: block.size], strict=True)
     return pairs
+
+
+def call_key(node: fx.Node) -> tuple[Any, ...]:
+    """What two nodes have in common that may be the same call."""
+    return node.op, node.target, node.meta["source"], node.meta["calls"]
 
 
 def merged_arguments(

@@ -19,7 +19,7 @@ from .leaves import LeafRule
 from .merge import Different, merge
 from .prune import prune
 from .rename import renamed
-from .skips import add_skip, undecided
+from .skips import add_decision, both_ways, identity, undecided
 from .tracer import Tracer
 from .traces import Trace
 
@@ -47,33 +47,33 @@ def merged_capture(
             changed=tuple(dict.fromkeys(name for trace in traces for name in trace.changed)),
         )
 
-    def traced(training: bool, skip: int | None = None) -> Tracer:
-        # What one trace has asked of the sizes is not to be taken for granted in the next.
-        world = FakeWorld(model)
-        return trace(model, world, large, dims, is_leaf, training=training, skip=skip)
+    # A decision that both modes make has one number.
+    numbers: dict[tuple[object, ...], int] = {}
 
-    def with_skips(training: bool) -> Tracer:
-        tracer = traced(training)
-        for number, condition in enumerate(tracer.decisions):
-            other = traced(training, skip=number)
+    def with_decisions(training: bool) -> Tracer:
+        def run(true: frozenset[int]) -> Tracer:
+            # What one trace has asked of the sizes is not to be taken for granted in the next.
+            world = FakeWorld(model)
+            return trace(model, world, large, dims, is_leaf, training=training, true=true)
+
+        ways = both_ways(run)
+        for place, condition in enumerate(ways.tracer.decisions):
+            number = numbers.setdefault(identity(ways.tracer.decisions, place), len(numbers))
             try:
-                add_skip(tracer.graph, condition, other.graph, number)
+                add_decision(ways, place, number)
             except Different:
                 raise FailedTrace(undecided(condition), ()) from None
-        return tracer
+        return ways.tracer
 
     def both_modes() -> tuple[Tracer, Tracer]:
-        train = with_skips(training=True)
-        return train, _apart(with_skips(training=False), train)
+        train = with_decisions(training=True)
+        return train, _apart(with_decisions(training=False), train)
 
     train, evaluation = both_modes()
     difference = merge(train.graph, evaluation.graph)
     if difference is None:
         return finished(train.graph, train.calls, train, evaluation)
     # Numbers that agree on a sample prove nothing: what a gate of zero hides differs later.
-    train, evaluation = both_modes()
-    prune(train.graph)
-    prune(evaluation.graph)
     try:
         both = branched(train.graph, train.calls, evaluation.graph, evaluation.calls)
     except Different:

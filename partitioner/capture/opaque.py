@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...runtime.errors import CaptureError
+from ...runtime.number_generators import number_state
 from .fakes import FakeWorld
 from .restore import unchanged
 from .structure import map_leaves, tensors_in
@@ -27,8 +28,9 @@ Sizes = dict[str, int]
 
 def run_opaque(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], world: FakeWorld
-) -> tuple[Any, bool]:
-    """Fake results of a call, and whether it drew random numbers.
+) -> tuple[Any, bool, bool]:
+    """Fake results of a call, whether it drew random numbers of torch, and whether of Python or
+    NumPy.
 
     Raises CaptureError when the shapes of the results follow from no sizes of the arguments.
     """
@@ -39,16 +41,17 @@ def run_opaque(
             "Give the model weights, random ones do.",
         )
     samples = _samples(world.hints)
-    results, changes, drew = [], [], False
+    results, changes, drew, drew_numbers = [], [], False, False
     with _disable_current_modes(), world.outside(), torch.no_grad():
         for sizes in samples:
             given = map_leaves(lambda leaf: _real(leaf, world, sizes), (args, kwargs))  # noqa: B023
             with unchanged(module, dict(module.named_parameters())):
                 reached = [*tensors_in(given), *module.parameters(), *module.buffers()]
                 versions = [tensor._version for tensor in reached]
-                state = torch.get_rng_state()
+                states = torch.get_rng_state(), number_state()
                 results.append(module(*given[0], **given[1]))
-                drew |= not torch.equal(state, torch.get_rng_state())
+                drew |= not torch.equal(states[0], torch.get_rng_state())
+                drew_numbers |= not torch.equal(states[1], number_state())
                 pairs = zip(reached, versions, strict=True)
                 changes = [tensor._version != version for tensor, version in pairs]
     shapes = [
@@ -77,7 +80,7 @@ def run_opaque(
         if changed:
             with torch.no_grad():
                 tensor.copy_(tensor)  # so that the change is seen
-    return pytree.tree_map(fake, results[0]), drew
+    return pytree.tree_map(fake, results[0]), drew, drew_numbers
 
 
 def _are_alike(results: Sequence[Any]) -> bool:

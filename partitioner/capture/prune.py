@@ -26,15 +26,18 @@ def prune(graph: fx.Graph) -> None:
             read |= node.meta["storages"]
         read |= node.meta["touches"]
     needed: set[fx.Node] = set()
+    decisions: set[int] = set()
     for node in reversed(nodes):
         if (
             node.op in ("output", "placeholder")
             or node.meta["random"]
+            or node.meta.get("decision") in decisions
             or is_guard(node)
             or node.meta["mutates"] & read
             or any(user in needed for user in node.users)
         ):
             needed.add(node)
+            decisions.update(region.decision for region in node.meta["regions"])
             read |= node.meta["storages"]
             for used in node.all_input_nodes:
                 read |= used.meta["storages"]

@@ -7,7 +7,7 @@ of `mask.nonzero()` are symbols to torch; in the graph they are nodes, and so is
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import reduce
 from typing import Any
 
@@ -21,7 +21,7 @@ from .fakes import FakeWorld
 from .frames import short_path, source_text
 from .guards import must_fail, must_hold
 from .shadow import Shadow
-from .skips import is_drawn_below
+from .skips import is_drawn, is_never_true
 
 _RELATIONS: Mapping[type, Callable[..., Any]] = {
     sympy.Eq: operator.eq, sympy.Ne: operator.ne, sympy.Lt: operator.lt, sympy.Le: operator.le,
@@ -34,8 +34,8 @@ _ARITHMETIC: Mapping[type, Callable[..., Any]] = {
 
 
 class Readings:
-    """`place` gives the frames, module calls and regions of what runs now; `skip` is the number of
-    the random decision that is to leave something out."""
+    """`place` gives the frames, module calls and regions of what runs now; of the
+    decisions that random numbers make, those of the numbers in `true` are true."""
 
     def __init__(
         self,
@@ -43,10 +43,10 @@ class Readings:
         world: FakeWorld,
         shadow: Shadow,
         place: Callable[[], dict[str, Any]],
-        skip: int | None,
+        true: Collection[int],
     ) -> None:
         self.decisions: list[fx.Node] = []
-        self._skip = skip
+        self._true = true
         self.notes: list[str] = []
         self._bindings, self._world, self._shadow, self._place = bindings, world, shadow, place
         self._made: dict[sympy.Expr, fx.Node] = {}
@@ -58,11 +58,20 @@ class Readings:
 
     def number(self, tensor: Tensor) -> tuple[Any, fx.Node]:
         """The number in a tensor of one element, as a symbol and as a node."""
-        source = self._bindings.node(tensor)
+        kind = float if tensor.is_floating_point() else int
+        return self._number(kind, ("call_method", "item", (self._bindings.node(tensor),)))
+
+    def drawn(self, kind: type, call: tuple[Any, ...]) -> tuple[Any, fx.Node]:
+        """The number that a call of Python's or NumPy's generator draws, in the same two forms."""
+        value, node = self._number(kind, call)
+        node.meta.update(random=True, draws_numbers=True)
+        return value, node
+
+    def _number(self, kind: type, call: tuple[Any, ...]) -> tuple[Any, fx.Node]:
         env = self._world.env
-        is_float = tensor.is_floating_point()
+        is_float = kind is float
         value: Any = env.create_unbacked_symfloat() if is_float else env.create_unbacked_symint()
-        node = self._bindings.add(("call_method", "item", (source,)), value, **self._place())
+        node = self._bindings.add(call, value, **self._place())
         self._made[value.node.expr] = node
         return value, node
 
@@ -72,6 +81,11 @@ class Readings:
             return None
         node = self.node(expression)
         return None if node is None else self._decide(node)
+
+    def is_read(self, value: torch.SymInt | torch.SymFloat) -> bool:
+        """Whether a number is known only when the values of tensors are, or is drawn."""
+        size = self._world.size(value)
+        return self._world.is_data_dependent((size,))
 
     def node(self, expression: sympy.Basic) -> fx.Node | None:
         """The node for an expression of numbers that values tell; None if it has none."""
@@ -98,11 +112,11 @@ class Readings:
     def _decide(self, condition: fx.Node) -> bool | None:
         if condition in self._decided:
             return self._decided[condition]
-        if is_drawn_below(condition) and condition.args[1] == 0:
+        if is_never_true(condition):
             return False
-        if is_drawn_below(condition):
+        if is_drawn(condition):
             self.decisions.append(condition)
-            self._decided[condition] = len(self.decisions) - 1 == self._skip
+            self._decided[condition] = len(self.decisions) - 1 in self._true
             return self._decided[condition]
         nodes = _ancestors(condition)
         is_given = any(node.op == "placeholder" for node in nodes)

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import copy
 import logging
-import random
 from collections import deque
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ...runtime.number_generators import numbers_kept, seed_numbers
+
 _CACHES = ("use_cache", "use_mems_eval", "use_mems_train")
+
+
+def seed_all(seed: int) -> None:
+    """Seeds the generators of torch, Python and NumPy."""
+    torch.manual_seed(seed)
+    seed_numbers(seed)
 
 
 @contextmanager
@@ -76,13 +82,9 @@ def same_draws(model: nn.Module) -> Iterator[None]:
     without it."""
     tensors = (*model.parameters(), *model.buffers())
     devices = {tensor.device.index for tensor in tensors if tensor.is_cuda}
-    of_python, of_numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[index for index in devices if index is not None]):
-        try:
-            yield
-        finally:
-            random.setstate(of_python)
-            np.random.set_state(of_numpy)
+    indices = [index for index in devices if index is not None]
+    with torch.random.fork_rng(devices=indices), numbers_kept():
+        yield
 
 
 _Place = dict[Any, Any] | list[Any] | set[Any] | deque[Any]

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ...runtime.number_generators import number_state, set_number_state
 from .arguments import Arguments
 from .fakes import FakeWorld
 from .graph import Capture, tensor_spec
 from .interpret import run
-from .restore import unchanged
+from .restore import seed_all, unchanged
 
 
 class Shadow:
@@ -73,7 +74,7 @@ class _Run:
         self._seed = seed
         self._values: dict[fx.Node, Any] = {}
         self._state: dict[str, Tensor] = {}
-        self._random: Tensor | None = None
+        self._random: tuple[Tensor, Tensor] | None = None
 
     def value(self, capture: Capture, node: fx.Node, training: bool) -> Any:
         """The node's value, after a run of what has been recorded since the last question."""
@@ -85,11 +86,12 @@ class _Run:
             for name, value in self._state.items():
                 state[name].copy_(value)
             if self._random is None:
-                torch.manual_seed(self._seed)
+                seed_all(self._seed)
             else:
-                torch.set_rng_state(self._random)
+                torch.set_rng_state(self._random[0])
+                set_number_state(self._random[1])
             run(capture, self._inputs, training=training, nodes=pending, env=self._values)
             self._values.update((each, None) for each in pending if each not in self._values)
-            self._random = torch.get_rng_state()
+            self._random = torch.get_rng_state(), number_state()
             self._state = {name: value.clone() for name, value in state.items()}
         return self._values[node]

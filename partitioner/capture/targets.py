@@ -65,6 +65,8 @@ def as_node(
 
     `frame` is the user's: it tells `y += 1` from `y.add_(1)`, which torch does not.
     """
+    if func is torch.ops.aten.detach.default:  # torch.autograd.Variable(x)
+        func = Tensor.detach
     name = getattr(func, "__name__", "")
     if name == "__get__":
         return "call_function", getattr, (args[0], func.__self__.__name__), {}
@@ -201,6 +203,15 @@ def refusal(func: Any) -> Callable[[str], tuple[str, str]] | None:
     if func is torch.autograd.grad:
         return _gradient
     return _REFUSED.get(name)
+
+
+def own_generator(where: str) -> tuple[str, str]:
+    """What to say of a draw from a torch.Generator of the model's own."""
+    return (
+        f"{where} draws from a torch.Generator of its own, whose state no stage could hold.",
+        "Draw from torch's default generator: leave out generator=...; each micro-batch has a "
+        "state of it that follows from --seed.",
+    )
 
 
 def _assigned_state(where: str) -> tuple[str, str]:

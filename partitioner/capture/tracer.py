@@ -11,7 +11,7 @@ import functools
 import inspect
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType, MethodType
 from typing import Any
@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointFunction
 
 from ...runtime.errors import CaptureError
+from ...runtime.number_generators import number_state, numbers_kept
 from .assigned import AssignedBuffers
 from .bindings import Bindings
 from .fakes import FakeWorld
@@ -37,10 +38,11 @@ from .names import Names
 from .opaque import run_opaque
 from .patches import original_apply, original_call, plain_apply
 from .random_draws import RandomDraws, has_hidden_draws
+from .random_numbers import Draw, number_kind
 from .readings import Readings
 from .shadow import Shadow
 from .structure import map_result, plain_structure, tensors_in
-from .targets import Call, as_node, averaging, refusal, traced
+from .targets import Call, as_node, averaging, own_generator, refusal, traced
 from .values import CallRecord, ModuleCall, Recompute, Region
 
 
@@ -63,7 +65,7 @@ class Tracer(TorchFunctionMode):
         world: FakeWorld,
         is_leaf: LeafRule,
         shadow: Shadow,
-        skip: int | None = None,
+        true: Collection[int] = (),
     ) -> None:
         super().__init__()
         self.calls: dict[ModuleCall, CallRecord] = {}
@@ -76,10 +78,11 @@ class Tracer(TorchFunctionMode):
         self._bindings = Bindings(model, world, self._top)
         self._names = Names(self._top, self._bindings.bound)
         self._assigned = AssignedBuffers(self._bindings)
-        self._readings = Readings(self._bindings, world, shadow, self._place, skip)
+        self._readings = Readings(self._bindings, world, shadow, self._place, true)
         self._bindings.node_of_expression = self._readings.node
         world.env.decide = self._relation
         self._recording = True
+        self._drew_numbers = False
         self._stack: list[ModuleCall] = []
         self._recomputes: list[Recompute] = []
         self._recompute_count = 0
@@ -101,6 +104,13 @@ class Tracer(TorchFunctionMode):
         """Ends the graph with the model's result, a structure of tensors and constants."""
         self._names.look()
         self._assigned.write()
+        for leaf in _leaves(value):
+            if isinstance(leaf, (torch.SymInt, torch.SymFloat)) and self._readings.is_read(leaf):
+                raise CaptureError(
+                    f"forward of {type(self._model).__name__} returns a Python number that it "
+                    "reads from a tensor or draws, and only tensors come out of a stage.",
+                    "Return the tensor: loss instead of loss.item().",
+                )
         dropped = [type(leaf).__name__ for leaf in _leaves(value) if not _is_plain(leaf)]
         if dropped:
             self.notes.append(f"forward also returns {', '.join(dropped)}, which is left out")
@@ -115,6 +125,21 @@ class Tracer(TorchFunctionMode):
         """The paths of the modules within which forward raised an exception, outermost first."""
         return self._failed_in if error is self._failure else ()
 
+    # Python's and NumPy's random numbers
+
+    @property
+    def is_recording(self) -> bool:
+        return self._recording
+
+    def draw(self, draw: Draw, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """A number that is drawn anew in every forward: a symbol, and a node that draws it."""
+        with self.quiet():
+            kind = number_kind(draw, args, kwargs, where(self._top))
+            given, named = self._bindings.arguments(args), self._bindings.arguments(dict(kwargs))
+            value, node = self._readings.drawn(kind, ("call_function", draw, given, named))
+            self._names.assign(node, value, user_frames(self._top))
+        return value
+
     # Torch functions
 
     def __torch_function__(
@@ -127,6 +152,9 @@ class Tracer(TorchFunctionMode):
         refused = refusal(func)
         if refused is not None:
             raise CaptureError(*refused(where(self._top)))
+        for given in (*args, *kwargs.values()):
+            if isinstance(given, torch.Generator) and given is not torch.default_generator:
+                raise CaptureError(*own_generator(where(self._top)))
         name = getattr(func, "__name__", "")
         if func is torch.ops.aten.lift_fresh.default:
             return args[0]  # what torch does to a tensor made of an array
@@ -215,6 +243,10 @@ class Tracer(TorchFunctionMode):
                 kwargs,
                 own=(*module.parameters(), *module.buffers()),
             )
+        if isinstance(module, nn.DataParallel):
+            inner = module.module
+            self.notes.append(f"{path} (DataParallel) is its module: --replicas runs several")
+            return self.within(module, args, kwargs, lambda: inner(*args, **kwargs))
         return self.within(module, args, kwargs, lambda: original_call(module, args, kwargs))
 
     def within(
@@ -253,14 +285,19 @@ class Tracer(TorchFunctionMode):
         return result
 
     def _run_leaf(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        try:
+        if is_torch_leaf(module):
             with averaging(module):
                 value = original_call(module, args, kwargs)
+            self.random.drawn |= has_hidden_draws(module)
+            return value
+        before = number_state()
+        try:
+            with numbers_kept():
+                value = original_call(module, args, kwargs)
+                self._drew_numbers = not torch.equal(before, number_state())
         except Exception:
-            if is_torch_leaf(module):
-                raise
-            value, self.random.drawn = run_opaque(module, args, kwargs, self._world)
-        self.random.drawn |= has_hidden_draws(module)
+            value, self.random.drawn, drew = run_opaque(module, args, kwargs, self._world)
+            self._drew_numbers = drew
         return value
 
     def call_function_class(
@@ -368,7 +405,7 @@ class Tracer(TorchFunctionMode):
         with self.quiet():
             given = [*tensors_in(args), *tensors_in(kwargs)]
             reached = [(tensor, tensor._version) for tensor in (*given, *own)]
-            self.random.drawn = False
+            self.random.drawn = self._drew_numbers = False
             value = run()
             changed = [tensor for tensor, version in reached if tensor._version != version]
             if sets_grad:
@@ -393,8 +430,9 @@ class Tracer(TorchFunctionMode):
                 recomputes=self._recomputes,
                 changed=changed,
                 touched=own,
-                random=self.random.drawn,
+                random=self.random.drawn or self._drew_numbers,
             )
+            node.meta["draws_numbers"] = self._drew_numbers
             self._names.assign(node, value, frames)
         return value
 

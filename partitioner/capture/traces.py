@@ -6,7 +6,7 @@ Either the forward itself runs, or in its place the torch-level graph that Dynam
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +22,7 @@ from .fakes import Dynamic, FakeWorld
 from .inputs import sizes_in
 from .leaves import LeafRule
 from .patches import patched
+from .random_numbers import watched_draws
 from .replay import replay
 from .restore import in_mode, silent, without_cache
 from .samples import resized, smaller_sizes
@@ -42,9 +43,9 @@ class Trace(Protocol):
         is_leaf: LeafRule,
         *,
         training: bool,
-        skip: int | None = None,
+        true: Collection[int] = (),
     ) -> Tracer:
-        """Decisions that random numbers make are as in the example, but for the one to `skip`."""
+        """Of the decisions that random numbers make, those of the numbers in `true` are true."""
 
 
 def trace_forward(
@@ -55,7 +56,7 @@ def trace_forward(
     is_leaf: LeafRule,
     *,
     training: bool,
-    skip: int | None = None,
+    true: Collection[int] = (),
     forward: Callable[[Tracer, Mapping[str, Any]], Any] | None = None,
 ) -> Tracer:
     """One run of forward in one mode, again for every module that turns out to call `len` on a
@@ -63,7 +64,7 @@ def trace_forward(
     scopes: list[dict[str, Any]] = []
     while True:
         shadow = Shadow(world, given, _others(given.tensors, dims), training)
-        tracer = Tracer(model, world, is_leaf, shadow, skip)
+        tracer = Tracer(model, world, is_leaf, shadow, true)
         try:
             with (
                 in_mode(model, training),
@@ -72,6 +73,9 @@ def trace_forward(
                 torch.enable_grad(),
                 world.inside(sys._getframe()),
                 patched(tracer, scopes),
+                watched_draws(tracer, model),
+                # opt_einsum takes sizes as numbers; the order of a product is no matter here.
+                torch.backends.opt_einsum.flags(enabled=False),
                 enable_python_dispatcher(),
                 world.mode,
                 tracer.random,
@@ -103,7 +107,7 @@ def trace_dynamo(
     is_leaf: LeafRule,
     *,
     training: bool,
-    skip: int | None = None,
+    true: Collection[int] = (),
 ) -> Tracer:
     """Dynamo's graph of forward, run in its place."""
 
@@ -120,7 +124,7 @@ def trace_dynamo(
         return replay(found, model, world, tracer, [fakes[name] for name in given.tensors])
 
     return trace_forward(
-        model, world, given, dims, is_leaf, training=training, skip=skip, forward=forward
+        model, world, given, dims, is_leaf, training=training, true=true, forward=forward
     )
 
 

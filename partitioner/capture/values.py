@@ -154,7 +154,7 @@ class LocalDevice:
 class Region:
     """A block around a node: `with` for `no_grad`, `enable_grad` or `autocast`, `if` for what is
     done in one mode only, `training` or `evaluation`, and for what is done `unless` the decision
-    of that number is to leave it out."""
+    of that number is true, or `if` it is."""
 
     kind: str
     device_type: str | LocalDevice | None = None
@@ -166,10 +166,13 @@ class Region:
     @property
     def is_decided(self) -> bool:
         """Whether what is in it is not always done."""
-        return self.kind in ("training", "evaluation", "unless")
+        return self.kind in ("training", "evaluation", "unless", "if")
 
-    def is_left_out(self, training: bool) -> bool:
-        """Whether nothing in it is done in a mode."""
+    def is_left_out(self, training: bool, decided: Mapping[int, bool]) -> bool:
+        """Whether nothing in it is done in a mode, where decisions were made so; one that was not
+        made is false."""
+        if self.decision >= 0:
+            return decided.get(self.decision, False) is (self.kind == "unless")
         return self.kind == ("evaluation" if training else "training")
 
 

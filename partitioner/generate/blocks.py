@@ -7,6 +7,8 @@ from collections.abc import Container, Mapping
 from torch import fx, nn
 
 from ..capture import LocalDevice, Recompute, Region
+from ..capture.skips import is_of_training
+from . import layout
 from .choices import EVALUATION, TRAINING
 from .function_names import FunctionNames
 from .layout import Code, call
@@ -22,10 +24,15 @@ def open_block(region: Region, names: FunctionNames, decided: Mapping[int, fx.No
     if region == EVALUATION:
         return Opener(region, "if not self.training:", TRAINING)
     if region.kind in ("unless", "if"):
-        condition = f"self.training and {names.value(decided[region.decision])}"
-        if region.kind == "unless":
-            return Opener(region, f"if not ({condition}):")
-        return Opener(region, f"if {condition}:", Region("unless", decision=region.decision))
+        node = decided[region.decision]
+        other = Region("if" if region.kind == "unless" else "unless", decision=region.decision)
+        condition = names.value(node).within(layout.NOT)
+        if is_of_training(node):
+            condition = f"self.training and {condition}"
+        if region.kind == "if":
+            return Opener(region, f"if {condition}:", other)
+        inside = f"({condition})" if is_of_training(node) else condition
+        return Opener(region, f"if not {inside}:", other)
     return Opener(region, _with(region, names))
 
 

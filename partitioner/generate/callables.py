@@ -14,6 +14,7 @@ import torch.nn.functional
 from torch.overrides import resolve_name
 
 from ...runtime.errors import PlanError
+from ..capture.random_numbers import Draw
 
 _HOMES = (
     ("F", torch.nn.functional),
@@ -37,6 +38,11 @@ def name_callable(target: Callable[..., Any], require: Callable[[str, str], None
     short = getattr(target, "__name__", "")
     if getattr(builtins, short, None) is target:
         return short
+    if isinstance(target, Draw):
+        require(target.__module__.partition(".")[0], "")
+        return target.text
+    if isinstance(target, torch._ops.OpOverload):
+        return f"torch.ops.{target}"
     homes = _HOMES if "functional" in (getattr(target, "__module__", "") or "") else _SORTED_HOMES
     for prefix, home in homes:
         if short and getattr(home, short, None) is target:

@@ -17,7 +17,7 @@ from torch import fx
 
 from ..capture import IfTraining, LocalDevice, Size
 from ..capture.guards import must_fail
-from ..capture.skips import unless
+from ..capture.skips import is_of_training, unless
 from ..effects import AUGMENTED
 from . import layout
 from .callables import name_callable
@@ -252,7 +252,8 @@ def _function(
     if target is unless:
         condition, made, former = map(writer.write, args)
         inside = former.within(layout.CONDITIONAL + 1)
-        text = f"{inside} if self.training and {condition.within(layout.COMPARE)} else {made}"
+        mode = "self.training and " if is_of_training(args[0]) else ""
+        text = f"{inside} if {mode}{condition.within(layout.COMPARE)} else {made}"
         return Code(text, layout.CONDITIONAL)
     if target is operator.getitem:
         receiver = writer.write(args[0]).within(layout.ATOM)

@@ -6,12 +6,13 @@ import ast
 from collections import defaultdict
 from collections.abc import Iterable
 
-_STANDARD = ("collections", "math", "operator", "typing")
+_STANDARD = ("collections", "math", "operator", "random", "typing")
+_SHORT = {"numpy": "np"}
 
 
 def write_imports(source: str, extra: Iterable[tuple[str, str]]) -> list[str]:
     """Lines that import `torch`, `nn`, `F` and the like where `source` uses them, and the pairs
-    `(module, name)` in `extra`."""
+    `(module, name)` in `extra`; without a name the module itself."""
     used = {node.id for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name)}
     plain = ("math", "operator", "torch")
     modules: dict[str, str] = {name: f"import {name}" for name in plain if name in used}
@@ -20,10 +21,14 @@ def write_imports(source: str, extra: Iterable[tuple[str, str]]) -> list[str]:
     names_of: dict[str, set[str]] = defaultdict(set)
     names_of["torch"] |= {"Tensor", "nn"} & used
     for module, name in extra:
-        names_of[module].add(name)
+        if name:
+            names_of[module].add(name)
+        else:
+            short = f" as {_SHORT[module]}" if module in _SHORT else ""
+            modules[module] = f"import {module}{short}"
     sections = []
     for is_standard in (True, False):
-        lines = [text for name, text in modules.items() if (name in _STANDARD) == is_standard]
+        lines = [modules[name] for name in sorted(modules) if (name in _STANDARD) == is_standard]
         lines += [
             f"from {module} import {', '.join(sorted(names, key=_classes_first))}"
             for module, names in sorted(names_of.items())

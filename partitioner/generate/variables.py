@@ -12,7 +12,7 @@ from .callables import is_name
 from .items import FORMS, Call, Item, hint_of
 
 RESERVED = frozenset(
-    {"self", "torch", "nn", "F", "Tensor", "math", "operator", "index", "cast"}
+    {"self", "torch", "nn", "F", "Tensor", "math", "operator", "index", "cast", "random", "np"}
     | {"float", "int", "max", "min", "len", "range", "str", "abs", "round", "slice", "tuple"}
 )
 

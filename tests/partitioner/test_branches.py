@@ -12,7 +12,6 @@ import asyncpipe
 from asyncpipe.partitioner.capture import capture
 from asyncpipe.partitioner.generate.layout import Code
 from asyncpipe.partitioner.generate.statements import Opener, Statement, write_lines
-from asyncpipe.runtime.errors import CaptureError
 
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(3))
 
@@ -268,15 +267,35 @@ def test_a_layer_that_training_leaves_out_at_random_is_an_if(stages: int, tmp_pa
     assert len(seen) > 6
 
 
-def test_a_random_way_that_does_other_work_is_refused() -> None:
-    class Chooses(Dropping):
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.layers[0](x)
-            x = self.layers[1](x) if torch.rand([]) < 0.5 else x.relu()
-            return self.head(x)
+class Chooses(Dropping):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        x = self.layers[1](x) if torch.rand([]) < 0.5 else x.relu()
+        return self.head(x)
 
-    with pytest.raises(CaptureError, match="ways through forward that are more than a layer left"):
-        capture(Chooses(), {"x": X})
+
+CHOOSES = """\
+        drawn = torch.rand([]) < 0.5  # bool[]
+        if drawn:
+            x = self.layers[1](x)  # f32[batch, 6]
+        else:
+            x = x.relu()  # f32[batch, 6]
+"""
+
+
+def test_a_random_way_that_does_other_work_is_an_else(tmp_path: Path) -> None:
+    model = Chooses()
+    asyncpipe.partition(model, {"x": X}, stages=1, output=tmp_path / "cut", profile="analytic")
+    pipe = asyncpipe.load(tmp_path / "cut")
+    assert CHOOSES in (tmp_path / "cut" / "stage_0.py").read_text()
+    for training in (True, False):
+        for module in (model, *pipe.stages):
+            module.train(training)
+        for seed in range(8):
+            torch.manual_seed(seed)
+            expected = model(x=X)
+            torch.manual_seed(seed)
+            torch.testing.assert_close(pipe(x=X), expected, rtol=0, atol=0)
 
 
 def test_a_branch_after_an_else_opens_anew() -> None:
