@@ -20,6 +20,7 @@ from ..runtime.trust import remember
 from .assemble import assemble
 from .capture import Capture
 from .capture import capture as capture_model
+from .capture.guards import refused_sizes
 from .capture.restore import unchanged
 from .cluster import Cluster
 from .compare import ALL
@@ -314,6 +315,7 @@ def partition_source(
             source.example_inputs,
             constants=constants,
             changing=captured.changed,
+            refused=partial(refused_sizes, captured.graph),
         )
         tick("verify", verified.summary, "write")
 

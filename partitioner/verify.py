@@ -23,6 +23,7 @@ from ..runtime.pipe import run_stage
 from ..runtime.plan import Plan, StageSpec
 from ..runtime.structure import rebuilt
 from .capture import Arguments, read_arguments
+from .capture.inputs import sizes_in
 from .capture.restore import seed_all, unchanged, without_cache
 from .capture.samples import (
     Attempted,
@@ -43,6 +44,9 @@ from .capture.working_copies import (
     verify_finite,
     working_copies,
 )
+
+Refused = Callable[[Mapping[str, int]], str]
+"""Why the stages refuse sizes; empty where they do not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +93,7 @@ def verify(
     tolerance: float = 1e-4,
     constants: Mapping[str, Tensor] | None = None,
     changing: Collection[str] | None = None,
+    refused: Refused = lambda sizes: "",
 ) -> Verified:
     """Compares the stages in `folder` with `model` at `sizes`, by default at sizes that the model
     takes and that are not those of the capture.
@@ -97,7 +102,8 @@ def verify(
     that the stages hold as buffers and that are no buffers of the model. The model is as before
     afterwards: it and the stages work on copies of its parameters and buffers, which are moved by
     noise where the model computes with such. `changing` are the parameters that forward changes,
-    of which a large model needs copies too. Raises PlanError naming the first value that differs
+    of which a large model needs copies too. `refused` says why stages refuse sizes, at which
+    nothing is compared. Raises PlanError naming the first value that differs
     by more than `tolerance` (relative to the largest magnitude in it), and where the model itself
     does not run.
     """
@@ -108,14 +114,14 @@ def verify(
             stages = [load_stage_class(folder, spec)() for spec in plan.stages]
         verify_names(model, plan, stages)
         if on_meta:
-            return _verify_shapes(model, plan, stages, given, sizes)
+            return _verify_shapes(model, plan, stages, given, sizes, refused)
         for noise in Noise:
             with working_copies(model, noise, changing) as copies:
                 for stage in stages:
                     adopt(stage, model, constants or {})
                 try:
                     return _verify_numbers(
-                        model, plan, stages, given, sizes, tolerance, copies, noise
+                        model, plan, stages, given, sizes, tolerance, copies, noise, refused
                     )
                 except UnfitNoise:
                     continue
@@ -160,12 +166,20 @@ def _sample_of(
     given: Arguments,
     sizes: Mapping[str, int] | None,
     attempt: Callable[[Tensors], Attempted],
+    refused: Refused,
 ) -> Sample[Attempted]:
-    """Inputs at `sizes`, by default at others than the captured that `attempt` takes."""
+    """Inputs at `sizes`, by default at others than the captured that `attempt` takes and the
+    stages do not refuse."""
+
+    def attempted(inputs: Tensors) -> Attempted:
+        if why := refused(sizes_in(inputs, dynamic_of(plan.inputs))):
+            raise PlanError(why)
+        return attempt(inputs)
+
     choices = (smaller_sizes(plan.sizes), nearby_sizes(plan.sizes)) if sizes is None else ()
     wanted = plan.sizes if sizes is None else sizes
     try:
-        return first_taken(attempt, given.tensors, dynamic_of(plan.inputs), wanted, choices)
+        return first_taken(attempted, given.tensors, dynamic_of(plan.inputs), wanted, choices)
     except Exception as error:
         raise PlanError(*refused_by_model(model, wanted, error)) from error
 
@@ -179,6 +193,7 @@ def _verify_numbers(
     tolerance: float,
     copies: WorkingCopies,
     noise: Noise,
+    refused: Refused,
 ) -> Verified:
     def original(inputs: Tensors) -> list[_Seen]:
         with unchanged(model):
@@ -187,7 +202,7 @@ def _verify_numbers(
 
     is_own = noise is Noise.NONE
     try:
-        sample = _sample_of(model, plan, given, sizes, original)
+        sample = _sample_of(model, plan, given, sizes, original, refused)
     except PlanError as error:
         if is_own:
             raise
@@ -394,6 +409,7 @@ def _verify_shapes(
     stages: list[nn.Module],
     given: Arguments,
     sizes: Mapping[str, int] | None,
+    refused: Refused,
 ) -> Verified:
     """On meta only shapes and dtypes of the outputs can be compared."""
 
@@ -401,7 +417,7 @@ def _verify_shapes(
         return _leaves(given.call(model, {name: each.to("meta") for name, each in inputs.items()}))
 
     with torch.no_grad():
-        sample = _sample_of(model, plan, given, sizes, original)
+        sample = _sample_of(model, plan, given, sizes, original, refused)
         values: dict[str, Any] = {name: each.to("meta") for name, each in sample.inputs.items()}
         for spec, stage in zip(plan.stages, stages, strict=True):
             values |= _run_stage(spec, stage.train(model.training), values, sample.sizes)

@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 
 from ...runtime.errors import CaptureError
 from .graph import Capture
+from .guards import refused_sizes
 from .interpret import run, sizes_of
 from .random_numbers import Draw
 from .restore import in_mode, seed_all, unchanged, without_cache
@@ -68,6 +69,8 @@ def _check(
             return seen | changed
 
     def original(given: dict[str, Tensor], seed: int = 0) -> dict[bool, dict[str, Tensor]]:
+        if why := refused_sizes(capture.graph, sizes_of(capture, given)):
+            raise CaptureError(why)
         call = partial(capture.arguments.call, model)
         return {training: observed(given, training, call, seed) for training in (True, False)}
 

@@ -44,6 +44,7 @@ class _NamedSizes(ShapeEnv):
         self.is_open = True
         self.top: FrameType | None = None
         self.decide: Callable[[sympy.Basic], bool | None] | None = None
+        self.told: Callable[[sympy.Basic, sympy.Basic], None] | None = None
 
     def evaluate_expr(
         self,
@@ -55,25 +56,29 @@ class _NamedSizes(ShapeEnv):
         *,
         forcing_spec: bool = False,
     ) -> sympy.Basic:
-        """As torch does; what only values of tensors tell is decided by `decide`."""
+        """As torch does; what only values of tensors tell is decided by `decide`, and of the
+        answers that follow from the sizes of the example `told` is told."""
         if self.is_open and self.decide and fallback_value is None and not size_oblivious:
             if any(symbol not in self.named for symbol in orig_expr.free_symbols):
                 if self._maybe_evaluate_static(orig_expr) is None:
                     answer = self.decide(orig_expr)
                     if answer is not None:
                         return sympy.true if answer else sympy.false
-        return super().evaluate_expr(
+        answer = super().evaluate_expr(
             orig_expr, hint, fx_node, size_oblivious, fallback_value, forcing_spec=forcing_spec
         )
+        if self.is_open and self.told and orig_expr.free_symbols:
+            if all(symbol in self.named for symbol in orig_expr.free_symbols):
+                self.told(orig_expr, answer)
+        return answer
 
     def _set_replacement(self, a: sympy.Symbol, tgt: sympy.Expr, msg: str) -> None:
         if self.is_open and a in self.named:
-            raise self._pinned(a, tgt)
+            raise self.pinned(self.named[a].name, tgt.xreplace(self.named))
         super()._set_replacement(a, tgt, msg)
 
-    def _pinned(self, symbol: sympy.Symbol, target: sympy.Expr) -> PinnedSizeError:
-        name = self.named[symbol].name
-        value = target.xreplace(self.named)
+    def pinned(self, name: str, value: sympy.Expr) -> PinnedSizeError:
+        """The error of a line that holds a size at one value."""
         frames = user_frames(self.top, sys._getframe(1))
         where = "forward"
         if frames:
@@ -209,7 +214,7 @@ class FakeWorld:
             yield
         finally:
             # torch's caches keep the env, which must not keep the trace.
-            self.env.top, self.env.decide, self.env.is_open = None, None, False
+            self.env.top, self.env.decide, self.env.told, self.env.is_open = None, None, None, False
             for tensors, name, real, _ in self._swaps:
                 tensors[name] = real
             for attributes, old in before:

@@ -56,7 +56,7 @@ def run(
 
             def thunk(node: fx.Node = node) -> Any:
                 args, kwargs = reader.value((node.args, node.kwargs))
-                return _call(capture.model, node, args, kwargs)
+                return call_node(capture.model, node, args, kwargs)
 
             values[node] = around(node, thunk) if around else thunk()
             if "decision" in node.meta:
@@ -119,7 +119,8 @@ def sizes_of(capture: Capture, inputs: Mapping[str, Any]) -> dict[str, int]:
     return sizes
 
 
-def _call(model: nn.Module, node: fx.Node, args: Any, kwargs: Any) -> Any:
+def call_node(model: nn.Module, node: fx.Node, args: Any, kwargs: Any) -> Any:
+    """Does what a node calls."""
     if node.op == "call_module":
         module = model.get_submodule(str(node.target))
         with averaging(module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -19,6 +20,8 @@ from .leaves import LeafRule
 from .merge import Different, merge
 from .prune import prune
 from .rename import renamed
+from .samples import resized
+from .size_guards import add_size_guards
 from .skips import add_decision, both_ways, identity, undecided
 from .tracer import Tracer
 from .traces import Trace
@@ -30,7 +33,11 @@ def merged_capture(
     inputs = given.tensors
     large = replace(given, tensors=enlarged(inputs, dims))
 
-    def finished(graph: fx.Graph, calls: Calls, *traces: Tracer) -> Capture:
+    def finished(graph: fx.Graph, calls: Calls, train: Tracer, evaluation: Tracer) -> Capture:
+        traces = (train, evaluation)
+        notes = [note for trace in traces for note in trace.notes]
+        asked, others = (list(trace.size_decisions.values()) for trace in traces)
+        notes += add_size_guards(graph, asked, others, sizes_in(large.tensors, dims), runs)
         prune(graph)
         graph, calls = renamed(graph, calls)
         graph.lint()
@@ -43,12 +50,20 @@ def merged_capture(
             sizes=sizes_in(inputs, dims),
             calls=calls,
             constants={name: t for trace in traces for name, t in trace.constants.items()},
-            notes=tuple(dict.fromkeys(note for trace in traces for note in trace.notes)),
+            notes=tuple(dict.fromkeys(notes)),
             changed=tuple(dict.fromkeys(name for trace in traces for name in trace.changed)),
         )
 
     # A decision that both modes make has one number.
     numbers: dict[tuple[object, ...], int] = {}
+
+    def runs(sizes: Mapping[str, int], training: bool) -> bool:
+        sized = replace(given, tensors=resized(inputs, dims, sizes))
+        try:
+            trace(model, FakeWorld(model), sized, {}, is_leaf, training=training)
+        except FailedTrace:
+            return False
+        return True
 
     def with_decisions(training: bool) -> Tracer:
         def run(true: frozenset[int]) -> Tracer:
@@ -57,6 +72,8 @@ def merged_capture(
             return trace(model, world, large, dims, is_leaf, training=training, true=true)
 
         ways = both_ways(run)
+        for other in ways.others.values():
+            ways.tracer.size_decisions.update(other.size_decisions)
         for place, condition in enumerate(ways.tracer.decisions):
             number = numbers.setdefault(identity(ways.tracer.decisions, place), len(numbers))
             try:

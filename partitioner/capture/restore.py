@@ -148,7 +148,10 @@ def without_cache(model: nn.Module) -> Iterator[None]:
             setattr(config, name, True)
 
 
-_LOGGERS = ("torch._dynamo", "torch._guards", "torch.fx", "torch.fx.experimental.symbolic_shapes")
+_LOGGERS = (
+    "torch._dynamo", "torch._guards", "torch._subclasses.fake_tensor", "torch.fx",
+    "torch.fx.experimental.symbolic_shapes",
+)  # fmt: skip
 
 
 @contextmanager

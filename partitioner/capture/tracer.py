@@ -41,6 +41,7 @@ from .random_draws import RandomDraws, has_hidden_draws
 from .random_numbers import Draw, number_kind
 from .readings import Readings
 from .shadow import Shadow
+from .size_decisions import SizeDecisions
 from .structure import map_result, plain_structure, tensors_in
 from .targets import Call, as_node, averaging, own_generator, refusal, traced
 from .values import CallRecord, ModuleCall, Recompute, Region
@@ -81,6 +82,7 @@ class Tracer(TorchFunctionMode):
         self._readings = Readings(self._bindings, world, shadow, self._place, true)
         self._bindings.node_of_expression = self._readings.node
         world.env.decide = self._relation
+        self._sizes = SizeDecisions(world, self._top, lambda: self._recording)
         self._recording = True
         self._drew_numbers = False
         self._stack: list[ModuleCall] = []
@@ -95,6 +97,16 @@ class Tracer(TorchFunctionMode):
             self._paths.setdefault(id(module), path)
         self.graph, self.constants = self._bindings.graph, self._bindings.constants
         self.decisions = self._readings.decisions
+        self.size_decisions = self._sizes.found
+
+    def __enter__(self) -> Tracer:
+        self._world.env.told = self._sizes.told
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        self._world.env.told = None
 
     def placeholder(self, name: str, tensor: Tensor) -> None:
         node = self._bindings.add(("placeholder", name), tensor)
@@ -406,11 +418,13 @@ class Tracer(TorchFunctionMode):
             given = [*tensors_in(args), *tensors_in(kwargs)]
             reached = [(tensor, tensor._version) for tensor in (*given, *own)]
             self.random.drawn = self._drew_numbers = False
-            value = run()
+            with self._sizes.call() as asked:
+                value = run()
             changed = [tensor for tensor, version in reached if tensor._version != version]
             if sets_grad:
                 changed = given
             if not changed and next(tensors_in(value), None) is None:
+                self._sizes.of_forward(asked)
                 return value
             if isinstance(value, Tensor) and not isinstance(value, FakeTensor) and not given:
                 # Made from outside data, such as a NumPy array: a constant of the model.
@@ -434,6 +448,7 @@ class Tracer(TorchFunctionMode):
             )
             node.meta["draws_numbers"] = self._drew_numbers
             self._names.assign(node, value, frames)
+            self._sizes.of_node(asked, node)
         return value
 
     @contextmanager

@@ -20,7 +20,8 @@ import torch
 
 @dataclass(frozen=True)
 class Size:
-    """A size of a tensor, or arithmetic on sizes, in the symbols of the capture.
+    """A size of a tensor, arithmetic on sizes, or a condition on them, in the symbols of the
+    capture.
 
     >>> batch = sympy.Symbol("batch", integer=True, positive=True)
     >>> Size(2 * batch - 1)
@@ -53,7 +54,10 @@ def _compiled(text: str) -> CodeType:
 
 
 # Precedence of Python's operators, loosest first.
-_ADD, _DIVIDE, _MUL, _POWER, _ATOM = 1, 2, 3, 4, 5
+_LOGIC, _COMPARE, _ADD, _DIVIDE, _MUL, _POWER, _ATOM = range(7)
+_RELATIONS = {"Equality": "==", "Unequality": "!=", "StrictLessThan": "<", "LessThan": "<=",
+    "StrictGreaterThan": ">", "GreaterThan": ">=",
+}  # fmt: skip
 _OPERATORS = {
     "FloorDiv": ("//", _DIVIDE),
     "CleanDiv": ("//", _DIVIDE),
@@ -107,6 +111,16 @@ def _text(expr: sympy.Expr) -> tuple[str, int]:
         # A quotient binds looser than a product here: a//b*c is right but reads wrongly.
         left, right = expr.args
         return f"{_wrapped(left, level + 1)}{operator}{_wrapped(right, _ATOM)}", level
+    if kind in _RELATIONS:
+        # The number stands on the right, as one would write it.
+        relation = expr.reversed if expr.args[0].is_number else expr
+        left, right = (_wrapped(part, _ADD) for part in relation.args)
+        return f"{left} {_RELATIONS[type(relation).__name__]} {right}", _COMPARE
+    if isinstance(expr, (sympy.And, sympy.Or)):
+        parts = sorted(_wrapped(part, _COMPARE) for part in expr.args)
+        return (" and " if isinstance(expr, sympy.And) else " or ").join(parts), _LOGIC
+    if isinstance(expr, sympy.Not):
+        return f"not {_wrapped(expr.args[0], _ATOM)}", _LOGIC
     if isinstance(expr, sympy.floor):
         over, under = expr.args[0].as_numer_denom()
         return f"{_wrapped(over, _MUL)}//{_wrapped(under, _ATOM)}", _DIVIDE

@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any, Protocol
 
+import sympy
 from torch import fx
 
 from ..capture import IfTraining, LocalDevice, Size
-from ..capture.guards import must_fail
+from ..capture.guards import must_fail, must_fit, other_way, unfit
 from ..capture.skips import is_of_training, unless
 from ..effects import AUGMENTED
 from . import layout
@@ -206,10 +207,25 @@ def write_mutation(node: fx.Node, names: Names) -> tuple[str, Code] | None:
 
 def write_guard(node: fx.Node, names: Names) -> Code:
     """The condition under which a guard refuses."""
+    if isinstance(node.args[0], Size):
+        return write_size(sympy.Not(node.args[0].expr), names.size)
     condition = ArgumentWriter(names, node).write(node.args[0])
     if node.target is must_fail:
         return condition
     return Code(f"not {condition.within(layout.NOT)}", layout.NOT)
+
+
+def write_refusal(node: fx.Node, names: Names) -> Code:
+    """What a guard says when it refuses, as the expression of a string."""
+    if node.target is not must_fit:
+        return write_constant(other_way(str(node.args[1])))
+    _, condition, sizes = node.args
+    assert isinstance(sizes, dict)
+    text = unfit(str(condition), {name: f"\1{name}\1" for name in sizes})
+    quoted = write_constant(text.replace("{", "{{").replace("}", "}}")).flat
+    for name in sizes:
+        quoted = quoted.replace(f"\\x01{name}\\x01", f"{{{names.size(name)}}}")
+    return Code(f"f{quoted}")
 
 
 def _arguments(writer: ArgumentWriter, args: Any, kwargs: Mapping[str, Any]) -> tuple[Code, ...]:

@@ -9,13 +9,19 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from ..capture import Capture, Recompute, Region
-from ..capture.guards import is_guard, other_way
+from ..capture.guards import is_guard
 from ..effects import AUGMENTED, is_mutating
 from . import layout
 from .blocks import helper_name, open_block
 from .canonical import Place
 from .choices import Choices, modes_of, sides_of
-from .expressions import write_arguments, write_guard, write_mutation, write_operation
+from .expressions import (
+    write_arguments,
+    write_guard,
+    write_mutation,
+    write_operation,
+    write_refusal,
+)
 from .folding import Folded, Folds, can_fold
 from .function_names import FunctionNames
 from .items import (
@@ -204,8 +210,8 @@ class _Writer:
             condition = self._condition(node)
         self._folds.drop(self._folds.used)
         header = Opener((self._here,), f"if {condition}:")
-        message = Code(f'"{other_way(str(node.args[1]))}"')
-        self._write("raise ", call("RuntimeError", (message,)), op, (*self._blocks, header))
+        refusal = call("RuntimeError", (write_refusal(node, self._names),))
+        self._write("raise ", refusal, op, (*self._blocks, header))
 
     def _condition(self, node: fx.Node) -> Code:
         self._folds.begin_expression()

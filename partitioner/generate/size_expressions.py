@@ -25,8 +25,14 @@ _OPERATORS: Mapping[type[ast.AST], tuple[str, int]] = {
 }
 
 
-def write_size(expression: sympy.Expr | int, symbol: Callable[[str], Code]) -> Code:
-    """A size such as `batch * (sequence + 1)`; `symbol` says what each symbol is called.
+_RELATIONS: Mapping[type[ast.AST], str] = {
+    ast.Eq: "==", ast.NotEq: "!=", ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=",
+}  # fmt: skip
+
+
+def write_size(expression: sympy.Basic | int, symbol: Callable[[str], Code]) -> Code:
+    """A size such as `batch * (sequence + 1)`, or a condition on sizes; `symbol` says what each
+    symbol is called.
 
     Raises PlanError for an operation that has no Python text here.
     """
@@ -42,6 +48,14 @@ def write_size(expression: sympy.Expr | int, symbol: Callable[[str], Code]) -> C
             case ast.BinOp(left=left, op=op, right=right):
                 sign, binds = _OPERATORS[type(op)]
                 return infix(sign, binds, write(left), write(right))
+            case ast.Compare(left=left, ops=[op], comparators=[right]):
+                return infix(_RELATIONS[type(op)], layout.COMPARE, write(left), write(right))
+            case ast.BoolOp(op=op, values=values):
+                word = " and " if isinstance(op, ast.And) else " or "
+                parts = [write(value).within(layout.COMPARE) for value in values]
+                return Code(word.join(parts), layout.CONDITIONAL)
+            case ast.UnaryOp(op=ast.Not(), operand=operand):
+                return Code(f"not {write(operand).within(layout.NOT)}", layout.NOT)
             case ast.Call(func=function, args=args):
                 return call(ast.unparse(function), tuple(map(write, args)))
         raise AssertionError(ast.dump(part))
