@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from ..runtime.errors import AsyncPipeError, is_out_of_memory
+from ..runtime.exits import exits_told
+from ..runtime.signals import Ended
 from ..runtime.user_code import last_line, own_line
 
 DEFECT = "This is a defect of asyncpipe"
@@ -22,13 +24,16 @@ def run(app: App) -> int:
     from cyclopts import CycloptsError
 
     errors = Console(stderr=True, highlight=False)
+    app.suppress_keyboard_interrupt = False  # what it says is told below
     try:
-        return int(app(exit_on_error=False, print_error=False, result_action="return_value") or 0)
+        with exits_told():
+            ended = app(exit_on_error=False, print_error=False, result_action="return_value")
+        return int(ended or 0)
     except CycloptsError as error:
         errors.print(f"[bold red]error:[/] {_shown(str(error))}", soft_wrap=True)
         errors.print(f"[dim]{app.name[0]} --help[/]")
         return 2
-    except SystemExit as stopped:
+    except Ended as stopped:
         for note in getattr(stopped, "__notes__", ()):
             errors.print(escape(note), soft_wrap=True)
         return int(stopped.code or 0)

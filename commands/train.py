@@ -24,7 +24,6 @@ app = App(
     name="asyncpipe-train",
     version=__version__,
     help="Train a generated model as a pipeline.",
-    suppress_keyboard_interrupt=False,  # it says at which step
 )
 _SWEEP = Group.create_ordered("Several runs")
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 
+from .signals import Ended
+
 
 class AsyncPipeError(Exception):
     """One sentence of what does not fit, with both values, and a cure as a command.
@@ -69,7 +71,7 @@ def why_ended(error: BaseException) -> str:
             return known.what
         case KeyboardInterrupt() as interrupt:
             return str(interrupt) or "interrupted"
-        case SystemExit() as leaving:
+        case Ended() as leaving:
             return f"it was told to stop (exit code {leaving.code})"
         case unknown:
             return f"{type(unknown).__name__}: {unknown}"

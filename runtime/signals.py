@@ -8,6 +8,15 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+
+class Ended(SystemExit):
+    """A process ends because a signal asked it to, with an exit code that says so."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C, and where it is known what it interrupted."""
+
+
 STOPPING = (signal.SIGTERM, signal.SIGUSR1)
 """Those that ask a run to write a checkpoint and end."""
 STOPPED = 128 + signal.SIGTERM

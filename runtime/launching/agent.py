@@ -35,7 +35,8 @@ class RankAgent(LocalElasticAgent):
     """Starts `ranks` processes of this interpreter with `arguments`; what they print goes to
     `logs`, but for what rank 0 prints on standard output.
 
-    `on_failure` is called with the exit codes of the ranks that failed, when all have ended.
+    `on_failure` is called with the exit codes of the ranks that failed, when all have ended;
+    `unfinished` tells which of those that ended with code 0 had more to do.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class RankAgent(LocalElasticAgent):
         *,
         restarts: int,
         on_failure: Callable[[Mapping[int, int]], None],
+        unfinished: Callable[[], Mapping[int, int]],
     ) -> None:
         redirects = {rank: Std.ERR if rank == 0 else Std.ALL for rank in range(ranks)}
         self._meeting = Loopback("ranks")
@@ -59,7 +61,7 @@ class RankAgent(LocalElasticAgent):
             local_addr="127.0.0.1",
         )
         super().__init__(spec, DefaultLogsSpecs(str(logs), redirects=redirects))
-        self._on_failure = on_failure
+        self._on_failure, self._unfinished = on_failure, unfinished
 
     @property
     def processes(self) -> list[int]:
@@ -82,6 +84,8 @@ class RankAgent(LocalElasticAgent):
         assert isinstance(ranks, SubprocessContext)
         codes = {rank: each.proc.poll() for rank, each in ranks.subprocess_handlers.items()}
         failed = {rank: code for rank, code in codes.items() if code}
+        if 0 in codes.values():
+            failed |= {rank: 0 for rank in self._unfinished() if codes[rank] == 0}
         if failed:
             ranks.close(signal.SIGKILL)
             self._on_failure(failed)

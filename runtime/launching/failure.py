@@ -18,13 +18,14 @@ import traceback
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from ..checkpoint.resuming import how_to_go_on
 from ..errors import AsyncPipeError, TransportError, root_of
 from ..transports.mpi import leave_mpi
 from ..user_code import own_line
 from .disk import disk_error, disk_is_tight, unwritable
+from .parent import is_alive
 
 E = TypeVar("E", bound=AsyncPipeError)
 
@@ -33,6 +34,7 @@ GRACE_S = 2.0
 
 
 _LOOK_S = 0.05
+_END = b"."
 
 CANNOT_WRITE = 74
 """The exit code of a rank that could not even leave its error."""
@@ -87,11 +89,27 @@ class RankFolder:
         with contextlib.suppress(OSError), path.open("r+b" if path.exists() else "wb") as file:
             file.write(b"%9d" % step)  # over the last, for which a full disk has room
 
+    def mark_end(self, rank: int) -> None:
+        """Leaves behind its step that a rank has done all that it was to do."""
+        with contextlib.suppress(OSError), (self.path / f"{rank}.step").open("ab") as file:
+            file.write(_END)
+
     def step_of(self, rank: int) -> int:
         """The last step that a rank has made; 0 before the first."""
-        path = self.path / f"{rank}.step"
-        text = path.read_text(encoding="utf-8").strip() if path.is_file() else ""
+        text = self._left_step(rank).rstrip(_END).strip()
         return int(text) if text.isdigit() else 0
+
+    def has_ended(self, rank: int) -> bool:
+        """Whether a rank has done all that it was to do."""
+        return self._left_step(rank).endswith(_END)
+
+    def unfinished(self, ranks: int) -> dict[int, int]:
+        """Of ranks that all ended with exit code 0, those that had more to do, with that code."""
+        return {rank: 0 for rank in range(ranks) if not self.has_ended(rank)}
+
+    def _left_step(self, rank: int) -> bytes:
+        path = self.path / f"{rank}.step"
+        return path.read_bytes() if path.is_file() else b""
 
     def mark_process(self, rank: int) -> None:
         """Leaves the number of a rank's process."""
@@ -120,7 +138,7 @@ class RankFolder:
     def wait_until_gone(self) -> None:
         """Returns when no rank's process of this machine is left, or after GRACE_S."""
         end_s = time.monotonic() + GRACE_S
-        while any(map(_is_alive, self.processes())) and time.monotonic() < end_s:
+        while any(map(is_alive, self.processes())) and time.monotonic() < end_s:
             time.sleep(_LOOK_S)
 
     def last_step(self) -> int:
@@ -170,7 +188,7 @@ class RankFolder:
         while time.monotonic() < end_s:
             if any(not failure.consequence for failure in self.failures()):
                 return
-            if not all(map(_is_alive, self.processes())):
+            if not all(map(is_alive, self.processes())):
                 return
             time.sleep(_LOOK_S)
 
@@ -190,6 +208,13 @@ class RankFolder:
         for rank, code in exit_codes.items():
             if code < 0:
                 return self._killed(rank, code, stages.get(rank, ""))
+            if code == 0:
+                return RankError(
+                    f"rank {rank}{stages.get(rank, '')} ended with exit code 0 at step "
+                    f"{self.step_of(rank) + 1}, before the run was over.",
+                    "Code of a stage, a criterion, the data or a tracker has ended the process.",
+                    comes_again=True,
+                )
         if (told := self.told_cause()) is not None:
             return told
         ended = sorted(exit_codes.items(), key=lambda each: each[1] != CANNOT_WRITE)
@@ -264,16 +289,7 @@ def is_consequence(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and ("gloo" in text or "connection" in text)
 
 
-def _is_alive(process: int) -> bool:
-    """Whether a process of this machine goes on, as far as the system tells."""
-    try:
-        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return not Path("/proc/self/stat").exists()
-    return state not in ("Z", "X")
-
-
-def end_process(code: int) -> None:
+def end_process(code: int) -> NoReturn:
     """Ends at once, without the interpreter's own end.
 
     A thread of gloo that lets go of a tensor while the interpreter ends is ended in a place where

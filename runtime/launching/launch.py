@@ -19,11 +19,13 @@ from ..replication.grid import grid_of
 from ..replication.replicas import as_started, check_ranks
 from ..run_report.writing import reported
 from ..schedule_text import to_text
+from ..signals import Interrupted
 from ..training.facts import announce, forecast_run
 from ..training.half import find_boundary_dtypes
 from ..training.segments import make_segment
 from ..training.settings import Settings, SettingsError
 from ..training.setup import Job
+from ..training.stopping import Stopped
 from ..training.transport import expect_transport
 from ..trust import is_trusted, remember, untrusted
 from ..watching.metrics import Reporter
@@ -114,7 +116,7 @@ def _run_alone(job: Job, reporter: str) -> None:
     with reported(job.folder):
         try:
             run_rank(job, world, reporter)
-        except SystemExit:
+        except Stopped:
             shutil.rmtree(ranks.path)
             raise
         except AsyncPipeError as error:
@@ -124,7 +126,7 @@ def _run_alone(job: Job, reporter: str) -> None:
         except OSError as error:
             raise disk_error(error, job.folder) or error from None
         except KeyboardInterrupt:
-            raise KeyboardInterrupt(interruption(ranks)) from None
+            raise Interrupted(interruption(ranks)) from None
     shutil.rmtree(ranks.path)
 
 
@@ -137,11 +139,11 @@ def _join(job: Job, place: Place, reporter: str) -> None:
         world = join(place, job.settings, job.plan)
         job = _in_one_folder(job, world)
         left = RankFolder(job.folder)
-        stopped: SystemExit | None = None
+        stopped: Stopped | None = None
         try:
             with reported(job.folder) if place.rank == 0 else nullcontext():
                 run_rank(job, world, reporter)
-        except SystemExit as asked:
+        except Stopped as asked:
             stopped = asked
         world.meet()
         if place.rank == 0:

@@ -5,9 +5,7 @@ What rank 0 prints is shown; what mpiexec and the other ranks say goes to the ru
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,6 +13,7 @@ from pathlib import Path
 
 from ..transports.mpi import mpiexec
 from .failure import RankFolder
+from .parent import die_with_parent
 
 _RULER = b"====="
 """What MPICH's mpiexec begins its report with, on standard output too."""
@@ -62,6 +61,8 @@ def run_over_mpi(
             left.wait_until_gone()
     if code:
         raise left.first_cause(left.exit_codes() or {0: code}, stages)
+    if unfinished := left.unfinished(ranks):
+        raise left.first_cause(unfinished, stages)
 
 
 def watched(folder: Path) -> list[str]:
@@ -77,13 +78,6 @@ def keep_output(logs: Path, rank: int) -> None:
     os.dup2(file, 2)
     if rank:
         os.dup2(file, 1)
-
-
-def die_with_parent() -> None:
-    """Lets Linux kill this process when the one that started it is gone."""
-    if sys.platform == "linux":
-        set_parent_death_signal = 1
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
 
 
 def _show(process: subprocess.Popen[bytes], log: int) -> None:

@@ -22,6 +22,7 @@ from ..import_path import ISOLATED
 from ..replication.grid import grid_of
 from ..run_report.writing import reported
 from ..schedule import Schedule
+from ..signals import Ended, Interrupted
 from ..training.resolve import check_devices
 from ..training.segments import make_segment
 from ..training.setup import Job
@@ -41,7 +42,7 @@ def start_ranks(job: Job, reporter: str) -> None:
     """Runs the job to its end.
 
     Raises RankError with the first cause when a rank fails and the run may not begin again,
-    Stopped when a signal asked it to stop, KeyboardInterrupt after Ctrl-C.
+    Stopped when a signal asked it to stop, Interrupted after Ctrl-C.
     """
     schedule = make_segment(job.plan, job.settings, steps=1)
     grid = grid_of(schedule, job.settings.replicas)
@@ -55,7 +56,7 @@ def start_ranks(job: Job, reporter: str) -> None:
 def _run_ranks(job: Job, reporter: str, stages: Mapping[int, str]) -> None:
     left = RankFolder(job.folder)
     options = json.dumps(asdict(replace(job.settings, trust=True)))  # or nobody had come here
-    command = (*ISOLATED, "-m", WORKER, options, str(job.folder), reporter)
+    command = (*ISOLATED, "-m", WORKER, str(os.getpid()), options, str(job.folder), reporter)
     try:
         with HandingOn(job.settings.patience_s) as signals, _sets_in_order(job.settings.seed):
             attempts = _Attempts(job, stages, signals)
@@ -65,10 +66,10 @@ def _run_ranks(job: Job, reporter: str, stages: Mapping[int, str]) -> None:
                 attempts.by_agent(command)
     except SignalException as signalled:
         if signalled.sigval is not signal.SIGINT:
-            raise SystemExit(128 + signalled.sigval) from None
-        raise KeyboardInterrupt(interruption(left)) from None
+            raise Ended(128 + signalled.sigval) from None
+        raise Interrupted(interruption(left)) from None
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(interruption(left)) from None
+        raise Interrupted(interruption(left)) from None
     except OSError as error:
         raise disk_error(error, job.folder) or error from None
     has_stopped = left.has_stopped
@@ -109,6 +110,7 @@ class _Attempts:
             self._left.path.parent / "logs",
             restarts=self._settings.restarts,
             on_failure=self._failed,
+            unfinished=lambda: self._left.unfinished(len(self._stages)),
         )
         self._signals.processes = lambda: agent.processes
         agent.finish()

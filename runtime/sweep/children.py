@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from ..launching.mpi_ranks import die_with_parent
-from ..signals import STOPPED, STOPPING, handled
+from ..launching.parent import die_with_parent
+from ..signals import STOPPED, STOPPING, Ended, handled
 from .shares import Share
 
 GRACE_S = 60.0
@@ -65,10 +65,10 @@ def run_children(
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """In the block SIGTERM and SIGUSR1 raise SystemExit with the exit code of what was stopped."""
+    """In the block SIGTERM and SIGUSR1 raise Ended with the exit code of what was stopped."""
 
     def stop(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(STOPPED)
+        raise Ended(STOPPED)
 
     with handled(STOPPING, stop):
         yield

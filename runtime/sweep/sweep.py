@@ -30,6 +30,7 @@ from ..launching.launchers import find_place
 from ..launching.max_run import ended_after
 from ..launching.topology import read_topology
 from ..plan import Plan
+from ..signals import Interrupted
 from ..training.named_code import code_of
 from ..training.settings import Settings, SettingsError, settings_from
 from ..training.setup import Job
@@ -156,7 +157,7 @@ def run_sweep(
                 _write(sweep, runs)
                 on_run(run)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(
+        raise Interrupted(
             f"interrupted · {sweep.folder} · the same command once more goes on"
         ) from None
     return Sweep(sweep.folder, runs, sweep.jobs, sweep.others)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..data.order import Order
+from ..data.own import OwnDataset
 from ..errors import DataError
 from ..launching.world import World
 from ..tensors import raw_bytes
@@ -162,7 +163,9 @@ class Agreement:
 
         once, again = read(self._fields), read(self._fields)
         unlike = first_unlike(again)
-        partial = first_unlike(read(self._own_fields)) if unlike < 0 else -1
+        # Of a sample that `OwnDataset` reads, all fields are made together.
+        by_fields = unlike < 0 and not isinstance(dataset, OwnDataset)
+        partial = first_unlike(read(self._own_fields)) if by_fields else -1
         places = range(len(indices))
         digests = (
             _digest(once, place, *self._fields) + _digest(again, place, *self._fields)

@@ -14,6 +14,7 @@ from ..checkpoint.resuming import how_to_go_on
 from ..checkpoint.saving import Saver
 from ..data.order import Order
 from ..data.vocabulary import check_vocabulary
+from ..exits import exits_told
 from ..launching.world import World
 from ..loading import load_stage, load_unused
 from ..observed import ObservedTransport, observed_feed
@@ -69,7 +70,7 @@ def train(
         Stopping(board, patience_s=job.settings.patience_s) as stopping,
     ):
         found, skipped = find_checkpoint(job, world, activities)
-        with reporting(job.settings, job.folder, world, make_reporter) as reporter:
+        with reporting(job.settings, job.folder, world, make_reporter) as reporter, exits_told():
             if reporter is not None:
                 watchdog.tell = reporter.on_warning
                 for text in skipped:

@@ -146,7 +146,10 @@ def read_samples(
 def _unread(what: str, indices: Sequence[int], error: Exception) -> ReadError:
     numbers = ", ".join(map(str, indices[:4])) + ", .." * (len(indices) > 4)
     at = f" ({place})" if (place := own_line(error)) else ""
-    has_ended = isinstance(error, EOFError | ConnectionError) or "worker" in str(error)
+    # Its socket may be gone with it; a file that is missing has a name.
+    is_socket = isinstance(error, FileNotFoundError) and error.filename is None
+    is_pipe = isinstance(error, EOFError | ConnectionError)
+    has_ended = is_socket or is_pipe or "worker" in str(error)
     return ReadError(
         f"the data of {what} (samples {numbers}) could not be read: "
         f"{type(error).__name__}{': ' if str(error) else ''}{error}{at}.",

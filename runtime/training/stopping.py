@@ -16,11 +16,11 @@ import threading
 from types import FrameType, TracebackType
 
 from ..errors import TransportError
-from ..signals import STOPPED, STOPPING, handled
+from ..signals import STOPPED, STOPPING, Ended, handled
 from .board import Board
 
 
-class Stopped(SystemExit):
+class Stopped(Ended):
     """The run was told to stop, and what it has is written."""
 
     def __init__(self) -> None:

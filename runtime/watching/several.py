@@ -10,6 +10,7 @@ from ..errors import why_ended
 from ..launching.world import World
 from ..run_report.records import METRICS
 from ..seeding import drawing_from
+from ..signals import Ended
 from ..timeline import Timeline
 from ..trackers.choose import open_trackers
 from ..training.settings import Settings
@@ -66,6 +67,9 @@ class Several(Reporter):
                 self._trackers.pop(name, None)
                 reason = f"{type(error).__name__}: {error}".splitlines()[0]
                 self.on_warning(f"--log {name} failed ({reason}); the run goes on without it.")
+            except BaseException:  # it ends the run, which is not told it again
+                del self._trackers[name]
+                raise
 
 
 @contextmanager
@@ -80,7 +84,7 @@ def reporting(
     reporter = Several(own, open_trackers(settings, folder), settings.seed)
     try:
         yield reporter
-    except SystemExit as stopped:
+    except Ended as stopped:
         reporter.on_stop(why_ended(stopped))
         raise
     except BaseException as error:
