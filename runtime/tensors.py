@@ -118,6 +118,11 @@ def dtype_of(name: str) -> torch.dtype:
     return dtype
 
 
+def check_weights(path: Path) -> None:
+    """Raises DataError when the path holds no weights."""
+    _files_by_name(path)
+
+
 def _files_by_name(path: Path) -> dict[str, Path]:
     """Every tensor name stored under `path` -> the file that holds it."""
     if path.is_dir():

@@ -119,11 +119,22 @@ _NOT_OWN = (
 """Where code is that is not the user's."""
 
 
+def check_own_file(spec: str, option: str, error: type[AsyncPipeError]) -> None:
+    """Raises `error` where a text names an object of a file that does not exist; runs nothing."""
+    place = spec.rpartition(":")[0]
+    if names_object(spec) and place.endswith(".py"):
+        _check_is_file(Path(place), option, error)
+
+
+def _check_is_file(path: Path, option: str, error: type[AsyncPipeError]) -> None:
+    if not path.is_file():
+        raise error(f"{option} {path}: no such file.", f"{option} path/to/file.py:function")
+
+
 def _import_own_file(path: Path, option: str, error: type[AsyncPipeError]) -> ModuleType:
     """Under its own name, unless that is another module's, so that its classes are called what they
     are."""
-    if not path.is_file():
-        raise error(f"{option} {path}: no such file.", f"{option} path/to/file.py:function")
+    _check_is_file(path, option, error)
     for name in (path.stem, hashed_name(path.stem, path)):
         known = sys.modules.get(name)
         if known is not None:

@@ -62,6 +62,10 @@ class Location:
     url: str
     patience_s: float = PATIENCE_S
 
+    def check_name(self) -> None:
+        """Raises LocationError when fsspec does not know such a place; nothing is reached."""
+        self._opened()
+
     def check(self) -> None:
         """Raises LocationError when nothing can be written here."""
         files, base = self._opened()

@@ -39,20 +39,26 @@ class Interface:
         return f"{self.name} ({self.address})"
 
 
+def check_interface(asked: str) -> None:
+    """Raises SettingsError when this host has no such interface."""
+    have = interfaces()
+    if have and asked not in {each.name for each in have}:
+        raise SettingsError(
+            f"--interface {asked}: {socket.gethostname()} has {_listed(have)}.",
+            "Name one that every host has, or leave it out.",
+        )
+
+
 def choose_interface(place: Place, asked: str | None = None) -> str | None:
     """The interface over which this rank talks to the others; None leaves it to the backends.
 
     `asked` is what the user names. Raises SettingsError when there is no such interface, or when
     several would do and nothing tells which.
     """
-    have = interfaces()
     if asked is not None:
-        if have and asked not in {each.name for each in have}:
-            raise SettingsError(
-                f"--interface {asked}: {socket.gethostname()} has {_listed(have)}.",
-                "Name one that every host has, or leave it out.",
-            )
+        check_interface(asked)
         return asked
+    have = interfaces()
     if place.all_local:
         return next((each.name for each in have if each.is_loopback), None)
     for address in resolve_host(place.head) if place.head else ():

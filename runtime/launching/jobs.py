@@ -19,12 +19,13 @@ from ..training.loop import train
 from ..training.named_code import remember_code_of
 from ..training.resolve import resolve, sized_plan
 from ..training.segments import make_segment
-from ..training.settings import Settings, SettingsError
+from ..training.settings import Settings
 from ..training.setup import Job
 from ..training.sources import default_data
 from ..user_code import import_object
 from ..watching.debugger import check_debugger
 from ..watching.metrics import Reporter
+from .beforehand import check_folder, not_of_a_run
 from .disk import disk_error
 from .failure import RankFolder
 from .folder_lock import FolderInUse
@@ -63,19 +64,12 @@ def make_folder(job: Job) -> Job:
         ranks = RankFolder(job.folder).path
         if job.settings.resume is not None and job.folder == resumed_run(job.settings):
             shutil.rmtree(ranks, ignore_errors=True)
-        elif (job.folder / CONFIGURATION).exists():
-            raise SettingsError(
-                f"--output {job.folder} already holds a run.",
-                "Choose another folder, or remove it.",
-            )
+        check_folder(job)
         with contextlib.suppress(OSError):
             ranks.rmdir()  # of a run that ended before it began
         ranks.mkdir()
     except FileExistsError as error:
-        raise SettingsError(
-            f"{error.filename} is there already, and is not of a run.",
-            "--output with another folder.",
-        ) from None
+        raise not_of_a_run(str(error.filename)) from None
     except OSError as error:
         raise disk_error(error, job.folder) or error from None
     new = job.folder / f"{CONFIGURATION}.new"

@@ -29,6 +29,7 @@ from ..training.stopping import Stopped
 from ..training.transport import expect_transport
 from ..trust import is_trusted, remember, untrusted
 from ..watching.metrics import Reporter
+from .beforehand import check_job, check_unstarted
 from .disk import disk_error
 from .failure import RankError, RankFolder, failure_of, with_way_on
 from .jobs import make_folder, make_job, reopen_folder, reporter_factory, run_rank
@@ -54,6 +55,7 @@ def run(settings: Settings, reporter: str) -> int:
         os.environ, master_addr=settings.master_addr, master_port=settings.master_port
     )
     job = make_job(settings if place is None else as_started(settings, place.ranks))
+    check_job(job)
     if settings.trust:
         remember(settings.folder)
     has_one_rank = job.settings.schedule == "single" or job.settings.ranks == 1
@@ -90,6 +92,7 @@ def _show(job: Job, reporter: Reporter) -> None:
     settings, plan = job.settings, job.plan
     if settings.precision != "full":  # what crosses then is known from the stages' code alone
         _check_trust(settings)
+    check_unstarted(job)
     schedule = make_segment(plan, settings, steps=1)
     grid = grid_of(schedule, settings.replicas)
     seats = (own_seat(settings, plan),) * grid.processes

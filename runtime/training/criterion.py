@@ -38,6 +38,15 @@ def logits_of(outputs: Any) -> Tensor:
 CRITERIA: Mapping[str, Criterion] = {"cross_entropy": cross_entropy, "mse": mse}
 
 
+def check_name(name: str) -> None:
+    """Raises SettingsError for a name that is neither a built-in criterion's nor of the user's own
+    code, which is not run."""
+    if name not in CRITERIA and not names_object(name):
+        raise SettingsError(
+            f"--criterion {name} is not known.", f"{', '.join(CRITERIA)}, or my_file.py:function"
+        )
+
+
 def find_criterion(name: str, seed: int) -> Criterion:
     """A built-in criterion, or the user's own `module:function` of (outputs, target).
 
@@ -45,9 +54,6 @@ def find_criterion(name: str, seed: int) -> Criterion:
     """
     if name in CRITERIA:
         return CRITERIA[name]
-    if not names_object(name):
-        raise SettingsError(
-            f"--criterion {name} is not known.", f"{', '.join(CRITERIA)}, or my_file.py:function"
-        )
+    check_name(name)
     found: Criterion = import_seeded(name, "--criterion", SettingsError, seed)
     return found

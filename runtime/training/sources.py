@@ -182,7 +182,7 @@ def default_data(task: Task, plan: Plan) -> str:
 
 def prepare_data(settings: Settings, task: Task, folder: Path) -> None:
     """Does once, for all ranks, what takes long: trains a tokenizer and encodes the text."""
-    if task.kind == "text" and _needs_encoding(settings):
+    if task.kind == "text" and needs_encoding(settings):
         make_tokens(str(settings.data), str(settings.tokenizer), folder / "data")
 
 
@@ -244,7 +244,7 @@ def _open_text(settings: Settings, task: Task, plan: Plan, folder: Path) -> Data
     source = str(settings.data)
     if files := token_files(source):
         tokens = read_token_files(files)
-    elif _needs_encoding(settings):
+    elif needs_encoding(settings):
         tokens = read_bin(make_tokens(source, str(settings.tokenizer), folder / "data"))
     else:
         tokens = encode_bytes(read_corpus(source))
@@ -268,7 +268,8 @@ def _open_text(settings: Settings, task: Task, plan: Plan, folder: Path) -> Data
     )
 
 
-def _needs_encoding(settings: Settings) -> bool:
+def needs_encoding(settings: Settings) -> bool:
+    """Whether the data are a text that a tokenizer is to make tokens of."""
     source = str(settings.data)
     own = names_object(source) or bool(token_files(source))
     return not own and settings.tokenizer not in (None, BYTES)
