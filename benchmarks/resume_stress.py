@@ -39,6 +39,7 @@ from asyncpipe.tests.quick_python import bin_folder
 from asyncpipe.tests.runtime.handmade import write_mlp, write_text
 
 ROOT = Path(__file__).resolve().parent.parent
+RESULT = Path(__file__).parent / "results" / "resume_stress.json"
 REAL = Path(sys.executable).parent
 DRAWING = """
 import random, numpy, torch
@@ -316,12 +317,12 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=4, help="of a chain, at most")
     parser.add_argument("--load", type=int, default=1, help="processes that keep the cores busy")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--forked", action="store_true", help="no interpreters of their own")
     parser.add_argument("--only", default="", help="kinds that have this in their name")
     parser.add_argument("--keep", type=Path, help="where the folder of a chain that differs goes")
     given = parser.parse_args()
     kinds = {name: kind for name, kind in KINDS.items() if given.only in name}
-    rows: list[dict[str, Any]] = []
-    undisturbed_runs = 0
+    rows = known_rows()
     with tempfile.TemporaryDirectory() as folder, busy(given.load):
         places, expected = {}, {}
         for number, (name, kind) in enumerate(kinds.items()):
@@ -329,11 +330,11 @@ def main() -> None:
             expected[name] = undisturbed(place, "whole", bin_folder())
             again = differences(undisturbed(place, "again", REAL), expected[name])
             assert not again, f"two undisturbed runs differ: {name}: {again[:20]}"
-            undisturbed_runs += 2
         seed = given.seed
         while sum(row["resumes"] for row in rows) < given.resumes:
             name = list(kinds)[seed % len(kinds)]
-            scripts = REAL if seed // len(kinds) % 4 == 0 else bin_folder()
+            is_real = not given.forked and seed // len(kinds) % 4 == 0
+            scripts = REAL if is_real else bin_folder()
             row = chain(
                 places[name],
                 f"run-{seed}",
@@ -348,20 +349,26 @@ def main() -> None:
                 shutil.copytree(places[name].base, given.keep / f"seed-{seed}")
             shutil.rmtree(output)
             print(sum(each["resumes"] for each in rows), rows[-1], flush=True)
+            write_result("resume_stress", figures_of(rows))
             seed += 1
-    table = table_of(rows)
-    for line in table:
+    for line in table_of(rows):
         print(line)
-    figures = {
-        "command": " ".join(["python", "benchmarks/resume_stress.py", *sys.argv[1:]]),
+
+
+def known_rows() -> list[dict[str, Any]]:
+    """Those of an earlier call, which this one goes on from."""
+    return json.loads(RESULT.read_text())["rows"] if RESULT.is_file() else []
+
+
+def figures_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """All that is written: sums, a table by kind, and every chain."""
+    return {
         "resumes": sum(row["resumes"] for row in rows),
         "chains": len(rows),
         "chains that differ": sum(bool(row["different"]) for row in rows),
-        "undisturbed runs": undisturbed_runs,
-        "table": table,
+        "table": table_of(rows),
         "rows": rows,
     }
-    print(write_result("resume_stress", figures))
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ class Samples:
 def samples():
     return Samples()
 """
-"""The fortieth sample of training has no numbers; of an epoch 32 are read before, to compare ranks."""
+"""The fortieth sample of training has no numbers; 32 of an epoch are read before, to compare."""
 
 
 @pytest.fixture(scope="module")
