@@ -18,6 +18,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from math import inf
 from pathlib import Path
@@ -82,7 +83,7 @@ def checkpoints_in(run_folder: Path) -> list[Path]:
     found = {
         int(named[1]): path
         for path in (run_folder / CHECKPOINTS).glob("step-*")
-        if (named := _NAME.fullmatch(path.name))
+        if (named := _NAME.fullmatch(path.name)) and path.is_dir()
     }
     return [found[step] for step in sorted(found, reverse=True)]
 
@@ -174,9 +175,18 @@ def prune(run_folder: Path, *, last: int, best: int) -> None:
 def remove(checkpoint: Path) -> None:
     """Removes a folder so that, whatever happens, nothing half of it bears its name."""
     going = checkpoint.with_name(f".{checkpoint.name}.old")
-    shutil.rmtree(going, ignore_errors=True)
+    _delete(going)
     checkpoint.rename(going)
-    shutil.rmtree(going, ignore_errors=True)
+    _delete(going)
+
+
+def _delete(path: Path) -> None:
+    """Removes a folder, or a file that is where one should be, as far as that can be done."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()
 
 
 def unfinished(checkpoint: Path) -> Path:
@@ -187,7 +197,7 @@ def unfinished(checkpoint: Path) -> Path:
 def clear_unfinished(run_folder: Path) -> None:
     """Removes what an ended run was about to write or to remove."""
     for path in (run_folder / CHECKPOINTS).glob(".step-*"):
-        shutil.rmtree(path, ignore_errors=True)
+        _delete(path)
 
 
 def sync(path: Path) -> None:

@@ -18,11 +18,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ..run_report.records import METRICS
 from ..schedules import ASYNCHRONOUS, spelled
 from ..training.named_code import is_all_known
 from ..training.settings import OF_THIS_CALL, Settings, SettingsError, read_config
 from .elsewhere import AUTO, options_at
-from .folders import CHECKPOINTS, checkpoints_in, is_checkpoint
+from .folders import CHECKPOINTS, WEIGHTS, checkpoints_in, is_checkpoint
 from .location import is_url
 
 CONFIGURATION = "config.toml"
@@ -136,19 +137,51 @@ def keep_records_until(metrics: Path, step: int) -> None:
     if not metrics.is_file():
         return
     kept = []
-    for line in metrics.read_text(encoding="utf-8").splitlines(keepends=True):
-        try:
-            record = json.loads(line)
-            event, at = record["event"], record.get("step", 0)
-        except (ValueError, KeyError, TypeError):
-            break  # cut off when the run ended
-        if event in ("step", "eval") and at > step:
+    for line in metrics.read_bytes().splitlines():
+        record = _record(line)
+        event, at = record.get("event"), record.get("step", 0)
+        if event in ("step", "eval") and not (isinstance(at, int | float) and at <= step):
             break
-        if event != "end":
-            kept.append(line)
+        if event not in (None, "end"):
+            kept.append(line + b"\n")
     new = metrics.with_suffix(".new")
-    new.write_text("".join(kept), encoding="utf-8")
+    new.write_bytes(b"".join(kept))
     new.replace(metrics)
+
+
+def _record(line: bytes) -> Mapping[str, Any]:
+    """A line of metrics.jsonl; empty where it was cut off, or where the disk has lost it."""
+    try:
+        record = json.loads(line.decode())
+    except (ValueError, RecursionError):
+        return {}
+    return record if isinstance(record, dict) and isinstance(record.get("event"), str) else {}
+
+
+def nothing_left_to_do(settings: Settings, folder: Path) -> str:
+    """What to say where `--resume auto` finds a run that has made all its steps; "" where there is
+    something to do.
+
+    Raises SettingsError for a run that is finished and left no checkpoint to go on from: it would
+    be begun again, in place of what it came to.
+    """
+    if settings.resume != AUTO or not (folder / WEIGHTS).is_dir():
+        return ""
+    metrics = folder / METRICS
+    lines = metrics.read_bytes().splitlines() if metrics.is_file() else []
+    ends = [record for line in lines if (record := _record(line)).get("event") == "end"]
+    if not ends:
+        return ""
+    steps = ends[-1].get("steps")
+    if steps == settings.steps and settings.export_hf is None:
+        return f"{folder} has made all {steps} steps; nothing is left to do"
+    if checkpoints_in(folder):
+        return ""
+    raise SettingsError(
+        f"--resume auto: {folder} holds a run that has finished its {steps} steps, and no "
+        "checkpoint to go on from.",
+        f"--init-from {folder} --output NEW begins another run with its weights.",
+    )
 
 
 def _is_same(one: Path, other: Path) -> bool:

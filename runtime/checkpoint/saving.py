@@ -18,8 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
+from torch.distributed import DistError
 
 from ..activity import Activities, Activity
+from ..errors import AsyncPipeError, TransportError
 from ..launching.world import World
 from ..plan import Plan
 from ..tensors import shard_name, write_index
@@ -81,7 +83,7 @@ class Saver:
         self._activities, self._tell, self._unused = activities, tell, unused
         self._last, self._best, self._save_to, self._patience_s = last, best, save_to, patience_s
         self._thread: threading.Thread | None = None
-        self._failed: list[CheckpointError] = []
+        self._failed: list[AsyncPipeError] = []
         self._notes: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def save(self, part: Part, facts: Facts) -> None:
@@ -196,9 +198,16 @@ def _checked(text: str) -> dict[str, list[int | str]]:
     return entries
 
 
-def _failure_of(error: Exception, rank: int, target: Path) -> CheckpointError:
-    if isinstance(error, CheckpointError):
+def _failure_of(error: Exception, rank: int, target: Path) -> AsyncPipeError:
+    if isinstance(error, CheckpointError | TransportError):
         return error
+    if isinstance(error, DistError):
+        return TransportError(
+            f"rank {rank} cannot tell the others of {target}: the process that has their store is "
+            "gone.",
+            "That is torchrun's agent, or rank 0: see why it ended. --resume auto goes on from the "
+            "newest checkpoint.",
+        )
     told = error.strerror if isinstance(error, OSError) else None
     return CheckpointError(
         f"rank {rank} cannot write {target}: {told or error}.",

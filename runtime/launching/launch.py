@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
+from ..checkpoint.resuming import nothing_left_to_do
 from ..errors import AsyncPipeError, root_of
 from ..replication.grid import grid_of
 from ..replication.replicas import as_started, check_ranks
@@ -62,6 +63,10 @@ def run(settings: Settings, reporter: str) -> int:
     alone = has_one_rank and job.settings.replicas == 1
     if settings.dry_run:
         _show(job, reporter_factory(reporter)(job.settings))
+        return 0
+    if finished := nothing_left_to_do(job.settings, job.folder):
+        if place is None or place.rank == 0:
+            reporter_factory(reporter)(job.settings).on_note("finished", finished)
         return 0
     # What ends one rank ends all.
     limit_s = settings.max_run_s if place is None or place.rank == 0 else None

@@ -69,7 +69,8 @@ def with_outcome(run: SweptRun, folder: Path, code: int, log: Path) -> SweptRun:
     """The run with what its process left: an exit code, metrics in its folder, and a log."""
     if code != 0:
         return replace(run, state=FAILED, error=_last_error(log) or f"ended with exit code {code}")
-    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    text = (folder / "metrics.jsonl").read_text(encoding="utf-8", errors="replace")
+    lines = text.splitlines()
     end = next(event for event in map(json.loads, reversed(lines)) if event["event"] == "end")
     evaluated = end["eval_loss"]
     return replace(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from asyncpipe.runtime.checkpoint.folders import (
     name_of,
     prune,
     read_facts,
+    remove,
 )
 from asyncpipe.runtime.checkpoint.resuming import (
     how_to_go_on,
@@ -163,6 +165,38 @@ def test_records_after_the_checkpoint_are_dropped(tmp_path: Path) -> None:
     assert metrics.read_text().splitlines() == lines[:3]
     keep_records_until(metrics, 0)
     assert metrics.read_text().splitlines() == lines[:1]
+
+
+@given(st.data())
+def test_bytes_that_are_no_record_cost_no_other_record(data: st.DataObject) -> None:
+    good = [f'{{"event": "step", "step": {step}}}'.encode() for step in range(1, 4)]
+    bad = data.draw(st.lists(st.binary(max_size=40).filter(lambda part: b"\n" not in part)))
+    lines = [(place, line) for place, line in enumerate(good)]
+    for part in bad:
+        lines.insert(data.draw(st.integers(0, len(lines))), (-1, part))
+    with TemporaryDirectory() as folder:
+        metrics = Path(folder) / "metrics.jsonl"
+        metrics.write_bytes(b"\n".join(line for _, line in lines))
+        keep_records_until(metrics, 2)
+        assert metrics.read_bytes().splitlines() == good[:2]
+        assert metrics.read_bytes().endswith(b"\n")
+
+
+@pytest.mark.parametrize("line", ["5", "[]", '{"event": 3}', '{"event": "step", "step": "x"}'])
+def test_a_record_of_another_kind_is_not_kept(tmp_path: Path, line: str) -> None:
+    (metrics := tmp_path / "metrics.jsonl").write_text(f'{{"event": "note"}}\n{line}\n')
+    keep_records_until(metrics, 2)
+    assert metrics.read_text() == '{"event": "note"}\n'
+
+
+def test_a_file_in_the_place_of_a_checkpoint_is_none(tmp_path: Path) -> None:
+    for step in (4, 8, 12):
+        (tmp_path / "checkpoints" / f"step-{step:06}").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step-000006").write_text("")
+    assert [path.name[-2:] for path in checkpoints_in(tmp_path)] == ["12", "08", "04"]
+    prune(tmp_path, last=1, best=0)
+    remove(tmp_path / "checkpoints" / "step-000006")
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000012"]
 
 
 def test_an_asynchronous_run_may_go_on_as_a_synchronous_one(tmp_path: Path) -> None:

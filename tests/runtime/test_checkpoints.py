@@ -11,11 +11,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.distributed import DistError
 
 from asyncpipe.runtime.checkpoint.contents import Wanted
 from asyncpipe.runtime.checkpoint.folders import CheckpointError, checkpoints_in, read_facts
+from asyncpipe.runtime.checkpoint.saving import _failure_of
 from asyncpipe.runtime.checkpoint.storage import read_tensors
-from asyncpipe.runtime.errors import AsyncPipeError
+from asyncpipe.runtime.errors import AsyncPipeError, TransportError
 from asyncpipe.runtime.staleness.compose import METHODS
 from asyncpipe.runtime.tensors import write_shard
 from asyncpipe.runtime.training.settings import OPTIMIZERS, SettingsError
@@ -425,10 +427,53 @@ def test_auto_begins_a_new_run_where_there_is_none(folders: Path, tmp_path: Path
     plain = train(folders / "mlp2", tmp_path / "plain", schedule="single")
     new = train(folders / "mlp2", tmp_path / "new", schedule="single", resume="auto")
     assert_same(new.weights, plain.weights)
+    shutil.rmtree(new.output / "weights")  # as if it had been killed before its first checkpoint
     for checkpoint in checkpoints_in(new.output):
         shutil.rmtree(checkpoint)
     again = train(folders / "mlp2", new.output, schedule="single", resume="auto")
     assert again.of("loss") == plain.of("loss")
+
+
+@pytest.mark.parametrize("save_every", [0, 2])
+@pytest.mark.parametrize("schedule", ["single", "1f1b"])
+def test_auto_leaves_a_finished_run_as_it_is(
+    folders: Path, tmp_path: Path, schedule: str, save_every: int
+) -> None:
+    options: dict[str, Any] = {"schedule": schedule, "save_every": save_every, "steps": 2}
+    done = train(folders / "mlp2", tmp_path / "run", **options).output
+
+    def content() -> dict[Path, tuple[int, bytes]]:
+        files = (path for path in done.rglob("*") if path.is_file())
+        return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+
+    before = content()
+    train(folders / "mlp2", done, resume="auto", **options)
+    train(folders / "mlp2", done, resume="auto", **options | {"lr": 0.5})
+    assert content() == before
+    if save_every:
+        longer = train(folders / "mlp2", done, resume="auto", **options | {"steps": 4})
+        assert max(longer.of("loss")) == 4
+        return
+    with pytest.raises(SettingsError, match="has finished its 2 steps, and no checkpoint"):
+        train(folders / "mlp2", done, resume="auto", **options | {"steps": 4})
+    assert content() == before
+
+
+def test_a_run_goes_on_after_bytes_that_are_no_text(folders: Path, tmp_path: Path) -> None:
+    whole = train(folders / "mlp2", tmp_path / "whole", schedule="single")
+    ended = as_ended_at(whole, 4, tmp_path / "ended")
+    with (ended / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"event": "step", "st\xff\xfe\x00')
+    resumed = train(folders / "mlp2", ended, schedule="single", resume="auto")
+    assert resumed.of("loss") == whole.of("loss")
+    assert_same(resumed.weights, whole.weights)
+
+
+def test_the_store_of_the_ranks_that_is_gone_is_no_full_disk() -> None:
+    told = _failure_of(DistError("Connection reset by peer"), 1, Path("step-000004"))
+    assert isinstance(told, TransportError)
+    assert "the process that has their store is gone" in told.what
+    assert "Make room" not in told.cure
 
 
 def test_an_earlier_checkpoint_begins_another_run(folders: Path, tmp_path: Path) -> None:
