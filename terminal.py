@@ -22,6 +22,7 @@ from .runtime.plan import TOPICS, Candidate, Finding, Plan, file_hash
 from .runtime.schedules import ASYNCHRONOUS
 from .runtime.traffic import spec_bytes, traffic
 from .runtime.trust import is_trusted
+from .terminal_console import SafeConsole
 
 if TYPE_CHECKING:
     from .partitioner.graph_plan import GraphPlan
@@ -32,8 +33,8 @@ _DEFAULT = "1f1b"  # what a run takes
 
 def make_console(*, quiet: bool = False) -> Console:
     """A terminal has its width; a log gets lines long enough for the tables."""
-    console = Console(highlight=False, quiet=quiet, soft_wrap=True)
-    return console if console.is_terminal else Console(highlight=False, quiet=quiet, width=200)
+    console = SafeConsole(highlight=False, quiet=quiet, soft_wrap=True)
+    return console if console.is_terminal else SafeConsole(highlight=False, quiet=quiet, width=200)
 
 
 # ---------------------------------------------------------------------- a partition

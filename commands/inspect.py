@@ -10,8 +10,10 @@ from rich.syntax import Syntax
 
 from .. import __version__
 from ..runtime.errors import PlanError
+from ..runtime.hidden_text import visible
 from ..runtime.limits import Whole, path
 from ..runtime.plan import read_plan
+from ..runtime.stage_source import source_of
 from ..terminal import make_console, print_findings, print_folder
 from .parameters import limited
 
@@ -58,7 +60,7 @@ def inspect_command(
             raise PlanError(
                 f"{folder} has no stage {stage}: its stages are 0 to {len(plan.stages) - 1}."
             )
-        code = (folder / plan.stages[stage].file).read_text(encoding="utf-8")
+        code = visible(source_of(folder / plan.stages[stage].file).replace("\r\n", "\n"))
         console.print(Syntax(code, "python", theme="ansi_dark", background_color="default"))
         return 0
     if explain:

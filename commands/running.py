@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import traceback
 
 from cyclopts import App
-from rich.console import Console
 from rich.markup import escape
 
 from ..runtime.errors import AsyncPipeError, is_out_of_memory
 from ..runtime.exits import exits_told
+from ..runtime.hidden_text import visible
 from ..runtime.signals import Ended
 from ..runtime.user_code import last_line, own_line
+from ..terminal_console import SafeConsole
 
 DEFECT = "This is a defect of asyncpipe"
 
@@ -23,7 +23,7 @@ def run(app: App) -> int:
     for a run that a signal asked to stop."""
     from cyclopts import CycloptsError
 
-    errors = Console(stderr=True, highlight=False)
+    errors = SafeConsole(stderr=True, highlight=False)
     app.suppress_keyboard_interrupt = False  # what it says is told below
     try:
         with exits_told():
@@ -39,7 +39,7 @@ def run(app: App) -> int:
         return int(stopped.code or 0)
     except AsyncPipeError as error:
         if {"-v", "--verbose"} & set(sys.argv):
-            traceback.print_exc()
+            sys.stderr.write(visible(traceback.format_exc()))
         errors.print(f"[bold red]error:[/] {_shown(error.what)}", soft_wrap=True)
         if error.cure:
             errors.print(_shown(error.cure), soft_wrap=True)
@@ -49,7 +49,7 @@ def run(app: App) -> int:
         return 130
     except Exception as error:
         if {"-v", "--verbose"} & set(sys.argv):
-            traceback.print_exc()
+            sys.stderr.write(visible(traceback.format_exc()))
         what, cure = _unexpected(error)
         errors.print(f"[bold red]error:[/] {_shown(what)}", soft_wrap=True)
         if cure:
@@ -74,9 +74,7 @@ def _unexpected(error: Exception) -> tuple[str, str]:
 
 def _shown(text: str) -> str:
     """A text as it is printed: what would steer the terminal is spelled out."""
-    return escape(
-        re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: repr(found[0])[1:-1], text)
-    )
+    return escape(visible(text))
 
 
 def usage(text: str) -> Exception:

@@ -12,6 +12,7 @@ from torch import fx
 
 from ..runtime.errors import PlanError
 from ..runtime.forecast import forecast_step
+from ..runtime.hidden_text import visible
 from ..runtime.plan import (
     Boundary,
     Part,
@@ -98,7 +99,7 @@ def assemble(
         weights=weights,
         state_keys=tuple(capture.model.state_dict()),
         unused=unused_tensors(capture, stage_graphs),
-        notes=capture.notes,
+        notes=tuple(map(visible, capture.notes)),
         explanation=solution.explanation,
         candidates=solution.candidates,
         even_split=tuple(

@@ -16,6 +16,7 @@ from torch import nn
 from .. import __version__
 from ..runtime.errors import PlanError
 from ..runtime.plan import Plan, portable
+from ..runtime.plan_check import contradiction
 from ..runtime.trust import remember
 from .assemble import assemble
 from .capture import Capture
@@ -291,6 +292,8 @@ def partition_source(
         weights=source.weights if save_weights else "not stored",
         if_sent=crossing_if_sent(homes_of(captured.graph, chosen.placed)),
     )
+    if wrong := contradiction(plan):
+        raise PlanError(f"nobody could read this plan again: {wrong}.", "Give it another name.")
     # What else there could be is told of plans by one method: all would take as long each time.
     options |= {"method": "auto" if method == ALL else method}
     tick("plan", solution.summary, "explain" if explain else "generate")

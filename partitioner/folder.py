@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
@@ -29,6 +30,11 @@ def check_target(folder: Path, new: Mapping[str, object], *, force: bool) -> Non
     Raises PlanError for foreign files (always), and unless `force` for a plan of another model,
     one that cannot be read, and stages edited by hand.
     """
+    if folder.is_symlink():
+        raise PlanError(
+            f"{folder} is a link to {folder.readlink()}. Nothing was changed.",
+            f"--output {shlex.quote(str(folder.resolve()))}, or remove the link.",
+        )
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     if not (folder / "plan.json").is_file():

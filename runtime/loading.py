@@ -15,6 +15,7 @@ from .errors import DataError, PlanError
 from .import_path import add_own_folder
 from .own_modules import own_modules
 from .plan import Plan, StageSpec, file_hash
+from .stage_source import source_of
 from .tensors import read_tensors
 from .user_code import hashed_name, import_file
 
@@ -79,12 +80,11 @@ def shared_names(plan: Plan) -> dict[str, tuple[str, ...]]:
 
 
 def _import_stage(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise PlanError(f"{path} is missing.", "Partition the model again with --force.")
+    source = source_of(path)
     for module in own_modules(path.parent, path.name).values():
         add_own_folder(module.parent)
     try:
-        return import_file(path, hashed_name("asyncpipe_generated", path))
+        return import_file(path, hashed_name("asyncpipe_generated", path), source)
     except Exception as error:
         raise PlanError(
             f"{path} cannot be imported: {type(error).__name__}: {error}.",

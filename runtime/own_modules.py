@@ -29,9 +29,9 @@ def own_modules(folder: Path, files: str = "*.py") -> Mapping[str, Path]:
 
 
 def imported_names(source: bytes) -> set[str]:
-    """The top-level modules that a file imports by name, wherever in it."""
+    """The top-level modules that a stage imports by name, wherever in it."""
     try:
-        nodes = list(ast.walk(ast.parse(source)))
+        nodes = list(ast.walk(ast.parse(source.decode("utf-8"))))
     except (SyntaxError, ValueError, RecursionError):  # whoever imports it is told so
         return set()
     modules = [each.name for node in nodes if isinstance(node, ast.Import) for each in node.names]

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 from .errors import PlanError
+from .hidden_text import hiding_in
 from .structure import is_structure, names_in
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ _MOST_RANKS = 1 << 16
 _LARGEST_SIZE = 1 << 40
 _LARGEST_TENSOR = 1 << 50
 COMMAND = "asyncpipe-partition"
+_SENTENCES = ("notes", "explanation", "findings", "model_args", "arguments")
+"""Fields whose texts may have several lines."""
 
 
 def contradiction(plan: Plan) -> str:
@@ -42,6 +45,9 @@ def is_command(text: str) -> bool:
 
 
 def _contradictions(plan: Plan) -> Iterator[str]:
+    for field in fields(plan):
+        if field.name not in _SENTENCES:
+            yield from _broken(getattr(plan, field.name), field.name)
     if not plan.stages:
         yield "it has no stages"
     if plan.command and not is_command(plan.command):
@@ -75,6 +81,23 @@ def _contradictions(plan: Plan) -> Iterator[str]:
         for index, name in shared.holders:
             held = (*plan.stages[index].parameters, *plan.stages[index].buffers)
             yield from _unknown(f"stage {index} shares", [name], held)
+
+
+def _broken(value: Any, place: str) -> Iterator[str]:
+    """Names of more than one line: they stand in tables, comments and scripts."""
+    if isinstance(value, str):
+        if "\n" in value or "\t" in value or hiding_in(value):
+            yield f"{place} has a line break or a character that does not show in {value[:40]!r}"
+    elif is_dataclass(value):
+        for field in fields(value):
+            yield from _broken(getattr(value, field.name), f"{place}.{field.name}")
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _broken(key, place)
+            yield from _broken(item, f"{place}.{key}")
+    elif isinstance(value, Sequence):
+        for item in value:
+            yield from _broken(item, place)
 
 
 def _sizes(sizes: Mapping[str, int]) -> Iterator[str]:

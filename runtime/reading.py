@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
@@ -21,11 +20,11 @@ from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from .errors import AsyncPipeError
+from .hidden_text import hiding_in, visible
 
 _MOST_BYTES = 256 << 20
 _DEEPEST = 40
 _LARGEST = 2**63
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _repr = Repr()
 _repr.maxlevel, _repr.maxstring, _repr.maxother = 2, 60, 60
 _short = _repr.repr
@@ -59,8 +58,8 @@ def read_text(path: Path, origin: Origin) -> str:
         raise origin.refused(
             f" is not UTF-8 text: {error.reason} at byte {error.start}."
         ) from error
-    if found := _CONTROL.search(text):
-        raise origin.refused(f" has a control character ({found[0]!r}).")
+    if character := hiding_in(text):
+        raise origin.refused(f" has a control or hidden character ('{character}').")
     return text
 
 
@@ -148,12 +147,12 @@ def _parsed(parse: Callable[[str], Any], text: str, form: str, origin: Origin) -
     except RecursionError:
         raise origin.refused(" is nested too deeply.") from None
     except ValueError as error:
-        raise origin.refused(f" is not {form}: {_CONTROL.sub('?', str(error))}.") from error
+        raise origin.refused(f" is not {form}: {visible(str(error))}.") from error
     level, depth = [raw], 0
     while level:
         for item in level:
-            if isinstance(item, str) and _CONTROL.search(item):
-                raise origin.refused(f" has control characters in {_short(item)}.")
+            if isinstance(item, str) and hiding_in(item):
+                raise origin.refused(f" has control or hidden characters in {_short(item)}.")
         level = [inner for item in level for inner in _inner(item)]
         depth += 1
         if depth > _DEEPEST:

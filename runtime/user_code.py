@@ -45,13 +45,14 @@ def import_object(spec: str, option: str, error: type[AsyncPipeError]) -> Any:
     return getattr(module, name)
 
 
-def import_file(path: Path, name: str) -> ModuleType:
+def import_file(path: Path, name: str, source: str | bytes | None = None) -> ModuleType:
     """Imports a file as the module `name`, from its source; raises what its code raises.
 
     No bytecode is read or written: what lies in a `__pycache__` beside a file need not be what the
-    file says.
+    file says. `source` is what the file holds, if that was read before.
     """
     loader = _FromSource(name, str(path))
+    loader.source = path.read_bytes() if source is None else source
     spec = importlib.util.spec_from_file_location(name, path, loader=loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
@@ -65,11 +66,12 @@ def import_file(path: Path, name: str) -> ModuleType:
 
 
 class _FromSource(SourceFileLoader):
-    """Compiles the file's bytes, whatever bytecode there is."""
+    """Compiles what it is given, whatever bytecode there is."""
+
+    source: str | bytes
 
     def get_code(self, fullname: str) -> CodeType:
-        path = self.get_filename(fullname)
-        code: CodeType = self.source_to_code(self.get_data(path), path)
+        code: CodeType = self.source_to_code(self.source, self.get_filename(fullname))
         return code
 
 

@@ -8,7 +8,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PURE = {
-    *("user_code", "import_path", "own_modules", "reading", "plan_check", "trust", "limits"),
+    *("user_code", "import_path", "own_modules", "hidden_text", "reading", "plan_check"),
+    *("trust", "limits"),
     *(
         "plan",
         "sizes",
@@ -31,6 +32,7 @@ SHARED |= {"number_generators"}
 COMMANDS = {
     "cli",
     "commands",
+    "terminal_console",
     "terminal",
     "terminal_compare",
     "terminal_report",

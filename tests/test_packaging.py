@@ -32,6 +32,7 @@ def test_only_init_and_the_command_line_lie_at_the_root() -> None:
     looks = {
         "terminal.py",
         "terminal_compare.py",
+        "terminal_console.py",
         "terminal_report.py",
         "terminal_sweep.py",
         "terminal_train.py",

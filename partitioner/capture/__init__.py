@@ -16,6 +16,7 @@ from ...runtime.errors import CaptureError
 from ...runtime.structure import constants_in
 from .aliases import colocated, draws_in_order, in_order
 from .arguments import Arguments, read_arguments
+from .attribute_names import verify_names
 from .fakes import Dynamic
 from .fitting import verify_arguments
 from .graph import Capture, tensor_spec
@@ -72,6 +73,7 @@ def capture(
     """
     if method not in METHODS:
         raise CaptureError(f"the way to capture is {method!r}.", f"Known: {', '.join(METHODS)}.")
+    verify_names(model)
     verify_hooks(model)
     given = read_arguments(model, example_inputs)
     verify_arguments(model, example_inputs)

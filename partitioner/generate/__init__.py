@@ -23,6 +23,7 @@ from ..split import StageGraph
 from .buffers import extra_tensors
 from .header import Header, StageCard
 from .pages import render_readme
+from .quoting import fits_docstring
 from .simplify import simplify
 from .stage_file import StageWriter
 
@@ -61,6 +62,7 @@ def generate(
         files[f"stage_{stage.index}.py"] = written.text
         names |= written.names
     numbers = [stage.index for stage in stages]
+    model = header.model if fits_docstring(header.model) else "A model"
     package = TEMPLATES.get_template("package.py.j2")
-    files["__init__.py"] = package.render(model=header.model, numbers=numbers)
+    files["__init__.py"] = package.render(model=model, numbers=numbers)
     return files

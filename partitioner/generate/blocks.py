@@ -13,6 +13,7 @@ from .choices import EVALUATION, TRAINING
 from .function_names import FunctionNames
 from .layout import Code, call
 from .members import Scope
+from .quoting import quoted
 from .statements import Opener
 from .variables import is_good
 
@@ -40,7 +41,7 @@ def _with(region: Region, names: FunctionNames) -> str:
     if region.kind != "autocast":
         return f"with torch.{region.kind}():"
     is_local = isinstance(region.device_type, LocalDevice)
-    items = [Code(f"{names.device()}.type" if is_local else f'"{region.device_type}"')]
+    items = [Code(f"{names.device()}.type" if is_local else quoted(str(region.device_type)))]
     if region.dtype is not None and region.enabled:
         items.append(Code(f"dtype={region.dtype}"))
     if not region.enabled:

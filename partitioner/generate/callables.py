@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import keyword
 import math
 import operator
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from torch.overrides import resolve_name
 
 from ...runtime.errors import PlanError
 from ..capture.random_numbers import Draw
+from .quoting import is_path
 
 _HOMES = (
     ("F", torch.nn.functional),
@@ -65,15 +65,10 @@ def name_callable(target: Callable[..., Any], require: Callable[[str, str], None
 
 def _import(thing: Any, qualified: str, require: Callable[[str, str], None]) -> None:
     module = getattr(thing, "__module__", None)
-    if not isinstance(module, str) or module == "__main__" or "<" in qualified or not qualified:
+    if module == "__main__" or not is_path(module) or not is_path(qualified):
         raise PlanError(
             f"cannot write a call of {qualified or thing!r} of {module}: generated code could not "
             f"import it.",
             "Move it to the top level of a module that can be imported.",
         )
     require(module, qualified)
-
-
-def is_name(text: str) -> bool:
-    """Whether `text` can be the name of a variable."""
-    return text.isidentifier() and not keyword.iskeyword(text)

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..capture import Capture
-from .callables import is_name
 from .canonical import Canonical, Canonicalizer, Number, Place, calls_in
 from .items import Body, Conflict
+from .quoting import is_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ def _argument_name(
     attributes = [
         name
         for name, value in vars(modules[0]).items()
-        if not name.startswith("_") and isinstance(value, (int, float))
+        if is_name(name) and not name.startswith("_") and isinstance(value, (int, float))
     ]
     for name in attributes:
         own = tuple((type(value), value) for value in (getattr(m, name, None) for m in modules))

@@ -13,6 +13,7 @@ import torch
 from ...runtime.errors import PlanError
 from . import layout
 from .layout import Code, bracket, call, prefixed
+from .quoting import quoted
 
 _CONSTANTS: Mapping[float, Code] = {
     math.pi: Code("math.pi"),
@@ -40,7 +41,7 @@ def write_constant(value: Any) -> Code:
                 return Code(f'float("{value}")')
             return Code(repr(value), layout.UNARY if value < 0 else layout.ATOM)
         case str():
-            return Code(_quoted(value))
+            return Code(quoted(value))
         case types.EllipsisType():
             return Code("...")
         case torch.dtype() | torch.memory_format() | torch.layout():
@@ -71,13 +72,6 @@ def write_constant(value: Any) -> Code:
 
 def _is_negative(value: Any) -> bool:
     return isinstance(value, int) and value < 0
-
-
-def _quoted(text: str) -> str:
-    quoted = repr(text)
-    if quoted.startswith("'") and '"' not in text:
-        return f'"{quoted[1:-1]}"'.replace("\\'", "'")
-    return quoted
 
 
 def _short(value: Any) -> str:

@@ -24,7 +24,8 @@ from . import layout
 from .callables import name_callable
 from .constants import write_constant
 from .infix import infix
-from .layout import Code, bracket, call, prefixed
+from .layout import Code, bracket, call, named, prefixed
+from .quoting import is_name
 from .size_expressions import write_size
 
 
@@ -200,6 +201,8 @@ def write_mutation(node: fx.Node, names: Names) -> tuple[str, Code] | None:
     if node.target in (operator.setitem, setattr):
         changed, place, value = node.args
         target = writer.write(changed).within(layout.ATOM)
+        if node.target is setattr and not is_name(str(place)):
+            return None  # a call of setattr
         where = f".{place}" if node.target is setattr else f"[{writer.index(place)}]"
         return f"{target}{where} = ", writer.write(value)
     return None
@@ -230,8 +233,8 @@ def write_refusal(node: fx.Node, names: Names) -> Code:
 
 def _arguments(writer: ArgumentWriter, args: Any, kwargs: Mapping[str, Any]) -> tuple[Code, ...]:
     positional = [writer.write(argument) for argument in args]
-    named = [prefixed(f"{name}=", writer.write(value)) for name, value in kwargs.items()]
-    return (*positional, *named)
+    by_name = [named(name, writer.write(value)) for name, value in kwargs.items()]
+    return (*positional, *by_name)
 
 
 def _method(writer: ArgumentWriter, name: str, args: Any, kwargs: Mapping[str, Any]) -> Code:
@@ -274,7 +277,7 @@ def _function(
     if target is operator.getitem:
         receiver = writer.write(args[0]).within(layout.ATOM)
         return Code(f"{receiver}[{writer.index(args[1])}]")
-    if target is getattr:
+    if target is getattr and is_name(str(args[1])):
         return Code(f"{writer.write(args[0]).within(layout.ATOM)}.{args[1]}")
     name = name_callable(target, names.require)
     if name.startswith("Tensor.") and args:
@@ -302,7 +305,7 @@ def _options(
             value = value.train
         code = writer.write(value)
         if name not in defaults or not _is_written(code, defaults[name]):
-            yield prefixed(f"{name}=", code)
+            yield named(name, code)
 
 
 def _drops_in_training(kwargs: Mapping[str, Any]) -> bool:

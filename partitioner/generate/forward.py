@@ -15,6 +15,7 @@ from . import layout
 from .blocks import helper_name, open_block
 from .canonical import Place
 from .choices import Choices, modes_of, sides_of
+from .constants import write_constant
 from .expressions import (
     write_arguments,
     write_guard,
@@ -262,7 +263,7 @@ class _Writer:
         if recompute is None:
             return call(function, tuple(arguments))
         self._names.require("torch.utils.checkpoint", "checkpoint")
-        options = [prefixed(f"{name}=", Code(repr(value))) for name, value in recompute.options]
+        options = [prefixed(f"{name}=", write_constant(value)) for name, value in recompute.options]
         return call("checkpoint", (Code(function), *arguments, *options))
 
     def _helper(self, segment: Segment) -> str:

@@ -13,6 +13,7 @@ from ...runtime.wording import write_bytes
 from ..capture import Capture
 from ..split import StageGraph, stage_tensors
 from .layout import WIDTH
+from .quoting import in_docstring
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +86,7 @@ def index_card(
     rows += zip(["note"] + [""] * len(capture.notes), capture.notes, strict=False)
     lines = [title, "", *_command(header.command), ""]
     lines += [line for label, text in rows for line in _row(label, text)]
-    return "\n".join(lines).replace('"""', "'''")
+    return in_docstring("\n".join(lines))
 
 
 def _command(command: str) -> list[str]:

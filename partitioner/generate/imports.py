@@ -6,6 +6,9 @@ import ast
 from collections import defaultdict
 from collections.abc import Iterable
 
+from ...runtime.errors import PlanError
+from .quoting import is_path
+
 _STANDARD = ("collections", "math", "operator", "random", "typing")
 _SHORT = {"numpy": "np"}
 
@@ -13,6 +16,13 @@ _SHORT = {"numpy": "np"}
 def write_imports(source: str, extra: Iterable[tuple[str, str]]) -> list[str]:
     """Lines that import `torch`, `nn`, `F` and the like where `source` uses them, and the pairs
     `(module, name)` in `extra`; without a name the module itself."""
+    extra = list(extra)
+    for module, name in extra:
+        if not is_path(module) or not (is_path(name) or name == ""):
+            raise PlanError(
+                f"generated code cannot import {name} of {module}.",
+                "Give the class or the function a name that Python can import.",
+            )
     used = {node.id for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name)}
     plain = ("math", "operator", "torch")
     modules: dict[str, str] = {name: f"import {name}" for name in plain if name in used}
@@ -22,7 +32,7 @@ def write_imports(source: str, extra: Iterable[tuple[str, str]]) -> list[str]:
     names_of["torch"] |= {"Tensor", "nn"} & used
     for module, name in extra:
         if name:
-            names_of[module].add(name)
+            names_of[module].add(name.partition(".")[0])
         else:
             short = f" as {_SHORT[module]}" if module in _SHORT else ""
             modules[module] = f"import {module}{short}"

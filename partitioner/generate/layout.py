@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from .quoting import in_comment, is_name, quoted
+
 WIDTH = 88
 
 # How tightly an expression binds; an operand that binds less tightly than its operator needs
@@ -57,6 +59,17 @@ def prefixed(prefix: str, code: Code) -> Code:
     return replace(code, flat=prefix + code.flat, head=prefix + code.head)
 
 
+def named(name: str, code: Code) -> Code:
+    """The expression as an argument of this name.
+
+    >>> named("x", Code("1")).flat, named("a b", Code("1")).flat
+    ('x=1', '**{"a b": 1}')
+    """
+    if is_name(name):
+        return prefixed(f"{name}=", code)
+    return bracket("**{", (prefixed(f"{quoted(name)}: ", code),), "}")
+
+
 def lay_out(prefix: str, code: Code, suffix: str = "", *, indent: int, comment: str = "") -> str:
     """Lines `prefix code suffix  # comment`; a comment that does not fit is left out.
 
@@ -64,7 +77,7 @@ def lay_out(prefix: str, code: Code, suffix: str = "", *, indent: int, comment: 
         x = f(a, b)  # f32[2]
     """
     margin = " " * indent
-    beside = f"  # {comment}" if comment else ""
+    beside = f"  # {in_comment(comment)}" if comment else ""
     flat = f"{margin}{prefix}{code.flat}{suffix}"
     if len(flat + beside) <= WIDTH:
         return flat + beside

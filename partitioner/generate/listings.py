@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from .layout import Code, bracket, prefixed
+from .quoting import quoted
 
 _MANY = 3
 _SHORT = 30  # so that a comprehension fits on a line
@@ -51,7 +52,7 @@ def mapping(head: str, children: Sequence[tuple[str, Code]]) -> Code:
         if len(run) > 1:
             entries.append(Code(f"**{repeated}"))
         else:
-            entries.append(prefixed(f'"{run[0][0]}": ', run[0][1]))
+            entries.append(prefixed(f"{quoted(run[0][0])}: ", run[0][1]))
     return _nested(head, tuple(entries), "})")
 
 

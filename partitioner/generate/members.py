@@ -16,14 +16,14 @@ from ..capture import Capture
 from ..configurations import configuration_arguments, is_configuration
 from ..constructors import Constructor
 from . import buffers
-from .callables import is_name
 from .canonical import Canonical, Held, Place
 from .classes import Classes, ModuleClass
 from .constants import write_constant
 from .items import Conflict
-from .layout import Code, bracket, call, lay_out, prefixed
+from .layout import Code, bracket, call, lay_out, named, prefixed
 from .listings import listing, mapping
 from .parts import Parts
+from .quoting import is_name, quoted
 
 
 @dataclass(slots=True)
@@ -67,7 +67,7 @@ class Scope:
         self.lines = (
             *self._assignments(self._root),
             *(
-                f"        {self.access(leaf.path)}.{name}.requires_grad_(False)"
+                f"        {_within(self.access(leaf.path), name.split('.'))}.requires_grad_(False)"
                 for leaf in canonical.leaves
                 for name in leaf.constructor.frozen_names
             ),
@@ -111,7 +111,7 @@ class Scope:
                 inner = f"{scope._base}.{rest}" if scope._base else rest
                 return text + scope.access(inner).removeprefix("self")
             if member.leaf is not None:
-                return text + "".join(f".{item}" for item in names[position:])
+                return _within(text, names[position:])
             if name not in member.children:
                 raise Conflict([member.path])
             text += self._step(member, name)
@@ -169,12 +169,14 @@ class Scope:
             case "list":
                 return f"[{name}]"
             case "dict":
-                return f'["{name}"]'
+                return f"[{quoted(name)}]"
             case "ordered":
                 # To a type checker its attributes may be tensors.
                 module = self._capture.model.get_submodule(member.path)
                 return f"[{list(module._modules).index(name)}]"
-        return f".{name}" if is_name(name) else f'.get_submodule("{name}")'
+        held = member.children[name].held
+        kind = "submodule" if held is None else "parameter" if held.is_parameter else "buffer"
+        return f".{name}" if is_name(name) else f".get_{kind}({quoted(name)})"
 
     def iterate(self, paths: Sequence[str], text: str) -> tuple[str, str]:
         """`(iterable, item)` for a loop over siblings in the list `text`: the item is empty if
@@ -211,7 +213,7 @@ class Scope:
         return tuple(
             name
             for name, child in self._ordered(member)
-            if child.held is not None and not child.held.is_parameter
+            if child.held is not None and not child.held.is_parameter and is_name(name)
         )
 
     @property
@@ -231,12 +233,13 @@ class Scope:
 
     def _assignment(self, name: str, member: Member) -> str:
         held = member.held
-        if not is_name(name):
-            items = (Code(f'"{name}"'), self._expression(member))
-            return lay_out("", call("self.add_module", items), indent=8)
+        if not is_name(name) and (held is None or held.is_parameter):
+            items = (Code(quoted(name)), self._expression(member))
+            adder = "self.add_module" if held is None else "self.register_parameter"
+            return lay_out("", call(adder, items), indent=8)
         if held is None or held.is_parameter:
             return lay_out(f"self.{name} = ", self._expression(member), indent=8)
-        arguments = [Code(f'"{name}"'), self._buffer(held)]
+        arguments = [Code(quoted(name)), self._buffer(held)]
         arguments += [] if held.is_persistent else [Code("persistent=False")]
         return lay_out("", call("self.register_buffer", tuple(arguments)), indent=8)
 
@@ -268,9 +271,7 @@ class Scope:
         kind = type(value)
         self._imports.add((kind.__module__, kind.__qualname__))
         fields = configuration_arguments(value) or {}
-        items = [
-            prefixed(f"{name}=", self._argument(place, field)) for name, field in fields.items()
-        ]
+        items = [named(name, self._argument(place, field)) for name, field in fields.items()]
         return call(kind.__qualname__, tuple(items))
 
     def _constructor(self, path: str, constructor: Constructor) -> Code:
@@ -283,7 +284,7 @@ class Scope:
                 continue
             value = self._argument(place, argument.value)
             is_positional = argument.is_positional and len(items) < 2
-            items.append(value if is_positional else prefixed(f"{argument.name}=", value))
+            items.append(value if is_positional else named(argument.name, value))
         tail = ").requires_grad_(False)" if constructor.frozen else ")"
         return bracket(f"{constructor.name}(", tuple(items), tail)
 
@@ -346,6 +347,13 @@ class Scope:
         name = self._parts.add(type(module).__name__, member.path, self._annotations(member), lines)
         self._part_of[member.path] = name
         return name
+
+
+def _within(text: str, names: Sequence[str]) -> str:
+    """What is called so inside the module `text`, of which the class is not ours."""
+    for name in names:
+        text = f"{text}.{name}" if is_name(name) else f"getattr({text}, {quoted(name)})"
+    return text
 
 
 def _holds_tensors(member: Member) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .quoting import class_name
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -26,7 +28,7 @@ class Parts:
     def add(self, type_name: str, path: str, annotations: Sequence[str], lines: list[str]) -> str:
         key = (type_name, *annotations, *lines)
         if key not in self._found:
-            stem = name = f"{type_name}Part"
+            stem = name = f"{class_name(type_name)}Part"
             count = 1
             while name in self._taken:
                 count += 1

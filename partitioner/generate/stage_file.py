@@ -20,6 +20,7 @@ from .items import Body, Conflict
 from .layout import WIDTH, Code, call, lay_out
 from .members import Scope
 from .parts import Part, Parts
+from .quoting import class_name, fits_docstring
 from .structure import build, build_flat
 from .tying import ties
 
@@ -180,7 +181,7 @@ class StageWriter:
         homes = (f" ({kind.__module__})", f" ({kind.__module__.rpartition('.')[2]})", "")
         return _fitting(
             *(f"{kind.__name__}{home}: {patterns[0]}{more}." for home in homes),
-            f"{kind.__name__} of the original.",
+            f"{class_name(kind.__name__)} of the original.",
         )
 
 
@@ -189,16 +190,17 @@ _RESERVED = ("Tensor", "nn", "F", "torch", "math", "operator", "cast", "OrderedD
 
 def _tie(name: str, owner: str) -> str:
     """The statement that makes a module or parameter one with another."""
-    numbered = re.fullmatch(r'(.+)\.get_submodule\(("[^"]+")\)', name)
-    if numbered:
-        added = call(f"{numbered[1]}.add_module", (Code(numbered[2]), Code(owner)))
+    if called := re.fullmatch(r"(.+)\.get_(submodule|parameter)\(([^.]+)\)", name):
+        adder = "add_module" if called[2] == "submodule" else "register_parameter"
+        added = call(f"{called[1]}.{adder}", (Code(called[3]), Code(owner)))
         return lay_out("", added, indent=8)
     return lay_out(f"{name} = ", Code(owner), indent=8)
 
 
 def _fitting(*texts: str) -> str:
     """The first docstring that fits on a line, else the last."""
-    return next((text for text in texts if len(text) + 10 <= WIDTH), texts[-1])
+    fitting = (text for text in texts if len(text) + 10 <= WIDTH and fits_docstring(text))
+    return next(fitting, texts[-1])
 
 
 def _pattern(path: str, count: int) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from .layout import WIDTH, Code, lay_out
+from .quoting import in_comment
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ def write_lines(statements: Sequence[Statement], *, headings: bool) -> list[str]
         heading = _heading(paragraph, is_first=not lines)
         if heading:
             lines += [""] if lines else []
-            lines.append(f"        # {heading}")
+            lines.append(f"        # {in_comment(heading)}")
             blocks = _Blocks()
         lines += blocks.lines(paragraph)
     return lines

@@ -19,6 +19,7 @@ from torch import fx, nn
 from ..capture import Capture, ModuleCall, Recompute, Region
 from ..split import StageGraph
 from .items import Body, Call, Item, Loop, Op, Segment, hint_of, own_name, symbols_of
+from .quoting import class_name
 from .sizes import find_sources
 
 
@@ -142,7 +143,7 @@ class _Builder:
         items = self._items(nodes, place)
         body = Body(
             path=call.path,
-            type_name=record.type_name.rpartition(".")[2],
+            type_name=class_name(record.type_name.rpartition(".")[2]),
             inputs=tuple(names),
             input_names=tuple(names.values()),
             symbols=(),

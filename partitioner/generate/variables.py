@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from .callables import is_name
 from .items import FORMS, Call, Item, hint_of
+from .quoting import is_name
 
 RESERVED = frozenset(
     {"self", "torch", "nn", "F", "Tensor", "math", "operator", "index", "cast", "random", "np"}
@@ -88,8 +88,8 @@ def candidates(node: fx.Node, item: Item, reader: Item | None, output: str) -> l
     return names
 
 
-# Letters that look like digits: linters object to them.
-_AMBIGUOUS = ("l", "O", "I")
+# Letters that look like digits, to which linters object, and the name of what nobody reads.
+_AMBIGUOUS = ("l", "O", "I", "_")
 
 
 def is_good(name: str) -> bool:
@@ -109,6 +109,8 @@ def item_name(path: str, type_name: str) -> str:
     `h.3`."""
     parent = path.split(".")[-2] if "." in path else ""
     if len(parent) >= 4 and parent.isalpha() and parent.islower():
-        return parent.removesuffix("s") if not parent.endswith("ss") else parent
-    start = max((i for i, letter in enumerate(type_name) if letter.isupper()), default=0)
-    return type_name[start:].lower().strip("0123456789") or "block"
+        name = parent.removesuffix("s") if not parent.endswith("ss") else parent
+    else:
+        start = max((i for i, letter in enumerate(type_name) if letter.isupper()), default=0)
+        name = type_name[start:].lower().strip("0123456789")
+    return name if is_good(name) else "block"

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from ..hidden_text import in_markdown
 from .runs import Run
 
 Ends = Callable[[Run], Sequence[float]]
@@ -84,7 +85,7 @@ def cells(row: Row) -> tuple[str, ...]:
 def markdown(found: Sequence[Row]) -> str:
     """The table in Markdown."""
     lines = [COLUMNS, ("---",) * 2 + ("---:",) * (len(COLUMNS) - 2), *map(cells, found)]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return "".join(f"| {' | '.join(map(in_markdown, line))} |\n" for line in lines)
 
 
 def _row(name: str, optimizer: str, runs: Sequence[Run], ends: Ends) -> Row:

@@ -16,6 +16,7 @@ from dataclasses import fields
 from itertools import groupby
 from pathlib import Path
 
+from ..hidden_text import one_line
 from ..plan import Plan
 from ..replication.grid import grid_of
 from ..training.segments import make_segment
@@ -28,7 +29,7 @@ CPUS_PER_TASK = 4
 NOTICE_S = 120
 """How long before the end of its time a run is told of it."""
 
-_TIMES = re.compile(r"\d+|\d+:\d\d|\d+:\d\d:\d\d|\d+-\d+(:\d\d){0,2}")
+_TIMES = re.compile(r"\d+|\d+:\d\d|\d+:\d\d:\d\d|\d+-\d+(:\d\d){0,2}", re.ASCII)
 
 
 def batch_script(settings: Settings) -> str:
@@ -57,9 +58,9 @@ def sbatch_script(settings: Settings, plan: Plan, ranks: int) -> str:
     most = max(counts)
     lines = [
         "#!/bin/bash",
-        f"# {plan.name}, {len(plan.stages)} stages: {_in_words(host_of_rank)}.",
+        f"# {one_line(plan.name)}, {len(plan.stages)} stages: {_in_words(host_of_rank)}.",
         "# Options given to sbatch win over these: sbatch --partition NAME --account NAME FILE",
-        f"#SBATCH --job-name={plan.name}",
+        f"#SBATCH --job-name={_job_name(plan.name)}",
         f"#SBATCH --nodes={len(counts)}",
         f"#SBATCH --ntasks={ranks}",
         f"#SBATCH --ntasks-per-node={most}",
@@ -122,6 +123,12 @@ def train_command(settings: Settings) -> list[str]:
         elif value is not True:
             command.append(f"{value:g}" if isinstance(value, float) else str(value))
     return command
+
+
+def _job_name(name: str) -> str:
+    """The name as one word: Slurm splits such a line as a shell does, and takes more options from
+    it."""
+    return re.sub(r"[^A-Za-z0-9_.+-]", "_", name).lstrip("-.") or "asyncpipe"
 
 
 def _hosts(settings: Settings, plan: Plan, ranks: int) -> list[int]:

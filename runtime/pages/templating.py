@@ -7,6 +7,8 @@ import re
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from ..hidden_text import in_markdown, visible
+
 TEMPLATES = Environment(
     loader=PackageLoader("asyncpipe", "templates"),
     undefined=StrictUndefined,
@@ -15,6 +17,7 @@ TEMPLATES = Environment(
     lstrip_blocks=True,
     keep_trailing_newline=True,
 )
+TEMPLATES.filters["markdown"] = in_markdown
 _NO_CHARACTERS = re.compile(
     "[\x00-\x08\x0b\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufdd0-\ufdef"
     + "".join(
@@ -26,8 +29,10 @@ _NO_CHARACTERS = re.compile(
 
 def render(template: str, **values: object) -> str:
     """The page that a template makes of values. What HTML does not allow in a text, such as control
-    characters, is replaced: texts come from records and names that others made."""
-    return _NO_CHARACTERS.sub("\ufffd", TEMPLATES.get_template(template).render(**values))
+    characters, is replaced, and what would hide a text is spelled out: texts come from records and
+    names that others made."""
+    page = TEMPLATES.get_template(template).render(**values)
+    return visible(_NO_CHARACTERS.sub("\ufffd", page))
 
 
 def in_script(text: str) -> Markup:

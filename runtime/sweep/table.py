@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..hidden_text import in_markdown
 from .record import FINISHED, SweptRun
 from .variants import in_words
 
@@ -28,8 +29,9 @@ def ranked(runs: Sequence[SweptRun]) -> list[SweptRun]:
 def markdown(runs: Sequence[SweptRun]) -> str:
     """The table in Markdown."""
     names = columns(runs)
-    lines = [names, ("---",) * len(names), *rows(runs)]
-    return "".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |\n" for line in lines)
+    cells = [list(map(in_markdown, line)) for line in (names, *rows(runs))]
+    lines = [cells[0], ["---"] * len(names), *cells[1:]]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def _cell(run: SweptRun, column: str) -> str:

@@ -1,0 +1,328 @@
+"""Names that others chose stay names: in generated Python, scripts, pages and on the terminal.
+
+What must hold of any text is tried with texts that are markup or code somewhere. Each is built so
+that it leaves a mark if any part of it is run.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import io
+import itertools
+import re
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor, nn
+
+import asyncpipe
+from asyncpipe.partitioner.generate import quoting
+from asyncpipe.partitioner.generate.layout import Code, call, lay_out, named
+from asyncpipe.runtime.errors import AsyncPipeError
+from asyncpipe.runtime.hidden_text import hiding_in, in_markdown, one_line, visible
+from asyncpipe.runtime.launching.sbatch import sbatch_script
+from asyncpipe.runtime.pages.templating import _NO_CHARACTERS, render
+from asyncpipe.runtime.plan import Plan, read_plan
+from asyncpipe.runtime.training.settings import Settings
+from asyncpipe.terminal_console import SafeConsole
+from asyncpipe.tests.in_process import command
+from asyncpipe.tests.pages import all_of, check_alone, parsed, text_of
+from asyncpipe.tests.runtime.handmade import write_mlp
+
+CANARY = "asyncpipe_canary"
+RUNS = f"{CANARY}()"
+PARTS = [
+    *(
+        "'",
+        '"',
+        '"""',
+        "'''",
+        "\\",
+        "\n",
+        "\r",
+        "\t",
+        "{",
+        "}",
+        "{{ 7*7 }}",
+        "{% raw %}",
+        "#",
+        "$(",
+    ),
+    *(f'"+str({RUNS})+"', f"'+str({RUNS})+'", f'""" + {RUNS} + """', f"\n{RUNS}\n", f"){RUNS}("),
+    *("`touch ran`", "; touch ran", "\ntouch ran\n", "$(touch ran)", "--wrap=x", " ", "-"),
+    *(
+        "<script>",
+        "</script>",
+        "&",
+        "]]>",
+        "<!--",
+        "|",
+        "[x](y)",
+        "[red]",
+        "[/]",
+        "[link=x]",
+    ),
+    *("\x1b[2J", "\x1b]0;x\x07", "\x00", "\x7f", "\x9b2J", "\u202e", "\u2066", "\u200b", "\u200d"),
+    *("\u2028", "\ufeff", "\U000e0041", "\u3164", "\ufb01", "\U0001f600", "é", "a" * 300, "\ud800"),
+    *("class", "None", "self", "x", "_", "__x", "__x__", "0", "forward", "training", "\u0660"),
+]
+texts = st.lists(st.one_of(st.sampled_from(PARTS), st.text(max_size=3)), max_size=5).map("".join)
+shown = st.lists(
+    st.sampled_from([part for part in PARTS if one_line(part) == part and "." not in part]),
+    min_size=1,
+    max_size=4,
+).map("".join)  # of which nearly all can be the name of a module
+many = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@pytest.fixture(autouse=True)
+def canary(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    ran: list[int] = []
+    monkeypatch.setattr(builtins, CANARY, lambda: ran.append(1), raising=False)
+    yield
+    assert not ran, "a name was run"
+
+
+# --- Python
+
+
+@many
+@given(texts)
+def test_a_text_in_generated_python_is_that_text(text: str) -> None:
+    assert ast.literal_eval(quoting.quoted(text)) == text
+    assert hiding_in(quoting.quoted(text)) == ""
+    (statement,) = ast.parse(f"r'''1'''\nr\"\"\"{quoting.in_docstring(text)}\n\"\"\"").body[1:]
+    assert isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+    if quoting.fits_docstring(text):
+        assert ast.literal_eval(f'"""{text}"""') == text
+    line = lay_out("x = ", Code("1"), indent=0, comment=text[:20])
+    assert line == "x = 1" or ast.unparse(ast.parse(line)) == "x = 1"
+    argument = ast.parse(call("f", (named(text, Code("1")),)).flat, mode="eval").body
+    assert isinstance(argument, ast.Call) and len(argument.keywords) == 1
+    given = argument.keywords[0]
+    if given.arg is None:
+        assert isinstance(given.value, ast.Dict) and given.value.keys[0].value == text
+    else:
+        assert given.arg == text
+
+
+@many
+@given(texts)
+def test_what_may_be_a_name_is_that_name(text: str) -> None:
+    if quoting.is_name(text):
+        scope: dict[str, Any] = {}
+        exec(f"class C:\n    def f(self): self.{text} = 1\nc = C()\nc.f()", scope)
+        assert vars(scope["c"]) == {text: 1}
+    assert quoting.is_name(quoting.class_name(text))
+
+
+# --- pages, scripts, terminals
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(texts)
+def test_a_text_in_a_page_is_that_text(text: str) -> None:
+    page = render(
+        "page.html.j2",
+        title=text, is_good=True, status=text, command=text, facts=[(text, text)],
+        cards=[{"heading": text, "number": text, "detail": text}],
+    )  # fmt: skip
+    check_alone(page, scripts=0)
+    assert hiding_in(page) == ""
+    plain = visible(_NO_CHARACTERS.sub("\ufffd", text))
+    (value,) = all_of(parsed(page), "dd")
+    assert text_of(value) == re.sub(r"\s+", " ", plain).strip()
+
+
+@many
+@given(texts)
+def test_a_text_in_markdown_makes_no_markup(text: str) -> None:
+    cell = in_markdown(text)
+    assert "\n" not in cell and "<" not in cell and not re.search(r"(?<!\\)(\\\\)*[|`\[]", cell)
+
+
+@many
+@given(texts)
+def test_a_text_on_the_terminal_steers_nothing(text: str) -> None:
+    table = Table(title=escape(text))
+    table.add_column(escape(text))
+    table.add_column("")
+    table.add_row(escape(text), Text(text))
+    for is_terminal in (False, True):
+        file = io.StringIO()
+        console = SafeConsole(file=file, force_terminal=is_terminal, width=400, highlight=False)
+        console.print(Text(text, style="bold"), table)
+        console.print(text, markup=False, soft_wrap=True)
+        plain = re.sub(r"\x1b\[[\d;]*m", "", file.getvalue())
+        assert visible(plain) == plain
+    assert hiding_in(visible(text)) == "" and "\n" not in one_line(text)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(name=texts, output=texts)
+def test_a_name_in_a_batch_script_is_no_option_and_no_command(
+    plan_of_mlp: Plan, tmp_path: Path, name: str, output: str
+) -> None:
+    output = output.replace("\x00", "").encode(errors="replace").decode()
+    options = Settings(folder="made", output=f"x{output}")
+    script = sbatch_script(options, replace(plan_of_mlp, name=name), 2)
+    lines = script.split("\nset -euo pipefail\n")[0].split("\n")
+    assert all(line.startswith("#") for line in lines)
+    given = [line for line in lines if line.startswith("#SBATCH")]
+    assert all(re.fullmatch(r"#SBATCH --[a-z-]+(=[\w.+:%@-]+)?", line) for line in given)
+    assert len(given) == len({line.partition("=")[0] for line in given})
+    (tmp_path / "script.sh").write_text(script, encoding="utf-8")
+    stubs = 'mapfile() { hosts=(a); }; scontrol() { :; }; srun() { printf "%s\\0" "$@" > words; }\n'
+    ran = subprocess.run(
+        ["bash", "-c", f"{stubs}. ./script.sh"],
+        cwd=tmp_path,
+        env={"PATH": "/usr/bin:/bin", "SLURM_JOB_ID": "1", "SLURM_CPUS_PER_TASK": "1"},
+        capture_output=True,
+    )
+    assert ran.returncode == 0, ran
+    assert {path.name for path in tmp_path.iterdir()} == {"script.sh", "words"}
+    assert f"x{output}".encode() in (tmp_path / "words").read_bytes().split(b"\0")
+
+
+@pytest.fixture(scope="module")
+def plan_of_mlp(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    return write_mlp(tmp_path_factory.mktemp("plan") / "mlp")
+
+
+# --- a model from end to end
+
+
+class Hostile(nn.Module):
+    """Modules, parameters, buffers and classes of any name, put where no check of torch's looks."""
+
+    def __init__(self, names: list[str], type_name: str) -> None:
+        super().__init__()
+        self.names, self.keys = names, [names[0], f"{names[1]}_"]
+        kind = type("Inner", (Inner,), {"__name__": type_name})
+        kind.__name__ = kind.__qualname__ = type_name
+        self._modules[names[0]] = nn.Linear(4, 4)
+        self._modules[names[1]] = kind(names[2])
+        self.table = nn.ModuleDict()
+        self.table._modules[names[3]] = nn.Linear(4, 4)
+        self._parameters[names[4]] = nn.Parameter(torch.ones(4))
+        self._buffers[names[5]] = torch.full((4,), 0.5)
+
+    def forward(self, x: dict[str, Tensor]) -> dict[str, Tensor]:
+        names = self.names
+        h = self._modules[names[0]](x[names[0]])
+        h = self._modules[names[1]](h) * self._parameters[names[4]]
+        h = self.table._modules[names[3]](h) + self._buffers[names[5]]
+        return {names[1]: h, names[2]: h.tanh()}
+
+
+class Inner(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self._modules[name] = nn.Linear(4, 4)
+        self._parameters[f"{name}_"] = nn.Parameter(torch.ones(4))
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self._modules[self.name](h).relu() * self._parameters[f"{self.name}_"]
+
+
+def partitioned(names: list[str], type_name: str, folder: Path, code: str = "structured") -> bool:
+    """Whether the model is exact in two stages, and all that is shown of it harmless; False where
+    it is refused in a sentence."""
+    torch.manual_seed(0)
+    model = Hostile(names, type_name)
+    inputs = {"x": {names[0]: torch.randn(3, 4)}}
+    try:
+        asyncpipe.partition(model, inputs, stages=2, output=folder, profile="analytic", code=code)
+    except AsyncPipeError as refusal:
+        assert "Traceback" not in str(refusal) and len(refusal.what) < 600, refusal
+        assert not folder.exists()
+        return False
+    plan = read_plan(folder)
+    pipe = asyncpipe.load(folder)
+    assert list(pipe.state_dict()) == list(model.state_dict())
+    mine, theirs = pipe(**inputs), model(**inputs)
+    assert list(mine) == list(theirs)
+    assert all(torch.equal(mine[key], theirs[key]) for key in mine)
+    sum(value.sum() for value in mine.values()).backward()
+    for options in ((), ("--stage", "0"), ("--stage", "1")):
+        shown = command(folder.parent, "inspect", str(folder), *options)
+        assert shown.code == 0 and visible(shown.out) == shown.out
+    files = frozenset(stage.file for stage in plan.stages)
+    check_alone((folder / "report.html").read_text(), scripts=2, files=files)
+    for file in folder.glob("*.py"):
+        assert hiding_in(file.read_text(encoding="utf-8")) == ""
+    return True
+
+
+def distinct(names: list[str]) -> list[str]:
+    return [
+        name if name not in names[:place] else f"{name}{place}" for place, name in enumerate(names)
+    ]
+
+
+COUNT = itertools.count()
+
+
+@settings(
+    max_examples=6,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.generate],  # to make one smaller would take minutes
+)
+@given(
+    names=st.one_of(*(st.lists(each, min_size=6, max_size=6) for each in (shown, shown, texts))),
+    type_name=texts,
+    code=st.sampled_from(["structured", "flat"]),
+)
+def test_a_model_with_any_names_is_exact_or_refused(
+    tmp_path: Path, names: list[str], type_name: str, code: str
+) -> None:
+    type_name = type_name.replace("\0", "").encode(errors="replace").decode()  # Python's own limits
+    partitioned(distinct(names), type_name, tmp_path / f"made{next(COUNT)}", code)
+
+
+@pytest.mark.parametrize("code", ["structured", "flat"])
+def test_names_that_are_code_are_names(tmp_path: Path, code: str) -> None:
+    names = [
+        't"+str(RUN)+"',
+        "t'+str(RUN)+'",
+        'a""" + RUN + """',
+        "\\",
+        "class",
+        "{{ 7*7 }} é\U0001f600",
+    ]
+    names = [name.replace("RUN", RUNS) for name in names]
+    assert partitioned(names, f"Odd({RUNS})", tmp_path / "made", code)
+    assert partitioned(names[::-1], "for", tmp_path / "other", code)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("forward", '"forward", as an attribute that every module has: forward of nn.Module'),
+        ("__class__", '"__class__", as an attribute that every module has'),
+        ("training", '"training", as an attribute that every module has'),
+        ("", '"", which cannot be told from a path'),
+        ("a.b", '"a.b", which cannot be told from a path'),
+        ("a\nb", '"a\\nb", and such a character does not show'),
+        ("\u202e", '"\\u202e", and such a character does not show'),
+    ],
+)
+def test_a_name_that_no_attribute_can_have_is_refused(tmp_path: Path, name: str, told: str) -> None:
+    model = nn.Sequential()
+    model._modules[name] = nn.Linear(4, 4)
+    with pytest.raises(AsyncPipeError) as refused:
+        asyncpipe.partition(model, {"input": torch.ones(2, 4)}, stages=1, output=tmp_path / "made")
+    assert f"a module of the model is called {told}" in str(refused.value)
