@@ -109,6 +109,7 @@ def _of_model(options: PartitionOptions, ticks: Ticks) -> dict[str, Any]:
         "no_cache": options.no_cache,
         "leaves": options.leaf or (),
         "capture": options.capture,
+        "mode": options.mode,
         "on_tick": ticks.tick,
         "on_progress": ticks.progress,
     }

@@ -81,6 +81,14 @@ class PartitionOptions:
             "How forward is read: auto is the tracer, and TorchDynamo where the tracer cannot see.",
         ),
     ] = "auto"
+    mode: Annotated[
+        Literal["both", "train"],
+        option(
+            _MODEL,
+            "Capture forward in training and evaluation mode (both, the default), or for training "
+            "alone (train): for a model that returns another structure in evaluation.",
+        ),
+    ] = "both"
     leaf: Annotated[
         list[str] | None,
         option(_MODEL, "The name of a module class that is kept as one operation."),

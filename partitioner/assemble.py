@@ -100,6 +100,7 @@ def assemble(
         state_keys=tuple(capture.model.state_dict()),
         unused=unused_tensors(capture, stage_graphs),
         notes=tuple(map(visible, capture.notes)),
+        mode="both" if False in capture.modes else "train",
         explanation=solution.explanation,
         candidates=solution.candidates,
         even_split=tuple(

@@ -173,6 +173,7 @@ def partition_source(
     cut_at: Sequence[str] = (),
     keep_together: Sequence[str] = (),
     capture: str = "auto",
+    mode: str = "both",
     code: str = "structured",
     explain: bool = False,
     stop_after: str | None = None,
@@ -208,7 +209,7 @@ def partition_source(
     on_meta = any(parameter.is_meta for parameter in source.model.parameters())
 
     captured = capture_model(
-        source.model, source.example_inputs, leaves=leaves, check=False, method=capture
+        source.model, source.example_inputs, leaves=leaves, check=False, method=capture, mode=mode
     )  # verify below compares more
     digest = graph_hash(captured)
     model_facts = {"model": portable(source.spec), "model_args": dict(model_args or {})}
@@ -286,6 +287,7 @@ def partition_source(
             cut_at,
             keep_together,
             code,
+            mode,
             running,
         ),
         criterion=loss or source.criterion,
@@ -404,11 +406,13 @@ def _command(
     cut_at: Sequence[str],
     keep_together: Sequence[str],
     code: str,
+    mode: str,
     running: Running,
 ) -> str:
     """The command that would have made a plan that was made from Python."""
     tokens = ["asyncpipe-partition", "--model", portable(spec), "--stages", str(stages)]
     tokens += ["--method", method] if method != "auto" else []
+    tokens += ["--mode", mode] if mode != "both" else []
     if prefer_modules != PREFER_MODULES:
         tokens += ["--prefer-modules", f"{prefer_modules:g}"]
     tokens += [token for name in cut_at for token in ("--cut-at", name)]

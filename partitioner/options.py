@@ -70,6 +70,7 @@ LIMITS: Mapping[str, Limit] = MappingProxyType(
         "seed": Whole(0, 2**53, 0),
         "meta": Flag(),
         "capture": Choice(("auto", "tracer", "dynamo")),
+        "mode": Choice(("both", "train")),
         "leaf": Several(Text("the name of a class", "GPT2Attention")),
         "stages": Whole(1, 2**12, 4),
         "method": Choice(METHODS),
@@ -113,7 +114,7 @@ LIMITS: Mapping[str, Limit] = MappingProxyType(
 
 _NEVER_NONE = frozenset(
     {
-        *("seq", "seed", "meta", "capture", "method", "granularity", "prefer_modules"),
+        *("seq", "seed", "meta", "capture", "mode", "method", "granularity", "prefer_modules"),
         *("micro_batches", "staleness", "optimizer", "recompute", "explain", "dtype"),
         *("calibrate", "no_cache", "code", "save_weights", "force"),
     }

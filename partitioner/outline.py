@@ -121,13 +121,14 @@ def outline_source(
     no_cache: bool = False,
     leaves: Sequence[str] = (),
     capture: str = "auto",
+    mode: str = "both",
     on_tick: OnTick | None = None,
     on_progress: OnProgress | None = None,
 ) -> Outline:
     """Captures, profiles if asked to, and writes nothing."""
     tick = Clock(on_tick)
     captured = capture_model(
-        source.model, source.example_inputs, leaves=leaves, check=False, method=capture
+        source.model, source.example_inputs, leaves=leaves, check=False, method=capture, mode=mode
     )
     tick("capture", describe_capture(captured), "profile" if with_profile else "")
     costs: Mapping[str, NodeCost] = {}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .arguments import named_inputs, sizes_of
 from .errors import DataError
 from .loading import load_stage, load_unused
-from .plan import Plan, StageSpec, read_plan
+from .plan import Plan, StageSpec, read_plan, verify_evaluates
 from .structure import rebuilt
 from .tensors import write_shard
 
@@ -43,6 +43,9 @@ class Pipe:
         return rebuilt(self.plan.outputs, values, sizes)
 
     def train(self, mode: bool = True) -> Pipe:
+        """Raises PlanError for evaluation mode where the plan is for training alone."""
+        if not mode:
+            verify_evaluates(self.plan)
         for stage in self.stages:
             stage.train(mode)
         return self

@@ -29,7 +29,7 @@ from .channels import (
 from .errors import PlanError, ScheduleError, TransportError
 from .feed import Criterion, Feed, FeedOnce, loss_of_stage, needed_inputs, output_names
 from .mailbox import Mailbox
-from .plan import Plan
+from .plan import Plan, verify_evaluates
 from .precision import FULL, Precision
 from .program import forward_only, loss_divisors, passages, turning, window_ends, without_steps
 from .random_state import GeneratorState, micro_batch_seed
@@ -416,6 +416,7 @@ class Pipeline:
         both alone."""
         with ExitStack() as restored:
             if not training:
+                verify_evaluates(self.plan)
                 restored.enter_context(self.settled())
                 for stage in self.stages.values():
                     for module in stage.module.modules():

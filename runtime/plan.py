@@ -248,7 +248,8 @@ class Plan:
     length, with what would change; `even_split` are forward and backward
     milliseconds of the stages that counting blocks would give, and `candidates` other plans.
     `loss` names the output value that is the loss, or is None when a criterion outside the
-    model makes it (`criterion`).
+    model makes it (`criterion`). `mode` is "both", or "train" for stages that have no evaluation
+    mode.
     """
 
     name: str
@@ -282,6 +283,7 @@ class Plan:
     if_sent: tuple[Boundary, ...] = ()
     arguments: Mapping[str, Any] | None = None
     constants: tuple[str, ...] = ()
+    mode: str = "both"
     schema: int = field(default=SCHEMA)
 
     @property
@@ -332,6 +334,8 @@ class Plan:
         document = asdict(self)
         for candidate in document["candidates"]:
             del candidate["seconds"]  # the same plan is the same text
+        if self.mode == "both":
+            del document["mode"]
         for stage in document["stages"]:
             if not stage["draws_numbers"]:
                 del stage["draws_numbers"]  # few models do
@@ -365,6 +369,17 @@ def read_plan(folder: str | Path) -> Plan:
     if wrong := contradiction(plan):
         raise origin.refused(f" contradicts itself: {wrong}.")
     return plan
+
+
+def verify_evaluates(plan: Plan) -> None:
+    """Raises PlanError for stages that were made for training alone."""
+    if plan.mode == "train":
+        raise PlanError(
+            f"{plan.name} was partitioned for training alone (--mode train), so its stages cannot "
+            "run in evaluation mode.",
+            "Evaluate the original model with the trained weights: "
+            "model.load_state_dict(pipe.state_dict()).",
+        )
 
 
 def portable(text: str) -> str:

@@ -45,6 +45,10 @@ __all__ = [
 ]  # fmt: skip
 
 
+MODES = {"both": (True, False), "train": (True,)}
+"""The modes to capture, training first, by the name of the option."""
+
+
 def capture(
     model: nn.Module,
     example_inputs: Mapping[str, Any],
@@ -53,6 +57,7 @@ def capture(
     leaves: Collection[str] = (),
     check: bool = True,
     method: str = "auto",
+    mode: str = "both",
 ) -> Capture:
     """Writes down what the model's forward does for inputs like these.
 
@@ -65,12 +70,15 @@ def capture(
     at other sizes in both modes; a model on meta is not checked.
 
     `method` is `tracer`, `dynamo` or `auto`: the tracer, and where it cannot see what forward does,
-    torch's own graph made by Dynamo. A note says so.
+    torch's own graph made by Dynamo. A note says so. `mode` is `both`, or `train` for a graph of
+    training alone, which a model needs whose forward returns another structure in evaluation.
 
     The model is left as it was: parameters, buffers, attributes, modes, gradients.
 
     Raises CaptureError for a forward that is no fixed graph, naming its line.
     """
+    if mode not in MODES:
+        raise CaptureError(f"the mode is {mode!r}.", f"Known: {', '.join(MODES)}.")
     if method not in METHODS:
         raise CaptureError(f"the way to capture is {method!r}.", f"Known: {', '.join(METHODS)}.")
     verify_names(model)
@@ -84,6 +92,7 @@ def capture(
         may_fix=dynamic is None,
         is_leaf=leaf_rule(model, leaves),
         check=check,
+        modes=MODES[mode],
     )
     with unchanged(model):
         captured = find_capture(request, method)

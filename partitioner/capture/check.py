@@ -72,7 +72,7 @@ def _check(
         if why := refused_sizes(capture.graph, sizes_of(capture, given)):
             raise CaptureError(why)
         call = partial(capture.arguments.call, model)
-        return {training: observed(given, training, call, seed) for training in (True, False)}
+        return {training: observed(given, training, call, seed) for training in capture.modes}
 
     choices = (smaller_sizes(capture.sizes), nearby_sizes(capture.sizes))
     real = {name: _real(value, device) for name, value in inputs.items()}

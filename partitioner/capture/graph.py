@@ -21,7 +21,7 @@ class Capture:
     takes them; `sizes` what the symbols
     were in the example; `constants` the tensors that forward reads and that are neither a
     parameter nor a buffer, by the name that `get_attr` nodes use for them; `changed` the parameters
-    that forward changes in place.
+    that forward changes in place; `modes` those that it is for, True for training.
     """
 
     graph: fx.Graph
@@ -33,6 +33,7 @@ class Capture:
     constants: Mapping[str, Tensor]
     notes: tuple[str, ...] = ()
     changed: tuple[str, ...] = ()
+    modes: tuple[bool, ...] = (True, False)
 
     def tensor_spec(self, node: fx.Node) -> TensorSpec:
         """Name, dtype and symbolic shape of a node whose value is a tensor.

@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import fx
 
-from ...runtime.errors import CaptureError
 from ...runtime.structure import is_named_tuple
 from .graph import is_external
 from .prune import prune
@@ -27,11 +26,11 @@ class Different(Exception):
     """Two nodes, one of each mode, that cannot be one."""
 
 
-def merge(train: fx.Graph, evaluation: fx.Graph) -> CaptureError | None:
+def merge(train: fx.Graph, evaluation: fx.Graph) -> Pair | None:
     """Writes into `train` what differs in `evaluation`.
 
-    Where the two modes do different things the result is the error that says so; the graphs are
-    then pruned and otherwise unchanged.
+    Where the two modes do different things the result is where they part; the graphs are then
+    pruned and otherwise unchanged.
     """
     difference = _merge_in_step(train, evaluation)
     if difference is not None:
@@ -39,7 +38,7 @@ def merge(train: fx.Graph, evaluation: fx.Graph) -> CaptureError | None:
         prune(train)
         prune(evaluation)
         difference = _merge_in_step(train, evaluation)
-    return None if difference is None else modes_differ(difference)
+    return difference
 
 
 def _merge_in_step(train: fx.Graph, evaluation: fx.Graph) -> Pair | None:
@@ -178,19 +177,3 @@ def _has_node(value: Any) -> bool:
     found: list[fx.Node] = []
     fx.node.map_arg(value, found.append)
     return bool(found)
-
-
-def modes_differ(difference: Pair) -> CaptureError:
-    """The error that says where the two modes part."""
-
-    def where(node: fx.Node) -> str:
-        source = node.meta["source"]
-        place = f"{source[0]}:{source[1]}" if source else node.name
-        return f"{place} ({getattr(node.target, '__name__', node.target)})"
-
-    train, evaluation = map(where, difference)
-    return CaptureError(
-        "forward does other work in training than in evaluation, from "
-        f"{train} in training and {evaluation} in evaluation on.",
-        "Keep the module with `if self.training:` as one node: --leaf Class.",
-    )

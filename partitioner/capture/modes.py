@@ -18,6 +18,7 @@ from .graph import Capture, tensor_spec
 from .inputs import enlarged, sizes_in
 from .leaves import LeafRule
 from .merge import Different, merge
+from .modes_differ import modes_differ
 from .prune import prune
 from .rename import renamed
 from .samples import resized
@@ -26,10 +27,18 @@ from .skips import add_decision, both_ways, identity, undecided
 from .tracer import Tracer
 from .traces import Trace
 
+_TRAINING_ALONE = "captured for training alone: the stages cannot run in evaluation mode"
+
 
 def merged_capture(
-    model: nn.Module, given: Arguments, dims: Dynamic, is_leaf: LeafRule, trace: Trace
+    model: nn.Module,
+    given: Arguments,
+    dims: Dynamic,
+    is_leaf: LeafRule,
+    trace: Trace,
+    modes: tuple[bool, ...] = (True, False),
 ) -> Capture:
+    """`modes` are both, or training (True) alone."""
     inputs = given.tensors
     large = replace(given, tensors=enlarged(inputs, dims))
 
@@ -51,6 +60,7 @@ def merged_capture(
             calls=calls,
             constants={name: t for trace in traces for name, t in trace.constants.items()},
             notes=tuple(dict.fromkeys(notes)),
+            modes=modes,
             changed=tuple(dict.fromkeys(name for trace in traces for name in trace.changed)),
         )
 
@@ -82,6 +92,11 @@ def merged_capture(
                 raise FailedTrace(undecided(condition), ()) from None
         return ways.tracer
 
+    if modes == (True,):
+        train = with_decisions(training=True)
+        captured = finished(train.graph, train.calls, train)
+        return replace(captured, notes=(*captured.notes, _TRAINING_ALONE))
+
     def both_modes() -> tuple[Tracer, Tracer]:
         train = with_decisions(training=True)
         return train, _apart(with_decisions(training=False), train)
@@ -94,7 +109,8 @@ def merged_capture(
     try:
         both = branched(train.graph, train.calls, evaluation.graph, evaluation.calls)
     except Different:
-        raise difference from None
+        error = modes_differ(train.graph, evaluation.graph, difference, model)
+        raise error from None
     captured = finished(*both, train, evaluation)
     if not is_on_meta(model):
         check_capture(captured, inputs)

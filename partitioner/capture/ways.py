@@ -34,8 +34,8 @@ METHODS = ("auto", "tracer", "dynamo")
 class Request:
     """What is to be captured: a model called so, with these sizes free and these leaves.
 
-    `may_fix` allows sizes other than the batch to be fixed, `check` asks for a run beside the
-    model.
+    `modes` are those to capture. `may_fix` allows sizes other than the batch to be fixed, `check`
+    asks for a run beside the model.
     """
 
     model: nn.Module
@@ -44,6 +44,7 @@ class Request:
     may_fix: bool
     is_leaf: LeafRule
     check: bool
+    modes: tuple[bool, ...]
 
 
 def find_capture(request: Request, method: str) -> Capture:
@@ -97,7 +98,7 @@ def _captured(request: Request, trace: Trace, kept: AutomaticLeaves | None) -> C
     notes: list[str] = []
     while True:
         try:
-            captured = merged_capture(model, given, dims, is_leaf, trace)
+            captured = merged_capture(model, given, dims, is_leaf, trace, request.modes)
             break
         except FailedTrace as failed:
             error = failed.error

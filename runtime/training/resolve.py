@@ -11,7 +11,7 @@ from typing import Any
 
 from ..data.task import Task, find_task
 from ..errors import PlanError
-from ..plan import Plan
+from ..plan import Plan, verify_evaluates
 from ..replication.replicas import in_words, with_replicas
 from .asynchronous import check_methods, chosen_methods, resolve_asynchronous, resolve_samples
 from .half import check_precision
@@ -65,6 +65,7 @@ def resolve(settings: Settings, plan: Plan, *, architecture: str = "") -> tuple[
             f"{plan.name} returns no loss and names no criterion.",
             "--criterion cross_entropy, or mse, or my_file.py:function",
         )
+    settings = _evaluations(settings, plan)
     with_recompute(plan, settings.recompute)
     _check_batch_norm(settings, plan)
     task = find_task(plan, criterion=criterion, architecture=architecture)
@@ -87,6 +88,15 @@ def resolve(settings: Settings, plan: Plan, *, architecture: str = "") -> tuple[
     check_precision(filled)
     check_methods(filled, plan)
     return filled, task
+
+
+def _evaluations(settings: Settings, plan: Plan) -> Settings:
+    """Without evaluations where the stages are for training alone; they may not be asked for."""
+    if plan.mode == "both":
+        return settings
+    if settings.eval_every or settings.keep_best:
+        verify_evaluates(plan)
+    return replace(settings, eval_batches=0)
 
 
 def sized_plan(plan: Plan, settings: Settings) -> Plan:
