@@ -6,7 +6,7 @@ mode; what it does is written down and run again on real numbers against the mod
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from .hooks import verify_hooks
 from .inputs import dynamic_sizes
 from .interpret import run
 from .leaves import leaf_rule
-from .restore import unchanged
+from .restore import in_mode, unchanged
 from .values import (
     CallRecord,
     IfTraining,
@@ -94,10 +94,29 @@ def capture(
         check=check,
         modes=MODES[mode],
     )
+    by_hand = tuple(modes_by_hand(model))
     with unchanged(model):
         captured = find_capture(request, method)
     fixed = [
         f"{where} is fixed at {text}: it is no tensor"
         for where, text in constants_in(given.structure, "")
     ]
-    return replace(captured, notes=(*fixed, *captured.notes))
+    return replace(captured, notes=(*fixed, *by_hand, *captured.notes))
+
+
+def modes_by_hand(model: nn.Module) -> Iterator[str]:
+    """A note on modules whose mode is not what `train` makes of the model's: it was set by hand."""
+    modules = dict(model.named_modules())
+    unlike = [path for path, module in modules.items() if module.training != model.training]
+    with in_mode(model, model.training):
+        other = [path for path in unlike if modules[path].training == model.training]
+    outer = [path for path in other if path.rpartition(".")[0] not in other]
+    if outer:
+        shown = ", ".join(f"{path} ({type(modules[path]).__name__})" for path in outer[:3])
+        more = f" and {len(outer) - 3} more" if len(outer) > 3 else ""
+        kept, root = ("evaluation", "training") if model.training else ("training", "evaluation")
+        yield (
+            f"{shown}{more} {'is' if len(outer) == 1 else 'are'} in {kept} mode and the model in "
+            f"{root} mode; the stages follow train() and eval() of the model, which do not keep "
+            "that: to keep it, override train() in the class of the model"
+        )

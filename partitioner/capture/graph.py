@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, fx, nn
@@ -21,7 +21,9 @@ class Capture:
     takes them; `sizes` what the symbols
     were in the example; `constants` the tensors that forward reads and that are neither a
     parameter nor a buffer, by the name that `get_attr` nodes use for them; `changed` the parameters
-    that forward changes in place; `modes` those that it is for, True for training.
+    that forward changes in place; `modes` those that it is for, True for training. `flags` has by
+    path what `training` of a module is in training and in evaluation mode, where that is not what
+    the mode is: its owner overrides `train`.
     """
 
     graph: fx.Graph
@@ -34,6 +36,7 @@ class Capture:
     notes: tuple[str, ...] = ()
     changed: tuple[str, ...] = ()
     modes: tuple[bool, ...] = (True, False)
+    flags: Mapping[str, tuple[bool, bool]] = field(default_factory=dict)
 
     def tensor_spec(self, node: fx.Node) -> TensorSpec:
         """Name, dtype and symbolic shape of a node whose value is a tensor.

@@ -61,6 +61,7 @@ def merged_capture(
             constants={name: t for trace in traces for name, t in trace.constants.items()},
             notes=tuple(dict.fromkeys(notes)),
             modes=modes,
+            flags=_unlike_mode(traces[0].flags, traces[-1].flags if len(traces) > 1 else {}),
             changed=tuple(dict.fromkeys(name for trace in traces for name in trace.changed)),
         )
 
@@ -115,6 +116,14 @@ def merged_capture(
     if not is_on_meta(model):
         check_capture(captured, inputs)
     return captured
+
+
+def _unlike_mode(
+    train: Mapping[str, bool], evaluation: Mapping[str, bool]
+) -> dict[str, tuple[bool, bool]]:
+    """The modules whose own mode is not that of the model."""
+    flags = {path: (flag, evaluation.get(path, False)) for path, flag in train.items()}
+    return {path: both for path, both in flags.items() if both != (True, False)}
 
 
 def _apart(evaluation: Tracer, train: Tracer) -> Tracer:

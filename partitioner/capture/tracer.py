@@ -72,6 +72,7 @@ class Tracer(TorchFunctionMode):
         self.calls: dict[ModuleCall, CallRecord] = {}
         self.notes: list[str] = []
         self.changed: tuple[str, ...] = ()
+        self.flags: dict[str, bool] = {}
         self.regions: list[Region] = []
         self.random = RandomDraws()
         self._top = sys._getframe(1)

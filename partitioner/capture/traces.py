@@ -80,6 +80,7 @@ def trace_forward(
                 world.mode,
                 tracer.random,
             ):
+                tracer.flags = {path: module.training for path, module in model.named_modules()}
                 fakes = {
                     name: world.input(tensor, dims.get(name, {}))
                     for name, tensor in given.tensors.items()

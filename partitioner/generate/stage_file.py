@@ -19,6 +19,7 @@ from .imports import write_imports
 from .items import Body, Conflict
 from .layout import WIDTH, Code, call, lay_out
 from .members import Scope
+from .own_modes import train_method
 from .parts import Part, Parts
 from .quoting import class_name, fits_docstring
 from .structure import build, build_flat
@@ -43,6 +44,7 @@ class ClassText:
     init_signature: str
     init_lines: tuple[str, ...]
     forward: Forward | None
+    train: tuple[str, ...] = ()
 
     @property
     def methods(self) -> tuple[Forward, ...]:
@@ -111,14 +113,17 @@ class StageWriter:
             for name, owner in ties(self._capture, self._canonicalizer, body)
         ]
         texts += map(_part_text, parts.ordered[known:])
+        train = train_method(self._capture, stage)
+        imports |= {("typing", "Self")} if train else set()
         texts.append(
             ClassText(
                 name=name,
                 summary=self._stage_summary(stage),
                 annotations=scope.annotations,
                 init_signature=_init_signature(()),
-                init_lines=(*scope.lines, *tied),
+                init_lines=(*scope.lines, *tied, *(("        self.train()",) if train else ())),
                 forward=forward,
+                train=train,
             )
         )
         imports |= scope.imports | forward.imports
