@@ -61,7 +61,7 @@ def merged_capture(
             constants={name: t for trace in traces for name, t in trace.constants.items()},
             notes=tuple(dict.fromkeys(notes)),
             modes=modes,
-            flags=_unlike_mode(traces[0].flags, traces[-1].flags if len(traces) > 1 else {}),
+            flags=_unlike_mode(train.flags, evaluation.flags if False in modes else {}),
             changed=tuple(dict.fromkeys(name for trace in traces for name in trace.changed)),
         )
 
@@ -95,7 +95,7 @@ def merged_capture(
 
     if modes == (True,):
         train = with_decisions(training=True)
-        captured = finished(train.graph, train.calls, train)
+        captured = finished(train.graph, train.calls, train, train)
         return replace(captured, notes=(*captured.notes, _TRAINING_ALONE))
 
     def both_modes() -> tuple[Tracer, Tracer]:

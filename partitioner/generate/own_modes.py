@@ -63,6 +63,6 @@ def _loop(modules: Mapping[str, nn.Module], paths: Sequence[str], mode: str) -> 
     elif len(paths) == 1:
         yield f'        self.get_submodule("{paths[0]}").training = {mode}'
     else:
-        names = bracket("(", tuple(Code(f'"{path}"') for path in paths), ")")
-        yield lay_out("for path in ", names, ":", indent=8)
+        listed = bracket("(", tuple(Code(f'"{path}"') for path in paths), ")")
+        yield lay_out("for path in ", listed, ":", indent=8)
         yield f"            self.get_submodule(path).training = {mode}"
