@@ -15,6 +15,7 @@ from ..capture import Capture
 from ..capture.leaves import is_torch_leaf
 from ..split import StageGraph
 from .layout import Code, bracket, lay_out
+from .quoting import quoted
 
 _MODES = {(False, False): "False", (True, True): "True", (False, True): "not mode"}
 _SAYS = {
@@ -61,8 +62,8 @@ def _loop(modules: Mapping[str, nn.Module], paths: Sequence[str], mode: str) -> 
         yield f"            if isinstance(module, {names}):"
         yield f"                module.training = {mode}"
     elif len(paths) == 1:
-        yield f'        self.get_submodule("{paths[0]}").training = {mode}'
+        yield f"        self.get_submodule({quoted(paths[0])}).training = {mode}"
     else:
-        listed = bracket("(", tuple(Code(f'"{path}"') for path in paths), ")")
+        listed = bracket("(", tuple(Code(quoted(path)) for path in paths), ")")
         yield lay_out("for path in ", listed, ":", indent=8)
         yield f"            self.get_submodule(path).training = {mode}"
