@@ -17,8 +17,9 @@ from functools import cache
 from pathlib import Path
 
 from ..launching.jobs import make_job
+from ..links import verify_no_links
 from ..plan import read_plan
-from ..training.settings import Settings
+from ..training.settings import Settings, SettingsError
 from ..trust import is_trusted, remember, untrusted
 from .methods import read_method
 from .plot import draw
@@ -62,6 +63,7 @@ def compare(
         raise untrusted(settings.folder)
     folder = Path(settings.output or Path("runs") / Path(settings.folder).resolve().name)
     folder = folder if settings.output else folder / "comparison"
+    verify_no_links(folder, SettingsError)
     settings = replace(
         settings, output=None, eval_every=settings.eval_every or max(1, settings.steps // 10)
     )

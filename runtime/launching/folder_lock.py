@@ -17,6 +17,7 @@ import socket
 from pathlib import Path
 from typing import IO
 
+from ..links import open_here, verify_no_links
 from ..training.settings import SettingsError
 
 _NAME = ".lock"
@@ -46,10 +47,13 @@ class FolderLock:
     def take(self, folder: Path) -> None:
         """Takes the folder, which is made if there is none.
 
-        Raises FolderInUse when another process has it, OSError where nothing can be written.
+        Raises FolderInUse when another process has it, SettingsError for a link in it that leads
+        out of it, OSError where nothing can be written.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / _NAME).open("a+", encoding="utf-8")
+        verify_no_links(folder, SettingsError)
+        descriptor = open_here(folder / _NAME, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        file = open(descriptor, "a+", encoding="utf-8")
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

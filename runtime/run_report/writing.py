@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..errors import DataError, why_ended
+from ..links import write_here
 from ..watching.metrics import append_line
 from .comparison import Comparison
 from .comparison_page import render_comparison
@@ -55,13 +56,13 @@ def _leave(folder: Path, failure: str) -> None:
     except (OSError, DataError):
         return  # of a full disk, for one, the run says itself
     except Exception:
-        (folder / _TROUBLE).write_text(traceback.format_exc(), encoding="utf-8")
+        write_here(folder / _TROUBLE, traceback.format_exc())
 
 
 def _write(file: Path, page: str) -> Path:
     made = file.with_name(f".{file.name}.made")
     try:
-        made.write_text(page, encoding="utf-8")
+        write_here(made, page)
         made.replace(file)
     except OSError as error:
         raise DataError(
