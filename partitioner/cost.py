@@ -128,7 +128,8 @@ class Costs:
     `weight_ms` is what of `backward_ms` makes gradients of weights and can be put off.
     `edges` are pairs of positions, the first before the second, that no cut may turn round.
     `times_on` are forward and backward times of all groups on devices of other kinds.
-    `update_ms` is what of `backward_ms` is the optimizer's (`with_updates`).
+    `update_ms` is what of `backward_ms` is the optimizer's (`with_updates`). `frozen` are the
+    parameters that need no gradient, `parameters` all others.
     """
 
     name: str
@@ -152,6 +153,7 @@ class Costs:
     times_on: Mapping[str, tuple[Floats, Floats]]
     update_ms: Floats
     micro_batch_size: int | None = None
+    frozen: tuple[Held, ...] = ()
 
     @cached_property
     def work_ms(self) -> Floats:
@@ -180,6 +182,10 @@ class Costs:
     @cached_property
     def parameter_index(self) -> HeldIndex:
         return HeldIndex.of(self.parameters)
+
+    @cached_property
+    def frozen_index(self) -> HeldIndex:
+        return HeldIndex.of(self.frozen)
 
     @cached_property
     def saved_index(self) -> HeldIndex:
@@ -241,12 +247,13 @@ class Costs:
 class StageSums:
     """What the groups of stages add up to, for one micro-batch: arrays, one entry a stage.
 
-    `param_bytes` are of one copy; `saved_bytes` what forward keeps for backward, with what it
-    received; `received_bytes` what arrives from other stages and `sent_bytes` what goes to them,
-    `root_bytes` that part of it which is not saved; `transient_bytes` the most that one operation
-    needs beside. `tied_bytes` is held while gradients of parameters are exchanged that other
-    stages have too. Of `backward_ms`, `weight_ms` may be put off by a schedule and `update_ms` is
-    the optimizer's; no score depends on either, so searches leave them out.
+    `param_bytes` are of one copy, without the `frozen_bytes` of those that need no gradient;
+    `saved_bytes` what forward keeps for backward, with what it received; `received_bytes` what
+    arrives from other stages and `sent_bytes` what goes to them, `root_bytes` that part of it
+    which is not saved; `transient_bytes` the most that one operation needs beside. `tied_bytes`
+    is held while gradients of parameters are exchanged that other stages have too. Of
+    `backward_ms`, `weight_ms` may be put off by a schedule and `update_ms` is the optimizer's; no
+    score depends on either, so searches leave them out.
     """
 
     forward_ms: Floats
@@ -263,6 +270,7 @@ class StageSums:
     tied_bytes: Floats | float = 0.0
     weight_ms: Floats | float = 0.0
     update_ms: Floats | float = 0.0
+    frozen_bytes: Floats | float = 0.0
 
     @property
     def work_ms(self) -> Floats:
@@ -322,6 +330,7 @@ def stage_sums(
         tied_bytes=np.array(tied),
         weight_ms=_sums(costs.weight_ms, at, stages),
         update_ms=_sums(costs.update_ms, at, stages),
+        frozen_bytes=costs.frozen_index.sums(at, stages),
     )
 
 

@@ -18,7 +18,8 @@ def costs_of(graph: nx.DiGraph, link: Link | None = None) -> Costs:
 
     Nodes: `forward_ms`, `backward_ms`, `weight_ms` of it (by default half where there are
     parameters, or where no node names any), `times_on` {kind of device: (forward ms, backward ms)},
-    `output_bytes`, `parameters` {name: bytes} or `param_bytes`, `buffer_bytes`, `saved` {storage:
+    `output_bytes`, `parameters` {name: bytes} or `param_bytes`, `frozen` parameters {name: bytes},
+    that need no gradient, of which a stage has one copy, `buffer_bytes`, `saved` {storage:
     bytes} or `saved_bytes`, `saved_as` {tensor: storage that it is in}, `transient_bytes` (or else
     `output_bytes`), `modules` (enclosing modules from the block inwards), `block`, `label`;
     `rotation_bytes` count where SOAP is the optimizer (`rotations.with_rotations`). The graph:
@@ -53,11 +54,14 @@ def costs_of(graph: nx.DiGraph, link: Link | None = None) -> Costs:
         receive_ms=transfer_ms,
         parameters=_held(_parameters_of(nodes[group]) for group in groups),
         saved=_held(_saved(nodes[group]) for group in groups),
+        frozen=_held(_frozen(nodes[group]) for group in groups),
         buffer_bytes=buffers,
         transient_bytes=np.array([_transient(nodes[group]) for group in groups], dtype=np.float64),
         modules=tuple(tuple(nodes[group].get("modules", ())) for group in groups),
         blocks=tuple(nodes[group].get("block", "") for group in groups),
-        has_params=np.array([bool(_parameters_of(nodes[group])) for group in groups]),
+        has_params=np.array(
+            [bool(_parameters_of(nodes[group]) or _frozen(nodes[group])) for group in groups]
+        ),
         link=link,
         times_on=_times_on(graph, groups),
         update_ms=np.zeros(len(groups)),
@@ -84,6 +88,10 @@ def _parameters_of(node: Mapping[str, Any]) -> dict[str, int]:
     if "parameters" in node:
         return dict(node["parameters"])
     return {"": int(node["param_bytes"])} if node.get("param_bytes") else {}
+
+
+def _frozen(node: Mapping[str, Any]) -> Mapping[str, int]:
+    return node.get("frozen") or {}
 
 
 def _weight_ms(graph: nx.DiGraph, groups: Sequence[Any], backward_ms: Floats) -> Floats:

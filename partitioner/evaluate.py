@@ -178,7 +178,7 @@ def _stage_load(
         + exchange_ms,
         recomputes=recomputes,
         in_flight=setting.in_flight(stage),
-        param_bytes=int(sums.param_bytes),
+        param_bytes=int(sums.param_bytes + sums.frozen_bytes),
         activation_bytes=int(sums.saved_bytes),
         transient_bytes=int(sums.transient_bytes),
         memory=setting.memory(stage, sums, recompute=recomputes),

@@ -56,7 +56,7 @@ def build_graph(
     one stage.
     Further node attributes: `label` (for people), `names` (fx nodes), `saved` {storage: bytes},
     `saved_as` {tensor: storage that it is in},
-    `saved_bytes`, `transient_bytes`, `param_bytes`, `buffer_bytes`, `flops`, `depth`,
+    `saved_bytes`, `transient_bytes`, `param_bytes`, `frozen`, `buffer_bytes`, `flops`, `depth`,
     `rotation_bytes` (that SOAP keeps beside moments).
     """
     order = [node for node in capture.graph.nodes if node.op not in (*_EXTERNAL, "output")]
@@ -248,6 +248,7 @@ def _costs(members: list[fx.Node], profile: Profile, owners: _TensorNames) -> di
     for cost in costs:
         saved |= cost.saved
     parameters = dict(owners.parameters_of(members))
+    frozen = {name: parameters.pop(name) for name in owners.frozen_of(parameters)}
     buffers = dict(owners.buffers_of(members))
     return {
         "forward_ms": sum(cost.forward_ms for cost in costs),
@@ -259,6 +260,7 @@ def _costs(members: list[fx.Node], profile: Profile, owners: _TensorNames) -> di
         "transient_bytes": max(cost.transient_bytes for cost in costs),
         "parameters": parameters,
         "param_bytes": sum(parameters.values()),
+        "frozen": frozen,
         "buffer_bytes": sum(buffers.values()),
         "rotation_bytes": rotation_bytes(owners.linear_maps_of(members)),
     }
@@ -293,6 +295,10 @@ class _TensorNames:
     def parameters_of(self, nodes: Iterable[fx.Node]) -> Iterator[tuple[str, int]]:
         return self._found(nodes, parameters=True)
 
+    def frozen_of(self, names: Iterable[str]) -> list[str]:
+        """Those of the names whose parameters need no gradient."""
+        return [name for name in names if not self.by_name[name].requires_grad]
+
     def buffers_of(self, nodes: Iterable[fx.Node]) -> Iterator[tuple[str, int]]:
         return self._found(nodes, parameters=False)
 
@@ -302,7 +308,9 @@ class _TensorNames:
         return [
             tensor
             for name, tensor in found.items()
-            if isinstance(tensor, nn.Parameter) and name not in self._tables
+            if isinstance(tensor, nn.Parameter)
+            and tensor.requires_grad
+            and name not in self._tables
         ]
 
     def _found(self, nodes: Iterable[fx.Node], *, parameters: bool) -> Iterator[tuple[str, int]]:

@@ -72,6 +72,7 @@ class _Node:
     output_bytes: float = 0.0
     parameters: Mapping[str, float] | None = None
     param_bytes: float = 0.0
+    frozen: Mapping[str, float] | None = None
     buffer_bytes: float = 0.0
     saved: Mapping[str, float] | None = None
     saved_bytes: float = 0.0

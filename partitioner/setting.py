@@ -7,6 +7,7 @@ Position j of k is the j-th rank of the pipeline. For one micro-batch
                 flushes also update(S) / m: the optimizer's step after m micro-batches
     talk(S)   = send(S) + receive(S): a rank that sends and receives pays for both in turn
     memory(S) = params x (1 + gradient + optimizer copies + staleness copies) + buffers
+              + params that need no gradient
               + W_j x saved, or W_j x received + saved with recomputation
               + boundary tensors on their way + the most that one operation needs beside
 
@@ -189,7 +190,7 @@ class Setting:
         copies += self.versions(position, recompute=recompute)
         activations = self._activation_bytes(position, sums, recompute=recompute)
         transport = self._transport_bytes(position, sums, recompute=recompute)
-        fixed = copies * sums.param_bytes + sums.buffer_bytes
+        fixed = copies * sums.param_bytes + sums.frozen_bytes + sums.buffer_bytes
         beside = self._transient_bytes(position, sums, activations + transport)
         return fixed + activations + transport + beside
 
@@ -199,7 +200,7 @@ class Setting:
         activations = self._activation_bytes(position, sums, recompute=recompute)
         transport = self._transport_bytes(position, sums, recompute=recompute)
         return StageMemory(
-            parameters=param_bytes,
+            parameters=param_bytes + int(sums.frozen_bytes),
             gradients=param_bytes,
             optimizer=OPTIMIZER_COPIES[self.optimizer] * param_bytes,
             versions=self.versions(position, recompute=recompute) * param_bytes,

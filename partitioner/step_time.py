@@ -288,7 +288,7 @@ def action_costs(
         forward_ms=shared([load.forward_ms for load in loads], talk.forward_ms),
         backward_ms=shared([load.backward_ms for load in loads], talk.backward_ms),
         step_ms=tuple(
-            tied_ms + float(setting.sum_gradients_ms(position, load.param_bytes)) + summing_ms
+            tied_ms + float(setting.sum_gradients_ms(position, load.memory.gradients)) + summing_ms
             for position, tied_ms, summing_ms, load in zip(
                 positions,
                 exchanges_ms(problem, placement),
@@ -307,7 +307,9 @@ def _summing_ms(problem: Problem, placement: Placement, evaluation: Evaluation) 
     setting = problem.setting
     each_ms = [
         float(
-            setting.exchange_ms(problem.link_among(ranks), np.asarray(load.param_bytes), len(ranks))
+            setting.exchange_ms(
+                problem.link_among(ranks), np.asarray(load.memory.gradients), len(ranks)
+            )
         )
         for ranks, load in zip(placement.ranks_of_stage, evaluation.stages, strict=True)
     ]

@@ -104,7 +104,7 @@ class SharedGradients:
 
     def publish(self, stage: int, window: int) -> None:
         """Gives the gradients of a finished window to the other holders; `.grad` becomes None."""
-        for shared, parameter in self._held[stage]:
+        for shared, parameter in self._trained(stage):
             name = shared.names[0]
             gradient = parameter.grad
             if gradient is None:
@@ -127,7 +127,7 @@ class SharedGradients:
 
         `delay_of` gives D for the stages that hold a parameter.
         """
-        for shared, parameter in self._held[stage]:
+        for shared, parameter in self._trained(stage):
             delay = delay_of(shared.stages)
             windows = self._windows[shared.names[0], stage]
             total: Tensor | None = None
@@ -136,6 +136,10 @@ class SharedGradients:
                 summed = yield from self._sum(shared, stage, windows.pop(0))
                 total = summed if total is None else total + summed
             parameter.grad = total
+
+    def _trained(self, stage: int) -> Iterator[tuple[SharedParameter, nn.Parameter]]:
+        """The shared parameters of a stage that need a gradient: nothing is exchanged of others."""
+        return ((shared, held) for shared, held in self._held[stage] if held.requires_grad)
 
     def drain(self) -> Generator[Handle, None, None]:
         """Takes everything that others have sent, to be kept for the next segment."""

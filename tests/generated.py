@@ -78,6 +78,14 @@ def _resnet() -> nn.Module:
     return ResNet(**small, num_classes=5)
 
 
+def _frozen_gpt2() -> nn.Module:
+    """Its last block and norm are trained; the table that first and last stage have is not."""
+    model = _published("gpt2", n_layer=4, n_embd=64, n_head=4, vocab_size=2003)()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("h.3." in name or "ln_f" in name)
+    return model
+
+
 def _larger_resnet() -> nn.Module:
     torch.manual_seed(0)
     return ResNet(blocks=(1, 1, 1, 1), planes=(16, 32, 64, 64), block="bottleneck", num_classes=5)
@@ -111,6 +119,7 @@ LARGER: Mapping[str, Case] = {
         _published("gpt2", n_layer=4, n_embd=64, n_head=4, vocab_size=503),
         partial(_tokens, samples=4, length=48, vocabulary=503),
     ),
+    "frozen gpt2": Case(_frozen_gpt2, partial(_tokens, samples=4, length=48, vocabulary=2003)),
     "larger resnet": Case(_larger_resnet, partial(_pictures, samples=8, size=48)),
     "many words": Case(  # most of its memory is of the table that the first and last stage have
         _published("gpt2", n_layer=2, n_embd=64, n_head=4, vocab_size=10007),

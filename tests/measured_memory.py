@@ -82,7 +82,10 @@ def peak_of_rank(rank: int, name: str, folder: Path, steps: int = 3) -> int:
             staleness=setting.staleness,
         )
         optimizers = {
-            j: OPTIMIZERS[setting.optimizer](list(stage.parameters()) or [torch.zeros(0)])
+            j: OPTIMIZERS[setting.optimizer](
+                [weight for weight in stage.parameters() if weight.requires_grad]
+                or [torch.zeros(0)]
+            )
             for j, stage in stages.items()
         }
         for number in range(1 if is_asynchronous else steps):

@@ -99,7 +99,7 @@ RUNS = {
     "stash": {"micro_batches": 3, "staleness": "stash"},
     "sgd": {"micro_batches": 3, "optimizer": "sgd"},
 }
-QUICK = [("wider gpt2", "1f1b again")]
+QUICK = [("wider gpt2", "1f1b again"), ("frozen gpt2", "stash")]
 
 
 @pytest.mark.parametrize(

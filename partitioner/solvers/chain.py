@@ -56,6 +56,7 @@ def interval_sums(costs: Costs, first: Ints | None = None) -> Iterator[tuple[int
         "receive_ms": _receive_changes(costs, costs.receive_ms),
         "received_bytes": _receive_changes(costs, costs.value_bytes),
         "param_bytes": _held_changes(costs.parameters, num_groups),
+        "frozen_bytes": _held_changes(costs.frozen, num_groups),
         "saved_bytes": _held_changes(costs.saved, num_groups),
         "tied_bytes": [
             sent + received

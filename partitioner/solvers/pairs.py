@@ -34,7 +34,7 @@ from ..cost import Bools, Costs, Floats, Held, Ints, StageSums
 from .downsets import Downsets, mask_of
 
 _HELD, _EXCHANGED = -1, -2
-_TALK, _PARAMS, _SAVED, _RECEIVED, _SENT, _ROOTS, _TIED = range(7)
+_TALK, _PARAMS, _SAVED, _RECEIVED, _SENT, _ROOTS, _TIED, _FROZEN = range(8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class PairSums:
 
     def __init__(self, kinds: Sequence[Costs], downsets: Downsets, *, memory: bool) -> None:
         self.downsets, self.memory = downsets, memory
-        fields = 7 if memory else 1
+        fields = 8 if memory else 1
         self._of_rows = np.zeros((len(kinds), fields, len(downsets)))
         self._of_columns = np.zeros((len(kinds), fields, len(downsets)))
         self._additive = [
@@ -114,6 +114,7 @@ class PairSums:
                 sent_bytes=found[_SENT] if self.memory else none,
                 root_bytes=found[_ROOTS] if self.memory else none,
                 tied_bytes=found[_TIED] if self.memory else none,
+                frozen_bytes=found[_FROZEN] if self.memory else none,
             )
             for (forward, backward), found in zip(self._additive, fields, strict=True)
         ]
@@ -248,6 +249,7 @@ def _items(kinds: Sequence[Costs], fields: int) -> Iterator[_Item]:
         of_fields: tuple[tuple[int, tuple[Held, ...]], ...] = (
             (_PARAMS, kinds[0].parameters),
             (_SAVED, kinds[0].saved),
+            (_FROZEN, kinds[0].frozen),
         )
         for field, held in of_fields:
             for one in held:

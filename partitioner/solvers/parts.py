@@ -107,10 +107,10 @@ class Parts:
         forward, backward, send, receive, buffers, received, sent, roots, tied = (
             of[part] for of in self._sums
         )
-        parameters, saved = (held.total[part] for held in self._held)
+        parameters, saved, frozen = (held.total[part] for held in self._held)
         as_floats = (
             forward, backward, send, receive, parameters, buffers, saved, received,
-            self._transient(part), sent, roots, tied,
+            self._transient(part), sent, roots, tied, 0.0, 0.0, frozen,
         )  # fmt: skip
         return StageSums(*map(np.float64, as_floats))  # type: ignore[arg-type]
 
@@ -194,8 +194,8 @@ class _HeldIn:
         at[part] = at.get(part, 0) + 1
 
 
-def _kinds(costs: Costs) -> tuple[Sequence[Held], Sequence[Held]]:
-    return costs.parameters, costs.saved
+def _kinds(costs: Costs) -> tuple[Sequence[Held], ...]:
+    return costs.parameters, costs.saved, costs.frozen
 
 
 def _neighbours(costs: Costs) -> list[set[int]]:

@@ -106,6 +106,7 @@ def contracted(costs: Costs, item_of: Ints) -> Costs:
         receive_ms=costs.receive_ms[kept],
         parameters=_held(costs.parameters, item_of),
         saved=_held(costs.saved, item_of),
+        frozen=_held(costs.frozen, item_of),
         buffer_bytes=total(costs.buffer_bytes),
         transient_bytes=transient,
         modules=tuple(costs.modules[group] for group in first),
@@ -152,6 +153,7 @@ def without_memory(problem: Problem) -> Problem:
         sent_bytes=np.array([costs.value_bytes.sum()]),
         root_bytes=np.array([costs.root_bytes.sum()]),
         tied_bytes=np.array([cautious(problem).costs.tied_bytes.sum()]),
+        frozen_bytes=np.array([sum(held.num_bytes for held in costs.frozen)]),
     )
     for position, device in enumerate(setting.devices):
         for recompute in {False, setting.recompute == "all"}:

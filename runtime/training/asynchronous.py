@@ -227,7 +227,7 @@ def describe_copies(plan: Plan, schedule: Schedule, settings: Settings) -> str:
             recomputes=stage.recompute,
         )
         copies[rank] += count
-        kept_bytes[rank] += count * stage.param_bytes
+        kept_bytes[rank] += count * stage.memory.gradients
     return ", ".join(
         f"rank {rank}: {count} cop{'y' if count == 1 else 'ies'}, {format_bytes(kept_bytes[rank])}"
         for rank, count in sorted(copies.items())

@@ -40,6 +40,7 @@ def problems(draw: st.DrawFn, schedules: tuple[str, ...] = ("async-1f1b",)) -> t
         names = draw(st.sets(st.sampled_from("vw"), max_size=1)) if shared else {str(node)}
         graph.nodes[node].update(
             parameters=dict.fromkeys(sorted(names), 4),
+            frozen={name: 7 for name in draw(st.sets(st.sampled_from("fg"), max_size=2))},
             saved={name: 3 for name in draw(st.sets(st.sampled_from("stu"), max_size=2))},
             transient_bytes=draw(st.integers(0, 5)),
             buffer_bytes=draw(st.integers(0, 3)),

@@ -104,6 +104,7 @@ def problems(draw: st.DrawFn) -> Problem:
     for node in graph:
         names = draw(st.sets(st.sampled_from(["w", "v", f"own{node}"]), max_size=2))
         graph.nodes[node]["parameters"] = {name: 10 for name in names}
+        graph.nodes[node]["frozen"] = {name: 7 for name in draw(st.sets(st.sampled_from("fg")))}
         graph.nodes[node]["saved"] = {name: 5 for name in names} | {f"x{node}": 5}
     stages = min(draw(st.integers(1, 3)), len(graph))
     return problem_of(graph, stages, draw(LINKS), draw(settings_of(stages)))

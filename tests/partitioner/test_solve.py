@@ -60,7 +60,7 @@ def test_bound_is_never_above_the_best_of_all_placements(graph, stages, link):
 @given(graphs(), LINKS, st.booleans())
 def test_columns_of_the_recurrence_equal_the_evaluator(graph, link, is_tied):
     for node in list(graph)[::2] if is_tied else ():
-        graph.nodes[node]["parameters"] = {"tied": 100}
+        graph.nodes[node].update(parameters={"tied": 100}, frozen={"still": 7, str(node): 2})
     costs = with_exchanges(costs_of(graph, link), 8, link)
     num_groups = len(costs.groups)
     for end, sums in interval_sums(costs):

@@ -20,7 +20,7 @@ from asyncpipe.runtime.delays import Delays
 from asyncpipe.runtime.errors import AsyncPipeError
 from asyncpipe.runtime.folding import fold
 from asyncpipe.runtime.launching.jobs import make_job
-from asyncpipe.runtime.plan import read_plan
+from asyncpipe.runtime.plan import StageMemory, read_plan
 from asyncpipe.runtime.training.asynchronous import describe_copies
 from asyncpipe.runtime.training.facts import describe_algorithm
 from asyncpipe.runtime.training.observer import Trainer
@@ -181,7 +181,9 @@ def test_the_copies_of_weights_are_told_before_the_run(folder: Path) -> None:
     planned = read_plan(folder)
     plan = replace(
         planned,
-        stages=tuple(replace(stage, param_bytes=2**20) for stage in planned.stages),
+        stages=tuple(
+            replace(stage, memory=StageMemory(gradients=2**20)) for stage in planned.stages
+        ),
     )
     settings = Settings(folder=str(folder), **options({"staleness": "stash"}))
     one_each = async_1f1b(4, 4, step_every=1)
