@@ -7,6 +7,7 @@ and VGG, of 60 and 130 million parameters at the least, are left out.
 """
 
 import functools
+import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -63,15 +64,19 @@ def batches(
     return tuple(functools.partial(made, batch) for batch in (CAPTURED, SMALLER, LARGER))
 
 
-def declare_operators() -> None:
-    """torchvision's operators without their kernels, where its library does not load."""
-    library = torch.library.Library("torchvision", "FRAGMENT")  # noqa: TOR901
-    for name in ("nms", "qnms"):
-        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    _KEPT.append(library)
-
-
-_KEPT: list[Any] = []
+@functools.cache
+def declare_operators() -> list[torch.library.Library]:
+    """Declares torchvision's operators without kernels, where its library does not load."""
+    try:
+        importlib.import_module("torchvision")
+    except ImportError:
+        return []
+    except RuntimeError:
+        library = torch.library.Library("torchvision", "FRAGMENT")
+        for name in ("nms", "qnms"):
+            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        return [library]
+    return []
 
 
 class Graph(nn.Module):
@@ -296,8 +301,6 @@ def x_transformers_models() -> Iterator[Case]:
 
 
 def vit_pytorch_models() -> Iterator[Case]:
-    import importlib
-
     square = {"image_size": 32, "patch_size": 8, "num_classes": 10, "dim": 32}
     block = {"depth": 4, "heads": 2, "mlp_dim": 64}
     both = {**square, **block}
