@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, fx, nn
 
+from ...runtime.errors import CaptureError
 from .arguments import Arguments
 from .automatic_leaves import FailedTrace
 from .branch import Calls, branched
@@ -77,12 +78,24 @@ def merged_capture(
         return True
 
     def with_decisions(training: bool) -> Tracer:
-        def run(true: frozenset[int]) -> Tracer:
+        def run(true: frozenset[int], gradients: bool = training) -> Tracer:
             # What one trace has asked of the sizes is not to be taken for granted in the next.
             world = FakeWorld(model)
-            return trace(model, world, large, dims, is_leaf, training=training, true=true)
+            return trace(
+                model, world, large, dims, is_leaf,
+                training=training, true=true, gradients=gradients,
+            )  # fmt: skip
 
         ways = both_ways(run)
+        asked = ways.tracer.asks_gradients
+        if asked and not _same_calls(ways.tracer.graph, run(ways.true, not training).graph):
+            raise FailedTrace(
+                CaptureError(
+                    f"{asked} does other work with gradients than under torch.no_grad().",
+                    "Ask self.training instead: gradients are recorded in training alone.",
+                ),
+                (),
+            )
         for other in ways.others.values():
             ways.tracer.size_decisions.update(other.size_decisions)
         for place, condition in enumerate(ways.tracer.decisions):
@@ -124,6 +137,15 @@ def _unlike_mode(
     """The modules whose own mode is not that of the model."""
     flags = {path: (flag, evaluation.get(path, False)) for path, flag in train.items()}
     return {path: both for path, both in flags.items() if both != (True, False)}
+
+
+def _same_calls(graph: fx.Graph, other: fx.Graph) -> bool:
+    """Whether two traces of one mode hold the same calls."""
+    calls, others = (
+        [(node.op, node.target, str(node.args), str(node.kwargs)) for node in each.nodes]
+        for each in (graph, other)
+    )
+    return calls == others
 
 
 def _apart(evaluation: Tracer, train: Tracer) -> Tracer:

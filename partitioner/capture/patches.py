@@ -10,6 +10,7 @@ import builtins
 import sys
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -48,6 +49,9 @@ class Recorder(Protocol):
     def is_known(self, tensor: Any) -> bool:
         """Whether the values of a tensor follow from sizes alone."""
 
+    def grad_enabled(self, enabled: bool, frame: FrameType) -> bool:
+        """Stands in for `torch.is_grad_enabled()` in a frame, where it would answer `enabled`."""
+
     regions: list[Region]
 
 
@@ -79,6 +83,7 @@ def patched(
         torch.inference_mode.__exit__,
     )
     enter_grad, exit_grad = torch.enable_grad.__enter__, torch.enable_grad.__exit__
+    enabled = torch.is_grad_enabled
     set_attribute = nn.Module.__setattr__
     grad_before: list[bool] = []
     checkpointed = checkpointing._checkpoint_without_reentrant_generator
@@ -127,6 +132,9 @@ def patched(
         recorder.regions.pop()
         torch.set_grad_enabled(grad_before.pop())
 
+    def is_grad_enabled() -> bool:
+        return recorder.grad_enabled(enabled(), sys._getframe(1))
+
     def assign(module: nn.Module, name: str, value: Any) -> None:
         buffers = module.__dict__.get("_buffers", {})
         if isinstance(value, Tensor) and buffers.get(name) is not None:
@@ -158,8 +166,10 @@ def patched(
         torch.enable_grad.__exit__ = leave_enable_grad  # type: ignore[method-assign]
         torch.inference_mode.__enter__ = enter_inference_mode  # type: ignore[method-assign]
         torch.inference_mode.__exit__ = leave_inference_mode  # type: ignore[method-assign]
+        torch.is_grad_enabled = is_grad_enabled
         yield
     finally:
+        torch.is_grad_enabled = enabled
         torch.inference_mode.__enter__ = enter_inference  # type: ignore[method-assign]
         torch.inference_mode.__exit__ = exit_inference  # type: ignore[method-assign]
         torch.enable_grad.__enter__ = enter_grad  # type: ignore[method-assign]

@@ -31,7 +31,7 @@ from ...runtime.number_generators import number_state, numbers_kept
 from .assigned import AssignedBuffers
 from .bindings import Bindings
 from .fakes import FakeWorld
-from .frames import user_frames, where
+from .frames import is_user_file, place, user_frames, where
 from .known import READERS, known_answer
 from .leaves import LeafRule, is_torch_leaf
 from .names import Names
@@ -45,6 +45,8 @@ from .size_decisions import SizeDecisions
 from .structure import map_result, plain_structure, tensors_in
 from .targets import Call, as_node, averaging, own_generator, refusal, traced
 from .values import CallRecord, ModuleCall, Recompute, Region
+
+_REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
 
 class LenNeeded(BaseException):
@@ -67,8 +69,11 @@ class Tracer(TorchFunctionMode):
         is_leaf: LeafRule,
         shadow: Shadow,
         true: Collection[int] = (),
+        gradients: bool = True,
     ) -> None:
         super().__init__()
+        self.asks_gradients = ""
+        self._gradients = gradients
         self.calls: dict[ModuleCall, CallRecord] = {}
         self.notes: list[str] = []
         self.changed: tuple[str, ...] = ()
@@ -178,6 +183,8 @@ class Tracer(TorchFunctionMode):
             return self._recorded(lambda: made, _no_call, (), {})
         if func is Tensor.__len__:
             return self._len(args[0])
+        if func == _REQUIRES_GRAD and not args[0].is_leaf:
+            return self.grad_enabled(run(*args), sys._getframe(1))
         if name in READERS:
             value = self._answer(args[0], lambda real: func(real, *args[1:], **kwargs))
             if value is None:
@@ -204,6 +211,19 @@ class Tracer(TorchFunctionMode):
         """Whether the values of a fake tensor follow from sizes alone."""
         bound = self._bindings.bound.get(id(tensor))
         return bound is not None and bool(bound.node.meta["from_sizes"])
+
+    def grad_enabled(self, enabled: bool, frame: FrameType) -> bool:
+        """What forward reads of whether gradients are recorded, outside its own regions.
+
+        A pipeline records them in training and not in evaluation; `gradients` says which it is to
+        be here, and `asks_gradients` where it was read.
+        """
+        is_users = is_user_file(frame.f_code.co_filename)
+        own = any(region.kind == "enable_grad" for region in self.regions)
+        if not (enabled and self._recording and is_users) or own:
+            return enabled
+        self.asks_gradients = self.asks_gradients or place(frame, frame.f_lineno)
+        return self._gradients
 
     def _answer(self, tensor: Tensor, read: Callable[[Tensor], Any]) -> Any:
         """A value that follows from sizes alone and is the same for all; None if it does not."""

@@ -44,8 +44,10 @@ class Trace(Protocol):
         *,
         training: bool,
         true: Collection[int] = (),
+        gradients: bool = True,
     ) -> Tracer:
-        """Of the decisions that random numbers make, those of the numbers in `true` are true."""
+        """Of the decisions that random numbers make, those of the numbers in `true` are true;
+        forward reads of torch that gradients are recorded if `gradients` says so."""
 
 
 def trace_forward(
@@ -57,6 +59,7 @@ def trace_forward(
     *,
     training: bool,
     true: Collection[int] = (),
+    gradients: bool = True,
     forward: Callable[[Tracer, Mapping[str, Any]], Any] | None = None,
 ) -> Tracer:
     """One run of forward in one mode, again for every module that turns out to call `len` on a
@@ -64,7 +67,7 @@ def trace_forward(
     scopes: list[dict[str, Any]] = []
     while True:
         shadow = Shadow(world, given, _others(given.tensors, dims), training)
-        tracer = Tracer(model, world, is_leaf, shadow, true)
+        tracer = Tracer(model, world, is_leaf, shadow, true, gradients)
         try:
             with (
                 in_mode(model, training),
@@ -109,6 +112,7 @@ def trace_dynamo(
     *,
     training: bool,
     true: Collection[int] = (),
+    gradients: bool = True,
 ) -> Tracer:
     """Dynamo's graph of forward, run in its place."""
 
@@ -125,7 +129,15 @@ def trace_dynamo(
         return replay(found, model, world, tracer, [fakes[name] for name in given.tensors])
 
     return trace_forward(
-        model, world, given, dims, is_leaf, training=training, true=true, forward=forward
+        model,
+        world,
+        given,
+        dims,
+        is_leaf,
+        training=training,
+        true=true,
+        gradients=gradients,
+        forward=forward,
     )
 
 

@@ -162,3 +162,35 @@ def test_a_size_of_one_mode_alone_stays_free() -> None:
             return x[: 2 if self.training else x.shape[0] // 2].sum(0)
 
     checked(Half(), x=X)
+
+
+class _AsksForGradients(nn.Module):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.a, self.way = nn.Linear(6, 6), way
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        if self.way == "mode" and torch.is_grad_enabled():
+            h = h + 1
+        if self.way == "tensor" and h.requires_grad:
+            h = h + 1
+        if self.way == "nothing" and torch.is_grad_enabled() and h.dim() > 5:
+            h = h + 1
+        with torch.no_grad():
+            if self.way == "region" and not torch.is_grad_enabled():
+                h = h + 1
+        return h.tanh()
+
+
+@pytest.mark.parametrize("way", ["mode", "tensor"])
+def test_a_forward_that_asks_whether_gradients_are_recorded_is_refused(way: str) -> None:
+    with pytest.raises(CaptureError, match=r"_AsksForGradients.forward at .*no_grad") as error:
+        capture(_AsksForGradients(way), {"x": X})
+    assert "self.training" in str(error.value)
+    assert torch.is_grad_enabled is torch._C.is_grad_enabled
+
+
+@pytest.mark.parametrize("way", ["nothing", "region"])
+def test_an_answer_about_gradients_that_changes_nothing_is_no_matter(way: str) -> None:
+    checked(_AsksForGradients(way), x=X)
