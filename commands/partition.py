@@ -92,6 +92,8 @@ def partition_command(
 
 def _of_model(options: PartitionOptions, ticks: Ticks) -> dict[str, Any]:
     """What loading, capturing and profiling a model take."""
+    from ..partitioner.capture.dimensions import read_said
+
     return {
         "model_args": {
             key: _value(text) for key, text in _by_key("--model-arg", options.model_arg).items()
@@ -108,6 +110,8 @@ def _of_model(options: PartitionOptions, ticks: Ticks) -> dict[str, Any]:
         "calibrate": options.calibrate,
         "no_cache": options.no_cache,
         "leaves": options.leaf or (),
+        "batch_dim": read_said("--batch-dim", options.batch_dim or ()),
+        "sequence_dim": read_said("--sequence-dim", options.sequence_dim or ()),
         "capture": options.capture,
         "mode": options.mode,
         "on_tick": ticks.tick,

@@ -62,6 +62,24 @@ class PartitionOptions:
         ),
     ] = None
     seq: Annotated[int, option(_MODEL, "Tokens of a sequence, for models of text.")] = 128
+    batch_dim: Annotated[
+        list[str] | None,
+        option(
+            _MODEL,
+            "The dimension of an input that counts samples, as INPUT=1 or INPUT=none, or as 1 or "
+            "none for all inputs; none for all is a model without a batch. By default it is found "
+            "out: dimension 0, where a part of the samples has the results of the whole.",
+        ),
+    ] = None
+    sequence_dim: Annotated[
+        list[str] | None,
+        option(
+            _MODEL,
+            "The dimension of an input that counts tokens and stays free, as INPUT=1 or "
+            "INPUT=none, or as 1 or none for all inputs; by default dimension 1 of "
+            "two-dimensional inputs of integers.",
+        ),
+    ] = None
     loss: Annotated[
         str | None,
         option(
@@ -269,7 +287,7 @@ class PartitionOptions:
         """The flags that were given and mean nothing for a graph alone."""
         names = (
             "output", "model_arg", "input", "micro_batch_size", "loss", "profile", "threads",
-            "device", "calibrate", "no_cache", "leaf", "keep_together", "stop_after", "meta",
-            "no_weights", "force",
+            "device", "calibrate", "no_cache", "leaf", "batch_dim", "sequence_dim",
+            "keep_together", "stop_after", "meta", "no_weights", "force",
         )  # fmt: skip
         return tuple(f"--{name.replace('_', '-')}" for name in names if getattr(self, name))

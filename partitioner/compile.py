@@ -19,10 +19,12 @@ from ..runtime.plan import Plan, portable
 from ..runtime.plan_check import contradiction
 from ..runtime.trust import remember
 from .assemble import assemble
-from .capture import Capture
+from .capture import Capture, Said
 from .capture import capture as capture_model
+from .capture.dimensions import write_said
 from .capture.guards import refused_sizes
 from .capture.restore import unchanged
+from .capture.samples import sizes_text
 from .cluster import Cluster
 from .compare import ALL
 from .cost import LOCALHOST
@@ -78,7 +80,7 @@ def partition(
     """Cuts `model` into stages and writes them to `output`; the model itself is left as it is.
 
     `example_inputs` are arguments of the model's forward by name (or a tuple of positional ones),
-    batch first, at the size of one micro-batch: tensors, nested structures of them, constants.
+    at the size of one micro-batch: tensors, nested structures of them, constants.
     `options` are those of `partition_source`.
     Raises CaptureError when the model cannot be written down as a graph, PlanError when it
     cannot be cut so.
@@ -170,6 +172,8 @@ def partition_source(
     calibrate: bool = False,
     no_cache: bool = False,
     leaves: Collection[str] = (),
+    batch_dim: Said = "auto",
+    sequence_dim: Said = "auto",
     cut_at: Sequence[str] = (),
     keep_together: Sequence[str] = (),
     capture: str = "auto",
@@ -190,7 +194,9 @@ def partition_source(
     chosen too. `prefer_modules` is the share of the slowest stage's time that may be given up so
     that cuts fall between blocks. `output` defaults to `generated_models/<name>_<stages>p`. A
     boundary is before each module or operation that `cut_at` names; the operations of each module
-    that `keep_together` names are in one stage. `code` is "structured" or "flat". With `explain`
+    that `keep_together` names are in one stage. `batch_dim` and `sequence_dim` say which dimension
+    of the inputs counts samples and tokens: one number for all, None where none does, or a number
+    or None by input. `code` is "structured" or "flat". With `explain`
     the plan tells what other numbers of stages, faster links and recomputation would give. With
     `stop_after="plan"` the plan is returned and nothing is written. `profile`, `threads`, `device`,
     `dtype`, `calibrate` and `no_cache` are those of `ProfileOptions`, `running` says how the plan
@@ -209,8 +215,15 @@ def partition_source(
     on_meta = any(parameter.is_meta for parameter in source.model.parameters())
 
     captured = capture_model(
-        source.model, source.example_inputs, leaves=leaves, check=False, method=capture, mode=mode
-    )  # verify below compares more
+        source.model,
+        source.example_inputs,
+        batch_dim=batch_dim,
+        sequence_dim=sequence_dim,
+        leaves=leaves,
+        check=False,  # verify below compares more
+        method=capture,
+        mode=mode,
+    )
     digest = graph_hash(captured)
     model_facts = {"model": portable(source.spec), "model_args": dict(model_args or {})}
 
@@ -284,6 +297,7 @@ def partition_source(
             stages or len(stage_graphs),
             method,
             prefer_modules,
+            {"--batch-dim": batch_dim, "--sequence-dim": sequence_dim},
             cut_at,
             keep_together,
             code,
@@ -403,6 +417,7 @@ def _command(
     stages: int,
     method: str,
     prefer_modules: float,
+    dimensions: Mapping[str, Said],
     cut_at: Sequence[str],
     keep_together: Sequence[str],
     code: str,
@@ -415,6 +430,8 @@ def _command(
     tokens += ["--mode", mode] if mode != "both" else []
     if prefer_modules != PREFER_MODULES:
         tokens += ["--prefer-modules", f"{prefer_modules:g}"]
+    for flag, said in dimensions.items():
+        tokens += [token for text in write_said(said) for token in (flag, text)]
     tokens += [token for name in cut_at for token in ("--cut-at", name)]
     tokens += [token for name in keep_together for token in ("--keep-together", name)]
     for name, value in running.items():
@@ -424,9 +441,9 @@ def _command(
 
 
 def describe_capture(captured: Capture) -> str:
-    sizes = " × ".join(f"{size} {name}" for name, size in captured.sizes.items())
     nodes = sum(1 for node in captured.graph.nodes if node.op.startswith("call"))
-    return f"{nodes} operations at {sizes}, sizes stay symbolic"
+    where = sizes_text(captured.sizes, " at ")
+    return f"{nodes} operations{where}, {'sizes stay symbolic' if where else 'all sizes fixed'}"
 
 
 def _lines(files: Mapping[str, str]) -> int:

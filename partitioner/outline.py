@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from .capture import Capture, ModuleCall
+from .capture import Capture, ModuleCall, Said
 from .capture import capture as capture_model
 from .compile import (
     Clock,
@@ -120,6 +120,8 @@ def outline_source(
     calibrate: bool = False,
     no_cache: bool = False,
     leaves: Sequence[str] = (),
+    batch_dim: Said = "auto",
+    sequence_dim: Said = "auto",
     capture: str = "auto",
     mode: str = "both",
     on_tick: OnTick | None = None,
@@ -128,7 +130,14 @@ def outline_source(
     """Captures, profiles if asked to, and writes nothing."""
     tick = Clock(on_tick)
     captured = capture_model(
-        source.model, source.example_inputs, leaves=leaves, check=False, method=capture, mode=mode
+        source.model,
+        source.example_inputs,
+        batch_dim=batch_dim,
+        sequence_dim=sequence_dim,
+        leaves=leaves,
+        check=False,
+        method=capture,
+        mode=mode,
     )
     tick("capture", describe_capture(captured), "profile" if with_profile else "")
     costs: Mapping[str, NodeCost] = {}

@@ -17,11 +17,12 @@ from ...runtime.structure import constants_in
 from .aliases import colocated, draws_in_order, in_order
 from .arguments import Arguments, read_arguments
 from .attribute_names import verify_names
+from .batch import find_batch
+from .dimensions import Dimensions, Said, asked_lengths, check_said, said_batch, symbols
 from .fakes import Dynamic
 from .fitting import verify_arguments
 from .graph import Capture, tensor_spec
 from .hooks import verify_hooks
-from .inputs import dynamic_sizes
 from .interpret import run
 from .leaves import leaf_rule
 from .restore import in_mode, unchanged
@@ -39,7 +40,7 @@ from .ways import METHODS, Request, find_capture
 
 __all__ = [
     "Arguments", "CallRecord", "Capture", "IfTraining", "LocalDevice", "ModuleCall", "Recompute",
-    "Region", "Size", "capture", "colocated", "draws_in_order", "in_order",
+    "Region", "Said", "Size", "capture", "colocated", "draws_in_order", "in_order",
     "read_arguments", "run", "size_text",
     "tensor_spec",
 ]  # fmt: skip
@@ -54,6 +55,8 @@ def capture(
     example_inputs: Mapping[str, Any],
     *,
     dynamic: Dynamic | None = None,
+    batch_dim: Said = "auto",
+    sequence_dim: Said = "auto",
     leaves: Collection[str] = (),
     check: bool = True,
     method: str = "auto",
@@ -62,9 +65,12 @@ def capture(
     """Writes down what the model's forward does for inputs like these.
 
     `example_inputs` are arguments of forward by name: tensors (on any device, or on meta), tuples,
-    lists, dicts and dataclasses of them, and constants. `dynamic` names the sizes that stay free,
-    by input (`masks_0` for the first of `masks`) and dimension; by default dimension 0 of every
-    tensor is `batch`, and dimension 1 of two-dimensional tensors of integers is `sequence`.
+    lists, dicts and dataclasses of them, and constants.
+
+    `batch_dim` says which dimension counts samples, by input (`masks_0` for the first of `masks`),
+    one number for all, or None where there is no batch; "auto" finds it out. `sequence_dim` says so
+    of tokens; by default it is dimension 1 of two-dimensional tensors of integers. In place of both
+    `dynamic` names the sizes that stay free, by input and dimension.
     `leaves` are modules to keep as one node although they are not of torch.nn, by
     class name or path. Parameters may be on meta. With `check`, the graph is run beside the model
     at other sizes in both modes; a model on meta is not checked.
@@ -88,7 +94,7 @@ def capture(
     request = Request(
         model=model,
         given=given,
-        dims=dynamic_sizes(given.tensors) if dynamic is None else dynamic,
+        dimensions=_dimensions(model, given, dynamic, batch_dim, sequence_dim),
         may_fix=dynamic is None,
         is_leaf=leaf_rule(model, leaves),
         check=check,
@@ -97,11 +103,15 @@ def capture(
     by_hand = tuple(modes_by_hand(model))
     with unchanged(model):
         captured = find_capture(request, method)
+        submodules = [(module._modules, dict(module._modules)) for module in model.modules()]
+    for own, named in submodules:
+        # A forward may exchange them (BigBird does for short sequences), and the graph names them.
+        own.update(named)
     fixed = [
         f"{where} is fixed at {text}: it is no tensor"
         for where, text in constants_in(given.structure, "")
     ]
-    return replace(captured, notes=(*fixed, *by_hand, *captured.notes))
+    return replace(captured, notes=(*request.dimensions.notes, *fixed, *by_hand, *captured.notes))
 
 
 def modes_by_hand(model: nn.Module) -> Iterator[str]:
@@ -120,3 +130,21 @@ def modes_by_hand(model: nn.Module) -> Iterator[str]:
             f"{root} mode; the stages follow train() and eval() of the model, which do not keep "
             "that: to keep it, override train() in the class of the model"
         )
+
+
+def _dimensions(
+    model: nn.Module, given: Arguments, dynamic: Dynamic | None, batch_dim: Said, sequence_dim: Said
+) -> Dimensions:
+    """The free sizes as the user has named them, or by the dimensions that count samples."""
+    if dynamic is not None:
+        names = (symbol for named in dynamic.values() for symbol in named.values())
+        return Dimensions(dynamic, frozenset(names))
+    check_said("--batch-dim", batch_dim, given.tensors)
+    check_said("--sequence-dim", sequence_dim, given.tensors)
+    if batch_dim == "auto":
+        batch, note = find_batch(model, given)
+    else:
+        batch, note = said_batch(batch_dim, given.tensors), ""
+    dims = symbols(given.tensors, batch, sequence_dim)
+    asked = asked_lengths(dims, sequence_dim)
+    return Dimensions(dims, asked, (note,) if note else ())

@@ -89,9 +89,7 @@ def pinned(error: Exception, given: Arguments, dims: Dynamic) -> PinnedSizeError
     lines = user_lines(str(error)[found.end() :].partition("\n\n  - ")[0])
     where = f"{Path(lines[-1].file).name}:{lines[-1].line}" if lines else "forward"
     return PinnedSizeError(
-        symbol,
-        f"{where} works for one {symbol} size only: {symbol} would always be {value}.",
-        f"Leave {symbol} out of dynamic=... to fix it at {value}.",
+        symbol, where, value, f"Leave {symbol} out of dynamic=... to fix it at {value}."
     )
 
 

@@ -28,18 +28,23 @@ Dynamic = Mapping[str, Mapping[int, str]]
 
 
 class PinnedSizeError(CaptureError):
-    """A size that should be free, but that forward holds at one value."""
+    """A size that should be free, but that forward holds at one value `where` it says."""
 
-    def __init__(self, symbol: str, what: str, cure: str) -> None:
-        super().__init__(what, cure)
-        self.symbol = symbol
+    def __init__(self, symbol: str, where: str, value: object, cure: str, more: str = "") -> None:
+        super().__init__(
+            f"{where} works for one {symbol} size only: {symbol} would always be {value}.{more}",
+            cure,
+        )
+        self.symbol, self.where, self.value = symbol, where, value
 
 
 class _NamedSizes(ShapeEnv):
-    """A ShapeEnv that refuses to give up a named symbol."""
+    """A ShapeEnv that refuses to give up a named symbol; with `pins` it does, and keeps there what
+    it would have said."""
 
     def __init__(self) -> None:
         super().__init__(specialize_zero_one=True, duck_shape=False, allow_scalar_outputs=False)
+        self.pins: dict[str, PinnedSizeError] | None = None
         self.named: dict[sympy.Symbol, sympy.Symbol] = {}
         self.is_open = True
         self.top: FrameType | None = None
@@ -74,7 +79,10 @@ class _NamedSizes(ShapeEnv):
 
     def _set_replacement(self, a: sympy.Symbol, tgt: sympy.Expr, msg: str) -> None:
         if self.is_open and a in self.named:
-            raise self.pinned(self.named[a].name, tgt.xreplace(self.named))
+            error = self.pinned(self.named[a].name, tgt.xreplace(self.named))
+            if self.pins is None:
+                raise error
+            self.pins.setdefault(error.symbol, error)
         super()._set_replacement(a, tgt, msg)
 
     def pinned(self, name: str, value: sympy.Expr) -> PinnedSizeError:
@@ -86,7 +94,8 @@ class _NamedSizes(ShapeEnv):
             where = f"{place(frames[0], line)}, {source_text(frames[0], line)!r},"
         return PinnedSizeError(
             name,
-            f"{where} works for one {name} size only: {name} would always be {value}.",
+            where,
+            value,
             "Write it for the whole tensor: sizes as x.shape[0], without int(), range(), tolist() "
             "or a loop over samples.",
         )

@@ -63,8 +63,10 @@ def trace_forward(
     forward: Callable[[Tracer, Mapping[str, Any]], Any] | None = None,
 ) -> Tracer:
     """One run of forward in one mode, again for every module that turns out to call `len` on a
-    symbolic size. `forward` stands in for the model's."""
+    symbolic size, and after a run that has exchanged modules. `forward` stands in for the model's.
+    """
     scopes: list[dict[str, Any]] = []
+    modules = list(model.modules())
     while True:
         shadow = Shadow(world, given, _others(given.tensors, dims), training)
         tracer = Tracer(model, world, is_leaf, shadow, true, gradients)
@@ -100,6 +102,9 @@ def trace_forward(
             raise FailedTrace(error, tracer.failed_in(error)) from error.__cause__
         except Exception as error:
             raise FailedTrace(explained(error, model, given), tracer.failed_in(error)) from error
+        if (now := list(model.modules())) != modules:
+            modules = now  # To make new ones takes random numbers, but in the first run alone.
+            continue
         return tracer
 
 

@@ -19,12 +19,14 @@ from ...runtime.errors import CaptureError
 from .arguments import Arguments
 from .automatic_leaves import AutomaticLeaves, FailedTrace
 from .check import check_capture, is_on_meta
+from .dimensions import Dimensions, without_symbol
 from .explain import UnseenError, ValuesError, both, runs
-from .fakes import Dynamic, PinnedSizeError
+from .fakes import PinnedSizeError
 from .graph import Capture
-from .inputs import without_symbol
 from .leaves import LeafRule
 from .modes import merged_capture
+from .relations import corrected, fixed, with_places
+from .samples import BATCH
 from .traces import Trace, trace_dynamo, trace_forward
 
 METHODS = ("auto", "tracer", "dynamo")
@@ -34,13 +36,14 @@ METHODS = ("auto", "tracer", "dynamo")
 class Request:
     """What is to be captured: a model called so, with these sizes free and these leaves.
 
-    `modes` are those to capture. `may_fix` allows sizes other than the batch to be fixed, `check`
-    asks for a run beside the model.
+    `modes` are those to capture. `dimensions` are the free sizes; forward may correct them if
+    `may_fix`, but for the batch and those that were asked for. `check` asks for a run beside the
+    model.
     """
 
     model: nn.Module
     given: Arguments
-    dims: Dynamic
+    dimensions: Dimensions
     may_fix: bool
     is_leaf: LeafRule
     check: bool
@@ -93,20 +96,32 @@ def _by_dynamo(request: Request) -> Capture:
 
 def _captured(request: Request, trace: Trace, kept: AutomaticLeaves | None) -> Capture:
     """One way to capture, with as many of the sizes free as can be."""
-    model, given, dims = request.model, request.given, request.dims
+    model, given, dims = request.model, request.given, request.dimensions.dims
     is_leaf = kept.is_leaf if kept else request.is_leaf
+    has_to_be_free = request.dimensions.asked | {BATCH}
     notes: list[str] = []
+    is_corrected = not request.may_fix
     while True:
         try:
             captured = merged_capture(model, given, dims, is_leaf, trace, request.modes)
             break
         except FailedTrace as failed:
             error = failed.error
-            if isinstance(error, PinnedSizeError) and request.may_fix and error.symbol != "batch":
-                # The batch has to be free. Another size that nobody asked for may be fixed.
-                notes.append(f"the {error.symbol} size is fixed: {error.what}")
-                dims = without_symbol(dims, error.symbol)
-            elif kept is None or not kept.keep(failed.paths, error):
+            if isinstance(error, PinnedSizeError):
+                error = with_places(error, dims)
+                if not is_corrected:
+                    is_corrected = True
+                    before = dims
+                    dims, more = corrected(model, given, dims, is_leaf, has_to_be_free)
+                    notes += more
+                    if dims != before:
+                        continue
+                if request.may_fix and error.symbol not in has_to_be_free:
+                    # Another size that nobody asked for may be fixed.
+                    notes.append(fixed(error, dims, error.symbol))
+                    dims = without_symbol(dims, error.symbol)
+                    continue
+            if kept is None or not kept.keep(failed.paths, error):
                 raise error from failed.__cause__
     if kept:
         called = {str(node.target) for node in captured.graph.find_nodes(op="call_module")}

@@ -19,6 +19,7 @@ from asyncpipe.partitioner.capture.samples import first_taken, resized
 from asyncpipe.partitioner.verify import verify
 from asyncpipe.runtime.errors import PlanError
 from asyncpipe.runtime.plan import read_plan
+from asyncpipe.tests.partitioner.batch_models import example
 
 SMALL: dict[str, Any] = {
     "vocab_size": 67,
@@ -71,18 +72,6 @@ def test_a_model_that_asks_for_an_end_of_sentence_gets_it(
     assert "at 3 batch × 17 sequence" in cut(model, inputs, tmp_path / "made")
 
 
-class Bags(nn.Module):
-    """Flat text with offsets, which are sorted and below its length."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bag = nn.EmbeddingBag(29, 8)
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, text: Tensor, offsets: Tensor) -> Tensor:
-        return self.head(self.bag(text, offsets))
-
-
 class Sorted(nn.Module):
     """A packed sequence, whose lengths are sorted and one of them the whole."""
 
@@ -104,12 +93,8 @@ class Packed(nn.Module):
         return self.rnn(packed)[1][0]
 
 
-def bag_inputs() -> dict[str, Tensor]:
-    return {"text": torch.arange(15) % 29, "offsets": torch.tensor([0, 4, 9, 12])}
-
-
 def test_flat_text_is_tried_with_offsets_that_lie_within_it(tmp_path: Path) -> None:
-    assert "at 14 batch × 3 offsets_rows" in cut(Bags(), bag_inputs(), tmp_path / "made")
+    assert "at 14 text_rows × 3 offsets_rows" in cut(*example("bags"), tmp_path / "made")
 
 
 def test_lengths_stay_sorted() -> None:
@@ -148,7 +133,7 @@ class Refusing(Demanding):
 
 def test_what_runs_at_its_own_sizes_alone_is_verified_there_and_says_so(tmp_path: Path) -> None:
     told = cut(Demanding(), {"x": torch.randn(4, 5)}, tmp_path / "made")
-    assert "at 4 batch, the captured sizes: the original took none of the others tried" in told
+    assert "at 4 x_rows, the captured sizes: the original took none of the others tried" in told
 
 
 def test_an_exception_of_the_original_is_a_sentence(tmp_path: Path) -> None:
@@ -157,16 +142,16 @@ def test_an_exception_of_the_original_is_a_sentence(tmp_path: Path) -> None:
 
 
 def test_an_exception_of_a_stage_is_a_sentence_with_its_line(tmp_path: Path) -> None:
-    case = Bags()
+    model, inputs = example("bags")
     folder = tmp_path / "made"
-    cut(case, bag_inputs(), folder)
+    cut(model, inputs, folder)
     plan = read_plan(folder)
     stage = folder / "stage_1.py"
     stage.write_text(
         stage.read_text().replace("return ", "raise RuntimeError('here')\n        return ")
     )
     with pytest.raises(PlanError, match=r"stage 1 raises RuntimeError .* here \(stage_1.py:\d+"):
-        verify(case, plan, folder, bag_inputs())
+        verify(model, plan, folder, inputs)
 
 
 def test_a_dimension_is_stretched_in_order_between_its_ends() -> None:
