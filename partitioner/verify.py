@@ -44,6 +44,8 @@ from .capture.working_copies import (
     verify_finite,
     working_copies,
 )
+from .differences import compare
+from .state_between_calls import state_between_calls
 
 Refused = Callable[[Mapping[str, int]], str]
 """Why the stages refuse sizes; empty where they do not."""
@@ -211,6 +213,8 @@ def _verify_numbers(
     if not is_own:
         for seen in sample.result:
             verify_finite((*seen.outputs.values(), *seen.gradients.values()))
+    if why := _state_between_calls(model, plan, given, sample.inputs, copies):
+        raise PlanError(*why)
     copies.reset()
     largest = 0.0
     for training, expected in zip(_modes(plan), sample.result, strict=True):
@@ -234,6 +238,17 @@ def _verify_numbers(
     return Verified(
         sample.sizes, plan.sizes, len(trained.outputs), len(trained.gradients), largest, noise
     )
+
+
+def _state_between_calls(
+    model: nn.Module, plan: Plan, given: Arguments, inputs: Tensors, copies: WorkingCopies
+) -> tuple[str, str] | None:
+    def call() -> Mapping[str, Tensor]:
+        copies.reset()
+        return _run_model(model, given, inputs, _modes(plan)[0], copies).outputs
+
+    with unchanged(model):
+        return state_between_calls(model, call)
 
 
 def _run_model(
@@ -356,52 +371,6 @@ def _take_gradients(model: nn.Module) -> dict[str, Tensor]:
     for parameter in model.parameters():
         parameter.grad = None
     return taken
-
-
-def compare(
-    expected: Mapping[str, Tensor], actual: Mapping[str, Tensor], tolerance: float, what: str
-) -> float:
-    """The largest relative difference; raises PlanError naming the first value beyond tolerance."""
-    if expected.keys() != actual.keys():
-        name = sorted(expected.keys() ^ actual.keys())[0]
-        where = "the original" if name in expected else "the stages"
-        raise PlanError(f"only {where} has the {what} {name}.")
-    largest, floor = 0.0, 1e-6
-    if what.startswith("gradient"):
-        # One that is zero but for rounding, as a key's bias before a softmax, has no scale itself.
-        floor = max([floor, *(1e-4 * _magnitude(wanted) for wanted in expected.values())])
-    for name, wanted in expected.items():
-        got = actual[name]
-        if wanted.shape != got.shape or wanted.dtype != got.dtype:
-            raise PlanError(
-                f"the {what} {name} is {wanted.dtype} {tuple(wanted.shape)} in the original, "
-                f"{got.dtype} {tuple(got.shape)} in the stages."
-            )
-        if wanted.numel() == 0:
-            continue
-        if not wanted.is_floating_point() and not wanted.is_complex():
-            wanted, got = wanted.double(), got.double()
-        scale = max(_magnitude(wanted), floor)
-        difference = _magnitude(wanted - got) / scale
-        if not difference <= tolerance:
-            raise PlanError(
-                f"the {what} {name} of the generated stages differs from the original's by "
-                f"{difference:.1e} of its largest magnitude; {tolerance:.0e} is allowed."
-            )
-        largest = max(largest, difference)
-    return largest
-
-
-def _magnitude(value: Tensor) -> float:
-    """The largest absolute value, nan if there is one; in one pass, where torch can."""
-    if not value.numel():
-        return 0.0
-    if value.is_sparse:
-        return _magnitude(value.coalesce().values())
-    if value.is_complex():
-        return float(value.abs().max())
-    least, most = torch.aminmax(value.detach())
-    return float(torch.maximum(-least, most))
 
 
 def _verify_shapes(

@@ -119,6 +119,7 @@ class FakeWorld:
         self.model = model
         self._fakes: dict[int, tuple[Tensor, Tensor]] = {}
         self._swaps: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
+        self._own: dict[tuple[int, str], Tensor] = {}
         for path, module in model.named_modules():
             for tensors in (module._parameters, module._buffers):
                 for name, tensor in tensors.items():
@@ -126,7 +127,18 @@ class FakeWorld:
                         continue
                     fake = self._fake(tensor)
                     self._swaps.append((tensors, name, tensor, fake))
+                    self._own[id(tensors), name] = fake
                     self.names.setdefault(id(fake), f"{path}.{name}" if path else name)
+
+    def is_itself(self, module: nn.Module) -> bool:
+        """Whether a module has its own parameters and buffers, and not others for one call, as
+        `torch.func.functional_call` gives it."""
+        return all(
+            tensor is None or self._own.get((id(tensors), name)) is tensor
+            for inner in module.modules()
+            for tensors in (inner._parameters, inner._buffers)
+            for name, tensor in tensors.items()
+        )
 
     def _fake(self, tensor: Tensor) -> Tensor:
         if id(tensor) not in self._fakes:

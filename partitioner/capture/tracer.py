@@ -269,6 +269,8 @@ class Tracer(TorchFunctionMode):
         if not self._recording or not path:
             return original_call(module, args, kwargs)
         if self._is_leaf(module, path):
+            if not self._world.is_itself(module):
+                return original_call(module, args, kwargs)
             return self._recorded(
                 lambda: self._run_leaf(module, args, kwargs),
                 lambda given, named: ("call_module", path, given, named),

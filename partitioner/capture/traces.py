@@ -26,6 +26,7 @@ from .random_numbers import watched_draws
 from .replay import replay
 from .restore import in_mode, silent, without_cache
 from .samples import resized, smaller_sizes
+from .seeds import watched_seeds
 from .shadow import Shadow
 from .structure import plain_structure
 from .tracer import LenNeeded, Tracer
@@ -79,6 +80,7 @@ def trace_forward(
                 world.inside(sys._getframe()),
                 patched(tracer, scopes),
                 watched_draws(tracer, model),
+                watched_seeds(tracer),
                 # opt_einsum takes sizes as numbers; the order of a product is no matter here.
                 torch.backends.opt_einsum.flags(enabled=False),
                 enable_python_dispatcher(),

@@ -11,8 +11,9 @@ from torch import nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
 import asyncpipe
+from asyncpipe.partitioner.differences import compare
 from asyncpipe.partitioner.folder import write_folder
-from asyncpipe.partitioner.verify import compare, verify
+from asyncpipe.partitioner.verify import verify
 from asyncpipe.partitioner.weights import snapshot
 from asyncpipe.runtime.errors import PlanError
 from asyncpipe.runtime.loading import SkipRandomInit

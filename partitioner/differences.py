@@ -1,0 +1,63 @@
+"""Tensors of the original and of the stages, by name -> how far they are apart, or an error."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ..runtime.errors import PlanError
+
+
+_REPORT = (
+    "No rule of asyncpipe explains this: please report the model. Keeping the module that makes it "
+    "as one node (--leaf Class) may help until then."
+)
+
+
+def compare(
+    expected: Mapping[str, Tensor], actual: Mapping[str, Tensor], tolerance: float, what: str
+) -> float:
+    """The largest relative difference; raises PlanError naming the first value beyond tolerance."""
+    if expected.keys() != actual.keys():
+        name = sorted(expected.keys() ^ actual.keys())[0]
+        where = "the original" if name in expected else "the stages"
+        raise PlanError(f"only {where} has the {what} {name}.")
+    largest, floor = 0.0, 1e-6
+    if what.startswith("gradient"):
+        # One that is zero but for rounding, as a key's bias before a softmax, has no scale itself.
+        floor = max([floor, *(1e-4 * _magnitude(wanted) for wanted in expected.values())])
+    for name, wanted in expected.items():
+        got = actual[name]
+        if wanted.shape != got.shape or wanted.dtype != got.dtype:
+            raise PlanError(
+                f"the {what} {name} is {wanted.dtype} {tuple(wanted.shape)} in the original, "
+                f"{got.dtype} {tuple(got.shape)} in the stages."
+            )
+        if wanted.numel() == 0:
+            continue
+        if not wanted.is_floating_point() and not wanted.is_complex():
+            wanted, got = wanted.double(), got.double()
+        scale = max(_magnitude(wanted), floor)
+        difference = _magnitude(wanted - got) / scale
+        if not difference <= tolerance:
+            raise PlanError(
+                f"the {what} {name} of the generated stages differs from the original's by "
+                f"{difference:.1e} of its largest magnitude; {tolerance:.0e} is allowed.",
+                _REPORT,
+            )
+        largest = max(largest, difference)
+    return largest
+
+
+def _magnitude(value: Tensor) -> float:
+    """The largest absolute value, nan if there is one; in one pass, where torch can."""
+    if not value.numel():
+        return 0.0
+    if value.is_sparse:
+        return _magnitude(value.coalesce().values())
+    if value.is_complex():
+        return float(value.abs().max())
+    least, most = torch.aminmax(value.detach())
+    return float(torch.maximum(-least, most))

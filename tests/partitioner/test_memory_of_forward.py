@@ -1,0 +1,147 @@
+"""A forward with a memory of its own is refused with the cause; weights given for a call are
+exact."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from asyncpipe.runtime.errors import CaptureError, PlanError
+from asyncpipe.tests.partitioner.same import assert_same, cut
+
+X = torch.randn(4, 12, generator=torch.Generator().manual_seed(3))
+
+
+class Remembers(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(12, 16), nn.Linear(16, 4)
+        self.how = how
+        self.last: Any = None
+        self.kept: list[Any] = []
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.a(x))
+        if self.how == "tensor":
+            if self.last is not None:
+                h = h + self.last
+            self.last = h.detach()
+        if self.how == "list":
+            h = h + sum(self.kept)
+            self.kept.append(h.detach())
+        if self.how == "number":
+            self.calls += 1
+            h = h / self.calls
+        if self.how == "shown":  # for inspection only
+            self.last = h
+            self.kept.append(h)
+            self.calls += 1
+        return self.b(h)
+
+
+@pytest.mark.parametrize(
+    ("how", "name", "line"),
+    [("tensor", "last", "self.last = h.d"), ("list", "kept", "self.kept.app"),
+     ("number", "calls", "self.calls += 1\n            h")],
+)  # fmt: skip
+def test_what_the_next_call_reads_is_named(how: str, name: str, line: str, tmp_path: Path) -> None:
+    model = Remembers(how)
+    with pytest.raises(PlanError, match=rf"Remembers keeps .* in self\.{name} ") as caught:
+        cut(model, {"x": X}, tmp_path)
+    assert "test_memory_of_forward.py:" in caught.value.what
+    assert model.last is None and model.kept == [] and model.calls == 0
+
+
+def test_what_nobody_reads_is_no_memory(tmp_path: Path) -> None:
+    assert_same(Remembers("shown"), {"x": X}, tmp_path)
+
+
+class Seeds(nn.Module):
+    def __init__(self, how: Callable[[], Any]) -> None:
+        super().__init__()
+        self.a, self.b, self.how = nn.Linear(12, 16), nn.Linear(16, 4), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        self.how()
+        return self.b(h + torch.rand_like(h))
+
+
+def _forked() -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.rand(2)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        lambda: torch.manual_seed(0),
+        lambda: torch.random.manual_seed(0),
+        torch.seed,
+        _forked,
+        lambda: torch.set_rng_state(torch.get_rng_state()),
+    ],
+)
+def test_seeds_inside_forward_are_refused_with_the_line(
+    how: Callable[[], Any], tmp_path: Path
+) -> None:
+    with pytest.raises(CaptureError, match="test_memory_of_forward.py:.* generator inside forward"):
+        cut(Seeds(how), {"x": X}, tmp_path)
+    assert isinstance(torch.random.default_generator, torch.Generator)
+
+
+class Adapter(nn.Module):
+    """A torch.nn module that is called with other weights than its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.out = nn.Linear(12, 16), nn.Linear(16, 4)
+        self.delta = nn.Parameter(torch.zeros(16, 12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = {"weight": self.net.weight + self.delta, "bias": self.net.bias}
+        return self.out(torch.relu(functional_call(self.net, weights, (x,))))
+
+
+class Averaged(nn.Module):
+    """Buffers that follow the weights, and are used in their place in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 4))
+        for name, value in self.net.named_parameters():
+            self.register_buffer("ema_" + name.replace(".", "_"), value.detach().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        names = [name for name, _ in self.net.named_parameters()]
+        if self.training:
+            with torch.no_grad():
+                for name, value in self.net.named_parameters():
+                    self.get_buffer("ema_" + name.replace(".", "_")).lerp_(value, 0.1)
+            return self.net(x)
+        average = {name: self.get_buffer("ema_" + name.replace(".", "_")) for name in names}
+        return functional_call(self.net, average, (x,))
+
+
+@pytest.mark.parametrize("build", [Adapter, Averaged])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_weights_given_for_a_call_are_those_that_count(
+    build: type[nn.Module], stages: int, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model = build()
+    pipe = cut(model, {"x": X}, tmp_path, stages)
+    trained = {name: v + 0.3 * torch.randn_like(v) for name, v in model.state_dict().items()}
+    model.load_state_dict(trained)
+    pipe.load_state_dict(trained)
+    for training in (False, True, False):
+        model.train(training)
+        pipe.train(training)
+        torch.testing.assert_close(pipe(X), model(X), rtol=0, atol=0)
