@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -99,7 +99,12 @@ def assemble(
         weights=weights,
         state_keys=tuple(capture.model.state_dict()),
         unused=unused_tensors(capture, stage_graphs),
-        notes=tuple(map(visible, capture.notes)),
+        notes=tuple(
+            map(
+                visible,
+                (*capture.notes, *_notes_of_loss(criterion, outputs, (*crossing, *returned))),
+            )
+        ),
         mode="both" if False in capture.modes else "train",
         explanation=solution.explanation,
         candidates=solution.candidates,
@@ -275,6 +280,22 @@ def _if_sent(
 
 
 # --- outputs and the loss -------------------------------------------------------------------
+
+
+def _notes_of_loss(
+    criterion: str | None, outputs: Any, values: Iterable[TensorSpec]
+) -> Iterator[str]:
+    """What cross_entropy makes of an output that has more than samples and classes: torch's own
+    would take the second dimension as the classes."""
+    names = list(names_in(outputs))
+    name = "logits" if "logits" in names else next(iter(names), None)
+    for spec in values:
+        if criterion == "cross_entropy" and spec.name == name and len(spec.shape) > 2:
+            shape = " x ".join(map(str, spec.shape))
+            yield (
+                f"cross_entropy takes the last dimension of {spec.name} ({shape}) as its "
+                f"{spec.shape[-1]} classes"
+            )
 
 
 def _output_structure(graph: fx.Graph) -> Any:

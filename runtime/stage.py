@@ -289,9 +289,12 @@ class Stage:
         return bound
 
     def _error(self, action: str, micro_batch: int, error: Exception) -> StageError:
+        what, cure = f"{type(error).__name__}: {error}", ""
+        if isinstance(error, AsyncPipeError):
+            what, cure = error.what, error.cure
         told = StageError(
-            f"Stage {self.spec.index} failed in the {action} of micro-batch {micro_batch}: "
-            f"{type(error).__name__}: {error}"
+            f"Stage {self.spec.index} failed in the {action} of micro-batch {micro_batch}: {what}",
+            cure,
         )
         # Kept with the error, since only its sentence may reach the terminal.
         detail = "".join(traceback.format_exception(error))

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..errors import DataError
 from ..seeding import import_seeded
 from ..user_code import names_object
 from .settings import SettingsError
@@ -16,9 +17,21 @@ Criterion = Callable[[Any, Tensor], Tensor]
 
 
 def cross_entropy(outputs: Any, target: Tensor) -> Tensor:
-    """The mean over all targets; logits `f32[..., classes]`, target `i64[...]`."""
+    """The mean over all targets; logits `f32[..., classes]`, target `i64[...]`.
+
+    Raises DataError for targets that are not one for each row of logits.
+    """
     logits = logits_of(outputs)
-    return F.cross_entropy(logits.flatten(0, -2), target.flatten())
+    rows = logits.flatten(0, -2) if logits.ndim > 1 else logits[None]
+    if len(rows) != target.numel():
+        raise DataError(
+            f"cross_entropy takes the last dimension as the classes, so logits of shape "
+            f"{tuple(logits.shape)} are {len(rows)} rows of {rows.shape[1]} classes, but the "
+            f"targets of shape {tuple(target.shape)} are {target.numel()}.",
+            "Let the model return its classes last, for example logits.movedim(1, -1), or give "
+            "--criterion my_file.py:function, which may call torch's cross_entropy.",
+        )
+    return F.cross_entropy(rows, target.flatten())
 
 
 def mse(outputs: Any, target: Tensor) -> Tensor:

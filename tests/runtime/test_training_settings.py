@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncpipe.commands import training_options
 from asyncpipe.runtime.errors import AsyncPipeError
 from asyncpipe.runtime.plan import Plan, TensorSpec
 from asyncpipe.runtime.replication.replicas import as_started, check_ranks
@@ -93,6 +94,16 @@ def test_defaults_come_from_the_plan(text: Plan, mlp: Plan) -> None:
     language, vectors = resolved(text), resolved(mlp)
     assert (language.optimizer, language.clip, language.seq) == ("adamw", 1.0, 32)
     assert (vectors.clip, vectors.seq, vectors.criterion) == (0.0, None, "cross_entropy")
+
+
+@pytest.mark.parametrize("name", ["lr", "decay", "final_lr_ratio", "clip"])
+def test_the_help_has_the_defaults_of_text_and_of_other_data(
+    text: Plan, mlp: Plan, name: str
+) -> None:
+    told = training_options._HELP[name].replace("3e-4", "0.0003").replace("1e-3", "0.001")
+    for plan, words in ((text, "for text"), (mlp, "for other data")):
+        value = getattr(resolved(plan), name)
+        assert f"{value if isinstance(value, str) else format(value, 'g')} {words}" in told
 
 
 def test_the_teaching_example_has_its_published_optimizer(mlp: Plan) -> None:
