@@ -218,6 +218,7 @@ def _transfers(
     held = (
         (each.stages, parameters[name].numel() * parameters[name].element_size())
         for each in shared
+        if len(each.stages) > 1
         for name in each.names[:1]
     )
     return (
@@ -337,7 +338,8 @@ def _loss(outputs: Any, values: Iterable[TensorSpec]) -> str | None:
 def _shared_parameters(
     capture: Capture, tensors: Sequence[StageTensors]
 ) -> tuple[SharedParameter, ...]:
-    """Parameters that have several names or that several stages hold; the first stage owns."""
+    """Parameters that have several names or that several stages hold; the first stage owns. Buffers
+    that have several names, as those of a module that is registered twice, belong to one stage."""
     names: dict[int, list[str]] = {}
     for name, parameter in capture.model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -352,6 +354,17 @@ def _shared_parameters(
             owner = holders[0][1]
             others = tuple(name for name in aliases if name != owner)
             found.append(SharedParameter((owner, *others), holders))
+    saved = capture.model.state_dict(keep_vars=True)
+    of_buffer: dict[int, list[str]] = {}
+    for name, buffer in capture.model.named_buffers(remove_duplicate=False):
+        if name in saved:
+            of_buffer.setdefault(id(buffer), []).append(name)
+    for aliases in of_buffer.values():
+        held = [(at, name) for at, stage in enumerate(tensors) for name in stage.buffers]
+        own = next((each for each in held if each[1] in aliases), None)
+        if own is not None and len(aliases) > 1:
+            others = tuple(name for name in aliases if name != own[1])
+            found.append(SharedParameter((own[1], *others), (own,)))
     return tuple(found)
 
 

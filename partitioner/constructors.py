@@ -260,9 +260,18 @@ def _is_same(built: nn.Module | None, module: nn.Module) -> bool:
     if mine != other or list(built.state_dict()) != list(module.state_dict()):
         return False
     return all(
-        one.extra_repr() == two.extra_repr() and _plain(one) == _plain(two)
+        one.extra_repr() == two.extra_repr() and _plain(one) == _plain_beside(one, two)
         for one, two in zip(built.modules(), module.modules(), strict=True)
     )
+
+
+def _plain_beside(built: nn.Module, module: nn.Module) -> dict[str, Any]:
+    """The plain attributes of a module; of one of torch.nn those that its class knows: others, such
+    as a `qconfig`, are notes that somebody left on it."""
+    found = _plain(module)
+    if is_torch_leaf(module):
+        return {name: value for name, value in found.items() if name in vars(built)}
+    return found
 
 
 def _plain(module: nn.Module) -> dict[str, Any]:

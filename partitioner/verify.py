@@ -364,7 +364,7 @@ def _detached(outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _take_gradients(model: nn.Module) -> dict[str, Tensor]:
     taken = {
-        name: parameter.grad
+        name: parameter.grad.to_dense()
         for name, parameter in model.named_parameters()
         if parameter.grad is not None
     }

@@ -150,7 +150,9 @@ def _tie(plan: Plan, stages: list[nn.Module]) -> None:
     """Makes each shared parameter one object, under all names that it has in any stage."""
     for shared in plan.shared:
         owner_stage, owner_name = shared.holders[0]
-        owner = stages[owner_stage].get_parameter(owner_name)
+        owner = dict(stages[owner_stage].named_parameters(remove_duplicate=False)).get(owner_name)
+        if owner is None:  # a buffer, which its stage alone has
+            continue
         for stage in shared.stages:
             # A stage may hold the parameter under several of its names.
             held = {name for name, _ in stages[stage].named_parameters(remove_duplicate=False)}

@@ -79,9 +79,9 @@ class Stage:
     """One stage of a pipeline on its rank.
 
     `loss_of` makes the loss from the stage's outputs and what the feed gave; only one stage has it.
-    Both are computed in `precision`. With `batch_norm` running statistics are updated once a
-    mini-batch. With a `loss_seed` what the criterion draws depends on it and on the micro-batch
-    alone.
+    Both are computed in `precision`. Embeddings get dense gradients of the same numbers. With
+    `batch_norm` running statistics are updated once a mini-batch. With a `loss_seed` what the
+    criterion draws depends on it and on the micro-batch alone.
     """
 
     def __init__(
@@ -94,6 +94,9 @@ class Stage:
         batch_norm: MiniBatchNorm | None = None,
         loss_seed: int | None = None,
     ) -> None:
+        for part in module.modules():
+            if isinstance(part, nn.Embedding | nn.EmbeddingBag):
+                part.sparse = False  # Clipping, exchanges and most optimizers need dense gradients.
         self.module = module
         self.spec = spec
         self.loss_of = loss_of

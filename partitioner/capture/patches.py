@@ -84,7 +84,7 @@ def patched(
     )
     enter_grad, exit_grad = torch.enable_grad.__enter__, torch.enable_grad.__exit__
     enabled = torch.is_grad_enabled
-    set_attribute = nn.Module.__setattr__
+    set_attribute, move = nn.Module.__setattr__, nn.Module.to
     grad_before: list[bool] = []
     checkpointed = checkpointing._checkpoint_without_reentrant_generator
     # transformers asks whether a tensor is fake before it branches on the tensor's values.
@@ -141,6 +141,10 @@ def patched(
             recorder.assign_buffer(module, name, value)
         set_attribute(module, name, value)
 
+    def to(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        # `self.router.to(self.dtype)` in forward is a way to be sure of a dtype.
+        return module if _is_already(module, *args, **kwargs) else move(module, *args, **kwargs)
+
     def checkpoint(
         function: Any, preserve: bool = True, context: Any = None, *_: Any, **__: Any
     ) -> Iterator[None]:
@@ -159,6 +163,7 @@ def patched(
             asks["is_fake_tensor"] = lambda value: is_fake(value) and not recorder.is_known(value)
         nn.Module.__call__ = call  # type: ignore[method-assign]
         nn.Module.__setattr__ = assign  # type: ignore[method-assign,assignment]
+        nn.Module.to = to  # type: ignore[method-assign,assignment]
         _Super.apply = classmethod(apply)
         checkpointing._checkpoint_without_reentrant_generator = checkpoint  # type: ignore[assignment]
         autocast.__enter__, autocast.__exit__ = enter, leave  # type: ignore[method-assign]
@@ -178,12 +183,23 @@ def patched(
         autocast.__exit__ = exit_autocast  # type: ignore[method-assign]
         checkpointing._checkpoint_without_reentrant_generator = checkpointed
         del _Super.apply
+        nn.Module.to = move  # type: ignore[method-assign]
         nn.Module.__setattr__ = set_attribute  # type: ignore[method-assign]
         nn.Module.__call__ = _call  # type: ignore[method-assign]
         if is_fake is not None:
             asks["is_fake_tensor"] = is_fake
         for scope in scopes:
             del scope["len"]
+
+
+def _is_already(module: nn.Module, *args: Any, **kwargs: Any) -> bool:
+    """Whether `module.to(...)` would change no tensor of the module."""
+    device, dtype, _, layout = torch._C._nn._parse_to(*args, **kwargs)
+    return layout is None and all(
+        (device is None or tensor.device == device)
+        and (dtype is None or tensor.dtype == dtype or not tensor.is_floating_point())
+        for tensor in (*module.parameters(), *module.buffers())
+    )
 
 
 def _symbolic_len(value: Any) -> Any:
