@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from asyncpipe.runtime.data.own import own_parts
 from asyncpipe.runtime.launching.failure import RankError
 from asyncpipe.runtime.seeding import drawing_from
 from asyncpipe.tests.runtime.handmade import WIDTH, write_mlp
@@ -228,6 +229,15 @@ def test_samples_whose_parts_do_not_belong_together_are_refused(
     (own := tmp_path / "own.py").write_text(KEPT_STATE)
     with pytest.raises(RankError, match=words):
         train(folder, tmp_path / "run", data=f"{own}:{function}")
+
+
+def test_data_do_not_depend_on_what_was_drawn_before(draws: Path) -> None:
+    first, again = (
+        [random.random(), np.random.rand(), torch.rand(1)] and own_parts(f"{draws}:data", 1)[0]
+        for _ in range(2)
+    )
+    assert torch.equal(first.points, again.points)
+    assert not torch.equal(first.points, own_parts(f"{draws}:data", 2)[0].points)
 
 
 def test_generators_go_on_where_they_were_and_differ_from_each_other() -> None:

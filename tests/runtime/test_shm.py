@@ -96,6 +96,28 @@ def test_a_received_tensor_outlives_its_transport() -> None:
     assert run_processes(2, keep_after_close) == [True, True]
 
 
+def places_of_messages(rank: int) -> list[int]:
+    channels = [
+        Channel("activation", f"h_{size}", 0, 1, 0, 1, tag, torch.float32, (size,))
+        for tag, size in enumerate((1, 3, 50, 2000, 2048, 2049, 5000))
+    ]
+    transport = ShmTransport(timeout_s=20)
+    found = []
+    for channel in channels:
+        for index in range(3):
+            if rank == 0:
+                transport.send(channel, torch.ones(channel.shape), index)
+            else:
+                found.append(transport.wait(transport.recv(channel, index)).data_ptr() % 64)
+    transport.close()
+    return found
+
+
+def test_what_is_received_begins_where_sums_are_the_same_in_every_run() -> None:
+    _, places = run_processes(2, places_of_messages)
+    assert places == [0] * 21
+
+
 def send_and_die(rank: int) -> str:
     transport = ShmTransport(timeout_s=20)
     if rank == 0:
