@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
@@ -233,7 +234,7 @@ def print_next(console: Console, plan: Plan, folder: Path) -> None:
     planned = plan.setting.schedule
     under = f" --schedule {planned}" if planned not in (*ASYNCHRONOUS, _DEFAULT) else ""
     under += "" if is_trusted(folder) else " --trust"
-    console.print(f"next    [bold]asyncpipe-train {escape(str(folder))}{under}[/]")
+    console.print(f"next    [bold]asyncpipe-train {escape(shlex.quote(str(folder)))}{under}[/]")
     last = len(plan.stages) - 1
     console.print(escape(f"read    {folder}/stage_0.py" + f" .. stage_{last}.py" * (last > 0)))
     console.print(escape(f"report  {folder}/report.html"))
@@ -272,7 +273,7 @@ def print_folder(console: Console, plan: Plan, folder: Path) -> None:
             console.print(f"edited  {spec.file} is not as generated; it is used as it is")
     if not is_trusted(folder):
         console.print("foreign not made on this machine: its code is shown, and run with --trust")
-    console.print(escape(f"\ncode    asyncpipe-inspect {folder} --stage 0"))
+    console.print(escape(f"\ncode    asyncpipe-inspect {shlex.quote(str(folder))} --stage 0"))
 
 
 # ---------------------------------------------------------------------------- numbers

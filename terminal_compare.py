@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def print_comparison(console: Console, comparison: Comparison) -> None:
     for position, column in enumerate(COLUMNS):
         table.add_column(column, justify="left" if position < 2 else "right", no_wrap=True)
     for row in comparison.rows:
-        table.add_row(*cells(row))
+        table.add_row(*map(escape, cells(row)))
     console.print()
     console.print(table)
     console.print(

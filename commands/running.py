@@ -45,7 +45,7 @@ def run(app: App) -> int:
             errors.print(_shown(error.cure), soft_wrap=True)
         return 1
     except KeyboardInterrupt as interrupt:
-        errors.print(str(interrupt) or "interrupted")
+        errors.print(_shown(str(interrupt)) or "interrupted", soft_wrap=True)
         return 130
     except Exception as error:
         if {"-v", "--verbose"} & set(sys.argv):

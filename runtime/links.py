@@ -1,7 +1,7 @@
 """Links in a folder that is written: none may lead out of it.
 
-The folder of a run, a sweep or a comparison may be a stranger's, unpacked from an archive. A link in
-it that is called as a file of ours would have us write wherever it leads.
+The folder of a run, a sweep or a comparison may be a stranger's, unpacked from an archive. A link
+in it that is called as a file of ours would have us write wherever it leads.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import ast
 import builtins
 import io
 import itertools
+import json
 import re
 import subprocess
 from collections.abc import Iterator
@@ -36,7 +37,7 @@ from asyncpipe.runtime.pages.templating import _NO_CHARACTERS, render
 from asyncpipe.runtime.plan import Plan, read_plan
 from asyncpipe.runtime.training.settings import Settings
 from asyncpipe.terminal_console import SafeConsole
-from asyncpipe.tests.in_process import command
+from asyncpipe.tests.in_process import command, error_of
 from asyncpipe.tests.pages import all_of, check_alone, parsed, text_of
 from asyncpipe.tests.runtime.handmade import write_mlp
 
@@ -326,3 +327,50 @@ def test_a_name_that_no_attribute_can_have_is_refused(tmp_path: Path, name: str,
     with pytest.raises(AsyncPipeError) as refused:
         asyncpipe.partition(model, {"input": torch.ones(2, 4)}, stages=1, output=tmp_path / "made")
     assert f"a module of the model is called {told}" in str(refused.value)
+
+
+# --- a folder of a stranger
+
+
+def test_a_stage_is_shown_as_what_it_is_and_runs_as_it_is_shown(tmp_path: Path) -> None:
+    """A declared encoding could make code of a comment, and control characters hide lines."""
+    write_mlp(tmp_path / "made")
+    stage = tmp_path / "made" / "stage_0.py"
+    hidden = "# \x1b[1A\x1b[2K \u202e \x9b2J\r# x"
+    text = f"# coding: unicode_escape\n# \\x0a{RUNS}\n{hidden}\n{stage.read_text()}"
+    stage.write_bytes(text.encode())
+    ran: list[int] = []
+    code = compile(stage.read_bytes(), "stage", "exec")  # as Python reads it
+    exec(code, {CANARY: lambda: ran.append(1)})
+    assert ran
+    shown = command(tmp_path, "inspect", "made", "--stage", "0")
+    assert shown.code == 0 and visible(shown.out) == shown.out
+    assert f"# \\x0a{RUNS}" in shown.out
+    assert r"# \x1b[1A\x1b[2K \u202e \x9b2J\r# x" in shown.out
+    asyncpipe.load(tmp_path / "made")
+    stage.write_bytes(b"\xff" + text.encode())
+    told = error_of(tmp_path, "inspect", "made", "--stage", "0")
+    assert told.startswith("error: made/stage_0.py is not UTF-8 text: invalid start byte at byte 0")
+
+
+@pytest.mark.parametrize("character", [*"\n\t\x1b\u202e\u2066\u200b\U000e0041"])
+@pytest.mark.parametrize("place", ["name", "model", "command"])
+def test_a_plan_with_what_does_not_show_in_a_name_is_refused(
+    tmp_path: Path, character: str, place: str
+) -> None:
+    write_mlp(tmp_path / "made")
+    path = tmp_path / "made" / "plan.json"
+    document = json.loads(path.read_text())
+    document[place] = f"{document[place]}a{character}touch ran\n"
+    path.write_text(json.dumps(document))
+    for name, *options in (("inspect",), ("train", "--print-sbatch"), ("train", "--dry-run")):
+        told = error_of(tmp_path, name, "made", *options)
+        assert told.startswith("error: made/plan.json") and visible(told) == told
+        assert told.count("\n") <= 2
+
+
+def test_an_option_in_a_file_is_refused_with_what_does_not_show(tmp_path: Path) -> None:
+    write_mlp(tmp_path / "made")
+    (tmp_path / "job.toml").write_text('folder = "made"\noutput = "a\\u202eb"\n')
+    told = error_of(tmp_path, "train", "--config", "job.toml", "--dry-run")
+    assert "has control or hidden characters" in told

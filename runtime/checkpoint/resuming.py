@@ -13,6 +13,7 @@ torch.
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -127,7 +128,8 @@ def how_to_go_on(run: Path) -> str:
     if not checkpoints or not (run / CONFIGURATION).is_file():
         return ""
     options = read_config(run / CONFIGURATION)
-    command = f"asyncpipe-train {options.get('folder', 'FOLDER')} --resume {run}"
+    folder = str(options.get("folder", "FOLDER"))
+    command = shlex.join(["asyncpipe-train", folder, "--resume", str(run)])
     trust = "" if is_all_known(options) else " --trust"  # no mark could be left
     return f" · checkpoint {checkpoints[0].name} · continue: {command}{trust}"
 
