@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import Group
 
 from ..partitioner.options import LIMITS
+from ..runtime.limits import Several, Text
 from .parameters import flag, option, with_limits
 
 _MODEL = Group.create_ordered("What to cut")
@@ -18,7 +19,11 @@ _COSTS = Group.create_ordered("What it costs")
 _OUTPUT = Group.create_ordered("What to write and print")
 
 
-@with_limits(LIMITS)
+_DIMENSIONS = Several(Text("a dimension, none or INPUT=DIMENSION", "1"))
+"""In Python these are numbers and mappings."""
+
+
+@with_limits({**LIMITS, "batch_dim": _DIMENSIONS, "sequence_dim": _DIMENSIONS})
 @dataclass(frozen=True, kw_only=True)
 class PartitionOptions:
     """The options of asyncpipe-partition."""
