@@ -9,7 +9,6 @@ from torch import Tensor
 
 from ..runtime.errors import PlanError
 
-
 _REPORT = (
     "No rule of asyncpipe explains this: please report the model. Keeping the module that makes it "
     "as one node (--leaf Class) may help until then."
