@@ -41,6 +41,24 @@ def branched(
     return both.graph, calls
 
 
+class DifferentValues(Different):
+    """A value that has another shape or dtype in each mode."""
+
+    def __init__(self, train: fx.Node, evaluation: fx.Node) -> None:
+        super().__init__()
+        self.train, self.evaluation = train, evaluation
+
+
+def _comes_from_outside(different: Different, reader: fx.Node) -> bool:
+    """Whether a module that runs in both modes is given another shape in each: written once a
+    mode, it would be no module."""
+    if not isinstance(different, DifferentValues):
+        return False
+    calls = reader.meta["calls"]
+    makers = (different.train, different.evaluation)
+    return bool(calls) and any(maker.meta["calls"][: len(calls)] != calls for maker in makers)
+
+
 class _Both:
     """The graph being written. `side` 0 is training, 1 is evaluation."""
 
@@ -73,8 +91,8 @@ class _Both:
         try:
             args = merged_arguments(train.args, other.args, self._choose)
             kwargs = merged_arguments(train.kwargs, other.kwargs, self._choose)
-        except Different:
-            if train.op == "output":
+        except Different as different:
+            if train.op == "output" or _comes_from_outside(different, train):
                 raise
             self._write_alone(0, train)
             self._write_alone(1, other)
@@ -145,7 +163,7 @@ class _Both:
             if not all(isinstance(value, Tensor) for value in values):
                 raise Different
             if values[0].dtype != values[1].dtype or train.meta["shape"] != other.meta["shape"]:
-                raise Different
+                raise DifferentValues(train, other)
             later = max(train, other)
             with self.graph.inserting_after(later):
                 node = self._add(

@@ -122,8 +122,8 @@ def merged_capture(
     # Numbers that agree on a sample prove nothing: what a gate of zero hides differs later.
     try:
         both = branched(train.graph, train.calls, evaluation.graph, evaluation.calls)
-    except Different:
-        error = modes_differ(train.graph, evaluation.graph, difference, model)
+    except Different as why:
+        error = modes_differ(train.graph, evaluation.graph, difference, why, model)
         raise error from None
     captured = finished(*both, train, evaluation)
     if not is_on_meta(model):

@@ -7,7 +7,9 @@ from typing import Any
 from torch import fx, nn
 
 from ...runtime.errors import CaptureError
-from .merge import Pair
+from .branch import DifferentValues
+from .graph import tensor_spec
+from .merge import Different, Pair
 from .structure import map_leaves
 
 _TENSOR = "a tensor"
@@ -15,15 +17,23 @@ _ALONE = 'Capture it for training alone: --mode train (mode="train" in Python)'
 
 
 def modes_differ(
-    train: fx.Graph, evaluation: fx.Graph, difference: Pair, model: nn.Module
+    train: fx.Graph, evaluation: fx.Graph, difference: Pair, why: Different, model: nn.Module
 ) -> CaptureError:
-    """`difference` are the first nodes, one of each mode, that are not alike."""
+    """`difference` are the first nodes, one of each mode, that are not alike; `why` no graph with
+    branches can hold both."""
     ours, theirs = (_result(graph) for graph in (train, evaluation))
     if ours != theirs:
         return CaptureError(
             f"{type(model).__name__}.forward returns {ours} in training and {theirs} in "
             "evaluation.",
             f"{_ALONE}; or return the same structure in both modes.",
+        )
+    if isinstance(why, DifferentValues):
+        shapes = [tensor_spec(node) for node in (why.train, why.evaluation)]
+        return CaptureError(
+            f"what {_place(why.train)} makes is {shapes[0]} in training, and {shapes[1]} in "
+            "evaluation; modules that run in both modes are given it.",
+            f"{_ALONE}.",
         )
     cure = f"{_ALONE}."
     if (kept := _module_of(difference, model)) is not None:

@@ -111,9 +111,9 @@ def test_one_mode_alone_may_draw_random_numbers_and_change_part_of_a_buffer(how:
 
 
 def test_modes_that_return_other_structures_are_named() -> None:
-    with pytest.raises(CaptureError, match="forward does other work in training") as caught:
+    both = r"_Modes.forward returns \(a tensor, a tensor\) in training and a tensor in evaluation"
+    with pytest.raises(CaptureError, match=both):
         capture(_Modes("output"), {"x": X})
-    assert "test_capture_modes.py:" in caught.value.what
 
 
 def test_devices_and_names_like_pythons_are_kept_out() -> None:

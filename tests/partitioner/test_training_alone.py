@@ -137,3 +137,53 @@ def test_a_value_may_have_another_shape_in_each_mode(stages: int, tmp_path: Path
         model.train(training)
         pipe.train(training)
         torch.testing.assert_close(pipe(X), model(X), rtol=0, atol=0)
+
+
+class PatchDropout(nn.Module):
+    """As vit-pytorch has it: training keeps some of the patches."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return x
+        samples = torch.arange(x.shape[0])[:, None]
+        kept = torch.randn(x.shape[0], x.shape[1]).topk(6, dim=-1).indices
+        return x[samples, kept]
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.relu(self.linear(self.norm(x)))
+
+
+class Patches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.drop, self.head = nn.Linear(4, 8), PatchDropout(), nn.Linear(8, 3)
+        self.layers = nn.ModuleList([Layer() for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.drop(self.embed(x))
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x.mean(1))
+
+
+def test_modules_on_other_shapes_in_each_mode_are_for_training_alone(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, images = Patches(), torch.randn(4, 9, 4)
+    with pytest.raises(CaptureError) as caught:
+        asyncpipe.partition(model, (images,), stages=2, output=tmp_path / "both")
+    assert "f32[batch, 6, 8] in training, and f32[batch, 9, 8] in eval" in caught.value.what
+    assert "--mode train" in caught.value.cure and "--leaf" not in caught.value.cure
+    asyncpipe.partition(
+        model, (images,), stages=2, output=tmp_path / "cut", profile="analytic", mode="train"
+    )
+    pipe = asyncpipe.load(tmp_path / "cut")
+    torch.manual_seed(1)
+    expected = model(images)
+    torch.manual_seed(1)
+    torch.testing.assert_close(pipe(images), expected, rtol=0, atol=0)
