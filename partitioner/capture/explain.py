@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from pathlib import Path
 from types import FrameType
 
+import sympy
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import (
@@ -36,8 +38,11 @@ _DATA_DEPENDENT = (
 )  # fmt: skip
 
 
-def explained(error: Exception, model: nn.Module, given: Arguments) -> CaptureError:
-    """What a user can do about an exception that the model's forward raised."""
+def explained(
+    error: Exception, model: nn.Module, given: Arguments, drawn: Collection[sympy.Basic] = ()
+) -> CaptureError:
+    """What a user can do about an exception that the model's forward raised. `drawn` are the
+    symbols of numbers that Python or NumPy draws."""
     found = user_frame_of(error.__traceback__)
     if found is None:
         return UnseenError(
@@ -47,6 +52,14 @@ def explained(error: Exception, model: nn.Module, given: Arguments) -> CaptureEr
     frame, line = found
     where, text = place(frame, line), source_text(frame, line)
     leaf = _leaf(frame, model)
+    if isinstance(error, GuardOnDataDependentSymNode):
+        if not error.cond.free_symbols.isdisjoint(drawn):
+            return ValuesError(
+                f'cannot trace {where}: "{text}" depends on a number drawn at random, by more than '
+                "an if that compares it.",
+                f"Keep it inside one stage: {leaf} · or draw with torch and compute with tensors, "
+                "as torch.rand([]).sqrt()",
+            )
     if isinstance(error, _DATA_DEPENDENT):
         return ValuesError(
             f'cannot trace {where}: "{text}" depends on tensor values.',

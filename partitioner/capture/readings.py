@@ -67,6 +67,10 @@ class Readings:
         node.meta.update(random=True, draws_numbers=True)
         return value, node
 
+    @property
+    def drawn_symbols(self) -> set[sympy.Basic]:
+        return {symbol for symbol, node in self._made.items() if node.meta.get("draws_numbers")}
+
     def _number(self, kind: type, call: tuple[Any, ...]) -> tuple[Any, fx.Node]:
         env = self._world.env
         is_float = kind is float

@@ -274,7 +274,7 @@ def undecided(condition: fx.Node) -> CaptureError:
     """What to say of a decision that does more than leave something out."""
     file, line = condition.meta["source"]
     return CaptureError(
-        f"{file}:{line} decides at random between ways through forward that are more than a layer "
-        "left out.",
+        f"{file}:{line} decides at random in a way that is no if with an else: within another such "
+        "decision, or between values of other shapes.",
         "Set the probability to 0, or keep the module as one node: --leaf Class.",
     )

@@ -149,6 +149,11 @@ class Tracer(TorchFunctionMode):
     def is_recording(self) -> bool:
         return self._recording
 
+    @property
+    def drawn_symbols(self) -> set[sympy.Basic]:
+        """The symbols of numbers that Python or NumPy draws."""
+        return self._readings.drawn_symbols
+
     def draw(self, draw: Draw, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """A number that is drawn anew in every forward: a symbol, and a node that draws it."""
         with self.quiet():

@@ -103,7 +103,8 @@ def trace_forward(
         except CaptureError as error:
             raise FailedTrace(error, tracer.failed_in(error)) from error.__cause__
         except Exception as error:
-            raise FailedTrace(explained(error, model, given), tracer.failed_in(error)) from error
+            told = explained(error, model, given, tracer.drawn_symbols)
+            raise FailedTrace(told, tracer.failed_in(error)) from error
         if (now := list(model.modules())) != modules:
             modules = now  # To make new ones takes random numbers, but in the first run alone.
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -263,6 +264,30 @@ def test_a_module_kept_whole_draws_by_itself(tmp_path: Path) -> None:
     pipe = asyncpipe.load(tmp_path / "cut")
     pipe.load_state_dict(model.state_dict())
     assert _assert_same(model, pipe) > 2
+
+
+class Root(Layers):
+    def changed(self, x: Tensor) -> Tensor:
+        return x * math.sqrt(random.random())
+
+
+class Nested(Layers):
+    def changed(self, x: Tensor) -> Tensor:
+        if random.random() < 0.5 and random.random() < 0.5:
+            return x.relu()
+        return x
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (Root, r"depends on a number drawn at random, by more than an if"),
+        (Nested, r"decides at random in a way that is no if with an else: within another"),
+    ],
+)
+def test_what_no_stage_could_draw_is_told(build: type[nn.Module], message: str) -> None:
+    with pytest.raises(CaptureError, match=message):
+        capture(build(), {"x": X})
 
 
 class Inner(nn.Module):

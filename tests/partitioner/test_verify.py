@@ -120,6 +120,17 @@ def test_rounding_of_a_gradient_that_is_zero_is_no_fault(wrong_by: float, seen: 
         compare(gradients, others, 1e-4, "output")
 
 
+@pytest.mark.parametrize(("wrong_by", "seen"), [(5e-7, False), (1e-5, True)])
+def test_a_bias_has_the_rounding_of_its_weight(wrong_by: float, seen: bool) -> None:
+    """As in front of a batch norm, where another module has far larger gradients."""
+    gradients = {"conv.weight": torch.full((2,), 1e-2), "conv.bias": torch.zeros(2)}
+    gradients["head.weight"] = torch.ones(2)
+    with pytest.raises(PlanError) if seen else nullcontext():
+        compare(
+            gradients, gradients | {"conv.bias": torch.full((2,), wrong_by)}, 1e-4, "gradient of"
+        )
+
+
 def refuse(_: Path) -> None:
     raise PlanError("no")
 
