@@ -22,6 +22,7 @@ from ..runtime.limits import (
     Several,
     Text,
     Whole,
+    form,
     key_values,
     path,
     refusal,
@@ -58,6 +59,10 @@ def bytes_of(size: int | str) -> int | None:
     return int(float(found[1]) * unit) if found and is_size else None
 
 
+_DIMENSIONS = Several(
+    Text("a dimension or none, or either by input", "x=1", form(r"(?:[^=\s]+=)?(?:[0-9]+|none)"))
+)
+
 LIMITS: Mapping[str, Limit] = MappingProxyType(
     {
         "model": Text("the name of a model, a folder or MODULE:FACTORY", "gpt2"),
@@ -72,6 +77,8 @@ LIMITS: Mapping[str, Limit] = MappingProxyType(
         "capture": Choice(("auto", "tracer", "dynamo")),
         "mode": Choice(("both", "train")),
         "leaf": Several(Text("the name of a class", "GPT2Attention")),
+        "batch_dim": _DIMENSIONS,
+        "sequence_dim": _DIMENSIONS,
         "stages": Whole(1, 2**12, 4),
         "method": Choice(METHODS),
         "granularity": Choice(("op", "module")),
@@ -112,6 +119,9 @@ LIMITS: Mapping[str, Limit] = MappingProxyType(
 )
 """By option, and by argument where that has another name."""
 
+_BY_INPUT = frozenset({"batch_dim", "sequence_dim"})
+"""As arguments they are numbers or mappings, which the capture compares with the inputs."""
+
 _NEVER_NONE = frozenset(
     {
         *("seq", "seed", "meta", "capture", "mode", "method", "granularity", "prefer_modules"),
@@ -125,7 +135,7 @@ def check_options(given: Mapping[str, Any]) -> None:
     """Raises PlanError for the value of an option that is not legal. None means not given; devices
     that were read already are legal."""
     for name, value in given.items():
-        is_checked = name in LIMITS and not is_dataclass(value)
+        is_checked = name in LIMITS.keys() - _BY_INPUT and not is_dataclass(value)
         if is_checked and (value is not None or name in _NEVER_NONE):
             if fault := refusal(LIMITS[name], name, value):
                 raise PlanError(*fault)
