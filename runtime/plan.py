@@ -48,6 +48,16 @@ class TensorSpec:
             size if isinstance(size, int) else evaluate_size(size, sizes) for size in self.shape
         )
 
+    @property
+    def batch_dim(self) -> int | None:
+        """The dimension that counts samples; None for a tensor that has none."""
+        return self.shape.index("batch") if "batch" in self.shape else None
+
+    def sample_sizes(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """The shape of one sample: without the dimension that counts them, by default the first."""
+        dim, shape = self.batch_dim or 0, self.resolve(sizes)
+        return (*shape[:dim], *shape[dim + 1 :])
+
     def __str__(self) -> str:
         sizes = ", ".join(str(size) for size in self.shape)
         return f"{_SHORT_DTYPES.get(self.dtype, self.dtype)}[{sizes}]"

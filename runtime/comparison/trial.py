@@ -87,7 +87,7 @@ class _Trial:
         batch = StepBatch.of(settings)
         fields = needed_inputs(plan, stages, criterion=settings.criterion is not None)
         order = Order(len(data.train), settings.seed)
-        self._feed = Feed(data.train, order, batch, fields, seed=data.seed)
+        self._feed = Feed(data.train, order, batch, fields, seed=data.seed, dims=data.dims)
         self._batch = batch
         first = make_segment(plan, settings, steps=1)
         self._trainer = _Steps(
@@ -106,7 +106,7 @@ class _Trial:
         self._evaluation = Evaluation(
             plan,
             job.task,
-            Feed(data.evaluation, None, StepBatch((size,)), fields, seed=data.seed),
+            Feed(data.evaluation, None, StepBatch((size,)), fields, seed=data.seed, dims=data.dims),
             world,
             Activities(),
             schedule=first,

@@ -86,6 +86,8 @@ def _sample_input(plan: Plan) -> TensorSpec:
 
 def _kind(sample: TensorSpec) -> Kind:
     dimensions = len(sample.shape)
+    if any(isinstance(size, str) for size in sample.shape) and sample.batch_dim is None:
+        return "other"
     if sample.dtype.startswith("int"):
         return "text" if dimensions == 2 else "other"
     if not sample.dtype.startswith(("float", "bfloat")):

@@ -36,7 +36,7 @@ class Windows:
         self._tokens = tokens
         self._task = task
         self._seed = seed
-        self._shapes = {spec.name: spec.resolve(plan.sizes)[1:] for spec in plan.inputs}
+        self._shapes = {spec.name: spec.sample_sizes(plan.sizes) for spec in plan.inputs}
         self._input = self._shapes[task.sample][0]
         self._answer = self._answer_length()
         whole = len(tokens.ids)

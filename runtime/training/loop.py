@@ -138,7 +138,7 @@ class _Run:
         self._batch = StepBatch.of(settings, first_step=setup.start, first_sample=first)
         order = Order(len(data.train), settings.seed) if data else None
         feed = (
-            Feed(data.train, order, self._batch, setup.fields, seed=data.seed)
+            Feed(data.train, order, self._batch, setup.fields, seed=data.seed, dims=data.dims)
             if data
             else feed_nothing
         )
@@ -160,7 +160,9 @@ class _Run:
             plan,
             job.task,
             observed_feed(
-                Feed(held_out, None, StepBatch((size,)), setup.fields, seed=data.seed)
+                Feed(
+                    held_out, None, StepBatch((size,)), setup.fields, seed=data.seed, dims=data.dims
+                )
                 if data and held_out
                 else feed_nothing,
                 activities,

@@ -192,6 +192,12 @@ def _batch(settings: Settings, plan: Plan) -> dict[str, Any]:
             raise _indivisible(total, count, size, replicas)
         size = total // (count * replicas)
     size = size or planned
+    if size > 1 and "batch" not in plan.sizes and not _uses_symbol(plan, "batch"):
+        raise SettingsError(
+            f"a micro-batch of {size} samples, but {plan.name} has no batch: a micro-batch is one "
+            "whole example.",
+            "--micro-batch-size 1, and as many --micro-batches as a step has examples",
+        )
     if size != planned and not _uses_symbol(plan, "batch"):
         raise SettingsError(
             f"--micro-batch-size {size}, but the plan was made for {planned} and no other size.",

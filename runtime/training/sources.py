@@ -10,13 +10,15 @@ import hashlib
 import importlib.util
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from ..data.batch_dims import BatchDims, batch_dims, laid_out
 from ..data.clusters import Clusters
 from ..data.corpora import default_corpus, read_corpus
 from ..data.images import Digits
@@ -57,7 +59,8 @@ class Data:
     """Training and evaluation samples, and what there is to say about them.
 
     `digest` identifies the content; `largest_token` is None for anything but text. Where the user's
-    own code makes the samples, what it draws depends on the `seed` and the position.
+    own code makes the samples, what it draws depends on the `seed` and the position. `dims` are the
+    dimensions of the fields that count samples, where that is not dimension 0.
     """
 
     train: Dataset
@@ -68,6 +71,7 @@ class Data:
     tokenizer: str = ""
     largest_token: Callable[[], int] | None = None
     seed: int | None = None
+    dims: BatchDims = field(default_factory=dict)
 
 
 MicroBatches = Callable[[int], dict[str, Tensor]]
@@ -80,8 +84,8 @@ _MOST_SAMPLES = 2**48
 class Feed:
     """Micro-batch number -> the fields that this rank's stages read of it.
 
-    Without an `order` the samples come as they lie, again and again: evaluation. `seed` is as for
-    Data.
+    Without an `order` the samples come as they lie, again and again: evaluation. `seed` and `dims`
+    are as for Data.
     """
 
     def __init__(
@@ -92,12 +96,14 @@ class Feed:
         fields: Collection[str],
         *,
         seed: int | None = None,
+        dims: BatchDims = MappingProxyType({}),
     ) -> None:
         self._dataset = dataset
         self._order = order
         self._batch = batch
         self._fields = fields
         self._seed = seed
+        self._dims = dims
 
     def __call__(self, micro_batch: int) -> dict[str, Tensor]:
         first, size = self._batch.place(micro_batch)
@@ -116,7 +122,7 @@ class Feed:
             what=f"micro-batch {micro_batch}",
         )
         # Models may take views of their inputs, as of a batch that was collated.
-        return {name: tensor.contiguous() for name, tensor in made.items()}
+        return laid_out(made, self._dims)
 
 
 TRAINING, EVALUATION = "samples", "evaluation"
@@ -191,12 +197,16 @@ def open_data(settings: Settings, task: Task, plan: Plan, folder: Path) -> Data:
 
     Raises DataError when the data cannot be had or does not fit the plan.
     """
+    return replace(_opened(settings, task, plan, folder), dims=batch_dims(plan))
+
+
+def _opened(settings: Settings, task: Task, plan: Plan, folder: Path) -> Data:
     source, dtype = str(settings.data), dtype_of(settings.dtype)
     if names_object(source):
         return _open_own(source, task, dtype, settings.seed)
     if task.kind == "text":
         return _open_text(settings, task, plan, folder)
-    shape = next(spec for spec in plan.inputs if spec.name == task.sample).resolve(plan.sizes)[1:]
+    shape = next(spec for spec in plan.inputs if spec.name == task.sample).sample_sizes(plan.sizes)
     if source == "digits" and task.kind == "image":
         images = [Digits(task, shape, evaluation=part, dtype=dtype) for part in (False, True)]
         return Data(
