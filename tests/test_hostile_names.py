@@ -176,7 +176,10 @@ def test_a_name_in_a_batch_script_is_no_option_and_no_command(
     plan_of_mlp: Plan, tmp_path: Path, name: str, output: str
 ) -> None:
     output = output.replace("\x00", "").encode(errors="replace").decode()
-    options = Settings(folder="made", output=f"x{output}")
+    try:
+        options = Settings(folder="made", output=f"x{output}")
+    except AsyncPipeError:  # no such path
+        options = Settings(folder="made", output=f"x{(output := one_line(output))}")
     script = sbatch_script(options, replace(plan_of_mlp, name=name), 2)
     lines = script.split("\nset -euo pipefail\n")[0].split("\n")
     assert all(line.startswith("#") for line in lines)
