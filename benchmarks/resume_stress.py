@@ -349,7 +349,8 @@ def main() -> None:
                 shutil.copytree(places[name].base, given.keep / f"seed-{seed}")
             shutil.rmtree(output)
             print(sum(each["resumes"] for each in rows), rows[-1], flush=True)
-            write_result("resume_stress", figures_of(rows))
+            command = " ".join(["python", "benchmarks/resume_stress.py", *sys.argv[1:]])
+            write_result("resume_stress", {"command": command} | figures_of(rows))
             seed += 1
     for line in table_of(rows):
         print(line)
