@@ -3,16 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from ..runtime.errors import PlanError
+from .capture.structure import plain_structure
 
 _REPORT = (
     "No rule of asyncpipe explains this: please report the model. Keeping the module that makes it "
     "as one node (--leaf Class) may help until then."
 )
+
+
+def leaves_of(outputs: Any) -> dict[str, Tensor]:
+    """Every tensor and number in an output structure by its path; None entries are left out."""
+    paths, _ = pytree.tree_flatten_with_path(plain_structure(outputs))
+    return {
+        pytree.keystr(path) or "output": leaf if isinstance(leaf, Tensor) else torch.tensor(leaf)
+        for path, leaf in paths
+        if isinstance(leaf, (Tensor, int, float))
+    }
+
+
+def total_of(outputs: Mapping[str, Tensor]) -> Tensor:
+    """The loss, or a weighted sum of all outputs when there is none."""
+    for path, value in outputs.items():
+        if "loss" in path and value.dim() == 0 and value.requires_grad:
+            return value
+    return torch.stack(
+        [
+            (value.double() * torch.linspace(0.5, 1.5, value.numel()).view_as(value)).mean()
+            for value in outputs.values()
+            if value.requires_grad
+        ]
+    ).sum()
+
+
+def detached(outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {path: value.detach().clone() for path, value in outputs.items()}
 
 
 def compare(

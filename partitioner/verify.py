@@ -7,14 +7,15 @@ hand. Both run under equal seeds, so dropout draws the same numbers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from ..runtime.authors_line import where_in_stage
 from ..runtime.errors import AsyncPipeError, PlanError
@@ -23,6 +24,8 @@ from ..runtime.pipe import run_stage
 from ..runtime.plan import Plan, StageSpec
 from ..runtime.structure import rebuilt
 from .capture import Arguments, read_arguments
+from .capture.check import MAX_PARAMETERS_WITH_GRADIENTS
+from .capture.guards import is_refusal
 from .capture.inputs import sizes_in
 from .capture.restore import seed_all, unchanged, without_cache
 from .capture.samples import (
@@ -31,12 +34,13 @@ from .capture.samples import (
     Tensors,
     dynamic_of,
     first_taken,
+    larger_sizes,
     nearby_sizes,
     refused_by_model,
     sizes_text,
     smaller_sizes,
+    taken,
 )
-from .capture.structure import plain_structure
 from .capture.working_copies import (
     Noise,
     UnfitNoise,
@@ -44,18 +48,21 @@ from .capture.working_copies import (
     verify_finite,
     working_copies,
 )
-from .differences import compare
+from .differences import compare, detached, leaves_of, total_of
 from .state_between_calls import state_between_calls
 
 Refused = Callable[[Mapping[str, int]], str]
 """Why the stages refuse sizes; empty where they do not."""
+_MANY = 100_000
+"""Elements of inputs above which a large model is not run at larger sizes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verified:
     """What was compared, at which sizes; `captured` are those of the capture.
 
-    `gradients` is 0 when only shapes could be compared (a model on meta).
+    `gradients` is 0 when only shapes could be compared (a model on meta). `refused` is what the
+    stages say of sizes well above the captured ones, if they refuse them.
     """
 
     sizes: Mapping[str, int]
@@ -64,6 +71,7 @@ class Verified:
     gradients: int
     largest_difference: float
     noise: Noise = Noise.ALL
+    refused: str = ""
 
     @property
     def summary(self) -> str:
@@ -75,6 +83,7 @@ class Verified:
         return (
             f"loss, outputs and all {self.gradients} gradients equal the original's{where} "
             f"(largest difference {self.largest_difference:.0e}{_LESS_NOISE[self.noise]})"
+            f"{'; ' if self.refused else ''}{self.refused}"
         )
 
 
@@ -119,11 +128,18 @@ def verify(
             return _verify_shapes(model, plan, stages, given, sizes, refused)
         for noise in Noise:
             with working_copies(model, noise, changing) as copies:
-                for stage in stages:
-                    adopt(stage, model, constants or {})
                 try:
                     return _verify_numbers(
-                        model, plan, stages, given, sizes, tolerance, copies, noise, refused
+                        model,
+                        plan,
+                        stages,
+                        given,
+                        sizes,
+                        tolerance,
+                        copies,
+                        noise,
+                        refused,
+                        constants or {},
                     )
                 except UnfitNoise:
                     continue
@@ -197,11 +213,38 @@ def _verify_numbers(
     copies: WorkingCopies,
     noise: Noise,
     refused: Refused,
+    constants: Mapping[str, Tensor],
 ) -> Verified:
-    def original(inputs: Tensors) -> list[_Seen]:
+    def original(inputs: Tensors, modes: tuple[bool, ...] = _modes(plan)) -> dict[bool, _Seen]:
         with unchanged(model):
             copies.reset()
-            return [_run_model(model, given, inputs, training, copies) for training in _modes(plan)]
+            return {mode: _run_model(model, given, inputs, mode, copies) for mode in modes}
+
+    def compared(sample: Sample[dict[bool, _Seen]]) -> float:
+        """The largest difference of the stages from the original."""
+        copies.reset()
+        for stage in stages:
+            adopt(stage, model, constants)
+        largest = 0.0
+        for training, expected in sample.result.items():
+            for stage in stages:
+                stage.train(training)
+            try:
+                actual = _run_stages(plan, stages, sample, model, training, copies)
+            except PlanError as error:
+                if is_own:
+                    raise
+                raise UnfitNoise from error  # a guard, perhaps: other numbers go another way
+            buffers = {name: expected.buffers[name] for name in actual.buffers}
+            for what, theirs, ours in (
+                ("output", expected.outputs, actual.outputs),
+                ("gradient of", expected.gradients, actual.gradients),
+                ("buffer", buffers, actual.buffers),
+                ("parameter", expected.parameters, actual.parameters),
+                ("input", expected.inputs, actual.inputs),
+            ):
+                largest = max(largest, compare(theirs, ours, tolerance, what))
+        return largest
 
     is_own = noise is Noise.NONE
     try:
@@ -211,33 +254,39 @@ def _verify_numbers(
             raise
         raise UnfitNoise from error
     if not is_own:
-        for seen in sample.result:
+        for seen in sample.result.values():
             verify_finite((*seen.outputs.values(), *seen.gradients.values()))
     if why := _state_between_calls(model, plan, given, sample.inputs, copies):
         raise PlanError(*why)
-    copies.reset()
-    largest = 0.0
-    for training, expected in zip(_modes(plan), sample.result, strict=True):
-        for stage in stages:
-            stage.train(training)
-        try:
-            actual = _run_stages(plan, stages, sample, model, training, copies)
-        except PlanError as error:
-            if is_own:
-                raise
-            raise UnfitNoise from error  # a guard, perhaps: other numbers go another way
-        for what, theirs, ours in (
-            ("output", expected.outputs, actual.outputs),
-            ("gradient of", expected.gradients, actual.gradients),
-            ("buffer", {name: expected.buffers[name] for name in actual.buffers}, actual.buffers),
-            ("parameter", expected.parameters, actual.parameters),
-            ("input", expected.inputs, actual.inputs),
-        ):
-            largest = max(largest, compare(theirs, ours, tolerance, what))
-    trained = sample.result[-1]
-    return Verified(
-        sample.sizes, plan.sizes, len(trained.outputs), len(trained.gradients), largest, noise
+    trained = sample.result[True]
+    verified = Verified(
+        sample.sizes,
+        plan.sizes,
+        len(trained.outputs),
+        len(trained.gradients),
+        compared(sample),
+        noise,
     )
+    if sizes is not None:
+        return verified
+    is_small = sum(p.numel() for p in model.parameters()) < MAX_PARAMETERS_WITH_GRADIENTS
+    for larger in larger_sizes(plan.sizes, all_of_them=is_small):
+        if refusal := refused(larger):
+            verified = replace(verified, refused=verified.refused or refusal)
+            continue
+        if not is_small and sum(math.prod(it.resolve(larger)) for it in plan.inputs) > _MANY:
+            continue
+        attempt = partial(original, modes=_modes(plan) if is_small else _modes(plan)[:1])
+        dims = dynamic_of(plan.inputs)
+        if (further := taken(attempt, given.tensors, dims, larger)) is not None:
+            try:
+                difference = max(verified.largest_difference, compared(further))
+            except (PlanError, UnfitNoise) as error:
+                if not is_refusal(error):
+                    raise
+                continue  # Other values may go another way, which is no matter of sizes.
+            return replace(verified, largest_difference=difference)
+    return verified
 
 
 def _state_between_calls(
@@ -262,11 +311,11 @@ def _run_model(
     model.train(training)
     seed_all(1)
     with torch.set_grad_enabled(training), without_cache(model):
-        outputs = _leaves(given.call(model, own))
+        outputs = leaves_of(given.call(model, own))
     if training:
-        torch.autograd.backward(_total(outputs))
+        torch.autograd.backward(total_of(outputs))
     buffers = _copied(dict(model.named_buffers(remove_duplicate=False)))
-    return _Seen(_detached(outputs), _take_gradients(model), buffers, copies.changed(), own)
+    return _Seen(detached(outputs), _take_gradients(model), buffers, copies.changed(), own)
 
 
 def _run_stages(
@@ -291,9 +340,9 @@ def _run_stages(
         for spec, stage in zip(plan.stages, stages, strict=True):
             values |= _run_stage(spec, stage, {name: read(name) for name in spec.inputs}, sizes)
         result = rebuilt(plan.outputs, {name: read(name) for name in values}, sizes)
-        outputs = _leaves(result)
+        outputs = leaves_of(result)
     if training:
-        torch.autograd.backward(_total(outputs))
+        torch.autograd.backward(total_of(outputs))
         for spec in reversed(plan.stages):
             pairs = [(values[name], _sum_of_gradients(leaves[name])) for name in spec.outputs]
             ready = [(value, gradient) for value, gradient in pairs if gradient is not None]
@@ -304,7 +353,7 @@ def _run_stages(
     buffers = {
         name: buffer for stage in stages for name, buffer in stage.named_buffers() if name in own
     }
-    return _Seen(_detached(outputs), _take_gradients(model), buffers, copies.changed(), inputs)
+    return _Seen(detached(outputs), _take_gradients(model), buffers, copies.changed(), inputs)
 
 
 def _run_stage(
@@ -334,34 +383,6 @@ def _sum_of_gradients(copies: list[Tensor]) -> Tensor | None:
     return torch.stack(gradients).sum(0) if gradients else None
 
 
-def _leaves(outputs: Any) -> dict[str, Tensor]:
-    """Every tensor and number in an output structure by its path; None entries are left out."""
-    paths, _ = pytree.tree_flatten_with_path(plain_structure(outputs))
-    return {
-        pytree.keystr(path) or "output": leaf if isinstance(leaf, Tensor) else torch.tensor(leaf)
-        for path, leaf in paths
-        if isinstance(leaf, (Tensor, int, float))
-    }
-
-
-def _total(outputs: Mapping[str, Tensor]) -> Tensor:
-    """The loss, or a weighted sum of all outputs when there is none."""
-    for path, value in outputs.items():
-        if "loss" in path and value.dim() == 0 and value.requires_grad:
-            return value
-    return torch.stack(
-        [
-            (value.double() * torch.linspace(0.5, 1.5, value.numel()).view_as(value)).mean()
-            for value in outputs.values()
-            if value.requires_grad
-        ]
-    ).sum()
-
-
-def _detached(outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {path: value.detach().clone() for path, value in outputs.items()}
-
-
 def _take_gradients(model: nn.Module) -> dict[str, Tensor]:
     taken = {
         name: parameter.grad.to_dense()
@@ -384,14 +405,16 @@ def _verify_shapes(
     """On meta only shapes and dtypes of the outputs can be compared."""
 
     def original(inputs: Tensors) -> dict[str, Tensor]:
-        return _leaves(given.call(model, {name: each.to("meta") for name, each in inputs.items()}))
+        return leaves_of(
+            given.call(model, {name: each.to("meta") for name, each in inputs.items()})
+        )
 
     with torch.no_grad():
         sample = _sample_of(model, plan, given, sizes, original, refused)
         values: dict[str, Any] = {name: each.to("meta") for name, each in sample.inputs.items()}
         for spec, stage in zip(plan.stages, stages, strict=True):
             values |= _run_stage(spec, stage.train(model.training), values, sample.sizes)
-    actual = _leaves(rebuilt(plan.outputs, values, sample.sizes))
+    actual = leaves_of(rebuilt(plan.outputs, values, sample.sizes))
     for name, wanted in sample.result.items():
         if actual[name].shape != wanted.shape or actual[name].dtype != wanted.dtype:
             raise PlanError(

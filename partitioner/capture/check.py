@@ -15,11 +15,19 @@ from torch import Tensor, fx, nn
 
 from ...runtime.errors import CaptureError
 from .graph import Capture
-from .guards import refused_sizes
+from .guards import is_refusal, refused_sizes
 from .interpret import run, sizes_of
 from .random_numbers import Draw
 from .restore import in_mode, seed_all, unchanged, without_cache
-from .samples import dynamic_of, first_taken, nearby_sizes, refused_by_model, smaller_sizes
+from .samples import (
+    dynamic_of,
+    first_taken,
+    larger_sizes,
+    nearby_sizes,
+    refused_by_model,
+    smaller_sizes,
+    taken,
+)
 from .structure import plain_structure, tensors_in
 from .working_copies import Noise, UnfitNoise, WorkingCopies, verify_finite, working_copies
 
@@ -29,9 +37,10 @@ _SEEDS, _SEEDS_TRIED = 4, 200
 _KEEP = "Keep the module that makes it as one node (--leaf Class), and please report the model."
 
 
-def check_capture(capture: Capture, inputs: Mapping[str, Tensor]) -> None:
+def check_capture(capture: Capture, inputs: Mapping[str, Tensor]) -> list[str]:
     """Runs graph and model on inputs of other sizes, in each mode, from equal seeds: one, or more
-    where random numbers decide, so that each decision is made both ways.
+    where random numbers decide, so that each decision is made both ways. The result is the symbols
+    at whose size 1 the two differ.
 
     `inputs` are the tensors among forward's arguments by name. Both have parameters and buffers
     moved by noise where the model runs with such.
@@ -42,15 +51,15 @@ def check_capture(capture: Capture, inputs: Mapping[str, Tensor]) -> None:
     for noise in Noise:
         with working_copies(capture.model, noise, capture.changed) as copies:
             try:
-                _check(capture, inputs, copies, is_own=noise is Noise.NONE)
+                return _check(capture, inputs, copies, is_own=noise is Noise.NONE)
             except UnfitNoise:
                 continue
-            return
+    raise AssertionError("without noise the model is what it is")
 
 
 def _check(
     capture: Capture, inputs: Mapping[str, Tensor], copies: WorkingCopies, *, is_own: bool
-) -> None:
+) -> list[str]:
     model = capture.model
     tensors = [*model.parameters(), *model.buffers()]
     device = tensors[0].device if tensors else torch.device("cpu")
@@ -84,14 +93,16 @@ def _check(
         raise CaptureError(*refused_by_model(model, capture.sizes, error)) from error
     if not is_own:
         verify_finite(value for seen in sample.result.values() for value in seen.values())
-    for seed in _seeds(capture, sample.inputs):
-        results = original(sample.inputs, seed) if seed else sample.result
+
+    def compare(
+        given: dict[str, Tensor], results: dict[bool, dict[str, Tensor]], seed: int
+    ) -> None:
         for training, expected in results.items():
             graph = partial(run, capture, training=training)
             mode = "training" if training else "evaluation"
-            where = f"in {mode} mode at {_sizes_text(capture, sample.inputs)}"
+            where = f"in {mode} mode at {_sizes_text(capture, given)}"
             try:
-                found = observed(sample.inputs, training, graph, seed)
+                found = observed(given, training, graph, seed)
             except Exception as error:
                 if not is_own:
                     raise UnfitNoise from error  # a guard, perhaps: other numbers go another way
@@ -107,6 +118,28 @@ def _check(
                         f"({_difference(value, found.get(name))}).",
                         _KEEP,
                     )
+
+    for seed in _seeds(capture, sample.inputs):
+        compare(sample.inputs, original(sample.inputs, seed) if seed else sample.result, seed)
+    dims = dynamic_of(capture.inputs)
+    for sizes in larger_sizes(capture.sizes, all_of_them=True) if small else ():
+        if (further := taken(original, real, dims, sizes)) is not None:
+            try:
+                compare(further.inputs, further.result, 0)
+            except (CaptureError, UnfitNoise) as error:
+                # Other values may go another way, which is no matter of sizes.
+                if not is_refusal(error):
+                    raise
+            break
+    differing = []
+    for symbol in capture.sizes:
+        sizes = {**smaller_sizes(capture.sizes), symbol: 1}
+        if (one := taken(original, real, dims, sizes)) is not None:
+            try:
+                compare(one.inputs, one.result, 0)
+            except (CaptureError, UnfitNoise):
+                differing.append(symbol)
+    return differing
 
 
 def _seeds(capture: Capture, sample: Mapping[str, Tensor]) -> list[int]:

@@ -46,6 +46,15 @@ def unfit(condition: str, sizes: Mapping[str, str]) -> str:
     return f"captured for {condition}, not for {given}: make the plan again with such an example"
 
 
+def is_refusal(error: BaseException | None) -> bool:
+    """Whether an exception comes from what a guard says."""
+    while error is not None:
+        if isinstance(error, RuntimeError) and str(error).startswith("captured for "):
+            return True
+        error = error.__cause__
+    return False
+
+
 def refused_sizes(graph: fx.Graph, sizes: Mapping[str, int]) -> str:
     """What the graph's guards say of sizes that they refuse; empty if they let them pass."""
     for node in graph.find_nodes(op="call_function", target=must_fit):

@@ -78,6 +78,18 @@ def nearby_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
     return {name: size - 1 if size > 2 else size + 1 for name, size in sizes.items()}
 
 
+def larger_sizes(sizes: Mapping[str, int], *, all_of_them: bool) -> list[dict[str, int]]:
+    """Sizes well above the given ones: of all symbols, and of the batch alone.
+
+    >>> larger_sizes({"batch": 4, "sequence": 128}, all_of_them=True)
+    [{'batch': 9, 'sequence': 257}, {'batch': 9, 'sequence': 17}]
+    """
+    larger = {name: 2 * size + 1 for name, size in sizes.items()}
+    small = smaller_sizes(sizes)
+    of_batch = [{**small, BATCH: larger[BATCH]}] if BATCH in sizes else []
+    return [*([larger] if all_of_them and sizes else []), *of_batch]
+
+
 def dynamic_of(inputs: Sequence[TensorSpec]) -> Dynamic:
     """The symbol of each free dimension of a plan's or a capture's inputs."""
     return {
@@ -118,14 +130,14 @@ def first_taken(
     Raises what `attempt` raises on the captured sizes.
     """
     for sizes in choices:
-        if (sample := _taken(attempt, inputs, dims, sizes)) is not None:
+        if (sample := taken(attempt, inputs, dims, sizes)) is not None:
             return sample
     current: Sample[Attempted] | None = None
     sizes = dict(captured)
     for symbol in sorted(captured, key=lambda name: name != BATCH):
         for choice in choices if len(captured) > 1 else ():
             changed = {**sizes, symbol: choice[symbol]}
-            if (sample := _taken(attempt, inputs, dims, changed)) is not None:
+            if (sample := taken(attempt, inputs, dims, changed)) is not None:
                 current, sizes = sample, changed
                 break
     if current is None:
@@ -134,12 +146,13 @@ def first_taken(
     return current
 
 
-def _taken(
+def taken(
     attempt: Callable[[Tensors], Attempted],
     inputs: Mapping[str, Tensor],
     dims: Dynamic,
     sizes: Mapping[str, int],
 ) -> Sample[Attempted] | None:
+    """The inputs of these sizes, if `attempt` takes them without an exception."""
     for tensors in _orders(inputs, dims, sizes):
         try:
             return Sample(dict(sizes), tensors, attempt(tensors))

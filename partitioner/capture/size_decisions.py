@@ -53,7 +53,12 @@ class Decision:
     @property
     def told(self) -> str:
         """The condition with its line."""
-        return f"{Size(self.condition)} ({self.where})"
+        return f"{Size(self.condition)} ({self.where})" if self.where else str(Size(self.condition))
+
+
+def at_least_two(symbol: str) -> Decision:
+    """The decision that a size is not 1."""
+    return Decision(sympy.Symbol(symbol, integer=True, positive=True) >= 2, "", "")
 
 
 class SizeDecisions:

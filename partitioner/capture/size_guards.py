@@ -28,7 +28,7 @@ def add_size_guards(
     """Adds a guard for each decision that matters, before what first reads the sizes in it; the
     notes that tell of them.
 
-    The size 1 is left to `check_size_one`: forwards ask for it where nothing depends on it.
+    The size 1 is left to `check_capture`: forwards ask for it where nothing depends on it.
     """
     notes = []
     modes = [_deciding(decisions, hints) for decisions in (train, evaluation)]

@@ -10,7 +10,7 @@ first; where it does what torch functions do not show, Dynamo does.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -27,6 +27,8 @@ from .leaves import LeafRule
 from .modes import merged_capture
 from .relations import corrected, fixed, with_places
 from .samples import BATCH
+from .size_decisions import at_least_two
+from .size_guards import add_size_guard
 from .traces import Trace, trace_dynamo, trace_forward
 
 METHODS = ("auto", "tracer", "dynamo")
@@ -127,8 +129,29 @@ def _captured(request: Request, trace: Trace, kept: AutomaticLeaves | None) -> C
         called = {str(node.target) for node in captured.graph.find_nodes(op="call_module")}
         notes += kept.notes(called)
     if request.check and not is_on_meta(model):
-        check_capture(captured, given.tensors)
+        notes += _refuse_one(captured, check_capture(captured, given.tensors))
     return _noted(captured, *notes)
+
+
+def _refuse_one(captured: Capture, symbols: Sequence[str]) -> list[str]:
+    """Adds guards against the size 1 of some symbols, and gives the notes that tell of them.
+
+    A size of 1 broadcasts, and forwards ask for it where nothing depends on it: whether it goes
+    another way is known by its numbers only.
+    """
+    for symbol in symbols:
+        if captured.sizes[symbol] == 1:
+            raise CaptureError(
+                f"forward goes another way for a {symbol} size of 1, as in the example, than for "
+                "larger ones.",
+                f"Give an example with a {symbol} size of 2 or more.",
+            )
+        add_size_guard(captured.graph, at_least_two(symbol))
+    return [
+        f"a {symbol} size of 1 goes another way through forward; inputs of that size are refused "
+        "when they come"
+        for symbol in symbols
+    ]
 
 
 def _noted(captured: Capture, *notes: str) -> Capture:

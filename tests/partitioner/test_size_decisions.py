@@ -14,8 +14,11 @@ from torch import Tensor, nn
 
 import asyncpipe
 from asyncpipe.partitioner.capture import Capture, capture, run
+from asyncpipe.partitioner.capture.check import check_capture
 from asyncpipe.partitioner.capture.guards import must_fit
-from asyncpipe.runtime.errors import CaptureError
+from asyncpipe.partitioner.verify import verify
+from asyncpipe.runtime.errors import CaptureError, PlanError
+from asyncpipe.runtime.plan import read_plan
 from asyncpipe.tests.partitioner.captured import of_zoo
 
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(3))
@@ -146,9 +149,16 @@ class _Window(nn.Module):
 
 def test_generated_stages_refuse_what_was_decided_otherwise(tmp_path: Path) -> None:
     model, tokens = _Window().eval(), torch.arange(60).view(3, 20) % 20
+    told: dict[str, str] = {}
     plan = asyncpipe.partition(
-        model, (tokens[:, :6],), stages=2, output=tmp_path / "window", profile="analytic"
+        model,
+        (tokens[:, :6],),
+        stages=2,
+        output=tmp_path / "window",
+        profile="analytic",
+        on_tick=lambda step, text, *_: told.setdefault(step, text),
     )
+    assert "; captured for sequence <= 8 " in told["verify"]
     (note,) = plan.notes
     assert note.startswith('"if x.size(1) > 8:"')
     pipe = asyncpipe.load(tmp_path / "window").eval()
@@ -156,10 +166,12 @@ def test_generated_stages_refuse_what_was_decided_otherwise(tmp_path: Path) -> N
         torch.testing.assert_close(pipe(tokens[:, :length]), model(tokens[:, :length]))
     with pytest.raises(RuntimeError, match=r"captured for sequence <= 8 .*, not for sequence 9: "):
         pipe(tokens[:, :9])
-    (code,) = [
-        text for text in map(Path.read_text, tmp_path.rglob("stage_*.py")) if "raise" in text
-    ]
+    (file,) = [each for each in tmp_path.rglob("stage_*.py") if "raise" in each.read_text()]
+    code = file.read_text()
     assert "if sequence > 8:" in code
+    file.write_text(code.replace("sequence > 8", "sequence > 800"))
+    with pytest.raises(PlanError, match="differs from the original's"):
+        verify(model, read_plan(tmp_path / "window"), tmp_path / "window", {"x": tokens[:, :6]})
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "llama", "hf_resnet", "resnet", "vit"])
@@ -222,3 +234,37 @@ def test_a_function_of_sizes_is_exact_or_refuses(lines: list[str], size: int) ->
     for training in (True, False):
         for other in (2, 3, 4, 5, 6, 8, 9, 13, 20):
             _runs(captured, _samples(other, 3), training)
+
+
+# The sizes 1 and twice the captured ones
+
+
+class _AtOne(nn.Module):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor, self.scale = factor, nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.scale
+        return x * self.factor if x.shape[0] == 1 else x
+
+
+def test_one_sample_is_refused_where_it_goes_another_way_and_only_there() -> None:
+    captured = capture(_AtOne(1.0), {"x": X})
+    assert captured.notes == () and _runs(captured, _samples(1), training=True)
+    captured = capture(_AtOne(2.0), {"x": X})
+    assert captured.notes[0].startswith("a batch size of 1 goes another way through forward")
+    with pytest.raises(RuntimeError, match="captured for batch >= 2, not for batch 1"):
+        run(captured, {"x": _samples(1)}, training=True)
+    assert _runs(captured, _samples(2), training=True)
+    with pytest.raises(CaptureError, match="a batch size of 1, as in the example"):
+        capture(_AtOne(2.0), {"x": X[:1]})
+
+
+def test_a_graph_that_is_wrong_for_larger_sizes_is_no_capture() -> None:
+    captured = capture(_Decides("if"), {"x": X})
+    check_capture(captured, {"x": X})
+    for guard in captured.graph.find_nodes(op="call_function", target=must_fit):
+        captured.graph.erase_node(guard)
+    with pytest.raises(CaptureError, match="differs in training mode at batch 9"):
+        check_capture(captured, {"x": X})
