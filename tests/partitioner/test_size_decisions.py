@@ -181,6 +181,26 @@ def test_published_models_have_no_guards(name: str) -> None:
     assert captured.notes == ()
 
 
+def test_sizes_that_are_rounded_cross_a_boundary(tmp_path: Path) -> None:
+    class Third(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)[: math.ceil(x.shape[0] / 3)].relu()
+            return self.second(x)
+
+    model = Third()
+    plan = asyncpipe.partition(
+        model, (X,), stages=2, output=tmp_path / "third", profile="analytic", cut_at=["second"]
+    )
+    assert [boundary.tensor.shape for boundary in plan.boundaries] == [("math.ceil(batch/3)", 6)]
+    pipe = asyncpipe.load(tmp_path / "third")
+    for size in (1, 3, 4, 10):
+        torch.testing.assert_close(pipe(_samples(size)), model(_samples(size)))
+
+
 # Functions of sizes at random
 
 
