@@ -43,6 +43,7 @@ from .graph import build_graph, stage_of_nodes, with_copies
 from .infeasible import explained
 from .models import Source, load_model, name_inputs
 from .options import checked
+from .own_backward import own_failure_told
 from .planner import cluster_of, planner_for, with_times_on
 from .prices import Prices
 from .profiler import Profile, profile_analytic
@@ -67,7 +68,6 @@ class OnTick(Protocol):
     def __call__(self, name: str, detail: str, seconds: float, following: str, /) -> None: ...
 
 
-@checked
 def partition(
     model: nn.Module,
     example_inputs: Mapping[str, Any] | tuple[Any, ...],
@@ -203,8 +203,6 @@ def partition_source(
     is meant to run.
     Raises CaptureError, PlanError or ModelError, each with a cure.
     """
-    if stop_after not in (None, "plan"):
-        raise PlanError(f"stop_after={stop_after} makes no plan.", "asyncpipe.outline(model, x)")
     cluster = cluster_of(devices, stages, running.get("ranks"))
     # Each has one core of this machine, and there is at least a stage on each.
     ranks = running.get("ranks") or stages or len(cluster.devices if cluster else ())
@@ -239,7 +237,8 @@ def partition_source(
     demands = find_demands(captured, cut_at, keep_together, stages or ranks)
     tick("capture", describe_capture(captured), "profile")
 
-    measured = profile_capture(captured, how, ranks, whole=False)
+    own = own_failure_told(source.model, source.example_inputs)
+    measured = own(profile_capture)(captured, how, ranks, whole=False)
     tick("profile", measured.summary, "plan")
 
     prices = Prices.of(measured, LOCALHOST)
@@ -279,7 +278,7 @@ def partition_source(
         stage_graphs = split(divided, placed, Recomputation(divided, prices))
         return Cut(divided, stage_graphs, placed, graph, solution)
 
-    measured, chosen = cut_and_time(captured, cut, measured, how)
+    measured, chosen = own(cut_and_time)(captured, cut, measured, how)
     captured, stage_graphs = chosen.captured, chosen.stages
     solution = planner.advised(chosen.graph, chosen.solution)
     folder = target(stages or len(stage_graphs))
@@ -318,7 +317,7 @@ def partition_source(
     plan = replace(plan, findings=(*findings, *explain_micro_batches(plan)))
     if explain:
         tick("explain", f"{len(plan.findings)} findings, each evaluated or solved", "generate")
-    if stop_after == "plan":
+    if stop_after is not None:
         return plan
 
     constants = extra_tensors(captured, stage_graphs)
@@ -327,7 +326,7 @@ def partition_source(
     tick("generate", f"{len(plan.stages)} stages, {_lines(files)} lines of Python", "verify")
 
     def check(aside: Path) -> None:
-        verified = verify(
+        verified = own(verify)(
             source.model,
             plan,
             aside,

@@ -96,7 +96,7 @@ def own_line(error: BaseException) -> str:
     """`data.py:12`: the last line that an exception came through of code that is neither ours nor
     installed; "" where there is none."""
     files = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in files if _is_own(frame.filename)]
+    own = [frame for frame in files if is_own_file(frame.filename)]
     return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
 
 
@@ -106,7 +106,8 @@ def last_line(error: BaseException) -> str:
     return f"{frame.filename}:{frame.lineno}"
 
 
-def _is_own(file: str) -> bool:
+def is_own_file(file: str) -> bool:
+    """Whether a file is neither ours nor installed."""
     if not os.path.isfile(file):
         return False  # <string>, <frozen importlib>
     return not any(Path(file).is_relative_to(folder) for folder in _NOT_OWN)
