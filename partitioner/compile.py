@@ -68,6 +68,7 @@ class OnTick(Protocol):
     def __call__(self, name: str, detail: str, seconds: float, following: str, /) -> None: ...
 
 
+@checked
 def partition(
     model: nn.Module,
     example_inputs: Mapping[str, Any] | tuple[Any, ...],

@@ -20,7 +20,7 @@ from asyncpipe.partitioner import generate, precision, setting, solvers
 from asyncpipe.partitioner.capture import ways
 from asyncpipe.partitioner.compile import partition, partition_source, partition_spec
 from asyncpipe.partitioner.graph_plan import plan_graph
-from asyncpipe.partitioner.options import LIMITS, METHODS, OPTIMIZERS, check_options
+from asyncpipe.partitioner.options import _BY_INPUT, LIMITS, METHODS, OPTIMIZERS, check_options
 from asyncpipe.partitioner.outline import outline, outline_source, outline_spec
 from asyncpipe.partitioner.running import make_setting
 from asyncpipe.partitioner.solve import solve
@@ -178,7 +178,7 @@ def test_an_option_of_training_is_checked_in_toml_python_and_sweeps(
                     lists_from_texts([f"{name}={word}"])
 
 
-@pytest.mark.parametrize("name", LIMITS)
+@pytest.mark.parametrize("name", [name for name in LIMITS if name not in _BY_INPUT])
 def test_an_option_of_partition_is_checked_in_python(name: str) -> None:
     for value in ODD:
         if not LIMITS[name].has(value):
