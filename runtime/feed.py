@@ -51,9 +51,30 @@ def loss_of_stage(plan: Plan, stage: int, criterion: Criterion | None) -> LossOf
     if criterion is None:
         return None
     absent = dict.fromkeys(output_names(plan))
-    return lambda outputs, fed: criterion(
-        rebuilt(plan.outputs, {**absent, **outputs}, plan.sizes), fed[TARGET]
-    )
+
+    def loss_of(outputs: Values, fed: Values) -> Tensor:
+        result = rebuilt(plan.outputs, {**absent, **outputs}, plan.sizes)
+        loss = criterion(result, fed[TARGET])
+        has_gradient = any(value.requires_grad for value in outputs.values())
+        _verify_loss(loss, torch.is_grad_enabled() and has_gradient)
+        return loss
+
+    return loss_of
+
+
+def _verify_loss(loss: Any, needs_gradient: bool) -> None:
+    """Raises DataError unless a criterion has returned what can be trained with."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        shape = f"a tensor {list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
+        raise DataError(
+            f"the criterion returned {shape}, but a loss is a tensor of one number.",
+            "Return for example losses.mean().",
+        )
+    if needs_gradient and not loss.requires_grad:
+        raise DataError(
+            "the criterion returned a loss without a gradient, so that nothing would be trained.",
+            "Compute the loss without detach(), item() or torch.no_grad().",
+        )
 
 
 def output_names(plan: Plan) -> frozenset[str]:

@@ -117,6 +117,20 @@ def test_what_is_wrong_with_own_data_is_one_sentence(folder: Path, data: str, wo
 
 
 @pytest.mark.parametrize(
+    ("criterion", "words"),
+    [
+        ("no_scalar", "the criterion returned a tensor ["),
+        ("number", "the criterion returned 3.0, but a loss is a tensor of one number"),
+        ("detached", "the criterion returned a loss without a gradient"),
+    ],
+)
+def test_a_criterion_whose_loss_cannot_be_trained_is_named(
+    folder: Path, criterion: str, words: str
+) -> None:
+    assert words in trained(folder, "data", f"own.py:{criterion}")
+
+
+@pytest.mark.parametrize(
     ("raised", "words"),
     [
         (ValueError("odd\n  thing"), "ValueError: odd thing"),
