@@ -162,3 +162,21 @@ def as_called(
         if parameter.kind is parameter.VAR_KEYWORD and isinstance(left.get(name), Mapping):
             left |= left.pop(name)
     return tuple(args), left
+
+
+def named_arguments(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """A module call's arguments by the names of forward's parameters."""
+    try:
+        signature = inspect.signature(module.forward)
+    except (TypeError, ValueError):
+        return {f"arg{position}": value for position, value in enumerate(args)} | kwargs
+    try:
+        named = dict(signature.bind(*args, **kwargs).arguments)
+    except TypeError:  # forward itself will say what is wrong
+        return {}
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            named |= named.pop(name, {})
+    return named

@@ -7,12 +7,10 @@ as one call; the calls of other modules are kept beside the graph, with their ar
 
 from __future__ import annotations
 
-import functools
-import inspect
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType, MethodType
 from typing import Any
 
@@ -28,6 +26,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from ...runtime.errors import CaptureError
 from ...runtime.number_generators import number_state, numbers_kept
+from .arguments import named_arguments
 from .assigned import AssignedBuffers
 from .bindings import Bindings
 from .fakes import FakeWorld
@@ -40,11 +39,13 @@ from .patches import original_apply, original_call, plain_apply
 from .random_draws import RandomDraws, has_hidden_draws
 from .random_numbers import Draw, number_kind
 from .readings import Readings
+from .recomputes import Recomputes, reentrant
+from .results import fresh, is_plain, leaves, plain
 from .shadow import Shadow
 from .size_decisions import SizeDecisions
 from .structure import map_result, plain_structure, tensors_in
 from .targets import Call, as_node, averaging, own_generator, refusal, traced
-from .values import CallRecord, ModuleCall, Recompute, Region
+from .values import CallRecord, ModuleCall, Region
 
 _REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
@@ -92,12 +93,10 @@ class Tracer(TorchFunctionMode):
         self._recording = True
         self._drew_numbers = False
         self._stack: list[ModuleCall] = []
-        self._recomputes: list[Recompute] = []
-        self._recompute_count = 0
+        self._recomputes = Recomputes(model)
         self._failure: Exception | None = None
         self._failed_in: tuple[str, ...] = ()
         self._call_counts: Counter[str] = Counter()
-        self._signatures: dict[type, inspect.Signature | None] = {}
         self._paths: dict[int, str] = {}
         for path, module in model.named_modules():
             self._paths.setdefault(id(module), path)
@@ -122,17 +121,17 @@ class Tracer(TorchFunctionMode):
         """Ends the graph with the model's result, a structure of tensors and constants."""
         self._names.look()
         self._assigned.write()
-        for leaf in _leaves(value):
+        for leaf in leaves(value):
             if isinstance(leaf, (torch.SymInt, torch.SymFloat)) and self._readings.is_read(leaf):
                 raise CaptureError(
                     f"forward of {type(self._model).__name__} returns a Python number that it "
                     "reads from a tensor or draws, and only tensors come out of a stage.",
                     "Return the tensor: loss instead of loss.item().",
                 )
-        dropped = [type(leaf).__name__ for leaf in _leaves(value) if not _is_plain(leaf)]
+        dropped = [type(leaf).__name__ for leaf in leaves(value) if not is_plain(leaf)]
         if dropped:
             self.notes.append(f"forward also returns {', '.join(dropped)}, which is left out")
-        result = map_result(self._bindings.arguments, _plain(value))
+        result = map_result(self._bindings.arguments, plain(value))
         self._bindings.add(("output", "output", (result,)), None)
         with self.quiet():
             self._readings.examples()
@@ -302,7 +301,10 @@ class Tracer(TorchFunctionMode):
         self._call_counts[path] += 1
         with self.quiet():
             self._names.look()
-            arguments = self._named_arguments(module, args, kwargs)
+            arguments = {
+                name: self._bindings.known(plain_structure(value))
+                for name, value in named_arguments(module, args, kwargs).items()
+            }
         self._stack.append(call)
         try:
             result = run()
@@ -346,7 +348,7 @@ class Tracer(TorchFunctionMode):
         if not self._recording:
             return plain_apply(function, args, kwargs)
         if function is CheckpointFunction:
-            return self._reentrant(*args)
+            return reentrant(self.recomputing, *args)
         apply = MethodType(original_apply, function)
         return self._recorded(
             lambda: apply(*args, **kwargs),
@@ -355,16 +357,6 @@ class Tracer(TorchFunctionMode):
             kwargs,
         )
 
-    def _reentrant(self, function: Any, preserve_rng_state: bool, *args: Any) -> Any:
-        """The older `checkpoint`, which gives no gradient if none of its arguments needs one."""
-        has_gradient = any(isinstance(value, Tensor) and value.requires_grad for value in args)
-        with (
-            torch.set_grad_enabled(torch.is_grad_enabled() and has_gradient),
-            self.recomputing(function, use_reentrant=True, preserve_rng_state=preserve_rng_state),
-        ):
-            return function(*args)
-
-    @contextmanager
     def recomputing(
         self,
         function: Any,
@@ -372,52 +364,15 @@ class Tracer(TorchFunctionMode):
         use_reentrant: bool,
         preserve_rng_state: bool,
         is_selective: bool = False,
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         if is_selective:
             self.notes.append(
                 f"the recomputation at {where(self._top)} is of everything: its choice of what to "
                 "keep (context_fn) is left out"
             )
-        while isinstance(function, functools.partial):
-            function = function.func
-        self._recompute_count += 1
-        # Calls of the two modes are different calls.
-        sign = 1 if self._model.training else -1
-        self._recomputes.append(
-            Recompute(
-                number=sign * self._recompute_count,
-                depth=len(self._stack),
-                function=getattr(function, "__name__", ""),
-                use_reentrant=use_reentrant,
-                preserve_rng_state=preserve_rng_state,
-            )
+        return self._recomputes.within(
+            function, len(self._stack), use_reentrant, preserve_rng_state
         )
-        try:
-            yield
-        finally:
-            self._recomputes.pop()
-
-    def _named_arguments(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> dict[str, Any]:
-        """A module call's arguments by the names of forward's parameters."""
-        kind = type(module)
-        if kind not in self._signatures:
-            try:
-                self._signatures[kind] = inspect.signature(module.forward)
-            except (TypeError, ValueError):
-                self._signatures[kind] = None
-        signature = self._signatures[kind]
-        named = {f"arg{position}": value for position, value in enumerate(args)} | kwargs
-        if signature is not None:
-            try:
-                named = dict(signature.bind(*args, **kwargs).arguments)
-            except TypeError:  # forward itself will say what is wrong
-                return {}
-            for name, parameter in signature.parameters.items():
-                if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-                    named |= named.pop(name, {})
-        return {name: self._bindings.known(plain_structure(value)) for name, value in named.items()}
 
     def assign_buffer(self, module: nn.Module, name: str, value: Tensor) -> None:
         if self._recording and id(module) in self._paths:
@@ -462,14 +417,14 @@ class Tracer(TorchFunctionMode):
             frames = user_frames(self._top)
             self._names.look(frames)
             call = make(self._bindings.arguments(args), self._bindings.arguments(kwargs))
-            value = _fresh(value, {id(t) for t in given} - {id(t) for t in changed})
+            value = fresh(value, {id(t) for t in given} - {id(t) for t in changed})
             node = self._bindings.add(
                 call,
                 value,
                 frames=frames,
                 calls=self._stack,
                 regions=self._current_regions(),
-                recomputes=self._recomputes,
+                recomputes=self._recomputes.open,
                 changed=changed,
                 touched=own,
                 random=self.random.drawn or self._drew_numbers,
@@ -504,38 +459,3 @@ class Tracer(TorchFunctionMode):
 
 def _no_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     raise AssertionError("a constant is made by no call")
-
-
-def _fresh(value: Any, given: set[int]) -> Any:
-    """`value` with every tensor that is an unchanged argument replaced by an alias of it.
-
-    Dropout in evaluation mode returns its very argument; the alias tells the two apart, so that
-    later readers name the same node as in training mode.
-    """
-    if isinstance(value, Tensor):
-        return torch.ops.aten.alias.default(value) if id(value) in given else value
-    if type(value) in (tuple, list):
-        return type(value)(_fresh(item, given) for item in value)
-    return value
-
-
-def _is_plain(leaf: Any) -> bool:
-    return leaf is None or isinstance(leaf, (Tensor, int, float, str, torch.SymInt))
-
-
-def _leaves(value: Any) -> list[Any]:
-    leaves: list[Any] = torch.utils._pytree.tree_leaves(value)
-    return leaves
-
-
-def _plain(value: Any) -> Any:
-    """A result without what is neither tensor nor number: a cache of keys and values."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items() if _has_plain(item)}
-    if isinstance(value, (tuple, list)):
-        return map_result(lambda leaf: leaf if _is_plain(leaf) else None, value)
-    return value if _is_plain(value) else None
-
-
-def _has_plain(value: Any) -> bool:
-    return any(_is_plain(leaf) for leaf in _leaves(value))
