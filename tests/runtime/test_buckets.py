@@ -56,7 +56,7 @@ def sum_chain(rank: int, is_expected: bool) -> dict[str, Any]:
     dist.all_reduce = noted
     group = dist.group.WORLD
     assert group is not None
-    share = Share(list(model.parameters()), [], [])
+    share = Share(list(model.parameters()), {}, [])
     sums = GradientSums({0: share}, group, "ranks", bucket_bytes=2 * LAYER_BYTES)
     (model(inputs(rank)).square().sum() / 2).backward()
     assert not begun  # an earlier micro-batch of the window
@@ -88,7 +88,7 @@ def test_gradients_are_summed_and_their_buckets_begin_as_early_as_they_can(
 def sum_partly(rank: int) -> list[Tensor | None]:
     """The second layer has a gradient on rank 1 alone, the last on none."""
     model = chain(3)
-    share = Share(list(model.parameters()), [], [])
+    share = Share(list(model.parameters()), {}, [])
     group = dist.group.WORLD
     assert group is not None
     sums = GradientSums({0: share}, group, "ranks")
@@ -116,7 +116,7 @@ def sum_shared(rank: int) -> list[Tensor | None]:
     own, shared = model.parameters()
     group = dist.group.WORLD
     assert group is not None
-    sums = GradientSums({0: Share([own], [shared], [shared])}, group, "ranks")
+    sums = GradientSums({0: Share([own], {"last": shared}, [shared])}, group, "ranks")
     model(inputs(rank)).square().sum().backward()
     sums.begin(0)
     assert shared.grad is not None  # it is summed with the other stages' first
@@ -139,7 +139,7 @@ def sum_held(rank: int) -> dict[str, Tensor | None]:
     pair, all_ranks = dist.new_group([0, 1]), dist.group.WORLD
     assert all_ranks is not None
     sums = GradientSums(
-        {rank // 2: Share([own], [held], [held])},
+        {rank // 2: Share([own], {"last": held}, [held])},
         pair if rank < 2 else None,
         "ranks",
         held=[Held("last", held, (0, 1, 2), all_ranks)],
