@@ -431,6 +431,11 @@ def adopt(stage: nn.Module, model: nn.Module, constants: Mapping[str, Tensor]) -
         setattr(stage.get_submodule(path), leaf, model.get_parameter(name))
     given = {**dict(model.named_buffers(remove_duplicate=False)), **constants}
     with torch.no_grad():
-        for name, buffer in stage.named_buffers():
-            if name in given:  # else its constructor makes it
+        for name, buffer in list(stage.named_buffers()):
+            if name not in given:  # its constructor makes it
+                continue
+            if buffer.shape != given[name].shape:  # a forward has made it anew
+                path, _, leaf = name.rpartition(".")
+                setattr(stage.get_submodule(path), leaf, given[name].clone())
+            else:
                 buffer.copy_(given[name])

@@ -31,7 +31,7 @@ _CURE = (
     "Draw with torch (torch.rand, torch.randint, torch.randperm), or one number at a time with "
     "random.random() or np.random.rand()."
 )
-_PACKAGES = tuple({path + os.sep for path in map(sysconfig.get_path, ("purelib", "platlib"))})
+_PACKAGES = frozenset({"site-packages", "dist-packages"})
 _SYMPY = os.path.dirname(os.path.abspath(sympy.__file__)) + os.sep
 _LIBRARIES = (sysconfig.get_path("stdlib") + os.sep, "<frozen ")
 _NO_DRAWS = ("getstate", "get_state")
@@ -156,9 +156,10 @@ def _own_state(generator: Any) -> str:
 def _is_library(frame: FrameType) -> bool:
     """Whether a frame is of code that draws for itself, such as tempfile for a name."""
     file = frame.f_code.co_filename
-    if file.startswith(_PACKAGES):
-        return file.startswith(_SYMPY)
-    return file.startswith(_LIBRARIES)
+    if file.startswith(_SYMPY):
+        return True
+    # Installed packages may lie within the folder of the standard library.
+    return file.startswith(_LIBRARIES) and not _PACKAGES & set(file.split(os.sep))
 
 
 def _caller() -> FrameType | None:

@@ -178,7 +178,7 @@ class _Hidden(nn.Module):
 
 
 def test_a_parameter_that_is_not_registered_is_refused() -> None:
-    with pytest.raises(CaptureError, match="is no parameter of the model"):
+    with pytest.raises(CaptureError, match="self.parts holds in a plain list"):
         capture(_Hidden(), {"x": X})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import asyncpipe
-from asyncpipe.partitioner.capture import capture
+from asyncpipe.partitioner.capture import capture, random_numbers
 from asyncpipe.partitioner.capture.restore import seed_all
 from asyncpipe.runtime.errors import CaptureError
 from asyncpipe.runtime.lowering import lower
@@ -302,3 +303,25 @@ class Outer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.b(self.inner(self.a(x)))
+
+
+@pytest.mark.parametrize(
+    ("file", "is_library"),
+    [
+        ("lib/python3.12/tempfile.py", True),
+        ("lib/python3.12/site-packages/x_transformers/x_transformers.py", False),
+        ("lib/python3/dist-packages/mine.py", False),
+    ],
+)
+def test_a_package_within_the_standard_library_s_folder_is_the_user_s(
+    file: str, is_library: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a system's Python has its packages, or a target folder has sympy."""
+    monkeypatch.setattr(random_numbers, "_LIBRARIES", (os.sep + "lib" + os.sep,))
+    monkeypatch.setattr(random_numbers, "_SYMPY", os.sep + os.path.join("elsewhere", "sympy", ""))
+    namespace: dict[str, Any] = {}
+    source = "import sys\ndef frame():\n    return sys._getframe()\n"
+    exec(compile(source, os.sep + file, "exec"), namespace)
+    assert random_numbers._is_library(namespace["frame"]()) is is_library
+    exec(compile(source, os.path.join(os.sep, "elsewhere", "sympy", "a.py"), "exec"), namespace)
+    assert random_numbers._is_library(namespace["frame"]())

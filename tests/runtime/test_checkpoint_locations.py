@@ -198,7 +198,7 @@ def test_a_checkpoint_that_is_not_as_it_was_put_is_refused(
 @pytest.mark.parametrize(
     ("url", "words"),
     [
-        ("nothing://x/y", "is no place that fsspec knows"),
+        ("nothing://x/y", "is not a place that fsspec can open"),
         ("memory://", "names no folder"),
         ("file:///", "names no folder"),
     ],

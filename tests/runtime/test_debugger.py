@@ -145,7 +145,7 @@ def test_a_rank_that_there_is_not_is_refused_before_anything_starts(tmp_path: Pa
 
 @pytest.mark.parametrize("ranks", ["", "one", "1,", "all,1", "-1"])
 def test_what_names_no_ranks_is_refused(ranks: str) -> None:
-    with pytest.raises(SettingsError, match="names no ranks"):
+    with pytest.raises(SettingsError, match="is not all or numbers of ranks"):
         Settings(folder="x", debug=ranks)
 
 

@@ -101,7 +101,7 @@ def test_other_numbers_of_nodes_are_asked_for_with_an_option(folder: Path) -> No
     with pytest.raises(SettingsError, match="4 ranks are not equally many on each of --nodes 3"):
         sbatch_script(Settings(folder="x", nodes=3), plan, 4)
     for time in ("soon", "1:2", ""):
-        with pytest.raises(SettingsError, match="no time of Slurm's"):
+        with pytest.raises(SettingsError, match="is not a time limit of Slurm"):
             sbatch_script(Settings(folder="x", time_limit=time), plan, 4)
 
 

@@ -199,7 +199,7 @@ def test_what_does_not_go_together_is_said(folders: Path) -> None:
     assert "under --precision bfloat16 losses are not scaled" in error.what
     error = refused(boundary_dtype="bfloat16", schedule="single")
     assert "under single nothing is sent" in error.what
-    with pytest.raises(SettingsError, match="Did you mean bfloat16?"):
+    with pytest.raises(SettingsError, match="Did you mean --precision bfloat16"):
         Settings(folder="x", precision="bf16")
 
 
