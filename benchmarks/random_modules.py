@@ -23,7 +23,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from trials import OUTCOMES, Case, Inputs, judge, outcome, quiet, sentence, trai
 from workers import Died, each
 
 CAPTURED = 4
+BATCH = 20  # seeds between two writings of the result
 SIZES = (4, 2, 7, 17)  # the first is the captured one
 TOKENS = 6
 WIDTH = 8
@@ -523,14 +524,6 @@ def counted(rows: dict[int, dict[str, str]]) -> dict[str, Any]:
     return counts
 
 
-def until(seconds: float, first: int) -> Iterator[int]:
-    started = time.monotonic()
-    seed = first
-    while time.monotonic() - started < seconds:
-        yield seed
-        seed += 1
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--minutes", type=float, default=60.0)
@@ -547,26 +540,34 @@ def main() -> None:
         return
     rows: dict[int, dict[str, str]] = {}
     started = time.monotonic()
-    batch = 60
-    for first in range(arguments.first, 10**9, batch):
-        if time.monotonic() - started > 60 * arguments.minutes:
+    for first in range(arguments.first, 10**9, BATCH):
+        minutes = round((time.monotonic() - started) / 60, 1)
+        if minutes > arguments.minutes:
             break
-        seeds = range(first, first + batch)
+        seeds = range(first, first + BATCH)
         for seed, answer in each(examine, seeds, processes=arguments.processes, limit_s=900):
             row = {"2 stages": f"traceback: {answer.why}"} if isinstance(answer, Died) else answer
             rows[seed] = row
-            bad = {key: value for key, value in row.items() if value != "exact" and key != "reason"}
-            if bad:
-                print(seed, json.dumps(bad), flush=True)
-        print(json.dumps(counted(rows)), flush=True)
-    minutes = round((time.monotonic() - started) / 60, 1)
-    result = {"minutes": minutes, "seeds": [arguments.first, max(rows)], "counts": counted(rows)}
-    result["not exact"] = {
-        seed: row
-        for seed, row in sorted(rows.items())
-        if "reason" not in row and set(row.values()) != {"exact"}
-    }
-    write_result("random_modules", result)
+            shown = {key: value for key, value in row.items() if value != "exact"}
+            if shown and "reason" not in row:
+                print(seed, json.dumps(shown), flush=True)
+        minutes = round((time.monotonic() - started) / 60, 1)
+        counts = counted(rows)
+        print(f"{minutes} minutes {json.dumps(counts)}", flush=True)
+        write_result(
+            "random_modules",
+            {
+                "minutes": minutes,
+                "processes": arguments.processes,
+                "seeds": [arguments.first, max(rows)],
+                "counts": counts,
+                "not exact": {
+                    seed: row
+                    for seed, row in sorted(rows.items())
+                    if "reason" not in row and set(row.values()) != {"exact"}
+                },
+            },
+        )
 
 
 if __name__ == "__main__":
