@@ -21,7 +21,8 @@ import os
 import time
 import traceback
 from collections import Counter
-from importlib.metadata import version
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,10 @@ STAGES = (2, 4)
 PEER = "pipelining"
 COLUMNS = (*(f"{stages} stages" for stages in STAGES), PEER)
 Key = tuple[str, str]
+DISTRIBUTIONS = (
+    "timm", "torchvision", "diffusers", "x-transformers", "vit-pytorch", "torch_geometric", "monai",
+    "segmentation-models-pytorch",
+)  # fmt: skip
 
 
 def found(packages: list[str]) -> dict[Key, Case]:
@@ -73,22 +78,29 @@ def _holds(package: str, name: str) -> bool:
 
 
 def counted(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Prints the table; returns its counts by package."""
-    print(f"\n{'package':20} {'tried':>5} {'train':>5}  " + "  ".join(COLUMNS))
+    """How many models of each package, and of all, came to each outcome."""
     counts: dict[str, Any] = {}
     for package in [*dict.fromkeys(row["package"] for row in rows), "all"]:
         tried = [row for row in rows if package in (row["package"], "all")]
         trained = [row for row in tried if "reason" not in row]
         counts[package] = {"tried": len(tried), "train": len(trained)}
-        line = f"{package:20} {len(tried):5} {len(trained):5}"
         for column in COLUMNS:
             kinds = Counter(row[column].partition(":")[0] for row in trained)
             share = round(100 * kinds["exact"] / max(1, len(trained)), 1)
             counts[package][column] = {kind: kinds[kind] for kind in OUTCOMES} | {"exact_%": share}
-            others = " ".join(f"{kinds[kind]} {kind}" for kind in OUTCOMES[1:] if kinds[kind])
-            line += f"  {share:.1f} % {others}"
-        print(line)
     return counts
+
+
+def show(counts: dict[str, Any]) -> None:
+    """Prints the counts as a table."""
+    print(f"\n{'package':20} {'tried':>5} {'train':>5}  " + "  ".join(COLUMNS))
+    for package, count in counts.items():
+        line = f"{package:20} {count['tried']:5} {count['train']:5}"
+        for column in COLUMNS:
+            kinds = count[column]
+            others = " ".join(f"{kinds[kind]} {kind}" for kind in OUTCOMES[1:] if kinds[kind])
+            line += f"  {kinds['exact_%']:.1f} % {others}"
+        print(line)
 
 
 def main() -> None:
@@ -119,6 +131,7 @@ def main() -> None:
     work = [key for key in cases if key not in done]
     started = time.perf_counter()
     rows = list(kept)
+    order = [*cases]
     for key, answer in each(
         examine, work, processes=arguments.processes, limit_s=20 * LIMIT_S, cases_a_process=12
     ):
@@ -128,21 +141,26 @@ def main() -> None:
         rows.append(row)
         shown = {name: value for name, value in row.items() if value != "exact"}
         print(f"{len(rows)}/{len(cases)} {json.dumps(shown)}", flush=True)
-    order = [*cases]
-    rows.sort(key=lambda row: order.index((row["package"], row["model"])))
-    counts = counted(rows)
-    minutes = round((time.perf_counter() - started) / 60, 1)
-    versions = {}
-    for package in ("timm", "torchvision", "diffusers", "x-transformers", "vit-pytorch", "monai",
-                    "torch_geometric", "segmentation-models-pytorch"):  # fmt: skip
-        try:
-            versions[package] = version(package)
-        except ImportError:
-            continue
-    write_result(
-        arguments.output,
-        {"versions": versions, "minutes": minutes, "counts": counts, "rows": rows},
-    )
+        write_result(
+            arguments.output,
+            {
+                "versions": versions(),
+                "minutes": round((time.perf_counter() - started) / 60, 1),
+                "not yet run": len(cases) - len(rows),
+                "counts": counted(rows),
+                "rows": sorted(rows, key=lambda row: order.index((row["package"], row["model"]))),
+            },
+        )
+    show(counted(rows))
+
+
+def versions() -> dict[str, str]:
+    """Those of the packages that are installed."""
+    found = {}
+    for package in DISTRIBUTIONS:
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
 
 
 if __name__ == "__main__":

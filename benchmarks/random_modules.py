@@ -548,9 +548,9 @@ def main() -> None:
         for seed, answer in each(examine, seeds, processes=arguments.processes, limit_s=900):
             row = {"2 stages": f"traceback: {answer.why}"} if isinstance(answer, Died) else answer
             rows[seed] = row
-            shown = {key: value for key, value in row.items() if value != "exact"}
-            if shown and "reason" not in row:
-                print(seed, json.dumps(shown), flush=True)
+            others = {key: value for key, value in row.items() if value != "exact"}
+            if others and "reason" not in row:
+                print(seed, json.dumps(others), flush=True)
         minutes = round((time.monotonic() - started) / 60, 1)
         counts = counted(rows)
         print(f"{minutes} minutes {json.dumps(counts)}", flush=True)
