@@ -21,9 +21,11 @@ _SHARE, _OF_ZERO, _LARGEST = 0.1, 0.05, 1e6
 
 
 class Noise(Enum):
-    """What is moved: `ALL` parameters and buffers of floating point, the `PARAMETERS`, or `NONE`.
+    """What is moved: `ALL` parameters and saved buffers of floating point, the `PARAMETERS`, or
+    `NONE`.
 
-    A model may refuse some: a buffer may hold indices, or what was made of the weights.
+    A model may refuse some: a buffer may hold indices, or what was made of the weights. A buffer
+    that no state_dict has follows from the configuration, perhaps from another such buffer.
     """
 
     ALL = "all"
@@ -41,6 +43,11 @@ class WorkingCopies:
     def __init__(self, model: nn.Module, noise: Noise, changing: Collection[str] | None) -> None:
         self._noise = noise
         self._parameters = dict(model.named_parameters())
+        self._unsaved = {
+            f"{path}.{name}" if path else name
+            for path, module in model.named_modules()
+            for name in module._non_persistent_buffers_set
+        }
         named = [*self._parameters.items(), *model.named_buffers()]
         strided = [(name, tensor) for name, tensor in named if _is_plain(tensor)]
         self._users = Counter(tensor.untyped_storage()._cdata for _, tensor in strided)
@@ -77,7 +84,8 @@ class WorkingCopies:
 
     def _first(self, place: int, name: str, own: Tensor) -> Tensor:
         is_parameter = name in self._parameters
-        if self._noise is Noise.NONE or (self._noise is Noise.PARAMETERS and not is_parameter):
+        is_kept = name in self._unsaved or (self._noise is Noise.PARAMETERS and not is_parameter)
+        if self._noise is Noise.NONE or is_kept:
             return own.clone()
         return moved(own, place, any_sign=is_parameter)
 

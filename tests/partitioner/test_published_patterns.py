@@ -226,3 +226,24 @@ def test_a_sparse_embedding_trains_with_dense_gradients(tmp_path: Path) -> None:
     for mine, own in zip(module.parameters(), model.parameters(), strict=True):
         assert mine.grad is not None and own.grad is not None and not mine.grad.is_sparse
         torch.testing.assert_close(mine.grad, own.grad.to_dense())
+
+
+class Slopes(Two):
+    """ALiBi: a bias that is kept once it has been made of other numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("slopes", torch.rand(6), persistent=False)
+        self.register_buffer("bias", None, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.bias is None:
+            self.register_buffer("bias", self.slopes * torch.arange(6), persistent=False)
+        return self.b(self.a(x) + self.bias)
+
+
+def test_a_buffer_that_is_made_of_another_once_is_exact(tmp_path: Path) -> None:
+    model = Slopes()
+    model(X)
+    asyncpipe.partition(model, (X,), stages=2, output=tmp_path / "cut", profile="analytic")
+    torch.testing.assert_close(asyncpipe.load(tmp_path / "cut")(X), model(X), rtol=0, atol=0)
