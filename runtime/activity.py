@@ -43,9 +43,9 @@ class Message:
 
 class Activity(NamedTuple):
     """One thing that a rank does: an action, the norm of a stage's gradients before the optimizer
-    steps (`norm`), reading micro-batch `index` (`data`), the wait for a
-    message to come (`receive`), giving one to the transport (`send`), the wait until it was taken
-    (`taken`), the wait for all ranks (`meet`), or something else, in words."""
+    steps (`norm`), reading micro-batch `index` or the samples that the subject names (`data`), the
+    wait for a message to come (`receive`), giving one to the transport (`send`), the wait until it
+    was taken (`taken`), the wait for all ranks (`meet`), or something else, in words."""
 
     kind: Kind
     subject: Action | Message | str = ""
@@ -83,7 +83,7 @@ class Activity(NamedTuple):
                 return f"waits for {what} from rank {self.peer}"
             return f"waits for rank {self.peer} to take {what}"
         if self.kind == "data":
-            return f"reads the data of micro-batch {self.index}"
+            return f"reads the data of {self.subject or f'micro-batch {self.index}'}"
         return f"waits for all ranks: {self.subject}" if self.kind == "meet" else f"{self.subject}"
 
 

@@ -24,6 +24,7 @@ PURE = {
     *("dependencies", "lowering", "simulate", "timeline", "drawing", "forecast", "traffic"),
     *("alternating", "asynchronous", "folding", "delays", "interleaving", "zero_bubble"),
     *("replicated", "scheduler", "activity", "idle", "trace", "pages", "wording"),
+    "signals",
 }
 # The check runs the files and the profile times them as the runtime will, with the same generators;
 # weights have one format.

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -102,16 +104,24 @@ class Agreement:
         self._begun = self._checked = first // self.length
         self.evaluation_batches = min(batches, -(-evaluation // size))
 
-    def check(self, first: int, count: int) -> str:
+    def check(
+        self,
+        first: int,
+        count: int,
+        reading: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> str:
         """Compares every epoch that these positions are the first to touch; at the first one a
         warning of what is legal there and probably not meant.
 
-        Collective. Raises DataError, the same on all ranks, naming two that differ.
+        Collective; `reading` is entered where this rank reads samples. Raises DataError, the same
+        on all ranks, naming two that differ.
         """
         last = (first + count - 1) // self.length
         warning = ""
         for epoch in range(self._checked, last + 1):
-            told = self._world.gathered(self._seen(epoch).to_bytes())
+            with reading():
+                own = self._seen(epoch)
+            told = self._world.gathered(own.to_bytes())
             seen = [_Seen(*_CONTENT.unpack(part)) for part in told]
             readers = {rank: one for rank, one in enumerate(seen) if one.reads}
             for rank, one in readers.items():

@@ -280,8 +280,11 @@ class _Run:
         run has by then."""
         settings, world, steps = self._settings, self._world, segment.steps
         position, samples = self._batch.position(steps.start), self._batch.samples
+        reads = Activity("data", "the first samples, which ranks compare")
         with self._activities.during(Activity("meet", "the order of the data")):
-            warning = self._agreement.check(position, len(steps) * samples)
+            warning = self._agreement.check(
+                position, len(steps) * samples, lambda: self._activities.during(reads)
+            )
         if warning and self._reporter is not None:
             self._reporter.on_warning(warning)
         first = self._batch.first_of(steps.start, world.replica)

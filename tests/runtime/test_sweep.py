@@ -245,6 +245,7 @@ def test_a_run_that_was_ended_goes_on_from_its_checkpoint(folder: Path, tmp_path
     whole, _ = make(plan_sweep(given, {"seed": (1, 2)}))
     run = tmp_path / "sweep" / "seed=1"
     shutil.rmtree(run / "checkpoints" / "step-000003")
+    shutil.rmtree(run / "weights")
     record = tmp_path / "sweep" / "sweep.json"
     record.write_text(record.read_text().replace('"finished"', '"waiting"', 1))
     again, made = make(plan_sweep(given, {"seed": (1, 2)}))

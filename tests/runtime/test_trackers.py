@@ -236,8 +236,9 @@ def test_a_tracker_is_given_the_options_the_logged_steps_and_the_end(
 
 def test_a_tracker_is_told_that_the_run_failed(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = stand_in("wandb", monkeypatch)
+    (made / "failing.py").write_text("def data():\n    raise ValueError('absent')\n")
     with pytest.raises(Exception, match="absent"):
-        train(made, "wandb", data=str(made / "absent.py") + ":data")
+        train(made, "wandb", data=str(made / "failing.py") + ":data")
     assert calls.named("finish") == [{"exit_code": 1}]
 
 

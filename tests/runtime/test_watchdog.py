@@ -66,11 +66,21 @@ def stacks_of(output: Path, rank: int) -> str:
 
 
 @pytest.mark.slow
+def test_a_data_loader_that_sleeps_while_ranks_compare_samples_is_named(tmp_path: Path) -> None:
+    write_mlp(tmp_path / "mlp", stages=2)
+    (tmp_path / "own.py").write_text(SLEEPY_DATA)
+    data = f"{tmp_path / 'own.py'}:samples"
+    first, second = stuck(tmp_path / "mlp", tmp_path / "run", data=data, seed=1)
+    assert "reads the data of the first samples, which ranks compare" in first
+    assert "usual cause: the data loader, or the disk" in second
+
+
+@pytest.mark.slow
 def test_a_sleeping_data_loader_is_named_and_its_line_shown(tmp_path: Path) -> None:
     write_mlp(tmp_path / "mlp", stages=4)
     (tmp_path / "own.py").write_text(SLEEPY_DATA)
     output = tmp_path / "run"
-    lines = stuck(tmp_path / "mlp", output, data=f"{tmp_path / 'own.py'}:samples", seed=1)
+    lines = stuck(tmp_path / "mlp", output, data=f"{tmp_path / 'own.py'}:samples", seed=3)
     first, second = lines
     assert first.startswith("error: no progress for 6 s at step ")
     assert "rank 0 reads the data of micro-batch " in first
