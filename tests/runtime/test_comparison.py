@@ -96,8 +96,8 @@ def test_a_run_whose_loss_is_no_number_ends_early_and_is_last_in_the_table(
     folders: Path, tmp_path: Path
 ) -> None:
     settings = settings_of(folders, steps=40, eval_every=1, output=str(tmp_path))
-    comparison = compare(settings, ["sync", "stash,lr=1e6"])
-    assert [row.method for row in comparison.rows] == ["sync", "stash,lr=1e+06"]
+    comparison = compare(settings, ["sync", "stash,lr=1e6,weight_decay=1"])
+    assert [row.method for row in comparison.rows] == ["sync", "stash,lr=1e+06,weight-decay=1"]
     [broken] = comparison.rows[1].runs
     assert "Stopped" in broken.curve.end
     assert cells(comparison.rows[1])[COLUMNS.index("loss")] == "-"
