@@ -10,27 +10,27 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from .runtime import __version__ as __version__
+
 if TYPE_CHECKING:
     from .partitioner.compile import partition as partition
-    from .partitioner.graph_files import read_graph as read_graph
-    from .partitioner.graph_plan import plan_graph as plan_graph
+    from .partitioner.graph.formats import read_graph as read_graph
     from .partitioner.outline import outline as outline
-    from .runtime.pipe import load as load
-    from .runtime.plan import Plan as Plan
-    from .runtime.schedule import Schedule as Schedule
-    from .runtime.watching.metrics import Reporter as Reporter
-
-__version__ = "0.1.0"
+    from .partitioner.planning.planner import plan_graph as plan_graph
+    from .runtime.executor.loading import load as load
+    from .runtime.monitoring.records import Reporter as Reporter
+    from .runtime.plan.plan import Plan as Plan
+    from .runtime.schedule.schedule import Schedule as Schedule
 
 _PUBLIC = {
     "partition": ".partitioner.compile",
-    "plan_graph": ".partitioner.graph_plan",
+    "plan_graph": ".partitioner.planning.planner",
     "outline": ".partitioner.outline",
-    "read_graph": ".partitioner.graph_files",
-    "load": ".runtime.pipe",
-    "Plan": ".runtime.plan",
-    "Reporter": ".runtime.watching.metrics",
-    "Schedule": ".runtime.schedule",
+    "read_graph": ".partitioner.graph.formats",
+    "load": ".runtime.executor.loading",
+    "Plan": ".runtime.plan.plan",
+    "Reporter": ".runtime.monitoring.records",
+    "Schedule": ".runtime.schedule.schedule",
 }
 __all__ = [
     "Plan",

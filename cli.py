@@ -24,7 +24,7 @@ def train() -> None:
     """Entry point of asyncpipe-train."""
     code = _run("train")
     if "torch.distributed" in sys.modules:  # else only --help, or a usage error
-        from .runtime.launching.failure import end_process
+        from .runtime.distributed.failure import end_process
 
         end_process(code)
     sys.exit(code)

@@ -1,9 +1,9 @@
-"""From a name to generated stages of models too large to run here: seconds and memory.
+"""Time and memory to generate stages of models that are too large to run here.
 
-Every run is a process of its own, as a user's is. No weights are allocated (`--meta`), so the
-peak memory is that of Python, torch, transformers and the graph. The limits are what the project
-promises on two cores for capture and generation; beside them stands everything that
-asyncpipe-partition does, from the import on, in wall-clock seconds and in those of the processor.
+Every run is a separate process, as for a user. No weights are allocated (`--meta`), so the peak
+memory is that of Python, torch, transformers and the graph. The limits are the project's targets on
+two cores for capture and generation; next to them is the total of asyncpipe-partition, from the
+import on, in wall-clock seconds and in CPU seconds.
 
     python benchmarks/capture_speed.py --repeats 3
 """
@@ -27,9 +27,10 @@ STAGES = 8
 
 
 def partition(model: str) -> dict[str, Any]:
-    """Seconds of each step in this process, of all, and its peak memory."""
+    """Seconds of each step in this process, their total, and the peak memory."""
     started, cpu_started = time.perf_counter(), time.process_time()
     from asyncpipe.partitioner.compile import partition_spec
+    from asyncpipe.partitioner.planning.options import PartitionOptions
 
     steps: dict[str, float] = {"import": time.perf_counter() - started}
 
@@ -38,7 +39,8 @@ def partition(model: str) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / "made"
-        plan = partition_spec(model, stages=STAGES, output=made, meta=True, on_tick=tick)
+        options = PartitionOptions(stages=STAGES, output=made, meta=True)
+        plan = partition_spec(model, options, on_tick=tick)
         lines = [len((made / stage.file).read_text().splitlines()) for stage in plan.stages]
     return {
         "made": steps["capture"] + steps["generate"],
@@ -51,7 +53,7 @@ def partition(model: str) -> dict[str, Any]:
 
 
 def run_fresh(model: str) -> dict[str, Any]:
-    """`partition` in a process that has imported nothing yet."""
+    """Runs `partition` in a process that has imported nothing yet."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(partition, (model,))
 

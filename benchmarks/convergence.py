@@ -1,14 +1,13 @@
-"""What stale weights cost: losses of asynchronous training against synchronous, at equal tokens.
+"""The cost of stale weights: losses of asynchronous and synchronous training on equal tokens.
 
-Text: a GPT of bytes of 0.1 M parameters on Shakespeare, cut into p stages of half a block or more;
-images: a residual MLP on scikit-learn's digits. Each update sees the same samples whatever k up to
-8, so that one synchronous run is the baseline of all; runs are those of asyncpipe-compare, on one
-core.
-Runs are made in the order of what they decide, until the time is over; a run that is in
-results/convergence.jsonl is not repeated. The tables and plots are made of all there are.
+Text: a byte-level GPT of 0.1 M parameters on Shakespeare, cut into p stages of half a block or
+more; images: a residual MLP on scikit-learn's digits. Each update sees the same samples for every k
+up to 8, so one synchronous run is the baseline of all. The runs are those of asyncpipe-compare, on
+one core, in the order of their importance, until the time is over; a run that is in
+results/convergence.jsonl is not repeated. The tables and plots include all runs in that file.
 
     python benchmarks/convergence.py --minutes 60
-    python benchmarks/convergence.py --minutes 60 --part 1/2     half of the runs, beside 2/2
+    python benchmarks/convergence.py --minutes 60 --part 1/2     half of the runs; 2/2 has the rest
     python benchmarks/convergence.py --minutes 0
 
 Newton-Schulz iterations of Muon are in float32, since processors without bfloat16 take ten times as
@@ -32,17 +31,17 @@ from torch import Tensor
 from torch.optim import _muon
 
 import asyncpipe
-from asyncpipe.runtime.comparison.methods import read_method
-from asyncpipe.runtime.comparison.runs import Arm, arms, key_of, make_runs, read_runs
-from asyncpipe.runtime.training.settings import Settings
+from asyncpipe.runtime.config.settings import Settings
+from asyncpipe.runtime.experiments.compare import Arm, arms, key_of, make_runs, read_runs
+from asyncpipe.runtime.experiments.trial import read_method
 
 RESULTS = Path(__file__).parent / "results"
 HALVES = {4: 8, 8: 8, 16: 16}
 """Stages -> half-blocks."""
 SAMPLES = {"text": 8, "digits": 32}
-"""Of one update, if it has no more micro-batches."""
+"""Samples of one update, unless it has more micro-batches."""
 EVALUATED = {"text": 64, "digits": 352}
-"""Samples of an evaluation, the same ones always."""
+"""Samples of an evaluation, always the same."""
 COMMON = {
     "text": {
         "data": "shakespeare",
@@ -69,7 +68,7 @@ BETAS = (0.9, 0.99)
 
 
 def folder_of(task: str, stages: int, models: Path) -> Path:
-    """The generated folder of a model in so many stages, made if it is not there."""
+    """The generated folder of a model with this number of stages; generates it if needed."""
     folder = models / f"{task}_{stages}p"
     if not folder.exists():
         halves = HALVES[stages]
@@ -89,12 +88,12 @@ def folder_of(task: str, stages: int, models: Path) -> Path:
 
 
 def samples_of(case: Case) -> int:
-    """Those of one update."""
+    """The number of samples of one update."""
     return max(SAMPLES[case.task], case.every)
 
 
 def _as_long(case: Case) -> dict[str, int]:
-    """The options that differ in a case that has its own number of steps."""
+    """The options that differ in a case with its own number of steps."""
     if case.steps is None:
         return {}
     return {"steps": case.steps, "warmup": case.steps // 10, "eval_every": case.steps // 6}
@@ -103,7 +102,7 @@ def _as_long(case: Case) -> dict[str, int]:
 def arms_of(
     case: Case, methods: Sequence[str], models: Path, *, lr: float = 3e-3, seed: int = 1
 ) -> list[Arm]:
-    """The runs of these methods; synchronous ones are the same for all k, and made with k = 1."""
+    """The runs of these methods; synchronous runs are the same for all k, and made with k = 1."""
     made = []
     for text in methods:
         method = read_method(text)
@@ -143,7 +142,7 @@ NEAR = (
     "stash+error-feedback:adamw",
     "stash+error-feedback:muon",
 )
-"""For k below p, beside the core."""
+"""Methods for k below p, in addition to the core."""
 WIDE = (
     *START,
     "stash+partial-gradient:muon",
@@ -156,19 +155,19 @@ WIDE = (
     "stash:soap",
     "stash:nadam",
 )
-"""For k = p, beside the core."""
+"""Methods for k = p, in addition to the core."""
 RATES = (1e-3, 3e-3, 1e-2, 3e-2)
 USUAL = {"muon": 2}
-"""Which of the rates a method is first tried at, by its optimizer; the second for the others."""
+"""Index of the learning rate to try first, by optimizer; 1 for the others."""
 
 
 def wanted(models: Path) -> Iterator[tuple[Case, Arm]]:
-    """All runs, those first that decide most."""
+    """All runs, the most important first."""
 
     def runs(
         case: Case, methods: Sequence[str], *, shift: int = 0, seed: int = 1
     ) -> Iterator[tuple[Case, Arm]]:
-        """At the usual rate of each method, or so many rates further."""
+        """The runs at the first learning rate of each method, or `shift` rates away from it."""
         for text in methods:
             rate = USUAL.get(str(read_method(text).optimizer), 1) + shift
             if 0 <= rate < len(RATES):
@@ -212,7 +211,7 @@ def wanted(models: Path) -> Iterator[tuple[Case, Arm]]:
 
 
 def by_case(found: Iterable[tuple[Case, Arm]], models: Path) -> dict[Case, list[tuple[Arm, str]]]:
-    """The runs of each case with their keys, with the synchronous ones of the same model."""
+    """The runs of each case with their keys, including the synchronous runs of the same model."""
     cases: dict[Case, list[tuple[Arm, str]]] = defaultdict(list)
     baselines: dict[tuple[object, ...], list[tuple[Arm, str]]] = defaultdict(list)
 
@@ -226,7 +225,7 @@ def by_case(found: Iterable[tuple[Case, Arm]], models: Path) -> dict[Case, list[
 
 
 def somebody_measures(lock: Path | None) -> bool:
-    """Whether another process wants the machine alone."""
+    """True if another process needs the machine for itself."""
     if lock is None:
         return False
     return subprocess.run(["flock", "-n", "-s", lock, "true"], check=False).returncode != 0
@@ -235,7 +234,7 @@ def somebody_measures(lock: Path | None) -> bool:
 def newton_schulz(
     gradient: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
 ) -> Tensor:
-    """torch's, in the precision of the gradient."""
+    """torch's function, in the precision of the gradient."""
     a, b, c = coefficients
     tall = gradient.size(0) > gradient.size(1)
     x = gradient.T if tall else gradient
@@ -251,8 +250,12 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--models", type=Path, default=Path("runs/convergence"))
     parser.add_argument("--output", type=Path, default=RESULTS / "convergence.jsonl")
-    parser.add_argument("--part", default="1/1", help="which of so many processes this one is")
-    parser.add_argument("--lock", type=Path, help="held exclusively by who measures alone")
+    parser.add_argument(
+        "--part", default="1/1", help="part of the runs that this process makes, as 1/2"
+    )
+    parser.add_argument(
+        "--lock", type=Path, help="lock file of processes that need the machine alone"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     _muon._zeropower_via_newtonschulz = newton_schulz

@@ -1,15 +1,15 @@
-"""Which models of transformers can be cut: every class of six tasks, tiny, of random weights.
+"""Coverage of transformers: every class of six tasks, as a tiny model with random weights.
 
 Each model that builds from a shrunk configuration and trains a step by itself is partitioned into
 2 and into 4 stages. The generated files are imported from disk, chained with every boundary
 detached, and compared with the original: loss, outputs, every gradient and the buffers, in
-training with dropout under equal seeds and in evaluation. `partition` does so before it writes,
-and may refuse; what it wrote is then compared once more with a model and data of its own, at the
-captured sizes and at others. Where that fails the model is wrong, not refused.
+training with dropout under equal seeds and in evaluation. `partition` makes this comparison before
+it writes, and may refuse; its result is then compared once more with a separate model and other
+data, at the captured sizes and at others. A model that fails this comparison is wrong, not refused.
 
-Beside it the same models in the same run through `torch.distributed.pipelining.pipeline`, split
-before the middle block, with the loss and every gradient compared at the captured sizes and with
-dropout off, which is what that front end promises.
+For comparison the same models go through `torch.distributed.pipelining.pipeline` in the same run,
+split before the middle block, with the loss and every gradient compared at the captured sizes and
+with dropout off, as that front end promises.
 
     python benchmarks/coverage.py
     python benchmarks/coverage.py --tasks masked image --only bert
@@ -44,7 +44,7 @@ from workers import Died, each
 
 import asyncpipe
 from asyncpipe.partitioner.verify import verify
-from asyncpipe.runtime.plan import read_plan
+from asyncpipe.runtime.plan.plan import read_plan
 
 TASKS = {
     "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -61,7 +61,7 @@ OUTCOMES = ("exact", "refused", "wrong")
 
 
 def examine(case: tuple[str, str]) -> dict[str, Any]:
-    """One model's row: `reason` if it does not train by itself, else what became of each cut."""
+    """The row of one model: `reason` if it cannot train by itself, else the outcome of each cut."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     logging.getLogger("torch").setLevel(logging.CRITICAL)
@@ -79,7 +79,7 @@ def examine(case: tuple[str, str]) -> dict[str, Any]:
 
 
 def outcome(check: Callable[..., None], *arguments: Any) -> str:
-    """ "exact", or "refused: " or "wrong: " and why in one sentence."""
+    """Returns "exact", or "refused: " or "wrong: " and the reason in one sentence."""
     try:
         with limited(), open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
             check(*arguments)
@@ -145,7 +145,7 @@ def peer(recipe: Recipe) -> None:
 
 
 def cases(tasks: list[str], only: str) -> list[tuple[str, str]]:
-    """(task, class name), each once although several configurations may lead to a class."""
+    """(task, class name) pairs, each once although several configurations may use a class."""
     found: dict[tuple[str, str], None] = {}
     for task in tasks:
         for kind, names in TASKS[task].items():
@@ -192,7 +192,9 @@ def _list(title: str, lines: list[str]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--tasks", nargs="+", default=[*TASKS], choices=[*TASKS])
-    parser.add_argument("--only", default="", help="a part of the model's or the class's name")
+    parser.add_argument(
+        "--only", default="", help="only models whose name or class contains this text"
+    )
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     arguments = parser.parse_args()
     work = cases(arguments.tasks, arguments.only)

@@ -1,26 +1,32 @@
-"""Runs of the convergence benchmark -> tables in Markdown and plots in SVG, one a case.
+"""Runs of the convergence benchmark -> tables in Markdown and plots in SVG, one for each case.
 
-A case is a model in p stages with k micro-batches a step. Synchronous runs are the same for all of
-them, so they are made once; their time is that of the case. Times are of stages that take equally
-long, as planners make them: those of a model so small would be of its overheads.
+A case is a model in p stages with k micro-batches a step. Synchronous runs are the same for all
+cases, so they are made once; their time is computed for each case. Times assume stages of equal
+cost, as planners make them: the real times of so small a model would measure its overheads.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from asyncpipe.runtime.comparison.plot import draw
-from asyncpipe.runtime.comparison.runs import Arm, Run
-from asyncpipe.runtime.comparison.table import Ends, Row, markdown, rows
-from asyncpipe.runtime.comparison.walltime import step_ends_ms
-from asyncpipe.runtime.launching.jobs import make_job
-from asyncpipe.runtime.plan import Plan
-from asyncpipe.runtime.training.settings import Settings
+from asyncpipe.runtime.config.settings import Settings
+from asyncpipe.runtime.experiments.compare import (
+    Arm,
+    ComparedRun,
+    Ends,
+    MethodRow,
+    draw,
+    markdown,
+    rows,
+)
+from asyncpipe.runtime.experiments.trial import step_ends_ms
+from asyncpipe.runtime.launch.job import make_job
+from asyncpipe.runtime.plan.plan import Plan
 
 
 @dataclass(frozen=True)
 class Case:
-    """A task and its setting; `steps` if they are not the task's usual ones."""
+    """A task and its setting; `steps` if they differ from those of the task."""
 
     task: str
     stages: int
@@ -38,9 +44,9 @@ class Case:
 
 
 def rows_of(
-    arms: Mapping[Case, Iterable[tuple[Arm, str]]], runs: Mapping[str, Run]
-) -> dict[Case, tuple[list[Row], Ends]]:
-    """The table of each case that has a run which is not synchronous."""
+    arms: Mapping[Case, Iterable[tuple[Arm, str]]], runs: Mapping[str, ComparedRun]
+) -> dict[Case, tuple[list[MethodRow], Ends]]:
+    """The table of each case that has at least one asynchronous run."""
     found = {}
     for case, wanted in sorted(arms.items(), key=lambda item: _order(item[0])):
         known = {key: (runs[key], arm) for arm, key in wanted if key in runs}
@@ -55,8 +61,8 @@ def _order(case: Case) -> tuple[str, int, int, int]:
     return case.task, case.stages, case.every, case.steps or 0
 
 
-def write(found: Mapping[Case, tuple[list[Row], Ends]], folder: Path) -> None:
-    """convergence.md with all tables, and a plot of each case."""
+def write(found: Mapping[Case, tuple[list[MethodRow], Ends]], folder: Path) -> None:
+    """Writes convergence.md with all tables, and a plot of each case."""
     parts = []
     for case, (table, ends) in found.items():
         (folder / case.file).write_text(draw(table, ends, title=str(case), loss="validation loss"))
@@ -65,7 +71,7 @@ def write(found: Mapping[Case, tuple[list[Row], Ends]], folder: Path) -> None:
 
 
 def _in_case(arm: Arm, case: Case) -> Settings:
-    """The settings that a run's time is that of: a synchronous one's in steps of the case."""
+    """The settings for the time of a run: a synchronous run has the steps of the case."""
     if not arm.method.is_sync:
         return arm.settings
     size = (arm.settings.micro_batches or 1) * (arm.settings.micro_batch_size or 1) // case.every
@@ -76,7 +82,7 @@ def _in_case(arm: Arm, case: Case) -> Settings:
 
 
 def _with_equal_stages(plan: Plan) -> Plan:
-    """A forward takes a millisecond and a backward two at every stage, and transfers nothing."""
+    """A plan in which each stage takes 1 ms forward and 2 ms backward, and transfers nothing."""
     stages = tuple(
         replace(stage, forward_ms=1.0, backward_ms=2.0, forward_talk_ms=0.0, backward_talk_ms=0.0)
         for stage in plan.stages
@@ -87,7 +93,7 @@ def _with_equal_stages(plan: Plan) -> Plan:
 def _ends(settings_of: Mapping[str, Settings]) -> Ends:
     known: dict[str, tuple[float, ...]] = {}
 
-    def ends(run: Run) -> tuple[float, ...]:
+    def ends(run: ComparedRun) -> tuple[float, ...]:
         if run.key not in known:
             job = make_job(settings_of[run.key], Path())
             known[run.key] = step_ends_ms(replace(job, planned=_with_equal_stages(job.planned)))

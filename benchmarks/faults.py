@@ -1,10 +1,9 @@
-"""Faults put into runs again and again -> how many were survived, and what each cost.
+"""Repeated faults in runs -> the number of runs that survive, and the cost of each fault.
 
-Four ranks train with a checkpoint every ten steps. At a random moment something happens to one of
-them, or to all. Then the run begins again by itself (`--restarts 1`), or is begun again
-(`--resume auto`). It has survived when its losses are those of a run that nothing happened to, to
-the last bit. Steps lost are those that were made a second time; it has recovered when it has made
-the last of them again.
+Four ranks train with a checkpoint every ten steps. At a random moment a fault hits one of them, or
+all. The run then restarts automatically (`--restarts 1`), or with `--resume auto`. It has survived
+if its losses equal those of an undisturbed run, bit for bit. Lost steps are steps that were
+repeated; the run has recovered when it has repeated the last of them.
 
     python benchmarks/faults.py --repeats 3
 """
@@ -30,8 +29,8 @@ from typing import Any
 from machine import write_result
 
 from asyncpipe.runtime.checkpoint.folders import checkpoints_in
-from asyncpipe.tests.faults import MOMENTS, FaultyRun, losses, notes, plant
-from asyncpipe.tests.runtime.handmade import write_mlp
+from asyncpipe.tests.support.faults.run_faults import MOMENTS, FaultyRun, losses, notes, plant
+from asyncpipe.tests.support.models.hand_folders import write_mlp
 
 RANKS, STEPS, EVERY = 4, 40, 10
 REAL = Path(sys.executable).parent
@@ -41,7 +40,7 @@ NO_MEMORY = "torch.empty(1 << 50, dtype=torch.uint8)"
 
 
 class Trial:
-    """One run, to which something is to happen in a folder of its own."""
+    """One run with a fault, in its own folder."""
 
     def __init__(self, base: Path, seed: int) -> None:
         self.base, self.chance = base, random.Random(seed)
@@ -52,12 +51,12 @@ class Trial:
         write_mlp(self.folder, stages=RANKS, slow_s=0.005)
 
     def plant(self, moment: str, **more: Any) -> None:
-        """Has it happen in the code of the rank's stage."""
+        """Adds the fault to the code of the rank's stage."""
         call = self.step if moment == "step" else 8 * self.step
         plant(self.folder, self.rank, moment, call, **more)
 
     def kill(self, run: FaultyRun, number: signal.Signals = signal.SIGKILL) -> None:
-        """Sends the rank a signal a part of a step later."""
+        """Sends the rank a signal after a fraction of a step."""
         time.sleep(0.2 * self.chance.random())
         os.kill(run.left.process_of(self.rank), number)
 
@@ -71,7 +70,7 @@ class Trial:
                 self.begin_again = filler.unlink
 
     def cut_checkpoint(self, run: FaultyRun) -> None:
-        """Ends the run and cuts off a file of its newest checkpoint."""
+        """Ends the run and truncates a file of its newest checkpoint."""
         run.process.send_signal(signal.SIGTERM)
 
         def cut() -> None:
@@ -106,11 +105,11 @@ FAULTS: dict[str, Fault | dict[str, Any]] = {
     "the disk is full": Trial.fill_disk,
     "the newest checkpoint is cut off": Trial.cut_checkpoint,
 }
-"""What happens: from outside, or where `plant` puts it."""
+"""The faults: functions that act from outside, or the place in a stage for `plant`."""
 
 
 def tried(name: str, trial: Trial, undisturbed: dict[int, float]) -> dict[str, Any]:
-    """What became of a run to which that happened."""
+    """Runs with this fault, and returns the outcome."""
     fault = FAULTS[name]
     if isinstance(fault, dict):
         trial.plant(**fault)
@@ -155,7 +154,7 @@ def tried(name: str, trial: Trial, undisturbed: dict[int, float]) -> dict[str, A
 
 @contextmanager
 def small_disk(folder: Path) -> Iterator[Path]:
-    """A disk of 16 MiB, which takes root to make."""
+    """A disk of 16 MiB; needs root."""
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", folder], check=True)
     try:
         yield folder
@@ -164,7 +163,7 @@ def small_disk(folder: Path) -> Iterator[Path]:
 
 
 def table_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row a fault: how often, how often survived, the steps lost and seconds of recovery."""
+    """One row for each fault: trials, survivals, lost steps and seconds of recovery."""
     table = []
     for name in FAULTS:
         own = [row for row in rows if row["fault"] == name]
@@ -184,7 +183,7 @@ def table_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def shown(table: list[dict[str, Any]]) -> str:
-    """As text."""
+    """The table as text."""
     lines = [f"{'fault':46} {'survived':>8}  {'begun again':12} {'steps lost':>10} {'seconds':>8}"]
     for row in table:
         how = "by itself" if row["by_itself"] else "--resume"
@@ -198,7 +197,7 @@ def shown(table: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--only", help="faults that have this in their name")
+    parser.add_argument("--only", help="only faults whose name contains this text")
     given = parser.parse_args()
     rows = known_rows()
     with tempfile.TemporaryDirectory() as name:
@@ -225,7 +224,7 @@ def main() -> None:
 
 
 def known_rows() -> list[dict[str, Any]]:
-    """Those that were measured before; a fault and a seed is measured once."""
+    """Rows measured before; each pair of fault and seed is measured once."""
     return json.loads(RESULT.read_text())["rows"] if RESULT.is_file() else []
 
 

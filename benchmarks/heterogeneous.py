@@ -1,9 +1,9 @@
-"""Plans on unlike GPUs, from the published profiles of Sailor, beside all orders and all cuts.
+"""Plans on unlike GPUs from the published profiles of Sailor, compared with a brute force.
 
-Each case is a row of layers with measured times on several kinds of GPU. The plan is compared with
-the optimum of a brute force that shares no code with the planner (every order of the devices,
-every cut, memory included), with as many layers on every device, and with the plan that takes all
-devices to be like the first one. Times are of one micro-batch on the slowest device.
+Each case is a chain of layers with measured times on several kinds of GPU. The plan is compared
+with the optimum of a brute force that shares no code with the planner (every order of the devices,
+every cut, memory included), with the same number of layers on every device, and with the plan that
+assumes all devices to equal the first one. Times are per micro-batch on the slowest device.
 
     python benchmarks/heterogeneous.py --graphs ../shared/graphs
 
@@ -11,9 +11,9 @@ The profiles (MIT, github eth-easl/sailor) give `{micro-batch: {tensor parallel:
 backward, update]}}}` in seconds, and no sizes: those are computed from the published
 configurations at 2,048 tokens, bfloat16, 34 bytes saved a token and hidden unit (Korthikanti et
 al., 2022) and 16 bytes a parameter with AdamW. Where a case has a tensor parallel degree of t,
-each device stands for t GPUs. One profile is known to be wrong and not used: GPT-Neo-2.7 on GH-96
-repeats that of OPT-350. Layers of LLAMA-3-8 take longer on A100-40 than the card should; the case
-is kept, for the planner does not care why.
+each device stands for t GPUs. One profile is known to be wrong and left out: GPT-Neo-2.7 on GH-96
+repeats that of OPT-350. Layers of LLAMA-3-8 take longer on A100-40 than the GPU should need; the
+case is kept, because the reason is irrelevant to the planner.
 """
 
 import argparse
@@ -29,12 +29,12 @@ import networkx as nx
 import numpy as np
 from machine import write_result
 
-from asyncpipe.partitioner.choose import choose
-from asyncpipe.partitioner.cluster import Cluster
-from asyncpipe.partitioner.cost import Link
-from asyncpipe.partitioner.mapping import shape_name
-from asyncpipe.partitioner.problem import Placement
-from asyncpipe.partitioner.setting import Device
+from asyncpipe.partitioner.graph.costs import Link
+from asyncpipe.partitioner.graph.problem import Placement
+from asyncpipe.partitioner.graph.rank_model import Device
+from asyncpipe.partitioner.planning.choose_devices import choose
+from asyncpipe.partitioner.planning.cluster import Cluster
+from asyncpipe.partitioner.planning.device_layouts import shape_name
 
 TOKENS = 2048
 GIB = 2**30
@@ -47,7 +47,7 @@ HIDDEN = {"OPT-350": 1024, "GPT-Neo-2.7": 2560, "LLAMA-3-8": 4096, "OPT-30": 716
 
 @dataclass(frozen=True)
 class Case:
-    """A model, its micro-batch and tensor parallel degree, and how many devices of each kind."""
+    """A model, its micro-batch, tensor parallel degree, and number of devices of each kind."""
 
     model: str
     micro_batch: int
@@ -71,8 +71,8 @@ CASES = (
 
 
 def graph_of(case: Case, folder: Path) -> nx.DiGraph:
-    """The layers in a row, with their times on every kind of device; the first kind's are the
-    graph's own."""
+    """The layers as a chain, with their times on every kind of device; the graph's own times are
+    those of the first kind."""
     times = {kind: layer_times(case, kind, folder) for kind in case.devices}
     if len({len(layers) for layers in times.values()}) > 1:
         raise ValueError(f"{case}: the profiles have different numbers of layers")
@@ -107,7 +107,7 @@ def layer_times(case: Case, kind: str, folder: Path) -> list[tuple[float, float]
 
 
 def cluster_of(case: Case, folder: Path) -> Cluster:
-    """One host a kind, with the bandwidths that Sailor measured within and between."""
+    """One host per kind, with the bandwidths that Sailor measured within and between hosts."""
     inside = json.loads((folder / "intra_node_bandwidths.json").read_text())
     between = json.loads((folder / "network_coeffs_all_homo.json").read_text())["inter"]
     outside = {kind: between[kind]["1"][1] for kind in case.devices}
@@ -131,7 +131,7 @@ def cluster_of(case: Case, folder: Path) -> Cluster:
 def loads_ms(
     graph: nx.DiGraph, cluster: Cluster, order: Sequence[int], cuts: Sequence[int]
 ) -> Iterator[float]:
-    """The milliseconds of each stage, inf if it does not fit; from the formulas, step by step."""
+    """The milliseconds of each stage, inf if it does not fit, directly from the formulas."""
     ends = [0, *cuts, len(graph)]
     for stage, device in enumerate(order):
         layers = [graph.nodes[node] for node in range(ends[stage], ends[stage + 1])]
@@ -151,7 +151,7 @@ def loads_ms(
 
 
 def brute_force_ms(graph: nx.DiGraph, cluster: Cluster) -> float:
-    """The least bottleneck of all orders of the devices and all cuts."""
+    """The smallest bottleneck over all orders of the devices and all cuts."""
     number, layers = len(cluster.devices), len(graph)
     kinds = [device.kind for device in cluster.devices]
     distinct = {
@@ -224,7 +224,7 @@ def measure(case: Case, folder: Path) -> dict[str, Any]:
 def checked_ms(
     graph: nx.DiGraph, cluster: Cluster, order: Sequence[int], placement: Placement
 ) -> float:
-    """What the brute force's formulas say of a plan."""
+    """The bottleneck of a plan by the brute force's formulas."""
     cuts = np.flatnonzero(np.diff(placement.stage_of)) + 1
     return max(loads_ms(graph, cluster, order, cuts.tolist()))
 

@@ -1,4 +1,4 @@
-"""What the figures were measured on, written beside every result."""
+"""The description of the machine, which is written with every result."""
 
 import json
 import os
@@ -10,7 +10,7 @@ import torch
 
 
 def describe() -> dict[str, Any]:
-    """Processor, cores, memory and versions; nothing that names a host or a person."""
+    """Processor, cores, memory and versions, without names of hosts or persons."""
     return {
         "processor": _field("/proc/cpuinfo", "model name") or platform.processor(),
         "cores": os.cpu_count(),
@@ -33,7 +33,7 @@ def write_result(name: str, figures: dict[str, Any]) -> Path:
 
 
 def busy_core_seconds() -> float:
-    """Core seconds that all processes of the machine have used since it started."""
+    """CPU seconds that all processes of the machine have used since it started."""
     ticks = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
     return (sum(ticks[:3]) + sum(ticks[5:8])) / os.sysconf("SC_CLK_TCK")
 

@@ -1,9 +1,9 @@
-"""What it costs to be told what a run does.
+"""The cost of observing a run.
 
-Every rank counts the time of its activities and leaves its state once a second, always; with
-`--trace` it keeps the activities too. Here an activity's cost is measured by itself, in CPU time
-(the best of some rounds: other processes only add), and multiplied with how many a step of a real
-run of two ranks had, counted in its trace.
+Every rank always counts the time of its activities and reports its state once a second; with
+`--trace` it keeps the activities too. This benchmark measures the cost of a single activity in CPU
+time (the best of several rounds, because other processes can only add time), and multiplies it with
+the number of activities per step in the trace of a real run with two ranks.
 
     python benchmarks/observing.py
 """
@@ -21,14 +21,14 @@ from typing import Any
 
 from machine import write_result
 
-from asyncpipe.runtime.activity import Activities, Activity, Message
-from asyncpipe.runtime.launching.world import World
-from asyncpipe.runtime.schedule import Action
-from asyncpipe.runtime.training.settings import Settings
-from asyncpipe.runtime.watching.watchdog import Watchdog
+from asyncpipe.runtime.config.settings import Settings
+from asyncpipe.runtime.distributed.process_groups import World
+from asyncpipe.runtime.executor.instrumented import Activities, Activity, StageMessage
+from asyncpipe.runtime.monitoring.watchdog import Watchdog
+from asyncpipe.runtime.schedule.schedule import Action
 
 ACTION = Action(1, "F", 3, version=1)
-MESSAGE = Message("activation", "hidden", 0, 1, 0, 1, 4)
+MESSAGE = StageMessage("activation", "hidden", 0, 1, 0, 1, 4)
 STEPS = 12
 
 
@@ -44,7 +44,7 @@ def cpu_us(call: Callable[[], Any], times: int, rounds: int = 9) -> float:
 
 
 def cost_of_an_activity(*, recorded: bool) -> float:
-    """The mean of an action and of a wait, of which a run has about as many."""
+    """The mean cost of an action and of a wait, which are about equally frequent in a run."""
     activities = Activities()
 
     def both() -> None:
@@ -65,7 +65,7 @@ def cost_of_a_beat(folder: Path) -> float:
 
 
 def traced_run(folder: Path) -> tuple[float, float]:
-    """Activities that a rank had in a step, and the step's milliseconds."""
+    """Activities per rank and step, and the step's milliseconds."""
     script = Path(sys.executable).parent
     model = ["--model", "gpt2", "--model-arg", "n_layer=4", "--model-arg", "n_embd=256"]
     cut = [*model, "--model-arg", "n_head=8", "--model-arg", "vocab_size=8192", "--stages", "2"]

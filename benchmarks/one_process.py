@@ -1,9 +1,9 @@
-"""A generated pipeline in one process beside the model that it was made from.
+"""A generated pipeline in one process, compared with the model that it was generated from.
 
-Forward, loss and backward of one micro-batch, the two taking turns so that what else the machine
-does falls on both alike; the ratio is the median over the turns of pipeline to model. The operators
-that each runs are counted too: that comparison no other process can disturb. With `--compile`,
-`torch.compile` of each stage beside `torch.compile` of the whole model.
+Forward, loss and backward of one micro-batch. The two alternate, so that the load of the machine
+affects both alike; the ratio is the median over the turns of pipeline to model. The operators that
+each runs are counted too: other processes cannot disturb that comparison. With `--compile`,
+`torch.compile` of each stage is compared with `torch.compile` of the whole model.
 
     python benchmarks/one_process.py --rounds 15
     python benchmarks/one_process.py --rounds 15 --compile
@@ -26,7 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import asyncpipe
 from asyncpipe.partitioner.compile import partition_source
-from asyncpipe.partitioner.models import load_model
+from asyncpipe.partitioner.models.load import load_model
+from asyncpipe.partitioner.planning.options import PartitionOptions
 
 LIMIT = 1.02
 
@@ -49,7 +50,7 @@ CASES = {
 
 
 def loss_of(output: Any, labels: Tensor) -> Tensor:
-    """The model's own loss, or the cross entropy of what it returns."""
+    """The model's own loss, or the cross entropy of its output."""
     if isinstance(output, Mapping) or hasattr(output, "loss"):
         loss: Tensor = output["loss"]
         return loss
@@ -68,7 +69,7 @@ def turn(call: Callable[..., Any], parameters: list[nn.Parameter], inputs: Any) 
 
 
 class Counted(TorchDispatchMode):
-    """Counts the operators that run, views included."""
+    """Counts the operators that run, including views."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +81,7 @@ class Counted(TorchDispatchMode):
 
 
 def operators(call: Callable[..., Any], parameters: list[nn.Parameter], inputs: Any) -> int:
-    """How many operators one turn runs."""
+    """The number of operators that one turn runs."""
     with Counted() as counted:
         turn(call, parameters, inputs)
     return counted.number
@@ -93,7 +94,8 @@ def measure(case: Case, rounds: int, compiled: bool, folder: Path) -> dict[str, 
         micro_batch_size=case.micro_batch_size,
         seq=case.seq,
     )
-    partition_source(source, stages=case.stages, output=folder, profile="analytic")
+    options = PartitionOptions(stages=case.stages, output=folder, profile="analytic")
+    partition_source(source, options)
     model, pipe = source.model.train(), asyncpipe.load(folder).train()
     parameters = {"model": list(model.parameters()), "pipeline": list(pipe.parameters())}
     calls: dict[str, Callable[..., Any]] = {"model": model, "pipeline": pipe}

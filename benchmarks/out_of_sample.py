@@ -1,9 +1,10 @@
-"""Which models outside transformers can be cut: published packages, tiny models, random weights.
+"""Coverage outside transformers: published packages, as tiny models with random weights.
 
 Each model that builds and trains a step by itself is cut into 2 and into 4 stages and judged by
-`trials.judge`: exact, refused with its cause, refused without one, a traceback, or wrong. Beside it
-the same model through `torch.distributed.pipelining.pipeline`, in two stages, at the captured size
-and with dropout off, which is what that front end promises.
+`trials.judge`: exact, exact in training alone, refused with its cause, refused without one, a
+traceback, or wrong. For comparison the same model goes through
+`torch.distributed.pipelining.pipeline`, in two stages, at the captured size and with dropout off,
+as that front end promises.
 
     pip install timm torchvision diffusers x-transformers vit-pytorch torch_geometric monai \
         segmentation-models-pytorch denoising-diffusion-pytorch perceiver-pytorch \
@@ -11,8 +12,8 @@ and with dropout off, which is what that front end promises.
     python benchmarks/out_of_sample.py
     python benchmarks/out_of_sample.py --packages timm monai --only unet
 
-Packages that are not installed are named and left out. With `--again FILE` only the rows of an
-earlier result that were not exact are run, and the others are kept.
+Packages that are not installed are listed and skipped. `--again FILE` repeats only the rows of an
+earlier result that were not exact, and keeps the others.
 """
 
 import argparse
@@ -44,7 +45,7 @@ DISTRIBUTIONS = (
 
 
 def found(packages: list[str]) -> dict[Key, Case]:
-    """The cases of the packages that are installed; says which are not."""
+    """The cases of the installed packages; prints the missing ones."""
     declare_operators()
     cases: dict[Key, Case] = {}
     for package in packages:
@@ -57,7 +58,7 @@ def found(packages: list[str]) -> dict[Key, Case]:
 
 
 def examine(key: Key) -> dict[str, Any]:
-    """One model's row: `reason` if it does not train by itself, else what became of each cut."""
+    """The row of one model: `reason` if it cannot train by itself, else the outcome of each cut."""
     quiet()
     case = found([name for name in PACKAGES if _holds(name, key[0])])[key]
     started = time.process_time()
@@ -78,7 +79,7 @@ def _holds(package: str, name: str) -> bool:
 
 
 def counted(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """How many models of each package, and of all, came to each outcome."""
+    """The number of models with each outcome, by package and in total."""
     counts: dict[str, Any] = {}
     for package in [*dict.fromkeys(row["package"] for row in rows), "all"]:
         tried = [row for row in rows if package in (row["package"], "all")]
@@ -86,7 +87,8 @@ def counted(rows: list[dict[str, Any]]) -> dict[str, Any]:
         counts[package] = {"tried": len(tried), "train": len(trained)}
         for column in COLUMNS:
             kinds = Counter(row[column].partition(":")[0] for row in trained)
-            share = round(100 * kinds["exact"] / max(1, len(trained)), 1)
+            exact = kinds["exact"] + kinds["training"]
+            share = round(100 * exact / max(1, len(trained)), 1)
             counts[package][column] = {kind: kinds[kind] for kind in OUTCOMES} | {"exact_%": share}
     return counts
 
@@ -106,10 +108,12 @@ def show(counts: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--packages", nargs="+", default=[*PACKAGES], choices=[*PACKAGES])
-    parser.add_argument("--only", default="", help="a part of the model's name")
-    parser.add_argument("--again", type=Path, help="an earlier result")
+    parser.add_argument("--only", default="", help="only models whose name contains this text")
+    parser.add_argument("--again", type=Path, help="result file whose exact rows are kept")
     parser.add_argument("--output", default="out_of_sample", help="the name of the result")
-    parser.add_argument("--trace", action="store_true", help="judge here, and show tracebacks")
+    parser.add_argument(
+        "--trace", action="store_true", help="judge in this process, and show tracebacks"
+    )
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     arguments = parser.parse_args()
     cases = {
@@ -155,7 +159,7 @@ def main() -> None:
 
 
 def versions() -> dict[str, str]:
-    """Those of the packages that are installed."""
+    """The versions of the installed packages."""
     found = {}
     for package in DISTRIBUTIONS:
         with suppress(PackageNotFoundError):

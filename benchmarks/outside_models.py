@@ -1,9 +1,9 @@
-"""Models of packages outside transformers, tiny where the package allows it, each with its inputs.
+"""Models of packages outside transformers, tiny where the package permits it, with their inputs.
 
-A package is a function that yields `Case`s and imports what it needs itself, so that one that is
-not installed costs only its own rows. torchvision's compiled operators do not load with every build
-of torch; their schemas are then declared, so that what does without them can be imported. AlexNet
-and VGG, of 60 and 130 million parameters at the least, are left out.
+A package is a function that yields `Case`s and imports its own dependencies, so that a missing
+package costs only its own rows. torchvision's compiled operators load only with some builds of
+torch; otherwise their schemas are declared, so that models without these operators can be imported.
+AlexNet and VGG are left out: they have at least 60 and 130 million parameters.
 """
 
 import functools
@@ -66,7 +66,7 @@ def batches(
 
 @functools.cache
 def declare_operators() -> list[torch.library.Library]:
-    """Declares torchvision's operators without kernels, where its library does not load."""
+    """Declares torchvision's operators without kernels if its library cannot be loaded."""
     try:
         importlib.import_module("torchvision")
     except ImportError:
@@ -80,7 +80,7 @@ def declare_operators() -> list[torch.library.Library]:
 
 
 class Graph(nn.Module):
-    """A network of nodes and edges, and the mean of what it says of the nodes."""
+    """A network of nodes and edges, and the mean of its outputs for the nodes."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -113,10 +113,11 @@ def timm_models() -> Iterator[Case]:
 
     @functools.cache
     def first(name: str) -> tuple[int, Callable[[], nn.Module]]:
-        """The smallest image that the model can be built for and runs with."""
+        """The smallest image for which the model can be built and runs."""
         for size, build in attempts(name):
             try:
-                build().train()(torch.randn(2, 3, size, size))
+                with torch.random.fork_rng():  # So that each build draws the same weights.
+                    build().train()(torch.randn(2, 3, size, size))
                 return size, build
             except Exception:
                 continue

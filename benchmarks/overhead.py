@@ -1,9 +1,9 @@
-"""What the runtime costs an action: pipelines whose stages do nothing.
+"""The runtime's cost per action: pipelines whose stages do nothing.
 
-Every F and B is carried out as in a real run, with its receives, sends and bookkeeping; the stages
-hand on a tensor of one number. One process has no messages; between two, each F and B has one of
-either kind. The time of an action has two parts then: what its process computes (core), and what it
-sleeps until a message wakes it, which stages that compute hide.
+Every F and B runs as in a real run, with its receives, sends and bookkeeping; the stages pass on a
+tensor of one number. One process has no messages; between two processes, each F and B has one
+message in each direction. The time of an action then has two parts: the CPU time of its process
+(core), and the sleep until a message wakes it, which stages that compute would hide.
 
     python benchmarks/overhead.py
 """
@@ -28,20 +28,27 @@ import torch.multiprocessing as mp
 from machine import write_result
 from torch import Tensor, nn
 
-from asyncpipe.runtime.lowering import lower
-from asyncpipe.runtime.pipeline import Pipeline, forward_edges, gradient_edges
-from asyncpipe.runtime.plan import Boundary, Plan, Setting, StageMemory, StageSpec, TensorSpec
-from asyncpipe.runtime.schedules import make_schedule
+from asyncpipe.runtime.executor.mailbox import forward_edges, gradient_edges
+from asyncpipe.runtime.executor.pipeline import Pipeline
+from asyncpipe.runtime.plan.plan import (
+    Boundary,
+    Plan,
+    PlanSetting,
+    StageMemory,
+    StageSpec,
+    TensorSpec,
+)
+from asyncpipe.runtime.schedule.builders import make_schedule
+from asyncpipe.runtime.schedule.dependencies import lower
 from asyncpipe.runtime.transports.choose import open_transport
-from asyncpipe.runtime.transports.local import LocalHub
-from asyncpipe.runtime.transports.protocol import Transport
+from asyncpipe.runtime.transports.protocol import LocalHub, Transport
 
 MICRO_BATCHES, STAGES, ROUNDS = 64, 2, 21
 TRANSPORTS, SCHEDULES = ("shm", "gloo"), ("1f1b", "gpipe")
 
 
 class Empty(nn.Module):
-    """Hands on what it is given; the first stage's is where gradients end."""
+    """Returns its input; at the first stage gradients end."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x if x.requires_grad else x.detach().requires_grad_()
@@ -53,7 +60,7 @@ class Last(nn.Module):
 
 
 def empty_plan(stages: int) -> Plan:
-    """A line of stages between which one number goes."""
+    """A chain of stages that pass on one number."""
     names = ["x", *(f"h{j}" for j in range(1, stages)), "loss"]
     tensors = [TensorSpec(name, "float32", (1,), requires_grad=True) for name in names]
     boundaries = [Boundary(tensors[j], j - 1, (j,)) for j in range(1, stages)]
@@ -99,7 +106,7 @@ def empty_plan(stages: int) -> Plan:
         lower_bound_ms=0.0,
         even_split_ms=0.0,
         optimal=True,
-        setting=Setting(),
+        setting=PlanSetting(),
         profile={},
         hashes={},
         weights="",
@@ -108,7 +115,7 @@ def empty_plan(stages: int) -> Plan:
 
 @dataclass(frozen=True)
 class Overhead:
-    """Microseconds of a rank for an F or B: on the clock, and of its core."""
+    """A rank's microseconds per F or B: wall-clock time and CPU time."""
 
     us: float
     core_us: float
@@ -117,7 +124,7 @@ class Overhead:
 def overhead(
     transport: Transport, schedule_name: str, meet: Callable[[], Any] = lambda: None
 ) -> Overhead:
-    """Of this rank; every rank calls it. Medians of some steps."""
+    """The overhead of this rank; every rank calls it. Medians of several steps."""
     plan = empty_plan(STAGES)
     made = make_schedule(schedule_name, stages=STAGES, micro_batches=MICRO_BATCHES)
     schedule = lower(made, forward_edges(plan), grad_edges=gradient_edges(plan))
@@ -146,7 +153,7 @@ def _rank(rank: int, rendezvous: str, result: Any) -> None:
 
 
 def measure() -> dict[str, Overhead]:
-    """In one process, and of the slower of two."""
+    """Measures one process, and the slower of two."""
     torch.set_num_threads(1)
     found = {"one process": overhead(LocalHub(1).transport(0), "single")}
     with tempfile.TemporaryDirectory() as folder, mp.Manager() as manager:

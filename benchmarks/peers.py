@@ -1,8 +1,8 @@
-"""The same GPT as torch's own tools train it: plain, with DDP, and with its pipeline schedules.
+"""The same GPT trained with torch's own tools: plain, with DDP, and with its pipeline schedules.
 
-torch cuts nothing by itself, so the cuts that it is given here are the best ones between blocks by
-measured costs (`cut_units`), for each placement of stages on ranks; it also gets the loss as a
-function outside the model, as its schedules want it.
+torch leaves the cuts to the user, so it gets the best ones between blocks by measured costs
+(`cut_units`), for each placement of stages on ranks; it also gets the loss as a function outside
+the model, as its schedules require.
 """
 
 import itertools
@@ -45,7 +45,7 @@ class Embedding(nn.Module):
 
 
 def units_of(model: gpt.GPT) -> list[nn.Module]:
-    """The model as modules that one may cut between: embedding, blocks, head."""
+    """The model as a list of modules between which one may cut: embedding, blocks, head."""
     return [Embedding(model), *model.blocks, nn.Sequential(model.ln_f, model.head)]
 
 
@@ -89,7 +89,8 @@ def data_parallel(model: gpt.GPT, batch: Batch, rank: int, ranks: int) -> Step:
 
 
 def unit_costs(model: gpt.GPT, inputs: dict[str, Tensor], rounds: int = 5) -> list[float]:
-    """Seconds of forward and backward of each unit for one micro-batch: the least of some."""
+    """Seconds of forward and backward of each unit for one micro-batch: the minimum of several
+    runs."""
     units = units_of(model)
     least = [float("inf")] * len(units)
     for _ in range(rounds):
@@ -107,7 +108,7 @@ def unit_costs(model: gpt.GPT, inputs: dict[str, Tensor], rounds: int = 5) -> li
 
 
 def cut_units(costs: Sequence[float], ranks: int, each: int, v_shaped: bool) -> list[int]:
-    """Where to cut, so that the busiest rank is least busy, then the slowest stage least slow."""
+    """The cuts that minimize the busiest rank, then the slowest stage."""
     stages = ranks * each
     best: tuple[tuple[float, float], list[int]] | None = None
     for inner in itertools.combinations(range(1, len(costs)), stages - 1):
@@ -124,12 +125,12 @@ def cut_units(costs: Sequence[float], ranks: int, each: int, v_shaped: bool) -> 
 
 
 def names_cut_before(edges: Sequence[int], units: int) -> list[str]:
-    """What our planner is told to cut before, to have the same cuts."""
+    """The `--cut-at` names that give our planner the same cuts."""
     return ["ln_f" if edge == units - 1 else f"blocks.{edge - 1}" for edge in edges[1:-1]]
 
 
 def rank_of(stage: int, ranks: int, v_shaped: bool) -> int:
-    """Stages go round and round the ranks, or there and back."""
+    """The rank of each stage: round-robin, or down the ranks and up again."""
     turn, place = divmod(stage, ranks)
     return ranks - 1 - place if v_shaped and turn % 2 else place
 
@@ -169,7 +170,8 @@ def pipelined(
 
 
 def is_possible(name: str, ranks: int, micro_batches: int, layers: int) -> bool:
-    """Whether torch has the schedule for so many ranks and micro-batches, and the model cuts."""
+    """True if torch has the schedule for these ranks and micro-batches, and the model has enough
+    units."""
     kind, each, _ = TORCH[name]
     least = 2 * ranks if kind == "DualPipeV" else ranks
     return micro_batches >= least and ranks * each <= layers + 2

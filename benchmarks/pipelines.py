@@ -1,4 +1,4 @@
-"""Our pipelines as the runtime benchmark runs them: a plan, a schedule, a transport."""
+"""Our pipelines as the runtime benchmark runs them: plan, schedule and transport."""
 
 import time
 from collections import defaultdict
@@ -14,20 +14,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import asyncpipe
-from asyncpipe.runtime.loading import load_stage
-from asyncpipe.runtime.lowering import lower
-from asyncpipe.runtime.pipeline import (
-    Pipeline,
-    StepOptimizers,
-    forward_edges,
-    gradient_edges,
-    shared_stages,
-)
-from asyncpipe.runtime.plan import Plan, read_plan
-from asyncpipe.runtime.schedule import Schedule
-from asyncpipe.runtime.schedules import ASYNCHRONOUS, AUTO, fit_auto, make_schedule
-from asyncpipe.runtime.simulate import Costs
-from asyncpipe.runtime.training.remeasure import with_parted_backwards, with_whole_backwards
+from asyncpipe.runtime.executor.instrumented import StepOptimizers
+from asyncpipe.runtime.executor.loading import load_stage
+from asyncpipe.runtime.executor.mailbox import forward_edges, gradient_edges, shared_stages
+from asyncpipe.runtime.executor.pipeline import Pipeline
+from asyncpipe.runtime.plan.plan import Plan, read_plan
+from asyncpipe.runtime.schedule.asynchronous import ASYNCHRONOUS
+from asyncpipe.runtime.schedule.builders import AUTO, fit_auto, make_schedule
+from asyncpipe.runtime.schedule.dependencies import lower
+from asyncpipe.runtime.schedule.schedule import Schedule
+from asyncpipe.runtime.schedule.simulate import ActionCosts
+from asyncpipe.runtime.training.remeasure import with_split_backwards, with_whole_backwards
 from asyncpipe.runtime.transports.choose import open_transport
 
 ASYNC_MICRO_BATCHES = 48
@@ -56,7 +53,7 @@ class Ours:
 
 
 Planned = tuple[str, int, int | None]
-"""What a folder is planned for: a schedule, stages a rank, micro-batches between two steps."""
+"""The conditions of a plan: a schedule, stages per rank, micro-batches between two steps."""
 
 
 OURS = {
@@ -88,7 +85,8 @@ def build_plans(
     folder: Path,
     cut_at: Sequence[str] = (),
 ) -> dict[Planned, Path]:
-    """A generated folder for all that is planned alike, with the cuts of `cut_at` if it has any."""
+    """A generated folder for each set of configurations with equal plans, with the cuts of
+    `cut_at` if given."""
     folders = {}
     for name in names:
         ours = OURS[name]
@@ -112,7 +110,7 @@ def build_plans(
 
 
 class StepTimes(StepOptimizers):
-    """Steps the optimizers, and notes when the first of the rank's stages did so."""
+    """Steps the optimizers, and records when the first of the rank's stages did so."""
 
     def __init__(self, optimizers: Mapping[int, Optimizer]) -> None:
         super().__init__(optimizers)
@@ -126,7 +124,7 @@ class StepTimes(StepOptimizers):
 
 
 class Configuration:
-    """One of our configurations on this rank; `step` is one sample."""
+    """One of our configurations on this rank; a `step` is one sample."""
 
     def __init__(
         self, folder: Path, ours: Ours, batch: Sequence[dict[str, Tensor]], rank: int, ranks: int
@@ -189,34 +187,34 @@ class Configuration:
     def _lowered(self, made: Schedule) -> Schedule:
         return lower(made, forward_edges(self._plan), grad_edges=gradient_edges(self._plan))
 
-    def _measured(self, made: Schedule) -> Costs:
-        """What the actions of all ranks take, backwards whole and in two parts; the same on all
-        ranks. `asyncpipe-train --schedule auto` measures in its first steps likewise."""
+    def _measured(self, made: Schedule) -> ActionCosts:
+        """The measured costs of the actions of all ranks, backwards whole and split; the same on
+        all ranks. `asyncpipe-train --schedule auto` measures its first steps the same way."""
         taken: dict[tuple[int, str, int], list[float]] = defaultdict(list)
-        orders = with_whole_backwards(made), with_parted_backwards(made)
-        for is_parted, schedule in enumerate(orders):
+        orders = with_whole_backwards(made), with_split_backwards(made)
+        for is_split, schedule in enumerate(orders):
             lowered = self._lowered(schedule)
             self._run(lowered)
             for _ in range(MEASURED_STEPS):
                 for action, start_s, end_s in self._run(lowered, record=True).events:
-                    taken[is_parted, action.kind, action.stage].append(1e3 * (end_s - start_s))
+                    taken[is_split, action.kind, action.stage].append(1e3 * (end_s - start_s))
         own = {key: median(values) for key, values in taken.items()}
         of_ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(of_ranks, own)
         ms = {key: value for of_rank in of_ranks for key, value in of_rank.items()}
         stages = range(made.stages)
-        parted = [ms[True, "B", stage] + ms[True, "W", stage] for stage in stages]
-        return Costs(
+        split = [ms[True, "B", stage] + ms[True, "W", stage] for stage in stages]
+        return ActionCosts(
             forward_ms=tuple(ms[False, "F", stage] for stage in stages),
             backward_ms=tuple(ms[False, "B", stage] for stage in stages),
             step_ms=tuple(ms[False, "S", stage] for stage in stages),
             weight_ms=tuple(ms[True, "W", stage] for stage in stages),
-            split_ms=tuple(max(0.0, parted[stage] - ms[False, "B", stage]) for stage in stages),
+            split_ms=tuple(max(0.0, split[stage] - ms[False, "B", stage]) for stage in stages),
         )
 
 
-def costs_of_plan(plan: Plan) -> Costs:
-    return Costs(
+def costs_of_plan(plan: Plan) -> ActionCosts:
+    return ActionCosts(
         forward_ms=tuple(stage.forward_ms for stage in plan.stages),
         backward_ms=tuple(stage.backward_ms for stage in plan.stages),
         step_ms=(0.0,) * len(plan.stages),

@@ -1,16 +1,16 @@
-"""How good plans are on published cost graphs: ours, each method, and two balancers of chains.
+"""Quality of plans on published cost graphs: ours, each method, and two chain balancers.
 
     python benchmarks/plan_quality.py --graphs FOLDER [--only TEXT] [--methods auto,metis]
 
 FOLDER holds `optima.json`, `dnn-partitioning/` (throughput inputs of Tarnawski et al., NeurIPS
 2020) and `pipedream/` (profiles of Narayanan et al., SOSP 2019). `published` is the setting of the
-former, k accelerators and a CPU anywhere; elsewhere all k devices are alike. Every plan has the
-load of the one evaluator. Two balancers are written here after their descriptions, and are not the
-code of others:
+former, k accelerators and a CPU anywhere; elsewhere all k devices are alike. The load of every plan
+comes from the same evaluator. Two balancers are implemented here from their descriptions, without
+using the code of others:
 
-- "block partition", as torchgpipe balances: sizes are moved between neighbouring blocks until the
-  largest and the smallest differ by no more than the largest layer; transfers are not seen
-- "parameter count": the largest number of parameter bytes on a stage is the least
+- "block partition", as torchgpipe balances: sizes move between neighboring blocks until the
+  largest and the smallest differ by at most the largest layer; transfers are ignored
+- "parameter count": minimizes the largest number of parameter bytes of a stage
 """
 
 import argparse
@@ -24,15 +24,14 @@ from typing import Any
 import numpy as np
 from machine import write_result
 
-from asyncpipe.partitioner.cost import Link
-from asyncpipe.partitioner.cost_graph import costs_of
-from asyncpipe.partitioner.evaluate import evaluate
-from asyncpipe.partitioner.graph_files import read_graph
-from asyncpipe.partitioner.problem import Placement, Problem, Rules
-from asyncpipe.partitioner.setting import Device, Setting
+from asyncpipe.partitioner.graph.cost_graph import costs_of
+from asyncpipe.partitioner.graph.costs import Link
+from asyncpipe.partitioner.graph.formats import read_graph
+from asyncpipe.partitioner.graph.problem import Placement, Problem, Rules, evaluate
+from asyncpipe.partitioner.graph.rank_model import Device, RankConfig
 from asyncpipe.partitioner.solvers import METHODS
 from asyncpipe.partitioner.solvers.bounds import lower_bound_ms
-from asyncpipe.partitioner.solvers.unordered import place_unordered
+from asyncpipe.partitioner.solvers.exact import place_unordered
 from asyncpipe.runtime.errors import PlanError
 
 INPUTS = "dnn-partitioning/throughput-inputs"
@@ -96,14 +95,14 @@ def problem_of(graph: Any, devices: tuple[Device, ...]) -> Problem:
     # it. Their transfers are times already.
     values = tuple(replace(one, forward_bytes=0, backward_bytes=0) for one in costs.values)
     costs = replace(costs, values=values)
-    setting = Setting(devices, schedule="seq", by_load=True)
+    setting = RankConfig(devices, schedule="seq", by_load=True)
     return Problem(costs, setting, Rules(np.ones(len(costs.groups) + 1, dtype=bool)))
 
 
 def row(
     name: str, setting: str, problem: Problem, optimum_ms: float, methods: list[str]
 ) -> dict[str, Any]:
-    """One instance: what we find and prove, and how far above the optimum each method is."""
+    """One instance: our result and bound, and the distance of each method from the optimum."""
     started, cpu_started = time.perf_counter(), time.process_time()
     if setting == "published":
         order, placement = place_unordered(problem)
@@ -139,7 +138,7 @@ def row(
 def above(
     method: Callable[[Problem], Placement], problem: Problem, optimum_ms: float
 ) -> float | None:
-    """By what share a method's bottleneck is above the optimum; None if it finds no plan."""
+    """The fraction by which a method's bottleneck exceeds the optimum; None if it finds no plan."""
     try:
         evaluation = evaluate(problem, method(problem))
     except PlanError:
@@ -160,7 +159,7 @@ def block_partition(problem: Problem) -> Placement:
         largest, smallest = int(blocks.argmax()), int(blocks.argmin())
         if blocks.max() - blocks.min() <= sizes.max():
             break
-        # The smallest takes one layer from its neighbour on the side of the largest.
+        # The smallest takes one layer from its neighbor on the side of the largest.
         towards = 1 if smallest < largest else -1
         giver = smallest + towards
         border = smallest + 1 if towards > 0 else smallest
@@ -173,7 +172,7 @@ def block_partition(problem: Problem) -> Placement:
 
 
 def parameter_count(problem: Problem) -> Placement:
-    """The chain is cut so that the most parameter bytes on a stage are the fewest."""
+    """Cuts the chain so that the largest number of parameter bytes of a stage is minimal."""
     costs, stages = problem.costs, problem.stages
     sizes = costs.buffer_bytes.copy()
     for held in costs.parameters:
@@ -202,7 +201,7 @@ def filled(sizes: np.ndarray, limit: float) -> list[int]:
 
 
 def spread(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Of each method the median and the worst share above the optimum."""
+    """The median and the largest distance from the optimum, for each method."""
     names = {name: None for found in rows for name in found["others_above_optimum"]}
     values = {
         name: [

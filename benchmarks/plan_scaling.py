@@ -1,11 +1,11 @@
-"""How long planning takes on graphs of real models of up to 20,000 nodes.
+"""Planning time on graphs of real models of up to 20,000 nodes.
 
     python benchmarks/plan_scaling.py [--only TEXT] [--stages 4,8,16]
 
-Models are captured on the meta device and profiled analytically, so that no weights are needed;
-their depth makes the number of nodes. `seconds` is the whole of planning, from the cost graph to
-the stages with bound: costs, upper bound, reductions, search or mixed-integer program, and the
-tidying of cuts. Capture and profiling are not in it and shown beside.
+Models are captured on the meta device and profiled analytically, so no weights are needed; their
+depth determines the number of nodes. `seconds` covers the whole of planning, from the cost graph to
+the stages with their bound: costs, upper bound, reductions, search or mixed-integer program, and
+the final adjustment of cuts. Capture and profiling are excluded and shown separately.
 """
 
 import argparse
@@ -16,18 +16,17 @@ from typing import Any
 from machine import write_result
 
 from asyncpipe.partitioner.capture import capture
-from asyncpipe.partitioner.cost import LOCALHOST
-from asyncpipe.partitioner.graph import build_graph
-from asyncpipe.partitioner.models import load_model
-from asyncpipe.partitioner.prices import Prices
-from asyncpipe.partitioner.profiler import profile_analytic
-from asyncpipe.partitioner.recompute import Recomputation
-from asyncpipe.partitioner.solve import solve
+from asyncpipe.partitioner.graph.build import build_graph
+from asyncpipe.partitioner.graph.costs import LOCALHOST
+from asyncpipe.partitioner.graph.rematerialize import Prices, Recomputation
+from asyncpipe.partitioner.models.load import load_model
+from asyncpipe.partitioner.planning.solve import solve
+from asyncpipe.partitioner.profile.profiler import profile_analytic
 
 
 @dataclass(frozen=True)
 class Model:
-    """A known model, and the fields of its configuration that say how deep it is."""
+    """A known model, and the configuration fields that set its depth."""
 
     name: str
     depths: tuple[str, ...]
@@ -65,7 +64,7 @@ def main() -> None:
 
 
 def captured(model: Model) -> tuple[Any, int, float]:
-    """The cost graph of a model, the nodes of its capture, and how long both took."""
+    """The cost graph of a model, the nodes of its capture, and the time of both."""
     started = time.perf_counter()
     depths = dict.fromkeys(model.depths, model.depth)
     source = load_model(model.name, model_args=depths, meta=True, seq=128)
@@ -77,7 +76,8 @@ def captured(model: Model) -> tuple[Any, int, float]:
 
 
 def planned(model: Model, graph: Any, nodes: int, capture_s: float, stages: int) -> dict[str, Any]:
-    """What planning gives and takes; `optimum_ms` is the best found before cuts were tidied."""
+    """Result and time of planning; `optimum_ms` is the best value before the final adjustment of
+    cuts."""
     started, cpu_started = time.perf_counter(), time.process_time()
     solution = solve(graph, stages=stages, link=LOCALHOST)
     seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started

@@ -1,16 +1,16 @@
-"""What plans say against what runs take: times of stages, steps, and memory, rank by rank.
+"""Predicted and measured times of stages and steps, and memory, rank by rank.
 
-Every plan is run by one process a stage, each with one thread, under 1f1b over gloo. A stage's
-time is the CPU time of its process in forwards and backwards, and a step is wall time. Five plans
-of two stages are made for each model: the planner's own, and four that cut elsewhere; the one that
-is predicted to be fastest should be. Simulated steps have the optimizers as measured. A machine
-that others share is a tenth slower in some minutes than in others: before every step that counts,
-the planner's timing of the stages is repeated, and medians are compared.
+Every plan is run with one process per stage, each with one thread, under 1f1b over gloo. The time
+of a stage is the CPU time of its process in forwards and backwards; the time of a step is wall
+time. Five plans of two stages are made for each model: the planner's own, and four with other cuts;
+the plan that is predicted to be fastest should be fastest. Simulated steps have the measured
+optimizers. On a shared machine some minutes are a tenth slower than others: before every step that
+counts, the planner's timing of the stages is repeated, and medians are compared.
 
-Times are of processes that keep all memory: a virtual machine may give what is freed to its host,
-and get it back at 3 us a page, ten times what a page costs else. Memory is the most that a process
-held beyond what it held before it loaded its stage, in a short run of its own whose allocator gives
-back at once what is freed: else glibc keeps a tenth beside.
+Times come from processes that keep all memory: a virtual machine may return freed memory to its
+host, and get it back at 3 us a page, ten times the usual cost of a page. Memory is the most that a
+process held beyond its memory before it loaded its stage, in a separate short run whose allocator
+immediately returns freed memory: otherwise glibc keeps an extra tenth.
 
     python benchmarks/prediction.py
     python benchmarks/prediction.py --quick --models gpt2 --stages 2
@@ -35,12 +35,12 @@ from ranks import CORES, KEEPS_ALL, run, run_for_memory
 from asyncpipe.partitioner import profiling
 from asyncpipe.partitioner.capture import Capture, capture
 from asyncpipe.partitioner.compile import partition_source
-from asyncpipe.partitioner.models import Source, load_model
-from asyncpipe.partitioner.profiler import Profile, profile
-from asyncpipe.partitioner.whole import WholeTimes
+from asyncpipe.partitioner.models.load import ModelSource, load_model
+from asyncpipe.partitioner.planning.options import PartitionOptions
+from asyncpipe.partitioner.profile.profiler import Profile, WholeTimes, profile
 from asyncpipe.runtime.errors import AsyncPipeError
-from asyncpipe.runtime.forecast import forecast_step
-from asyncpipe.runtime.plan import Plan
+from asyncpipe.runtime.plan.forecast import forecast_step
+from asyncpipe.runtime.plan.plan import Plan
 
 SIZES: dict[str, dict[str, int]] = {
     "gpt2": {"micro_batch_size": 1, "seq": 128},
@@ -50,11 +50,11 @@ SIZES: dict[str, dict[str, int]] = {
     "wide-resnet50": {"micro_batch_size": 1},
 }
 SHIFTS = (-0.2, -0.1, 0.1, 0.2)
-"""How far the other plans cut from the middle of the model's time."""
+"""Distances of the other plans' cuts from the middle of the model's time."""
 
 
 class Retiming:
-    """The planner's timing of a plan's stages, to be done again."""
+    """Repeats the planner's timing of a plan's stages."""
 
     def __init__(self) -> None:
         self._time = profiling.time_stages
@@ -68,7 +68,7 @@ class Retiming:
         return times
 
     def of(self, plan: Plan) -> Callable[[], None]:
-        """Times the stages of the plan that was made last; the planner may have timed others."""
+        """Times the stages of the latest plan; the planner may have timed others."""
 
         def apart(heard: tuple[Any, Any, Sequence[WholeTimes]]) -> float:
             pairs = zip(heard[2], plan.stages, strict=True)
@@ -79,7 +79,7 @@ class Retiming:
         return lambda: self._times.append(self._time(*said, **named))
 
     def on(self, plan: Plan) -> Plan:
-        """The plan with the medians of what was timed again."""
+        """The plan with the medians of the repeated timings."""
         stages = [
             replace(
                 stage,
@@ -95,17 +95,16 @@ RETIMING = Retiming()
 
 
 def compare(
-    source: Source,
+    source: ModelSource,
     folder: Path,
     stages: int,
     arguments: argparse.Namespace,
     *,
     cut_at: tuple[str, ...] = (),
 ) -> dict[str, Any]:
-    """Plans, runs, and puts both beside each other; the memory of the planner's own plans."""
+    """Plans, runs, and compares both; memory only for the planner's own plans."""
     micro_batches = arguments.micro_batches
-    plan = partition_source(
-        source,
+    options = PartitionOptions(
         stages=stages,
         output=folder,
         threads=1,
@@ -113,6 +112,7 @@ def compare(
         schedule="1f1b",
         micro_batches=micro_batches,
     )
+    plan = partition_source(source, options)
     inputs = read_inputs(source, plan)
     again = RETIMING.of(plan)
     ranks = run(folder, inputs, micro_batches, arguments.warm_up, arguments.steps, again)
@@ -145,8 +145,8 @@ def compare(
     return row
 
 
-def read_inputs(source: Source, plan: Plan) -> dict[str, torch.Tensor]:
-    """The model inputs by the plan's names; the examples are at a micro-batch's size."""
+def read_inputs(source: ModelSource, plan: Plan) -> dict[str, torch.Tensor]:
+    """The model inputs by the plan's names; the examples have the size of a micro-batch."""
     captured = captured_of(source)
     return {spec.name: captured.arguments.tensors[spec.name] for spec in plan.inputs}
 
@@ -154,7 +154,7 @@ def read_inputs(source: Source, plan: Plan) -> dict[str, torch.Tensor]:
 _CAPTURED: dict[int, Capture] = {}
 
 
-def captured_of(source: Source) -> Capture:
+def captured_of(source: ModelSource) -> Capture:
     if id(source) not in _CAPTURED:
         _CAPTURED.clear()
         _CAPTURED[id(source)] = capture(source.model, source.example_inputs, check=False)
@@ -169,7 +169,7 @@ def pair(predicted: float, measured: float) -> dict[str, float]:
     }
 
 
-def other_cuts(source: Source) -> list[str]:
+def other_cuts(source: ModelSource) -> list[str]:
     """Blocks before which the model's time is nearest to the shifted middles."""
     captured = captured_of(source)
     costs = profile(
@@ -184,7 +184,7 @@ def other_cuts(source: Source) -> list[str]:
 
 
 def starts_of_blocks(captured: Capture, costs: Profile) -> dict[str, float]:
-    """Each module of a list, and the share of the time that lies before it."""
+    """Each module of a list, and the fraction of the time before it."""
     total = costs.forward_ms + costs.backward_ms
     shares: dict[str, float] = {}
     spent = 0.0
@@ -198,9 +198,9 @@ def starts_of_blocks(captured: Capture, costs: Profile) -> dict[str, float]:
 
 
 def candidates(
-    source: Source, folder: Path, best: dict[str, Any], arguments: argparse.Namespace
+    source: ModelSource, folder: Path, best: dict[str, Any], arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """The planner's own plan of two stages beside four that cut elsewhere."""
+    """The planner's own plan of two stages, and four with other cuts."""
     plans = {"auto": best}
     for name in other_cuts(source):
         try:
@@ -248,7 +248,9 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--warm-up", type=int, default=2)
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="one step of four; no other plans")
+    parser.add_argument(
+        "--quick", action="store_true", help="a quarter of the steps, and no other plans"
+    )
     arguments = parser.parse_args()
     if not KEEPS_ALL.items() <= os.environ.items():
         os.environ.update(KEEPS_ALL)

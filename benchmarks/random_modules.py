@@ -1,11 +1,11 @@
-"""Random modules, cut and compared with themselves, until the time is up: none may be wrong.
+"""Random modules, cut and compared with themselves until the time is up: none may be wrong.
 
 A seed makes a Python file with a module whose forward is a random sequence of what authors write:
 layers, views, in-place changes, decisions by sizes, by modes and by values, random numbers of
 torch, Python and NumPy, loops over containers, changed state, tied parameters, custom autograd
-functions, checkpoints. Every operation leaves only valid tensors, so that most modules run; those
-that do not train by themselves, or are no function of their seeds, do not count. The others are cut
-into two and into four stages, and judged by `trials.judge` at four sizes in both modes.
+functions, checkpoints. Every operation leaves only valid tensors, so most modules run; modules that
+cannot train by themselves, or whose results differ for equal seeds, are not counted. The others are
+cut into two and into four stages, and judged by `trials.judge` at four sizes in both modes.
 
     python benchmarks/random_modules.py --minutes 60
     python benchmarks/random_modules.py --show 17         the module of seed 17
@@ -486,7 +486,7 @@ def sample(batch: int) -> Inputs:
 
 
 def examine(seed: int) -> dict[str, str]:
-    """What became of a module at each number of stages; `reason` where it does not count."""
+    """The outcome of a module at each number of stages; `reason` if it is not counted."""
     quiet()
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -501,7 +501,7 @@ def examine(seed: int) -> dict[str, str]:
 
 
 def shown(seeds: list[int]) -> None:
-    """Judges these with the traceback of what is not exact."""
+    """Judges these modules, with the traceback of each that is not exact."""
     quiet()
     with tempfile.TemporaryDirectory() as folder:
         for seed in seeds:

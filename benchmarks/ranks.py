@@ -1,7 +1,7 @@
-"""A generated folder -> what its ranks take: one process a stage, one thread each, 1f1b over gloo.
+"""A generated folder -> the costs of its ranks, with one process and thread per stage (1f1b, gloo).
 
-A stage's time is the CPU time of its process in forwards and backwards, a step's is wall time.
-Memory is the most that a process held beyond what it held before it loaded its stage.
+The time of a stage is the CPU time of its process in forwards and backwards, that of a step is wall
+time. Memory is the most that a process held beyond its memory before it loaded its stage.
 """
 
 import os
@@ -20,11 +20,13 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from machine import busy_core_seconds
 
-from asyncpipe.runtime.loading import load_stage
-from asyncpipe.runtime.lowering import lower
-from asyncpipe.runtime.pipeline import Pipeline, StepOptimizers, forward_edges, gradient_edges
-from asyncpipe.runtime.plan import read_plan
-from asyncpipe.runtime.schedules import make_schedule
+from asyncpipe.runtime.executor.instrumented import StepOptimizers
+from asyncpipe.runtime.executor.loading import load_stage
+from asyncpipe.runtime.executor.mailbox import forward_edges, gradient_edges
+from asyncpipe.runtime.executor.pipeline import Pipeline
+from asyncpipe.runtime.plan.plan import read_plan
+from asyncpipe.runtime.schedule.builders import make_schedule
+from asyncpipe.runtime.schedule.dependencies import lower
 from asyncpipe.runtime.transports.gloo import GlooTransport
 
 CORES = os.cpu_count() or 1
@@ -34,7 +36,7 @@ TIMEOUT_S = 300
 
 
 class TimedOptimizers(StepOptimizers):
-    """Steps a stage's optimizer, and keeps the CPU seconds that it takes."""
+    """Steps a stage's optimizer, and records its CPU seconds."""
 
     def __init__(self, stage: int, module: torch.nn.Module) -> None:
         super().__init__({stage: torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)})
@@ -58,7 +60,7 @@ def worker(
     turn: Any,
     told: Any,
 ) -> None:
-    """One rank: steps that warm up, then `steps` that count, each when it is the ranks' turn."""
+    """One rank: warm-up steps, then `steps` that count, each when it is the turn of the ranks."""
     torch.set_num_threads(1)
     plan = read_plan(folder)
     ranks = len(plan.stages)
@@ -107,7 +109,7 @@ def resident_bytes() -> int:
 
 
 def peak_bytes() -> int:
-    """The most that was resident since `forget_peak`, files that are mapped in left out."""
+    """The largest resident memory since `forget_peak`, without mapped files."""
     return _status("VmHWM") - _status("RssFile") - _status("RssShmem")
 
 
@@ -119,7 +121,7 @@ def _status(field: str) -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{field}:"):
             return 1024 * int(line.split()[1])
-    raise RuntimeError(f"this system does not tell {field} of a process")
+    raise RuntimeError(f"/proc/self/status has no {field}")
 
 
 def run_for_memory(folder: Path, inputs: Any, micro_batches: int) -> list[dict[str, float]]:
@@ -141,7 +143,8 @@ def run(
     steps: int,
     between: Callable[[], None] = lambda: None,
 ) -> list[dict[str, float]]:
-    """What each rank measured of a generated folder; calls `between` before steps that count."""
+    """The measurements of each rank of a generated folder; calls `between` before steps that
+    count."""
     context = mp.get_context("spawn")
     told = context.SimpleQueue()
     ranks = len(read_plan(folder).stages)

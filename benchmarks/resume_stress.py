@@ -1,11 +1,11 @@
-"""Runs that are killed again and again -> whether each ends with the bits of the undisturbed run.
+"""Runs that are killed repeatedly -> whether each ends bit for bit like the undisturbed run.
 
-A chain is one run that is killed at random moments: a rank, the command or all processes at once,
-also while a checkpoint is written; sometimes its newest checkpoint is damaged then. It is begun
-again with `--resume auto` each time. At its end the weights, everything in the last checkpoint
+A chain is one run that is killed at random moments: a rank, the command or all processes together,
+also while a checkpoint is written; sometimes its newest checkpoint is then damaged. Each time it is
+restarted with `--resume auto`. At its end the weights, everything in the last checkpoint
 (optimizers, generators, buffers, position in the data), and the loss, learning rate and gradient
-norm of every step must be those of a run that nothing happened to, bit by bit. The folder of a
-chain that differs is kept.
+norm of every step must equal those of an undisturbed run, bit by bit. The folder of a chain that
+differs is kept.
 
     python benchmarks/resume_stress.py --resumes 300 --load 1 --keep FOLDER
 """
@@ -34,9 +34,9 @@ from machine import write_result
 from safetensors.torch import load_file
 
 from asyncpipe.runtime.checkpoint.folders import checkpoints_in, damage_of
-from asyncpipe.tests.faults import FaultyRun
-from asyncpipe.tests.quick_python import bin_folder
-from asyncpipe.tests.runtime.handmade import write_mlp, write_text
+from asyncpipe.tests.support.faults.run_faults import FaultyRun
+from asyncpipe.tests.support.models.hand_folders import write_mlp, write_text
+from asyncpipe.tests.support.processes.quick_python import bin_folder
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULT = Path(__file__).parent / "results" / "resume_stress.json"
@@ -60,7 +60,7 @@ _LIMIT_S = 300
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of run: what makes its generated folder, its number of processes, and its options."""
+    """A kind of run: how its generated folder is made, its number of processes, and its options."""
 
     make: Callable[[Path], Any]
     ranks: int
@@ -82,7 +82,7 @@ def _drawing(folder: Path) -> None:
 
 ADAMW = {"optimizer": "adamw", "lr": 0.01}
 WIDE = {"micro_batch_size": 256}
-"""Boundary tensors of more than 8 KiB, which shared memory carries in slots."""
+"""Makes boundary tensors of more than 8 KiB, which shared memory carries in slots."""
 KINDS = {
     "1f1b, 2 stages": Kind(_mlp(2), 2, ADAMW | {"eval_every": 7, "eval_batches": 3}),
     "1f1b, 2 stages, large messages": Kind(_mlp(2), 2, ADAMW | WIDE),
@@ -114,7 +114,7 @@ class Place:
         kind.make(base / "model")
 
     def run(self, name: str, scripts: Path) -> FaultyRun:
-        """The command that begins the run of that name, or begins it again."""
+        """The command that starts or resumes the run of that name."""
         usual = {"steps": 32, "save_every": 4, "micro_batches": 4, "schedule": "1f1b"}
         given = usual | {"resume": "auto", "timeout_s": 60} | self.kind.options
         for option in ("data", "criterion"):
@@ -129,7 +129,7 @@ class Place:
 
 
 def left_by(output: Path) -> dict[str, Any]:
-    """What a run has come to: every tensor and every number that must repeat."""
+    """The final state of a run: every tensor and every number that must repeat."""
     found: dict[str, Any] = {}
     newest = checkpoints_in(output)[0]
     for folder in (output / "weights", newest / "weights", newest / "state"):
@@ -148,7 +148,7 @@ def left_by(output: Path) -> dict[str, Any]:
 
 
 def differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
-    """The names of what differs in any bit."""
+    """The names of all entries that differ in any bit."""
     names = sorted(found.keys() ^ expected.keys())
     for name in found.keys() & expected.keys():
         one, other = found[name], expected[name]
@@ -170,8 +170,8 @@ def undisturbed(place: Place, name: str, scripts: Path) -> dict[str, Any]:
 
 
 def killed(run: FaultyRun, place: Place, chance: random.Random, how: str, real: bool) -> str:
-    """Kills a run that has begun in this way, at a random moment; how it was killed, or "" where
-    it ended before."""
+    """Kills a run that was started this way, at a random moment; returns how, or "" if the run
+    ended before."""
     last = run.left.last_step()
     goal = chance.randint(max(0, last - 2), place.steps)
     with suppress(AssertionError):  # it is over
@@ -198,7 +198,7 @@ def killed(run: FaultyRun, place: Place, chance: random.Random, how: str, real: 
 
 
 def damaged(output: Path, chance: random.Random) -> str:
-    """Damages the newest whole checkpoint, where there is an older one; how, or ""."""
+    """Damages the newest valid checkpoint, if there is an older one; returns how, or ""."""
     whole = [path for path in checkpoints_in(output) if not damage_of(path)]
     if len(whole) < 2:
         return ""
@@ -230,7 +230,7 @@ def chain(
     kills: int,
     scripts: Path,
 ) -> dict[str, Any]:
-    """One run, killed so often at most: what was done to it, and what of it differs."""
+    """One run, killed at most this often: its kills, and the entries that differ."""
     chance, real = random.Random(seed), scripts == REAL
     output, done, damages = place.base / name, list[str](), list[str]()
     resumes = orphans = 0
@@ -261,7 +261,7 @@ def chain(
 
 
 def end_all(run: FaultyRun, within_s: float = 2.0) -> int:
-    """Waits until no process of a run is left, and kills those that stay; how many that were."""
+    """Waits until no process of a run is left, and kills the rest; returns the number killed."""
     end_s = time.monotonic() + within_s
     while run.processes() and time.monotonic() < end_s:
         time.sleep(0.02)
@@ -274,7 +274,7 @@ def end_all(run: FaultyRun, within_s: float = 2.0) -> int:
 
 @contextmanager
 def busy(processes: int) -> Iterator[None]:
-    """So many processes that compute and let the machine rest in turns."""
+    """This number of processes, which alternately compute and sleep."""
     code = (
         "import random, time\n"
         "while True:\n"
@@ -292,7 +292,7 @@ def busy(processes: int) -> Iterator[None]:
 
 
 def table_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row a kind of run."""
+    """One row for each kind of run."""
     table = []
     for kind in dict.fromkeys(row["kind"] for row in rows):
         own = [row for row in rows if row["kind"] == kind]
@@ -314,12 +314,14 @@ def table_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--resumes", type=int, default=300)
-    parser.add_argument("--kills", type=int, default=4, help="of a chain, at most")
+    parser.add_argument("--kills", type=int, default=4, help="most kills of a chain")
     parser.add_argument("--load", type=int, default=1, help="processes that keep the cores busy")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--forked", action="store_true", help="no interpreters of their own")
-    parser.add_argument("--only", default="", help="kinds that have this in their name")
-    parser.add_argument("--keep", type=Path, help="where the folder of a chain that differs goes")
+    parser.add_argument(
+        "--forked", action="store_true", help="fork processes from this interpreter"
+    )
+    parser.add_argument("--only", default="", help="only kinds whose name contains this text")
+    parser.add_argument("--keep", type=Path, help="place for the folders of chains that differ")
     given = parser.parse_args()
     kinds = {name: kind for name, kind in KINDS.items() if given.only in name}
     rows = known_rows()
@@ -357,12 +359,12 @@ def main() -> None:
 
 
 def known_rows() -> list[dict[str, Any]]:
-    """Those of an earlier call, which this one goes on from."""
+    """The rows of an earlier call, which this one continues."""
     return json.loads(RESULT.read_text())["rows"] if RESULT.is_file() else []
 
 
 def figures_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """All that is written: sums, a table by kind, and every chain."""
+    """The whole result: sums, a table by kind, and every chain."""
     return {
         "resumes": sum(row["resumes"] for row in rows),
         "chains": len(rows),

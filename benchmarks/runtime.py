@@ -1,18 +1,18 @@
-"""Our pipelines beside torch's, DDP, and what the machine can do: samples a second, one model.
+"""Samples a second of one model: our pipelines, torch's, DDP, and the limit of the machine.
 
-All configurations of a case live in one group of processes of one thread each, and take turns in
-shuffled rounds, so that what else the machine does falls on all alike; a sample counts only if
-other processes used at most 4 % of the cores meanwhile. A configuration may be a tenth faster or
-slower for as long as its processes live, by where in memory it came to lie: so there are several
-groups, one after the other, that build the configurations in different orders. The ceiling is that
-of independent copies of the plain model, one a process, which nothing that computes the same can
-pass. An asynchronous sample is what the slowest rank does between its first step and its last, as
-in a run that goes on; it steps after every batch, or with k = 1 after every micro-batch. The
-processes keep the memory that they free, as ranks of `asyncpipe-train` do; torch's configurations
-gain by that too.
+All configurations of a case live in one group of processes with one thread each, and alternate in
+shuffled rounds, so that the load of the machine affects all alike; a sample counts only if other
+processes used at most 4 % of the cores meanwhile. Depending on its place in memory a configuration
+may be a tenth faster or slower for the lifetime of its processes: so there are several groups, one
+after the other, that build the configurations in different orders. The ceiling is the speed of
+independent copies of the plain model, one per process, which no equal computation can exceed. An
+asynchronous sample is the work of the slowest rank between its first step and its last, as in the
+middle of a run; it steps after every batch, or with k = 1 after every micro-batch. The processes
+keep the memory that they free, as ranks of `asyncpipe-train` do; torch's configurations gain from
+that too.
 
-With `--memory` each pipeline has processes of its own, and what they need at their peak is
-measured, ours and torch's with the same cuts.
+With `--memory` each pipeline has its own processes, and their peak memory is measured, ours and
+torch's with the same cuts.
 
     python benchmarks/runtime.py                        results/runtime_<case>.json, every case
     python benchmarks/runtime.py --cases gpt-m8 --rounds 9 --only 1f1b "torch 1F1B"
@@ -44,7 +44,7 @@ import torch.multiprocessing as mp
 from machine import busy_core_seconds, write_result
 from pipelines import ASYNC_MICRO_BATCHES, OURS, Planned, build_plans, pipeline
 
-from asyncpipe.runtime.host_memory import keep_freed_memory
+from asyncpipe.runtime.process import keep_freed_memory
 
 QUIET = 0.04
 CEILING = "ceiling: independent copies"
@@ -62,7 +62,7 @@ class Case:
     micro_batch_size: int = 4
     model: Mapping[str, int] = field(default_factory=dict)
     only: tuple[str, ...] = ()
-    """The configurations that take part, all by default."""
+    """The configurations that are measured; empty for all."""
 
 
 LEADING = (
@@ -129,7 +129,8 @@ def batch_of(case: Case) -> list[dict[str, torch.Tensor]]:
 
 @dataclass(frozen=True)
 class Turn:
-    """One configuration: a call, the samples that it takes in all ranks together, its threads."""
+    """One configuration: a call, the number of samples it processes in all ranks together, its
+    threads."""
 
     step: Callable[[], Any]
     samples: int
@@ -144,7 +145,7 @@ def turns_of(
     order: random.Random,
 ) -> dict[str, Turn]:
     """The configurations of a case on this rank, those named in `only` or all, built in the order
-    that `order` makes: what is built first has the better place in memory."""
+    of `order`: the first ones get the better places in memory."""
     batch, samples = batch_of(case), case.micro_batch_size * case.micro_batches
     layers = case.model.get("layers", 8)
     costs = _agreed(peers.unit_costs(build_model(case), batch[0]))
@@ -201,7 +202,7 @@ def memory_of(
     costs: Sequence[float],
     results: Any,
 ) -> None:
-    """MiB at the peak of some steps above what a rank has before it builds anything."""
+    """MiB at the peak of some steps above a rank's memory before it builds anything."""
     torch.set_num_threads(1)
     keep_freed_memory()
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=case.ranks)
@@ -221,17 +222,17 @@ def memory_of(
 
 
 def _memory(name: str) -> float:
-    """A figure of /proc/self/status in MiB."""
+    """A value of /proc/self/status in MiB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(name))
 
 
 def _nothing() -> None:
-    """What ranks do that a configuration has no use for."""
+    """The turn of ranks that a configuration leaves idle."""
 
 
 def _agreed(costs: list[float]) -> list[float]:
-    """Rank 0's figures, so that all ranks cut alike."""
+    """Rank 0's numbers, so that all ranks cut alike."""
     given = [costs]
     dist.broadcast_object_list(given, src=0)
     return given[0]
@@ -309,7 +310,7 @@ def run_case(case: Case, groups: int, rounds: int, only: Sequence[str]) -> list[
 
 
 def run_memory(case: Case) -> list[dict[str, Any]]:
-    """Each of torch's schedules that we have too beside ours, both with the cuts of torch's."""
+    """Each schedule that torch has too, ours and theirs, both with the cuts for torch."""
     table = []
     costs = peers.unit_costs(build_model(case), batch_of(case)[0])
     edges = peers.cut_units(costs, case.ranks, each=1, v_shaped=False)
@@ -338,7 +339,7 @@ def plans_of(
 def together(
     function: Callable[..., None], case: Case, arguments: Sequence[Any], *, answers: int
 ) -> list[Any]:
-    """What the ranks of a case, each a new process, put into the queue that they are given."""
+    """The results that the ranks of a case, each a new process, put into their queue."""
     context = mp.get_context("spawn")
     results = context.SimpleQueue()
     processes = [
@@ -354,7 +355,7 @@ def together(
 
 
 def table_of(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Medians of the quiet samples, the fastest first, with the share of the ceiling."""
+    """Medians of the quiet samples, the fastest first, with the fraction of the ceiling."""
     table = []
     for name in dict.fromkeys(row["configuration"] for row in rows):
         mine = [row for row in rows if row["configuration"] == name]
@@ -393,10 +394,10 @@ def show(name: str, table: Sequence[Mapping[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
-    parser.add_argument("--groups", type=int, default=3, help="of new processes")
-    parser.add_argument("--rounds", type=int, default=5, help="of each group")
+    parser.add_argument("--groups", type=int, default=3, help="groups of new processes")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of each group")
     parser.add_argument("--only", nargs="*", default=[], help="names of configurations")
-    parser.add_argument("--label", help="keep what --only measures, under this name")
+    parser.add_argument("--label", help="keep the results of --only under this name")
     parser.add_argument("--memory", action="store_true", help="peak memory instead of speed")
     arguments = parser.parse_args()
     known = {*OURS, *peers.TORCH, "DDP", CEILING, CEILING_K1}

@@ -1,11 +1,11 @@
-"""What a slow link between two hosts does to a step: measured, and as the plan foresees it.
+"""The effect of a slow link between two hosts on a step: measured and predicted.
 
     python benchmarks/slow_links.py --mbit 1000,100,25
 
 Two hosts of two ranks each are network namespaces of this machine, joined by a link of that
-bandwidth in each direction. The model is planned for just these hosts and this link
-(`--devices`), and trained under torchrun. Both hosts share this machine's cores, which the plan
-does not know of: the first row, over a link that is no limit, says what that costs.
+bandwidth in each direction. The model is planned for these hosts and this link (`--devices`), and
+trained under torchrun. Both hosts share this machine's cores, which the plan ignores: the first
+row, with an unlimited link, shows the cost of that.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from pathlib import Path
 
 from machine import write_result
 
-from asyncpipe.runtime.plan import read_plan
-from asyncpipe.tests.hosts import Host, hosts
+from asyncpipe.runtime.plan.plan import read_plan
+from asyncpipe.tests.support.processes.hosts import Host, hosts
 
 SCRIPTS = Path(sys.executable).parent
 MODEL = {"n_layer": 4, "n_embd": 128, "n_head": 4, "vocab_size": 256}
@@ -55,7 +55,9 @@ class Row:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--mbit", default="1000,100,25", help="of the link, several")
+    parser.add_argument(
+        "--mbit", default="1000,100,25", help="bandwidths of the link, comma-separated"
+    )
     parser.add_argument("--steps", type=int, default=12)
     options = parser.parse_args()
     rows = []
@@ -119,7 +121,7 @@ def plan_for(mbit_s: float, folder: Path) -> None:
 
 
 def command(host: Host, folder: Path, steps: int) -> list[str]:
-    """The agent of torchrun on a host."""
+    """The torchrun agent of a host."""
     agent = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"]
     meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "h1:29400", "--no-python"]
     train = [str(SCRIPTS / "asyncpipe-train"), str(folder / "model"), "--steps", str(steps)]

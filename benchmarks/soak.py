@@ -1,9 +1,9 @@
-"""A long run with a fault every so often -> whether it ends as the undisturbed one, and what grows.
+"""A long run with periodic faults -> whether it ends like an undisturbed one, and its growth.
 
-Four ranks train 2,000 steps; every so many seconds one of them is killed or stopped, and the run
-begins again from its last checkpoint. The losses must be those of a run that nothing happened to,
-to the last bit. Resident memory and open files of every rank at work, and of the process that
-starts them, are looked at twice a second; the first tenth of that time is left out.
+Four ranks train 2,000 steps; at regular intervals one of them is killed or stopped, and the run
+restarts from its last checkpoint. The losses must equal those of an undisturbed run, bit for bit.
+Resident memory and open files of every working rank, and of the process that starts them, are
+sampled twice a second; the first tenth of that time is left out.
 
     python benchmarks/soak.py --steps 2000 --every 30
 """
@@ -24,8 +24,8 @@ from typing import Any
 
 from machine import write_result
 
-from asyncpipe.tests.faults import Ended, FaultyRun, losses, notes
-from asyncpipe.tests.runtime.handmade import write_mlp
+from asyncpipe.tests.support.faults.run_faults import Ended, FaultyRun, losses, notes
+from asyncpipe.tests.support.models.hand_folders import write_mlp
 
 RANKS = 4
 REAL = Path(sys.executable).parent
@@ -33,7 +33,7 @@ _LOOK_S = 0.5
 
 
 def usage(process: int) -> tuple[int, int] | None:
-    """Bytes resident and files open."""
+    """Resident bytes and open files."""
     try:
         pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGESIZE"), len(os.listdir(f"/proc/{process}/fd"))
@@ -42,8 +42,8 @@ def usage(process: int) -> tuple[int, int] | None:
 
 
 def growth(seen: list[tuple[int, int]], skipped: float) -> tuple[int, int]:
-    """What the later half of a process's life has more than the earlier, at most; without its
-    first part, in which it makes what it keeps."""
+    """The most by which the later half of a process's life exceeds the earlier; without its first
+    part, in which it allocates its lasting memory."""
     kept = seen[int(len(seen) * skipped) :]
     half = len(kept) // 2
     if not half:
@@ -60,8 +60,8 @@ def options(steps: int, **more: Any) -> dict[str, Any]:
 
 
 def ended_meanwhile(run: FaultyRun) -> Ended | None:
-    """How the run ended, if it did within the time of a look; reads what it prints, or it would
-    wait for that."""
+    """The result of the run, if it ended within the sampling interval; reads its output, which
+    would block it otherwise."""
     try:
         return run.finish(limit_s=_LOOK_S)
     except subprocess.TimeoutExpired:
@@ -69,7 +69,7 @@ def ended_meanwhile(run: FaultyRun) -> Ended | None:
 
 
 def soaked(folder: Path, output: Path, steps: int, every_s: float, seed: int) -> dict[str, Any]:
-    """A run with faults: what was done to it, what became of it, and what it used."""
+    """A run with faults: the faults, the outcome, and the resources used."""
     chance = random.Random(seed)
     seen: dict[int, list[tuple[int, int]]] = defaultdict(list)
     faults: list[str] = []

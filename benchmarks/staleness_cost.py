@@ -1,9 +1,9 @@
-"""What each staleness method costs: core time of a step, and bytes beside the live weights.
+"""The cost of each staleness method: CPU time of a step, and bytes in addition to the live weights.
 
-One process trains the benchmarks' GPT in four stages on one rank, asynchronously, with each method
-in turn, in shuffled rounds. Core time is compared with that of live weights under the same
-optimizer; bytes are those of the leaves that passes read and of what methods keep, beside what
-`runtime/weight_copies.py` says, which plans count.
+One process trains the benchmarks' GPT in four stages on one rank, asynchronously, with each method,
+alternating in shuffled rounds. CPU time is compared with that of live weights under the same
+optimizer. Bytes are those of the leaves that passes read and of the state that methods keep; they
+are compared with `runtime/schedule/asynchronous.py`, whose numbers plans use.
 
     python benchmarks/staleness_cost.py                 results/staleness_cost.json
     python benchmarks/staleness_cost.py --rounds 3 --only stash msnag
@@ -26,15 +26,16 @@ import torch
 from machine import write_result
 
 import asyncpipe
-from asyncpipe.runtime.host_memory import keep_freed_memory
-from asyncpipe.runtime.loading import load_stage
-from asyncpipe.runtime.pipeline import Pipeline, StepOptimizers
-from asyncpipe.runtime.plan import Plan, read_plan
-from asyncpipe.runtime.schedules import make_schedule
-from asyncpipe.runtime.training.optimizers import StageOptimizer
-from asyncpipe.runtime.training.settings import Settings
+from asyncpipe.runtime.config.settings import Settings
+from asyncpipe.runtime.executor.instrumented import StepOptimizers
+from asyncpipe.runtime.executor.loading import load_stage
+from asyncpipe.runtime.executor.pipeline import Pipeline
+from asyncpipe.runtime.plan.plan import Plan, read_plan
+from asyncpipe.runtime.process import keep_freed_memory
+from asyncpipe.runtime.schedule.asynchronous import weight_copies
+from asyncpipe.runtime.schedule.builders import make_schedule
+from asyncpipe.runtime.training.stage_optimizer import StageOptimizer
 from asyncpipe.runtime.transports import LocalHub
-from asyncpipe.runtime.weight_copies import weight_copies
 
 STAGES, MICRO_BATCHES = 4, 32
 MODEL = {"layers": 4, "width": 128, "heads": 4, "tokens": 64, "vocabulary": 2048}
@@ -63,7 +64,7 @@ METHODS = (
     ("spectrain", "sgd"),
     ("stash+lwp+spike-compensation", "sgd"),
 )
-"""Methods joined by +, and the optimizer that they are measured with."""
+"""Methods joined by +, and the optimizer to measure them with."""
 
 
 @dataclass(frozen=True)
@@ -109,19 +110,19 @@ class Training:
         self._batch = [gpt.tokens_of(2, MODEL["tokens"], MODEL["vocabulary"])] * MICRO_BATCHES
 
     def turn(self) -> float:
-        """Core milliseconds of a micro-batch."""
+        """CPU milliseconds of a micro-batch."""
         start_s = time.process_time()
         self.pipe.run(self._schedule, lambda i: self._batch[i], observer=self._observer)
         return 1e3 * (time.process_time() - start_s) / MICRO_BATCHES
 
     @property
     def kept_bytes(self) -> list[int]:
-        """What each stage has beside its live weights."""
+        """The bytes of each stage in addition to its live weights."""
         return [binder.kept_bytes for _, binder in sorted(self.pipe.binders.items())]
 
 
 class Stepping(StepOptimizers):
-    """Steps the stages' optimizers at the rates that the methods want."""
+    """Steps the stages' optimizers at the learning rates of the methods."""
 
     def __init__(self, pipe: Pipeline, optimizers: dict[int, StageOptimizer]) -> None:
         super().__init__({})
@@ -184,7 +185,7 @@ def show(rows: list[dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--only", nargs="*", default=[], help="methods")
+    parser.add_argument("--only", nargs="*", default=[], help="only these methods")
     arguments = parser.parse_args()
     chosen = [each for each in METHODS if each[0] in (*(arguments.only or [each[0]]), BASELINE)]
     configurations = [

@@ -1,8 +1,8 @@
 """Seconds of each step of asyncpipe-partition: gpt2 with weights, gpt2-xl without (meta).
 
-Every run is a process of its own, as a user's is: `start` is importing asyncpipe (torch is there),
-and the load includes importing transformers. gpt2 is measured by a first run, and by a second one,
-which finds what it measured in the cache; the two plans are compared.
+Every run is a separate process, as for a user: `start` is the import of asyncpipe (torch is already
+loaded), and the load includes importing transformers. gpt2 is measured by a first run, and by a
+second one, which finds the measurements in the cache; the two plans are compared.
 
     python benchmarks/ticks.py
 """
@@ -30,13 +30,15 @@ def partition(model: str, meta: bool, output: Path, cache: Path) -> dict[str, fl
     os.environ["ASYNCPIPE_CACHE"] = str(cache)
     began = time.perf_counter()
     from asyncpipe.partitioner.compile import partition_spec
+    from asyncpipe.partitioner.planning.options import PartitionOptions
 
     seconds = {"start": round(time.perf_counter() - began, 2)}
 
     def tick(step: str, _detail: str, took: float, _following: str) -> None:
         seconds[step] = round(took, 2)
 
-    partition_spec(model, stages=4, output=output, meta=meta, on_tick=tick)
+    options = PartitionOptions(stages=4, output=output, meta=meta)
+    partition_spec(model, options, on_tick=tick)
     return seconds | {"total": round(sum(seconds.values()), 2)}
 
 

@@ -1,8 +1,8 @@
 """A configuration of transformers -> a small one: values by the names of its fields.
 
-Configurations inside it are shrunk too, and each kind of layer that the published model has stays.
-Fields hang together in ways that only the modelling code knows (heads times their size, latent
-attention, windows in an image), so there are a few sets of values, to be tried in order.
+Nested configurations are shrunk too, and each kind of layer of the published model stays. Fields
+depend on each other in ways that only the modelling code knows (heads times their size, latent
+attention, windows in an image), so there are several sets of values, to be tried in order.
 """
 
 import contextlib
@@ -111,7 +111,7 @@ MISSING: dict[str, dict[str, Any]] = {
 
 
 def shrunk(config: PreTrainedConfig, rules: Mapping[str, Any]) -> PreTrainedConfig:
-    """A configuration of the same class with small values where `rules` has the field's name."""
+    """A configuration of the same class, with small values for the fields in `rules`."""
     fields = {field.name for field in dataclasses.fields(config)}
     values = {name: value for name, value in _small_values(config, rules).items() if name in fields}
     try:
@@ -149,7 +149,7 @@ def _small_values(config: PreTrainedConfig, rules: Mapping[str, Any]) -> dict[st
 
 
 def _small_list(name: str, value: Any, rule: Any, only_depths: bool) -> list[int] | None:
-    """Depths, widths and heads by level, kept as many and in their proportions."""
+    """Depths, widths and heads by level, with the same length and proportions."""
     if not value or not all(isinstance(entry, int) and entry > 0 for entry in value):
         return None
     if any(part in name for part in ("depth", "blocks", "repeats")):
@@ -167,7 +167,7 @@ def _small_list(name: str, value: Any, rule: Any, only_depths: bool) -> list[int
 
 
 def _one_of_each_kind(config: PreTrainedConfig, repeats: int) -> dict[str, Any]:
-    """As many layers as it takes to have every kind that the default has, at least two."""
+    """The smallest number of layers that has every kind of the default, at least two."""
     layers = getattr(config, "num_hidden_layers", None)
     kinds = {
         name: value

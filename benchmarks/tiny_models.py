@@ -1,4 +1,4 @@
-"""A model class of transformers -> a tiny one of random weights that trains, and inputs for it."""
+"""A model class of transformers -> a tiny model with random weights that trains, and its inputs."""
 
 import inspect
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ LARGEST = 20e6
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Which model with which values: enough to build the same one again."""
+    """A model and its values: enough to build the same one again."""
 
     task: str
     class_name: str
@@ -28,7 +28,7 @@ class Recipe:
         return shrunk(model_class.config_class(), rules | ATTEMPTS[self.attempt])
 
     def build(self, dropout: bool = True) -> nn.Module:
-        """The model, always with the same weights; with each dropout that it knows, or without."""
+        """The model, always with the same weights; with all its kinds of dropout, or without."""
         model_class = getattr(transformers, self.class_name)
         config = self.config(dropout)
         with torch.device("meta"):
@@ -43,7 +43,7 @@ class Recipe:
         return model
 
     def inputs(self, seed: int = 1) -> dict[str, Tensor]:
-        """What `forward` needs for a loss, at batch 2 and, for text, 10 tokens."""
+        """The inputs that `forward` needs for a loss, at batch 2 and, for text, 10 tokens."""
         random = torch.Generator().manual_seed(seed)
         model_class = getattr(transformers, self.class_name)
         config = self.config()
@@ -75,7 +75,8 @@ class Recipe:
 
 
 def find_recipe(task: str, class_name: str) -> Recipe:
-    """The first attempt that builds and trains a step; else raises what the first one raised."""
+    """The first attempt that builds and trains a step; otherwise raises the error of the first
+    attempt."""
     first: Exception | None = None
     tried: set[str] = set()
     for attempt, changes in enumerate(ATTEMPTS):

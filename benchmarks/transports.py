@@ -1,18 +1,18 @@
 """Microseconds and bytes a second of every transport between two processes of one thread each.
 
-The limit beside them is a copy within one process (memcpy); raw gloo and raw MPI are what the
-transports over them could reach at most. Every round starts a pair of processes in which all take
-turns in shuffled order, and one under mpiexec for MPI, whose progress thread would hold up the
-others; figures are medians over the rounds in which other processes used at most 4 % of
-the cores (over all, where there were none), and the least.
+The limit to compare with is a copy within one process (memcpy); raw gloo and raw MPI are limits of
+the transports over them. Every round starts a pair of processes in which all transports alternate
+in shuffled order, and a pair under mpiexec for MPI, whose progress thread would slow the others;
+the results are medians over the rounds in which other processes used at most 4 % of the cores (over
+all, if there were none), and the minimum.
 
     one way    half of a round trip: a message there and one of the same size back
-    exchange   both ranks send and receive at once
-    hidden     the same, but each rank computes for 30 ms before it waits: what it takes beyond that
+    exchange   both ranks send and receive at the same time
+    hidden     the same, but each rank computes for 30 ms before it waits: the time beyond that
 
     python benchmarks/transports.py --rounds 9
 
-MPI takes part where mpi4py and an mpiexec are installed.
+MPI is measured where mpi4py and an mpiexec are installed.
 """
 
 import argparse
@@ -39,7 +39,7 @@ import torch.distributed as dist
 from machine import busy_core_seconds, write_result
 from torch import Tensor
 
-from asyncpipe.runtime.host_memory import keep_freed_memory
+from asyncpipe.runtime.process import keep_freed_memory
 from asyncpipe.runtime.transports import Channel, GlooTransport, ShmTransport, Transport
 
 LATENCIES = {"1 B": 1, "256 B": 256, "4 KiB": 4 * 2**10}
@@ -50,7 +50,7 @@ LIMIT_S = 1800
 
 
 class Way(Protocol):
-    """How a message of some size gets to the other rank; posting comes before waiting."""
+    """How a message of a given size reaches the other rank; posting comes before waiting."""
 
     def post(self, size: int) -> Any: ...
 
@@ -59,7 +59,7 @@ class Way(Protocol):
     def wait(self, posted: Any) -> None: ...
 
     def finish(self, size: int) -> None:
-        """What was sent is the caller's again."""
+        """Releases the sent buffers to the caller."""
 
 
 class OverTransport:
@@ -94,7 +94,7 @@ def _channel(number: int, size: int, source: int) -> Channel:
 
 
 class Raw:
-    """Buffers that are used again and again, without names, checks or time-outs."""
+    """Buffers that are reused, without names, checks or time-outs."""
 
     def __init__(self, rank: int) -> None:
         self.peer = 1 - rank
@@ -151,7 +151,7 @@ def one_way(way: Way, rank: int, size: int) -> float:
 
 
 def exchange(way: Way, rank: int, size: int, compute_s: float = 0.0) -> float:
-    """Both directions at once; seconds beyond the time in which this rank computes."""
+    """Both directions at the same time; seconds beyond the time in which this rank computes."""
     posted = way.post(size)
     dist.barrier()
     start = time.perf_counter()
@@ -312,13 +312,13 @@ def report(rows: list[dict[str, Any]], rounds: int) -> None:
 
 
 def _median(rows: list[dict[str, Any]]) -> float:
-    """Of the rounds in which other processes left the cores alone, if there were any."""
+    """The median over the rounds without other load on the cores, or over all if there are none."""
     quiet = [row["us"] for row in rows if row["others_share"] <= QUIET]
     return round(statistics.median(quiet or [row["us"] for row in rows]), 2)
 
 
 def _mpiexec() -> str | None:
-    """The command that starts MPI's ranks, if mpi4py is there to talk over it."""
+    """The command that starts MPI's ranks, if mpi4py is installed."""
     beside = Path(sys.executable).parent
     found = shutil.which("mpiexec", path=f"{beside}:{os.environ.get('PATH', '')}")
     return found if find_spec("mpi4py") else None

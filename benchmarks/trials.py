@@ -1,15 +1,16 @@
-"""One model, cut and compared with itself: what the coverage benchmarks share.
+"""One model, cut and compared with itself: the common part of the coverage benchmarks.
 
-`judge` trusts nothing of the compiler's own verification. It builds the model twice from equal
+`judge` is independent of the compiler's own verification. It builds the model twice from equal
 seeds, cuts one, loads the folder and compares with the other: outputs, every gradient, inputs and
 state after each pass, in training and in evaluation, at several sizes, with the weights that the
 model was built with and with perturbed ones. The outcome is one of
 
     exact     equal everywhere that the original itself runs
-    refused   an asyncpipe error, when the model is cut or when it meets a size it does not take
-    unclear   such an error that names no cause: only that numbers or names differ
+    training  refused for both modes, and exact with `--mode train`, which the refusal names
+    refused   an asyncpipe error, when the model is cut or when it meets a size that it rejects
+    unclear   such an error without a cause: only that numbers or names differ
     traceback any other exception
-    wrong     the folder was made, and what it does differs from the original
+    wrong     the folder was made, and its results differ from the original's
 """
 
 import contextlib
@@ -23,7 +24,7 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,24 +36,28 @@ from torch.utils import _pytree as pytree
 
 import asyncpipe
 from asyncpipe.runtime.errors import AsyncPipeError, DataError
-from asyncpipe.runtime.pipe import Pipe
+from asyncpipe.runtime.executor.loading import Pipe
 
 LIMIT_S = 120  # of processor time, so that a busy machine does not decide
 TOLERANCE = 1e-4
 # A gradient below this share of the largest one is rounding: a bias before a batch norm.
 NOISE_FLOOR = 1e-2
-OUTCOMES = ("exact", "refused", "unclear", "traceback", "wrong")
-_NO_CAUSE = re.compile(r"generated stages.* differ|is not the model|report the model|a defect of")
+TRAINING_ALONE = "--mode train"
+OUTCOMES = ("exact", "training", "refused", "unclear", "traceback", "wrong")
+_NO_CAUSE = re.compile(
+    r"generated stages.* differ|graph (is not the model|does not run)|original does not"
+    r"|^only the (original|stages) ha|in the original, .* in the stages|a defect of"
+)
 
 Inputs = tuple[Any, ...] | dict[str, Any]
 
 
 class Wrong(Exception):
-    """What was made ran, or should have run, and does not do what the original does."""
+    """The stages ran, or should have run, but their results differ."""
 
 
 class TooLong(BaseException):
-    """A check took more than LIMIT_S; no Exception, so that nothing on the way catches it."""
+    """A check took more than LIMIT_S; not an Exception, so that no handler catches it."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +78,8 @@ def built(case: Case) -> nn.Module:
 
 
 def trains(case: Case) -> None:
-    """Raises what the model raises when it trains a step by itself, or ValueError if it is not a
-    function of its seeds."""
+    """Raises the error of the model when it trains a step by itself, or ValueError if equal seeds
+    give different results."""
     first, second = (passed(built(case), case.inputs[0](), True) for _ in range(2))
     if not first.gradients:
         raise ValueError("no output requires a gradient")
@@ -85,14 +90,19 @@ def trains(case: Case) -> None:
 
 
 def outcome(check: Callable[..., None], *arguments: Any) -> str:
-    """One of OUTCOMES, with why after a colon where it is not "exact"."""
+    """One of OUTCOMES, followed by a colon and the reason unless it is "exact"."""
     try:
         with limited(), open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
             check(*arguments)
     except Wrong as error:
         return f"wrong: {error}"
     except AsyncPipeError as error:
-        kind = "unclear" if _NO_CAUSE.search(str(error)) else "refused"
+        if (
+            TRAINING_ALONE in str(error.cure)
+            and outcome(check, *_training_alone(arguments)) == "exact"
+        ):
+            return f"training: {sentence(error)}"
+        kind = "unclear" if _NO_CAUSE.search(error.what) else "refused"
         return f"{kind}: {sentence(error)}"
     except (Exception, TooLong) as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
@@ -100,8 +110,13 @@ def outcome(check: Callable[..., None], *arguments: Any) -> str:
     return "exact"
 
 
+def _training_alone(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    case, *others = arguments
+    return replace(case, options={**case.options, "mode": "train"}), *others
+
+
 def judge(case: Case, stages: int) -> None:
-    """Cuts the model and compares; raises Wrong, or what `partition` and the stages raise."""
+    """Cuts the model and compares; raises Wrong, or the error of `partition` and the stages."""
     given, reference = built(case), built(case)
     before = copy.deepcopy(given.state_dict())
     with tempfile.TemporaryDirectory() as parent:
@@ -120,19 +135,25 @@ def judge(case: Case, stages: int) -> None:
     for others in (False, True):
         if others:
             pipe.load_state_dict(perturb(reference))
-        for training in (True, False):
+        for training in (True,) if case.options.get("mode") == "train" else (True, False):
             for inputs in case.inputs:
                 try:
                     compare(reference, pipe, inputs, training)
                 except AsyncPipeError as error:
                     refused = refused or error
-                reference.load_state_dict(pipe.state_dict())
+                _copy_state(pipe.state_dict(), reference)
     if refused is not None:
         raise refused
 
 
+def _copy_state(state: Mapping[str, Tensor], model: nn.Module) -> None:
+    """By name, without `load_state_dict`, which some models override to ask for a version."""
+    for name, tensor in model.state_dict().items():
+        tensor.copy_(state[name])
+
+
 def compare(reference: nn.Module, pipe: Pipe, inputs: Callable[[], Inputs], training: bool) -> None:
-    """One pass of both; nothing is compared where the original itself cannot run."""
+    """One pass of both; skips the comparison where the original itself cannot run."""
     try:
         expected = passed(reference, inputs(), training)
     except Exception:
@@ -154,7 +175,7 @@ def compare(reference: nn.Module, pipe: Pipe, inputs: Callable[[], Inputs], trai
 
 @dataclass(frozen=True)
 class Passed:
-    """Everything that one pass does, by name."""
+    """All results of one pass, by name."""
 
     outputs: dict[str, Tensor]
     gradients: dict[str, Tensor]
@@ -218,15 +239,15 @@ def seed_all(seed: int) -> None:
 
 
 def quiet() -> None:
-    """One thread, no warnings: what a worker begins with."""
+    """One thread, no warnings: the initial state of a worker."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     logging.disable(logging.CRITICAL)
 
 
 def peer(case: Case) -> None:
-    """The same model through torch.distributed.pipelining in two stages, at the captured size, with
-    dropout off, which is what that front end promises."""
+    """The same model through torch.distributed.pipelining in two stages, at the captured size,
+    with dropout off, as that front end promises."""
     inputs = case.inputs[0]()
     arguments = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
     model, reference = built(case), built(case)
@@ -282,7 +303,7 @@ def limited() -> Iterator[None]:
 
 
 def sentence(error: BaseException) -> str:
-    """What happened, without the traceback that some messages carry."""
+    """The error message, without the traceback that some messages carry."""
     if isinstance(error, AsyncPipeError):
         return str(error.what)[:300]
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -300,7 +321,7 @@ def _tensors(values: Any) -> dict[str, Tensor]:
 
 
 def _plain(values: Any) -> Any:
-    """Dicts, lists and tuples in the place of the classes that packages return."""
+    """Replaces the classes that packages return by dicts, lists and tuples."""
     if isinstance(values, Mapping):
         return {str(key): _plain(value) for key, value in values.items()}
     if isinstance(values, list | tuple):

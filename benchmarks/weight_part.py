@@ -1,10 +1,10 @@
-"""How much of a backward can be put off: as the planner has it, and as the runtime finds it.
+"""The part of a backward that can be deferred: by the planner, and as measured in a run.
 
     python benchmarks/weight_part.py
 
-A model of one stage trains with every backward in two parts, B and W. The part of W is compared
-with the planner's: measured with each operation, and by the rule that half of a product's backward
-is of its weight.
+A model of one stage trains with every backward split into B and W. The share of W is compared with
+the planner's: measured with each operation, and by the rule that half of a product's backward
+belongs to its weight.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from machine import write_result
 from torch import Tensor, nn
 
 import asyncpipe
-from asyncpipe.partitioner.builtin import ResNet
 from asyncpipe.partitioner.capture import capture
-from asyncpipe.partitioner.profiler import profile
-from asyncpipe.partitioner.weight_part import weight_ms
-from asyncpipe.runtime.loading import load_stage
-from asyncpipe.runtime.lowering import lower
-from asyncpipe.runtime.pipeline import Pipeline, forward_edges, gradient_edges
-from asyncpipe.runtime.plan import read_plan
-from asyncpipe.runtime.schedules import make_schedule
-from asyncpipe.runtime.training.remeasure import with_parted_backwards
-from asyncpipe.runtime.transports.local import LocalHub
+from asyncpipe.partitioner.models.builtin import ResNet
+from asyncpipe.partitioner.profile.operation_costs import weight_ms
+from asyncpipe.partitioner.profile.profiler import profile
+from asyncpipe.runtime.executor.loading import load_stage
+from asyncpipe.runtime.executor.mailbox import forward_edges, gradient_edges
+from asyncpipe.runtime.executor.pipeline import Pipeline
+from asyncpipe.runtime.plan.plan import read_plan
+from asyncpipe.runtime.schedule.builders import make_schedule
+from asyncpipe.runtime.schedule.dependencies import lower
+from asyncpipe.runtime.training.remeasure import with_split_backwards
+from asyncpipe.runtime.transports.protocol import LocalHub
 
 MICRO_BATCHES, ROUNDS = 4, 4
 Built = tuple[nn.Module, dict[str, Tensor]]
@@ -64,14 +65,14 @@ def planned_shares(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[float, 
 
 
 def true_share(model: nn.Module, inputs: dict[str, Tensor]) -> float:
-    """That of the W actions of a run, medians of some rounds."""
+    """The share of the W actions of a run, medians of several rounds."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "made"
         asyncpipe.partition(model, inputs, stages=1, output=folder, profile="analytic")
         plan = read_plan(folder)
         stages = {0: load_stage(folder, plan, 0).train()}
     pipe = Pipeline(plan, stages, LocalHub(1).transport(0), rank_of_stage=(0,))
-    made = with_parted_backwards(make_schedule("single", stages=1, micro_batches=MICRO_BATCHES))
+    made = with_split_backwards(make_schedule("single", stages=1, micro_batches=MICRO_BATCHES))
     schedule = lower(made, forward_edges(plan), grad_edges=gradient_edges(plan))
     taken: dict[str, list[float]] = defaultdict(list)
     pipe.run(schedule, lambda _: inputs)

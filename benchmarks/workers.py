@@ -1,7 +1,7 @@
-"""A function and cases -> its results from a few processes, each of which may die of its case.
+"""A function and cases -> its results from a few processes; a case may end its process.
 
-`concurrent.futures` gives up the whole run when one process is killed by a signal. Here the case it
-was at is answered with `Died`, and a fresh process takes the next one.
+`concurrent.futures` gives up the whole run when one process is killed by a signal. Here the result
+of its current case is `Died`, and a new process takes the next case.
 """
 
 import multiprocessing
@@ -20,7 +20,7 @@ _SPAWN = multiprocessing.get_context("spawn")
 
 @dataclass(frozen=True, slots=True)
 class Died:
-    """The process ended while it was at a case."""
+    """The process ended during a case."""
 
     why: str
 
@@ -42,7 +42,8 @@ def each(
     limit_s: float,
     cases_a_process: int = 60,
 ) -> Iterator[tuple[Case, Result | Died]]:
-    """Every case with its result, as they come. A case over `limit_s` ends its process."""
+    """Every case with its result, in the order of completion. A case over `limit_s` ends its
+    process."""
     waiting = list(reversed(cases))
     workers: list[_Worker] = []
     try:

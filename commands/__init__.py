@@ -1,9 +1,9 @@
-"""The five commands, a module each: parse, call, print.
+"""The five commands, one module each: parse, call, print.
 
-partition, train, inspect, compare, info    an `app` of cyclopts each
-partition_options, training_options         their options, in groups
-running                                     runs an app: what is told of errors, exit codes
+partition, train, inspect, compare, info    the `app` of each command
+options, training_options                   their options, in groups
+running                                     error messages and exit codes of all commands
+console, run_display                        formatting for the terminal
 
-How things look is in terminal*.py. Nothing heavy is imported before the options are known, so that
---help answers at once.
+Heavy modules are imported only when the options are known, so that --help answers immediately.
 """

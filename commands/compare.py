@@ -1,4 +1,4 @@
-"""asyncpipe-compare: runs that differ in what is done about stale weights, side by side."""
+"""asyncpipe-compare: trains with several staleness methods and compares the results."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from typing import Annotated
 
 from cyclopts import App, Group, Parameter
 
-from .. import __version__
-from ..runtime.limits import Choice, Several, Text, limits_of, path
-from ..runtime.training.settings import OPTIMIZERS, Settings
-from ..terminal import make_console
-from .parameters import limited, with_limits
-from .training_options import ComparedOptions, given
+from ..runtime import __version__
+from ..runtime.config.options import options_of
+from ..runtime.config.settings import Settings
+from ..runtime.limits import Choice, ListOf, Text, path
+from ..runtime.optimizers.facts import OPTIMIZERS
+from .console import make_console
+from .options import limited, with_limits
+from .training_options import ComparedOptions
 
 app = App(
     name="asyncpipe-compare",
     version=__version__,
-    help="Compare ways to train on stale weights: losses, and simulated times.",
+    help="Compare losses and simulated times of training with stale weights.",
 )
 _COMPARE = Group.create_ordered("What to compare")
 
@@ -29,28 +31,29 @@ def _several(help: str) -> Parameter:
 
 @with_limits(
     {
-        "methods": Several(Text("a method", "stash")),
-        "optimizers": Several(Choice(OPTIMIZERS)),
-        "lr": Several(limits_of(Settings)["lr"].limit),
-        "seeds": Several(limits_of(Settings)["seed"].limit),
+        "methods": ListOf(Text("a method", "stash")),
+        "optimizers": ListOf(Choice(tuple(OPTIMIZERS))),
+        "lr": ListOf(options_of(Settings)["lr"].limit),
+        "seeds": ListOf(options_of(Settings)["seed"].limit),
     }
 )
 @dataclass(frozen=True, kw_only=True)
 class CompareOptions:
-    """What is varied from run to run of asyncpipe-compare."""
+    """The options that differ between the runs of a comparison."""
 
     methods: Annotated[
         list[str],
         _several(
-            "sync, or a --staleness such as none or stash; with an optimizer of its own "
-            "(stash:muon) and options (stash:adamw,lr=0.001,sync-start=0.1)."
+            "Methods to compare: sync, or a --staleness such as none or stash, optionally with its "
+            "own optimizer (stash:muon) and options (stash:adamw,lr=0.001,sync-start=10%)."
         ),
     ] = field(default_factory=lambda: ["sync", "stash", "none"])
     optimizers: Annotated[
-        list[str] | None, _several("For the methods that name none; by default asyncpipe-train's.")
+        list[str] | None,
+        _several("Optimizers for methods that name none. [default: that of asyncpipe-train]"),
     ] = None
-    lr: Annotated[list[float] | None, _several("Learning rates to try each method with.")] = None
-    seeds: Annotated[list[int], _several("Of the data order and of dropout.")] = field(
+    lr: Annotated[list[float] | None, _several("Learning rates to try with each method.")] = None
+    seeds: Annotated[list[int], _several("Random seeds for data order and dropout.")] = field(
         default_factory=lambda: [1]
     )
 
@@ -67,23 +70,22 @@ def compare_command(
     options: Annotated[ComparedOptions, Parameter(name="*")] = _NO_OPTIONS,
     verbose: Annotated[bool, Parameter(name=("--verbose", "-v"), negative=())] = False,
 ) -> int:
-    """Compare ways to train on stale weights: losses, and simulated times.
+    """Compare losses and simulated times of training with stale weights.
 
-    All stages are trained in this process, with the weight versions that asynchronous 1f1b gives
-    them; the time that a rank a stage would take is simulated. Runs that were made before are not
-    repeated.
+    Trains all stages in this process with the weight versions of asynchronous 1f1b, and simulates
+    the time with one rank for each stage. Finished runs are not repeated.
 
     Parameters
     ----------
     folder
-        A generated folder, such as generated_models/gpt2_4p.
+        Generated folder, such as generated_models/gpt2_4p.
     verbose
         Show the traceback of an error.
     """
-    from ..runtime.comparison.compare import compare
-    from ..terminal_compare import print_comparison, print_run
+    from ..runtime.experiments.compare import compare
+    from .console import print_comparison, print_run
 
-    settings = Settings(**given(options), folder=str(folder))
+    settings = Settings(**options.given(), folder=str(folder))
     console = make_console(quiet=settings.quiet)
     comparison = compare(
         settings,

@@ -1,4 +1,4 @@
-"""asyncpipe-info: what is here, and what a run would use of it."""
+"""asyncpipe-info: shows versions, hardware and backends, and what a run uses of them."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
-from .. import __version__
+from ..runtime import __version__
 from ..runtime.limits import Whole
-from ..terminal import make_console
-from .parameters import limited
+from .console import make_console
+from .options import limited
 
 app = App(
     name="asyncpipe-info",
     version=__version__,
-    help="Show versions, backends, devices and links, and what a run here would use of them.",
+    help="Show versions, backends, devices and links, and which of them a run here would use.",
 )
 
 
@@ -25,19 +25,19 @@ def info_command(
     json: Annotated[bool, Parameter(negative=())] = False,
     verbose: Annotated[bool, Parameter(name=("--verbose", "-v"), negative=())] = False,
 ) -> int:
-    """Show versions, backends, devices and links, and what a run here would use of them.
+    """Show versions, backends, devices and links, and which of them a run here would use.
 
     Parameters
     ----------
     ranks
-        Of the run; by default one a GPU, or two.
+        Ranks of the run. [default: one for each GPU, or 2]
     json
-        Print it as JSON.
+        Print the result as JSON.
     verbose
         Show the traceback of an error.
     """
-    from ..runtime.info.describe import describe
-    from ..terminal_report import print_info
+    from ..runtime.launch.info import describe
+    from .console import print_info
 
     print_info(make_console(), describe(ranks), as_json=json)
     return 0

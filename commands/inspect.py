@@ -1,4 +1,4 @@
-"""asyncpipe-inspect: what is in a generated folder."""
+"""asyncpipe-inspect: shows the stages, costs and code of a generated folder."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Annotated
 from cyclopts import App, Parameter
 from rich.syntax import Syntax
 
-from .. import __version__
+from ..runtime import __version__
 from ..runtime.errors import PlanError
-from ..runtime.hidden_text import visible
+from ..runtime.formatting import visible
 from ..runtime.limits import Whole, path
-from ..runtime.plan import read_plan
-from ..runtime.stage_source import source_of
-from ..terminal import make_console, print_findings, print_folder
-from .parameters import limited
+from ..runtime.plan.plan import read_plan
+from ..runtime.user_code import source_of
+from .console import make_console, print_findings, print_folder
+from .options import limited
 
 app = App(
     name="asyncpipe-inspect",
@@ -39,12 +39,12 @@ def inspect_command(
     Parameters
     ----------
     folder
-        A generated folder, such as generated_models/gpt2_4p.
+        Generated folder, such as generated_models/gpt2_4p.
     stage
         Print the code of this stage.
     explain
-        Say why each cut is where it is and what bounds the plan, and what would change it if the
-        model was partitioned with --explain.
+        Explain the place of each cut and the limits of the plan, and show possible improvements if
+        the model was partitioned with --explain.
     json
         Print the plan as JSON.
     verbose
@@ -60,7 +60,8 @@ def inspect_command(
             raise PlanError(
                 f"{folder} has no stage {stage}: its stages are 0 to {len(plan.stages) - 1}."
             )
-        code = visible(source_of(folder / plan.stages[stage].file).replace("\r\n", "\n"))
+        source = source_of(folder / plan.stages[stage].file).replace("\r\n", "\n")
+        code = visible(source.replace("\r", "\\r\n"))  # to Python that alone ends a line
         console.print(Syntax(code, "python", theme="ansi_dark", background_color="default"))
         return 0
     if explain:

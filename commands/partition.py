@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 
-from .. import __version__
-from ..runtime.plan import portable
-from ..terminal import (
+from ..partitioner.planning.options import OPTIONS, PartitionOptions
+from ..runtime import __version__
+from ..runtime.limits import flag_of
+from ..runtime.plan.plan import portable
+from .console import (
     Ticks,
     make_console,
     print_candidates,
@@ -23,7 +26,7 @@ from ..terminal import (
     print_outline,
     print_plan,
 )
-from .partition_options import PartitionOptions
+from .options import CommandOptions, PartitionFlags
 from .running import usage
 
 app = App(
@@ -31,104 +34,79 @@ app = App(
     version=__version__,
     help="Cut a model into balanced pipeline stages and write them as readable Python.",
 )
-_NO_OPTIONS = PartitionOptions()
+_NO_OPTIONS, _NO_FLAGS = CommandOptions(), PartitionFlags()
 
 
 @app.default
 def partition_command(
-    *, options: Annotated[PartitionOptions, Parameter(name="*")] = _NO_OPTIONS
+    *,
+    options: Annotated[CommandOptions, Parameter(name="*")] = _NO_OPTIONS,
+    flags: Annotated[PartitionFlags, Parameter(name="*")] = _NO_FLAGS,
 ) -> int:
     """Cut a model into balanced pipeline stages and write them as readable Python."""
     if (options.model is None) == (options.graph is None):
-        raise usage("Either --model or --graph is needed: what to cut into stages.")
+        raise usage("Give either --model or --graph.")
+    given = _given(flags)
     if options.graph is not None:
-        return _plan_graph(options.graph, options)
-    if options.stop_after in ("capture", "profile"):
-        return _outline(options)
+        return _plan_graph(options.graph, options, given)
+    assert options.model is not None
+    is_outline = given.get("stop_after") in ("capture", "profile")
+    if not is_outline:
+        given |= _devices(options, given)
+        if not given.keys() & {"stages", "devices", "ranks"}:
+            raise usage("--stages is needed: the number of stages to cut the model into.")
+    chosen = PartitionOptions(**given)
+    if is_outline:
+        return _outline(options.model, options, chosen)
+    return _partition(options.model, options, chosen)
+
+
+def _partition(model: str, options: CommandOptions, chosen: PartitionOptions) -> int:
+    """Writes a generated folder, or stops after the plan."""
     from ..partitioner.compile import partition_spec
 
-    assert options.model is not None
-    devices = _devices(options)
-    if options.stages is None and devices is None and options.ranks is None:
-        raise usage("--stages is needed: the number of stages to cut the model into.")
     console = make_console()
     with Ticks(console, silent=options.json or options.quiet) as ticks:
         plan = partition_spec(
-            options.model,
-            stages=options.stages,
-            devices=devices,
-            output=options.output,
-            loss=options.loss,
-            cut_at=options.cut_at or (),
-            keep_together=options.keep_together or (),
-            code=options.code,
-            explain=options.explain,
-            stop_after=options.stop_after,
-            save_weights=not options.no_weights,
-            force=options.force,
+            model,
+            chosen,
             command=_command_line("asyncpipe-partition"),
-            **options.placing,
-            **_of_model(options, ticks),
+            on_tick=ticks.tick,
+            on_progress=ticks.progress,
         )
-    folder = options.output or Path("generated_models") / (
-        f"{plan.name}_{options.stages or len(plan.stages)}p"
+    folder = Path(
+        chosen.output
+        or Path("generated_models") / f"{plan.name}_{chosen.stages or len(plan.stages)}p"
     )
     if options.json:
         print(plan.to_json(), end="")
-    elif options.quiet and options.stop_after is None:
+    elif options.quiet and chosen.stop_after is None:
         print(folder)
     else:
         print_plan(console, plan)
-        if options.explain or options.method == "all" or devices is not None:
+        if chosen.explain or chosen.method == "all" or chosen.devices is not None:
             print_candidates(console, plan.candidates, plan.method)
-        if options.explain:
+        if chosen.explain:
             print_findings(console, plan.findings)
-        if options.stop_after == "plan":
+        if chosen.stop_after == "plan":
             print_facts(console, plan)
         else:
             print_next(console, plan, folder)
     return 0
 
 
-def _of_model(options: PartitionOptions, ticks: Ticks) -> dict[str, Any]:
-    """What loading, capturing and profiling a model take."""
-    from ..partitioner.capture.dimensions import read_said
-
-    return {
-        "model_args": {
-            key: _value(text) for key, text in _by_key("--model-arg", options.model_arg).items()
-        },
-        "inputs": _by_key("--input", options.input) or None,
-        "micro_batch_size": options.micro_batch_size,
-        "seq": options.seq,
-        "seed": options.seed,
-        "meta": options.meta,
-        "profile": options.profile,
-        "threads": options.threads,
-        "device": options.device,
-        "dtype": options.dtype,
-        "calibrate": options.calibrate,
-        "no_cache": options.no_cache,
-        "leaves": options.leaf or (),
-        "batch_dim": read_said("--batch-dim", options.batch_dim or ()),
-        "sequence_dim": read_said("--sequence-dim", options.sequence_dim or ()),
-        "capture": options.capture,
-        "mode": options.mode,
-        "on_tick": ticks.tick,
-        "on_progress": ticks.progress,
-    }
-
-
-def _outline(options: PartitionOptions) -> int:
-    """The graph by module, with costs where it was profiled; nothing is written."""
+def _outline(model: str, options: CommandOptions, chosen: PartitionOptions) -> int:
+    """Prints the graph by module, with costs if it is profiled; writes nothing."""
     from ..partitioner.outline import outline_spec
 
-    assert options.model is not None
     console = make_console()
     with Ticks(console, silent=options.json or options.quiet) as ticks:
-        with_profile = options.stop_after == "profile"
         outline = outline_spec(
-            options.model, with_profile=with_profile, **_of_model(options, ticks)
+            model,
+            chosen,
+            with_profile=chosen.stop_after == "profile",
+            on_tick=ticks.tick,
+            on_progress=ticks.progress,
         )
     if options.json:
         print(outline.to_json(), end="")
@@ -137,36 +115,20 @@ def _outline(options: PartitionOptions) -> int:
     return 0
 
 
-def _devices(options: PartitionOptions) -> Any:
-    """The devices to plan for, as --devices or --hosts gives them; None for equal ranks."""
-    from ..partitioner.cluster import cluster_of_hosts
-    from ..partitioner.cluster_file import read_cluster
+def _plan_graph(path: Path, options: CommandOptions, given: dict[str, Any]) -> int:
+    """Plans a cost graph alone; writes nothing."""
+    from ..partitioner.graph.formats import read_graph
+    from ..partitioner.planning.planner import plan_graph
 
-    if options.devices is not None and options.hosts is not None:
-        raise usage("--devices and --hosts both say what there is: leave one out.")
-    if options.hosts is not None:
-        return cluster_of_hosts(options.hosts)
-    return read_cluster(options.devices) if options.devices is not None else None
-
-
-def _plan_graph(path: Path, options: PartitionOptions) -> int:
-    """Plans a cost graph alone; nothing is written."""
-    from ..partitioner.graph_files import read_graph
-    from ..partitioner.graph_plan import plan_graph
-
-    for flag in options.of_models_alone:
-        raise usage(f"{flag} is of a model; with --graph nothing is captured or written.")
-    devices = _devices(options)
-    if options.stages is None and devices is None and options.ranks is None:
+    for name in given:
+        if "graph" not in OPTIONS[name].applies_to:
+            flag = flag_of(OPTIONS[name].flag or name)
+            raise usage(f"{flag} requires --model: --graph captures and writes nothing.")
+    given |= _devices(options, given)
+    if not given.keys() & {"stages", "devices", "ranks"}:
         raise usage("--stages is needed: the number of stages to cut the graph into.")
-    plan = plan_graph(
-        read_graph(path),
-        options.stages,
-        devices=devices,
-        cut_before=options.cut_at or (),
-        explain=options.explain,
-        **options.placing,
-    )
+    cut_before = given.pop("cut_at", ())
+    plan = plan_graph(read_graph(path), cut_before=cut_before, **given)
     if options.json:
         print(plan.to_json(), end="")
     else:
@@ -174,6 +136,40 @@ def _plan_graph(path: Path, options: PartitionOptions) -> int:
         print_graph_plan(console, plan)
         print_findings(console, plan.findings)
     return 0
+
+
+def _given(flags: Any) -> dict[str, Any]:
+    """The options of a partition that were given, as `PartitionOptions` takes them."""
+    given: dict[str, Any] = {}
+    for name, declared in OPTIONS.items():
+        value = getattr(flags, declared.flag or name)
+        if value is None:
+            continue
+        flag = flag_of(declared.flag or name)
+        if name == "model_args":
+            value = {key: _value(text) for key, text in _by_key(flag, value).items()}
+        elif name == "inputs":
+            value = _by_key(flag, value)
+        elif name in ("batch_dim", "sequence_dim"):
+            from ..partitioner.capture.sizes import read_said
+
+            value = read_said(flag, value)
+        elif name == "save_weights":
+            value = not value
+        given[name] = value
+    return given
+
+
+def _devices(options: CommandOptions, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The devices of --devices or --hosts as an option; {} for equal ranks."""
+    from ..partitioner.planning.cluster import cluster_of_hosts, read_cluster
+
+    devices = given.get("devices")
+    if devices is not None and options.hosts is not None:
+        raise usage("--devices and --hosts exclude each other: leave one out.")
+    if options.hosts is not None:
+        return {"devices": cluster_of_hosts(options.hosts)}
+    return {} if devices is None else {"devices": read_cluster(devices)}
 
 
 def _command_line(name: str) -> str:
@@ -185,18 +181,18 @@ def _command_line(name: str) -> str:
 
 def _by_key(flag: str, given: list[str] | None) -> dict[str, str]:
     """`["n_layer=4"]` -> {"n_layer": "4"}."""
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     for text in given or ():
         key, _, value = text.partition("=")
         key = key.replace("-", "_")
-        if key in found:
+        if key in values:
             raise usage(f"{flag} {text}: {key} is given twice. Leave one out.")
-        found[key] = value
-    return found
+        values[key] = value
+    return values
 
 
 def _value(text: str) -> Any:
-    """`4` -> 4; what is not JSON is text."""
+    """`4` -> 4; a value that is not JSON is text."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Runs a command: what is told of an error, and the code that it ends with."""
+"""Runs a command: prints errors and returns the exit code."""
 
 from __future__ import annotations
 
@@ -9,22 +9,24 @@ from cyclopts import App
 from rich.markup import escape
 
 from ..runtime.errors import AsyncPipeError, is_out_of_memory
-from ..runtime.exits import exits_told
-from ..runtime.hidden_text import visible
-from ..runtime.signals import Ended
-from ..runtime.user_code import last_line, own_line
-from ..terminal_console import SafeConsole
+from ..runtime.formatting import visible
+from ..runtime.process import Ended
+from ..runtime.user_code import exits_told, last_line, own_line
+from .console import SafeConsole
 
 DEFECT = "This is a defect of asyncpipe"
 
 
 def run(app: App) -> int:
-    """Runs a command: 0, 1 with one `error:` sentence and a cure, 2 for usage, 130 for Ctrl-C, 143
-    for a run that a signal asked to stop."""
+    """Runs a command and returns its exit code.
+
+    0: success; 1: an error, printed as one `error:` sentence with a cure; 2: wrong usage;
+    130: Ctrl-C; 143: a run that a signal stopped.
+    """
     from cyclopts import CycloptsError
 
     errors = SafeConsole(stderr=True, highlight=False)
-    app.suppress_keyboard_interrupt = False  # what it says is told below
+    app.suppress_keyboard_interrupt = False  # handled below
     try:
         with exits_told():
             ended = app(exit_on_error=False, print_error=False, result_action="return_value")
@@ -60,25 +62,25 @@ def run(app: App) -> int:
 
 
 def _unexpected(error: Exception) -> tuple[str, str]:
-    """What to tell of an exception that no code of ours expected, and what to do."""
+    """The message and the cure for an unexpected exception."""
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {(error.strerror or str(error)).lower()}.", ""
     text = " ".join(str(error).split())
-    told = f"{type(error).__name__}{': ' if text else ''}{text[:500]}"
+    message = f"{type(error).__name__}{': ' if text else ''}{text[:500]}"
     if is_out_of_memory(error):
-        return f"not enough memory: {told}", "Use a smaller --micro-batch-size, --seq or model."
+        return f"not enough memory: {message}", "Use a smaller --micro-batch-size, --seq or model."
     if place := own_line(error):
-        return f"{place}: {told}", "-v shows the traceback."
-    return f"{told} ({last_line(error)})", f"{DEFECT}; -v shows the traceback. Please report it."
+        return f"{place}: {message}", "-v shows the traceback."
+    return f"{message} ({last_line(error)})", f"{DEFECT}; -v shows the traceback. Please report it."
 
 
 def _shown(text: str) -> str:
-    """A text as it is printed: what would steer the terminal is spelled out."""
+    """A text to print, with control characters of the terminal spelled out."""
     return escape(visible(text))
 
 
 def usage(text: str) -> Exception:
-    """A usage error, told as those of the parser are."""
+    """A usage error, printed like those of the parser."""
     from cyclopts import CycloptsError
 
     return CycloptsError(text)

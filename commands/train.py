@@ -1,4 +1,4 @@
-"""asyncpipe-train: a run, several of them, or the page about those that were."""
+"""asyncpipe-train: trains a run or a sweep, and writes reports of finished runs."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from typing import Annotated, Any
 
 from cyclopts import App, Group, Parameter
 
-from .. import __version__
+from ..runtime import __version__
 from ..runtime.checkpoint.resuming import with_options_of_run
+from ..runtime.config.option_files import check_code, read_config, settings_from
 from ..runtime.import_path import ISOLATED
-from ..runtime.limits import Several, Whole, key_values, path
-from ..runtime.training.named_code import check_code
-from ..runtime.training.settings import read_config, settings_from
-from ..terminal import make_console
-from .parameters import limited, option, with_limits
+from ..runtime.limits import ListOf, Whole, key_values, path
+from .console import make_console
+from .options import limited, option, with_limits
 from .running import usage
-from .training_options import TrainOptions, given
+from .training_options import TrainOptions
 
 app = App(
     name="asyncpipe-train",
@@ -31,20 +30,21 @@ _SWEEP = Group.create_ordered("Several runs")
 @with_limits({"sweep": key_values("lr=1e-3,3e-3"), "jobs": Whole(1, 2**12, 2)})
 @dataclass(frozen=True, kw_only=True)
 class SweepOptions:
-    """Of asyncpipe-train: what differs from run to run, where there are several."""
+    """The options of a sweep."""
 
     sweep: Annotated[
         list[str] | None,
         option(
             _SWEEP,
-            "An option and its values, lr=1e-3,3e-3: a run of each, or of all combinations of "
-            "several such; [sweep] in the file of --config has them as lists.",
+            "Option with several values, such as lr=1e-3,3e-3: trains a run with each value, or "
+            "with all combinations of several options. The file of --config may list values under "
+            "[sweep].",
         ),
     ] = None
-    jobs: Annotated[int, option(_SWEEP, "Runs at a time; they share the cores.")] = 1
+    jobs: Annotated[int, option(_SWEEP, "Concurrent runs of a sweep; they share the cores.")] = 1
 
 
-_RUNS = Several(path("runs/gpt2_4p/1"))
+_RUNS = ListOf(path("runs/gpt2_4p/1"))
 _NO_OPTIONS, _NO_SWEEP_OPTIONS = TrainOptions(), SweepOptions()
 
 
@@ -63,15 +63,15 @@ def train_command(
     Parameters
     ----------
     folder
-        A generated folder, such as generated_models/gpt2_4p; a file of --config may name it.
+        Generated folder, such as generated_models/gpt2_4p; a file of --config may name it.
     config
-        A TOML file of the options; flags win over it.
+        TOML file of options; flags override it.
     verbose
         Show the traceback of an error.
     """
-    from ..runtime.sweep.variants import lists_from_texts, lists_of
+    from ..runtime.experiments.variants import lists_from_texts, lists_of
 
-    flags = given(options) | ({} if folder is None else {"folder": str(folder)})
+    flags = options.given() | ({} if folder is None else {"folder": str(folder)})
     merged = {**(read_config(config) if config else {}), **flags}
     if lists := lists_of(several.sweep or (), config, flags):
         typed = {*flags, *lists_from_texts(several.sweep or ())}
@@ -83,16 +83,16 @@ def train_command(
     if not (settings.dry_run or settings.print_schedule):  # these run nothing of it
         check_code(all_options, flags, _files(merged, config))
     if settings.print_sbatch:
-        from ..runtime.launching.sbatch import batch_script
+        from ..runtime.launch.slurm import batch_script
 
         print(batch_script(settings), end="")
         return 0
-    from ..runtime.launching.launch import run, schedule_text
+    from ..runtime.launch.launch import run, schedule_text
 
     if settings.print_schedule:
         print(schedule_text(settings), end="")
         return 0
-    return run(settings, "asyncpipe.terminal_train:make_reporter")
+    return run(settings, "asyncpipe.commands.run_display:make_reporter")
 
 
 def _files(options: dict[str, Any], config: Path | None) -> str:
@@ -102,13 +102,13 @@ def _files(options: dict[str, Any], config: Path | None) -> str:
 
 
 def _sweep(options: dict[str, Any], lists: dict[str, tuple[Any, ...]], at_once: int) -> int:
-    """A run of each combination of values, each a process of this same command."""
-    from ..runtime.sweep.sweep import check_finished, plan_sweep, run_sweep
-    from ..terminal_sweep import print_sweep, print_swept_run
+    """Trains a run for each combination of values, each in a process of this same command."""
+    from ..runtime.experiments.sweep import check_finished, plan_sweep, run_sweep
+    from .console import print_sweep, print_swept_run
 
     for name in ("print_sbatch", "print_schedule", "resume"):
         if options.get(name):
-            raise usage(f"--{name.replace('_', '-')} is of one run; --sweep makes several.")
+            raise usage(f"--{name.replace('_', '-')} cannot be combined with --sweep.")
     sweep = plan_sweep(options, lists)
     as_json = bool(options.get("json"))
     console = make_console(quiet=bool(options.get("quiet")) or as_json)
@@ -138,26 +138,25 @@ def report_command(
     json: Annotated[bool, Parameter(negative=())] = False,
     verbose: Annotated[bool, Parameter(name=("--verbose", "-v"), negative=())] = False,
 ) -> int:
-    """Write the page about a run again, or compare several runs.
+    """Write the report of a run again, or compare several runs.
 
     Parameters
     ----------
     folders
-        Folders of runs, such as runs/gpt2_4p/1. (A generated folder that is called so is trained
-        as ./report.)
+        Folders of runs, such as runs/gpt2_4p/1. (To train a generated folder named report, write
+        ./report.)
     output
-        The page to write; by default report.html in the run's folder, of several runs
-        comparison.html beside the first.
+        Page to write. [default: report.html in the run's folder; for several runs comparison.html
+        next to the first]
     json
-        Print the numbers as JSON, and write no page unless --output names one.
+        Print the numbers as JSON, and write a page only if --output names one.
     verbose
         Show the traceback of an error.
     """
-    from ..runtime.run_report.comparison import as_json, compare
-    from ..runtime.run_report.records import read_run
-    from ..runtime.run_report.summary import to_json
-    from ..runtime.run_report.writing import write_comparison, write_report
-    from ..terminal_report import print_comparison, print_page
+    from ..runtime.monitoring.run_files import read_run
+    from ..runtime.reports.measures import as_json, compare, to_json
+    from ..runtime.reports.page import write_comparison, write_report
+    from .console import print_page, print_run_comparison
 
     console = make_console()
     is_written = output is not None or not json
@@ -171,7 +170,7 @@ def report_command(
         if json:
             print(as_json(comparison))
         else:
-            print_comparison(console, comparison)
+            print_run_comparison(console, comparison)
         page = write_comparison(comparison, output) if is_written else None
     if page is not None and not json:
         print_page(console, page)

@@ -1,152 +1,205 @@
-"""A model -> a folder of checked stages: load, capture, profile, plan, generate, verify."""
+"""A model -> a folder of checked stages: load, capture, profile, plan, generate, verify and write.
+
+`partition_source` calls the phases in a row. Each is a function of a `Compilation`, which holds
+what all phases read, and of the results of the phases before it.
+"""
 
 from __future__ import annotations
 
 import hashlib
-import shlex
 import time
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, Unpack
+from typing import Any, Protocol
 
 from torch import nn
 
-from .. import __version__
 from ..runtime.errors import PlanError
-from ..runtime.plan import Plan, portable
-from ..runtime.plan_check import contradiction
-from ..runtime.trust import remember
-from .assemble import assemble
-from .capture import Capture, Said
+from ..runtime.plan.plan import NOT_STORED, ON_META, Plan, portable
+from ..runtime.plan.trust import remember
+from ..runtime.plan.validate import contradiction
+from .assemble_plan import PlanFacts, assemble
+from .capture import Capture
 from .capture import capture as capture_model
-from .capture.dimensions import write_said
-from .capture.guards import refused_sizes
-from .capture.restore import unchanged
-from .capture.samples import sizes_text
-from .cluster import Cluster
-from .compare import ALL
-from .cost import LOCALHOST
-from .demands import find_demands, groups_to_cut_before
-from .device_specs import device_spec
-from .explain import explain as explain_plan
-from .folder import check_target, write_folder
-from .generate import (
-    Header,
-    StageCard,
-    extra_tensors,
-    generate,
-    render_readme,
+from .capture.graph import refused_sizes
+from .capture.model_state import unchanged
+from .capture.sizes import sizes_text
+from .codegen import extra_tensors, generate, header_of, render_readme
+from .graph.build import with_copies
+from .graph.constraints import Demands, find_demands, groups_to_cut_before
+from .graph.costs import LOCALHOST
+from .graph.rematerialize import Prices, Recomputation
+from .models.load import ModelSource, given_source, load_model
+from .output import check_target, command_of, snapshot, write_folder, write_weights_of
+from .planning.cluster import Cluster
+from .planning.compare_methods import ALL
+from .planning.config import make_setting, update_ms_per_byte
+from .planning.explain import explain as explain_plan
+from .planning.explain import explain_micro_batches
+from .planning.infeasible import explained
+from .planning.options import (
+    PartitionOptions,
+    options_for,
+    shows_options,
 )
-from .graph import build_graph, stage_of_nodes, with_copies
-from .infeasible import explained
-from .models import Source, load_model, name_inputs
-from .options import checked
-from .own_backward import own_failure_told
-from .planner import cluster_of, planner_for, with_times_on
-from .prices import Prices
-from .profiler import Profile, profile_analytic
-from .profiling import ProfileOptions, cut_and_time, profile_capture
-from .recompute import Recomputation
+from .planning.planner import cluster_of, planner_for
+from .planning.solve import solve
+from .profile.operation_costs import OnProgress
+from .profile.profiler import Profile
+from .profiling import (
+    CostGraphs,
+    Cut,
+    check_profile,
+    cut_and_time,
+    own_failure_told,
+    profile_capture,
+)
 from .report import render_report
-from .running import Running, make_setting
-from .settle import Cut
-from .solve import PREFER_MODULES, solve
-from .split import StageGraph, crossing_if_sent, homes_of, split
-from .ssa import separated
-from .update_cost import update_ms_per_byte
+from .split.split import crossing_if_sent, homes_of
 from .verify import verify
-from .walk import OnProgress
-from .weights import snapshot, write_weights_of
-from .what_if import explain_micro_batches
 
 
 class OnTick(Protocol):
-    """Told at the end of each step of the work, and what follows."""
+    """Called at the end of each phase with its name, a summary, its seconds and the next phase."""
 
     def __call__(self, name: str, detail: str, seconds: float, following: str, /) -> None: ...
 
 
-@checked
+@shows_options("model")
 def partition(
     model: nn.Module,
     example_inputs: Mapping[str, Any] | tuple[Any, ...],
     *,
-    stages: int | None = None,
-    output: str | Path | None = None,
     name: str | None = None,
+    on_tick: OnTick | None = None,
+    on_progress: OnProgress | None = None,
     **options: Any,
 ) -> Plan:
-    """Cuts `model` into stages and writes them to `output`; the model itself is left as it is.
+    """Cuts `model` into stages and writes them to a folder; the model itself is left as it is.
 
     `example_inputs` are arguments of the model's forward by name (or a tuple of positional ones),
-    at the size of one micro-batch: tensors, nested structures of them, constants.
-    `options` are those of `partition_source`.
-    Raises CaptureError when the model cannot be written down as a graph, PlanError when it
-    cannot be cut so.
+    at the size of one micro-batch: tensors, nested structures of them, constants. `name` is the
+    name of the plan, by default the model's class. `options` are those of `PartitionOptions`,
+    which are also those of `asyncpipe-partition --help`. With `stop_after="plan"` nothing is
+    written. `on_tick` is called after each phase, `on_progress` within the long ones.
+
+    Raises CaptureError when the model cannot be captured as a graph, PlanError when no plan
+    satisfies the options, TypeError for an unknown option.
     """
+    chosen = options_for("model", options)
     source = given_source(model, example_inputs, name)
     with unchanged(model):
-        return partition_source(source, stages=stages, output=output, **options)
+        return partition_source(source, chosen, on_tick=on_tick, on_progress=on_progress)
 
 
-def given_source(
-    model: nn.Module, example_inputs: Mapping[str, Any] | tuple[Any, ...], name: str | None = None
-) -> Source:
-    """A model that the caller holds, as `load_model` would have found it."""
-    inputs = (
-        dict(example_inputs)
-        if isinstance(example_inputs, Mapping)
-        else name_inputs(model, example_inputs)
-    )
-    kind = type(model)
-    spec = f"{kind.__module__}:{kind.__name__}"
-    return Source(name or kind.__name__.lower(), spec, model, inputs, "given")
-
-
-@checked
 def partition_spec(
     spec: str,
+    options: PartitionOptions,
     *,
-    stages: int | None = None,
-    output: str | Path | None = None,
-    model_args: Mapping[str, Any] | None = None,
-    inputs: Mapping[str, str] | None = None,
-    micro_batch_size: int | None = None,
-    seq: int = 128,
-    seed: int = 0,
-    meta: bool = False,
+    command: str = "",
     on_tick: OnTick | None = None,
-    **options: Any,
+    on_progress: OnProgress | None = None,
 ) -> Plan:
-    """`asyncpipe-partition`: finds the model that `spec` names, then `partition_source`."""
-    running = {name: options[name] for name in Running.__annotations__ if name in options}
-    make_setting(stages or running.get("ranks") or 1, **running)  # said before anything is loaded
-    source = load_ticked(
-        spec,
-        on_tick,
-        model_args=model_args,
-        micro_batch_size=micro_batch_size,
-        seq=seq,
-        seed=seed,
-        meta=meta,
-        inputs=inputs,
-    )
+    """Loads the model that `spec` names, then `partition_source`."""
+    stages = options.stages or options.ranks or 1
+    make_setting(stages, **options.running)  # reports errors before the model is loaded
+    source = load(spec, options, on_tick)
     return partition_source(
-        source,
-        stages=stages,
-        output=output,
-        model_args=model_args,
-        on_tick=on_tick,
-        **options,
+        source, options, command=command, on_tick=on_tick, on_progress=on_progress
     )
 
 
-def load_ticked(spec: str, on_tick: OnTick | None, **options: Any) -> Source:
-    """`load_model`, told as the first step of the work."""
+@dataclass(frozen=True)
+class Compilation:
+    """One partition of a model: what all of its phases read.
+
+    source: the model and its example inputs
+    options: the user's options
+    cluster: the devices that the plan may use; None for equal ranks
+    ranks: how many ranks the options name, at least one stage on each
+    command: the command that the plan records; "" has it written from the options
+    tick: reports the end of a phase
+    on_progress: reports progress within a phase
+    """
+
+    source: ModelSource
+    options: PartitionOptions
+    cluster: Cluster | None
+    ranks: int
+    command: str
+    tick: PhaseTimer
+    on_progress: OnProgress | None
+
+    @property
+    def is_on_meta(self) -> bool:
+        return any(parameter.is_meta for parameter in self.source.model.parameters())
+
+    @property
+    def model_facts(self) -> dict[str, Any]:
+        """The model and its arguments, as the plan records them."""
+        args = dict(self.options.model_args or {})
+        return {"model": portable(self.source.spec), "model_args": args}
+
+    def target(self, stages: int, graph_hash: str) -> Path:
+        """The folder to write. Raises PlanError if it may not be written."""
+        default = Path("generated_models") / f"{self.source.name}_{stages}p"
+        folder = Path(self.options.output or default)
+        if self.options.stop_after is None:
+            facts = {**self.model_facts, "graph": graph_hash}
+            check_target(folder, facts, force=self.options.force)
+        return folder
+
+    def own_failure_told(self) -> Any:
+        """A context that raises CaptureError instead if the model's own backward fails."""
+        return own_failure_told(self.source.model, self.source.example_inputs)
+
+
+def partition_source(
+    source: ModelSource,
+    options: PartitionOptions,
+    *,
+    command: str = "",
+    on_tick: OnTick | None = None,
+    on_progress: OnProgress | None = None,
+) -> Plan:
+    """Captures, profiles, plans, generates and verifies; writes the folder whole or not at all.
+
+    `command` is recorded in the plan, by default the one that the options make. Raises
+    CaptureError, PlanError or ModelError, each with a cure.
+    """
+    cluster = cluster_of(options.devices, options.stages, options.ranks)
+    ranks = options.ranks or options.stages or len(cluster.devices if cluster else ())
+    if options.stages or cluster:
+        make_setting(options.stages or ranks, **options.running)  # reports errors before the work
+    check_profile(options)
+    job = Compilation(source, options, cluster, ranks, command, PhaseTimer(on_tick), on_progress)
+    captured = capture_phase(job)
+    profile = profile_phase(job, captured)
+    planned = plan_phase(job, captured, profile)
+    if options.stop_after is not None:
+        return planned.plan
+    generated = generate_phase(job, planned)
+    write_phase(job, planned, generated)
+    return generated.plan
+
+
+# --- load, capture, profile -----------------------------------------------------------------
+
+
+def load(spec: str, options: PartitionOptions, on_tick: OnTick | None) -> ModelSource:
+    """Builds the model that `spec` names, the first phase."""
     start = time.perf_counter()
-    source = load_model(spec, **options)
+    source = load_model(
+        spec,
+        model_args=options.model_args,
+        micro_batch_size=options.micro_batch_size,
+        seq=options.seq,
+        seed=options.seed,
+        meta=options.meta,
+        inputs=options.inputs,
+    )
     if on_tick:
         number = sum(parameter.numel() for parameter in source.model.parameters())
         detail = f"{spec} · {number / 1e6:.1f} M parameters · weights {source.weights}"
@@ -154,202 +207,210 @@ def load_ticked(spec: str, on_tick: OnTick | None, **options: Any) -> Source:
     return source
 
 
-@checked
-def partition_source(
-    source: Source,
-    *,
-    stages: int | None = None,
-    devices: Cluster | str | Path | None = None,
-    output: str | Path | None = None,
-    model_args: Mapping[str, Any] | None = None,
-    loss: str | None = None,
-    method: str = "auto",
-    granularity: str = "op",
-    prefer_modules: float = PREFER_MODULES,
-    profile: str | None = None,
-    threads: int | None = None,
-    device: str | None = None,
-    dtype: str = "float32",
-    calibrate: bool = False,
-    no_cache: bool = False,
-    leaves: Collection[str] = (),
-    batch_dim: Said = "auto",
-    sequence_dim: Said = "auto",
-    cut_at: Sequence[str] = (),
-    keep_together: Sequence[str] = (),
-    capture: str = "auto",
-    mode: str = "both",
-    code: str = "structured",
-    explain: bool = False,
-    stop_after: str | None = None,
-    save_weights: bool = True,
-    force: bool = False,
-    command: str = "",
-    on_tick: OnTick | None = None,
-    on_progress: OnProgress | None = None,
-    **running: Unpack[Running],
-) -> Plan:
-    """Captures, profiles, plans, generates and verifies; writes `output` whole or not at all.
-
-    `devices`, or a file of them, are what the plan may use; without `stages` their number is
-    chosen too. `prefer_modules` is the share of the slowest stage's time that may be given up so
-    that cuts fall between blocks. `output` defaults to `generated_models/<name>_<stages>p`. A
-    boundary is before each module or operation that `cut_at` names; the operations of each module
-    that `keep_together` names are in one stage. `batch_dim` and `sequence_dim` say which dimension
-    of the inputs counts samples and tokens: one number for all, None where none does, or a number
-    or None by input. `code` is "structured" or "flat". With `explain`
-    the plan tells what other numbers of stages, faster links and recomputation would give. With
-    `stop_after="plan"` the plan is returned and nothing is written. `profile`, `threads`, `device`,
-    `dtype`, `calibrate` and `no_cache` are those of `ProfileOptions`, `running` says how the plan
-    is meant to run.
-    Raises CaptureError, PlanError or ModelError, each with a cure.
-    """
-    cluster = cluster_of(devices, stages, running.get("ranks"))
-    # Each has one core of this machine, and there is at least a stage on each.
-    ranks = running.get("ranks") or stages or len(cluster.devices if cluster else ())
-    if stages or cluster:
-        make_setting(stages or ranks, **running)  # what is wrong is said before the work
-    how = ProfileOptions(profile, device, dtype, threads, calibrate, no_cache, on_progress)
-    tick = Clock(on_tick)
-    on_meta = any(parameter.is_meta for parameter in source.model.parameters())
-
-    captured = capture_model(
+def capture_source(source: ModelSource, options: PartitionOptions) -> Capture:
+    """The graph of the model, not yet compared with it: `verify` compares more."""
+    return capture_model(
         source.model,
         source.example_inputs,
-        batch_dim=batch_dim,
-        sequence_dim=sequence_dim,
-        leaves=leaves,
-        check=False,  # verify below compares more
-        method=capture,
-        mode=mode,
+        batch_dim=options.batch_dim,
+        sequence_dim=options.sequence_dim,
+        leaves=options.leaves,
+        check=False,
+        method=options.capture,
+        mode=options.mode,
     )
-    digest = graph_hash(captured)
-    model_facts = {"model": portable(source.spec), "model_args": dict(model_args or {})}
 
-    def target(stages: int) -> Path:
-        """The folder to write, of which it is known that it may be written."""
-        folder = Path(output or Path("generated_models") / f"{source.name}_{stages}p")
-        if stop_after is None:
-            check_target(folder, {**model_facts, "graph": digest}, force=force)
-        return folder
 
-    if stages or output:
-        target(stages or ranks)
-    demands = find_demands(captured, cut_at, keep_together, stages or ranks)
-    tick("capture", describe_capture(captured), "profile")
+@dataclass(frozen=True)
+class Captured:
+    """The result of the capture.
 
-    own = own_failure_told(source.model, source.example_inputs)
-    measured = own(profile_capture)(captured, how, ranks, whole=False)
-    tick("profile", measured.summary, "plan")
+    capture: the graph and its inputs
+    graph_hash: SHA-256 of the graph, which identifies the model of a folder
+    demands: the cuts and groupings that the user demands
+    """
 
-    prices = Prices.of(measured, LOCALHOST)
-    again = Recomputation(captured, prices)
-    together = [nodes for _, nodes in demands.together]
-    optimizer = running.get("optimizer", "adamw")
-    graph_of = partial(
-        build_graph,
-        captured,
-        name=source.name,
-        again=again,
-        together=together,
-        update_ms_per_byte=update_ms_per_byte(measured, optimizer, cached=not no_cache),
+    capture: Capture
+    graph_hash: str
+    demands: Demands
+
+
+def capture_phase(job: Compilation) -> Captured:
+    """Captures the model and finds the nodes that `cut_at` and `keep_together` name."""
+    options = job.options
+    capture = capture_source(job.source, options)
+    digest = graph_hash(capture)
+    if options.stages or options.output:
+        job.target(options.stages or job.ranks, digest)
+    demands = find_demands(
+        capture, options.cut_at, options.keep_together, options.stages or job.ranks
     )
-    options: dict[str, Any] = {
-        "method": method,
-        "granularity": granularity,
-        "prefer_modules": prefer_modules,
-        "cut_before": groups_to_cut_before(demands, graph_of(measured)),
-        **running,
+    job.tick("capture", describe_capture(capture), "profile")
+    return Captured(capture, digest, demands)
+
+
+def profile_phase(job: Compilation, captured: Captured) -> Profile:
+    """The costs of each operation."""
+    with job.own_failure_told():
+        profile = profile_capture(
+            captured.capture, job.options, job.ranks, whole=False, on_progress=job.on_progress
+        )
+    job.tick("profile", profile.summary, "plan")
+    return profile
+
+
+# --- plan -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The result of the planner.
+
+    plan: the plan, without the hashes of its stages
+    cut: the captured model as it is cut into stages
+    folder: the folder to write
+    graph_hash: see `Captured`
+    """
+
+    plan: Plan
+    cut: Cut
+    folder: Path
+    graph_hash: str
+
+
+def plan_phase(job: Compilation, captured: Captured, profile: Profile) -> Planned:
+    """Chooses the cuts, times the stages, cuts again, and records the plan with its findings."""
+    options = job.options
+    prices = Prices.of(profile, LOCALHOST)
+    graphs = CostGraphs(
+        captured.capture,
+        job.source.name,
+        Recomputation(captured.capture, prices),
+        [nodes for _, nodes in captured.demands.together],
+        update_ms_per_byte(profile, options.optimizer, cached=not options.no_cache),
+    ).predicted_for(job.cluster, options.dtype)
+    graph = graphs.of(profile)
+    solving: dict[str, Any] = {
+        "method": options.method,
+        "granularity": options.granularity,
+        "prefer_modules": options.prefer_modules,
+        "cut_before": groups_to_cut_before(captured.demands, graph),
+        **options.running,
     }
-    kinds = sorted({one.kind for one in cluster.devices if one.kind} if cluster else ())
-    predicted = {
-        kind: graph_of(profile_analytic(captured, captured.arguments.tensors, spec, dtype=dtype))
-        for kind, spec in zip(kinds, map(device_spec, kinds), strict=True)
-    }
-    graph = with_times_on(graph_of(measured), predicted)
     with explained():
-        planner = planner_for(graph, cluster, stages, options)
-
-    def cut(costs: Profile) -> Cut:
-        graph = with_times_on(graph_of(costs), predicted)
-        with explained():
-            solution = planner.plan(graph)
-        placed = stage_of_nodes(captured, graph, solution.stage_of, again)
-        divided, placed = separated(captured, placed)
-        stage_graphs = split(divided, placed, Recomputation(divided, prices))
-        return Cut(divided, stage_graphs, placed, graph, solution)
-
-    measured, chosen = own(cut_and_time)(captured, cut, measured, how)
-    captured, stage_graphs = chosen.captured, chosen.stages
+        planner = planner_for(graph, job.cluster, options.stages, solving)
+    cut = partial(graphs.cut, planner, prices)
+    with job.own_failure_told():
+        profile, chosen = cut_and_time(
+            captured.capture, cut, profile, options, on_progress=job.on_progress
+        )
     solution = planner.advised(chosen.graph, chosen.solution)
-    folder = target(stages or len(stage_graphs))
+    folder = job.target(options.stages or len(chosen.stages), captured.graph_hash)
     plan = assemble(
-        captured,
-        stage_graphs,
-        with_copies(measured, captured),
+        chosen.captured,
+        chosen.stages,
+        with_copies(profile, chosen.captured),
         solution,
-        name=source.name,
-        model=portable(source.spec),
-        model_args=dict(model_args or {}),
-        command=command
-        or _command(
-            source.spec,
-            stages or len(stage_graphs),
-            method,
-            prefer_modules,
-            {"--batch-dim": batch_dim, "--sequence-dim": sequence_dim},
-            cut_at,
-            keep_together,
-            code,
-            mode,
-            running,
-        ),
-        criterion=loss or source.criterion,
-        weights=source.weights if save_weights else "not stored",
-        if_sent=crossing_if_sent(homes_of(captured.graph, chosen.placed)),
+        _facts(job, len(chosen.stages)),
+        if_sent=crossing_if_sent(homes_of(chosen.captured.graph, chosen.placed)),
     )
     if wrong := contradiction(plan):
-        raise PlanError(f"nobody could read this plan again: {wrong}.", "Give it another name.")
-    # What else there could be is told of plans by one method: all would take as long each time.
-    options |= {"method": "auto" if method == ALL else method}
-    tick("plan", solution.summary, "explain" if explain else "generate")
-    resolve = partial(solve, **options) if explain else None
+        raise PlanError(f"the plan could not be read again: {wrong}.", "Give it another name.")
+    job.tick("plan", solution.summary, "explain" if options.explain else "generate")
+    # Alternatives use a single method: with all methods each would take as long as the plan.
+    solving["method"] = "auto" if options.method == ALL else options.method
+    resolve = partial(solve, **solving) if options.explain else None
     findings = explain_plan(chosen.graph, solution, planner.link, resolve)
     plan = replace(plan, findings=(*findings, *explain_micro_batches(plan)))
-    if explain:
-        tick("explain", f"{len(plan.findings)} findings, each evaluated or solved", "generate")
-    if stop_after is not None:
-        return plan
+    if options.explain:
+        job.tick("explain", f"{len(plan.findings)} findings, each evaluated or solved", "generate")
+    return Planned(plan, chosen, folder, captured.graph_hash)
 
-    constants = extra_tensors(captured, stage_graphs)
-    plan = replace(plan, constants=tuple(constants))
-    plan, files = _texts(captured, stage_graphs, plan, digest, source, code)
-    tick("generate", f"{len(plan.stages)} stages, {_lines(files)} lines of Python", "verify")
+
+def _facts(job: Compilation, stages: int) -> PlanFacts:
+    """The facts about the model and the command that the plan records."""
+    source, options = job.source, job.options
+    stored = source.weights if options.save_weights else NOT_STORED
+    return PlanFacts(
+        name=source.name,
+        **job.model_facts,
+        command=job.command or command_of(source.spec, options, options.stages or stages),
+        criterion=options.loss or source.criterion,
+        weights=ON_META if job.is_on_meta else stored,
+    )
+
+
+# --- generate, verify, write ----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Generated:
+    """The generated folder, before it is written.
+
+    plan: the plan with the hashes of its stages
+    files: the files of the folder by name
+    constants: the tensors that only the captured graph has
+    """
+
+    plan: Plan
+    files: Mapping[str, str]
+    constants: Mapping[str, Any]
+
+
+def generate_phase(job: Compilation, planned: Planned) -> Generated:
+    """The texts of the folder, and the plan completed with their hashes."""
+    constants = extra_tensors(planned.cut.captured, planned.cut.stages)
+    plan = replace(planned.plan, constants=tuple(constants))
+    header = header_of(plan, planned.graph_hash)
+    files = generate(planned.cut.captured, planned.cut.stages, header, code=job.options.code)
+    plan = replace(
+        plan,
+        hashes={"graph": planned.graph_hash},
+        stages=tuple(
+            replace(stage, sha256=hashlib.sha256(files[stage.file].encode()).hexdigest())
+            for stage in plan.stages
+        ),
+    )
+    files |= {"README.md": render_readme(plan), "report.html": render_report(plan, files)}
+    files |= {f"hf/{name}": text for name, text in job.source.files.items()}
+    files["plan.json"] = plan.to_json()
+    detail = f"{len(plan.stages)} stages, {_lines(files)} lines of Python"
+    job.tick("generate", detail, "verify")
+    return Generated(plan, files, constants)
+
+
+def write_phase(job: Compilation, planned: Planned, generated: Generated) -> None:
+    """Verifies the stages in a temporary folder, while the weights are written, and moves it."""
+    source, plan, constants = job.source, generated.plan, generated.constants
+    captured = planned.cut.captured
 
     def check(aside: Path) -> None:
-        verified = own(verify)(
-            source.model,
-            plan,
-            aside,
-            source.example_inputs,
-            constants=constants,
-            changing=captured.changed,
-            refused=partial(refused_sizes, captured.graph),
-        )
-        tick("verify", verified.summary, "write")
+        with job.own_failure_told():
+            verified = verify(
+                source.model,
+                plan,
+                aside,
+                source.example_inputs,
+                constants=constants,
+                changing=captured.changed,
+                refused=partial(refused_sizes, captured.graph),
+            )
+        job.tick("verify", verified.summary, "write")
 
     write_weights = None
-    if save_weights and not on_meta:
+    if job.options.save_weights and not job.is_on_meta:
         state = snapshot(source.model)
         write_weights = partial(write_weights_of, state=state, plan=plan, constants=constants)
-    write_folder(folder, files, write_weights, check)
-    remember(folder)
-    tick("write", str(folder), "")
-    return plan
+    write_folder(planned.folder, generated.files, write_weights, check)
+    remember(planned.folder)
+    job.tick("write", str(planned.folder), "")
 
 
-class Clock:
-    """Tells each finished step with the seconds since the one before."""
+# --- reports --------------------------------------------------------------------------------
+
+
+class PhaseTimer:
+    """Reports each finished phase with the seconds since the one before."""
 
     def __init__(self, on_tick: OnTick | None) -> None:
         self._on_tick = on_tick
@@ -367,77 +428,6 @@ def graph_hash(captured: Capture) -> str:
     state = captured.model.state_dict()
     shapes = "".join(f"{name}{tuple(tensor.shape)}" for name, tensor in state.items())
     return hashlib.sha256(f"{captured.graph}{shapes}".encode()).hexdigest()
-
-
-def _texts(
-    captured: Capture,
-    stage_graphs: Sequence[StageGraph],
-    plan: Plan,
-    digest: str,
-    source: Source,
-    code: str,
-) -> tuple[Plan, dict[str, str]]:
-    """The texts of the folder, and the plan completed with their hashes."""
-    total_ms = sum(stage.forward_ms + stage.backward_ms for stage in plan.stages) or 1.0
-    header = Header(
-        model=plan.model,
-        command=plan.command,
-        version=__version__,
-        graph_sha256=digest,
-        costs_are=f"{plan.profile['kind']} on {plan.profile['device']}",
-        stages=tuple(
-            StageCard(
-                modules=stage.modules,
-                forward_ms=stage.forward_ms,
-                backward_ms=stage.backward_ms,
-                share=(stage.forward_ms + stage.backward_ms) / total_ms,
-                param_bytes=stage.param_bytes,
-                activation_bytes=stage.activation_bytes,
-                peak_bytes=stage.peak_bytes,
-            )
-            for stage in plan.stages
-        ),
-    )
-    files = generate(captured, stage_graphs, header, code=code)
-    plan = replace(
-        plan,
-        hashes={"graph": digest},
-        stages=tuple(
-            replace(stage, sha256=hashlib.sha256(files[stage.file].encode()).hexdigest())
-            for stage in plan.stages
-        ),
-    )
-    files |= {"README.md": render_readme(plan), "report.html": render_report(plan, files)}
-    files |= {f"hf/{name}": text for name, text in source.files.items()}
-    return plan, files | {"plan.json": plan.to_json()}
-
-
-def _command(
-    spec: str,
-    stages: int,
-    method: str,
-    prefer_modules: float,
-    dimensions: Mapping[str, Said],
-    cut_at: Sequence[str],
-    keep_together: Sequence[str],
-    code: str,
-    mode: str,
-    running: Running,
-) -> str:
-    """The command that would have made a plan that was made from Python."""
-    tokens = ["asyncpipe-partition", "--model", portable(spec), "--stages", str(stages)]
-    tokens += ["--method", method] if method != "auto" else []
-    tokens += ["--mode", mode] if mode != "both" else []
-    if prefer_modules != PREFER_MODULES:
-        tokens += ["--prefer-modules", f"{prefer_modules:g}"]
-    for flag, said in dimensions.items():
-        tokens += [token for text in write_said(said) for token in (flag, text)]
-    tokens += [token for name in cut_at for token in ("--cut-at", name)]
-    tokens += [token for name in keep_together for token in ("--keep-together", name)]
-    for name, value in running.items():
-        if value is not None:
-            tokens += [f"--{name.replace('_', '-')}", str(value)]
-    return shlex.join(tokens + (["--code", code] if code != "structured" else []))
 
 
 def describe_capture(captured: Capture) -> str:

@@ -1,34 +1,144 @@
-"""Capture -> the graph by module: a tree that a person reads, and a list that a program reads.
+"""Capture -> the graph by module: a tree for people, and a list for programs.
 
-Modules stand as in the original, under each the operations of its own forward with shapes and the
-author's line. A block that does the same as the one before is one line. The names on the left are
-those that `--cut-at` takes, the paths and classes those of `--keep-together` and `--leaf`.
+The tree has the modules of the original, and under each the operations of its own forward with
+shapes and the author's line. Equal blocks in a row are one line. `--cut-at` takes the names on the
+left, `--keep-together` and `--leaf` take the paths and classes.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
 from torch import Tensor, fx, nn
 
-from .capture import Capture, ModuleCall, Said
-from .capture import capture as capture_model
-from .compile import (
-    Clock,
-    OnTick,
-    describe_capture,
-    given_source,
-    load_ticked,
-)
-from .models import Source
-from .module_tree import Operation, Part, write_tree
-from .options import checked
-from .profiling import ProfileOptions, profile_capture
-from .walk import NodeCost, OnProgress
+from .capture import Capture, ModuleCall
+from .compile import OnTick, PhaseTimer, capture_source, describe_capture, load
+from .models.load import ModelSource, given_source
+from .planning.options import PartitionOptions, options_for, shows_options
+from .profile.operation_costs import NodeCost, OnProgress
+from .profiling import profile_capture
+
+
+@dataclass(frozen=True, slots=True)
+class OutlineOperation:
+    """One node of the graph.
+
+    name, module: its name, and the module that calls it
+    does: a short description of the operation
+    value: the dtype and shape of its result
+    source: the file and line of the original
+    ms: forward and backward of one micro-batch, if they are known
+    """
+
+    name: str
+    does: str
+    value: str
+    source: str
+    module: str
+    ms: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OutlineModule:
+    """One call of a module that is not a leaf, and the operations and calls in it."""
+
+    path: str
+    type_name: str
+    call: int
+    items: tuple[OutlineOperation | OutlineModule, ...]
+
+    @property
+    def operations(self) -> Iterator[OutlineOperation]:
+        for item in self.items:
+            if isinstance(item, OutlineModule):
+                yield from item.operations
+            else:
+                yield item
+
+
+_INDENT = "  "
+
+
+def write_tree(root: OutlineModule, name: str, inputs: Sequence[str]) -> list[str]:
+    """The lines of a tree, under the model's name and inputs."""
+    rows = list(_rows(root, 0))
+    cells = [row for row in rows if len(row) > 1]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    number = sum(1 for _ in root.operations)
+    first = f"{name} ({root.type_name}) · {number} operations{_time(root)}"
+    lines = [first, *(f"{_INDENT}{given}" for given in inputs)]
+    for row in rows:
+        padded = (cell.ljust(width) for cell, width in zip(row, widths, strict=False) if width)
+        lines.append("  ".join(padded).rstrip())
+    return lines
+
+
+def _rows(part: OutlineModule, depth: int) -> Iterator[tuple[str, ...]]:
+    """One row of five cells for an operation, one row of one cell for the heading of a module."""
+    margin = _INDENT * depth
+    for first, others in _folded(part.items):
+        if isinstance(first, OutlineOperation):
+            ms = " + ".join(f"{ms:.3f}" for ms in first.ms or ())
+            yield f"{margin}{first.name}", first.does, first.value, ms and f"{ms} ms", first.source
+            continue
+        number = sum(1 for _ in first.operations)
+        heading = f"{margin}{_called(first)} ({first.type_name}) · {number} operations"
+        yield (heading + _time(first),)
+        yield from _rows(first, depth + 1)
+        if others:
+            last = others[-1]
+            until = f" .. {_called(last)}" if len(others) > 1 else ""
+            yield (
+                f"{margin}{_called(others[0])}{until} as {_called(first)} · "
+                f"{len(others) * number} operations{_time(*others)}",
+            )
+
+
+def _called(part: OutlineModule) -> str:
+    return f"{part.path}, call {part.call + 1}" if part.call else part.path
+
+
+def _time(*parts: OutlineModule) -> str:
+    costs = [operation.ms for part in parts for operation in part.operations if operation.ms]
+    if not costs:
+        return ""
+    return f" · {sum(ms for ms, _ in costs):.2f} + {sum(ms for _, ms in costs):.2f} ms"
+
+
+def _folded(
+    items: Sequence[OutlineOperation | OutlineModule],
+) -> Iterator[tuple[OutlineOperation | OutlineModule, list[OutlineModule]]]:
+    """Groups each module with the equal modules that follow it: the next of a list, or the next
+    call of the same module."""
+    waiting: tuple[OutlineModule, list[OutlineModule]] | None = None
+    for item in items:
+        if waiting and isinstance(item, OutlineModule) and _is_like(waiting[0], item):
+            waiting[1].append(item)
+            continue
+        if waiting:
+            yield waiting
+        waiting = (item, []) if isinstance(item, OutlineModule) else None
+        if isinstance(item, OutlineOperation):
+            yield item, []
+    if waiting:
+        yield waiting
+
+
+def _is_like(first: OutlineModule, other: OutlineModule) -> bool:
+    siblings = first.path.rpartition(".")[0] == other.path.rpartition(".")[0]
+    numbered = other.path.rpartition(".")[2].isdigit()
+    return (siblings and numbered or first.path == other.path) and _shape(first) == _shape(other)
+
+
+def _shape(part: OutlineModule) -> Hashable:
+    return part.type_name, tuple(
+        (item.does, item.value, item.source) if isinstance(item, OutlineOperation) else _shape(item)
+        for item in part.items
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +146,7 @@ class Outline:
     """A captured graph by module; `str` is the tree."""
 
     name: str
-    root: Part
+    root: OutlineModule
     inputs: tuple[str, ...]
     sizes: Mapping[str, int]
     notes: tuple[str, ...] = ()
@@ -65,94 +175,72 @@ class Outline:
         return text + "\n"
 
 
-@checked
+@shows_options("outline")
 def outline(
     model: nn.Module,
     example_inputs: Mapping[str, Any] | tuple[Any, ...],
     *,
     name: str | None = None,
-    profile: str | None = None,
+    on_tick: OnTick | None = None,
+    on_progress: OnProgress | None = None,
     **options: Any,
 ) -> Outline:
     """Captures a model and shows its graph by module; with `profile`, "measured" or "analytic",
-    the milliseconds too. `options` are those of `outline_source`."""
+    also the milliseconds.
+
+    `options` are those of `PartitionOptions` that capture and profile a model. `on_tick` is called
+    after each phase, `on_progress` while the profile is made.
+    """
+    chosen = options_for("outline", options)
     source = given_source(model, example_inputs, name)
-    return outline_source(source, profile=profile, with_profile=profile is not None, **options)
+    return outline_source(
+        source,
+        chosen,
+        with_profile=chosen.profile is not None,
+        on_tick=on_tick,
+        on_progress=on_progress,
+    )
 
 
-@checked
 def outline_spec(
     spec: str,
+    options: PartitionOptions,
     *,
     with_profile: bool,
-    model_args: Mapping[str, Any] | None = None,
-    inputs: Mapping[str, str] | None = None,
-    micro_batch_size: int | None = None,
-    seq: int = 128,
-    seed: int = 0,
-    meta: bool = False,
-    on_tick: OnTick | None = None,
-    **options: Any,
-) -> Outline:
-    """`asyncpipe-partition --stop-after capture`, or `profile`."""
-    source = load_ticked(
-        spec,
-        on_tick,
-        model_args=model_args,
-        inputs=inputs,
-        micro_batch_size=micro_batch_size,
-        seq=seq,
-        seed=seed,
-        meta=meta,
-    )
-    return outline_source(source, with_profile=with_profile, on_tick=on_tick, **options)
-
-
-@checked
-def outline_source(
-    source: Source,
-    *,
-    with_profile: bool,
-    profile: str | None = None,
-    threads: int | None = None,
-    device: str | None = None,
-    dtype: str = "float32",
-    calibrate: bool = False,
-    no_cache: bool = False,
-    leaves: Sequence[str] = (),
-    batch_dim: Said = "auto",
-    sequence_dim: Said = "auto",
-    capture: str = "auto",
-    mode: str = "both",
     on_tick: OnTick | None = None,
     on_progress: OnProgress | None = None,
 ) -> Outline:
-    """Captures, profiles if asked to, and writes nothing."""
-    tick = Clock(on_tick)
-    captured = capture_model(
-        source.model,
-        source.example_inputs,
-        batch_dim=batch_dim,
-        sequence_dim=sequence_dim,
-        leaves=leaves,
-        check=False,
-        method=capture,
-        mode=mode,
+    """Loads the model that `spec` names, then `outline_source`."""
+    source = load(spec, options, on_tick)
+    return outline_source(
+        source, options, with_profile=with_profile, on_tick=on_tick, on_progress=on_progress
     )
+
+
+def outline_source(
+    source: ModelSource,
+    options: PartitionOptions,
+    *,
+    with_profile: bool,
+    on_tick: OnTick | None = None,
+    on_progress: OnProgress | None = None,
+) -> Outline:
+    """Captures the model, profiles it if `with_profile`, and writes nothing."""
+    tick = PhaseTimer(on_tick)
+    captured = capture_source(source, options)
     tick("capture", describe_capture(captured), "profile" if with_profile else "")
     costs: Mapping[str, NodeCost] = {}
     if with_profile:
-        how = ProfileOptions(profile, device, dtype, threads, calibrate, no_cache, on_progress)
-        measured = profile_capture(captured, how, stages=1)
-        tick("profile", measured.summary, "")
-        costs = measured.nodes
+        profile = profile_capture(captured, options, stages=1, on_progress=on_progress)
+        tick("profile", profile.summary, "")
+        costs = profile.nodes
     return outline_of(captured, source.name, costs)
 
 
 def outline_of(
     captured: Capture, name: str, costs: Mapping[str, NodeCost] | None = None
 ) -> Outline:
-    """The outline of a capture; `costs` by the names of its nodes."""
+    """The outline of a capture; `costs` maps the names of nodes to their costs."""
     nodes = [node for node in captured.graph.nodes if node.op.startswith("call")]
     root = _part(captured, ModuleCall("", 0), nodes, 0, costs or {})
     inputs = tuple(f"{spec.name} {spec}" for spec in captured.inputs)
@@ -168,27 +256,27 @@ def _part(
     nodes: Sequence[fx.Node],
     depth: int,
     costs: Mapping[str, NodeCost],
-) -> Part:
+) -> OutlineModule:
     def inner(node: fx.Node) -> ModuleCall | None:
         calls = node.meta.get("calls", ())
         return calls[depth] if len(calls) > depth else None
 
-    items: list[Operation | Part] = []
+    items: list[OutlineOperation | OutlineModule] = []
     for found, members in groupby(nodes, inner):
         if found is None:
             items += [_operation(captured, node, call.path, costs) for node in members]
         else:
             items.append(_part(captured, found, list(members), depth + 1, costs))
     kind = type(captured.model.get_submodule(call.path)).__name__
-    return Part(call.path, kind, call.index, tuple(items))
+    return OutlineModule(call.path, kind, call.index, tuple(items))
 
 
 def _operation(
     captured: Capture, node: fx.Node, module: str, costs: Mapping[str, NodeCost]
-) -> Operation:
+) -> OutlineOperation:
     file, line = node.meta.get("source") or ("", 0)
     cost = costs.get(node.name)
-    return Operation(
+    return OutlineOperation(
         name=node.name,
         does=_does(captured, node, module),
         value=_value(captured, node),
@@ -218,7 +306,7 @@ def _value(captured: Capture, node: fx.Node) -> str:
     return type(value).__name__
 
 
-def _as_dict(operation: Operation) -> dict[str, Any]:
+def _as_dict(operation: OutlineOperation) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "name": operation.name,
         "module": operation.module,

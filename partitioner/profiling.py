@@ -1,70 +1,233 @@
-"""What the user wants of a profile -> the profile: measured here, or predicted for a device."""
+"""The user's profile options -> the profile, measured here or predicted for a device.
+
+This module also refines a cut: it times the stages of a plan and makes the plan again from these
+times. A plan is made from the costs of operations; its stages are timed as wholes; the costs of
+each stage are scaled to its time; and the planner runs again with these costs. If no cut moves,
+costs and plan agree. If cuts move for a gain, the new stages are timed too. The plan is always the
+best for the profile that is returned with it.
+
+Two cuts of one model do the same work, so different sums of their stage times mean that the machine
+was faster during one timing: each timing counts relative to its own sum. A profile that agrees with
+several timings is found by scaling to each of them repeatedly, which is iterative proportional
+fitting (Deming, Stephan: "On a least squares adjustment of a sampled frequency table when the
+expected marginal totals are known", 1940).
+
+After an exception in profiling or verification, `backward_failure` finds out whether the model's
+own backward is the cause.
+"""
 
 from __future__ import annotations
 
 import os
+import re
+import statistics
+import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
 
+import networkx as nx
 import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 
-from ..runtime.errors import PlanError
-from ..runtime.host_memory import keep_freed_memory
-from .calibrate import calibrated, this_cpu
-from .capture import Capture
-from .device_specs import DeviceSpec, device_spec
-from .precision import check_dtype
-from .profile_cache import ProfileCache
-from .profiler import CPU_CORE, TIMED_UP_TO_MS, Profile, is_on, profile, profile_analytic
-from .settle import Cut, settled
-from .stage_times import time_stages
-from .walk import OnProgress, is_on_meta
-from .whole import WholeTimes
+from ..runtime.errors import AsyncPipeError, CaptureError, PlanError
+from ..runtime.process import keep_freed_memory
+from ..runtime.user_code import is_own_file, own_line
+from .capture import Capture, read_arguments
+from .capture.arguments import plain_structure
+from .capture.model_state import is_on_meta, without_cache
+from .graph.build import build_graph, stage_of_nodes, with_copies
+from .graph.problem import Problem
+from .graph.rematerialize import Prices, Recomputation
+from .planning.cluster import Cluster
+from .planning.infeasible import explained
+from .planning.options import PartitionOptions
+from .planning.planner import Planner, with_times_on
+from .planning.solve import Solution
+from .planning.step_time import step_of
+from .profile.cache import ProfileCache
+from .profile.operation_costs import OnProgress
+from .profile.profiler import (
+    CPU_CORE,
+    TIMED_UP_TO_MS,
+    Profile,
+    WholeTimes,
+    is_on,
+    profile,
+    profile_analytic,
+)
+from .profile.roofline import DeviceSpec, calibrated, device_spec, this_cpu
+from .split.split import StageGraph, split
+from .split.ssa import separated
+from .stage_timing import rescaled, time_stages
 
-KINDS = ("measured", "analytic")
+_WORTH = 0.02
+"""The gain, as a share of the objective, that a new plan must promise before it is timed."""
+_SWEEPS = 10
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A captured model cut into stages.
+
+    captured: the capture
+    stages: the graphs of the stages
+    placed: the stage of every node
+    graph: the cost graph that was planned on
+    solution: the result of the planner
+    """
+
+    captured: Capture
+    stages: tuple[StageGraph, ...]
+    placed: Mapping[fx.Node, int]
+    graph: nx.DiGraph
+    solution: Solution
+
+
+@dataclass(frozen=True)
+class CostGraphs:
+    """The cost graphs of one captured model, for any profile of it.
+
+    recomputation: the values that stages may recompute instead of receiving
+    together: nodes that must be in one stage
+    predicted: the graphs of other kinds of devices
+    """
+
+    capture: Capture
+    name: str
+    recomputation: Recomputation
+    together: Collection[Collection[fx.Node]]
+    update_ms_per_byte: float
+    predicted: Mapping[str, nx.DiGraph] = field(default_factory=dict)
+
+    def predicted_for(self, cluster: Cluster | None, dtype: str) -> CostGraphs:
+        """A copy with a predicted graph for each kind of device of the cluster."""
+        kinds = {device.kind for device in (cluster.devices if cluster else ()) if device.kind}
+        inputs = self.capture.arguments.tensors
+        predicted = {
+            kind: self.of(profile_analytic(self.capture, inputs, device_spec(kind), dtype=dtype))
+            for kind in sorted(kinds)
+        }
+        return replace(self, predicted=predicted)
+
+    def of(self, profile: Profile) -> nx.DiGraph:
+        graph = build_graph(
+            self.capture,
+            profile,
+            self.name,
+            again=self.recomputation,
+            together=self.together,
+            update_ms_per_byte=self.update_ms_per_byte,
+        )
+        return with_times_on(graph, self.predicted)
+
+    def cut(self, planner: Planner, prices: Prices, profile: Profile) -> Cut:
+        """The stages of the best plan for a profile."""
+        graph = self.of(profile)
+        with explained():
+            solution = planner.plan(graph)
+        placed = stage_of_nodes(self.capture, graph, solution.stage_of, self.recomputation)
+        divided, placed = separated(self.capture, placed)
+        stage_graphs = split(divided, placed, Recomputation(divided, prices))
+        return Cut(divided, stage_graphs, placed, graph, solution)
+
+
+def refined(
+    cut: Callable[[Profile], Cut],
+    profile: Profile,
+    time: Callable[[Cut], Sequence[WholeTimes]],
+    *,
+    rounds: int = 3,
+) -> tuple[Profile, Cut]:
+    """Cuts and times the stages repeatedly, `rounds` times at most.
+
+    The groups that `cut` places are the same for every profile.
+    """
+    current = cut(profile)
+    timed: list[tuple[Cut, Sequence[WholeTimes]]] = []
+    for _ in range(rounds):
+        timed.append((current, time(current)))
+        fitted = _fitted(profile, timed)
+        after = cut(fitted)
+        if any(_same(after, one) for one, _ in timed):
+            break
+        stays_ms = _objective_ms(current.solution, after.solution.problem)
+        if after.solution.objective_ms > (1 - _WORTH) * stays_ms:
+            break
+        current = after
+    return fitted, after
+
+
+def _fitted(profile: Profile, timed: Sequence[tuple[Cut, Sequence[WholeTimes]]]) -> Profile:
+    """The profile whose parts add up to all timings as closely as possible, and to the last timing
+    exactly."""
+    usual_ms = statistics.median(_sum_ms(times) for _, times in timed)
+    scaled = [
+        (cut, [time.scaled(usual_ms / (_sum_ms(times) or 1.0)) for time in times])
+        for cut, times in timed
+    ]
+    found = profile
+    for cut, _ in scaled:
+        found = with_copies(found, cut.captured)
+    parts = found
+    for _ in range(_SWEEPS if len(scaled) > 1 else 1):
+        for cut, times in scaled:
+            found = rescaled(found, cut.stages, times)
+    last, times = scaled[-1]
+    return replace(found, stage_scales=rescaled(parts, last.stages, times).stage_scales)
+
+
+def _sum_ms(times: Sequence[WholeTimes]) -> float:
+    return sum(time.forward_ms + time.backward_ms for time in times)
+
+
+def _same(cut: Cut, other: Cut) -> bool:
+    one, two = cut.solution.placement, other.solution.placement
+    return (one.stage_of, one.ranks_of_stage) == (two.stage_of, two.ranks_of_stage)
+
+
+def _objective_ms(solution: Solution, problem: Problem) -> float:
+    """The objective of the placement of `solution` under the costs of `problem`."""
+    step = step_of(problem, replace(solution.placement, bound_ms=None, order_optimum_ms=None))
+    is_asynchronous = problem.setting.is_asynchronous
+    return step.evaluation.bottleneck_ms if is_asynchronous else step.step_ms
+
+
 _HERE = ("cpu", "cuda")
 
 
-@dataclass(frozen=True, slots=True)
-class ProfileOptions:
-    """How costs are found; each as the option of the same name of `asyncpipe-partition`.
-
-    Without `kind`, costs are measured, but for a model on meta or a `device` that is not here.
-    `device` is cpu or cuda, the name of a device, or a TOML file of one. `no_cache` measures
-    anew what has been measured before.
-    """
-
-    kind: str | None = None
-    device: str | None = None
-    dtype: str = "float32"
-    threads: int | None = None
-    calibrate: bool = False
-    no_cache: bool = False
-    on_progress: OnProgress | None = None
-
-    def __post_init__(self) -> None:
-        """Raises PlanError for what is not known, before anything is done."""
-        check_dtype(self.dtype)
-        if self.device not in (None, *_HERE):
-            device_spec(self.device).flops(self.dtype)
+def check_profile(options: PartitionOptions) -> None:
+    """Raises PlanError if the device is unknown or does not compute in the dtype."""
+    if options.device not in (None, *_HERE):
+        device_spec(options.device).flops(options.dtype)
 
 
 def profile_capture(
-    captured: Capture, options: ProfileOptions, stages: int, *, whole: bool = True
+    captured: Capture,
+    options: PartitionOptions,
+    stages: int,
+    *,
+    whole: bool = True,
+    on_progress: OnProgress | None = None,
 ) -> Profile:
     """The costs of a captured model, for ranks of one stage each; with `whole` they add up to the
     time of the whole model.
 
-    Raises PlanError for options that do not fit each other or the machine.
+    Without `options.profile` costs are measured, except for a model on meta and for a device that
+    this machine does not have. Raises PlanError for options that do not fit each other or the
+    machine.
     """
+    check_profile(options)
     inputs = captured.arguments.tensors
     cores = os.cpu_count() or 1
     threads = options.threads or max(1, cores // stages)
     if _kind(captured, options) == "analytic":
         spec = _spec(options, threads)
         return profile_analytic(
-            captured, inputs, spec, dtype=options.dtype, on_progress=options.on_progress
+            captured, inputs, spec, dtype=options.dtype, on_progress=on_progress
         )
     if options.calibrate:
         raise PlanError(
@@ -86,7 +249,7 @@ def profile_capture(
         dtype=options.dtype,
         whole_up_to_ms=TIMED_UP_TO_MS if whole else 0.0,
         cached=not options.no_cache,
-        on_progress=options.on_progress,
+        on_progress=on_progress,
     )
 
 
@@ -94,12 +257,14 @@ def cut_and_time(
     captured: Capture,
     cut: Callable[[Profile], Cut],
     measured: Profile,
-    options: ProfileOptions,
+    options: PartitionOptions,
+    *,
+    on_progress: OnProgress | None = None,
 ) -> tuple[Profile, Cut]:
-    """The cut for a profile, and the profile that agrees with its stages.
+    """The cut for a profile, and the profile that agrees with the times of its stages.
 
-    They are timed as wholes where that can be done: the model is on the device that was measured,
-    takes no more than `TIMED_UP_TO_MS` a micro-batch, and its stages can be written as code.
+    The stages are timed as wholes where that is possible: the model is on the device that was
+    measured, takes at most `TIMED_UP_TO_MS` a micro-batch, and its stages can be written as code.
     """
     is_quick = measured.forward_ms + measured.backward_ms <= TIMED_UP_TO_MS
     if measured.kind != "measured" or not is_quick:
@@ -126,39 +291,39 @@ def cut_and_time(
             dtype=measured.dtype,
             content=measured.content,
             cache=cache,
-            on_progress=options.on_progress,
+            on_progress=on_progress,
         )
 
     try:
-        costs, chosen = settled(cut, measured, time)
-    except PlanError:  # What cannot be written is told of when it is to be written.
+        costs, chosen = refined(cut, measured, time)
+    except PlanError:  # The code generator reports code that cannot be written.
         return measured, cut(measured)
     cache.save()
     return costs, chosen
 
 
 def _at_once(made: Cut, measured: Profile) -> int:
-    """How many stages compute at a time on this machine. A rank of a GPU has it for itself; and
-    with several threads a rank the clock is wall time, in which stages would wait for each other's
-    Python."""
+    """The number of stages that compute at the same time on this machine. A rank on a GPU uses the
+    GPU alone. With several threads a rank the clock is wall time, in which stages would wait for
+    the Python of other stages."""
     if measured.device != "cpu" or measured.threads > 1:
         return 1
     hosts = Counter(device.host for device in made.solution.problem.setting.devices)
     return min(os.cpu_count() or 1, len(made.stages), max(hosts.values()))
 
 
-def _kind(captured: Capture, options: ProfileOptions) -> str:
+def _kind(captured: Capture, options: PartitionOptions) -> str:
     is_elsewhere = options.device is not None and options.device not in _HERE
-    if options.kind == "measured" and is_elsewhere:
+    if options.profile == "measured" and is_elsewhere:
         raise PlanError(
             f"{options.device} is not here to be measured.", "Predict it: --profile analytic"
         )
     by_default = "analytic" if is_elsewhere or is_on_meta(captured.model) else "measured"
-    return options.kind or by_default
+    return options.profile or by_default
 
 
-def _spec(options: ProfileOptions, threads: int) -> DeviceSpec:
-    """The device that is predicted for."""
+def _spec(options: PartitionOptions, threads: int) -> DeviceSpec:
+    """The device to predict for."""
     match options.device:
         case None if not options.calibrate:
             return CPU_CORE
@@ -178,3 +343,67 @@ def _spec(options: ProfileOptions, threads: int) -> DeviceSpec:
             "Leave --calibrate out.",
         )
     return calibrated(spec, torch.device("cuda"), options.dtype, threads)
+
+
+_FRAME = re.compile(r'File "(.+?)", line (\d+)')
+
+
+@contextmanager
+def own_failure_told(model: nn.Module, example_inputs: Mapping[str, Any]) -> Iterator[None]:
+    """A context that turns an exception into a CaptureError if the model's own backward fails too,
+    with the line of the author's forward that autograd cannot differentiate."""
+    try:
+        yield
+    except Exception as error:
+        is_refusal = isinstance(error, AsyncPipeError) and error.__cause__ is None
+        if is_refusal or any(parameter.is_meta for parameter in model.parameters()):
+            raise
+        if (told := backward_failure(model, example_inputs)) is None:
+            raise
+        raise CaptureError(*told) from error
+
+
+def backward_failure(model: nn.Module, example_inputs: Mapping[str, Any]) -> tuple[str, str] | None:
+    """The reason why the model as its author wrote it cannot run backward on its example inputs,
+    and a cure; None if it can, or if already its forward fails. Sets its gradients to None."""
+    name = type(model).__name__
+    given = read_arguments(model, example_inputs)
+    inputs = {key: tensor.clone() for key, tensor in given.tensors.items()}
+    with warnings.catch_warnings(record=True) as caught, torch.enable_grad():
+        warnings.simplefilter("always")
+        with torch.autograd.set_detect_anomaly(True, check_nan=False), without_cache(model):
+            try:
+                outputs = pytree.tree_leaves(plain_structure(given.call(model.train(), inputs)))
+            except Exception:
+                return None
+            roots = [one for one in outputs if isinstance(one, Tensor) and one.requires_grad]
+            if not roots:
+                return (
+                    f"{name} cannot be trained: none of its outputs has a gradient, because each "
+                    "is detached, is not a floating-point number, or depends on no parameter that "
+                    "requires one.",
+                    "Return a loss or logits that are computed from the parameters without "
+                    "detach(), no_grad() or argmax().",
+                )
+            try:
+                torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+            except Exception as error:
+                what = str(error).split("Hint:")[0].strip().split("\n")[0]
+                place = own_line(error) or _place([str(each.message) for each in caught])
+                at = f" at {place}" if place else ""
+                return (
+                    f"the backward of {name} itself fails{at}: {type(error).__name__}: {what}",
+                    "Make loss.backward() of the model run. An operation in place (add_, relu_, "
+                    "x += 1) may not change a tensor that the backward reads: use add, relu or "
+                    "x = x + 1.",
+                )
+            finally:
+                model.zero_grad(set_to_none=True)
+    return None
+
+
+def _place(messages: list[str]) -> str:
+    """The author's last line in the message of anomaly detection about the forward."""
+    frames = [found for message in messages for found in _FRAME.findall(message)]
+    own = [f"{file}:{line}" for file, line in frames if is_own_file(file)]
+    return own[-1] if own else ""

@@ -1,8 +1,8 @@
-"""Generated stages == the original model: names, loss, outputs and every gradient.
+"""Checks that generated stages equal the original model: names, loss, outputs, all gradients.
 
-The stages are imported from the files that were written, share the original's parameters, and
-are chained as in a pipeline: each boundary tensor is detached, and gradients are passed back by
-hand. Both run under equal seeds, so dropout draws the same numbers.
+The stages are imported from the written files, share the original's parameters, and are chained as
+in a pipeline: each boundary tensor is detached, and gradients are passed back by hand. Both run
+under equal seeds, so dropout draws the same numbers.
 """
 
 from __future__ import annotations
@@ -17,18 +17,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..runtime.authors_line import where_in_stage
 from ..runtime.errors import AsyncPipeError, PlanError
-from ..runtime.loading import SkipRandomInit, load_stage_class
-from ..runtime.pipe import run_stage
-from ..runtime.plan import Plan, StageSpec
-from ..runtime.structure import rebuilt
+from ..runtime.executor.loading import SkipRandomInit, load_stage_class, run_stage
+from ..runtime.executor.run import where_in_stage
+from ..runtime.plan.plan import Plan, StageSpec
+from ..runtime.plan.structure import rebuilt
 from .capture import Arguments, read_arguments
-from .capture.check import MAX_PARAMETERS_WITH_GRADIENTS
-from .capture.guards import is_refusal
-from .capture.inputs import sizes_in
-from .capture.restore import seed_all, unchanged, without_cache
-from .capture.samples import (
+from .capture.check import MAX_PARAMETERS_WITH_GRADIENTS, compare, detached, leaves_of, total_of
+from .capture.graph import is_refusal
+from .capture.model_state import (
+    Noise,
+    UnfitNoise,
+    WorkingCopies,
+    seed_all,
+    state_between_calls,
+    unchanged,
+    verify_finite,
+    without_cache,
+    working_copies,
+)
+from .capture.patches import gradients_asked
+from .capture.sizes import (
     Attempted,
     Sample,
     Tensors,
@@ -37,32 +46,25 @@ from .capture.samples import (
     larger_sizes,
     nearby_sizes,
     refused_by_model,
+    sizes_in,
     sizes_text,
     smaller_sizes,
     taken,
 )
-from .capture.working_copies import (
-    Noise,
-    UnfitNoise,
-    WorkingCopies,
-    verify_finite,
-    working_copies,
-)
-from .differences import compare, detached, leaves_of, total_of
-from .state_between_calls import state_between_calls
 
 Refused = Callable[[Mapping[str, int]], str]
-"""Why the stages refuse sizes; empty where they do not."""
+"""The reason why the stages refuse sizes; empty if they accept them."""
 _MANY = 100_000
-"""Elements of inputs above which a large model is not run at larger sizes."""
+"""The number of input elements above which a large model is not run at larger sizes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What was compared, at which sizes; `captured` are those of the capture.
+    """The result of a comparison at `sizes`; `captured` are the sizes of the capture.
 
-    `gradients` is 0 when only shapes could be compared (a model on meta). `refused` is what the
-    stages say of sizes well above the captured ones, if they refuse them.
+    gradients: the number of gradients; 0 when only shapes were compared (a model on meta)
+    noise: the values that noise moved before the comparison
+    refused: the message of the stages about sizes well above the captured ones, if they refuse them
     """
 
     sizes: Mapping[str, int]
@@ -107,16 +109,16 @@ def verify(
     refused: Refused = lambda sizes: "",
 ) -> Verified:
     """Compares the stages in `folder` with `model` at `sizes`, by default at sizes that the model
-    takes and that are not those of the capture.
+    accepts and that differ from those of the capture.
 
     Train mode with equal seeds: outputs and gradients; eval mode: outputs. `constants` are tensors
-    that the stages hold as buffers and that are no buffers of the model. The model is as before
-    afterwards: it and the stages work on copies of its parameters and buffers, which are moved by
-    noise where the model computes with such. `changing` are the parameters that forward changes,
-    of which a large model needs copies too. `refused` says why stages refuse sizes, at which
-    nothing is compared. Raises PlanError naming the first value that differs
-    by more than `tolerance` (relative to the largest magnitude in it), and where the model itself
-    does not run.
+    that the stages hold as buffers and that are not buffers of the model. The model is unchanged
+    afterwards: it and the stages work on copies of its parameters and buffers, which noise moves
+    where the model can compute with moved ones. `changing` are the parameters that forward
+    changes; even a large model needs copies of these. `refused` gives the reason why stages refuse
+    sizes; nothing is compared at such sizes. Raises PlanError with the name of the first value
+    that differs by more than `tolerance` (relative to the largest magnitude in it), and where the
+    model itself does not run.
     """
     given = read_arguments(model, example_inputs)
     with unchanged(model):
@@ -147,7 +149,7 @@ def verify(
 
 
 def verify_names(model: nn.Module, plan: Plan, stages: list[nn.Module]) -> None:
-    """The stages' state_dicts are a split of the model's: its keys and shapes, tied names apart."""
+    """Checks that the stages' state_dicts split the model's: keys and shapes, apart from ties."""
     wanted = {name: tensor.shape for name, tensor in model.state_dict().items()}
     got = {name: tensor.shape for stage in stages for name, tensor in stage.state_dict().items()}
     tied = {name for shared in plan.shared for name in shared.names}
@@ -165,7 +167,7 @@ def verify_names(model: nn.Module, plan: Plan, stages: list[nn.Module]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What a forward and backward in one mode do: results, gradients, and what has changed."""
+    """The outputs, gradients, buffers, changed parameters and inputs after a run in one mode."""
 
     outputs: Mapping[str, Tensor]
     gradients: Mapping[str, Tensor]
@@ -175,7 +177,7 @@ class _Seen:
 
 
 def _modes(plan: Plan) -> tuple[bool, ...]:
-    """Whether it is training that is compared: evaluation, then training."""
+    """The modes to compare, True for training: evaluation first, then training."""
     return (True,) if plan.mode == "train" else (False, True)
 
 
@@ -187,8 +189,8 @@ def _sample_of(
     attempt: Callable[[Tensors], Attempted],
     refused: Refused,
 ) -> Sample[Attempted]:
-    """Inputs at `sizes`, by default at others than the captured that `attempt` takes and the
-    stages do not refuse."""
+    """Inputs at `sizes`, by default at sizes that differ from the captured ones, with which
+    `attempt` runs and which the stages do not refuse."""
 
     def attempted(inputs: Tensors) -> Attempted:
         if why := refused(sizes_in(inputs, dynamic_of(plan.inputs))):
@@ -220,6 +222,17 @@ def _verify_numbers(
             copies.reset()
             return {mode: _run_model(model, given, inputs, mode, copies) for mode in modes}
 
+    def results(inputs: Tensors, gradients: bool | None = None) -> Mapping[str, Tensor]:
+        copies.reset()
+        return _run_model(model, given, inputs, _modes(plan)[0], copies, gradients).outputs
+
+    def explained(inputs: Tensors, error: PlanError) -> PlanError:
+        if plan.mode == "train":
+            return error
+        with unchanged(model):
+            why = gradients_asked(model, partial(results, inputs))
+        return PlanError(*why) if why else error
+
     def compared(sample: Sample[dict[bool, _Seen]]) -> float:
         """The largest difference of the stages from the original."""
         copies.reset()
@@ -234,7 +247,7 @@ def _verify_numbers(
             except PlanError as error:
                 if is_own:
                     raise
-                raise UnfitNoise from error  # a guard, perhaps: other numbers go another way
+                raise UnfitNoise from error  # a guard, perhaps: other numbers take another branch
             buffers = {name: expected.buffers[name] for name in actual.buffers}
             for what, theirs, ours in (
                 ("output", expected.outputs, actual.outputs),
@@ -243,7 +256,10 @@ def _verify_numbers(
                 ("parameter", expected.parameters, actual.parameters),
                 ("input", expected.inputs, actual.inputs),
             ):
-                largest = max(largest, compare(theirs, ours, tolerance, what))
+                try:
+                    largest = max(largest, compare(theirs, ours, tolerance, what))
+                except PlanError as error:
+                    raise explained(sample.inputs, error) from error.__cause__
         return largest
 
     is_own = noise is Noise.NONE
@@ -256,7 +272,9 @@ def _verify_numbers(
     if not is_own:
         for seen in sample.result.values():
             verify_finite((*seen.outputs.values(), *seen.gradients.values()))
-    if why := _state_between_calls(model, plan, given, sample.inputs, copies):
+    with unchanged(model):
+        why = state_between_calls(model, partial(results, sample.inputs))
+    if why:
         raise PlanError(*why)
     trained = sample.result[True]
     verified = Verified(
@@ -284,20 +302,9 @@ def _verify_numbers(
             except (PlanError, UnfitNoise) as error:
                 if not is_refusal(error):
                     raise
-                continue  # Other values may go another way, which is no matter of sizes.
+                continue  # Other values may take another branch, at any size.
             return replace(verified, largest_difference=difference)
     return verified
-
-
-def _state_between_calls(
-    model: nn.Module, plan: Plan, given: Arguments, inputs: Tensors, copies: WorkingCopies
-) -> tuple[str, str] | None:
-    def call() -> Mapping[str, Tensor]:
-        copies.reset()
-        return _run_model(model, given, inputs, _modes(plan)[0], copies).outputs
-
-    with unchanged(model):
-        return state_between_calls(model, call)
 
 
 def _run_model(
@@ -306,11 +313,13 @@ def _run_model(
     inputs: Mapping[str, Tensor],
     training: bool,
     copies: WorkingCopies,
+    gradients: bool | None = None,
 ) -> _Seen:
-    own = _copied(inputs)  # A model may change what it is given.
+    own = _copied(inputs)  # A model may change its inputs.
     model.train(training)
     seed_all(1)
-    with torch.set_grad_enabled(training), without_cache(model):
+    gradients = training if gradients is None else gradients
+    with torch.set_grad_enabled(gradients), without_cache(model):
         outputs = leaves_of(given.call(model, own))
     if training:
         torch.autograd.backward(total_of(outputs))
@@ -329,7 +338,7 @@ def _run_stages(
     seed_all(1)
     inputs, sizes = _copied(sample.inputs), sample.sizes
     values: dict[str, Tensor] = dict(inputs)
-    leaves: dict[str, list[Tensor]] = {}  # of each value, one leaf a reader
+    leaves: dict[str, list[Tensor]] = {}  # for each value one leaf a reader
 
     def read(name: str) -> Tensor:
         copy = values[name].detach().requires_grad_(values[name].requires_grad)
@@ -359,7 +368,7 @@ def _run_stages(
 def _run_stage(
     spec: StageSpec, stage: nn.Module, values: Mapping[str, Any], sizes: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Raises PlanError with the line where a stage raises what the original did not."""
+    """Runs a stage. Raises PlanError with the line where it raises and the original did not."""
     try:
         return run_stage(spec, stage, values)
     except AsyncPipeError:
@@ -402,7 +411,7 @@ def _verify_shapes(
     sizes: Mapping[str, int] | None,
     refused: Refused,
 ) -> Verified:
-    """On meta only shapes and dtypes of the outputs can be compared."""
+    """Compares shapes and dtypes of the outputs, the only values on meta."""
 
     def original(inputs: Tensors) -> dict[str, Tensor]:
         return leaves_of(
@@ -432,9 +441,9 @@ def adopt(stage: nn.Module, model: nn.Module, constants: Mapping[str, Tensor]) -
     given = {**dict(model.named_buffers(remove_duplicate=False)), **constants}
     with torch.no_grad():
         for name, buffer in list(stage.named_buffers()):
-            if name not in given:  # its constructor makes it
+            if name not in given:  # the stage's constructor makes it
                 continue
-            if buffer.shape != given[name].shape:  # a forward has made it anew
+            if buffer.shape != given[name].shape:  # a forward has replaced it
                 path, _, leaf = name.rpartition(".")
                 setattr(stage.get_submodule(path), leaf, given[name].clone())
             else:

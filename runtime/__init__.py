@@ -3,3 +3,5 @@
 Generated code and this package are enough to train; the compiler (`asyncpipe.partitioner`)
 is never imported from here.
 """
+
+__version__ = "0.1.0"

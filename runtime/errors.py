@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import errno
 
-from .signals import Ended
+from .process import Ended
 
 
 class AsyncPipeError(Exception):
-    """One sentence of what does not fit, with both values, and a cure as a command.
+    """One sentence that says what does not fit, with both values, and a cure as a command.
 
     The command line prints `error: <what>` and the cure below it, and exits with 1. `comes_again`
-    says whether the same run would come to it again, so that there is no use in another attempt.
+    is True if the same run would fail again, so that another attempt is useless.
     """
 
     comes_again = True
@@ -49,7 +49,7 @@ class DataError(AsyncPipeError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception of Python's, torch's or the system's says that memory has run out."""
+    """True for an exception of Python, torch or the system that reports a lack of memory."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     words = ("can't allocate memory", "CUDA out of memory", "not enough memory")
@@ -65,13 +65,13 @@ def root_of(error: BaseException) -> BaseException:
 
 
 def why_ended(error: BaseException) -> str:
-    """What is left in the records of a run that ends so."""
+    """The reason in the records of a run that ends with this error."""
     match root_of(error):
         case AsyncPipeError() as known:
             return known.what
         case KeyboardInterrupt() as interrupt:
             return str(interrupt) or "interrupted"
         case Ended() as leaving:
-            return f"it was told to stop (exit code {leaving.code})"
+            return f"it was asked to stop (exit code {leaving.code})"
         case unknown:
             return f"{type(unknown).__name__}: {unknown}"

@@ -1,8 +1,8 @@
-"""Where a process of ours may import from: what is installed, then folders that the user named.
+"""The import path of our processes: installed packages, then folders that the user named.
 
 Python puts the folder of the script, or the current folder, first on `sys.path`. A `random.py` or a
 `json/` in a folder that somebody else packed would then run in place of the module that torch
-imports. So commands and ranks leave that entry out, and a folder of the user's own comes last.
+imports. So commands and ranks remove that entry, and a folder of the user's own comes last.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import sys
 from pathlib import Path
 
 ISOLATED = ("-P",)
-"""What the interpreter of every process that we start is given."""
+"""Interpreter options of every process that we start."""
 
 _own: set[str] = set()
 _PATH, _SAFE_PATH = "PYTHONPATH", "PYTHONSAFEPATH"
 
 
 def isolate() -> None:
-    """Takes the folder of the script and the current folder off `sys.path`, unless PYTHONPATH
-    names them, here and in every interpreter that this process starts.
+    """Takes the folder of the script and the current folder off `sys.path`, unless PYTHONPATH names
+    them, here and in every interpreter that this process starts.
 
-    To be called before the first import of anything that is not part of Python.
+    Call it before the first import of anything that is not part of Python.
     """
     if not sys.flags.safe_path and sys.path:
         del sys.path[0]
@@ -45,5 +45,5 @@ def add_own_folder(folder: Path) -> None:
 
 
 def is_own_folder(folder: Path) -> bool:
-    """Whether modules of a folder can be imported because the user named something there."""
+    """True if modules of a folder can be imported because the user named something there."""
     return str(folder.resolve()) in _own

@@ -1,8 +1,7 @@
-"""The legal values of an option: one declaration for command line, TOML, Python and checkpoints.
+"""The legal values of an option, for command line, TOML and Python alike.
 
-A field has its limit beside its type, `steps: Annotated[int, Whole(0, 10**12, 100)] = 100`, or in a
-table by name. A limit reads a value from text (`read`), says whether a value is legal (`has`), and
-names the legal ones (`words`) and one of them (`example`).
+A limit reads a value from text (`read`), decides which values are legal (`has`), and names the
+legal values (`words`) and one of them (`example`).
 """
 
 from __future__ import annotations
@@ -11,22 +10,21 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import cache
 from math import inf, isfinite
 from reprlib import Repr
-from types import NoneType
-from typing import Annotated, Any, NamedTuple, Protocol, get_args, get_origin, get_type_hints
+from typing import Any, Protocol
+
+from .formatting import hiding_in
 
 _LONGEST = 2**16
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _short = Repr()
 _short.maxlevel, _short.maxstring, _short.maxother, _short.maxlong = 2, 60, 60, 60
 
 
 class Limit(Protocol):
-    """What a value of an option must be."""
+    """The legal values of an option."""
 
     @property
     def words(self) -> str:
@@ -39,11 +37,11 @@ class Limit(Protocol):
         ...
 
     def read(self, text: str) -> Any:
-        """The value that a text stands for; the text itself where it stands for none."""
+        """The value that a text stands for; the text itself if it stands for no value."""
         ...
 
     def has(self, value: Any) -> bool:
-        """Whether the value is legal."""
+        """True if the value is legal."""
         ...
 
 
@@ -115,7 +113,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Text:
-    """Texts without control characters that are not empty and that `accepts` takes."""
+    """Texts without control or hidden characters that are not empty and that `accepts` takes."""
 
     words: str
     example: str
@@ -128,7 +126,7 @@ class Text:
         if not isinstance(value, str | os.PathLike):
             return False
         text = os.fspath(value)
-        if not isinstance(text, str) or not 0 < len(text) <= _LONGEST or _CONTROL.search(text):
+        if not isinstance(text, str) or not 0 < len(text) <= _LONGEST or _hidden_in(text):
             return False
         return bool(self.accepts(text))
 
@@ -148,8 +146,8 @@ class Flag:
 
 
 @dataclass(frozen=True)
-class Several:
-    """A list of legal values, of which none is there twice; of `count`, if it is given."""
+class ListOf:
+    """A list of legal values without duplicates, or of exactly `count` values."""
 
     item: Limit
     count: int | None = None
@@ -181,7 +179,7 @@ class Several:
 
 @dataclass(frozen=True)
 class Either:
-    """What one of two limits takes, which is read as the first where that takes it."""
+    """The values of two limits; a text is read by the first that accepts it."""
 
     first: Limit
     second: Limit
@@ -203,7 +201,7 @@ class Either:
 
 
 def form(pattern: str) -> Callable[[str], Any]:
-    """What a `Text` accepts: the texts that match a regular expression as a whole."""
+    """The check of a `Text`: accepts texts that match a regular expression as a whole."""
     return re.compile(pattern, re.ASCII).fullmatch
 
 
@@ -212,35 +210,13 @@ def path(example: str) -> Text:
     return Text("a path", example)
 
 
-def key_values(example: str) -> Several:
+def key_values(example: str) -> ListOf:
     """The limit of a list of `key=value`."""
-    return Several(Text("KEY=VALUE", example, form(r"(?s)[^=\s]+=.*")))
-
-
-class Declared(NamedTuple):
-    """The limit of a field, and whether it may be None: not given."""
-
-    limit: Limit
-    optional: bool
-
-
-@cache
-def limits_of(kind: type[Any]) -> Mapping[str, Declared]:
-    """The declared limit of each field of a dataclass. Raises TypeError for a field without one."""
-    found = {}
-    hints = get_type_hints(kind, include_extras=True)
-    for field in fields(kind):
-        hint = hints[field.name]
-        metadata = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
-        limits = [each for each in metadata if hasattr(each, "has")]
-        if len(limits) != 1:
-            raise TypeError(f"{kind.__name__}.{field.name} declares no limit (runtime/limits.py)")
-        found[field.name] = Declared(limits[0], NoneType in get_args(get_args(hint)[0]))
-    return found
+    return ListOf(Text("KEY=VALUE", example, form(r"(?s)[^=\s]+=.*")))
 
 
 def refusal(limit: Limit, name: str, value: Any, place: str = "") -> tuple[str, str] | None:
-    """What is wrong with the value of an option, and a cure; None where it is legal.
+    """The error about the value of an option, and a cure; None if it is legal.
 
     The option is written as a flag, or as `name = value` where it stands in `place`.
 
@@ -252,7 +228,7 @@ def refusal(limit: Limit, name: str, value: Any, place: str = "") -> tuple[str, 
     if limit.has(value):
         return None
     wrong, wrong_value = limit, value
-    if isinstance(limit, Several) and isinstance(value, list | tuple) and limit.count is None:
+    if isinstance(limit, ListOf) and isinstance(value, list | tuple) and limit.count is None:
         for each in value:  # names the one that is wrong
             if not limit.item.has(each):
                 wrong, wrong_value = limit.item, each
@@ -263,9 +239,17 @@ def refusal(limit: Limit, name: str, value: Any, place: str = "") -> tuple[str, 
     what = f"{_written(name, wrong_value, place)} is not {wrong.words}."
     names = wrong.names if isinstance(wrong, Choice) else ()
     if near := get_close_matches(str(wrong_value), names, n=1):
-        return what, f"Did you mean {_assigned(name, near[0]) if place else _flag(name, near[0])}?"
+        return what, f"Did you mean {_assigned(name, near[0]) if place else typed(name, near[0])}?"
+    if isinstance(wrong, Text) and (hidden := _hidden_in(str(wrong_value))):
+        written = _written(name, wrong_value, place)
+        what = f"{written} has a control or hidden character ('{hidden}')."
     example = limit.example
-    return what, f"Use for example {_assigned(name, example) if place else _flag(name, example)}."
+    return what, f"Use for example {_assigned(name, example) if place else typed(name, example)}."
+
+
+def _hidden_in(text: str) -> str:
+    """The first character that no name may have, spelled out; "" if there is none."""
+    return hiding_in(text) or next((repr(each)[1:-1] for each in text if each in "\n\t"), "")
 
 
 def flag_of(option: str) -> str:
@@ -274,10 +258,11 @@ def flag_of(option: str) -> str:
 
 
 def _written(name: str, value: Any, place: str) -> str:
-    return f"{place}: {_assigned(name, value)}" if place else _flag(name, value)
+    return f"{place}: {_assigned(name, value)}" if place else typed(name, value)
 
 
-def _flag(name: str, value: Any) -> str:
+def typed(name: str, value: Any) -> str:
+    """An option and its value as one types them: `--betas 0.9 0.99`."""
     written = name if name.isupper() else flag_of(name)  # FOLDER is no flag
     if value is True:
         return written

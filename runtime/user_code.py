@@ -1,4 +1,14 @@
-"""`package.module:name` or `path/file.py:name` -> what the user's own code calls so."""
+"""The user's own code: imported by name, kept from ending the process, and read from stage files.
+
+`package.module:name` or `path/file.py:name` names an object of the user's.
+
+`sys.exit(0)` or `os._exit(0)` in a model, a stage, a criterion or the data would end a command as
+if it had succeeded; `exits_told` turns it into an error that names the line. A signal is not such
+an error. Exits of compiled code without Python are not seen here: the command sees that ranks in
+their own processes end early.
+
+The text of a stage's file is read once: the same text is hashed, shown and run.
+"""
 
 from __future__ import annotations
 
@@ -6,33 +16,37 @@ import hashlib
 import importlib
 import importlib.util
 import os
+import signal
+import stat
 import sys
 import sysconfig
+import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import CodeType, FrameType, ModuleType
 from typing import Any
 
-from .errors import AsyncPipeError
+from .errors import AsyncPipeError, PlanError
+from .formatting import did_you_mean
 from .import_path import add_own_folder
-from .wording import did_you_mean
+from .process import Ended, Interrupted, handled
 
 
 def names_object(spec: str) -> bool:
-    """Whether a text has the form `module:function` or `path.py:function`."""
+    """True for a text of the form `module:function` or `path.py:function`."""
     place, colon, name = spec.rpartition(":")
     return bool(colon and place and name.isidentifier())
 
 
 def import_object(spec: str, option: str, error: type[AsyncPipeError]) -> Any:
-    """Imports what `spec` names for the command-line `option`.
+    """Imports the object that `spec` names, for the command-line `option`.
 
-    Modules are also found in the folder of the command, and a file may import its neighbours, but
-    what is installed comes first. Raises `error` when the file, the module or the name does not
-    exist, or when the code fails.
+    Modules are also found in the folder of the command, and a file may import its neighbors, but
+    installed modules come first. Raises `error` if the file, the module or the name is missing, or
+    if the code fails.
     """
     place, _, name = spec.rpartition(":")
     if place.endswith(".py"):
@@ -46,10 +60,10 @@ def import_object(spec: str, option: str, error: type[AsyncPipeError]) -> Any:
 
 
 def import_file(path: Path, name: str, source: str | bytes | None = None) -> ModuleType:
-    """Imports a file as the module `name`, from its source; raises what its code raises.
+    """Imports a file as the module `name`, from its source; raises the exceptions of its code.
 
-    No bytecode is read or written: what lies in a `__pycache__` beside a file need not be what the
-    file says. `source` is what the file holds, if that was read before.
+    Bytecode is neither read nor written, because a `__pycache__` may differ from its file. `source`
+    is the content of the file, if it was read before.
     """
     loader = _FromSource(name, str(path))
     loader.source = path.read_bytes() if source is None else source
@@ -71,7 +85,10 @@ class _FromSource(SourceFileLoader):
     source: str | bytes
 
     def get_code(self, fullname: str) -> CodeType:
-        code: CodeType = self.source_to_code(self.source, self.get_filename(fullname))
+        try:
+            code: CodeType = self.source_to_code(self.source, self.get_filename(fullname))
+        except (MemoryError, RecursionError):  # of Python's parser, not of this machine
+            raise SyntaxError("nested too deeply") from None
         return code
 
 
@@ -107,7 +124,7 @@ def last_line(error: BaseException) -> str:
 
 
 def is_own_file(file: str) -> bool:
-    """Whether a file is neither ours nor installed."""
+    """True for a file that is neither ours nor installed."""
     if not os.path.isfile(file):
         return False  # <string>, <frozen importlib>
     return not any(Path(file).is_relative_to(folder) for folder in _NOT_OWN)
@@ -119,11 +136,11 @@ _NOT_OWN = (
     *(_PACKAGE / name for name in ("runtime", "partitioner", "commands", "cli.py")),
     Path(sys.prefix),
 )
-"""Where code is that is not the user's."""
+"""Folders of code that is not the user's."""
 
 
 def check_own_file(spec: str, option: str, error: type[AsyncPipeError]) -> None:
-    """Raises `error` where a text names an object of a file that does not exist; runs nothing."""
+    """Raises `error` if a text names an object of a missing file; runs nothing."""
     place = spec.rpartition(":")[0]
     if names_object(spec) and place.endswith(".py"):
         _check_is_file(Path(place), option, error)
@@ -151,7 +168,7 @@ def _import_own_file(path: Path, option: str, error: type[AsyncPipeError]) -> Mo
 
 
 def is_installed(name: str) -> bool:
-    """Whether there is a module of this name on the path as it is now."""
+    """True if a module of this name is on the current path."""
     try:
         return name in sys.modules or importlib.util.find_spec(name) is not None
     except (ValueError, ImportError):  # a name with dots, of a package that is none
@@ -166,6 +183,145 @@ def _import_module(name: str, option: str, error: type[AsyncPipeError]) -> Modul
             return importlib.import_module(name)
         except ModuleNotFoundError as cause:
             raise error(
-                f"{option} {name}: there is no module {cause.name}.",
+                f"{option} {name}: no module named {cause.name}.",
                 "Run from the folder that holds it, or name the file: path/to/file.py:function",
             ) from cause
+
+
+class ExitError(AsyncPipeError):
+    """The user's code ended the process."""
+
+
+@contextmanager
+def exits_told() -> Iterator[None]:
+    """Raises ExitError where the code inside ends this process by an exception, by `os._exit` or
+    C's functions as ctypes finds them, or puts another program in its place (`os.exec*`). A thread
+    that ends it with code 0 is named, and the code is 1.
+
+    Raises Ended and Interrupted as they are: a signal is behind them.
+    """
+    with _interrupts_marked() as are_marked, _ways_out_raise():
+        try:
+            yield
+        except (Ended, Interrupted):
+            raise
+        except SystemExit as leaving:
+            raise _told(leaving, f"SystemExit: {leaving.code}") from leaving
+        except KeyboardInterrupt as interrupt:
+            if not are_marked:
+                raise
+            raise _told(interrupt, "KeyboardInterrupt without Ctrl-C") from interrupt
+
+
+def _told(leaving: BaseException, how: str, place: str = "") -> ExitError:
+    return ExitError(
+        f"{place or own_line(leaving) or last_line(leaving)} ended the process ({how}).",
+        "Return from there, or raise an exception that says what is wrong.",
+    )
+
+
+@contextmanager
+def _interrupts_marked() -> Iterator[bool]:
+    """Within, Ctrl-C raises Interrupted; whether it does, or raises nothing at all."""
+    handler = signal.getsignal(signal.SIGINT)
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and handler is signal.default_int_handler:
+        with handled((signal.SIGINT,), _interrupt):
+            yield True
+    else:
+        yield is_main and handler in (_interrupt, signal.SIG_DFL, signal.SIG_IGN)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise Interrupted
+
+
+@contextmanager
+def _ways_out_raise() -> Iterator[None]:
+    """Within, what ends this process without Python's leave raises SystemExit in the main thread:
+    `os._exit`, C's functions for that as ctypes finds them, and another program in its place."""
+    real, own = os._exit, os.getpid()
+
+    def is_asked() -> bool:
+        return os.getpid() == own and threading.current_thread() is threading.main_thread()
+
+    def leave(code: int) -> None:
+        if is_asked():
+            raise SystemExit(code)
+        if os.getpid() == own and code == 0:
+            told = _told(SystemExit(code), "os._exit in a thread", _line_of_caller())
+            sys.stderr.write(f"error: {told.what}\n{told.cure}\n")
+            sys.stderr.flush()
+            code = 1
+        real(code)
+
+    def on_way_out(how: str) -> None:
+        if is_asked():
+            raise SystemExit(how)
+
+    built_in: Any = sys.modules[os.name]  # where os has it from
+    outer, _watched.told = _watched.told, on_way_out
+    _watched.begin()
+    os._exit = built_in._exit = leave  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        os._exit = built_in._exit = real
+        _watched.told = outer
+
+
+class _Watched:
+    """What Python reports of the ways out of a process; a hook for that cannot be taken away."""
+
+    told: Callable[[str], None] | None = None
+    _has_begun = False
+
+    def begin(self) -> None:
+        if not self._has_begun:
+            sys.addaudithook(self._on_event)
+            self._has_begun = True
+
+    def _on_event(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if self.told is None or event not in _EVENTS:
+            return
+        if event == "os.exec":
+            self.told(f"os.exec of {os.fsdecode(arguments[0])}")
+        elif arguments[1] in _EXITS_OF_C:
+            self.told(f"{arguments[1]} of C")
+
+
+_watched = _Watched()
+_EVENTS = {"os.exec", "ctypes.dlsym", "ctypes.dlsym/handle"}
+_EXITS_OF_C = {"exit", "_exit", "_Exit", "quick_exit"}
+
+
+def _line_of_caller() -> str:
+    """The last line outside this file that has led here."""
+    frame = next(each for each in traceback.extract_stack()[::-1] if each.filename != __file__)
+    return f"{frame.filename}:{frame.lineno}"
+
+
+MOST_BYTES = 64 << 20
+_CURE = "Undo the edit, or partition the model again with --force."
+
+
+def source_of(path: Path) -> str:
+    """The file as UTF-8, whatever encoding it declares: another could make code of a comment.
+
+    Raises PlanError when it is missing, is not a file, is too large to be a stage or is not UTF-8.
+    """
+    try:
+        status = path.stat()
+        if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
+            raise PlanError(f"{path} is neither a file nor a folder.", _CURE)
+        if status.st_size > MOST_BYTES:
+            raise PlanError(
+                f"{path} has {status.st_size >> 20} MiB, more than a stage can have.", _CURE
+            )
+        return path.read_bytes().decode("utf-8")
+    except FileNotFoundError:
+        raise PlanError(f"{path} is missing.", "Partition the model again with --force.") from None
+    except UnicodeDecodeError as error:
+        raise PlanError(
+            f"{path} is not UTF-8 text: {error.reason} at byte {error.start}.", _CURE
+        ) from None

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from asyncpipe.runtime.boundary_dtypes import AS_PLANNED
-from asyncpipe.runtime.plan import Plan
-from asyncpipe.runtime.precision import Precision
-from asyncpipe.tests.hand_plans import HandModel, HandStage, hand_model
+from asyncpipe.runtime.executor.precision import AS_PLANNED, Precision
+from asyncpipe.runtime.plan.plan import Plan
+from asyncpipe.tests.support.models.hand_plans import HandModel, HandStage, hand_model
 from asyncpipe.tests.test_mixed_precision import (
     STEPS,
     Found,

@@ -8,12 +8,11 @@ import torch
 from torch import Tensor, nn
 
 import asyncpipe
-from asyncpipe.runtime.comparison.trial import train_alone
-from asyncpipe.runtime.data.batch_dims import laid_out
-from asyncpipe.runtime.data.order import Order
+from asyncpipe.runtime.config.settings import Settings
+from asyncpipe.runtime.data.task import SampleOrder, laid_out
 from asyncpipe.runtime.errors import AsyncPipeError, DataError
-from asyncpipe.runtime.training.settings import Settings
-from asyncpipe.tests.partitioner.batch_models import edges, example
+from asyncpipe.runtime.experiments.trial import train_alone
+from asyncpipe.tests.support.models.batch_dimensions import edges, example
 
 DATA = """
 import torch
@@ -98,7 +97,7 @@ def test_training_equals_the_plain_loop(
     namespace: dict[str, Any] = {}
     exec((tmp_path / "own.py").read_text(), namespace)
     samples, _ = namespace["samples"]()
-    order = Order(len(samples), settings.seed)
+    order = SampleOrder(len(samples), settings.seed)
     steps = [order.samples(4 * step, 4) for step in range(3)]
     assert curve.evaluated[-1] == pytest.approx(plain(model.train(), samples, steps, stack), 1e-5)
 

@@ -1,4 +1,4 @@
-"""What the benchmarks rest on: a process that dies costs its case and not the run."""
+"""The foundations of the benchmarks: a process that dies costs its case and not the run."""
 
 import json
 import os
@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from asyncpipe.tests.finetune_stand_in import write_stand_in
-from asyncpipe.tests.quick_python import bin_folder
+from asyncpipe.tests.support.models.finetune_archives import write_stand_in
+from asyncpipe.tests.support.processes.quick_python import bin_folder
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import asyncpipe
-from asyncpipe.runtime.pipe import Pipe
-from asyncpipe.tests.partitioner.zoo import ZOO
+from asyncpipe.runtime.executor.loading import Pipe
+from asyncpipe.tests.support.models.zoo import ZOO
 
 
 def one_step(pipe: Pipe, inputs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:

@@ -1,4 +1,4 @@
-"""The rig of the convergence benchmark: what it runs, and what it makes of the runs."""
+"""The rig of the convergence benchmark: the runs that it starts, and its summary of the runs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch.optim import _muon
 
-from asyncpipe.runtime.comparison.runs import read_runs
-from asyncpipe.runtime.launching.jobs import make_job
-from asyncpipe.runtime.plan import read_plan
+from asyncpipe.runtime.experiments.compare import read_runs
+from asyncpipe.runtime.launch.job import make_job
+from asyncpipe.runtime.plan.plan import read_plan
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 pytest.importorskip("sklearn")

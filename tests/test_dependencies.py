@@ -1,6 +1,6 @@
-"""What is installed with us: bounds that are met, and licences that go with ours.
+"""Installed dependencies: bounds that are met, and licenses that are compatible with ours.
 
-Known vulnerabilities are not looked for here, for that takes a service: `make audit` asks one.
+Known vulnerabilities are not checked here, because that takes a service: `make audit` asks one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ READ_BY_HAND = {"mpich": "BSD, in words of its own (COPYRIGHT)"}
 
 
 def installed() -> dict[str, Distribution]:
-    """Our dependencies, those of the extras that are here, and theirs in turn, by name."""
+    """Our dependencies, those of the installed extras, and all their dependencies, by name."""
     found: dict[str, Distribution] = {}
     waiting = [*DIRECT, *OPTIONAL]
     while waiting:

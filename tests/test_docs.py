@@ -1,9 +1,9 @@
 """Every command and every Python block shown in the documents runs.
 
-Commands are the lines of `sh` blocks. They run in order, in one folder a document, with the
-examples beside them; only the number of steps is made small, what pip would download is a stand-in
-of a few kilobytes, and the processes are forks with the imports done, but for MPI's. A command that
-ends in `# exit code 1` fails, and the document shows what it says.
+Commands are the lines of `sh` blocks. They run in order, in one folder per document, with the
+examples next to them. Only the number of steps is made small, a stand-in of a few kilobytes
+replaces pip's downloads, and the processes are forks with the imports done, except MPI's. A
+command that ends in `# exit code 1` fails, and the document shows its message.
 """
 
 import contextlib
@@ -17,13 +17,14 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
 
 import asyncpipe
-from asyncpipe.tests.finetune_stand_in import write_stand_in
-from asyncpipe.tests.quick_python import bin_folder
+from asyncpipe.tests.support.models.finetune_archives import write_stand_in
+from asyncpipe.tests.support.processes.quick_python import bin_folder
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -139,6 +140,32 @@ def test_every_link_to_a_file_leads_somewhere() -> None:
     for document in DOCUMENTS:
         for link in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
             assert (document.parent / link).exists(), f"{document.name} links to {link}"
+
+
+FOLDERS = "partitioner|runtime|commands|templates|tests|benchmarks|docs|examples"
+
+
+def test_every_file_that_a_document_names_exists() -> None:
+    for document in DOCUMENTS:
+        for name in re.findall(rf"`((?:{FOLDERS})/[\w/.-]+\.\w+)`", document.read_text()):
+            assert (ROOT / name).exists(), f"{document.name} names {name}"
+
+
+PICTURES = sorted((ROOT / "docs" / "images").glob("*.svg"))
+
+
+@pytest.mark.parametrize("picture", PICTURES, ids=lambda path: path.name)
+def test_every_picture_is_small_and_stands_alone(picture: Path) -> None:
+    text = picture.read_text()
+    ElementTree.fromstring(text)
+    assert len(text) < 30_000
+    assert "<script" not in text
+    assert "href" not in text
+    assert any(f"images/{picture.name}" in document.read_text() for document in DOCUMENTS)
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 250
 
 
 MODULES = [

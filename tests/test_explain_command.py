@@ -1,4 +1,4 @@
-"""`--explain` of both commands: what is printed is what the plan holds."""
+"""`--explain` of both commands: the printed values are those of the plan."""
 
 import json
 from pathlib import Path
@@ -6,8 +6,8 @@ from pathlib import Path
 import networkx as nx
 import pytest
 
-from asyncpipe.partitioner.graph_files import write_graph
-from asyncpipe.runtime.plan import TOPICS, read_plan
+from asyncpipe.partitioner.graph.formats import write_graph
+from asyncpipe.runtime.plan.plan import TOPICS, read_plan
 from asyncpipe.tests.test_cli import MLP, run
 
 FAST = ("--profile", "analytic", "--no-weights")

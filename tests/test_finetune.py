@@ -12,8 +12,13 @@ import torch
 from safetensors.torch import load
 
 from asyncpipe.runtime.user_code import import_file
-from asyncpipe.tests.finetune_stand_in import encoder, rated_lines, ratings, write_stand_in
-from asyncpipe.tests.quick_python import bin_folder
+from asyncpipe.tests.support.models.finetune_archives import (
+    encoder,
+    rated_lines,
+    ratings,
+    write_stand_in,
+)
+from asyncpipe.tests.support.processes.quick_python import bin_folder
 
 ROOT = Path(__file__).parent.parent
 

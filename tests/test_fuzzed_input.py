@@ -16,24 +16,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save
 
-from asyncpipe.commands.partition_options import PartitionOptions
-from asyncpipe.partitioner.cluster_file import read_cluster
-from asyncpipe.partitioner.device_specs import device_spec
-from asyncpipe.runtime.comparison.runs import read_runs
-from asyncpipe.runtime.data.corpora import read_corpus
+from asyncpipe.commands.options import CommandOptions, PartitionFlags
+from asyncpipe.partitioner.planning.cluster import read_cluster
+from asyncpipe.partitioner.profile.roofline import device_spec
+from asyncpipe.runtime.config.option_files import read_config
+from asyncpipe.runtime.config.settings import Settings
 from asyncpipe.runtime.data.task import architecture_of, find_task
-from asyncpipe.runtime.data.texts import Windows
-from asyncpipe.runtime.data.tokens import encode_bytes, read_bin
+from asyncpipe.runtime.data.text import TextWindows
+from asyncpipe.runtime.data.tokens import encode_bytes, read_bin, read_corpus
 from asyncpipe.runtime.errors import AsyncPipeError, DataError
-from asyncpipe.runtime.plan import read_plan
-from asyncpipe.runtime.reading import read_json_lines
-from asyncpipe.runtime.schedule_text import from_text, to_text
-from asyncpipe.runtime.schedules import make_schedule
-from asyncpipe.runtime.sizes import evaluate_size
-from asyncpipe.runtime.tensors import INDEX, read_tensors
-from asyncpipe.runtime.training.settings import Settings, read_config
-from asyncpipe.tests.in_process import command
-from asyncpipe.tests.mutations import (
+from asyncpipe.runtime.experiments.compare import read_runs
+from asyncpipe.runtime.plan.plan import read_plan
+from asyncpipe.runtime.plan.structure import evaluate_size
+from asyncpipe.runtime.schedule.builders import make_schedule
+from asyncpipe.runtime.schedule.text import from_text, to_text
+from asyncpipe.runtime.serialization import read_json_lines
+from asyncpipe.runtime.tensor_files import INDEX, read_tensors
+from asyncpipe.tests.partitioner.graph.test_graph_files import PIPEDREAM, dnn_node
+from asyncpipe.tests.support.faults.input_mutations import (
     ODD,
     WORDS,
     bounded,
@@ -43,8 +43,8 @@ from asyncpipe.tests.mutations import (
     fuzzed,
     many,
 )
-from asyncpipe.tests.partitioner.test_graph_files import PIPEDREAM, dnn_node
-from asyncpipe.tests.runtime.handmade import write_mlp, write_text
+from asyncpipe.tests.support.models.hand_folders import write_mlp, write_text
+from asyncpipe.tests.support.processes.in_process import command
 
 ROOT = Path(__file__).parent.parent
 GRAPH: dict[str, Any] = {
@@ -95,7 +95,7 @@ SIZES = ("batch", "2", "**", "(", ")", "//", "-", "max", ",", "0", "9" * 30, "%"
 
 
 def held(read: Callable[[], Any]) -> Any:
-    """What a reader gives, or None where it says in one sentence why not."""
+    """The result of a reader, or None where it explains in one sentence why there is none."""
     with bounded():
         try:
             return read()
@@ -214,7 +214,7 @@ def test_a_changed_schedule_is_valid_or_refused(folder: Path, text: str) -> None
 
 
 DEVICES = (ROOT / "examples" / "two_hosts.toml").read_text()
-CARD = (ROOT / "partitioner" / "devices" / "rtx3090.toml").read_text()
+CARD = (ROOT / "partitioner" / "profile" / "devices" / "rtx3090.toml").read_text()
 
 
 @fuzzed
@@ -257,7 +257,9 @@ def test_odd_words_for_an_option_of_a_run_are_used_or_refused(
 
 @many
 @given(
-    option=st.sampled_from([each.name for each in fields(PartitionOptions)]),
+    option=st.sampled_from(
+        [entry.name for entry in (*fields(CommandOptions), *fields(PartitionFlags))]
+    ),
     word=st.sampled_from(WORDS),
 )
 def test_odd_words_for_an_option_of_a_plan_are_used_or_refused(
@@ -306,7 +308,7 @@ def test_changed_tokens_are_windows_or_refused(folder: Path, data: st.DataObject
     task = find_task(plan, criterion=None)
 
     def read() -> None:
-        windows = Windows(read_bin(path), task, plan, evaluation=False, seed=1)
+        windows = TextWindows(read_bin(path), task, plan, evaluation=False, seed=1)
         windows.get([0, len(windows) - 1], windows.fields)
 
     held(read)
@@ -321,7 +323,7 @@ def test_changed_text_is_windows_or_refused(folder: Path, content: bytes) -> Non
 
     def read() -> None:
         tokens = encode_bytes(read_corpus(str(folder / "words.txt")))
-        windows = Windows(tokens, task, plan, evaluation=True, seed=1)
+        windows = TextWindows(tokens, task, plan, evaluation=True, seed=1)
         windows.get([0], windows.fields)
 
     held(read)

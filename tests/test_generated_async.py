@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from asyncpipe.runtime.loading import load_stage
-from asyncpipe.runtime.plan import read_plan
-from asyncpipe.tests.executor import lowered, train_together
-from asyncpipe.tests.generated import CASES, Inputs, cut
-from asyncpipe.tests.hand_plans import HandModel, HandStage
-from asyncpipe.tests.oracle import REFERENCES, async_run
+from asyncpipe.runtime.executor.loading import load_stage
+from asyncpipe.runtime.plan.plan import read_plan
+from asyncpipe.tests.support.models.generated import CASES, Inputs, cut
+from asyncpipe.tests.support.models.hand_plans import HandModel, HandStage
+from asyncpipe.tests.support.oracles.async_simulation import REFERENCES, async_run
+from asyncpipe.tests.support.processes.executor import lowered, train_together
 
 STEPS = 5
 

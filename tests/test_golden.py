@@ -10,7 +10,7 @@ from pathlib import Path
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
-from asyncpipe.tests.quick_python import bin_folder
+from asyncpipe.tests.support.processes.quick_python import bin_folder
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = ROOT / "generated_models" / "residual_mlp_2p"

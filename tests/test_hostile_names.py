@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import hashlib
 import io
 import itertools
 import json
@@ -25,21 +26,25 @@ from hypothesis import strategies as st
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import asyncpipe
-from asyncpipe.partitioner.generate import quoting
-from asyncpipe.partitioner.generate.layout import Code, call, lay_out, named
+from asyncpipe.commands.console import SafeConsole
+from asyncpipe.partitioner.codegen import layout
+from asyncpipe.partitioner.codegen.layout import Code, call, lay_out, named
+from asyncpipe.partitioner.models.load import load_model
+from asyncpipe.runtime.config.settings import Settings
 from asyncpipe.runtime.errors import AsyncPipeError
-from asyncpipe.runtime.hidden_text import hiding_in, in_markdown, one_line, visible
-from asyncpipe.runtime.launching.sbatch import sbatch_script
-from asyncpipe.runtime.pages.templating import _NO_CHARACTERS, render
-from asyncpipe.runtime.plan import Plan, read_plan
-from asyncpipe.runtime.training.settings import Settings
-from asyncpipe.terminal_console import SafeConsole
-from asyncpipe.tests.in_process import command, error_of
-from asyncpipe.tests.pages import all_of, check_alone, parsed, text_of
-from asyncpipe.tests.runtime.handmade import write_mlp
+from asyncpipe.runtime.executor.loading import load_stage_class
+from asyncpipe.runtime.formatting import hiding_in, in_markdown, one_line, visible
+from asyncpipe.runtime.launch.slurm import sbatch_script
+from asyncpipe.runtime.plan.plan import Plan, read_plan
+from asyncpipe.runtime.plan.trust import code_hashes
+from asyncpipe.runtime.reports.charts import _NO_CHARACTERS, render
+from asyncpipe.tests.support.models.hand_folders import write_mlp
+from asyncpipe.tests.support.oracles.html_pages import all_of, check_alone, parsed, text_of
+from asyncpipe.tests.support.processes.in_process import command, error_of
 
 CANARY = "asyncpipe_canary"
 RUNS = f"{CANARY}()"
@@ -101,11 +106,11 @@ def canary(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @many
 @given(texts)
 def test_a_text_in_generated_python_is_that_text(text: str) -> None:
-    assert ast.literal_eval(quoting.quoted(text)) == text
-    assert hiding_in(quoting.quoted(text)) == ""
-    (statement,) = ast.parse(f"r'''1'''\nr\"\"\"{quoting.in_docstring(text)}\n\"\"\"").body[1:]
+    assert ast.literal_eval(layout.quoted(text)) == text
+    assert hiding_in(layout.quoted(text)) == ""
+    (statement,) = ast.parse(f"r'''1'''\nr\"\"\"{layout.in_docstring(text)}\n\"\"\"").body[1:]
     assert isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
-    if quoting.fits_docstring(text):
+    if layout.fits_docstring(text):
         assert ast.literal_eval(f'"""{text}"""') == text
     line = lay_out("x = ", Code("1"), indent=0, comment=text[:20])
     assert line == "x = 1" or ast.unparse(ast.parse(line)) == "x = 1"
@@ -121,11 +126,11 @@ def test_a_text_in_generated_python_is_that_text(text: str) -> None:
 @many
 @given(texts)
 def test_what_may_be_a_name_is_that_name(text: str) -> None:
-    if quoting.is_name(text):
+    if layout.is_name(text):
         scope: dict[str, Any] = {}
         exec(f"class C:\n    def f(self): self.{text} = 1\nc = C()\nc.f()", scope)
         assert vars(scope["c"]) == {text: 1}
-    assert quoting.is_name(quoting.class_name(text))
+    assert layout.is_name(layout.class_name(text))
 
 
 # --- pages, scripts, terminals
@@ -165,6 +170,7 @@ def test_a_text_on_the_terminal_steers_nothing(text: str) -> None:
         console = SafeConsole(file=file, force_terminal=is_terminal, width=400, highlight=False)
         console.print(Text(text, style="bold"), table)
         console.print(text, markup=False, soft_wrap=True)
+        console.print(Text(text, style="link http://x"))
         plain = re.sub(r"\x1b\[[\d;]*m", "", file.getvalue())
         assert visible(plain) == plain
     assert hiding_in(visible(text)) == "" and "\n" not in one_line(text)
@@ -318,10 +324,10 @@ def test_names_that_are_code_are_names(tmp_path: Path, code: str) -> None:
         ("forward", '"forward", as an attribute that every module has: forward of nn.Module'),
         ("__class__", '"__class__", as an attribute that every module has'),
         ("training", '"training", as an attribute that every module has'),
-        ("", '"", which cannot be told from a path'),
-        ("a.b", '"a.b", which cannot be told from a path'),
-        ("a\nb", '"a\\nb", and such a character does not show'),
-        ("\u202e", '"\\u202e", and such a character does not show'),
+        ("", '"", which cannot be distinguished from a path'),
+        ("a.b", '"a.b", which cannot be distinguished from a path'),
+        ("a\nb", '"a\\nb", which contains an invisible character'),
+        ("\u202e", '"\\u202e", which contains an invisible character'),
     ],
 )
 def test_a_name_that_no_attribute_can_have_is_refused(tmp_path: Path, name: str, told: str) -> None:
@@ -349,11 +355,54 @@ def test_a_stage_is_shown_as_what_it_is_and_runs_as_it_is_shown(tmp_path: Path) 
     shown = command(tmp_path, "inspect", "made", "--stage", "0")
     assert shown.code == 0 and visible(shown.out) == shown.out
     assert f"# \\x0a{RUNS}" in shown.out
-    assert r"# \x1b[1A\x1b[2K \u202e \x9b2J\r# x" in shown.out
+    assert r"# \x1b[1A\x1b[2K \u202e \x9b2J\r" in shown.out
     asyncpipe.load(tmp_path / "made")
     stage.write_bytes(b"\xff" + text.encode())
     told = error_of(tmp_path, "inspect", "made", "--stage", "0")
     assert told.startswith("error: made/stage_0.py is not UTF-8 text: invalid start byte at byte 0")
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        *("# hidden\rRUN()", "# hidden\r\nRUN()", "if 1:\n  \x0cRUN()", "\tRUN()", "#\\\nRUN()"),
+        *(
+            "\ufeffRUN()",
+            "# \x00\nRUN()",
+            "# \x00RUN()",
+            "#\x0bRUN()",
+            "#\x85RUN()",
+            "#\u2028RUN()",
+        ),
+        *("# coding: utf-7\n#+AAo-RUN()", "# -*- coding: utf-7 -*-\r#+AAo-RUN()", "#\x1aRUN()"),
+        *("# coding: rot13\nEHA()", "# vim: set fileencoding=cp037 :\nRUN()", '"""\\"""RUN()"""'),
+    ],
+)
+def test_a_stage_runs_what_inspect_shows(tmp_path: Path, odd: str) -> None:
+    """A person who reads the lines that are shown sees each that runs, and Python the same bytes
+    that were hashed."""
+    plan = write_mlp(tmp_path / "made")
+    stage = tmp_path / "made" / plan.stages[0].file
+    content = (
+        odd.replace("RUN", f"import builtins; builtins.{CANARY}").encode()
+        + b"\n"
+        + stage.read_bytes()
+    )
+    stage.write_bytes(content)
+    ran: list[int] = []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(builtins, CANARY, lambda: ran.append(1))
+        try:
+            load_stage_class(tmp_path / "made", plan.stages[0], code_hashes(tmp_path / "made"))
+        except AsyncPipeError as refusal:
+            assert "cannot be imported: " in str(refusal) and "Traceback" not in str(refusal)
+    shown = command(tmp_path, "inspect", "made", "--stage", "0").out
+    lines = [re.sub(r"^(\\\w+|\s)*", "", each) for each in shown.split("\n")]
+    assert bool(ran) <= any(
+        line.startswith(f"import builtins; builtins.{CANARY}") for line in lines
+    )
+    assert code_hashes(tmp_path / "made")[stage.name] == hashlib.sha256(content).hexdigest()
+    assert visible(shown) == shown
 
 
 @pytest.mark.parametrize("character", [*"\n\t\x1b\u202e\u2066\u200b\U000e0041"])
@@ -377,3 +426,83 @@ def test_an_option_in_a_file_is_refused_with_what_does_not_show(tmp_path: Path) 
     (tmp_path / "job.toml").write_text('folder = "made"\noutput = "a\\u202eb"\n')
     told = error_of(tmp_path, "train", "--config", "job.toml", "--dry-run")
     assert "has control or hidden characters" in told
+
+
+def test_an_error_shows_markup_as_it_is(tmp_path: Path) -> None:
+    for name in ("[red]x[/]", "[link=x]y[/link]", "[/nothing]", "[bold"):
+        told = error_of(tmp_path, "inspect", name)
+        assert told.startswith(f"error: {name} does not exist")
+
+
+# --- options, weights and configurations of a stranger
+
+HOSTILE = ("\x1b[2J\x1b[1A", "\u202e# x", "[red]x[/]", "$(touch ran)", "../../ran", "\ud800")
+SHORT = ("--steps", "1", "--micro-batches", "1", "--eval-batches", "0", "--schedule", "single")
+
+
+def harmless(folder: Path, *arguments: str) -> str:
+    """The output of a command; asserts that it steers no terminal and contains no traceback."""
+    ended = command(folder, *arguments)
+    told = ended.out + ended.err
+    assert visible(told) == told and "Traceback" not in told, told
+    outside = [folder.parent / "ran", folder.parent.parent / "ran"]
+    assert not [*folder.rglob("ran"), *filter(Path.exists, outside)]
+    return told
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_names_in_a_file_of_options_are_names(tmp_path: Path, name: str) -> None:
+    write_mlp(tmp_path / "made")
+    text = json.dumps(name)
+    options = ("data", "tokenizer", "schedule", "criterion", "log")
+    keys = [f"{text} = 1", f"[sweep]\n{text} = [1]", f"[sweep]\nlr = [{text}]"]
+    for line in [*keys, *(f"{option} = {text}" for option in options)]:
+        (tmp_path / "job.toml").write_text(line)
+        told = harmless(tmp_path, "train", "made", *SHORT, "--config", "job.toml", "--dry-run")
+        assert told.startswith("error: ") or line not in keys
+
+
+@pytest.mark.parametrize("name", HOSTILE[:-1])
+def test_names_of_tensors_are_names(tmp_path: Path, name: str) -> None:
+    write_mlp(tmp_path / "made")
+    (file,) = (tmp_path / "made" / "weights").glob("*.safetensors")
+    tensors = load_file(file)
+    first = min(tensors)
+    for found in ({**tensors, name: torch.ones(2)}, {name: tensors.pop(first), **tensors}):
+        save_file(found, tmp_path / "w.safetensors", metadata={name: name})
+        told = harmless(tmp_path, "train", "made", *SHORT, "-q", "--init-from", "w.safetensors")
+        assert told.startswith("error: ") == (first not in found)
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_configuration_of_transformers_is_data(tmp_path: Path, name: str) -> None:
+    (folder := tmp_path / "theirs").mkdir()
+    code = f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Model: pass\n"
+    (folder / "modeling.py").write_text(code)
+    small = {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 1, "vocab_size": 16}
+    named = {"architectures": ["GPT2LMHeadModel"], **small}
+    own = {"auto_map": {"AutoConfig": "modeling.Model", "AutoModelForCausalLM": "modeling.Model"}}
+    for odd in (
+        {"model_type": name},
+        {**small, "architectures": [name]},
+        {**small, "architectures": ["AutoModelForCausalLM"]},
+        {**named, "torch_dtype": name},
+        {**named, "activation_function": name},
+        {**named, "_attn_implementation": name},
+        {"model_type": "theirs", **own, "trust_remote_code": True, "architectures": ["Model"]},
+        {**small, **own, "trust_remote_code": True, "architectures": ["Model"]},
+    ):
+        (folder / "config.json").write_text(json.dumps(odd))
+        model = ("--model", "theirs", "--stages", "2", "--profile", "analytic", "--meta")
+        told = harmless(tmp_path, "partition", *model, "--seq", "4", "--output", "made")
+        assert told.startswith("error: "), told
+
+
+def test_a_configuration_without_an_architecture_is_a_language_model(tmp_path: Path) -> None:
+    small = {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 1, "vocab_size": 16}
+    (tmp_path / "config.json").write_text(json.dumps(small))
+    model = load_model(str(tmp_path), meta=True).model
+    assert type(model).__name__ == "GPT2LMHeadModel"
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "clip"}))
+    with pytest.raises(AsyncPipeError, match="is a clip without architectures, which transformers"):
+        load_model(str(tmp_path), meta=True)

@@ -1,4 +1,4 @@
-"""asyncpipe-info tells what is here, agrees with what a run does, and survives what is missing."""
+"""asyncpipe-info reports the environment, agrees with a run, and survives missing parts."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import torch
 
 from asyncpipe.commands.info import app
 from asyncpipe.commands.running import run
+from asyncpipe.runtime.distributed.cpu_affinity import Core, Topology
 from asyncpipe.runtime.errors import TransportError
-from asyncpipe.runtime.info import describe as described
-from asyncpipe.runtime.info import machine, software, would_use
-from asyncpipe.runtime.launching.topology import Core, Topology
+from asyncpipe.runtime.launch import info
+from asyncpipe.runtime.launch import info as described
 from asyncpipe.runtime.transports.mpi import load_mpi
 
 SECTIONS = ["versions", "extras", "backends", "processor", "gpus", "links", "a run here"]
@@ -32,7 +32,7 @@ def ask(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 def test_all_sections_are_told_as_text_and_as_json(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(software, "_mpi", lambda: "MPI of a test")
+    monkeypatch.setattr(info, "_mpi", lambda: "MPI of a test")
     assert ask(monkeypatch, "--json") == 0
     told = json.loads(capsys.readouterr().out)
     assert list(told) == SECTIONS
@@ -66,7 +66,7 @@ def test_what_cannot_be_found_out_is_told_and_the_rest_too(
 def test_mpi_is_asked_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mpi4py")
     monkeypatch.setenv("PMI_RANK", "3")  # as of somebody's job
-    told = software._mpi()
+    told = info._mpi()
     try:
         load_mpi()
     except TransportError:
@@ -79,7 +79,7 @@ def test_mpi_is_asked_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("ask_mpi", "words"),
     [
-        ("import os; os.abort()", "it ended without a word"),
+        ("import os; os.abort()", "it ended without a message"),
         ("raise RuntimeError('cannot load MPI library')", "cannot load MPI library"),
         ("import time; time.sleep(60)", "did not start in 0.5 s"),
     ],
@@ -87,21 +87,23 @@ def test_mpi_is_asked_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -
 def test_an_mpi_that_crashes_or_hangs_is_told(
     monkeypatch: pytest.MonkeyPatch, ask_mpi: str, words: str
 ) -> None:
-    monkeypatch.setattr(software, "find_spec", lambda name: True)
-    monkeypatch.setattr(software, "_ASK_MPI", ask_mpi)
-    monkeypatch.setattr(software, "_PATIENCE_S", 0.5 if "sleep" in ask_mpi else 20.0)
-    assert words in software._mpi()
+    monkeypatch.setattr(info, "find_spec", lambda name: True)
+    monkeypatch.setattr(info, "_ASK_MPI", ask_mpi)
+    monkeypatch.setattr(info, "_PATIENCE_S", 0.5 if "sleep" in ask_mpi else 20.0)
+    assert words in info._mpi()
 
 
 def given_machine(
     monkeypatch: pytest.MonkeyPatch, topology: Topology, *, gpus: int = 0
 ) -> Callable[[int], dict[str, str]]:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(would_use, "read_topology", lambda: topology)
-    monkeypatch.setattr("asyncpipe.runtime.launching.seats.read_topology", lambda cpus: topology)
+    monkeypatch.setattr(info, "read_topology", lambda: topology)
+    monkeypatch.setattr(
+        "asyncpipe.runtime.distributed.cpu_affinity.read_topology", lambda cpus: topology
+    )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    return would_use.would_use
+    return info.would_use
 
 
 def test_ranks_share_out_the_cores_and_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,29 +127,29 @@ def test_a_quota_is_told_as_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_gpus_change_the_transport_when_each_rank_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
     ask = given_machine(monkeypatch, FOUR_CORES, gpus=2)
-    monkeypatch.setattr(would_use, "has_nccl", lambda: True)
-    assert would_use.default_ranks() == 2
+    monkeypatch.setattr(info, "has_nccl", lambda: True)
+    assert info.default_ranks() == 2
     assert ask(2)["transport of GPUs"] == "nccl (a GPU each)"
     assert ask(4)["transport of GPUs"].startswith("gloo")
-    assert "2 ranks a GPU" in ask(4)["device"]
+    assert "2 ranks per GPU" in ask(4)["device"]
 
 
 def test_links_tell_the_speed_that_the_system_knows(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from asyncpipe.runtime.launching.interfaces import Interface
+    from asyncpipe.runtime.distributed.rendezvous import Interface
 
     have = (Interface("lo", "127.0.0.1"), Interface("ib0", "10.0.0.2"), Interface("ib0", "fd00::2"))
-    monkeypatch.setattr(machine, "interfaces", lambda: have)
+    monkeypatch.setattr(info, "interfaces", lambda: have)
     (tmp_path / "class/net/ib0").mkdir(parents=True)
     (tmp_path / "class/net/ib0/speed").write_text("25000\n")
-    assert machine.links(tmp_path) == {
+    assert info.links(tmp_path) == {
         "lo": "127.0.0.1 (loopback)",
         "ib0": "10.0.0.2, fd00::2, 25 Gbit/s",
     }
 
 
 def test_without_mpi4py_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(software, "find_spec", lambda name: None)
+    monkeypatch.setattr(info, "find_spec", lambda name: None)
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("something was started"))
-    assert 'pip install "asyncpipe[mpi]"' in software._mpi()
+    assert 'pip install "asyncpipe[mpi]"' in info._mpi()

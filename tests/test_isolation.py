@@ -1,4 +1,4 @@
-"""What lies around is not run: bytecode beside stages, and modules in the current folder.
+"""Stray files never run: bytecode next to stages, and modules in the current folder.
 
 Commands are real processes here: a fork that has its imports done would import nothing.
 """
@@ -20,11 +20,11 @@ import pytest
 
 import asyncpipe
 from asyncpipe.runtime import import_path
-from asyncpipe.runtime.trust import is_trusted, remember
+from asyncpipe.runtime.plan.trust import is_trusted, remember
 from asyncpipe.runtime.user_code import import_file, import_object
-from asyncpipe.tests.in_process import command, error_of
-from asyncpipe.tests.quick_python import bin_folder
-from asyncpipe.tests.runtime.handmade import write_mlp
+from asyncpipe.tests.support.models.hand_folders import write_mlp
+from asyncpipe.tests.support.processes.in_process import command, error_of
+from asyncpipe.tests.support.processes.quick_python import bin_folder
 from asyncpipe.tests.test_trust import own_state, train
 
 __all__ = ["own_state"]
@@ -54,7 +54,7 @@ def plant(folder: Path, canary: Path) -> None:
 
 
 def start(folder: Path, name: str, *arguments: str, scripts: Path = BIN) -> str:
-    """A command in a process of its own; what it printed."""
+    """Runs a command in a process of its own; returns its output."""
     ran = subprocess.run(
         [scripts / f"asyncpipe-{name}", *arguments],
         cwd=folder,
@@ -228,7 +228,7 @@ def test_a_class_of_ones_own_is_found_by_all_ranks_and_a_strangers_is_not_run(
     (theirs / "own_loss.py").write_text((tmp_path / "own_loss.py").read_text())
     told = error_of(theirs, "train", "made", *SHORT, "--data", f"{tmp_path}/data.py:load")
     assert told == (
-        f"error: to train made is also to run {theirs}/leaf_net.py and own_loss.py:loss, which no "
+        f"error: training made would also run {theirs}/leaf_net.py and own_loss.py:loss, which no "
         "command here has named.\n"
         "Read it. Trust it from then on: asyncpipe-train made --trust\n"
     )

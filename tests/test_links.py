@@ -1,4 +1,4 @@
-"""What is written into a folder stays in it, wherever links in that folder lead."""
+"""Files written into a folder stay in it, wherever links in that folder lead."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from asyncpipe.runtime.checkpoint.folders import FolderLock
 from asyncpipe.runtime.errors import DataError
-from asyncpipe.runtime.links import verify_no_links, write_here
-from asyncpipe.tests.in_process import command, error_of
-from asyncpipe.tests.runtime.handmade import write_mlp
+from asyncpipe.runtime.plan.trust import verify_no_links, write_here
+from asyncpipe.tests.support.models.hand_folders import write_mlp
+from asyncpipe.tests.support.processes.in_process import command, error_of
 from asyncpipe.tests.test_trust import train
 
 WRITTEN = (
@@ -121,3 +122,13 @@ def test_a_file_is_written_in_place_of_a_link(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("file")
     write_here(tmp_path / "link", "new")
     assert (tmp_path / "file").read_text() == "mine" and (tmp_path / "link").read_text() == "new"
+
+
+def test_a_lock_that_is_a_link_to_another_file_of_the_run_writes_nothing_there(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text("mine")
+    (tmp_path / ".lock").symlink_to("metrics.jsonl")
+    with pytest.raises(OSError, match="symbolic links"):
+        FolderLock("run").take(tmp_path)
+    assert (tmp_path / "metrics.jsonl").read_text() == "mine"

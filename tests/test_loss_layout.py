@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 import asyncpipe
+from asyncpipe.runtime.config.settings import Settings
 from asyncpipe.runtime.errors import AsyncPipeError
-from asyncpipe.runtime.training.criterion import cross_entropy
-from asyncpipe.runtime.training.settings import Settings
-from asyncpipe.tests.quick_python import run
-from asyncpipe.tests.runtime.silent_reporter import FACTORY
+from asyncpipe.runtime.training.evaluation import cross_entropy
+from asyncpipe.tests.support.processes.quick_python import run
+from asyncpipe.tests.support.processes.silent_reporter import FACTORY
 
 DATA = """
 import torch
@@ -23,7 +23,7 @@ def made():
 
 
 class Tagger(nn.Module):
-    """Of every place in a row one of three classes, which it returns second, as torch has them."""
+    """Predicts 3 classes for every place in a row, in dimension 1, or in the last with `last`."""
 
     def __init__(self, last: bool) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""What a user is told of a mistake: one sentence with both values, and what to do about it.
+"""Messages about mistakes of a user: one sentence with both values, and the cure.
 
-Told here by the real command in this process, unless it takes other processes. E14 (memory), E15 (a
-loss that is no number) and E16 (a rank that stopped) are of running ranks, and the first half of
-E20 of checkpoints: their tests are with those. Tests that are elsewhere are in `ELSEWHERE`.
+The real command in this process prints them, unless it takes other processes. The tests of E14
+(memory), E15 (a loss that is not a number) and E16 (a rank that stopped) are with those of running
+ranks, the first half of E20 with those of checkpoints. `ELSEWHERE` lists the tests elsewhere.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncpipe.tests.in_process import command, error_of
-from asyncpipe.tests.quick_python import bin_folder
-from asyncpipe.tests.runtime.handmade import write_mlp, write_text
+from asyncpipe.tests.support.models.hand_folders import write_mlp, write_text
+from asyncpipe.tests.support.processes.in_process import command, error_of
+from asyncpipe.tests.support.processes.quick_python import bin_folder
 
 ROOT = Path(__file__).parent.parent
 ELSEWHERE = {
     "E1": ("test_cli", "test_e1_an_unknown_model_suggests_the_nearest"),
-    "E2": ("partitioner/test_models", "test_e2_a_missing_extra_is_named_with_its_command"),
+    "E2": ("partitioner/models/test_models", "test_e2_a_missing_extra_is_named_with_its_command"),
     "E3": (
-        "partitioner/test_diagnostics",
+        "partitioner/capture/test_diagnostics",
         "test_a_line_that_depends_on_values_is_quoted_with_the_ways_out",
     ),
     "E4": ("test_cli", "test_e4_more_stages_than_places_to_cut"),
@@ -43,13 +43,13 @@ ELSEWHERE = {
         "test_a_loss_that_is_no_number_ends_all_and_is_not_tried_again",
     ),
     "E16": ("runtime/test_failures", "test_a_rank_that_is_stopped_is_named_and_ended"),
-    "E18": ("runtime/test_mpi", "test_an_mpi4py_without_a_library_is_said"),
+    "E18": ("runtime/transports/test_mpi", "test_an_mpi4py_without_a_library_is_said"),
     "E20": ("test_cli", "test_a_misspelled_option_names_the_right_one"),
     "E20, a checkpoint": (
-        "runtime/test_checkpoints",
+        "runtime/checkpoint/test_checkpoints",
         "test_a_checkpoint_of_another_model_is_refused",
     ),
-    "Ctrl-C": ("runtime/test_training_launch", "test_an_interrupted_run_ends_with_one_line"),
+    "Ctrl-C": ("runtime/launch/test_training_launch", "test_an_interrupted_run_ends_with_one_line"),
 }
 
 
@@ -113,12 +113,12 @@ def test_e13_tokens_of_another_tokenizer_are_named(folder: Path) -> None:
     assert told == (
         "error: token id 41999 in data.bin, but the model has 256 rows in wte. The data was made "
         "with another tokenizer (its header says: llama3).\n"
-        "Tokenise it with the model's own, or partition a model with more rows.\n"
+        "Tokenize it with the model's own, or partition a model with more rows.\n"
     )
 
 
 def rank(folder: Path, number: int, *, port: int, head: str = "127.0.0.1") -> dict[str, str]:
-    """The environment of one of two ranks, as a launcher has it."""
+    """The environment of one of two ranks, as set by a launcher."""
     return os.environ | {
         "RANK": str(number),
         "WORLD_SIZE": "2",
@@ -149,7 +149,7 @@ def test_e17_a_port_that_another_program_has_is_named(folder: Path) -> None:
     assert (told.returncode, told.stderr) == (
         1,
         f"error: rank 0 cannot open 127.0.0.1:{port}: another program has this port.\n"
-        f"--master-port {port + 1}, the same on all hosts.\n",
+        f"Give --master-port {port + 1}, the same on all hosts.\n",
     )
 
 
@@ -187,7 +187,7 @@ def test_a_hub_that_is_not_reached_is_told_apart_from_a_name_that_is_not_there(
     told = error_of(folder, "partition", "--model", "someone/model", "--stages", "2")
     assert told.startswith(
         "error: cannot download someone/model: no network (HF_HUB_OFFLINE set).\n"
-        "Planning needs no weights: --model FOLDER with its config.json does"
+        "Planning needs no weights: use --model FOLDER with its config.json"
     )
 
 
@@ -217,7 +217,9 @@ def test_a_model_with_code_of_its_own_is_not_run(folder: Path) -> None:
     )
     (own / "code.py").write_text(f"open({str(folder / 'ran')!r}, 'w')\n")
     told = error_of(folder, "partition", "--model", "./own", "--stages", "2")
-    assert told.startswith("error: ./own brings code of its own, which is not run.\n")
+    assert told.startswith(
+        "error: ./own needs code from the model repository (trust_remote_code), which is not run.\n"
+    )
     assert not (folder / "ran").exists()
 
 
@@ -229,7 +231,7 @@ def test_hosts_with_other_versions_are_told_when_they_meet(folder: Path) -> None
     program = folder / "newer.py"
     program.write_text(
         "import sys\n"
-        "import asyncpipe.runtime.launching.seats as seats\n"
+        "import asyncpipe.runtime.distributed.cpu_affinity as seats\n"
         "from asyncpipe import cli\n"
         "seats.__version__ = '0.9'\n"
         "sys.argv = ['asyncpipe-train', 'mlp', '--timeout-s', '20']\n"

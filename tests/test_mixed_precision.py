@@ -19,27 +19,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import asyncpipe
-from asyncpipe.runtime.boundary_dtypes import BoundaryDtypes, dtypes_of_folder
-from asyncpipe.runtime.loading import load_stage
-from asyncpipe.runtime.lowering import lower
-from asyncpipe.runtime.pipe import Pipe, run_stage
-from asyncpipe.runtime.pipeline import (
-    Observer,
-    Pipeline,
-    forward_edges,
-    gradient_edges,
-    micro_batch_seed,
-)
-from asyncpipe.runtime.plan import Plan, read_plan
-from asyncpipe.runtime.precision import FULL, Precision
-from asyncpipe.runtime.schedules import make_schedule
+from asyncpipe.runtime.executor.instrumented import Observer
+from asyncpipe.runtime.executor.loading import Pipe, load_stage, run_stage
+from asyncpipe.runtime.executor.mailbox import forward_edges, gradient_edges
+from asyncpipe.runtime.executor.pipeline import Pipeline
+from asyncpipe.runtime.executor.precision import FULL, BoundaryDtypes, Precision, dtypes_of_folder
+from asyncpipe.runtime.plan.plan import Plan, read_plan
+from asyncpipe.runtime.rng import micro_batch_seed
+from asyncpipe.runtime.schedule.builders import make_schedule
+from asyncpipe.runtime.schedule.dependencies import lower
 from asyncpipe.runtime.transports.gloo import GlooTransport
-from asyncpipe.runtime.transports.local import LocalHub, run_together
-from asyncpipe.tests.executor import lowered, train_together
-from asyncpipe.tests.generated import CASES, Case, cut, loss_of
-from asyncpipe.tests.hand_plans import chain
-from asyncpipe.tests.oracle import Reference, async_run
-from asyncpipe.tests.processes import run_processes
+from asyncpipe.runtime.transports.protocol import LocalHub, run_together
+from asyncpipe.tests.support.models.generated import CASES, Case, cut, loss_of
+from asyncpipe.tests.support.models.hand_plans import chain
+from asyncpipe.tests.support.oracles.async_simulation import Reference, async_run
+from asyncpipe.tests.support.processes.executor import lowered, train_together
+from asyncpipe.tests.support.processes.gloo_ranks import run_processes
 
 MICRO_BATCHES, STEPS, SEED = 4, 2, 7
 HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -7,34 +7,33 @@ import importlib
 import inspect
 import json
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cyclopts import App, CycloptsError, Token
 
-from asyncpipe.commands.parameters import Reader
-from asyncpipe.commands.partition_options import PartitionOptions
-from asyncpipe.partitioner import generate, precision, setting, solvers
-from asyncpipe.partitioner.capture import ways
+from asyncpipe.commands.options import Reader
+from asyncpipe.partitioner import capture, codegen, solvers
 from asyncpipe.partitioner.compile import partition, partition_source, partition_spec
-from asyncpipe.partitioner.graph_plan import plan_graph
-from asyncpipe.partitioner.options import _BY_INPUT, LIMITS, METHODS, OPTIMIZERS, check_options
 from asyncpipe.partitioner.outline import outline, outline_source, outline_spec
-from asyncpipe.partitioner.running import make_setting
-from asyncpipe.partitioner.solve import solve
-from asyncpipe.runtime.errors import PlanError
-from asyncpipe.runtime.limits import Choice, Either, Flag, Limit, Number, Several, Whole, limits_of
-from asyncpipe.runtime.sweep.variants import lists_from_texts
-from asyncpipe.runtime.training.settings import (
-    OF_THIS_CALL,
-    Settings,
-    SettingsError,
-    checked,
-    read_config,
+from asyncpipe.partitioner.planning.config import make_setting
+from asyncpipe.partitioner.planning.options import (
+    METHODS,
+    OPTIONS,
+    PartitionOptions,
+    check_options,
 )
-from asyncpipe.tests.in_process import command
+from asyncpipe.partitioner.planning.planner import plan_graph
+from asyncpipe.partitioner.planning.solve import solve
+from asyncpipe.partitioner.profile import cache
+from asyncpipe.runtime.config.option_files import checked, read_config
+from asyncpipe.runtime.config.options import options_of
+from asyncpipe.runtime.config.settings import Settings, SettingsError
+from asyncpipe.runtime.errors import PlanError
+from asyncpipe.runtime.experiments.variants import lists_from_texts
+from asyncpipe.runtime.limits import Choice, Either, Flag, Limit, ListOf, Number, Whole
+from asyncpipe.tests.support.processes.in_process import command
 
 # What options need beside them to be read: they are refused before any of it is looked at.
 NEEDED = {
@@ -65,7 +64,7 @@ def apps() -> Iterator[tuple[str, App]]:
 
 
 def options() -> Iterator[tuple[str, str, Reader | None]]:
-    """Of each option the command, the flag, and what reads it: nothing where it is a flag."""
+    """The command, flag and reader of each option; the reader is None for a boolean flag."""
     for name, app in apps():
         for argument in app.assemble_argument_collection():
             if argument.name.startswith("--"):
@@ -79,7 +78,7 @@ def options() -> Iterator[tuple[str, str, Reader | None]]:
 def nonsense(limit: Limit) -> Iterator[str]:
     """Words that the limit must refuse."""
     match limit:
-        case Several(item, _):
+        case ListOf(item, _):
             yield from nonsense(item)
         case Either(first, _):
             yield from nonsense(first)
@@ -110,7 +109,7 @@ READ = [option for option in options() if option[2] is not None]
 def test_an_option_refuses_nonsense_in_one_sentence(
     name: str, flag: str, reader: Reader, tmp_path: Path
 ) -> None:
-    count = (isinstance(reader.limit, Several) and reader.limit.count) or 1
+    count = (isinstance(reader.limit, ListOf) and reader.limit.count) or 1
     for word in nonsense(reader.limit):
         with pytest.raises(CycloptsError) as raised:
             reader(str, [Token(keyword=flag, value=word)] * count)
@@ -149,11 +148,12 @@ def test_a_key_is_given_once_and_an_option_too(tmp_path: Path) -> None:
     assert outcome.code == 2 and "--stages" in outcome.err
 
 
-@pytest.mark.parametrize("name", limits_of(Settings))
+@pytest.mark.parametrize("name", options_of(Settings))
 def test_an_option_of_training_is_checked_in_toml_python_and_sweeps(
     name: str, tmp_path: Path
 ) -> None:
-    limit, optional = limits_of(Settings)[name]
+    option = options_of(Settings)[name]
+    limit = option.limit
     for value in ODD:
         if limit.has(value):
             continue
@@ -168,32 +168,33 @@ def test_an_option_of_training_is_checked_in_toml_python_and_sweeps(
                     read_config(file)
         with pytest.raises(SettingsError, match=f"^--{name.replace('_', '-')}"):
             Settings(**{"folder": "x", name: value})
-    if not optional:
+    if not option.optional:
         with pytest.raises(SettingsError, match=f"^--{name.replace('_', '-')} None is not"):
             Settings(**{"folder": "x", name: None})
-    if isinstance(limit, Whole | Number | Choice) and name not in OF_THIS_CALL:
+    if isinstance(limit, Whole | Number | Choice) and option.scope == "run":
         for word in ("nan", "-1", "none", "2.5x", ""):
             if not limit.has(limit.read(word)):
                 with pytest.raises(SettingsError, match=f"{name} = "):
                     lists_from_texts([f"{name}={word}"])
 
 
-@pytest.mark.parametrize("name", [name for name in LIMITS if name not in _BY_INPUT])
+@pytest.mark.parametrize("name", [name for name, option in OPTIONS.items() if not option.is_words])
 def test_an_option_of_partition_is_checked_in_python(name: str) -> None:
     for value in ODD:
-        if not LIMITS[name].has(value):
-            with pytest.raises(PlanError, match=f"^--{name.replace('_', '-')}"):
-                check_options({name: value})
+        if not OPTIONS[name].limit.has(value):
+            for check in (check_options, lambda given: PartitionOptions(**given)):
+                with pytest.raises(PlanError, match=f"^--{name.replace('_', '-')}"):
+                    check({name: value})
 
 
 @pytest.mark.parametrize(
     "call",
     [
         lambda **given: partition(None, {}, **given),
-        lambda **given: partition_source(None, **given),
-        lambda **given: partition_spec("mlp", **given),
+        lambda **given: partition_source(None, PartitionOptions(**given)),
+        lambda **given: partition_spec("mlp", PartitionOptions(**given)),
         lambda **given: outline(None, {}, **given),
-        lambda **given: outline_spec("mlp", **given),
+        lambda **given: outline_spec("mlp", PartitionOptions(**given), with_profile=False),
         lambda **given: plan_graph(None, **given),
         lambda **given: make_setting(2, **given),
         lambda **given: solve(None, stages=2, **given),
@@ -218,33 +219,26 @@ def test_every_argument_of_a_function_has_a_limit() -> None:
     functions = (partition, partition_source, partition_spec, plan_graph, outline, outline_spec)
     for function in (*functions, outline_source, make_setting, solve):
         for name in inspect.signature(function).parameters:
-            assert name in LIMITS or name in objects, f"{function.__name__}({name}=) has no limit"
+            assert name in OPTIONS or name in objects, f"{function.__name__}({name}=) has no limit"
 
 
 def test_defaults_and_examples_are_legal() -> None:
     declared = [
-        *LIMITS.items(),
-        *((name, each.limit) for name, each in limits_of(Settings).items()),
+        *((name, option.limit) for name, option in OPTIONS.items() if not option.is_words),
+        *((name, each.limit) for name, each in options_of(Settings).items()),
     ]
     declared += [(flag, reader.limit) for _, flag, reader in options() if reader]
     for name, limit in declared:
         assert limit.has(limit.example), name
-        if not isinstance(limit, Several | Flag):
+        if not isinstance(limit, ListOf | Flag):
             assert limit.read(str(limit.example)) == limit.example, name
     Settings(folder="x")
-    check_options(
-        {
-            field.name: field.default
-            for field in fields(PartitionOptions)
-            if field.default is not None
-        }
-    )
+    PartitionOptions()
 
 
 def test_names_are_those_that_there_are() -> None:
     """The table of options imports neither torch nor numpy, so it has names of its own."""
     assert set(METHODS) == {*solvers.METHODS, "all"}
-    assert set(OPTIMIZERS) == set(setting.OPTIMIZER_COPIES)
-    assert LIMITS["code"] == Choice(generate.CODES)
-    assert LIMITS["capture"] == Choice(ways.METHODS)
-    assert LIMITS["dtype"] == Choice(tuple(precision.DTYPES))
+    assert OPTIONS["code"].limit == Choice(codegen.CODES)
+    assert OPTIONS["capture"].limit == Choice(capture.METHODS)
+    assert OPTIONS["dtype"].limit == Choice(tuple(cache.DTYPES))

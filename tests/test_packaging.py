@@ -28,17 +28,8 @@ def test_the_package_list_equals_the_disk() -> None:
     assert set(PROJECT["tool"]["setuptools"]["packages"]) == packages_on_disk()
 
 
-def test_only_init_and_the_command_line_lie_at_the_root() -> None:
-    looks = {
-        "terminal.py",
-        "terminal_compare.py",
-        "terminal_console.py",
-        "terminal_report.py",
-        "terminal_sweep.py",
-        "terminal_train.py",
-    }
-    of_the_command_line = {"cli.py", *looks}
-    assert {path.name for path in ROOT.glob("*.py")} == {"__init__.py", *of_the_command_line}
+def test_only_init_and_the_entry_points_lie_at_the_root() -> None:
+    assert {path.name for path in ROOT.glob("*.py")} == {"__init__.py", "cli.py"}
 
 
 def test_the_version_is_told_once() -> None:
@@ -61,8 +52,8 @@ def test_a_wheel_installed_elsewhere_runs_both_commands(tmp_path: Path) -> None:
         assert f"asyncpipe/{path.relative_to(ROOT)}" in names
     for path in (ROOT / "templates").glob("*.j2"):
         assert f"asyncpipe/templates/{path.name}" in names
-    for path in (ROOT / "partitioner" / "devices").glob("*.toml"):
-        assert f"asyncpipe/partitioner/devices/{path.name}" in names
+    for path in (ROOT / "partitioner" / "profile" / "devices").glob("*.toml"):
+        assert f"asyncpipe/partitioner/profile/devices/{path.name}" in names
     assert not [name for name in names if name.split("/")[1] in {"tests", "generated_models"}]
 
     home = tmp_path / "elsewhere"

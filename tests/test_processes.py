@@ -2,7 +2,7 @@
 
 import time
 
-from asyncpipe.tests.processes import run_processes
+from asyncpipe.tests.support.processes.gloo_ranks import run_processes
 
 
 def sleep_or_raise(rank: int) -> None:

@@ -1,11 +1,11 @@
-"""A step that tells how far it is has a bar on a terminal, and nothing in a log."""
+"""A step that reports its progress has a bar on a terminal, and nothing in a log."""
 
 import io
 import re
 
 from rich.console import Console
 
-from asyncpipe.terminal import Ticks
+from asyncpipe.commands.console import Ticks
 
 
 def shown(*, terminal: bool, silent: bool = False) -> str:

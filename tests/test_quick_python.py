@@ -6,7 +6,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from asyncpipe.tests.quick_python import bin_folder
+from asyncpipe.tests.support.processes.quick_python import bin_folder
 
 
 def start(program: str, *arguments: str, **options: object) -> subprocess.Popen[str]:

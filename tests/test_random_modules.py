@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import asyncpipe
-from asyncpipe.runtime.pipe import Pipe
+from asyncpipe.runtime.errors import PlanError
+from asyncpipe.runtime.executor.loading import Pipe
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 
@@ -121,3 +122,21 @@ def test_a_random_module_is_exact_or_refused_with_its_cause(
     row = random_modules.examine(seed)
     for outcome in row.values():
         assert not outcome.startswith(("wrong", "traceback", "unclear")), row
+
+
+@pytest.mark.parametrize(
+    ("what", "cure", "kind"),
+    [
+        ("the captured graph is not the model: output 0 differs.", "", "unclear"),
+        ("stage 0 raises NameError, where the original does not: h", "", "unclear"),
+        ("the output x of the generated stages differs from the original's by 1.", "", "unclear"),
+        ("forward depends on tensor values.", "Or report the model: a defect of it.", "refused"),
+    ],
+)
+def test_an_error_is_classified_by_its_sentence(
+    trials: ModuleType, what: str, cure: str, kind: str
+) -> None:
+    def fails() -> None:
+        raise PlanError(what, cure)
+
+    assert trials.outcome(fails).startswith(f"{kind}: ")

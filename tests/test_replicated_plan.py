@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 import asyncpipe
-from asyncpipe.partitioner.cluster import cluster_of_hosts
-from asyncpipe.partitioner.models import load_model
-from asyncpipe.runtime.forecast import describe_forecast, forecast_one_step, forecast_step
-from asyncpipe.runtime.plan import Plan
-from asyncpipe.runtime.training.settings import Settings
-from asyncpipe.tests.quick_python import bin_folder, run
-from asyncpipe.tests.runtime.silent_reporter import FACTORY, events_of
+from asyncpipe.partitioner.models.load import load_model
+from asyncpipe.partitioner.planning.cluster import cluster_of_hosts
+from asyncpipe.runtime.config.settings import Settings
+from asyncpipe.runtime.plan.forecast import describe_forecast, forecast_one_step, forecast_step
+from asyncpipe.runtime.plan.plan import Plan
+from asyncpipe.tests.support.processes.quick_python import bin_folder, run
+from asyncpipe.tests.support.processes.silent_reporter import FACTORY, events_of
 
 ROOT = Path(__file__).parent.parent
 SIGNALS = f"{ROOT / 'examples' / 'signals.py'}"

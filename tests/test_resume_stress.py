@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from asyncpipe.tests.quick_python import bin_folder
+from asyncpipe.tests.support.processes.quick_python import bin_folder
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 

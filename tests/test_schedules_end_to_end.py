@@ -10,25 +10,25 @@ from typing import Any
 import pytest
 
 import asyncpipe
-from asyncpipe.partitioner.models import load_model
+from asyncpipe.partitioner.models.load import load_model
+from asyncpipe.runtime.config.segments import make_segment
+from asyncpipe.runtime.config.settings import Settings, SettingsError
+from asyncpipe.runtime.distributed.process_groups import World
 from asyncpipe.runtime.errors import AsyncPipeError, ScheduleError
-from asyncpipe.runtime.launching.launch import schedule_text
-from asyncpipe.runtime.launching.world import World
-from asyncpipe.runtime.plan import Plan, RankSpec, read_plan
-from asyncpipe.runtime.schedule import one_step
-from asyncpipe.runtime.schedule_text import from_text
-from asyncpipe.runtime.simulate import Costs
+from asyncpipe.runtime.launch.launch import schedule_text
+from asyncpipe.runtime.monitoring.gather import RankFigures
+from asyncpipe.runtime.plan.plan import Plan, RankSpec, read_plan
+from asyncpipe.runtime.schedule.schedule import one_step
+from asyncpipe.runtime.schedule.simulate import ActionCosts
+from asyncpipe.runtime.schedule.text import from_text
 from asyncpipe.runtime.training.remeasure import (
     Remeasuring,
     costs_of_steps,
     when_measured,
-    with_parted_backwards,
+    with_split_backwards,
 )
-from asyncpipe.runtime.training.segments import make_segment
-from asyncpipe.runtime.training.settings import Settings, SettingsError
-from asyncpipe.runtime.watching.gather import RankFigures
-from asyncpipe.tests.quick_python import run
-from asyncpipe.tests.runtime.silent_reporter import FACTORY, events_of
+from asyncpipe.tests.support.processes.quick_python import run
+from asyncpipe.tests.support.processes.silent_reporter import FACTORY, events_of
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +160,7 @@ def test_auto_keeps_to_the_memory_of_the_plans_ranks(folder: Path) -> None:
 
 
 def figures(step: int, whole: bool) -> list[RankFigures]:
-    """Of two ranks with a stage each: F 2, B 4, of two parts I 3 and W 2; stage 1 twice that.
+    """Two ranks with one stage each: F 2 and B 4, or in two parts I 3 and W 2; stage 1 twice that.
     A step of 2 micro-batches, in seconds."""
     ranks = []
     for rank in range(2):
@@ -176,7 +176,7 @@ def test_costs_are_read_off_the_measured_steps() -> None:
     seen = [figures(step, whole=step < 6) for step in range(2, 8)]
     first = from_text("rank 0: 0F0 0F1 0B0 0B1 0S1\nrank 1: 1F0 1B0 1F1 1B1 1S1")
     found = costs_of_steps(seen, [1.5, 2.5], first)
-    expected = Costs((2, 4), (4, 8), (1.5, 2.5), {}, (2, 4), (1, 2))
+    expected = ActionCosts((2, 4), (4, 8), (1.5, 2.5), {}, (2, 4), (1, 2))
     for name in ("forward_ms", "backward_ms", "step_ms", "weight_ms", "split_ms"):
         assert getattr(found, name) == pytest.approx(getattr(expected, name))
 
@@ -202,8 +202,8 @@ def test_the_schedule_is_computed_again_once_and_only_in_a_long_run(folder: Path
     steps = steps_of(settings)
     taken = [steps.of_step(step) for step in range(1, 21)]
     assert [made.compute.ranks for made in taken[:5]] == [first.compute.ranks] * 5
-    parted = with_parted_backwards(first.compute)
-    assert [made.compute.ranks for made in taken[5:7]] == [parted.ranks] * 2
+    split = with_split_backwards(first.compute)
+    assert [made.compute.ranks for made in taken[5:7]] == [split.ranks] * 2
     assert len(set(map(str, taken[7:]))) == 1 and len(told) == 1
     assert "after step 7" in when_measured(settings)
     short = settings_of(folder, schedule="auto", ranks=1, steps=13)
@@ -214,23 +214,23 @@ def test_the_schedule_is_computed_again_once_and_only_in_a_long_run(folder: Path
 
 def test_whole_backwards_are_measured_whatever_the_first_schedule_splits(folder: Path) -> None:
     plan, settings = plan_and_settings(folder, schedule="auto", ranks=1, steps=20)
-    parted = with_parted_backwards(make_segment(plan, settings, steps=1))
+    split = with_split_backwards(make_segment(plan, settings, steps=1))
     steps = Remeasuring(
         plan,
         settings,
         World(),
-        parted,
+        split,
         figures=lambda step: [],
         optimizer_ms=lambda: [1.0],
         tell=lambda text, schedule: None,
     )
-    assert parted.split and not steps.of_step(1).split
+    assert split.split and not steps.of_step(1).split
     assert not {action.kind for action in steps.of_step(5).ranks[0]} - {"F", "B", "S"}
-    assert steps.of_step(6).split == parted.split
+    assert steps.of_step(6).split == split.split
 
 
-def test_a_parted_schedule_is_the_same_but_for_its_backwards() -> None:
+def test_a_split_schedule_is_the_same_but_for_its_backwards() -> None:
     whole = from_text("rank 0: 0F0 0F1 0B1 0B0 0S1", edges=[])
-    parted = with_parted_backwards(whole)
-    assert [str(a.unversioned) for a in parted.ranks[0]] == "0F0 0F1 0B1 0W1 0B0 0W0 0S1".split()
-    assert parted == one_step("custom", parted.compute.ranks and [parted.ranks[0][:-1]], [0])
+    split = with_split_backwards(whole)
+    assert [str(a.unversioned) for a in split.ranks[0]] == "0F0 0F1 0B1 0W1 0B0 0W0 0S1".split()
+    assert split == one_step("custom", split.compute.ranks and [split.ranks[0][:-1]], [0])

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 import asyncpipe
 from asyncpipe.runtime.errors import DataError
-from asyncpipe.runtime.loading import load_stage
-from asyncpipe.runtime.pipe import Pipe
-from asyncpipe.runtime.plan import read_plan
-from asyncpipe.tests.generated import CASES, cut
-from asyncpipe.tests.quick_python import bin_folder
+from asyncpipe.runtime.executor.loading import Pipe, load_stage
+from asyncpipe.runtime.plan.plan import read_plan
+from asyncpipe.tests.support.models.generated import CASES, cut
+from asyncpipe.tests.support.processes.quick_python import bin_folder
 
 
 class Counting(nn.Module):
@@ -118,7 +117,7 @@ def test_weights_pass_to_the_original_and_back(tmp_path: Path) -> None:
 def test_a_state_dict_of_another_model_is_refused(tmp_path: Path) -> None:
     pipe = pipe_of(nested(), 2, tmp_path / "made")
     state = pipe.state_dict()
-    with pytest.raises(DataError, match=r"has 1 tensors that nested has not, the first is more\."):
+    with pytest.raises(DataError, match=r"has 1 tensors that nested lacks, the first is more\."):
         pipe.load_state_dict(state | {"more": torch.zeros(1)})
     with pytest.raises(DataError, match=r"rest.0.scale is \(3,\) in the state_dict, \(8,\) in"):
         pipe.load_state_dict(state | {"rest.0.scale": torch.zeros(3)})

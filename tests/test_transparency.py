@@ -1,7 +1,7 @@
-"""The one promise: what the pipeline computes is what the plain model computes.
+"""The one promise: the pipeline computes the same numbers as the plain model.
 
-For every model, number of stages and synchronous schedule: the losses of 20 steps and all gradients
-of the first two, dropout on, beside the loop over micro-batches that everybody knows. The stages
+For every model, number of stages and synchronous schedule: compares the losses of 20 steps and all
+gradients of the first two, dropout on, with those of the usual loop over micro-batches. The stages
 are the generated files, the ranks real processes over gloo, and the local transport as well.
 """
 
@@ -17,21 +17,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from asyncpipe.runtime.loading import load_stage
-from asyncpipe.runtime.lowering import lower
-from asyncpipe.runtime.pipeline import (
-    Observer,
-    Pipeline,
-    forward_edges,
-    gradient_edges,
-    micro_batch_seed,
-)
-from asyncpipe.runtime.plan import Plan, read_plan
-from asyncpipe.runtime.schedules import make_schedule
+from asyncpipe.runtime.executor.instrumented import Observer
+from asyncpipe.runtime.executor.loading import load_stage
+from asyncpipe.runtime.executor.mailbox import forward_edges, gradient_edges
+from asyncpipe.runtime.executor.pipeline import Pipeline
+from asyncpipe.runtime.plan.plan import Plan, read_plan
+from asyncpipe.runtime.rng import micro_batch_seed
+from asyncpipe.runtime.schedule.builders import make_schedule
+from asyncpipe.runtime.schedule.dependencies import lower
 from asyncpipe.runtime.transports.gloo import GlooTransport
-from asyncpipe.runtime.transports.local import LocalHub, run_together
-from asyncpipe.tests.generated import CASES, Case, cut, loss_of
-from asyncpipe.tests.processes import run_processes
+from asyncpipe.runtime.transports.protocol import LocalHub, run_together
+from asyncpipe.tests.support.models.generated import CASES, Case, cut, loss_of
+from asyncpipe.tests.support.processes.gloo_ranks import run_processes
 
 STEPS, MICRO_BATCHES, SEED = 20, 4, 7
 SCHEDULES = ("gpipe", "1f1b", "seq")

@@ -6,23 +6,33 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import asyncpipe
-from asyncpipe.runtime.launching import world
-from asyncpipe.runtime.launching.launchers import Place
-from asyncpipe.runtime.launching.seats import Seat
-from asyncpipe.runtime.plan import read_plan
-from asyncpipe.runtime.sweep.sweep import _child, plan_sweep
-from asyncpipe.runtime.sweep.variants import lists_of
-from asyncpipe.runtime.training.named_code import check_code
-from asyncpipe.runtime.training.settings import Settings, read_config
-from asyncpipe.runtime.trust import TrustError, content_hash, is_trusted, remember, state_folder
-from asyncpipe.tests.in_process import command, error_of
-from asyncpipe.tests.quick_python import run
-from asyncpipe.tests.runtime.handmade import WIDTH, exact_settings, write_mlp
-from asyncpipe.tests.runtime.silent_reporter import FACTORY
+from asyncpipe.runtime.config.option_files import check_code, read_config
+from asyncpipe.runtime.config.settings import Settings
+from asyncpipe.runtime.distributed import process_groups
+from asyncpipe.runtime.distributed.cpu_affinity import RankResources, check_alike, own_seat
+from asyncpipe.runtime.distributed.ranks import RankInfo
+from asyncpipe.runtime.errors import AsyncPipeError
+from asyncpipe.runtime.experiments.compare import compare
+from asyncpipe.runtime.experiments.sweep import _child, plan_sweep
+from asyncpipe.runtime.experiments.variants import lists_of
+from asyncpipe.runtime.launch import launch, local
+from asyncpipe.runtime.plan.plan import read_plan
+from asyncpipe.runtime.plan.trust import (
+    TrustError,
+    content_hash,
+    is_trusted,
+    remember,
+    state_folder,
+)
+from asyncpipe.tests.support.models.hand_folders import WIDTH, exact_settings, write_mlp
+from asyncpipe.tests.support.processes.in_process import command, error_of
+from asyncpipe.tests.support.processes.quick_python import run
+from asyncpipe.tests.support.processes.silent_reporter import FACTORY
 
 ROOT = Path(__file__).parent.parent
 THEIRS = """
@@ -70,7 +80,7 @@ def test_a_strangers_folder_is_not_trained_before_it_is_trusted(
 ) -> None:
     refused = error_of(tmp_path, "train", *train(strange))
     assert refused == (
-        f"error: {strange} was not made on this machine, and to train it is to run its "
+        f"error: {strange} was not made on this machine, and training it would run its "
         f"stage_*.py.\nRead them: asyncpipe-inspect {strange} --stage 0. Trust them from then on: "
         f"asyncpipe-train {strange} --trust\n"
     )
@@ -96,7 +106,7 @@ def test_neither_inspect_nor_a_dry_run_runs_a_strangers_code(strange: Path, tmp_
 def test_no_file_can_say_that_code_is_trusted(strange: Path, tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text("trust = true\n")
     told = error_of(tmp_path, "train", *train(strange, "--config", str(tmp_path / "run.toml")))
-    assert "is said on the command line, not in a file" in told
+    assert "must be given on the command line, not in a file" in told
 
 
 def names_code(tmp_path: Path, option: str) -> Path:
@@ -263,23 +273,110 @@ def test_ranks_on_other_hosts_trust_what_one_of_them_does(
     strange: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The code is compared when ranks meet, so that one answer is enough for all."""
-    plan, place = read_plan(strange), Place(0, 2, 0, 2)
+    plan, place = read_plan(strange), RankInfo(0, 2, 0, 2)
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "0")
-    monkeypatch.setattr(world, "name_interface", lambda *_, **__: None)
+    monkeypatch.setattr(process_groups, "name_interface", lambda *_, **__: None)
     for name in ("open_store", "call_roll"):
-        monkeypatch.setattr(world, name, lambda *_: None)
-    monkeypatch.setattr(world.dist, "init_process_group", lambda *_, **__: None)
+        monkeypatch.setattr(process_groups, name, lambda *_: None)
+    monkeypatch.setattr(process_groups.dist, "init_process_group", lambda *_, **__: None)
 
     def met(*_: object) -> None:
         raise InterruptedError
 
-    monkeypatch.setattr(world, "find_machine", met)
+    monkeypatch.setattr(process_groups, "find_machine", met)
     for trusted in ((True, False), (False, True)):
-        seats = [Seat(host, trusted=each) for host, each in zip("ab", trusted, strict=True)]
-        monkeypatch.setattr(world, "_seats", lambda own, ranks, seats=seats: seats)
+        seats = [
+            RankResources(host, trusted=each) for host, each in zip("ab", trusted, strict=True)
+        ]
+        monkeypatch.setattr(process_groups, "_seats", lambda own, ranks, seats=seats: seats)
         with pytest.raises(InterruptedError):
-            world.join(place, Settings(folder=str(strange)), plan)
-    monkeypatch.setattr(world, "_seats", lambda own, ranks: [Seat("a"), Seat("b")])
+            process_groups.join(place, Settings(folder=str(strange)), plan, {})
+    monkeypatch.setattr(
+        process_groups, "_seats", lambda own, ranks: [RankResources("a"), RankResources("b")]
+    )
     with pytest.raises(TrustError):
-        world.join(place, Settings(folder=str(strange)), plan)
+        process_groups.join(place, Settings(folder=str(strange)), plan, {})
+
+
+# What is run is what was checked
+
+
+def edit_when(
+    monkeypatch: pytest.MonkeyPatch, place: Any, name: str, folder: Path, stage: int
+) -> None:
+    """Writes to a stage when a function is called, which is after its code was checked."""
+    real = getattr(place, name)
+
+    def called(*arguments: Any) -> Any:
+        with (folder / f"stage_{stage}.py").open("a") as file:
+            file.write(LEAVES_A_MARK.format(str(folder / "ran")))
+        return real(*arguments)
+
+    monkeypatch.setattr(place, name, called)
+
+
+CHANGED = "is not the file that was checked when the run began: its SHA-256 is "
+
+
+@pytest.mark.parametrize("precision", ["full", "bfloat16"])
+def test_a_rank_loads_no_stage_that_was_changed_after_the_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str
+) -> None:
+    """With a lower precision every rank runs all stages on fake tensors before it loads its own."""
+    write_mlp(tmp_path / "made")
+    edit_when(monkeypatch, local, "make_folder", tmp_path / "made", 1)
+    settings = exact_settings(
+        tmp_path / "made", tmp_path / "run", precision=precision, dtype="float32"
+    )
+    with pytest.raises(AsyncPipeError) as refused:
+        run(settings, FACTORY)
+    ranks = {"full": ("rank 1 (stage 1)",), "bfloat16": ("rank 0 (stage 0)", "rank 1 (stage 1)")}
+    told = str(refused.value)
+    who, _, what = told.partition(": ")
+    assert who in ranks[precision]
+    assert what.startswith(f"{tmp_path}/made/stage_1.py {CHANGED}")
+    assert what.endswith("nothing writes to the folder, with the same files on all hosts.")
+    assert not (tmp_path / "made" / "ran").exists()
+
+
+def test_a_run_of_one_process_loads_no_stage_that_was_changed_after_the_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_mlp(tmp_path / "made")
+    edit_when(monkeypatch, launch, "make_folder", tmp_path / "made", 0)
+    told = error_of(tmp_path, "train", *train(tmp_path / "made", "-q"))
+    assert told.startswith(f"error: {tmp_path}/made/stage_0.py {CHANGED}")
+
+
+def test_the_runs_of_a_comparison_have_the_stages_that_were_checked(
+    tmp_path: Path,
+) -> None:
+    """Edited stages are another model: earlier results for the original are not used for them."""
+    write_mlp(made := tmp_path / "made")
+    settings = exact_settings(made, tmp_path / "compared", steps=1, data="clusters")
+    compare(settings, ["none"])
+    stage = made / "stage_1.py"
+    stage.write_text(stage.read_text().replace("return h\n", "return 2 * h\n"))
+    assert compare(settings, ["none"]).made == 1
+
+    def edit(*_: object) -> None:
+        stage.write_text(stage.read_text() + "# edited\n")
+
+    with pytest.raises(AsyncPipeError, match=CHANGED):
+        compare(settings, ["none"], seeds=[3, 4], on_run=edit)
+
+
+def test_ranks_whose_files_of_data_differ_are_refused(tmp_path: Path) -> None:
+    plan = write_mlp(tmp_path / "made")
+    (data := tmp_path / "own.py").write_text("one = 1")
+    settings = Settings(folder="made", data=f"{data}:load", criterion=f"{tmp_path}/there.py:loss")
+    own = own_seat(settings, plan, {})
+    data.write_text("one = 2")
+    other = replace(own_seat(settings, plan, {}), host="b")
+    check_alike([own, own])
+    with pytest.raises(AsyncPipeError) as refused:
+        check_alike([own, own, other])
+    assert f"rank 2 on b has --data {data}:load, a file" in str(refused.value)
+    data.unlink()
+    check_alike([own, own_seat(settings, plan, {})])  # a rank that reads none needs none

@@ -11,11 +11,11 @@ import pytest
 
 from asyncpipe.commands.running import DEFECT, run
 from asyncpipe.runtime.checkpoint.folders import CheckpointError, Facts, read_facts
-from asyncpipe.runtime.checkpoint.location import Location, LocationError
+from asyncpipe.runtime.checkpoint.remote import Location, LocationError
 from asyncpipe.runtime.errors import PlanError
-from asyncpipe.runtime.plan import read_plan
-from asyncpipe.tests.in_process import error_of
-from asyncpipe.tests.runtime.handmade import write_mlp, write_text
+from asyncpipe.runtime.plan.plan import read_plan
+from asyncpipe.tests.support.models.hand_folders import write_mlp, write_text
+from asyncpipe.tests.support.processes.in_process import error_of
 
 OWN = """
 import torch
@@ -169,7 +169,7 @@ def test_a_shared_parameter_that_its_stage_has_not_contradicts_the_plan(
     plan = json.loads((tmp_path / "text" / "plan.json").read_text())
     plan["shared"][0]["holders"][0][1] = name
     (tmp_path / "text" / "plan.json").write_text(json.dumps(plan))
-    with pytest.raises(PlanError, match=f"stage 0 shares {name}, which is nowhere"):
+    with pytest.raises(PlanError, match=f"stage 0 shares {name}, which does not exist"):
         read_plan(tmp_path / "text")
 
 

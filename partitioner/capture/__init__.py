@@ -1,31 +1,50 @@
 """A model as its author wrote it -> one `torch.fx.Graph` of named modules and torch functions.
 
 The real forward runs on fake tensors with symbolic sizes, once in training and once in evaluation
-mode; what it does is written down and run again on real numbers against the model itself.
+mode, and a tracer records its operations. The recorded graph is then compared with the model on
+real numbers.
+
+`find_capture` tries these methods until one gives a graph:
+
+tracer     the forward itself runs on fake tensors
+leaves     as tracer, but modules that cannot be traced are kept as one operation each
+dynamo     the torch-level graph that TorchDynamo makes of the forward runs in its place
+
+If forward reads values out of tensors, leaves come before dynamo, because Dynamo sees no more than
+the tracer. If forward does something that torch functions cannot show, dynamo comes first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from ...runtime.errors import CaptureError
-from ...runtime.structure import constants_in
-from .aliases import colocated, draws_in_order, in_order
-from .arguments import Arguments, read_arguments
-from .attribute_names import verify_names
-from .batch import find_batch
-from .dimensions import Dimensions, Said, asked_lengths, check_said, said_batch, symbols
-from .fakes import Dynamic
-from .fitting import verify_arguments
-from .graph import Capture, tensor_spec
-from .hooks import verify_hooks
-from .interpret import run
-from .leaves import leaf_rule
-from .restore import in_mode, unchanged
+from ...runtime.plan.structure import constants_in
+from .aliasing import colocated, draws_in_order, in_order
+from .arguments import Arguments, read_arguments, verify_arguments, verify_hooks
+from .batch_dimension import corrected, find_batch, fixed, with_places
+from .check import check_capture
+from .fake_inputs import Dynamic, PinnedSizeError, UnseenError, ValuesError, both, runs
+from .graph import Capture, run, tensor_spec
+from .leaf_modules import AutomaticLeaves, FailedTrace, LeafRule, leaf_rule
+from .model_state import in_mode, is_on_meta, unchanged
+from .modes import Trace, merged_capture, trace_dynamo, trace_forward
+from .size_guards import add_size_guard, at_least_two
+from .sizes import (
+    BATCH,
+    Dimensions,
+    Said,
+    asked_lengths,
+    check_said,
+    said_batch,
+    symbols,
+    without_symbol,
+)
+from .source_lines import verify_names
 from .values import (
     CallRecord,
     IfTraining,
@@ -36,7 +55,6 @@ from .values import (
     Size,
     size_text,
 )
-from .ways import METHODS, Request, find_capture
 
 __all__ = [
     "Arguments", "CallRecord", "Capture", "IfTraining", "LocalDevice", "ModuleCall", "Recompute",
@@ -45,7 +63,7 @@ __all__ = [
     "tensor_spec",
 ]  # fmt: skip
 
-
+METHODS = ("auto", "tracer", "dynamo")
 MODES = {"both": (True, False), "train": (True,)}
 """The modes to capture, training first, by the name of the option."""
 
@@ -62,31 +80,26 @@ def capture(
     method: str = "auto",
     mode: str = "both",
 ) -> Capture:
-    """Writes down what the model's forward does for inputs like these.
+    """Records the operations of the model's forward for inputs like the examples.
 
-    `example_inputs` are arguments of forward by name: tensors (on any device, or on meta), tuples,
-    lists, dicts and dataclasses of them, and constants.
+    example_inputs: arguments of forward by name: tensors (on any device, or on meta), tuples,
+        lists, dicts and dataclasses of them, and constants
+    dynamic: the names of the free sizes by input and dimension, in place of the next two
+    batch_dim: the dimension that counts samples, by input (`masks_0` is the first of `masks`), one
+        number for all inputs, or None for inputs without a batch; "auto" finds it
+    sequence_dim: the dimension that counts tokens, in the same form; by default dimension 1 of
+        two-dimensional tensors of integers
+    leaves: modules outside torch.nn to keep as one node, by class name or path
+    check: compare graph and model at other sizes in both modes; skipped for a model on meta
+    method: "tracer", "dynamo", or "auto": the tracer, and Dynamo for a forward that the tracer
+        cannot see through; a note says which
+    mode: "both", or "train" for a graph of training mode only, for a model whose forward returns
+        another structure in evaluation mode
 
-    `batch_dim` says which dimension counts samples, by input (`masks_0` for the first of `masks`),
-    one number for all, or None where there is no batch; "auto" finds it out. `sequence_dim` says so
-    of tokens; by default it is dimension 1 of two-dimensional tensors of integers. In place of both
-    `dynamic` names the sizes that stay free, by input and dimension.
-    `leaves` are modules to keep as one node although they are not of torch.nn, by
-    class name or path. Parameters may be on meta. With `check`, the graph is run beside the model
-    at other sizes in both modes; a model on meta is not checked.
-
-    `method` is `tracer`, `dynamo` or `auto`: the tracer, and where it cannot see what forward does,
-    torch's own graph made by Dynamo. A note says so. `mode` is `both`, or `train` for a graph of
-    training alone, which a model needs whose forward returns another structure in evaluation.
-
-    The model is left as it was: parameters, buffers, attributes, modes, gradients.
-
-    Raises CaptureError for a forward that is no fixed graph, naming its line.
+    Parameters may be on meta. The model is restored: parameters, buffers, attributes, modes,
+    gradients. Raises CaptureError, with the line, for a forward that cannot be one fixed graph.
     """
-    if mode not in MODES:
-        raise CaptureError(f"the mode is {mode!r}.", f"Known: {', '.join(MODES)}.")
-    if method not in METHODS:
-        raise CaptureError(f"the way to capture is {method!r}.", f"Known: {', '.join(METHODS)}.")
+    _verify_options(mode, method)
     verify_names(model)
     verify_hooks(model)
     given = read_arguments(model, example_inputs)
@@ -101,21 +114,37 @@ def capture(
         modes=MODES[mode],
     )
     by_hand = tuple(modes_by_hand(model))
-    with unchanged(model):
-        captured = find_capture(request, method)
-        submodules = [(module._modules, dict(module._modules)) for module in model.modules()]
-    for own, named in submodules:
-        # A forward may exchange them (BigBird does for short sequences), and the graph names them.
-        own.update(named)
+    captured = _captured_unchanged(request, method)
     fixed = [
-        f"{where} is fixed at {text}: it is no tensor"
+        f"{where} is fixed at {text}: it is not a tensor"
         for where, text in constants_in(given.structure, "")
     ]
     return replace(captured, notes=(*request.dimensions.notes, *fixed, *by_hand, *captured.notes))
 
 
+def _verify_options(mode: str, method: str) -> None:
+    if mode not in MODES:
+        raise CaptureError(f"mode {mode!r} is not known.", f"Known: {', '.join(MODES)}.")
+    if method not in METHODS:
+        raise CaptureError(
+            f"capture method {method!r} is not known.", f"Known: {', '.join(METHODS)}."
+        )
+
+
+def _captured_unchanged(request: Request, method: str) -> Capture:
+    """The capture; the model is restored, but keeps submodules that forward has added."""
+    with unchanged(request.model):
+        captured = find_capture(request, method)
+        modules = request.model.modules()
+        submodules = [(module._modules, dict(module._modules)) for module in modules]
+    for own, named in submodules:
+        # A forward may replace modules (BigBird does for short sequences); the graph names them.
+        own.update(named)
+    return captured
+
+
 def modes_by_hand(model: nn.Module) -> Iterator[str]:
-    """A note on modules whose mode is not what `train` makes of the model's: it was set by hand."""
+    """A note about modules whose mode was set by hand: `train` would give them another one."""
     modules = dict(model.named_modules())
     unlike = [path for path, module in modules.items() if module.training != model.training]
     with in_mode(model, model.training):
@@ -127,15 +156,15 @@ def modes_by_hand(model: nn.Module) -> Iterator[str]:
         kept, root = ("evaluation", "training") if model.training else ("training", "evaluation")
         yield (
             f"{shown}{more} {'is' if len(outer) == 1 else 'are'} in {kept} mode and the model in "
-            f"{root} mode; the stages follow train() and eval() of the model, which do not keep "
-            "that: to keep it, override train() in the class of the model"
+            f"{root} mode; the stages follow train() and eval() of the model, which reset it: to "
+            "keep it, override train() in the class of the model"
         )
 
 
 def _dimensions(
     model: nn.Module, given: Arguments, dynamic: Dynamic | None, batch_dim: Said, sequence_dim: Said
 ) -> Dimensions:
-    """The free sizes as the user has named them, or by the dimensions that count samples."""
+    """The free sizes that the user named in `dynamic`, else those of batch and sequence."""
     if dynamic is not None:
         names = (symbol for named in dynamic.values() for symbol in named.values())
         return Dimensions(dynamic, frozenset(names))
@@ -148,3 +177,131 @@ def _dimensions(
     dims = symbols(given.tensors, batch, sequence_dim)
     asked = asked_lengths(dims, sequence_dim)
     return Dimensions(dims, asked, (note,) if note else ())
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The input of a capture.
+
+    model: the model
+    given: the example arguments of forward
+    dimensions: the free sizes
+    may_fix: forward may fix free sizes, except the batch and those that the user named
+    is_leaf: the rule for modules that are kept as one node
+    check: compare the graph with the model on real numbers
+    modes: the modes to capture, True for training
+    """
+
+    model: nn.Module
+    given: Arguments
+    dimensions: Dimensions
+    may_fix: bool
+    is_leaf: LeafRule
+    check: bool
+    modes: tuple[bool, ...]
+
+
+def find_capture(request: Request, method: str) -> Capture:
+    """The capture by the first method that gives a graph; `method` is one of METHODS.
+
+    Raises the tracer's CaptureError, which names the user's line, if none does.
+    """
+    if method == "dynamo":
+        return _by_dynamo(request)
+    try:
+        return _captured(request, trace_forward, None)
+    except CaptureError as error:
+        first = error
+    if not runs(request.model, request.given):
+        raise first
+    for way in _other_ways(first, method):
+        try:
+            captured = way(request)
+        except CaptureError as error:
+            if way is _by_dynamo:
+                first = both(first, error)
+            continue
+        if way is _by_dynamo:
+            captured = _noted(captured, f"captured with Dynamo: {first.what}")
+        return captured
+    raise first
+
+
+def _other_ways(error: CaptureError, method: str) -> list[Callable[[Request], Capture]]:
+    if not isinstance(error, (UnseenError, PinnedSizeError)):
+        return []  # The tracer saw it, and no graph can hold it.
+    if method == "tracer" or isinstance(error, PinnedSizeError):
+        return [_by_leaves]
+    if isinstance(error, ValuesError):
+        return [_by_leaves, _by_dynamo]
+    return [_by_dynamo, _by_leaves]
+
+
+def _by_leaves(request: Request) -> Capture:
+    return _captured(request, trace_forward, AutomaticLeaves(request.model, request.is_leaf))
+
+
+def _by_dynamo(request: Request) -> Capture:
+    return _captured(replace(request, check=True), trace_dynamo, None)
+
+
+def _captured(request: Request, trace: Trace, kept: AutomaticLeaves | None) -> Capture:
+    """A capture by one method, with as many free sizes as possible."""
+    model, given, dims = request.model, request.given, request.dimensions.dims
+    is_leaf = kept.is_leaf if kept else request.is_leaf
+    has_to_be_free = request.dimensions.asked | {BATCH}
+    notes: list[str] = []
+    is_corrected = not request.may_fix
+    while True:
+        try:
+            captured = merged_capture(model, given, dims, is_leaf, trace, request.modes)
+            break
+        except FailedTrace as failed:
+            error = failed.error
+            if isinstance(error, PinnedSizeError):
+                error = with_places(error, dims)
+                if not is_corrected:
+                    is_corrected = True
+                    before = dims
+                    dims, more = corrected(model, given, dims, is_leaf, has_to_be_free)
+                    notes += more
+                    if dims != before:
+                        continue
+                if request.may_fix and error.symbol not in has_to_be_free:
+                    # A size that the user did not name may be fixed.
+                    notes.append(fixed(error, dims, error.symbol))
+                    dims = without_symbol(dims, error.symbol)
+                    continue
+            if kept is None or not kept.keep(failed.paths, error):
+                raise error from failed.__cause__
+    if kept:
+        called = {str(node.target) for node in captured.graph.find_nodes(op="call_module")}
+        notes += kept.notes(called)
+    if request.check and not is_on_meta(model):
+        notes += _refuse_one(captured, check_capture(captured, given.tensors))
+    return _noted(captured, *notes)
+
+
+def _refuse_one(captured: Capture, symbols: Sequence[str]) -> list[str]:
+    """Adds guards against the size 1 of some symbols, and returns notes about them.
+
+    A size of 1 broadcasts, and forwards compare with it where the result is the same either way:
+    only real numbers show that a size of 1 takes another branch.
+    """
+    for symbol in symbols:
+        if captured.sizes[symbol] == 1:
+            raise CaptureError(
+                f"forward takes another branch for a {symbol} size of 1, as in the example, than "
+                "for larger sizes.",
+                f"Give an example with a {symbol} size of 2 or more.",
+            )
+        add_size_guard(captured.graph, at_least_two(symbol))
+    return [
+        f"a {symbol} size of 1 takes another branch in forward; inputs of that size are refused "
+        "at run time"
+        for symbol in symbols
+    ]
+
+
+def _noted(captured: Capture, *notes: str) -> Capture:
+    return replace(captured, notes=(*notes, *captured.notes))

@@ -1,8 +1,11 @@
-"""The tensors of a run and the nodes of its graph: which node a tensor is, and what a node holds.
+"""The tensors of a traced run -> the nodes of its graph, and names for the nodes.
 
-A tensor is known by its `id`; every tensor seen is kept, so that neither its `id` nor its memory
-can come to be another's. A tensor that is no input, no parameter and no result of a recorded call
-is an error, never a constant.
+`Bindings` builds the graph, and knows each tensor by its `id`. It keeps every tensor alive, so that
+neither an `id` nor memory is reused. A fake tensor that is neither an input, a parameter nor the
+result of a recorded call is an error, never a constant.
+
+`NodeHints` proposes the names of the user's variables for nodes; `renamed` gives the nodes these
+names, or those of their modules and functions.
 """
 
 from __future__ import annotations
@@ -19,17 +22,20 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...runtime.errors import CaptureError
-from .explain import UnseenError, ValuesError
-from .fakes import FakeWorld
-from .frames import short_path, where
-from .known import follows_from_sizes
-from .structure import map_leaves, tensors_in
-from .values import LocalDevice, ModuleCall, Recompute, Region
+from .arguments import map_leaves, tensors_in
+from .fake_inputs import FakeWorld, UnseenError, ValuesError
+from .source_lines import assigned_names, is_good_name, short_path, user_frames, where
+from .values import CallRecord, LocalDevice, ModuleCall, Recompute, Region, follows_from_sizes
 
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """A tensor, the node it is, and whether it required a gradient when it was made."""
+    """A tensor that a node stands for.
+
+    tensor: the tensor
+    node: its node
+    required_grad: True if it required a gradient when it was made
+    """
 
     tensor: Tensor
     node: fx.Node
@@ -37,7 +43,12 @@ class Bound:
 
 
 class Bindings:
-    """A graph in the making. `constants` are the tensors that forward found on the model."""
+    """The graph under construction.
+
+    graph: the graph
+    constants: tensors of the model that are neither parameters nor buffers, by name
+    bound: the tensors seen and their nodes, by `id`
+    """
 
     def __init__(self, model: nn.Module, world: FakeWorld, top: FrameType) -> None:
         self.graph = fx.Graph()
@@ -64,10 +75,10 @@ class Bindings:
         touched: Collection[Tensor] = (),
         random: bool = False,
     ) -> fx.Node:
-        """Adds a node (op, target, arguments, keyword arguments) that has made `value`.
+        """Adds a node for the call (op, target, arguments, keyword arguments) that made `value`.
 
-        `changed` are the tensors that it changed, `touched` those that it reaches without having
-        them as arguments.
+        `changed` are the tensors that it changed in place, `touched` those that it reaches without
+        having them as arguments.
         """
         node = self.graph.create_node(*call)
         frame = frames[0] if frames else None
@@ -85,11 +96,11 @@ class Bindings:
         return node
 
     def change(self, tensors: Collection[Tensor]) -> None:
-        """Is told of tensors that a call has changed, before the call is added."""
+        """Records the tensors that a call changed, before the call is added."""
         self._changed.update(map(self.storage, tensors))
 
     def changed_parameters(self) -> tuple[str, ...]:
-        """The parameters that calls have changed, by their first names."""
+        """The first names of the parameters that calls have changed."""
         return tuple(
             self._world.names[id(parameter)]
             for parameter in self._model.parameters()
@@ -106,7 +117,7 @@ class Bindings:
             node.meta["data_dependent"] = self._world.is_data_dependent(node.meta["shape"])
 
     def _bind(self, node: fx.Node, value: Any) -> None:
-        """Makes `node`, or parts taken from it, the nodes of the tensors in `value`."""
+        """Binds the tensors in `value` to `node`, or to new nodes that take parts of it."""
         if isinstance(value, Tensor):
             self.bound[id(value)] = Bound(value, node, value.requires_grad)
             return
@@ -119,18 +130,18 @@ class Bindings:
                 self._bind(part, item)
 
     def storage(self, tensor: Tensor) -> int:
-        """A number for the tensor's memory, in the order of first use."""
+        """The number of the tensor's memory, in the order of first use."""
         key = tensor.untyped_storage()._cdata
         return self._storages.setdefault(key, len(self._storages))
 
     # Arguments
 
     def arguments(self, value: Any) -> Any:
-        """What stands for a structure of values in the arguments of a node."""
+        """A structure of values as arguments of a node."""
         return map_leaves(self._argument, value)
 
     def known(self, value: Any) -> Any:
-        """The same for a value that need not be in the graph: None for what the graph has not."""
+        """A structure of values as arguments of a node, with None for values outside the graph."""
         return map_leaves(self._known, value)
 
     def _argument(self, leaf: Any) -> Any:
@@ -150,8 +161,17 @@ class Bindings:
             return LocalDevice() if _same_device(leaf, self._device) else leaf
         return leaf
 
-    def local(self, region: Region) -> Region:
-        """A region for the model's device as one for whatever device it will be on."""
+    def current_regions(self, entered: Sequence[Region]) -> list[Region]:
+        """The regions of a node, given those that forward has entered."""
+        regions = [self._local(region) for region in entered if region.kind == "autocast"]
+        if not torch.is_grad_enabled():
+            regions.append(Region("no_grad"))
+        elif any(region.kind == "enable_grad" for region in entered):
+            regions.append(Region("enable_grad"))
+        return regions
+
+    def _local(self, region: Region) -> Region:
+        """The region, independent of the device if it is for the model's own device type."""
         if region.device_type != self._device.type:
             return region
         return dataclasses.replace(region, device_type=LocalDevice())
@@ -164,11 +184,11 @@ class Bindings:
         return self._argument(leaf) if isinstance(leaf, kinds) else None
 
     def node(self, tensor: Tensor) -> fx.Node:
-        """The node that a tensor is; a parameter, buffer or constant gets one on first use."""
+        """The node of a tensor; a parameter, buffer or constant gets one on first use."""
         bound = self.bound.get(id(tensor))
         if bound is not None:
             if tensor.requires_grad and not bound.required_grad:
-                # A recorded change may have given it a gradient; unseen code must not.
+                # Only a recorded change may have given it a gradient.
                 if self.storage(tensor) not in self._changed:
                     raise self._unseen(tensor)
             return bound.node
@@ -180,24 +200,24 @@ class Bindings:
     def _unseen(self, tensor: Tensor) -> CaptureError:
         return UnseenError(
             f"cannot trace {where(self._top)}: a tensor of {tensor.dim()} dimensions was made by "
-            "code that torch functions do not show (torch.jit.script, a stored Function.apply).",
-            "Call it as Class.apply(...), or keep the module that does it as one node: "
+            "code that the tracer cannot see (torch.jit.script, a stored Function.apply).",
+            "Call it as Class.apply(...), or keep the module that calls it as one node: "
             "--leaf Class.",
         )
 
     def constant(self, tensor: Tensor) -> str:
-        """Keeps a tensor that is neither made by forward nor registered on the model."""
+        """Keeps a tensor that is neither made by forward nor registered; returns its name."""
         if tensor.requires_grad:
             holder = unregistered(self._model, tensor)
             if holder is not None:
                 raise CaptureError(
                     f"{where(self._top)} reads a parameter of a module that {holder} holds in a "
-                    "plain list, tuple or dict: the model does not know the module.",
+                    "plain list, tuple or dict, and that is therefore not registered.",
                     f"Register it: {holder} = torch.nn.ModuleList(...) or ModuleDict(...).",
                 )
             raise CaptureError(
-                f"{where(self._top)} reads a tensor that requires a gradient and is no parameter "
-                "of the model.",
+                f"{where(self._top)} reads a tensor that requires a gradient but is not a "
+                "parameter of the model.",
                 "Register it: self.name = torch.nn.Parameter(...), or its module as a submodule.",
             )
         name = f"constant_{len(self.constants)}"
@@ -210,7 +230,7 @@ class Bindings:
 
 
 def _items(value: Any) -> Iterator[tuple[Any, Any, Any]]:
-    """How to reach each part of a compound value: function, key, part."""
+    """The parts of a compound value: function and key to reach the part, and the part."""
     if isinstance(value, Mapping):
         yield from ((operator.getitem, key, item) for key, item in value.items())
     elif isinstance(value, (tuple, list)):
@@ -221,7 +241,7 @@ def _items(value: Any) -> Iterator[tuple[Any, Any, Any]]:
 
 
 def unregistered(model: nn.Module, tensor: Tensor) -> str | None:
-    """The attribute whose containers lead to a module with this parameter; None if none does."""
+    """The attribute that holds this parameter's module in a plain container; None if none does."""
     for path, owner in model.named_modules():
         for name, value in vars(owner).items():
             if isinstance(value, (list, tuple, dict)) and not name.startswith("_"):
@@ -253,3 +273,113 @@ def _device_of(model: nn.Module) -> torch.device:
 
 def _same_device(given: torch.device, device: torch.device) -> bool:
     return given.type == device.type and given.index in (None, device.index)
+
+
+# Nobody names the items of a longer sequence one by one.
+_PARTS = 16
+
+
+class NodeHints:
+    """Sets `node.meta["hint"]` to the first good variable name of a node's value.
+
+    A name counts only in a frame that was on the stack when the value was made, so that a value
+    gets the name of the code that made it, not that of a callee's parameter.
+    """
+
+    def __init__(self, top: FrameType, bound: Mapping[int, Bound]) -> None:
+        self._top, self._bound = top, bound
+        # Frames are kept, so that an id cannot come to mean another frame.
+        self._frames: dict[int, FrameType] = {}
+        self._made_in: dict[fx.Node, frozenset[int]] = {}
+
+    def assign(self, node: fx.Node, value: Any, frames: Sequence[FrameType]) -> None:
+        """Names a new value after the variable of the assignment that makes it."""
+        self._frames.update((id(frame), frame) for frame in frames)
+        parts = [self._node_of(part) for part in value] if _is_sequence(value) else []
+        for made in (node, *parts):
+            if made is not None:
+                self._made_in[made] = frozenset(map(id, frames))
+        names = assigned_names(frames[0]) if frames else ()
+        if len(names) == 1 and parts != [node]:
+            self._hint(node, names[0])
+        elif len(names) == len(parts):
+            for made, name in zip(parts, names, strict=True):
+                self._hint(made, name)
+
+    def look(self, frames: Sequence[FrameType] | None = None) -> None:
+        """Names values after variables that have been assigned since they were made."""
+        for frame in user_frames(self._top) if frames is None else frames:
+            for name, value in frame.f_locals.items():
+                if isinstance(value, Tensor):
+                    self._found(frame, name, value)
+                elif _is_sequence(value):
+                    for position, part in enumerate(value[:_PARTS]):
+                        if isinstance(part, Tensor):
+                            self._found(frame, f"{name}_{position}", part)
+
+    def _found(self, frame: FrameType, name: str, value: Tensor) -> None:
+        node = self._node_of(value)
+        if node is not None and id(frame) in self._made_in.get(node, ()):
+            self._hint(node, name)
+
+    def _hint(self, node: fx.Node | None, name: str) -> None:
+        if node is not None and is_good_name(name):
+            node.meta.setdefault("hint", name)
+
+    def _node_of(self, value: Any) -> fx.Node | None:
+        if not isinstance(value, Tensor):
+            return None
+        bound = self._bound.get(id(value))
+        return bound.node if bound is not None else None
+
+
+def _is_sequence(value: Any) -> bool:
+    return isinstance(value, (tuple, list))
+
+
+def renamed(
+    graph: fx.Graph, calls: Mapping[ModuleCall, CallRecord]
+) -> tuple[fx.Graph, dict[ModuleCall, CallRecord]]:
+    """A copy of the graph with readable names, and the module calls in terms of it.
+
+    A node is named after the first variable that held its value, else after its module or its
+    function; fx makes the names unique, in program order.
+    """
+    result = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        copy = result.create_node(
+            node.op,
+            node.target,
+            fx.node.map_arg(node.args, copies.__getitem__),
+            fx.node.map_arg(node.kwargs, copies.__getitem__),
+            name=_name(node),
+        )
+        if node.op == "placeholder":
+            # fx would rename an input called `input`.
+            copy.name = node.target
+        copy.meta = node.meta
+        copies[node] = copy
+    return result, {call: _moved(record, copies) for call, record in calls.items()}
+
+
+def _moved(record: CallRecord, copies: Mapping[fx.Node, fx.Node]) -> CallRecord:
+    def move(value: Any) -> Any:
+        return fx.node.map_arg(value, copies.get)
+
+    arguments = {name: move(value) for name, value in record.arguments.items()}
+    return CallRecord(record.type_name, record.module_path, arguments, move(record.result))
+
+
+def _name(node: fx.Node) -> str:
+    hint = node.meta.get("hint")
+    if hint:
+        return str(hint)
+    if node.op == "call_module":
+        *parents, last = str(node.target).split(".")
+        return f"{parents[-1]}_{last}" if last.isdigit() and parents else last
+    if node.op == "get_attr":
+        return str(node.target).replace(".", "_")
+    if node.op == "output":
+        return "output"
+    return str(getattr(node.target, "__name__", node.target))

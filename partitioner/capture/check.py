@@ -1,25 +1,39 @@
-"""A capture beside its model at other sizes, in both modes: equal outputs, buffers and gradients.
+"""A capture against its model at other sizes, in each mode: equal outputs, buffers and gradients.
 
-The two run the same operations in the same order, so that they agree to the last bits; what is
-allowed for is only that threads add in another order.
+Graph and model run the same operations in the same order, so that they agree to the last bits; the
+tolerance only covers threads that add in another order.
+
+`compare` compares the tensors of the original with those of the generated stages by name.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 
-from ...runtime.errors import CaptureError
-from .graph import Capture
-from .guards import is_refusal, refused_sizes
-from .interpret import run, sizes_of
+from ...runtime.errors import CaptureError, PlanError
+from .arguments import plain_structure, tensors_in
+from .graph import Capture, is_refusal, refused_sizes, run, sizes_of
+from .model_state import (
+    Noise,
+    UnfitNoise,
+    WorkingCopies,
+    in_mode,
+    seed_all,
+    unchanged,
+    verify_finite,
+    without_cache,
+    working_copies,
+)
 from .random_numbers import Draw
-from .restore import in_mode, seed_all, unchanged, without_cache
-from .samples import (
+from .sizes import (
+    Sample,
     dynamic_of,
     first_taken,
     larger_sizes,
@@ -28,122 +42,148 @@ from .samples import (
     smaller_sizes,
     taken,
 )
-from .structure import plain_structure, tensors_in
-from .working_copies import Noise, UnfitNoise, WorkingCopies, verify_finite, working_copies
 
 # Below this, gradients are compared too: above, the check would take longer than the capture.
 MAX_PARAMETERS_WITH_GRADIENTS = 5_000_000
 _SEEDS, _SEEDS_TRIED = 4, 200
-_KEEP = "Keep the module that makes it as one node (--leaf Class), and please report the model."
+_KEEP = "Keep the module that computes it as one node (--leaf Class); please report the model."
 
 
 def check_capture(capture: Capture, inputs: Mapping[str, Tensor]) -> list[str]:
-    """Runs graph and model on inputs of other sizes, in each mode, from equal seeds: one, or more
-    where random numbers decide, so that each decision is made both ways. The result is the symbols
-    at whose size 1 the two differ.
+    """Runs graph and model on inputs of other sizes, in each mode, from equal seeds.
 
-    `inputs` are the tensors among forward's arguments by name. Both have parameters and buffers
-    moved by noise where the model runs with such.
+    `inputs` are the tensors among forward's arguments by name. If random numbers decide, several
+    seeds make each decision both ways. Parameters and buffers have noise added, if the model runs
+    with it. Returns the symbols at whose size 1 graph and model differ.
 
-    Raises CaptureError where an output, a buffer or (below five million parameters) a gradient
-    differs, and where the model itself does not run on its example.
+    Raises CaptureError if an output, a buffer or (below five million parameters) a gradient
+    differs, and if the model itself fails on its example.
     """
     for noise in Noise:
         with working_copies(capture.model, noise, capture.changed) as copies:
             try:
-                return _check(capture, inputs, copies, is_own=noise is Noise.NONE)
+                return _Check(capture, inputs, copies, is_own=noise is Noise.NONE).run()
             except UnfitNoise:
                 continue
-    raise AssertionError("without noise the model is what it is")
+    raise AssertionError("Noise.NONE always fits")
 
 
-def _check(
-    capture: Capture, inputs: Mapping[str, Tensor], copies: WorkingCopies, *, is_own: bool
-) -> list[str]:
-    model = capture.model
-    tensors = [*model.parameters(), *model.buffers()]
-    device = tensors[0].device if tensors else torch.device("cpu")
-    small = sum(p.numel() for p in model.parameters()) < MAX_PARAMETERS_WITH_GRADIENTS
+class _Check:
+    """One comparison of graph and model.
 
-    def observed(
+    With `is_own` the model has its own numbers; otherwise they have noise, and a failure may be due
+    to the noise: it raises UnfitNoise.
+    """
+
+    def __init__(
+        self,
+        capture: Capture,
+        inputs: Mapping[str, Tensor],
+        copies: WorkingCopies,
+        *,
+        is_own: bool,
+    ) -> None:
+        model = capture.model
+        tensors = [*model.parameters(), *model.buffers()]
+        device = tensors[0].device if tensors else torch.device("cpu")
+        self._capture, self._copies, self._is_own = capture, copies, is_own
+        self._small = sum(p.numel() for p in model.parameters()) < MAX_PARAMETERS_WITH_GRADIENTS
+        self._real = {name: _real(value, device) for name, value in inputs.items()}
+        self._dims = dynamic_of(capture.inputs)
+
+    def run(self) -> list[str]:
+        """Compares at smaller and larger sizes; returns the symbols whose size 1 differs."""
+        sample = self._sample()
+        if not self._is_own:
+            verify_finite(value for seen in sample.result.values() for value in seen.values())
+        for seed in _seeds(self._capture, sample.inputs):
+            expected = self._original(sample.inputs, seed) if seed else sample.result
+            self._compare(sample.inputs, expected, seed)
+        sizes = self._capture.sizes
+        for larger in larger_sizes(sizes, all_of_them=True) if self._small else ():
+            if (further := taken(self._original, self._real, self._dims, larger)) is not None:
+                try:
+                    self._compare(further.inputs, further.result, 0)
+                except (CaptureError, UnfitNoise) as error:
+                    # Other values may take another branch, whatever the sizes are.
+                    if not is_refusal(error):
+                        raise
+                break
+        return [symbol for symbol in sizes if self._differs_at_one(symbol)]
+
+    def _sample(self) -> Sample[dict[bool, dict[str, Tensor]]]:
+        """Inputs of other sizes that the model accepts, with its results in each mode."""
+        model, sizes = self._capture.model, self._capture.sizes
+        choices = (smaller_sizes(sizes), nearby_sizes(sizes))
+        try:
+            return first_taken(self._original, self._real, self._dims, sizes, choices)
+        except Exception as error:
+            if not self._is_own:
+                raise UnfitNoise from error
+            raise CaptureError(*refused_by_model(model, sizes, error)) from error
+
+    def _differs_at_one(self, symbol: str) -> bool:
+        """True if graph and model differ where the size of a symbol is 1."""
+        sizes = {**smaller_sizes(self._capture.sizes), symbol: 1}
+        if (single := taken(self._original, self._real, self._dims, sizes)) is not None:
+            try:
+                self._compare(single.inputs, single.result, 0)
+            except (CaptureError, UnfitNoise):
+                return True
+        return False
+
+    def _observed(
+        self,
         given: Mapping[str, Tensor],
         training: bool,
         forward: Callable[[dict[str, Tensor]], Any],
         seed: int,
     ) -> dict[str, Tensor]:
+        """All effects of a forward, with those on parameters."""
+        model = self._capture.model
         with unchanged(model):
-            copies.reset()
-            seen = _observe(model, given, training, training and small, forward, seed)
-            changed = {f"parameter {name}": value for name, value in copies.changed().items()}
+            self._copies.reset()
+            seen = _observe(model, given, training, training and self._small, forward, seed)
+            changed = {f"parameter {name}": value for name, value in self._copies.changed().items()}
             return seen | changed
 
-    def original(given: dict[str, Tensor], seed: int = 0) -> dict[bool, dict[str, Tensor]]:
+    def _original(self, given: dict[str, Tensor], seed: int = 0) -> dict[bool, dict[str, Tensor]]:
+        """The effects of the model's forward in each mode."""
+        capture = self._capture
         if why := refused_sizes(capture.graph, sizes_of(capture, given)):
             raise CaptureError(why)
-        call = partial(capture.arguments.call, model)
-        return {training: observed(given, training, call, seed) for training in capture.modes}
+        call = partial(capture.arguments.call, capture.model)
+        return {training: self._observed(given, training, call, seed) for training in capture.modes}
 
-    choices = (smaller_sizes(capture.sizes), nearby_sizes(capture.sizes))
-    real = {name: _real(value, device) for name, value in inputs.items()}
-    try:
-        sample = first_taken(original, real, dynamic_of(capture.inputs), capture.sizes, choices)
-    except Exception as error:
-        if not is_own:
-            raise UnfitNoise from error
-        raise CaptureError(*refused_by_model(model, capture.sizes, error)) from error
-    if not is_own:
-        verify_finite(value for seen in sample.result.values() for value in seen.values())
-
-    def compare(
-        given: dict[str, Tensor], results: dict[bool, dict[str, Tensor]], seed: int
+    def _compare(
+        self, given: dict[str, Tensor], results: dict[bool, dict[str, Tensor]], seed: int
     ) -> None:
+        """Raises CaptureError if the graph's effects differ from the model's `results`."""
         for training, expected in results.items():
-            graph = partial(run, capture, training=training)
+            graph = partial(run, self._capture, training=training)
             mode = "training" if training else "evaluation"
-            where = f"in {mode} mode at {_sizes_text(capture, given)}"
+            where = f"in {mode} mode at {_sizes_text(self._capture, given)}"
             try:
-                found = observed(given, training, graph, seed)
+                actual = self._observed(given, training, graph, seed)
             except Exception as error:
-                if not is_own:
-                    raise UnfitNoise from error  # a guard, perhaps: other numbers go another way
+                if not self._is_own:
+                    raise UnfitNoise from error  # perhaps a guard: noise may change a branch
                 raise CaptureError(
-                    f"the captured graph does not run {where}: {type(error).__name__}: {error}",
+                    f"the captured graph fails {where}: {type(error).__name__}: {error}",
                     _KEEP,
                 ) from error
-            for name in expected | found:
+            for name in expected | actual:
                 value = expected.get(name)
-                if value is None or not _equal(value, found.get(name)):
+                if value is None or not _equal(value, actual.get(name)):
                     raise CaptureError(
                         f"the captured graph is not the model: {name} differs {where} "
-                        f"({_difference(value, found.get(name))}).",
+                        f"({_difference(value, actual.get(name))}).",
                         _KEEP,
                     )
 
-    for seed in _seeds(capture, sample.inputs):
-        compare(sample.inputs, original(sample.inputs, seed) if seed else sample.result, seed)
-    dims = dynamic_of(capture.inputs)
-    for sizes in larger_sizes(capture.sizes, all_of_them=True) if small else ():
-        if (further := taken(original, real, dims, sizes)) is not None:
-            try:
-                compare(further.inputs, further.result, 0)
-            except (CaptureError, UnfitNoise) as error:
-                # Other values may go another way, which is no matter of sizes.
-                if not is_refusal(error):
-                    raise
-            break
-    differing = []
-    for symbol in capture.sizes:
-        sizes = {**smaller_sizes(capture.sizes), symbol: 1}
-        if (one := taken(original, real, dims, sizes)) is not None:
-            try:
-                compare(one.inputs, one.result, 0)
-            except (CaptureError, UnfitNoise):
-                differing.append(symbol)
-    return differing
-
 
 def _seeds(capture: Capture, sample: Mapping[str, Tensor]) -> list[int]:
-    """Seeds with which each decision is made both ways, as far as some hundred seeds go."""
+    """Seeds with which each decision is made both ways, if the first 200 seeds have them."""
     nodes = capture.graph.nodes
     decisions = [node for node in nodes if "decision" in node.meta]
     if not decisions:
@@ -175,11 +215,6 @@ def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     return seen
 
 
-def is_on_meta(model: nn.Module) -> bool:
-    """Whether the model has no numbers to compute with."""
-    return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-
-
 def _real(value: Tensor, device: torch.device) -> Tensor:
     if value.device.type != "meta":
         return value.to(device)
@@ -196,7 +231,7 @@ def _observe(
     forward: Callable[[dict[str, Tensor]], Any],
     seed: int,
 ) -> dict[str, Tensor]:
-    """Everything a forward does, by name: outputs, buffers after it, gradients."""
+    """All effects of a forward by name: outputs, inputs and buffers after it, gradients."""
     given = {name: tensor.clone() for name, tensor in inputs.items()}
     seen: dict[str, Tensor] = {}
     with (
@@ -219,7 +254,7 @@ def _observe(
 
 
 def _gradients(model: nn.Module, outputs: list[Tensor]) -> dict[str, Tensor]:
-    """Gradients of a weighted sum of the outputs; a plain sum of a softmax would have none."""
+    """Gradients of a weighted sum of the outputs; the plain sum of a softmax has none."""
     total = torch.zeros(())
     for output in outputs:
         if output.requires_grad:
@@ -264,3 +299,98 @@ def _difference(expected: Tensor | None, found: Tensor | None) -> str:
 
 def _sizes_text(capture: Capture, sample: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {size}" for name, size in sizes_of(capture, sample).items())
+
+
+_REPORT = (
+    "No rule of asyncpipe explains this: please report the model. Keeping the module that makes it "
+    "as one node (--leaf Class) may help until then."
+)
+
+
+def leaves_of(outputs: Any) -> dict[str, Tensor]:
+    """Every tensor and number in an output structure by its path; None entries are left out."""
+    paths, _ = pytree.tree_flatten_with_path(plain_structure(outputs))
+    return {
+        pytree.keystr(path) or "output": leaf if isinstance(leaf, Tensor) else torch.tensor(leaf)
+        for path, leaf in paths
+        if isinstance(leaf, (Tensor, int, float))
+    }
+
+
+def total_of(outputs: Mapping[str, Tensor]) -> Tensor:
+    """The loss, or a weighted sum of all outputs when there is none."""
+    for path, value in outputs.items():
+        if "loss" in path and value.dim() == 0 and value.requires_grad:
+            return value
+    return torch.stack(
+        [
+            (value.double() * torch.linspace(0.5, 1.5, value.numel()).view_as(value)).mean()
+            for value in outputs.values()
+            if value.requires_grad
+        ]
+    ).sum()
+
+
+def detached(outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {path: value.detach().clone() for path, value in outputs.items()}
+
+
+def compare(
+    expected: Mapping[str, Tensor], actual: Mapping[str, Tensor], tolerance: float, what: str
+) -> float:
+    """The largest relative difference; raises PlanError for the first value beyond tolerance."""
+    if expected.keys() != actual.keys():
+        name = sorted(expected.keys() ^ actual.keys())[0]
+        where = "the original" if name in expected else "the stages"
+        raise PlanError(f"only {where} has the {what} {name}.")
+    largest, floor = 0.0, 1e-6
+    if what.startswith("gradient"):
+        # A gradient of rounding errors only, as of a key's bias before a softmax, has no scale.
+        floor = max([floor, *(1e-4 * _finite_magnitude(wanted) for wanted in expected.values())])
+    for name, wanted in expected.items():
+        got = actual[name]
+        if wanted.shape != got.shape or wanted.dtype != got.dtype:
+            raise PlanError(
+                f"the {what} {name} is {wanted.dtype} {tuple(wanted.shape)} in the original, "
+                f"{got.dtype} {tuple(got.shape)} in the stages."
+            )
+        if wanted.numel() == 0:
+            continue
+        if not wanted.is_floating_point() and not wanted.is_complex():
+            wanted, got = wanted.double(), got.double()
+        # Before a batch norm, the gradient of a bias consists of rounding errors only. Their scale
+        # is that of the terms of its weight's gradient.
+        weight = expected.get(f"{name.removesuffix('bias')}weight", wanted)
+        of_terms = _finite_magnitude(weight) if what.startswith("gradient") else 0.0
+        if not math.isfinite(_magnitude(wanted)):
+            # Infinite logits of masked positions, the loss of an impossible target.
+            alike = ~wanted.isfinite() & ((wanted == got) | (wanted.isnan() & got.isnan()))
+            wanted, got = wanted.masked_fill(alike, 0), got.masked_fill(alike, 0)
+        scale = max(_finite_magnitude(wanted), floor, of_terms)
+        difference = _magnitude(wanted - got) / scale
+        if not difference <= tolerance:
+            raise PlanError(
+                f"the {what} {name} of the generated stages differs from the original's by "
+                f"{difference:.1e} of its largest magnitude; {tolerance:.0e} is allowed.",
+                _REPORT,
+            )
+        largest = max(largest, difference)
+    return largest
+
+
+def _finite_magnitude(value: Tensor) -> float:
+    """The largest absolute value among the finite ones."""
+    magnitude = _magnitude(value)
+    return magnitude if math.isfinite(magnitude) else _magnitude(value.nan_to_num(0, 0, 0))
+
+
+def _magnitude(value: Tensor) -> float:
+    """The largest absolute value, nan if there is one; in one pass, if torch supports it."""
+    if not value.numel():
+        return 0.0
+    if value.is_sparse:
+        return _magnitude(value.coalesce().values())
+    if value.is_complex():
+        return float(value.abs().max())
+    least, most = torch.aminmax(value.detach())
+    return float(torch.maximum(-least, most))

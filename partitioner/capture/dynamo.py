@@ -1,36 +1,47 @@
 """A model that the tracer cannot see through -> torch's own graph of it, made by TorchDynamo.
 
-Dynamo reads byte code where the tracer runs it, so that it knows what `torch.jit.script`, `vmap`
-and NumPy do. For the time of its work every module's forward is another: that of a leaf is one
-call of the graph, that of another module says when it begins and ends, and with which values.
+Dynamo reads byte code where the tracer runs it, and therefore understands `torch.jit.script`,
+`vmap` and NumPy. `torch_graph` replaces every module's forward for the time of the export: the
+forward of a leaf becomes one call of the graph, that of any other module marks its begin and end,
+with values.
+
+`undisturbed` removes Dynamo's obstacles for a block, and cleans up after it: locks, log lines and
+warnings become no-ops, and a user's autograd function stays one call of the graph.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import logging
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.autograd import Function
 
-from .check import is_on_meta
-from .fakes import Dynamic
-from .leaves import LeafRule
-from .restore import in_mode, unchanged, without_cache
-from .undisturbed import undisturbed
+from .fake_inputs import Dynamic
+from .leaf_modules import LeafRule
+from .model_state import in_mode, is_on_meta, silent, unchanged, without_cache
 
 
 @dataclasses.dataclass(frozen=True)
 class TorchGraph:
-    """A graph of torch functions whose nodes call, beside them, three kinds of marks.
+    """Dynamo's graph: calls of torch functions, and of functions that mark modules.
 
-    `leaves` are functions that stand for a leaf module, with its path; a call of `enter` has the
-    path, the arguments and the keyword arguments of a module that begins, a call of `leave` the
-    result of the one that ends. At the end `assigned` has what every one of `buffers`, a module
-    and a name each, is then.
+    module: the graph
+    leaves: functions that stand for leaf modules, with the modules' paths
+    buffers: the buffers of other modules, each as module and name
+    enter: called at the begin of a module, with path, arguments and keyword arguments
+    leave: called at the end of a module, with its result
+    assigned: called once at the end, with the final values of `buffers`
     """
 
     module: fx.GraphModule
@@ -50,8 +61,10 @@ def torch_graph(
     *,
     training: bool,
 ) -> TorchGraph:
-    """The graph in one mode of a call of the model with tensors like these, which are its
-    placeholders in order. Raises what Dynamo raises."""
+    """The graph of a call of the model in one mode; its placeholders are the tensors in order.
+
+    Raises any exception of Dynamo.
+    """
     with (
         unchanged(model),
         in_mode(model, training),
@@ -63,7 +76,7 @@ def torch_graph(
         leaves, buffers = _reporting(model, is_leaf, enter, leave)
         found = _exported(
             _Entry(model, call, tuple(tensors), buffers, assigned),
-            # Copies, because Dynamo would make one input of a tensor that is given twice.
+            # Copies, because Dynamo would merge inputs that are the same tensor.
             tuple(_copy(tensor, is_on_meta(model)) for tensor in tensors.values()),
             [dict.fromkeys(dims.get(name, {}), torch.export.Dim.DYNAMIC) for name in tensors],
         )
@@ -76,7 +89,7 @@ def _copy(tensor: Tensor, to_meta: bool) -> Tensor:
 
 
 class _Entry(nn.Module):
-    """A model as a module of tensors to tensors."""
+    """A model as a module from tensors to tensors."""
 
     def __init__(
         self,
@@ -98,7 +111,7 @@ class _Entry(nn.Module):
 
 
 def _exported(entry: nn.Module, tensors: tuple[Tensor, ...], dynamic: list[Any]) -> fx.GraphModule:
-    """What `torch.export` makes of a module before it goes down to operators."""
+    """The graph of torch functions that `torch.export` makes before it lowers to operators."""
     from torch.export import _trace
 
     shapes = {"tensors": tuple(dynamic)}
@@ -114,7 +127,7 @@ def _exported(entry: nn.Module, tensors: tuple[Tensor, ...], dynamic: list[Any])
     return exported
 
 
-# --- what modules say of themselves ---------------------------------------------------------
+# --- marks of modules -----------------------------------------------------------------------
 
 
 def _allow_in_graph(function: Callable[..., Any]) -> None:
@@ -123,7 +136,7 @@ def _allow_in_graph(function: Callable[..., Any]) -> None:
 
 
 def _mark() -> Callable[..., Any]:
-    """A function that does nothing, and whose calls stay in the graph."""
+    """A function without effect whose calls stay in the graph."""
 
     def mark(*values: Any) -> Any:
         return torch.zeros(())
@@ -135,9 +148,10 @@ def _mark() -> Callable[..., Any]:
 def _reporting(
     model: nn.Module, is_leaf: LeafRule, enter: Callable[..., Any], leave: Callable[..., Any]
 ) -> tuple[dict[Any, str], list[tuple[nn.Module, str]]]:
-    """Gives modules a forward of their own each.
+    """Replaces the forward of each module by one that marks it.
 
-    The result is the functions that stand for leaves, and the buffers of other modules."""
+    Returns the functions that stand for leaves, with their paths, and the buffers of other modules.
+    """
     leaves: dict[Any, str] = {}
     buffers: list[tuple[nn.Module, str]] = []
     inside: set[int] = set()
@@ -177,22 +191,22 @@ def _reported(
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         enter(path, _plain(args), _plain(kwargs))
         if own is None:
-            return _told(leave, type(module).forward(module, *args, **kwargs))
-        return _told(leave, own(*args, **kwargs))
+            return _marked(leave, type(module).forward(module, *args, **kwargs))
+        return _marked(leave, own(*args, **kwargs))
 
     return forward
 
 
-def _told(leave: Callable[..., Any], value: Any) -> Any:
+def _marked(leave: Callable[..., Any], value: Any) -> Any:
     leave(_plain(value))
     return value
 
 
 def _plain(value: Any) -> Any:
-    """What a graph can hold of a value, None for the rest.
+    """The part of a value that a graph can hold, with None for the rest.
 
-    Dynamo reads this function too, and names values after the variables they are first stored in:
-    there must be none.
+    Dynamo reads this function too, and names values after the first variables that hold them:
+    therefore it has no variables.
     """
     if value is None or isinstance(value, (Tensor, int, float, str)):
         return value
@@ -217,3 +231,108 @@ def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, (tuple, list)):
         return [tensor for item in value for tensor in _tensors(item)]
     return []
+
+
+@contextmanager
+def undisturbed(model: nn.Module, of_entry: dict[str, Any]) -> Iterator[None]:
+    """Lets Dynamo read the model within the block, and removes its traces afterwards.
+
+    `of_entry` are the globals of the function at which Dynamo begins.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(_without_locks(model))
+        stack.enter_context(_functions_as_calls())
+        stack.enter_context(_same_globals(of_entry))
+        stack.enter_context(_quiet())
+        yield
+
+
+@contextmanager
+def _without_locks(model: nn.Module) -> Iterator[None]:
+    """Replaces locks of the model's modules and packages, for the block, by contexts without
+    effect: Dynamo cannot enter a lock."""
+    kinds = (type(threading.Lock()), type(threading.RLock()))
+    packages = {type(module).__module__.partition(".")[0] for module in model.modules()} - {"torch"}
+    scopes: list[dict[str, Any]] = [module.__dict__ for module in model.modules()]
+    scopes += [
+        vars(module)
+        for name, module in list(sys.modules.items())
+        if name.partition(".")[0] in packages and module is not None
+    ]
+    found: list[tuple[dict[str, Any], str, Any]] = [
+        (scope, name, value)
+        for scope in scopes
+        for name, value in list(scope.items())
+        if isinstance(value, kinds)
+    ]
+    for scope, name, _ in found:
+        scope[name] = contextlib.nullcontext()
+    try:
+        yield
+    finally:
+        for scope, name, value in found:
+            scope[name] = value
+
+
+@contextmanager
+def _functions_as_calls() -> Iterator[None]:
+    """Keeps a user's autograd function, for the block, as one call of the graph."""
+    from torch._dynamo import trace_rules
+
+    allowed: Any = trace_rules._allowed_callable_ids
+    new = {id(kind) for kind in _subclasses(Function) if id(kind) not in allowed()}
+    for identity in new:
+        allowed.add(identity)
+    try:
+        yield
+    finally:
+        for identity in new:
+            allowed.remove(identity)
+
+
+def _subclasses(kind: type) -> Iterator[type]:
+    children: list[type] = type.__subclasses__(kind)
+    for child in children:
+        if not child.__module__.startswith("torch."):
+            yield child
+        yield from _subclasses(child)
+
+
+@contextmanager
+def _same_globals(of_entry: dict[str, Any]) -> Iterator[None]:
+    """Removes the globals that Dynamo adds to the function it reads: they would keep the model's
+    parameters in memory."""
+    from torch._dynamo import functional_export
+
+    scopes = [(scope, set(scope)) for scope in (of_entry, vars(functional_export))]
+    try:
+        yield
+    finally:
+        for scope, before in scopes:
+            for name in scope.keys() - before:
+                del scope[name]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Leaves logging by forward out of the graph, and hides Dynamo's own messages."""
+    logging_functions = [
+        getattr(owner, name)
+        for owner, names in (
+            (logging.Logger, ("debug", "info", "warning", "error", "critical", "log")),
+            (warnings, ("warn",)),
+        )
+        for name in names
+    ]
+    with (
+        warnings.catch_warnings(),
+        silent(),
+        torch._dynamo.config.patch(
+            ignore_logging_functions={
+                *torch._dynamo.config.ignore_logging_functions,
+                *logging_functions,
+            }
+        ),
+    ):
+        warnings.simplefilter("ignore")
+        yield

@@ -1,32 +1,41 @@
-"""A trace of forward in each mode -> one capture for both."""
+"""A trace of forward in each mode -> one capture for both.
+
+`merged_capture` traces each mode, with all its random decisions, and merges the graphs.
+
+`trace_forward` runs the model's forward once, in one mode, on fake tensors; `trace_dynamo` runs
+the torch-level graph that Dynamo makes of it instead. Both return a tracer with its graph.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx, nn
+from torch._dispatch.python import enable_python_dispatcher
 
 from ...runtime.errors import CaptureError
-from .arguments import Arguments
-from .automatic_leaves import FailedTrace
-from .branch import Calls, branched
-from .check import check_capture, is_on_meta
-from .fakes import Dynamic, FakeWorld
-from .fitting import verify_result
-from .graph import Capture, tensor_spec
-from .inputs import enlarged, sizes_in
-from .leaves import LeafRule
-from .merge import Different, merge
-from .modes_differ import modes_differ
-from .prune import prune
-from .rename import renamed
-from .samples import resized
+from .arguments import Arguments, plain_structure, verify_result
+from .bindings import renamed
+from .check import check_capture
+from .dynamo import torch_graph
+from .dynamo_lowering import replay
+from .fake_inputs import Dynamic, FakeWorld, explained, pinned
+from .graph import Capture, prune, tensor_spec
+from .leaf_modules import FailedTrace, LeafRule
+from .mode_branches import Calls, branched, modes_differ
+from .mode_merge import Different, add_decision, both_ways, identity, merge, undecided
+from .model_state import in_mode, is_on_meta, silent, without_cache
+from .patches import CURE as GRADIENTS_CURE
+from .patches import LenNeeded, patched, watched_gradients, watched_seeds
+from .random_numbers import watched_draws
+from .readings import Shadow
 from .size_guards import add_size_guards
-from .skips import add_decision, both_ways, identity, undecided
+from .sizes import enlarged, resized, sizes_in, smaller_sizes
 from .tracer import Tracer
-from .traces import Trace
 
 _TRAINING_ALONE = "captured for training alone: the stages cannot run in evaluation mode"
 
@@ -39,50 +48,60 @@ def merged_capture(
     trace: Trace,
     modes: tuple[bool, ...] = (True, False),
 ) -> Capture:
-    """`modes` are both, or training (True) alone."""
-    inputs = given.tensors
-    large = replace(given, tensors=enlarged(inputs, dims))
+    """The capture of both modes, or of training (True) only.
 
-    def finished(graph: fx.Graph, calls: Calls, train: Tracer, evaluation: Tracer) -> Capture:
-        traces = (train, evaluation)
-        notes = [note for trace in traces for note in trace.notes]
-        asked, others = (list(trace.size_decisions.values()) for trace in traces)
-        notes += add_size_guards(graph, asked, others, sizes_in(large.tensors, dims), runs)
-        prune(graph)
-        graph, calls = renamed(graph, calls)
-        graph.lint()
-        verify_result(graph, model)
-        return Capture(
-            graph=graph,
-            model=model,
-            inputs=tuple(tensor_spec(node) for node in graph.find_nodes(op="placeholder")),
-            arguments=given,
-            sizes=sizes_in(inputs, dims),
-            calls=calls,
-            constants={name: t for trace in traces for name, t in trace.constants.items()},
-            notes=tuple(dict.fromkeys(notes)),
-            modes=modes,
-            flags=_unlike_mode(train.flags, evaluation.flags if False in modes else {}),
-            changed=tuple(dict.fromkeys(name for trace in traces for name in trace.changed)),
-        )
+    Raises FailedTrace for a forward that cannot be traced, and CaptureError for modes that cannot
+    be merged.
+    """
+    return _ModeCapture(model, given, dims, is_leaf, trace, modes).capture()
 
-    # A decision that both modes make has one number.
-    numbers: dict[tuple[object, ...], int] = {}
 
-    def runs(sizes: Mapping[str, int], training: bool) -> bool:
-        sized = replace(given, tensors=resized(inputs, dims, sizes))
+class _ModeCapture:
+    """One merged capture: the arguments of `merged_capture`, and the numbers of decisions."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        given: Arguments,
+        dims: Dynamic,
+        is_leaf: LeafRule,
+        trace: Trace,
+        modes: tuple[bool, ...],
+    ) -> None:
+        self._model, self._given, self._dims = model, given, dims
+        self._is_leaf, self._trace, self._modes = is_leaf, trace, modes
+        self._large = replace(given, tensors=enlarged(given.tensors, dims))
+        # A decision that both modes make has one number.
+        self._numbers: dict[tuple[object, ...], int] = {}
+
+    def capture(self) -> Capture:
+        train = self._traced(training=True)
+        if self._modes == (True,):
+            captured = self._finished(train.graph, train.calls, train, train)
+            return replace(captured, notes=(*captured.notes, _TRAINING_ALONE))
+        evaluation = _apart(self._traced(training=False), train)
+        difference = merge(train.graph, evaluation.graph)
+        if difference is None:
+            return self._finished(train.graph, train.calls, train, evaluation)
+        # Equal numbers on a sample would prove nothing: a gate of zero may hide a difference.
         try:
-            trace(model, FakeWorld(model), sized, {}, is_leaf, training=training)
-        except FailedTrace:
-            return False
-        return True
+            both = branched(train.graph, train.calls, evaluation.graph, evaluation.calls)
+        except Different as why:
+            error = modes_differ(train.graph, evaluation.graph, difference, why, self._model)
+            raise error from None
+        captured = self._finished(*both, train, evaluation)
+        if not is_on_meta(self._model):
+            check_capture(captured, self._given.tensors)
+        return captured
 
-    def with_decisions(training: bool) -> Tracer:
+    def _traced(self, training: bool) -> Tracer:
+        """The trace of one mode, with both branches of its random decisions."""
+
         def run(true: frozenset[int], gradients: bool = training) -> Tracer:
-            # What one trace has asked of the sizes is not to be taken for granted in the next.
-            world = FakeWorld(model)
-            return trace(
-                model, world, large, dims, is_leaf,
+            # A new world: answers about sizes in one trace must not carry over to the next.
+            world = FakeWorld(self._model)
+            return self._trace(
+                self._model, world, self._large, self._dims, self._is_leaf,
                 training=training, true=true, gradients=gradients,
             )  # fmt: skip
 
@@ -91,56 +110,71 @@ def merged_capture(
         if asked and not _same_calls(ways.tracer.graph, run(ways.true, not training).graph):
             raise FailedTrace(
                 CaptureError(
-                    f"{asked} does other work with gradients than under torch.no_grad().",
-                    "Ask self.training instead: gradients are recorded in training alone.",
+                    f"{asked} computes other results with gradients than under torch.no_grad().",
+                    GRADIENTS_CURE,
                 ),
                 (),
             )
         for other in ways.others.values():
             ways.tracer.size_decisions.update(other.size_decisions)
         for place, condition in enumerate(ways.tracer.decisions):
-            number = numbers.setdefault(identity(ways.tracer.decisions, place), len(numbers))
+            key = identity(ways.tracer.decisions, place)
+            number = self._numbers.setdefault(key, len(self._numbers))
             try:
                 add_decision(ways, place, number)
             except Different:
                 raise FailedTrace(undecided(condition), ()) from None
         return ways.tracer
 
-    if modes == (True,):
-        train = with_decisions(training=True)
-        captured = finished(train.graph, train.calls, train, train)
-        return replace(captured, notes=(*captured.notes, _TRAINING_ALONE))
+    def _runs(self, sizes: Mapping[str, int], training: bool) -> bool:
+        """True if the model runs on fake inputs of these sizes."""
+        sized = replace(self._given, tensors=resized(self._given.tensors, self._dims, sizes))
+        world = FakeWorld(self._model)
+        try:
+            self._trace(self._model, world, sized, {}, self._is_leaf, training=training)
+        except FailedTrace:
+            return False
+        return True
 
-    def both_modes() -> tuple[Tracer, Tracer]:
-        train = with_decisions(training=True)
-        return train, _apart(with_decisions(training=False), train)
-
-    train, evaluation = both_modes()
-    difference = merge(train.graph, evaluation.graph)
-    if difference is None:
-        return finished(train.graph, train.calls, train, evaluation)
-    # Numbers that agree on a sample prove nothing: what a gate of zero hides differs later.
-    try:
-        both = branched(train.graph, train.calls, evaluation.graph, evaluation.calls)
-    except Different as why:
-        error = modes_differ(train.graph, evaluation.graph, difference, why, model)
-        raise error from None
-    captured = finished(*both, train, evaluation)
-    if not is_on_meta(model):
-        check_capture(captured, inputs)
-    return captured
+    def _finished(
+        self, graph: fx.Graph, calls: Calls, train: Tracer, evaluation: Tracer
+    ) -> Capture:
+        """The capture of a merged graph: with guards, pruned and named."""
+        inputs, dims = self._given.tensors, self._dims
+        traces = (train, evaluation)
+        notes = [note for trace in traces for note in trace.notes]
+        asked, others = (list(trace.size_decisions.values()) for trace in traces)
+        hints = sizes_in(self._large.tensors, dims)
+        notes += add_size_guards(graph, asked, others, hints, self._runs)
+        prune(graph)
+        graph, calls = renamed(graph, calls)
+        graph.lint()
+        verify_result(graph, self._model)
+        return Capture(
+            graph=graph,
+            model=self._model,
+            inputs=tuple(tensor_spec(node) for node in graph.find_nodes(op="placeholder")),
+            arguments=self._given,
+            sizes=sizes_in(inputs, dims),
+            calls=calls,
+            constants={name: t for trace in traces for name, t in trace.constants.items()},
+            notes=tuple(dict.fromkeys(notes)),
+            modes=self._modes,
+            flags=_unlike_mode(train.flags, evaluation.flags if False in self._modes else {}),
+            changed=tuple(dict.fromkeys(name for trace in traces for name in trace.changed)),
+        )
 
 
 def _unlike_mode(
     train: Mapping[str, bool], evaluation: Mapping[str, bool]
 ) -> dict[str, tuple[bool, bool]]:
-    """The modules whose own mode is not that of the model."""
+    """The modules whose mode differs from the model's, with their modes in both."""
     flags = {path: (flag, evaluation.get(path, False)) for path, flag in train.items()}
     return {path: both for path, both in flags.items() if both != (True, False)}
 
 
 def _same_calls(graph: fx.Graph, other: fx.Graph) -> bool:
-    """Whether two traces of one mode hold the same calls."""
+    """True if two traces of one mode hold the same calls."""
     calls, others = (
         [(node.op, node.target, str(node.args), str(node.kwargs)) for node in each.nodes]
         for each in (graph, other)
@@ -149,8 +183,8 @@ def _same_calls(graph: fx.Graph, other: fx.Graph) -> bool:
 
 
 def _apart(evaluation: Tracer, train: Tracer) -> Tracer:
-    """Gives a constant of evaluation mode a name of its own where training has another by that
-    name: a tensor made of data is called after its number."""
+    """Renames constants of evaluation mode whose name has another value in training: tensors made
+    of data are only numbered."""
     for name, value in list(evaluation.constants.items()):
         other = train.constants.get(name, value)
         if value is not other and not _same_bits(value, other):
@@ -163,3 +197,130 @@ def _apart(evaluation: Tracer, train: Tracer) -> Tracer:
 def _same_bits(value: Tensor, other: Tensor) -> bool:
     alike = value.dtype == other.dtype and value.device == other.device
     return alike and not value.is_meta and torch.equal(value, other)
+
+
+class Trace(Protocol):
+    """A function that records one run of a model's forward in one mode."""
+
+    def __call__(
+        self,
+        model: nn.Module,
+        world: FakeWorld,
+        given: Arguments,
+        dims: Dynamic,
+        is_leaf: LeafRule,
+        *,
+        training: bool,
+        true: Collection[int] = (),
+        gradients: bool = True,
+    ) -> Tracer:
+        """The tracer of one run.
+
+        `true` are the numbers of the random decisions that are true, `gradients` is the answer to
+        forward's question whether gradients are recorded.
+        """
+
+
+def trace_forward(
+    model: nn.Module,
+    world: FakeWorld,
+    given: Arguments,
+    dims: Dynamic,
+    is_leaf: LeafRule,
+    *,
+    training: bool,
+    true: Collection[int] = (),
+    gradients: bool = True,
+    forward: Callable[[Tracer, Mapping[str, Any]], Any] | None = None,
+) -> Tracer:
+    """One run of forward, or of `forward` in its place, in one mode. It is repeated for every
+    Python module that calls `len` on a symbolic size, and after a run that replaced modules."""
+    scopes: list[dict[str, Any]] = []
+    modules = list(model.modules())
+    while True:
+        shadow = Shadow(world, given, _others(given.tensors, dims), training)
+        tracer = Tracer(model, world, is_leaf, shadow, true, gradients)
+        try:
+            with (
+                in_mode(model, training),
+                without_cache(model),
+                silent(),
+                torch.enable_grad(),
+                world.inside(sys._getframe()),
+                patched(tracer, scopes),
+                watched_draws(tracer, model),
+                watched_gradients(tracer, model),
+                watched_seeds(tracer),
+                # opt_einsum needs sizes as numbers; the order of a product is irrelevant here.
+                torch.backends.opt_einsum.flags(enabled=False),
+                enable_python_dispatcher(),
+                world.mode,
+                tracer.random,
+            ):
+                tracer.flags = {path: module.training for path, module in model.named_modules()}
+                fakes = {
+                    name: world.input(tensor, dims.get(name, {}))
+                    for name, tensor in given.tensors.items()
+                }
+                for name, fake in fakes.items():
+                    tracer.placeholder(name, fake)
+                with tracer:
+                    result = forward(tracer, fakes) if forward else given.call(model, fakes)
+                tracer.output(plain_structure(result))
+        except LenNeeded as needed:
+            scopes.append(needed.scope)
+            continue
+        except CaptureError as error:
+            raise FailedTrace(error, tracer.failed_in(error)) from error.__cause__
+        except Exception as error:
+            reason = explained(error, model, given, tracer.drawn_symbols)
+            raise FailedTrace(reason, tracer.failed_in(error)) from error
+        if (now := list(model.modules())) != modules:
+            modules = now  # New modules draw random numbers, but only in the first run.
+            continue
+        return tracer
+
+
+def trace_dynamo(
+    model: nn.Module,
+    world: FakeWorld,
+    given: Arguments,
+    dims: Dynamic,
+    is_leaf: LeafRule,
+    *,
+    training: bool,
+    true: Collection[int] = (),
+    gradients: bool = True,
+) -> Tracer:
+    """One run of Dynamo's graph in place of forward."""
+
+    def call(tensors: dict[str, Tensor]) -> Any:
+        return given.call(model, tensors)
+
+    try:
+        found = torch_graph(model, call, given.tensors, dims, is_leaf, training=training)
+    except Exception as error:
+        what = pinned(error, given, dims) or explained(error, model, given)
+        raise FailedTrace(what, ()) from error
+
+    def forward(tracer: Tracer, fakes: Mapping[str, Any]) -> Any:
+        return replay(found, model, world, tracer, [fakes[name] for name in given.tensors])
+
+    return trace_forward(
+        model,
+        world,
+        given,
+        dims,
+        is_leaf,
+        training=training,
+        true=true,
+        gradients=gradients,
+        forward=forward,
+    )
+
+
+def _others(inputs: Mapping[str, Tensor], dims: Dynamic) -> list[dict[str, Tensor]]:
+    """Inputs of other sizes, if there are free sizes."""
+    sizes = sizes_in(inputs, dims)
+    larger = {name: size + 3 for name, size in sizes.items()}
+    return [resized(inputs, dims, each) for each in (smaller_sizes(sizes), larger) if each]

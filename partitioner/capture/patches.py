@@ -1,14 +1,25 @@
-"""What a torch function mode cannot see -> calls of the tracer, for as long as a block lasts.
+"""Patches for a block: calls that a torch function mode cannot see are reported to the tracer.
 
-Module calls, autograd functions, autocast and grad regions, and buffers that are assigned anew are
-plain Python to torch; each is patched on its class, and put back on any exception.
+`patched`: module calls, autograd functions, autocast and grad regions, and assignments of buffers
+are plain Python to torch. Each is patched on its class, and restored on any exception.
+
+`Recomputes`: calls of `torch.utils.checkpoint.checkpoint`, whose operations run again in backward.
+
+`watched_seeds`: forward must not set the state of torch's generator. A stage continues with the
+state in which the previous stage ended; a seed inside forward would have to be undone in the
+next stage, and would repeat the same numbers in every micro-batch.
+
+`watched_gradients`: forward may ask whether gradients are recorded, which a pipeline does in
+training and not in evaluation. The tracer answers in place of torch. `gradients_asked` finds
+questions through references that no module holds by name, because the results differ.
 """
 
 from __future__ import annotations
 
 import builtins
+import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any, Protocol
@@ -19,16 +30,18 @@ from torch.amp.autocast_mode import autocast
 from torch.autograd import Function
 from torch.utils import checkpoint as checkpointing
 
-from .values import Region
+from ...runtime.errors import CaptureError
+from .source_lines import exchanged, is_user_file, place
+from .values import Recompute, Region
 
-# `Function.apply` ends in `super().apply`; what is patched is this class between it and C++, so
-# that an `apply` which somebody has stored goes the same way.
+# `Function.apply` ends in `super().apply`. The patch is on this class between it and C++, so that
+# it also works for an `apply` that somebody has stored.
 _Super: Any = Function.__mro__[1]
 _call: Callable[..., Any] = nn.Module.__call__
 
 
-class Recorder(Protocol):
-    """What the patches report to."""
+class PatchRecorder(Protocol):
+    """The tracer, as the patches see it."""
 
     def call_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Stands in for `module(*args, **kwargs)`."""
@@ -39,18 +52,15 @@ class Recorder(Protocol):
         """Stands in for `function.apply(*args, **kwargs)`."""
 
     def assign_buffer(self, module: nn.Module, name: str, value: Tensor) -> None:
-        """Is told of `module.name = value` before it is done."""
+        """Called before the assignment `module.name = value`."""
 
     def recomputing(
         self, function: Any, *, use_reentrant: bool, preserve_rng_state: bool, is_selective: bool
     ) -> AbstractContextManager[None]:
-        """Is entered around the function of a `torch.utils.checkpoint.checkpoint`."""
+        """A context around the function of a `torch.utils.checkpoint.checkpoint`."""
 
     def is_known(self, tensor: Any) -> bool:
-        """Whether the values of a tensor follow from sizes alone."""
-
-    def grad_enabled(self, enabled: bool, frame: FrameType) -> bool:
-        """Stands in for `torch.is_grad_enabled()` in a frame, where it would answer `enabled`."""
+        """True if the values of a tensor follow from sizes only."""
 
     regions: list[Region]
 
@@ -60,42 +70,120 @@ def original_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 original_apply: Callable[..., Any] = Function.__dict__["apply"].__func__
-"""`Function.apply` as torch has it: called with the class first."""
+"""torch's own `Function.apply`, called with the class first."""
 
 
 def plain_apply(function: type[Function], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What `Function.apply` calls in the end."""
+    """Calls the C++ function in which `Function.apply` ends."""
     return super(_Super, function).apply(*args, **kwargs)
 
 
 @contextmanager
 def patched(
-    recorder: Recorder, len_scopes: Iterable[MutableMapping[str, Any]] = ()
+    recorder: PatchRecorder, len_scopes: Iterable[MutableMapping[str, Any]] = ()
 ) -> Iterator[None]:
-    """Within, what torch functions do not show goes through the recorder.
+    """Reports calls that torch functions cannot show, within the block, to the recorder.
 
     `len_scopes` are the globals of modules in which `len(tensor)` gives a symbolic size.
     """
+    with (
+        _patched_functions(recorder, len_scopes),
+        _patched_modules(recorder),
+        _patched_calls(recorder),
+        _patched_autocast(recorder),
+        _patched_grad_modes(recorder),
+    ):
+        yield
+
+
+@contextmanager
+def _replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """Replaces attributes of a class or module for the block."""
+    before = {name: getattr(owner, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
+@contextmanager
+def _patched_functions(
+    recorder: PatchRecorder, len_scopes: Iterable[MutableMapping[str, Any]]
+) -> Iterator[None]:
+    """Patches `len`, `all`, `any`, and transformers' question whether a tensor is fake."""
     scopes = [scope for scope in len_scopes if "len" not in scope]
-    enter_autocast, exit_autocast = autocast.__enter__, autocast.__exit__
-    enter_inference, exit_inference = (
-        torch.inference_mode.__enter__,
-        torch.inference_mode.__exit__,
-    )
-    enter_grad, exit_grad = torch.enable_grad.__enter__, torch.enable_grad.__exit__
-    enabled = torch.is_grad_enabled
-    set_attribute, move = nn.Module.__setattr__, nn.Module.to
-    grad_before: list[bool] = []
-    checkpointed = checkpointing._checkpoint_without_reentrant_generator
     # transformers asks whether a tensor is fake before it branches on the tensor's values.
     asks = vars(sys.modules.get("transformers.utils.import_utils", builtins))
     is_fake = asks.get("is_fake_tensor")
+    try:
+        for scope in scopes:
+            scope["len"] = _symbolic_len
+        if is_fake is not None:
+            asks["is_fake_tensor"] = lambda value: is_fake(value) and not recorder.is_known(value)
+        with _replaced(builtins, all=_all, any=_any):
+            yield
+    finally:
+        if is_fake is not None:
+            asks["is_fake_tensor"] = is_fake
+        for scope in scopes:
+            del scope["len"]
+
+
+@contextmanager
+def _patched_modules(recorder: PatchRecorder) -> Iterator[None]:
+    """Patches calls, assignments and moves of modules."""
+    set_attribute, move = nn.Module.__setattr__, nn.Module.to
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return recorder.call_module(module, args, kwargs)
 
+    def assign(module: nn.Module, name: str, value: Any) -> None:
+        buffers = module.__dict__.get("_buffers", {})
+        if isinstance(value, Tensor) and buffers.get(name) is not None:
+            recorder.assign_buffer(module, name, value)
+        set_attribute(module, name, value)
+
+    def to(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        # `self.router.to(self.dtype)` in forward is a way to be sure of a dtype.
+        return module if _is_already(module, *args, **kwargs) else move(module, *args, **kwargs)
+
+    with _replaced(nn.Module, __call__=call, __setattr__=assign, to=to):
+        yield
+
+
+@contextmanager
+def _patched_calls(recorder: PatchRecorder) -> Iterator[None]:
+    """Patches calls of autograd functions and of `torch.utils.checkpoint.checkpoint`."""
+
     def apply(function: type[Function], *args: Any, **kwargs: Any) -> Any:
         return recorder.call_function_class(function, args, kwargs)
+
+    def checkpoint(
+        function: Any, preserve: bool = True, context: Any = None, *_: Any, **__: Any
+    ) -> Iterator[None]:
+        with recorder.recomputing(
+            function,
+            use_reentrant=False,
+            preserve_rng_state=preserve,
+            is_selective=context not in (None, checkpointing.noop_context_fn),
+        ):
+            yield
+
+    try:
+        _Super.apply = classmethod(apply)
+        with _replaced(checkpointing, _checkpoint_without_reentrant_generator=checkpoint):
+            yield
+    finally:
+        del _Super.apply
+
+
+@contextmanager
+def _patched_autocast(recorder: PatchRecorder) -> Iterator[None]:
+    """Patches the begin and end of autocast regions."""
+    enter_autocast, exit_autocast = autocast.__enter__, autocast.__exit__
 
     def enter(region: autocast) -> Any:
         result = enter_autocast(region)  # type: ignore[no-untyped-call]
@@ -114,6 +202,16 @@ def patched(
         recorder.regions.pop()
         return exit_autocast(region, *exception)
 
+    with _replaced(autocast, __enter__=enter, __exit__=leave):
+        yield
+
+
+@contextmanager
+def _patched_grad_modes(recorder: PatchRecorder) -> Iterator[None]:
+    """Patches the begin and end of `enable_grad` and `inference_mode` regions."""
+    enter_grad, exit_grad = torch.enable_grad.__enter__, torch.enable_grad.__exit__
+    grad_before: list[bool] = []
+
     def enter_enable_grad(region: torch.enable_grad) -> None:
         enter_grad(region)
         recorder.regions.append(Region("enable_grad"))
@@ -123,7 +221,7 @@ def patched(
         exit_grad(region, *exception)
 
     def enter_inference_mode(region: torch.inference_mode) -> None:
-        # For what is computed, no_grad does the same; its tensors can be looked at.
+        # no_grad computes the same, and its tensors can be inspected.
         grad_before.append(torch.is_grad_enabled())
         torch.set_grad_enabled(not region.mode)
         recorder.regions.append(Region("no_grad" if region.mode else "enable_grad"))
@@ -132,68 +230,17 @@ def patched(
         recorder.regions.pop()
         torch.set_grad_enabled(grad_before.pop())
 
-    def is_grad_enabled() -> bool:
-        return recorder.grad_enabled(enabled(), sys._getframe(1))
-
-    def assign(module: nn.Module, name: str, value: Any) -> None:
-        buffers = module.__dict__.get("_buffers", {})
-        if isinstance(value, Tensor) and buffers.get(name) is not None:
-            recorder.assign_buffer(module, name, value)
-        set_attribute(module, name, value)
-
-    def to(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        # `self.router.to(self.dtype)` in forward is a way to be sure of a dtype.
-        return module if _is_already(module, *args, **kwargs) else move(module, *args, **kwargs)
-
-    def checkpoint(
-        function: Any, preserve: bool = True, context: Any = None, *_: Any, **__: Any
-    ) -> Iterator[None]:
-        with recorder.recomputing(
-            function,
-            use_reentrant=False,
-            preserve_rng_state=preserve,
-            is_selective=context not in (None, checkpointing.noop_context_fn),
-        ):
-            yield
-
-    try:
-        for scope in scopes:
-            scope["len"] = _symbolic_len
-        if is_fake is not None:
-            asks["is_fake_tensor"] = lambda value: is_fake(value) and not recorder.is_known(value)
-        nn.Module.__call__ = call  # type: ignore[method-assign]
-        nn.Module.__setattr__ = assign  # type: ignore[method-assign,assignment]
-        nn.Module.to = to  # type: ignore[method-assign,assignment]
-        _Super.apply = classmethod(apply)
-        checkpointing._checkpoint_without_reentrant_generator = checkpoint  # type: ignore[assignment]
-        autocast.__enter__, autocast.__exit__ = enter, leave  # type: ignore[method-assign]
-        torch.enable_grad.__enter__ = enter_enable_grad  # type: ignore[method-assign]
-        torch.enable_grad.__exit__ = leave_enable_grad  # type: ignore[method-assign]
-        torch.inference_mode.__enter__ = enter_inference_mode  # type: ignore[method-assign]
-        torch.inference_mode.__exit__ = leave_inference_mode  # type: ignore[method-assign]
-        torch.is_grad_enabled = is_grad_enabled
+    with (
+        _replaced(torch.enable_grad, __enter__=enter_enable_grad, __exit__=leave_enable_grad),
+        _replaced(
+            torch.inference_mode, __enter__=enter_inference_mode, __exit__=leave_inference_mode
+        ),
+    ):
         yield
-    finally:
-        torch.is_grad_enabled = enabled
-        torch.inference_mode.__enter__ = enter_inference  # type: ignore[method-assign]
-        torch.inference_mode.__exit__ = exit_inference  # type: ignore[method-assign]
-        torch.enable_grad.__enter__ = enter_grad  # type: ignore[method-assign]
-        torch.enable_grad.__exit__ = exit_grad  # type: ignore[method-assign]
-        autocast.__enter__ = enter_autocast  # type: ignore[method-assign]
-        autocast.__exit__ = exit_autocast  # type: ignore[method-assign]
-        checkpointing._checkpoint_without_reentrant_generator = checkpointed
-        del _Super.apply
-        nn.Module.to = move  # type: ignore[method-assign]
-        nn.Module.__setattr__ = set_attribute  # type: ignore[method-assign]
-        nn.Module.__call__ = _call  # type: ignore[method-assign]
-        if is_fake is not None:
-            asks["is_fake_tensor"] = is_fake
-        for scope in scopes:
-            del scope["len"]
 
 
 def _is_already(module: nn.Module, *args: Any, **kwargs: Any) -> bool:
-    """Whether `module.to(...)` would change no tensor of the module."""
+    """True if `module.to(...)` would change no tensor of the module."""
     device, dtype, _, layout = torch._C._nn._parse_to(*args, **kwargs)
     return layout is None and all(
         (device is None or tensor.device == device)
@@ -202,5 +249,186 @@ def _is_already(module: nn.Module, *args: Any, **kwargs: Any) -> bool:
     )
 
 
+# The built-in `all` and `any` would read each element of the example's tensor.
+_builtin_all, _builtin_any = builtins.all, builtins.any
+
+
+def _all(values: Iterable[Any]) -> bool:
+    is_row = isinstance(values, Tensor) and values.dim() == 1
+    return bool(values.all()) if is_row else _builtin_all(values)  # type: ignore[attr-defined]
+
+
+def _any(values: Iterable[Any]) -> bool:
+    is_row = isinstance(values, Tensor) and values.dim() == 1
+    return bool(values.any()) if is_row else _builtin_any(values)  # type: ignore[attr-defined]
+
+
+class LenNeeded(BaseException):
+    """`len(tensor)` was called on a symbolic size, and must be replaced in the globals `scope`.
+
+    Not an Exception, so that the model's own `except Exception` cannot catch it.
+    """
+
+    def __init__(self, scope: dict[str, Any]) -> None:
+        self.scope = scope
+
+
 def _symbolic_len(value: Any) -> Any:
     return value.shape[0] if isinstance(value, Tensor) and value.dim() else builtins.len(value)
+
+
+class Recomputes:
+    """The checkpoints around the current call of forward (`open`, the outermost first)."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.open: list[Recompute] = []
+        self._model = model
+        self._count = 0
+
+    @contextmanager
+    def within(
+        self, function: Any, depth: int, use_reentrant: bool, preserve_rng_state: bool
+    ) -> Iterator[None]:
+        """A context around a checkpointed function, which `depth` modules surround."""
+        while isinstance(function, functools.partial):
+            function = function.func
+        self._count += 1
+        # The sign keeps the calls of the two modes apart.
+        sign = 1 if self._model.training else -1
+        self.open.append(
+            Recompute(
+                number=sign * self._count,
+                depth=depth,
+                function=getattr(function, "__name__", ""),
+                use_reentrant=use_reentrant,
+                preserve_rng_state=preserve_rng_state,
+            )
+        )
+        try:
+            yield
+        finally:
+            self.open.pop()
+
+
+def reentrant(
+    recomputing: Callable[..., AbstractContextManager[None]],
+    function: Any,
+    preserve_rng_state: bool,
+    *args: Any,
+) -> Any:
+    """The older `checkpoint`, which gives no gradient if none of its arguments needs one."""
+    has_gradient = any(isinstance(value, Tensor) and value.requires_grad for value in args)
+    with (
+        torch.set_grad_enabled(torch.is_grad_enabled() and has_gradient),
+        recomputing(function, use_reentrant=True, preserve_rng_state=preserve_rng_state),
+    ):
+        return function(*args)
+
+
+_SETTING = {"manual_seed": "seeds", "seed": "seeds", "set_state": "sets the state of"}
+
+
+class Recording(Protocol):
+    @property
+    def is_recording(self) -> bool:
+        """True while forward's own code runs."""
+
+
+class _Watched:
+    """Stands in for torch's default generator in the functions of torch.random."""
+
+    def __init__(self, generator: torch.Generator, recorder: Recording) -> None:
+        self._generator, self._recorder = generator, recorder
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _SETTING and self._recorder.is_recording:
+            frame = sys._getframe(1)
+            while frame.f_back and not is_user_file(frame.f_code.co_filename):
+                frame = frame.f_back
+            raise CaptureError(
+                f"{place(frame, frame.f_lineno)} {_SETTING[name]} torch's random generator inside "
+                "forward (torch.manual_seed, torch.random.fork_rng), which one stage cannot do for "
+                "the others.",
+                "Seed before the call of the model; keep constant numbers in a "
+                "buffer: self.register_buffer(name, tensor).",
+            )
+        return getattr(self._generator, name)
+
+
+@contextmanager
+def watched_seeds(recorder: Recording) -> Iterator[None]:
+    """Raises CaptureError if the block sets the state of torch's default generator."""
+    functions: Any = torch.random
+    generator = functions.default_generator
+    functions.default_generator = _Watched(generator, recorder)
+    try:
+        yield
+    finally:
+        functions.default_generator = generator
+
+
+CURE = "Use self.training instead: gradients are recorded in training only."
+
+WITHOUT_HISTORY: dict[Any, Any] = {
+    Tensor.requires_grad.__get__: False,  # type: ignore[attr-defined]
+    Tensor.is_leaf.__get__: True,  # type: ignore[attr-defined]
+    Tensor.grad_fn.__get__: None,  # type: ignore[union-attr]
+}
+"""Getters of an attribute, with its value for a tensor that was made without gradients."""
+
+
+class GradientRecorder(Protocol):
+    """The tracer, as forward's questions about gradients see it."""
+
+    def grad_enabled(self, enabled: bool, frame: FrameType) -> bool:
+        """Stands in for `torch.is_grad_enabled()` in a frame, where it would answer `enabled`."""
+
+
+@contextmanager
+def watched_gradients(recorder: GradientRecorder, model: nn.Module) -> Iterator[None]:
+    """Replaces `torch.is_grad_enabled`, and imported references to it, by the recorder's."""
+    enabled = torch.is_grad_enabled
+
+    def is_grad_enabled() -> bool:
+        return recorder.grad_enabled(enabled(), sys._getframe(1))
+
+    def other(_: str, __: str, value: Any) -> Any:
+        return is_grad_enabled if value is enabled else value
+
+    with exchanged(model, other):
+        torch.is_grad_enabled = torch._C.is_grad_enabled = is_grad_enabled
+        try:
+            yield
+        finally:
+            torch.is_grad_enabled = torch._C.is_grad_enabled = enabled
+
+
+def gradients_asked(
+    model: nn.Module, call: Callable[[bool], Mapping[str, Tensor]]
+) -> tuple[str, str] | None:
+    """The error and its cure, if results with gradients differ from those without.
+
+    `call` makes the results from equal parameters, buffers and random numbers, with gradients or
+    under `torch.no_grad()`.
+    """
+    asked: list[str] = []
+
+    def watch(frame: FrameType, event: str, function: Any) -> None:
+        if event == "c_call" and function is torch.is_grad_enabled:
+            if is_user_file(frame.f_code.co_filename):
+                asked.append(place(frame, frame.f_lineno))
+
+    before = sys.getprofile()
+    sys.setprofile(watch)
+    try:
+        recorded = call(True)
+    finally:
+        sys.setprofile(before)
+    plain = call(False)
+    if recorded.keys() == plain.keys() and all(
+        torch.equal(value, plain[name]) or bool(value.isnan().any())
+        for name, value in recorded.items()
+    ):
+        return None
+    where = asked[0] if asked else f"forward of {type(model).__name__}"
+    return f"{where} computes other results with gradients than under torch.no_grad().", CURE

@@ -1,9 +1,11 @@
-"""Draws of Python's and NumPy's random numbers during a trace -> calls of the tracer.
+"""Random numbers that a forward draws: of Python and NumPy, and of torch.
 
-A number that Python draws is no tensor: unseen, the number of the example would be the number for
-ever. While a trace lasts, the functions of `random` and of `np.random` report to the tracer,
-wherever a module imported them to. What is drawn by other generators is refused at its line, and
-what is drawn on ways that no patch reaches is seen in the state of the generators afterwards.
+A number that Python draws is not a tensor: if the tracer missed it, every forward would use the
+number of the example. `watched_draws` makes the functions of `random` and `np.random` report to
+the tracer during a trace, wherever a module imported them to. Draws from other generators raise an
+error with the line; draws that bypass the patches show in the generators' states afterwards.
+
+`RandomDraws` detects operators of torch that draw random numbers.
 """
 
 from __future__ import annotations
@@ -15,17 +17,18 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import FrameType, ModuleType
+from types import FrameType
 from typing import Any, Protocol
 
 import numpy as np
 import sympy
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...runtime.errors import CaptureError
-from ...runtime.number_generators import number_state, numbers_kept
-from .frames import is_user_file, place
+from ...runtime.rng import number_state, numbers_kept
+from .source_lines import exchanged, is_user_file, place
 
 _CURE = (
     "Draw with torch (torch.rand, torch.randint, torch.randperm), or one number at a time with "
@@ -38,9 +41,12 @@ _NO_DRAWS = ("getstate", "get_state")
 
 
 class Draw:
-    """A function of the global generators as the target of a node; `text` is how it is called.
+    """A function of a global generator as the target of a node.
 
-    fx asks a target for a name and a module, which a method of a generator does not have.
+    fx needs a target with a name and a module, which a method of a generator lacks.
+
+    text: the function as it is called, such as `np.random.rand`
+    function: the function
     """
 
     def __init__(self, text: str, function: Callable[..., Any]) -> None:
@@ -60,14 +66,14 @@ class Draw:
 
 
 class DrawRecorder(Protocol):
-    """What the patches report to."""
+    """The tracer, as the patches see it."""
 
     def draw(self, draw: Draw, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Stands in for `draw(*args, **kwargs)`."""
 
     @property
     def is_recording(self) -> bool:
-        """Whether what runs now is forward's own code."""
+        """True while forward's own code runs."""
 
 
 def _global_functions() -> dict[int, Draw]:
@@ -83,65 +89,49 @@ def _global_functions() -> dict[int, Draw]:
 
 @contextmanager
 def watched_draws(recorder: DrawRecorder, model: nn.Module) -> Iterator[None]:
-    """Within, forward's draws go through the recorder or raise CaptureError."""
+    """Reports forward's draws in the block to the recorder; other draws raise CaptureError."""
     functions = _global_functions()
     constructors = {id(np.random.default_rng): "np.random.default_rng"}
-    changed: list[tuple[dict[str, Any], str, Any]] = []
     own: list[tuple[str, Any, Any]] = []
 
-    def put(scope: dict[str, Any], name: str, value: Any) -> None:
-        changed.append((scope, name, scope[name]))
-        scope[name] = value
+    def other(holder: str, name: str, value: Any) -> Any:
+        if id(value) in functions:
+            return _reporting(recorder, functions[id(value)])
+        if id(value) in constructors:
+            return _refusing(recorder, constructors[id(value)], value)
+        if _is_own(value):
+            text = f"{holder}.{name}"
+            own.append((text, value, _own_state(value)))
+            return _OwnGenerator(recorder, text, value)
+        return value
 
-    for scope, holder in _scopes(model):
-        for name, value in list(scope.items()):
-            if id(value) in functions:
-                put(scope, name, _reporting(recorder, functions[id(value)]))
-            elif id(value) in constructors:
-                put(scope, name, _refusing(recorder, constructors[id(value)], value))
-            elif _is_own(value):
-                text = f"{holder}.{name}"
-                own.append((text, value, _own_state(value)))
-                put(scope, name, _OwnGenerator(recorder, text, value))
     methods = {name: getattr(random.Random, name) for name in ("random", "getrandbits")}
     methods["seed"] = random.Random.seed
     urandom = random._urandom  # type: ignore[attr-defined]
     before = number_state()
     try:
-        for name, method in methods.items():
-            setattr(random.Random, name, _own_method(recorder, name, method))
-        random._urandom = _refusing(recorder, "the operating system", urandom)  # type: ignore[attr-defined]
-        yield
+        with exchanged(model, other):
+            for name, method in methods.items():
+                setattr(random.Random, name, _own_method(recorder, name, method))
+            random._urandom = _refusing(recorder, "the operating system", urandom)  # type: ignore[attr-defined]
+            yield
     finally:
         random._urandom = urandom  # type: ignore[attr-defined]
         del random.Random.random, random.Random.getrandbits
         random.Random.seed = methods["seed"]  # type: ignore[method-assign]
-        for scope, name, value in reversed(changed):
-            scope[name] = value
     if not torch.equal(before, number_state()):
         raise CaptureError(
-            "forward draws from the generator of random or np.random by a reference that was "
-            "taken before, such as self.draw = random.random: what it draws would never change.",
-            "Call random.random() or np.random.rand() where the number is needed.",
+            "forward draws from the generator of random or np.random through a stored reference, "
+            "such as self.draw = random.random: its number would never change.",
+            "Call random.random() or np.random.rand() in forward.",
         )
     for text, generator, state in own:
         if _own_state(generator) != state:
             raise _own_error("forward", text)
 
 
-def _scopes(model: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
-    """All globals of imported modules, and the attributes of the model's modules."""
-    for name, module in list(sys.modules.items()):
-        root = name.partition(".")[0]
-        if isinstance(module, ModuleType) and root not in ("torch", "sympy", "asyncpipe"):
-            if root != "numpy" or name == "numpy.random":
-                yield vars(module), name
-    for path, part in model.named_modules():
-        yield vars(part), f"self.{path}" if path else "self"
-
-
 def _is_own(value: Any) -> bool:
-    """Whether it is a generator of NumPy other than the global one."""
+    """True for a generator of NumPy other than the global one."""
     if not isinstance(value, (np.random.Generator, np.random.RandomState)):
         return False
     return value is not np.random.mtrand._rand
@@ -154,7 +144,7 @@ def _own_state(generator: Any) -> str:
 
 
 def _is_library(frame: FrameType) -> bool:
-    """Whether a frame is of code that draws for itself, such as tempfile for a name."""
+    """True for library code that draws for its own purposes, such as tempfile for a name."""
     file = frame.f_code.co_filename
     if file.startswith(_SYMPY):
         return True
@@ -163,8 +153,8 @@ def _is_library(frame: FrameType) -> bool:
 
 
 def _caller() -> FrameType | None:
-    """The frame that called a patched function, past those of the standard library's random and
-    secrets; None if it is not the user's."""
+    """The frame that called a patched function, without frames of random and secrets; None if it
+    is not the user's."""
     frame = sys._getframe(2)
     while frame.f_code.co_filename in (random.__file__, secrets.__file__):
         frame = frame.f_back  # type: ignore[assignment]
@@ -194,7 +184,7 @@ def _refusing(recorder: DrawRecorder, text: str, function: Callable[..., Any]) -
 
 
 def _own_method(recorder: DrawRecorder, name: str, method: Callable[..., Any]) -> Any:
-    """A method of every `random.Random` but the global one."""
+    """Replaces a method of every `random.Random` except the global one."""
 
     def refuse(generator: random.Random, *args: Any, **kwargs: Any) -> Any:
         is_global = generator is random._inst
@@ -208,7 +198,7 @@ def _own_method(recorder: DrawRecorder, name: str, method: Callable[..., Any]) -
 
 
 class _OwnGenerator:
-    """Stands in for a generator of NumPy that the model holds."""
+    """Replaces a generator of NumPy that the model holds."""
 
     def __init__(self, recorder: DrawRecorder, text: str, generator: Any) -> None:
         self._given = recorder, text, generator
@@ -225,16 +215,16 @@ class _OwnGenerator:
 
 def _own_error(where: str, text: str) -> CaptureError:
     return CaptureError(
-        f"{where} draws random numbers from {text}, whose state no stage could hold: what it draws "
+        f"{where} draws random numbers from {text}, whose state a stage cannot hold: the numbers "
         "would never change.",
         _CURE,
     )
 
 
 def number_kind(draw: Draw, args: tuple[Any, ...], kwargs: Mapping[str, Any], where: str) -> type:
-    """The type of the number that is drawn, `int` or `float`.
+    """The type of the random number, `int` or `float`.
 
-    Raises CaptureError for a function that returns no single number, or changes the generator.
+    Raises CaptureError for a function that returns more than a number, or sets the generator.
     """
     name = draw.__name__
     if name in ("seed", "setstate", "set_state"):
@@ -258,7 +248,7 @@ def number_kind(draw: Draw, args: tuple[Any, ...], kwargs: Mapping[str, Any], wh
 
 
 def _example(value: Any) -> Any:
-    """The number that a symbolic size has in the example; 1 for one that is not known there."""
+    """The number of a symbolic size in the example; 1 if it is unknown."""
     if isinstance(value, (torch.SymInt, torch.SymFloat)):
         return value.node.hint if value.node.has_hint() else 1
     return value
@@ -268,3 +258,34 @@ def _kind(value: Any) -> type | None:
     if isinstance(value, (bool, int, np.integer, np.bool_)):
         return int
     return float if isinstance(value, (float, np.floating)) else None
+
+
+class RandomDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sets `drawn` to True when an operator draws; the reader sets it back to False."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.drawn = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not self.drawn and torch.Tag.nondeterministic_seeded in func.tags:
+            self.drawn = _draws(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+def _draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """True if the call really draws: attention with dropout 0 has the tag, but draws nothing."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[position] if position < len(args) else None
+            return bool(kwargs.get("dropout_p", given))
+    return True
+
+
+def has_hidden_draws(module: nn.Module) -> bool:
+    """True if a module draws inside an operator without the random tag: dropout between the
+    layers of a recurrent network."""
+    return isinstance(module, nn.RNNBase) and module.training and module.dropout > 0

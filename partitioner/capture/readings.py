@@ -1,27 +1,36 @@
-"""What forward reads off the values of tensors -> answers, guards, and numbers that are nodes.
+"""Values that forward reads from tensors -> answers, guards, and numbers that are nodes.
 
-`if mask.any():` gets the answer of the example, and a guard. `lengths.max().item()` and the sizes
-of `mask.nonzero()` are symbols to torch; in the graph they are nodes, and so is arithmetic on them.
+`Readings` answers forward. `if mask.any():` gets the answer of the example, and a guard.
+`lengths.max().item()` and the sizes of `mask.nonzero()` are symbols to torch; in the graph they
+are nodes, and so is arithmetic on them. A tensor such as `torch.arange(length)` has an answer
+without a guard, if it is the same at all sizes.
+
+`Shadow` computes the answers: it runs the recorded nodes with the model's real numbers, each node
+once. It also runs them at other sizes, to detect an answer that is only right for the example's.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
 import sympy
 import torch
 from torch import Tensor, fx
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._sympy.functions import FloorDiv, PythonMod
 
+from ...runtime.rng import number_state, set_number_state
+from .arguments import Arguments
 from .bindings import Bindings
-from .fakes import FakeWorld
-from .frames import short_path, source_text
-from .guards import must_fail, must_hold
-from .shadow import Shadow
-from .skips import is_drawn, is_never_true
+from .fake_inputs import FakeWorld
+from .graph import Capture, must_fail, must_hold, run, tensor_spec
+from .mode_merge import is_drawn, is_never_true
+from .model_state import seed_all, unchanged
+from .source_lines import short_path, source_text
+from .values import known_answer
 
 _RELATIONS: Mapping[type, Callable[..., Any]] = {
     sympy.Eq: operator.eq, sympy.Ne: operator.ne, sympy.Lt: operator.lt, sympy.Le: operator.le,
@@ -34,8 +43,14 @@ _ARITHMETIC: Mapping[type, Callable[..., Any]] = {
 
 
 class Readings:
-    """`place` gives the frames, module calls and regions of what runs now; of the
-    decisions that random numbers make, those of the numbers in `true` are true."""
+    """Answers questions of forward about values.
+
+    decisions: the conditions on random numbers, in order
+    notes: remarks for the user
+
+    `place` gives the frames, module calls and regions of the current line; `true` are the numbers
+    of the decisions that are true.
+    """
 
     def __init__(
         self,
@@ -53,7 +68,7 @@ class Readings:
         self._decided: dict[fx.Node, bool] = {}
 
     def truth(self, tensor: Tensor) -> bool | None:
-        """The truth value of a tensor, from now on guarded; None if there is none to rely on."""
+        """The truth value of a tensor, with a guard; None if it is not reliable."""
         return self._decide(self._bindings.node(tensor))
 
     def number(self, tensor: Tensor) -> tuple[Any, fx.Node]:
@@ -62,10 +77,23 @@ class Readings:
         return self._number(kind, ("call_method", "item", (self._bindings.node(tensor),)))
 
     def drawn(self, kind: type, call: tuple[Any, ...]) -> tuple[Any, fx.Node]:
-        """The number that a call of Python's or NumPy's generator draws, in the same two forms."""
+        """The number drawn by Python's or NumPy's generator, as a symbol and as a node."""
         value, node = self._number(kind, call)
         node.meta.update(random=True, draws_numbers=True)
         return value, node
+
+    def is_known(self, tensor: Any) -> bool:
+        """True if the values of a fake tensor follow from sizes only."""
+        bound = self._bindings.bound.get(id(tensor))
+        return bound is not None and bool(bound.node.meta["from_sizes"])
+
+    def known(self, tensor: Tensor, read: Callable[[Tensor], Any]) -> Any:
+        """The result of `read`, if it is the same for all sizes; None if it is not."""
+        if not self.is_known(tensor):
+            return None
+        hints = self._world.hints
+        samples = [{name: size + more for name, size in hints.items()} for more in (0, 1, 5)]
+        return known_answer(self._bindings.bound[id(tensor)].node, samples, read)
 
     @property
     def drawn_symbols(self) -> set[sympy.Basic]:
@@ -80,19 +108,19 @@ class Readings:
         return value, node
 
     def relation(self, expression: sympy.Basic) -> bool | None:
-        """The truth value of a relation between such symbols and sizes, from now on guarded."""
+        """The truth value of a relation between such symbols and sizes, with a guard."""
         if type(expression) not in _RELATIONS:
             return None
         node = self.node(expression)
         return None if node is None else self._decide(node)
 
     def is_read(self, value: torch.SymInt | torch.SymFloat) -> bool:
-        """Whether a number is known only when the values of tensors are, or is drawn."""
+        """True if a number depends on the values of tensors, or is random."""
         size = self._world.size(value)
         return self._world.is_data_dependent((size,))
 
     def node(self, expression: sympy.Basic) -> fx.Node | None:
-        """The node for an expression of numbers that values tell; None if it has none."""
+        """The node for an expression of such numbers; None if it has none."""
         if expression in self._made:
             return self._made[expression]
         if isinstance(expression, sympy.Symbol):
@@ -104,14 +132,13 @@ class Readings:
         return made
 
     def examples(self) -> None:
-        """Notes at each node whose size or number is known by its value only what it is for the
-        example."""
+        """Sets `meta["example"]` of each node with a data-dependent size or number."""
         for node in list(self._bindings.graph.nodes):
             is_number = isinstance(node.meta["val"], (torch.SymInt, torch.SymFloat))
             if is_number or node.meta["data_dependent"]:
-                found = self._read(node, (lambda x: x) if is_number else (lambda x: tuple(x.shape)))
-                if found:
-                    node.meta["example"] = found[0]
+                read = (lambda x: x) if is_number else (lambda x: tuple(x.shape))
+                if results := self._read(node, read):
+                    node.meta["example"] = results[0]
 
     def _decide(self, condition: fx.Node) -> bool | None:
         if condition in self._decided:
@@ -127,7 +154,7 @@ class Readings:
         if not is_given and any(
             node.op in ("get_attr", "call_module") or node.meta["random"] for node in nodes
         ):
-            return None  # State and random numbers will be others the next time.
+            return None  # State and random numbers change until the next call.
         answers: set[bool] = set(self._read(condition, bool))
         if len(answers) != 1:
             return None
@@ -144,8 +171,8 @@ class Readings:
         guard = must_hold if answer else must_fail
         self._bindings.add(("call_function", guard, (condition, where)), None, **place)
         self.notes.append(
-            f'"{source_text(frame, frame.f_lineno)}" ({where}) goes the way of the example inputs; '
-            "inputs that go another way are refused when they come"
+            f'"{source_text(frame, frame.f_lineno)}" ({where}) takes the branch of the example '
+            "inputs; inputs that take another branch are refused at run time"
         )
 
     def _read(self, node: fx.Node, read: Callable[[Any], Any]) -> list[Any]:
@@ -190,3 +217,80 @@ def _ancestors(node: fx.Node) -> set[fx.Node]:
         seen.update(fresh)
         waiting += fresh
     return seen
+
+
+class Shadow:
+    """Real runs of one trace: the first on the example itself, others at other sizes."""
+
+    def __init__(
+        self,
+        world: FakeWorld,
+        given: Arguments,
+        others: Sequence[Mapping[str, Tensor]],
+        training: bool,
+    ) -> None:
+        self._world, self._given, self._training = world, given, training
+        samples = [given.tensors, *others]
+        runs = [_Run(sample, seed) for seed, sample in enumerate(samples)]
+        self._runs = [] if world.is_on_meta else runs
+
+    def read(
+        self,
+        node: fx.Node,
+        constants: Mapping[str, Tensor],
+        changed: tuple[str, ...],
+        read: Callable[[Any], Any],
+    ) -> list[Any]:
+        """The result of `read` for the node's value, in each run.
+
+        Empty for a model on meta, or if the example itself fails. `changed` are the parameters
+        that forward has changed so far.
+        """
+        capture = Capture(
+            graph=node.graph,
+            model=self._world.model,
+            inputs=tuple(tensor_spec(given) for given in node.graph.find_nodes(op="placeholder")),
+            arguments=self._given,
+            sizes=dict(self._world.hints),
+            calls={},
+            constants=constants,
+            changed=changed,
+        )
+        results = []
+        with _disable_current_modes(), self._world.outside(), torch.no_grad():
+            for sample in self._runs:
+                try:
+                    results.append(read(sample.value(capture, node, self._training)))
+                except Exception:  # The model refuses these sizes.
+                    self._runs = self._runs[: self._runs.index(sample)]
+                    break
+        return results
+
+
+class _Run:
+    def __init__(self, inputs: Mapping[str, Tensor], seed: int) -> None:
+        self._inputs = {name: value.clone() for name, value in inputs.items()}
+        self._seed = seed
+        self._values: dict[fx.Node, Any] = {}
+        self._state: dict[str, Tensor] = {}
+        self._random: tuple[Tensor, Tensor] | None = None
+
+    def value(self, capture: Capture, node: fx.Node, training: bool) -> Any:
+        """The node's value; first runs the nodes recorded since the last call."""
+        pending = [each for each in capture.graph.nodes if each not in self._values]
+        model = capture.model
+        with unchanged(model, capture.changed):
+            parameters = {name: model.get_parameter(name) for name in capture.changed}
+            state = dict(model.named_buffers()) | parameters
+            for name, value in self._state.items():
+                state[name].copy_(value)
+            if self._random is None:
+                seed_all(self._seed)
+            else:
+                torch.set_rng_state(self._random[0])
+                set_number_state(self._random[1])
+            run(capture, self._inputs, training=training, nodes=pending, env=self._values)
+            self._values.update((each, None) for each in pending if each not in self._values)
+            self._random = torch.get_rng_state(), number_state()
+            self._state = {name: value.clone() for name, value in state.items()}
+        return self._values[node]

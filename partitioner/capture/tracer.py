@@ -1,8 +1,8 @@
 """One run of a model's real forward on fake tensors -> an fx.Graph of modules and torch functions.
 
 The tracer is a `TorchFunctionMode`: it sees every torch function, tensor method and operator at
-the level the author wrote it, runs it, and writes it down. Modules of `torch.nn` are written down
-as one call; the calls of other modules are kept beside the graph, with their arguments by name.
+the level at which the author wrote it, runs it, and records it as a node. A leaf module is one
+node; calls of other modules are recorded next to the graph, with their arguments by name.
 """
 
 from __future__ import annotations
@@ -25,43 +25,51 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointFunction
 
 from ...runtime.errors import CaptureError
-from ...runtime.number_generators import number_state, numbers_kept
-from .arguments import named_arguments
-from .assigned import AssignedBuffers
-from .bindings import Bindings
-from .fakes import FakeWorld
-from .frames import is_user_file, place, user_frames, where
-from .known import READERS, known_answer
-from .leaves import LeafRule, is_torch_leaf
-from .names import Names
-from .opaque import run_opaque
-from .patches import original_apply, original_call, plain_apply
-from .random_draws import RandomDraws, has_hidden_draws
-from .random_numbers import Draw, number_kind
-from .readings import Readings
-from .recomputes import Recomputes, reentrant
-from .results import fresh, is_plain, leaves, plain
-from .shadow import Shadow
-from .size_decisions import SizeDecisions
-from .structure import map_result, plain_structure, tensors_in
-from .targets import Call, as_node, averaging, own_generator, refusal, traced
-from .values import CallRecord, ModuleCall, Region
-
-_REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
-
-
-class LenNeeded(BaseException):
-    """`len(tensor)` was called on a symbolic size; the call has to be symbolic in these globals.
-
-    No Exception, so that the model's own `except Exception` lets it pass.
-    """
-
-    def __init__(self, scope: dict[str, Any]) -> None:
-        self.scope = scope
+from ...runtime.rng import number_state, numbers_kept
+from .aliasing import AssignedBuffers
+from .arguments import (
+    fresh,
+    is_plain,
+    leaves,
+    map_result,
+    named_arguments,
+    plain,
+    plain_structure,
+    tensors_in,
+)
+from .bindings import Bindings, NodeHints
+from .fake_inputs import FakeWorld
+from .leaf_modules import LeafRule, is_torch_leaf
+from .operations import Call, as_node, averaging, own_generator, refusal, run_opaque, traced
+from .patches import (
+    WITHOUT_HISTORY,
+    LenNeeded,
+    Recomputes,
+    original_apply,
+    original_call,
+    plain_apply,
+    reentrant,
+)
+from .random_numbers import Draw, RandomDraws, has_hidden_draws, number_kind
+from .readings import Readings, Shadow
+from .size_guards import SizeDecisions
+from .source_lines import is_user_file, place, user_frames, where
+from .values import READERS, CallRecord, ModuleCall, Region
 
 
 class Tracer(TorchFunctionMode):
-    """Writes down what runs while the mode is on, below the frame that made the tracer."""
+    """Records the calls that run while the mode is on, below the frame that made the tracer.
+
+    asks_gradients: the line where forward asks whether gradients are recorded, or ""
+    calls: the calls of modules that are not leaves
+    notes: remarks for the user
+    changed: the parameters that forward changes in place
+    flags: the `training` flag of each module at the start
+    regions: the open `with` blocks around the current call
+    random: detects operators that draw random numbers
+    graph, constants: the graph, and the constants that it reads
+    decisions, size_decisions: forward's decisions by random numbers and by sizes
+    """
 
     def __init__(
         self,
@@ -84,10 +92,11 @@ class Tracer(TorchFunctionMode):
         self._top = sys._getframe(1)
         self._model, self._world, self._is_leaf = model, world, is_leaf
         self._bindings = Bindings(model, world, self._top)
-        self._names = Names(self._top, self._bindings.bound)
+        self._names = NodeHints(self._top, self._bindings.bound)
         self._assigned = AssignedBuffers(self._bindings)
         self._readings = Readings(self._bindings, world, shadow, self._place, true)
         self._bindings.node_of_expression = self._readings.node
+        self.is_known = self._readings.is_known
         world.env.decide = self._relation
         self._sizes = SizeDecisions(world, self._top, lambda: self._recording)
         self._recording = True
@@ -105,13 +114,13 @@ class Tracer(TorchFunctionMode):
         self.size_decisions = self._sizes.found
 
     def __enter__(self) -> Tracer:
-        self._world.env.told = self._sizes.told
+        self._world.env.on_answer = self._sizes.note
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
-        self._world.env.told = None
+        self._world.env.on_answer = None
 
     def placeholder(self, name: str, tensor: Tensor) -> None:
         node = self._bindings.add(("placeholder", name), tensor)
@@ -125,7 +134,7 @@ class Tracer(TorchFunctionMode):
             if isinstance(leaf, (torch.SymInt, torch.SymFloat)) and self._readings.is_read(leaf):
                 raise CaptureError(
                     f"forward of {type(self._model).__name__} returns a Python number that it "
-                    "reads from a tensor or draws, and only tensors come out of a stage.",
+                    "reads from a tensor or draws at random, but a stage only returns tensors.",
                     "Return the tensor: loss instead of loss.item().",
                 )
         dropped = [type(leaf).__name__ for leaf in leaves(value) if not is_plain(leaf)]
@@ -139,7 +148,7 @@ class Tracer(TorchFunctionMode):
         self.changed = self._bindings.changed_parameters()
 
     def failed_in(self, error: Exception) -> tuple[str, ...]:
-        """The paths of the modules within which forward raised an exception, outermost first."""
+        """The paths of the modules in which forward raised an exception, the outermost first."""
         return self._failed_in if error is self._failure else ()
 
     # Python's and NumPy's random numbers
@@ -150,11 +159,11 @@ class Tracer(TorchFunctionMode):
 
     @property
     def drawn_symbols(self) -> set[sympy.Basic]:
-        """The symbols of numbers that Python or NumPy draws."""
+        """The symbols of random numbers of Python or NumPy."""
         return self._readings.drawn_symbols
 
     def draw(self, draw: Draw, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """A number that is drawn anew in every forward: a symbol, and a node that draws it."""
+        """The symbol of a random number, with a node that draws it in every forward."""
         with self.quiet():
             kind = number_kind(draw, args, kwargs, where(self._top))
             given, named = self._bindings.arguments(args), self._bindings.arguments(dict(kwargs))
@@ -179,18 +188,19 @@ class Tracer(TorchFunctionMode):
                 raise CaptureError(*own_generator(where(self._top)))
         name = getattr(func, "__name__", "")
         if func is torch.ops.aten.lift_fresh.default:
-            return args[0]  # what torch does to a tensor made of an array
+            return args[0]  # torch calls this on a tensor made from an array
         if args and isinstance(args[0], np.ndarray):
-            # Data from outside: a real tensor, which is a constant.
+            # Made from other data: a real tensor, which is a constant.
             with _disable_current_modes():
                 made = func(*args, **kwargs)
             return self._recorded(lambda: made, _no_call, (), {})
         if func is Tensor.__len__:
             return self._len(args[0])
-        if func == _REQUIRES_GRAD and not args[0].is_leaf:
-            return self.grad_enabled(run(*args), sys._getframe(1))
+        if func in WITHOUT_HISTORY and not args[0].is_leaf:
+            is_recorded = self.grad_enabled(True, sys._getframe(1))
+            return run(*args) if is_recorded else WITHOUT_HISTORY[func]
         if name in READERS:
-            value = self._answer(args[0], lambda real: func(real, *args[1:], **kwargs))
+            value = self._readings.known(args[0], lambda real: func(real, *args[1:], **kwargs))
             if value is None:
                 value = self._read(args[0], name)
             if value is not None:
@@ -211,16 +221,11 @@ class Tracer(TorchFunctionMode):
                 raise LenNeeded(frame.f_globals)
         return int(size)
 
-    def is_known(self, tensor: Any) -> bool:
-        """Whether the values of a fake tensor follow from sizes alone."""
-        bound = self._bindings.bound.get(id(tensor))
-        return bound is not None and bool(bound.node.meta["from_sizes"])
-
     def grad_enabled(self, enabled: bool, frame: FrameType) -> bool:
-        """What forward reads of whether gradients are recorded, outside its own regions.
+        """The answer to forward's question whether gradients are recorded.
 
-        A pipeline records them in training and not in evaluation; `gradients` says which it is to
-        be here, and `asks_gradients` where it was read.
+        A pipeline records them in training and not in evaluation: outside of forward's own regions
+        the answer is the tracer's argument `gradients`, and `asks_gradients` keeps the line.
         """
         is_users = is_user_file(frame.f_code.co_filename)
         own = any(region.kind == "enable_grad" for region in self.regions)
@@ -229,16 +234,8 @@ class Tracer(TorchFunctionMode):
         self.asks_gradients = self.asks_gradients or place(frame, frame.f_lineno)
         return self._gradients
 
-    def _answer(self, tensor: Tensor, read: Callable[[Tensor], Any]) -> Any:
-        """A value that follows from sizes alone and is the same for all; None if it does not."""
-        if not self.is_known(tensor):
-            return None
-        hints = self._world.hints
-        samples = [{name: size + more for name, size in hints.items()} for more in (0, 1, 5)]
-        return known_answer(self._bindings.bound[id(tensor)].node, samples, read)
-
     def _read(self, tensor: Tensor, name: str) -> Any:
-        """A value that forward asks of a tensor; None for one that cannot be told."""
+        """The value that forward reads from a tensor; None if it is unknown."""
         with self.quiet():
             if name == "__bool__" or (name == "item" and tensor.dtype is torch.bool):
                 return self._readings.truth(tensor)
@@ -253,11 +250,11 @@ class Tracer(TorchFunctionMode):
             return self._readings.relation(expression)
 
     def _place(self) -> dict[str, Any]:
-        """Where forward is, for nodes that it does not make by a call."""
+        """The current place in forward, for nodes without a call in it."""
         return {
             "frames": user_frames(self._top),
             "calls": self._stack,
-            "regions": self._current_regions(),
+            "regions": self._bindings.current_regions(self.regions),
         }
 
     # Modules and autograd functions
@@ -266,9 +263,9 @@ class Tracer(TorchFunctionMode):
         path = self._paths.get(id(module))
         if self._recording and isinstance(module, torch.jit.ScriptModule):
             raise CaptureError(
-                f"{path or type(module).__name__} is a module of torch.jit, which cannot be looked "
-                "into.",
-                "Give the model the module that it was made of.",
+                f"{path or type(module).__name__} is a module of torch.jit, which the tracer "
+                "cannot read.",
+                "Use the original module in its place.",
             )
         if not self._recording or not path:
             return original_call(module, args, kwargs)
@@ -295,7 +292,7 @@ class Tracer(TorchFunctionMode):
         kwargs: dict[str, Any],
         run: Callable[[], Any],
     ) -> Any:
-        """Runs what a module that is no leaf does, and keeps a record of the call."""
+        """Runs a module that is not a leaf, and records the call."""
         path = self._paths[id(module)]
         call = ModuleCall(path, self._call_counts[path])
         self._call_counts[path] += 1
@@ -338,8 +335,9 @@ class Tracer(TorchFunctionMode):
                 value = original_call(module, args, kwargs)
                 self._drew_numbers = not torch.equal(before, number_state())
         except Exception:
-            value, self.random.drawn, drew = run_opaque(module, args, kwargs, self._world)
-            self._drew_numbers = drew
+            value, self.random.drawn, self._drew_numbers = run_opaque(
+                module, args, kwargs, self._world
+            )
         return value
 
     def call_function_class(
@@ -367,8 +365,8 @@ class Tracer(TorchFunctionMode):
     ) -> AbstractContextManager[None]:
         if is_selective:
             self.notes.append(
-                f"the recomputation at {where(self._top)} is of everything: its choice of what to "
-                "keep (context_fn) is left out"
+                f"the checkpoint at {where(self._top)} recomputes everything: its selection of "
+                "saved tensors (context_fn) is ignored"
             )
         return self._recomputes.within(
             function, len(self._stack), use_reentrant, preserve_rng_state
@@ -379,7 +377,7 @@ class Tracer(TorchFunctionMode):
             with self.quiet():
                 self._assigned.note(module, name, value)
 
-    # Writing down
+    # Recording
 
     def _recorded(
         self,
@@ -391,10 +389,10 @@ class Tracer(TorchFunctionMode):
         own: tuple[Tensor, ...] = (),
         sets_grad: bool = False,
     ) -> Any:
-        """Runs one call and writes it down if it makes or changes tensors.
+        """Runs one call, and records it if it makes or changes tensors.
 
-        `own` are tensors that the call reaches without being given them: a leaf module's
-        parameters and buffers. `sets_grad` says that it changes whether its argument requires a
+        `own` are tensors that the call reaches without having them as arguments: a leaf module's
+        parameters and buffers. With `sets_grad` it changes whether its argument requires a
         gradient.
         """
         with self.quiet():
@@ -410,7 +408,7 @@ class Tracer(TorchFunctionMode):
                 self._sizes.of_forward(asked)
                 return value
             if isinstance(value, Tensor) and not isinstance(value, FakeTensor) and not given:
-                # Made from outside data, such as a NumPy array: a constant of the model.
+                # Made from other data, such as a NumPy array: a constant of the model.
                 self._bindings.add(("get_attr", self._bindings.constant(value)), value)
                 return value
             self._bindings.change(changed)
@@ -423,7 +421,7 @@ class Tracer(TorchFunctionMode):
                 value,
                 frames=frames,
                 calls=self._stack,
-                regions=self._current_regions(),
+                regions=self._bindings.current_regions(self.regions),
                 recomputes=self._recomputes.open,
                 changed=changed,
                 touched=own,
@@ -436,22 +434,12 @@ class Tracer(TorchFunctionMode):
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
-        """Within, nothing is recorded: what a leaf does inside, and our own look at tensors."""
+        """Stops recording for the block: inside of a leaf, and for the tracer's own work."""
         recording, self._recording = self._recording, False
         try:
             yield
         finally:
             self._recording = recording
-
-    def _current_regions(self) -> list[Region]:
-        regions = [
-            self._bindings.local(region) for region in self.regions if region.kind == "autocast"
-        ]
-        if not torch.is_grad_enabled():
-            regions.append(Region("no_grad"))
-        elif any(region.kind == "enable_grad" for region in self.regions):
-            regions.append(Region("enable_grad"))
-        return regions
 
     def _frame(self) -> FrameType | None:
         return next(iter(user_frames(self._top)), None)

@@ -1,15 +1,10 @@
 """A plan and the code of its stages -> report.html: one page, no network, no script.
 
-page          plan, code -> the page: what is on it, in order
-cards         plan -> the five numbers on top
-stage_graph   plan -> the pipeline in SVG: boxes, skips, tied weights
-bars          plan -> time of every stage, memory of every rank
-gantt         plan -> one simulated step by schedule
-curves        plan -> idle share and time against the number of micro-batches
-stage_details plan, code -> every stage: modules, inputs, outputs, code
-code          Python -> coloured HTML
+page          plan, code -> the page, its numbers on top, the details of every stage, the code
+charts        plan -> bars of times and memory, one simulated step by schedule, curves
+stage_graph   plan -> the pipeline in SVG: boxes, skips, tied parameters
 
-Python holds the decisions and the geometry, the templates `report*.j2` the layout.
+Python holds the decisions and the geometry, the templates `report*.j2` hold the layout.
 """
 
 from .page import render_report

@@ -1,31 +1,224 @@
-"""A plan and the code of its stages -> report.html, the whole page."""
+"""A plan and the code of its stages -> report.html, the whole page.
+
+This module makes the five numbers on top of the page, the folded details of every stage, and the
+HTML spans of the highlighted code; the page sets their colors for light and dark mode.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import groupby
+from typing import Any
 
-from ... import __version__
-from ...runtime.pages.templating import in_script, render
-from ...runtime.plan import TOPICS, Candidate, Finding, Plan
-from ...runtime.traffic import spec_bytes, traffic
-from ...runtime.wording import write_bytes, write_gap, write_ms, write_share
-from ..generate.pages import shared_sentences, title_of
-from .bars import cost_bars, memory_bars
-from .cards import cards
-from .curves import curves
-from .gantt import gantts
-from .stage_details import stage_details
+from markupsafe import Markup, escape
+from pygments.lexers import PythonLexer
+from pygments.token import Comment, Keyword, Name, Number, String
+
+from ...runtime import __version__
+from ...runtime.formatting import counted, write_bytes, write_gap, write_ms, write_share
+from ...runtime.plan.forecast import forecast_one_step, spec_bytes, traffic
+from ...runtime.plan.plan import TOPICS, Candidate, Finding, Plan, StageSpec, TensorSpec
+from ...runtime.reports.charts import Card, in_script, render
+from ..codegen.documentation import shared_sentences, title_of
+from .charts import cost_bars, curves, drawn_schedules, gantts, memory_bars
 from .stage_graph import stage_graph
+
+_MORE = (1, 2, 4)  # times the plan's micro-batches
+
+
+def cards(plan: Plan) -> tuple[Card, ...]:
+    """Gain over the even split, slowest stage, one step, idle share, bytes a boundary."""
+    return _gain(plan), _slowest(plan), _step(plan), _idle(plan), _bytes(plan)
+
+
+def _gain(plan: Plan) -> Card:
+    ratio = plan.even_split_ms / plan.bottleneck_ms if plan.bottleneck_ms else 1.0
+    detail = f"counting blocks instead: slowest stage {write_ms(plan.even_split_ms)}"
+    return Card("Faster than an even split", f"{ratio:.2f}×", detail)
+
+
+def _slowest(plan: Plan) -> Card:
+    bound = f"no plan can be below {write_ms(plan.lower_bound_ms)}"
+    loads_ms = {str(stage.index): stage.load_ms for stage in plan.stages}
+    if plan.slowest == "rank":
+        loads_ms = {
+            str(rank): sum(plan.stages[stage].load_ms for stage in stages)
+            for rank, stages in plan.stages_of_rank.items()
+        }
+    slowest = max(loads_ms, key=loads_ms.__getitem__)
+    heading = f"Slowest: {plan.slowest} {slowest}"
+    return Card(heading, write_ms(plan.bottleneck_ms), bound)
+
+
+def _step(plan: Plan) -> Card:
+    count = plan.setting.micro_batches
+    step = forecast_one_step(plan, plan.setting.schedule, count)
+    detail = f"{plan.setting.schedule}, {counted(count, 'micro-batch', 'micro-batches')}"
+    return Card("One simulated step", write_ms(step.step_ms), detail)
+
+
+def _idle(plan: Plan) -> Card:
+    name = drawn_schedules(plan)[0]
+    shares = {
+        number: forecast_one_step(plan, name, number).idle_share
+        for number in (plan.setting.micro_batches * times for times in _MORE)
+    }
+    first, *more = (f"{number}: {write_share(share)}" for number, share in shares.items())
+    number, share = first.split(": ")
+    return Card(
+        f"Idle in {name}, {counted(int(number), 'micro-batch', 'micro-batches')}",
+        share,
+        "with " + ", ".join(more),
+    )
+
+
+def _bytes(plan: Plan) -> Card:
+    flows = traffic(plan)
+    if not flows:
+        return Card("Sent between stages", "nothing", "one stage")
+    most = max(flows, key=lambda flow: flow.sent)
+    total = sum(flow.sent for flow in flows)
+    return Card(
+        "Largest boundary, a micro-batch",
+        write_bytes(most.sent),
+        f"stage {most.source} to {most.target}; all together {write_bytes(total)}, "
+        "and gradients back",
+    )
+
+
+_CLASSES: tuple[tuple[Any, str], ...] = (
+    (Comment, "c"),
+    (Keyword, "k"),
+    (String, "s"),
+    (Number, "m"),
+    (Name.Class, "d"),
+    (Name.Function, "d"),
+    (Name.Decorator, "d"),
+)
+
+
+def highlighted(code: str) -> Markup:
+    """
+    >>> highlighted("x = 1  # <one>\\n")
+    Markup('x = <i class="m">1</i>  <i class="c"># &lt;one&gt;</i>\\n')
+    """
+    return Markup("").join(_spans(code))
+
+
+def _spans(code: str) -> Iterator[Markup]:
+    tokens = ((_class_of(kind), text) for kind, text in PythonLexer().get_tokens(code))
+    for name, run in groupby(tokens, key=lambda token: token[0]):
+        text = escape("".join(text for _, text in run))
+        yield Markup('<i class="{}">{}</i>').format(name, text) if name else text
+
+
+def _class_of(kind: Any) -> str:
+    return next((name for parent, name in _CLASSES if kind in parent), "")
+
+
+@dataclass(frozen=True, slots=True)
+class PartRow:
+    name: str
+    forward: str
+    backward: str
+    share: str
+    percent: float
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRow:
+    """One input or output of a stage.
+
+    name, shape, dtype, size: of the tensor
+    beyond: the stages that send or receive it, or the input or output of the model
+    """
+
+    name: str
+    shape: str
+    dtype: str
+    beyond: str
+    size: str
+
+
+@dataclass(frozen=True, slots=True)
+class StageDetails:
+    index: int
+    modules: str
+    summary: str
+    parts: tuple[PartRow, ...]
+    inputs: tuple[TensorRow, ...]
+    outputs: tuple[TensorRow, ...]
+    file: str
+    num_lines: int
+    code: Markup
+
+
+def stage_details(plan: Plan, code: Mapping[str, str]) -> tuple[StageDetails, ...]:
+    """`code` holds the text of every stage's file by its name; a missing file is left out."""
+    return tuple(_details(plan, stage, code.get(stage.file, "")) for stage in plan.stages)
+
+
+def _details(plan: Plan, stage: StageSpec, text: str) -> StageDetails:
+    total_ms = stage.forward_ms + stage.backward_ms
+    recompute = ", runs its forward again before backward" if stage.recompute else ""
+    replicas = f", shared by {len(stage.ranks)} replicas" if len(stage.ranks) > 1 else ""
+    return StageDetails(
+        index=stage.index,
+        modules=", ".join(stage.modules) or "operations only",
+        summary=(
+            f"forward {write_ms(stage.forward_ms)}, backward {write_ms(stage.backward_ms)}, "
+            f"{write_ms(stage.load_ms)} a micro-batch with transfers{replicas}{recompute}; "
+            f"{write_bytes(stage.param_bytes)} of parameters, {write_bytes(stage.peak_bytes)} at "
+            f"its peak with {counted(stage.in_flight, 'micro-batch', 'micro-batches')} in flight"
+        ),
+        parts=tuple(
+            PartRow(
+                name=part.name,
+                forward=f"{part.forward_ms:.2f}",
+                backward=f"{part.backward_ms:.2f}",
+                share=write_share((part.forward_ms + part.backward_ms) / total_ms),
+                percent=100 * (part.forward_ms + part.backward_ms) / total_ms,
+            )
+            for part in stage.parts
+            if total_ms
+        ),
+        inputs=tuple(_inputs(plan, stage)),
+        outputs=tuple(_outputs(plan, stage)),
+        file=stage.file,
+        num_lines=text.count("\n"),
+        code=highlighted(text),
+    )
+
+
+def _inputs(plan: Plan, stage: StageSpec) -> Iterable[TensorRow]:
+    specs = {spec.name: spec for spec in (*plan.inputs, *plan.values)}
+    sources = {boundary.tensor.name: boundary.source for boundary in stage.receives}
+    for name in stage.inputs:
+        beyond = f"stage {sources[name]}" if name in sources else "input of the model"
+        yield _row(plan, specs[name], beyond)
+
+
+def _outputs(plan: Plan, stage: StageSpec) -> Iterable[TensorRow]:
+    specs = {spec.name: spec for spec in plan.values}
+    targets = {boundary.tensor.name: boundary.targets for boundary in stage.sends}
+    for name in stage.outputs:
+        stages = " and ".join(map(str, targets.get(name, ())))
+        yield _row(plan, specs[name], f"stage {stages}" if stages else "output of the model")
+
+
+def _row(plan: Plan, spec: TensorSpec, beyond: str) -> TensorRow:
+    shape = ", ".join(map(str, spec.shape))
+    size = write_bytes(spec_bytes(spec, plan.sizes))
+    return TensorRow(spec.name, f"[{shape}]", spec.dtype, beyond, size)
 
 
 def render_report(plan: Plan, code: Mapping[str, str]) -> str:
     """The page; `code` holds the text of every stage's file by its name.
 
-    The same arguments give the same bytes. It refers to nothing outside itself, needs no script,
-    and has its own data in two JSON blocks, `plan` (all of plan.json) and `simulated`.
+    The same arguments give the same bytes. The page refers to nothing outside itself, needs no
+    script, and holds its own data in two JSON blocks, `plan` (all of plan.json) and `simulated`.
     """
     drawings, by_count = gantts(plan), curves(plan)
     simulated = {
@@ -67,7 +260,7 @@ def _status(plan: Plan) -> str:
 
 
 def _facts(plan: Plan) -> list[tuple[str, str]]:
-    """What the plan rests on, as names and values."""
+    """The basis of the plan, as names and values."""
     setting, profile = plan.setting, plan.profile
     sizes = ", ".join(f"{name} {size}" for name, size in plan.sizes.items())
     costs = f"{profile['kind']} on {profile['device']}" if profile else "not profiled"
@@ -108,7 +301,7 @@ def _boundaries(plan: Plan) -> list[BoundaryRow]:
 
 
 def _computed_again(plan: Plan) -> list[tuple[int, int, str, str]]:
-    """From, to, bytes sent, bytes if nothing were computed again; empty where nothing is."""
+    """From, to, bytes sent, bytes without recomputation; empty where no stage recomputes."""
     flows = traffic(plan) if plan.if_sent else ()
     return [
         (flow.source, flow.target, write_bytes(flow.sent), write_bytes(flow.if_sent))
@@ -118,8 +311,12 @@ def _computed_again(plan: Plan) -> list[tuple[int, int, str, str]]:
 
 @dataclass(frozen=True, slots=True)
 class Topic:
-    """A heading, below it what the findings are about with their sentences. Where something has
-    several sentences, all but the first are folded away."""
+    """A heading with the findings below it.
+
+    heading: the text of the heading
+    abouts: the subjects of the findings, each with its sentences
+    is_folded: whether a subject has several sentences; all but its first are folded away
+    """
 
     heading: str
     abouts: tuple[tuple[str, tuple[str, ...]], ...]
@@ -152,7 +349,7 @@ class CandidateRow:
 
 
 def _candidate_row(candidate: Candidate) -> CandidateRow:
-    """Without stages there is no such plan, and the note says why."""
+    """A candidate without stages stands for a plan that does not exist; its note says why."""
     if not candidate.stages:
         return CandidateRow(candidate.name, *("none", "", "", "", "", ""), candidate.note)
     return CandidateRow(

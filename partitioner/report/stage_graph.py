@@ -1,13 +1,13 @@
-"""A plan -> the pipeline in SVG: stages in a row, skips as arcs above, tied weights below."""
+"""A plan -> the pipeline in SVG: stages in a row, skips as arcs above, tied parameters below."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ...runtime.plan import Plan, StageSpec
-from ...runtime.traffic import spec_bytes
-from ...runtime.wording import write_bytes, write_ms
+from ...runtime.formatting import write_bytes, write_ms
+from ...runtime.plan.forecast import spec_bytes
+from ...runtime.plan.plan import Plan, StageSpec
 
 _WIDTH, _HEIGHT, _GAP = 158, 92, 64
 _LEVEL = 24  # between two arcs one above the other
@@ -16,8 +16,8 @@ _LETTERS = 23  # that fit into a box
 
 
 @dataclass(frozen=True, slots=True)
-class Box:
-    """One stage; `lines` go below its name, the last of them in bold."""
+class StageBox:
+    """One stage; `lines` stand below its name, the last of them in bold."""
 
     x: int
     middle: int
@@ -29,7 +29,7 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Arc:
-    """What joins two stages: `kind` is "next", "skip" or "tied"."""
+    """A connection of two stages; `kind` is "next", "skip" or "tied"."""
 
     path: str
     x: float
@@ -40,18 +40,18 @@ class Arc:
 
 
 @dataclass(frozen=True, slots=True)
-class StageGraph:
+class StageDrawing:
     width: int
     height: int
     top: int
     box_width: int
     box_height: int
-    boxes: tuple[Box, ...]
+    boxes: tuple[StageBox, ...]
     arcs: tuple[Arc, ...]
 
 
-def stage_graph(plan: Plan) -> StageGraph:
-    """Boxes left to right with what they hold, edges with the bytes of one micro-batch."""
+def stage_graph(plan: Plan) -> StageDrawing:
+    """Boxes from left to right with their contents, edges with the bytes of one micro-batch."""
     sent = _sent(plan)
     tied = _tied(plan)
     skips = _levels(pair for pair in sent if pair[1] - pair[0] > 1)
@@ -64,7 +64,7 @@ def stage_graph(plan: Plan) -> StageGraph:
     ]
     arcs += [_arc(pair, below[pair], bottom, *texts, below=True) for pair, texts in tied.items()]
     slowest = max(plan.stages, key=lambda stage: stage.load_ms).index
-    return StageGraph(
+    return StageDrawing(
         width=len(plan.stages) * _STEP - _GAP + 4,
         height=bottom + 8 + _LEVEL * (1 + max(below.values(), default=-1)),
         top=top,
@@ -79,14 +79,14 @@ def _left(stage: int) -> int:
     return 2 + stage * _STEP
 
 
-def _box(plan: Plan, stage: StageSpec, *, is_slowest: bool) -> Box:
+def _box(plan: Plan, stage: StageSpec, *, is_slowest: bool) -> StageBox:
     modules = ", ".join(stage.modules) or "operations only"
     ranks = ", ".join(map(str, stage.ranks))
     is_plain = stage.ranks in ((), (stage.index,))
     where = f" on rank {ranks}" if len(stage.ranks) == 1 else f" × {len(stage.ranks)} ranks"
     name = f"stage {stage.index}" + ("" if is_plain else where)
     slowest = " · slowest" if is_slowest and len(plan.stages) > 1 else ""
-    return Box(
+    return StageBox(
         x=_left(stage.index),
         middle=_left(stage.index) + _WIDTH // 2,
         name=name,
@@ -112,7 +112,7 @@ def _short(text: str) -> str:
 
 
 def _sent(plan: Plan) -> dict[tuple[int, int], tuple[str, str, str]]:
-    """For every two stages that talk: label, hover text and kind."""
+    """For every two stages that exchange tensors: label, hover text and kind."""
     pairs: dict[tuple[int, int], list[tuple[int, str]]] = {}
     for boundary in plan.boundaries:
         size = spec_bytes(boundary.tensor, plan.sizes)
@@ -130,7 +130,7 @@ def _sent(plan: Plan) -> dict[tuple[int, int], tuple[str, str, str]]:
 
 
 def _tied(plan: Plan) -> dict[tuple[int, int], tuple[str, str, str]]:
-    """For every two stages that hold one parameter: label, hover text and kind."""
+    """For every two stages that hold the same parameter: label, hover text and kind."""
     names: dict[tuple[int, int], list[str]] = {}
     for shared in plan.shared:
         first, *others = dict.fromkeys(shared.stages)
@@ -147,7 +147,7 @@ def _tied(plan: Plan) -> dict[tuple[int, int], tuple[str, str, str]]:
 
 
 def _levels(pairs: Iterable[tuple[int, int]]) -> dict[tuple[int, int], int]:
-    """Arcs that would overlap get different levels; short ones are nearest to the boxes."""
+    """Assigns different levels to arcs that would overlap; short arcs are nearest to the boxes."""
     levels: dict[tuple[int, int], int] = {}
     for source, target in sorted(pairs, key=lambda pair: (pair[1] - pair[0], pair)):
         taken = {
@@ -172,7 +172,7 @@ def _arc(
     *,
     below: bool = False,
 ) -> Arc:
-    """From the right third of one box over the others to the left third of another; arcs of
+    """An arc from the right third of one box over the others to the left third of another; arcs of
     higher levels stand further inside."""
     away = 1 if below else -1
     inset = 12 + 9 * level

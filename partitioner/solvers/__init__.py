@@ -5,31 +5,32 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from . import acyclic, chain, exact, metis, mpipe, pipedream, two_d_bin, uniform
-from .method import Method
+from ..graph.problem import PlanningMethod
+from . import baselines, chain, exact, mpipe, multilevel
+from . import chain as pipedream
 
-METHODS: Mapping[str, Method] = MappingProxyType(
+METHODS: Mapping[str, PlanningMethod] = MappingProxyType(
     {
         "auto": exact.place,
         "exact": exact.place,
         "chain": chain.place,
-        "uniform": uniform.place,
-        "metis": metis.place,
-        "acyclic": acyclic.place,
+        "uniform": baselines.place_uniform,
+        "metis": baselines.place_metis,
+        "acyclic": multilevel.place,
         "mpipe": mpipe.place,
-        "2dbin": two_d_bin.place,
-        "pipedream": pipedream.place,
+        "2dbin": baselines.place_two_d_bin,
+        "pipedream": pipedream.place_pipedream,
     }
 )
 
-# Methods that cut the order given, and can be told where they have to.
+# Methods that cut the given order and accept demanded cuts.
 HEEDS_CUTS = frozenset({METHODS["auto"], METHODS["chain"], METHODS["pipedream"]})
 
-# Methods that cut for the ranks that stages are on, and choose none themselves.
+# Methods that cut for given ranks of the stages and do not choose the ranks themselves.
 HEEDS_RANKS = frozenset(METHODS.values()) - {
     METHODS["mpipe"],
     METHODS["2dbin"],
     METHODS["pipedream"],
 }
 
-__all__ = ["HEEDS_CUTS", "HEEDS_RANKS", "METHODS", "Method"]
+__all__ = ["HEEDS_CUTS", "HEEDS_RANKS", "METHODS", "PlanningMethod"]

@@ -1,27 +1,50 @@
-"""The best cut of one topological order, by dynamic programming in O(k n w).
+"""One topological order of the groups -> its optimal cut, with or without replicated stages, by DP.
+
+Without replicas (`place`), in O(k n w):
 
     best[s][b] = min over a < b of max(best[s - 1][a], load_s(a, b))
 
 where load_s(a, b) is the load of stage s if it holds positions a to b - 1, and w is the number of
-positions that fit into one stage; where a cut is demanded, a stage ends at the latest: a is at or
-after the last demanded cut before b. It is PipeDream's recurrence (Narayanan et al., SOSP 2019,
-section 3.1) without replication and with transfers and memory in the load. For one b the sums of
-all a form a column; the column of b + 1 follows from it by adding what begins or ends there.
+positions that fit into one stage. A stage ends at the latest at a demanded cut: a is at or after
+the last demanded cut before b. This is the recurrence of PipeDream (Narayanan et al., SOSP 2019,
+section 3.1) without replication and with transfers and memory in the load. The sums of all a for
+one b form a column; the column of b + 1 follows from it by adding the changes at that position.
 
-Then, among all cuts whose bottleneck is at most (1 + prefer_modules) of the optimum, the one that
-tears the fewest modules is taken, of those the one with the fewest bytes crossing, and of those
-the most even: with the least sum of squares.
+Among all cuts whose bottleneck is at most (1 + prefer_modules) of the optimum, the method returns
+the one that tears the fewest modules, then the one with the fewest crossing bytes, then the most
+even one: with the smallest sum of squares.
+
+With replicas (`place_pipedream`):
+
+    A[b][m] = min over a < b, r <= m of max(A[a][m - r], load(a, b) / r + exchange(a, b, r))
+
+is the smallest time of the first b groups on the first m ranks, where the last stage holds groups a
+to b - 1 on r ranks. These share its micro-batches, sum their gradients once a step, and each
+compute the whole optimizer step. This is the same recurrence of PipeDream over a flat row of ranks,
+with the load of `partitioner/graph/rank_model.py` in place of its own: the load includes the
+transfers of skip connections and of both directions, and the memory of a stage depends on the
+number of later stages. Ranks that share a stage have to be alike. A plan may have fewer stages than
+ranks, and may leave ranks idle.
+
+Where ranks are on several hosts or have unequal links, the exchange uses the slowest link between
+replicas; PipeDream's levels (replicas inside a server first) are those plans that replicate only
+inside a host. The result is the optimum of all contiguous plans of that order with replicas, in
+O(n^2 k^2), times k where memory or recomputation depends on the number of later stages.
+
+FTPipe's planner of this name has replication switched off, assumes a memory of 10 GB, and counts
+the transfers of a stage at its last node only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import numpy as np
 
-from ..cost import Costs, Floats, Held, Ints, StageSums
-from ..evaluate import evaluate
-from ..problem import DoesNotFit, Placement, Problem
+from ..graph.costs import Costs, Floats, Ints, SharedBytes, StageSums
+from ..graph.problem import DoesNotFit, Placement, Problem, evaluate
+from ..graph.rank_model import Device
 from .bounds import more_than_any_ms, ratios
 
 _ROUNDING = 1e-9
@@ -41,8 +64,9 @@ def place(problem: Problem) -> Placement:
 
 
 def interval_sums(costs: Costs, first: Ints | None = None) -> Iterator[tuple[int, StageSums]]:
-    """For each end b = 1..n, the sums of the stages that hold positions a to b - 1, with a from
-    `first[b]` (rising; or else 0) to b - 1."""
+    """For each end b = 1..n, the sums of the stages that hold positions a to b - 1, for a from
+    `first[b]` (rising; default 0) to b - 1.
+    """
     num_groups = len(costs.groups)
     starts = np.zeros(num_groups + 1, dtype=np.int64) if first is None else first
     forward, backward, buffers, updates = (
@@ -68,33 +92,34 @@ def interval_sums(costs: Costs, first: Ints | None = None) -> Iterator[tuple[int
         ],
     }
     now = {name: np.zeros(num_groups) for name in changing}
-    transient = np.zeros(num_groups)
+    largest = {name: np.zeros(num_groups) for name in ("transient_bytes", "live_bytes")}
     for end, start in enumerate(starts[1:].tolist(), start=1):
         for name, changes in changing.items():
             for earliest, last, amount in changes[end - 1]:
                 # No later column looks before this window.
                 now[name][max(earliest, start) : last + 1] += amount
         window = slice(start, end)
-        np.maximum(transient[window], costs.transient_bytes[end - 1], out=transient[window])
+        for name, amounts in largest.items():
+            np.maximum(amounts[window], getattr(costs, name)[end - 1], out=amounts[window])
         yield (
             end,
             StageSums(
                 forward_ms=forward[end] - forward[window],
                 backward_ms=backward[end] - backward[window],
                 buffer_bytes=buffers[end] - buffers[window],
-                transient_bytes=transient[window],
                 update_ms=updates[end] - updates[window],
-                **{name: amounts[window] for name, amounts in now.items()},
+                **{name: amounts[window] for name, amounts in {**now, **largest}.items()},
             ),
         )
 
 
-_Changes = list[list[tuple[int, int, float]]]  # by position: starts first..last change by amount
+_Changes = list[list[tuple[int, int, float]]]  # by position: (first, last, change)
 
 
 def _send_changes(costs: Costs, amounts: Floats) -> _Changes:
-    """What is sent by stages with starts first..last, once they reach a position, of each value
-    by that amount."""
+    """The changes of the sent amount, by value and position, for stages with starts first..last
+    that reach the position.
+    """
     changes: _Changes = [[] for _ in costs.groups]
     for value, amount in zip(costs.values, amounts.tolist(), strict=True):
         owner, readers = value.owner, value.readers
@@ -111,7 +136,7 @@ def _send_changes(costs: Costs, amounts: Floats) -> _Changes:
 
 
 def _receive_changes(costs: Costs, amounts: Floats) -> _Changes:
-    """The same for what is received, of each value by that amount."""
+    """The same for the received amount of each value."""
     changes: _Changes = [[] for _ in costs.groups]
     for value, amount in zip(costs.values, amounts.tolist(), strict=True):
         owner, readers = value.owner, value.readers
@@ -127,8 +152,8 @@ def _receive_changes(costs: Costs, amounts: Floats) -> _Changes:
     return changes
 
 
-def _held_changes(held: Iterable[Held], num_groups: int) -> _Changes:
-    """The same for what a stage has from the first group on that names it."""
+def _held_changes(held: Iterable[SharedBytes], num_groups: int) -> _Changes:
+    """The same for the amount that a stage holds from the first group that names it."""
     changes: _Changes = [[] for _ in range(num_groups)]
     for item in held:
         for earlier, group in zip((-1, *item.groups), item.groups, strict=False):
@@ -139,8 +164,9 @@ def _held_changes(held: Iterable[Held], num_groups: int) -> _Changes:
 def _interval_scores(
     problem: Problem, first: Ints, limit_ms: float
 ) -> Iterator[tuple[int, slice, Floats]]:
-    """For each end at which some stages may end within the limit, these stages, and their scores
-    (rows) for every start in the window (columns)."""
+    """For each end at which some stages may end within the limit: these stages and their scores
+    (rows) for every start in the window (columns).
+    """
     earliest, latest = _slack(problem, limit_ms)
     done_ms = np.concatenate([[0.0], np.cumsum(problem.least_work_ms)])
     distinct = {id(seen): seen for seen in problem.seen}
@@ -163,7 +189,7 @@ def _interval_scores(
 
 
 def optimum(problem: Problem) -> float:
-    """The least score of the cuts that the rules allow, inf if none fits."""
+    """The smallest score of the cuts that the rules allow, inf if none fits."""
     num_groups, stages = len(problem.costs.groups), problem.stages
     limit_ms = min(_reachable_ms(problem), more_than_any_ms(problem))
     first_fit = _first_fit(problem, limit_ms)
@@ -177,7 +203,7 @@ def optimum(problem: Problem) -> float:
 
 
 def tidiest(problem: Problem, limit_ms: float) -> tuple[int, ...] | None:
-    """The stages of the tidiest cut whose score is within the limit; None if there is none."""
+    """The stages of the tidiest cut whose score is within the limit; None if no cut is."""
     num_groups, stages = len(problem.costs.groups), problem.stages
     first_fit = _first_fit(problem, limit_ms)
     untidy = _untidiness(problem.costs, stages)
@@ -209,7 +235,7 @@ def tidiest(problem: Problem, limit_ms: float) -> tuple[int, ...] | None:
 
 
 def _untidiness(costs: Costs, stages: int) -> Ints:
-    """Price of a cut before each position; sums compare torn modules first, bytes second."""
+    """The price of a cut before each position; sums compare torn modules first, bytes second."""
     num_bytes = np.rint(costs.cut_bytes).astype(np.int64)
     price = costs.cut_depth * (stages * int(num_bytes.max()) + 1) + num_bytes
     price[0] = 0
@@ -218,7 +244,8 @@ def _untidiness(costs: Costs, stages: int) -> Ints:
 
 def _first_fit(problem: Problem, limit_ms: float) -> Ints:
     """For each end, the first start whose work alone is within the limit on the fastest rank and
-    after which no cut is demanded: the pair window."""
+    after which no cut is demanded: the pair window.
+    """
     rules = problem.rules
     done = np.concatenate([[0.0], np.cumsum(problem.least_work_ms)])
     most_ms = limit_ms / problem.setting.rounds
@@ -232,8 +259,9 @@ def _first_fit(problem: Problem, limit_ms: float) -> Ints:
 
 
 def _slack(problem: Problem, limit_ms: float) -> tuple[Ints, Ints]:
-    """For each end, the first and the last stage that may end there: those up to it hold what
-    comes before, and those after it what is left, if each is filled to the limit."""
+    """For each end, the first and the last stage that may end there: if every stage is filled to
+    the limit, the stages up to it hold everything before, and the later stages the rest.
+    """
     reach = np.cumsum(ratios(problem)) * limit_ms / problem.setting.rounds * (1 + _ROUNDING)
     done = np.concatenate([[0.0], np.cumsum(problem.least_work_ms)])
     blur = _ROUNDING * done[-1]
@@ -243,8 +271,9 @@ def _slack(problem: Problem, limit_ms: float) -> tuple[Ints, Ints]:
 
 
 def _reachable_ms(problem: Problem) -> float:
-    """The bottleneck of one legal cut, the demanded places and some near equal shares of the
-    work: an upper bound, infinite where that cut does not fit."""
+    """The bottleneck of one legal cut, at the demanded places and near equal shares of the work: an
+    upper bound, infinite where that cut does not fit.
+    """
     costs, rules, stages = problem.costs, problem.rules, problem.stages
     places = np.setdiff1d(np.flatnonzero(rules.may_cut[1:-1]) + 1, rules.must_cut)
     number = stages - 1 - len(rules.must_cut)
@@ -258,3 +287,141 @@ def _reachable_ms(problem: Problem) -> float:
     where = np.searchsorted(cuts, np.arange(len(costs.groups)), side="right").tolist()
     evaluation = evaluate(problem, Placement(tuple(where)))
     return evaluation.score_ms if evaluation.fits else np.inf
+
+
+_REPLICA_ROUNDING = 1e-9
+
+
+def place_pipedream(problem: Problem) -> Placement:
+    """The optimum over the cuts that the rules allow and over the replicas of each stage.
+
+    Raises DoesNotFit when no such plan fits into the memory of the devices.
+    """
+    stages = _Search(problem).stages()
+    starts = [start for start, _ in stages[1:]]
+    where = np.searchsorted(starts, np.arange(len(problem.costs.groups)), side="right")
+    ranks = tuple(tuple(ranks) for _, ranks in stages)
+    if all(len(of_stage) == 1 for of_stage in ranks) and len(ranks) == problem.stages:
+        return Placement(tuple(where.tolist()))
+    return Placement(tuple(where.tolist()), ranks=ranks)
+
+
+class _Search:
+    """The table of the recurrence; `behind` is the number of later stages.
+
+    Where the load depends on the number of later stages, the table has one layer for each number of
+    stages after the last stage so far; otherwise it has a single layer.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        setting = problem.setting
+        ranks, num_groups = problem.stages, len(problem.costs.groups)
+        by_depth = setting.is_limited or setting.recompute != "none"
+        self._layers = range(ranks if by_depth else 1)
+        self._before = [layer + 1 if by_depth else 0 for layer in self._layers]
+        shape = (max(self._before) + 1, ranks + 1, num_groups + 1)
+        self._best = np.full(shape, np.inf)
+        self._best[:, 0, 0] = 0.0
+        self._start: Ints = np.zeros(shape, dtype=np.int64)
+        self._replicas: Ints = np.zeros(shape, dtype=np.int64)
+
+    def stages(self) -> list[tuple[int, range]]:
+        """The first group and the ranks of every stage of the best plan."""
+        for end, loads_ms in self._loads():
+            self._extend(end, loads_ms)
+        final = self._best[0, :, -1]
+        if final.min() == np.inf:
+            raise DoesNotFit(
+                f"no plan of {self._problem.stages} ranks, with or without replicas, fits into "
+                "the memory of the devices."
+            )
+        # Among equal plans, the one with the fewest ranks.
+        ranks = int(np.flatnonzero(final <= final.min() * (1 + _REPLICA_ROUNDING))[0])
+        layer, end = 0, len(self._problem.costs.groups)
+        found = []
+        while end:
+            number = int(self._replicas[layer, ranks, end])
+            end, ranks = int(self._start[layer, ranks, end]), ranks - number
+            found.append((end, range(ranks, ranks + number)))
+            layer = self._before[layer]
+        return found[::-1]
+
+    def _extend(self, end: int, loads_ms: dict[tuple[int, int, int], tuple[int, Floats]]) -> None:
+        """Enters the best last stage that ends there, for every number of ranks."""
+        for (layer, first, replicas), (start, load_ms) in loads_ms.items():
+            peaks = np.maximum(self._best[self._before[layer], first, start:end], load_ms)
+            chosen = int(peaks.argmin())
+            state = layer, first + replicas, end
+            if peaks[chosen] < self._best[state]:
+                self._best[state] = peaks[chosen]
+                self._start[state] = start + chosen
+                self._replicas[state] = replicas
+
+    def _loads(self) -> Iterator[tuple[int, dict[tuple[int, int, int], tuple[int, Floats]]]]:
+        """For each end, by layer, first rank and replicas: the first useful start, and the time of
+        the stages from there on.
+        """
+        problem, rules = self._problem, self._problem.rules
+        windows = self._windows()
+        sharing = list(self._sharing())
+        distinct = {id(seen): seen for seen in (problem.seen_by(ranks) for ranks in sharing)}
+        for column in zip(*map(interval_sums, distinct.values()), strict=True):
+            end = column[0][0]
+            if not (rules.may_cut[end] or end == len(problem.costs.groups)):
+                continue
+            sums = dict(zip(distinct, (found for _, found in column), strict=True))
+            loads_ms = {}
+            for ranks in sharing:
+                start = int(windows[len(ranks) - 1, end])
+                of_stage = sums[id(problem.seen_by(ranks))][start:]
+                for layer in self._layers:
+                    key = layer, ranks[0], len(ranks)
+                    loads_ms[key] = start, self._load_ms(layer, ranks, of_stage)
+            yield end, loads_ms
+
+    def _load_ms(self, behind: int, ranks: range, sums: StageSums) -> Floats:
+        """The time of one micro-batch of stages on those ranks, inf where they do not fit."""
+        setting = self._problem.setting
+        # A stage with a predecessor holds its messages; the first stage receives none.
+        alone = setting.at([ranks[0]] * (behind + 2))
+        exchange_ms = setting.exchange_ms(
+            self._problem.link_among(ranks), sums.param_bytes, len(ranks)
+        )
+        own_ms = (1 - 1 / len(ranks)) * np.asarray(sums.update_ms)
+        return alone.load_ms(1, sums) / len(ranks) + own_ms + exchange_ms
+
+    def _sharing(self) -> Iterator[range]:
+        """Consecutive ranks that may share a stage: one rank, or several ranks that are alike."""
+        devices = [_kind(device) for device in self._problem.setting.devices]
+        for first in range(len(devices)):
+            for last in range(first, len(devices)):
+                if devices[last] != devices[first]:
+                    break
+                yield range(first, last + 1)
+
+    def _windows(self) -> Ints:
+        """For each number of replicas (rows) and each end, the first useful start: after it no cut
+        is demanded, and the work is at most that of a known plan.
+        """
+        problem, rules = self._problem, self._problem.rules
+        try:
+            known_ms = evaluate(problem, place(problem)).bottleneck_ms
+        except DoesNotFit:
+            known_ms = np.inf
+        done_ms = np.concatenate([[0.0], np.cumsum(problem.least_work_ms)])
+        most_ms = known_ms * (1 + _REPLICA_ROUNDING) * np.arange(1, problem.stages + 1)[:, None]
+        starts = np.searchsorted(done_ms, (done_ms - most_ms - _REPLICA_ROUNDING).ravel())
+        ends = np.arange(len(done_ms))
+        starts = np.minimum(starts.reshape(most_ms.shape[0], -1), np.maximum(ends - 1, 0))
+        demanded = np.array([0, *rules.must_cut])
+        last_demanded = demanded[np.maximum(np.searchsorted(demanded, ends) - 1, 0)]
+        windows: Ints = np.maximum(starts, last_demanded)
+        return windows
+
+
+def _kind(device: Device) -> Device:
+    """The properties of a device that decide whether it can share work equally with another
+    device.
+    """
+    return replace(device, name="", host="")

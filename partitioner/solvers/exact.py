@@ -1,14 +1,20 @@
-"""The optimum over all plans with one stage a rank, and its proof: the method `auto`.
+"""The optimum over all plans with one stage per rank, and its proof: the method `auto`.
 
 1. The best cut of the given order (`chain.py`) is a plan, so the optimum is at most its score T.
-2. Reductions that no plan within T can tell (`reduce.py`).
-3. The search over downsets (`search.py`), with a limit that grows from the simple bound to T: where
-   it finds nothing the limit is a proved bound, and the first limit with a plan has the optimum.
-4. Where there are too many downsets, a mixed-integer program with a time limit (`milp.py`): its
-   best plan, made better by moves of single groups, and the bound that it has proved.
+2. Reductions keep a plan within T that is as good (`reductions.py`).
+3. The search over downsets (`downset_search.py`) runs with a limit that rises from the simple bound
+to T: a limit without a plan is a proved bound, and the first limit with a plan gives the optimum.
+4. If there are too many downsets, a mixed-integer program with a time limit (`milp.py`) gives a
+plan, which moves of single groups improve, and a proved bound.
 
-The bound holds for every plan in which no edge goes backwards. Among plans within
-`prefer_modules` of the optimum the tidiest cut of one order is taken, as `chain.py` does.
+The bound holds for every plan in which no edge goes backwards. Among plans within `prefer_modules`
+of the optimum, the method returns the tidiest cut of one order, as `chain.py` does.
+
+`place_unordered` solves a problem whose devices may come in any order, or stay unused. It runs the
+search of `downset_search.py` with another state: the number of devices of each kind that the first
+stages use. One search covers all orders of k devices of q kinds with at most (k / q + 1)^q states,
+so the result is the optimum over all orders. This is the setting of Tarnawski et al. (NeurIPS
+2020): k accelerators and a CPU anywhere.
 """
 
 from __future__ import annotations
@@ -19,18 +25,22 @@ from dataclasses import replace
 import numpy as np
 
 from ...runtime.errors import PlanError
-from ..cost import Ints
-from ..evaluate import evaluate
-from ..problem import DoesNotFit, Placement, Problem
+from ..graph.costs import Ints
+from ..graph.problem import DoesNotFit, Placement, Problem, evaluate
 from . import chain, milp
-from .around import bound_around_ms
-from .bounds import more_than_any_ms, simple_bound_ms
-from .downsets import Downsets, find_downsets
-from .moves import Budget, Order, chains, descend
-from .orders import other_orders
-from .parts import Parts
-from .reduce import cautious, contracted, reduce, without_memory
-from .search import Found, Walk, in_order, num_pairs, search, windows
+from .bounds import bound_around_ms, more_than_any_ms, other_orders, simple_bound_ms
+from .downset_search import (
+    SearchResult,
+    SearchStates,
+    in_any_order,
+    in_order,
+    num_pairs,
+    search,
+    windows,
+)
+from .interval_sums import Downsets, find_downsets
+from .local_search import Budget, GroupDivision, NeighbourOrder, chains, descend
+from .reductions import cautious, contracted, reduce, without_memory
 
 MOST_DOWNSETS = 150_000
 _MOST_PAIRS = 250_000_000
@@ -44,7 +54,7 @@ def place(problem: Problem) -> Placement:
     """The optimum with its proof, or the best plan found and a bound.
 
     Where the rules leave no free choice of cuts, the best cut of the given order that they allow.
-    Raises DoesNotFit when nothing fits into the memory of the devices.
+    Raises DoesNotFit when no plan fits into the memory of the devices.
     """
     if not problem.rules.may_cut.all() or problem.rules.must_cut:
         return chain.place(problem)
@@ -76,7 +86,9 @@ def _improved(
     *,
     join_idle: bool = True,
 ) -> tuple[Sequence[int] | None, float]:
-    """The optimal stages and the bound, from a plan with this score or from none."""
+    """The optimal stages and the bound; the search starts from a plan with this score, or from
+    none.
+    """
     limit_ms = min(score_ms, more_than_any_ms(problem))
     reduced = reduce(problem, limit_ms, join_idle=join_idle)
     walk = in_order(reduced.problem)
@@ -104,7 +116,7 @@ def _improved(
 def _by_program(
     problem: Problem, stage_of: Sequence[int] | None, limit_ms: float, bound_ms: float
 ) -> tuple[Sequence[int] | None, float]:
-    """The same by the mixed-integer program, where that is not too large either."""
+    """The same by the mixed-integer program, unless that is too large as well."""
     for order in other_orders(problem.costs):
         other = _best_of_order(problem, order)
         if _score_ms(problem, other) < limit_ms:
@@ -126,20 +138,27 @@ def _by_program(
 
 
 def _moved(problem: Problem, stage_of: Sequence[int]) -> Sequence[int]:
-    """The plan after moves of single groups, if that is better: the program ends with its time."""
-    parts, order, budget = Parts(problem, stage_of), Order(problem.costs), Budget(_MOST_TRIALS)
+    """The plan after moves of single groups, if that is better: the program stops at its time
+    limit.
+    """
+    parts, order, budget = (
+        GroupDivision(problem, stage_of),
+        NeighbourOrder(problem.costs),
+        Budget(_MOST_TRIALS),
+    )
     descend(parts, order.advanced, budget)
     chains(parts, order.advanced, budget)
     return min(stage_of, parts.part_of, key=lambda one: _score_ms(problem, one))
 
 
 def _with_idle_stages_ms(
-    problem: Problem, walk: Walk, downsets: Downsets, found: Found, limit_ms: float
+    problem: Problem, walk: SearchStates, downsets: Downsets, found: SearchResult, limit_ms: float
 ) -> float:
-    """A bound, or the limit, for plans in which some stage holds nothing but groups that have
-    joined others."""
+    """A bound, or the limit, for plans in which some stage holds only groups that reductions joined
+    to others.
+    """
     if len(set(problem.like)) == 1 and found.score_ms < np.inf:
-        # Stages without groups may as well be the last.
+        # Without loss of generality, stages without groups are the last ones.
         return found.fewer_ms
     less_ms = min(limit_ms, found.score_ms) * (1 - _ROUNDING)
     loose = search(problem, walk, downsets, less_ms, may_be_empty=True)
@@ -147,9 +166,9 @@ def _with_idle_stages_ms(
 
 
 def rising_search(
-    problem: Problem, walk: Walk, downsets: Downsets, bound_ms: float, limit_ms: float
-) -> tuple[Found | None, float]:
-    """Searches with limits from the bound to `limit_ms`; None when that became too much work."""
+    problem: Problem, walk: SearchStates, downsets: Downsets, bound_ms: float, limit_ms: float
+) -> tuple[SearchResult | None, float]:
+    """Searches with limits from the bound to `limit_ms`; None when the work exceeds its limit."""
     for trial_ms, pairs in _limits(problem, walk, downsets, bound_ms, limit_ms):
         if pairs > _MOST_PAIRS:
             return None, bound_ms
@@ -157,16 +176,16 @@ def rising_search(
         if found.score_ms < np.inf:
             return found, found.score_ms
         bound_ms = max(bound_ms, trial_ms)
-    return Found(np.inf), bound_ms
+    return SearchResult(np.inf), bound_ms
 
 
 def _limits(
-    problem: Problem, walk: Walk, downsets: Downsets, bound_ms: float, limit_ms: float
+    problem: Problem, walk: SearchStates, downsets: Downsets, bound_ms: float, limit_ms: float
 ) -> Iterator[tuple[float, int]]:
-    """Limits that rise from near the bound to the last, which decides, and the pairs of each.
+    """Limits that rise from near the bound to the last one, which decides, and the pairs of each.
 
-    A wider limit means more pairs. Only one that has far fewer than the last is worth a try, and
-    far more than the one before.
+    A wider limit means more pairs. A limit is useful only if it has far fewer pairs than the last
+    one and far more than the limit before it.
     """
 
     def pairs(limit_ms: float) -> int:
@@ -187,7 +206,7 @@ def _limits(
 
 
 def _best_of_order(problem: Problem, order: Ints | None = None) -> Sequence[int] | None:
-    """The best cut of an order, of the given one by default; None if none fits."""
+    """The best cut of an order, by default the given one; None if no cut fits."""
     place_of = None if order is None else np.argsort(order)
     rules = replace(problem.rules, prefer_modules=0.0)
     costs = problem.costs if place_of is None else contracted(problem.costs, place_of)
@@ -205,7 +224,7 @@ def _score_ms(problem: Problem, stage_of: Sequence[int] | None) -> float:
 
 
 def _tidied(problem: Problem, stage_of: Sequence[int], limit_ms: float) -> tuple[int, ...]:
-    """The tidiest cut within the limit of the given order, or else of an order of the plan's."""
+    """The tidiest cut within the limit of the given order, or else of an order of the plan."""
     count = len(problem.costs.groups)
     tidy = chain.tidiest(problem, limit_ms)
     if tidy is not None:
@@ -215,3 +234,70 @@ def _tidied(problem: Problem, stage_of: Sequence[int], limit_ms: float) -> tuple
     tidy = chain.tidiest(replace(problem, costs=contracted(problem.costs, place_of)), limit_ms)
     assert tidy is not None, "the plan itself is a cut of its order"
     return tuple(tidy[place] for place in place_of)
+
+
+def place_unordered(problem: Problem) -> tuple[tuple[int, ...], Placement]:
+    """The device of each stage, an index in `setting.devices`, and the stage of every group.
+
+    `bound_ms` of the placement holds for every order and every choice of the devices. The links
+    between all devices must be equal; the rules of the problem are ignored. Raises PlanError where
+    links differ, nothing fits, or the graph has too many downsets.
+    """
+    setting = problem.setting
+    if setting.replicas or len(set(setting.links or ())) > 1:
+        raise PlanError(
+            "devices in any order need one rank each and the same link between all of them.",
+            "Give the devices in their order.",
+        )
+    problem = without_memory(problem)
+    limit_ms = min(chain.optimum(problem), more_than_any_ms(problem))
+    # A stage of only idle groups is an unused device, unless the number of stages matters.
+    reduced = reduce(problem, limit_ms, join_idle=problem.is_simple)
+    smaller = reduced.problem
+    kinds = _kinds(smaller)
+    walks = _walks(smaller, kinds)
+    floor_ms = simple_bound_ms(smaller)
+    downsets = find_downsets(
+        smaller.costs,
+        smaller.least_work_ms,
+        windows(smaller, walks[-1], limit_ms),
+        most=MOST_DOWNSETS,
+    )
+    if downsets is None:
+        raise PlanError(
+            f"{problem.costs.name} has too many parallel branches for devices in any order.",
+            "Give the devices in their order.",
+        )
+    best: tuple[tuple[int, ...], Placement] | None = None
+    best_ms = np.inf
+    for walk in walks:
+        found, _ = rising_search(smaller, walk, downsets, floor_ms, limit_ms)
+        if found is None or found.score_ms >= best_ms:
+            continue
+        best_ms = limit_ms = found.score_ms
+        left = [list(positions) for positions in kinds]
+        longest = len(walk.stages) // len(kinds)
+        order = tuple(left[index // longest].pop(0) for index, _ in found.stages)
+        stage_of = reduced.stage_of([items for _, items in found.stages])
+        best = order, Placement(stage_of, bound_ms=best_ms, order_optimum_ms=best_ms)
+    if best is None:
+        raise PlanError("no plan fits into the memory of the devices, in whatever order.")
+    return best
+
+
+def _kinds(problem: Problem) -> list[list[int]]:
+    """The positions of devices that are alike, ordered by the first position of each kind."""
+    kinds: dict[object, list[int]] = {}
+    for position, (device, seen) in enumerate(
+        zip(problem.setting.devices, problem.seen, strict=True)
+    ):
+        key = id(seen), device.memory_bytes, device.pays_transfers
+        kinds.setdefault(key, []).append(position)
+    return list(kinds.values())
+
+
+def _walks(problem: Problem, kinds: list[list[int]]) -> list[SearchStates]:
+    """One search for all numbers of stages, or one for each number where scores depend on it."""
+    if problem.is_simple:
+        return [in_any_order(problem, kinds, None)]
+    return [in_any_order(problem, kinds, length) for length in range(1, problem.stages + 1)]

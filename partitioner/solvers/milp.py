@@ -1,20 +1,20 @@
-"""A problem -> a plan and a proved bound by a mixed-integer program, where there are too many
-downsets to look at all.
+"""A problem -> a plan and a proved bound by a mixed-integer program, for graphs with too many
+downsets.
 
-Prefix variables say where a group is at the latest: y[v, s] = 1 if v is on stage s or before.
+Prefix variables give the latest stage of a group: y[v, s] = 1 if v is on stage s or before.
 
-    minimise T
+    minimize T
     y[v, s - 1] <= y[v, s]                                v stays where it is
     y[v, s] <= y[u, s]                    for u -> v      no edge backwards, so no cycle of stages
     send[t, s] >= x[o, s] - x[m, s]       for m in M      with x[v, s] = y[v, s] - y[v, s - 1]
     receive[t, s] >= x[m, s] - x[o, s]    for m in M
     T >= sum of work x + sends + receives                 for each stage
 
-for values t of owner o and readers M: `sends` and `receives` are 0 or 1 of themselves. A plan with
-a score within the limit also has v on no stage that the work of its ancestors, or of its
-descendants, does not leave room for; these variables are fixed. Memory is left out, and of a
-synchronous score all but rounds x load, so the solver's dual bound holds for every plan. The
-solver is HiGHS (Huangfu and Hall, "Parallelizing the dual revised simplex method", 2018).
+for values t of owner o and readers M; `sends` and `receives` become 0 or 1 without an integrality
+constraint. In a plan with a score within the limit, the work of the ancestors and of the
+descendants of v excludes some stages for v; these variables are fixed. The program omits memory,
+and of a synchronous score everything but rounds x load, so the solver's dual bound holds for every
+plan. The solver is HiGHS (Huangfu and Hall, "Parallelizing the dual revised simplex method", 2018).
 """
 
 from __future__ import annotations
@@ -25,11 +25,9 @@ from dataclasses import dataclass, field
 import highspy
 import numpy as np
 
-from ..cost import Costs, Floats
-from ..evaluate import evaluate
-from ..problem import Placement, Problem
-from .bounds import ratios
-from .reach import backwards, sum_over_reached
+from ..graph.costs import Costs, Floats
+from ..graph.problem import Placement, Problem, evaluate
+from .bounds import backwards, ratios, sum_over_reached
 
 SECONDS = 30.0
 GAP = 1e-4
@@ -38,7 +36,7 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Improved:
-    """The best plan known, None if there is none, and a bound of the score of all."""
+    """The best known plan, None if there is none, and a lower bound of the score of all plans."""
 
     stage_of: tuple[int, ...] | None
     bound_ms: float
@@ -52,8 +50,9 @@ def improve(
     seconds: float,
     gap: float = GAP,
 ) -> Improved:
-    """Looks for a plan better than `stage_of`, whose score is the limit, until it is proved within
-    `gap` of the best or the time is over."""
+    """Searches for a plan better than `stage_of`, whose score is the limit, until the plan is
+    proved within `gap` of the optimum or the time is over.
+    """
     program = _program(problem, limit_ms / problem.setting.rounds)
     solver = highspy.Highs()  # type: ignore[no-untyped-call]
     for option, value in {
@@ -141,7 +140,7 @@ class _Program:
         return model
 
     def values_of(self, problem: Problem, stage_of: Sequence[int]) -> list[float]:
-        """The columns of a plan; the solver finds those of the transfers itself."""
+        """The columns of a plan; the solver computes those of the transfers itself."""
         values = [float(high) for high in self.high]
         values[0] = _score_ms(problem, stage_of) / problem.setting.rounds
         for group, at in enumerate(stage_of):
@@ -180,7 +179,7 @@ def _program(problem: Problem, limit_ms: float) -> _Program:
 
 
 def _add_stage(program: _Program, problem: Problem, stage: int) -> None:
-    """The rows of one stage: that it is not empty, what it sends, receives, and its load."""
+    """The rows of one stage: it is not empty, its sends, its receives, and its load."""
     seen, setting = problem.seen[stage], problem.setting
     some: dict[int, float] = {}
     load: dict[int, float] = {0: -1.0}
@@ -223,7 +222,7 @@ def _add_difference(
 
 
 def _transfers(costs: Costs) -> dict[tuple[int, tuple[int, ...]], Floats]:
-    """Milliseconds to send and to receive what has the same ends."""
+    """Milliseconds to send and to receive all values with the same ends."""
     found: dict[tuple[int, tuple[int, ...]], Floats] = {}
     for index, value in enumerate(costs.values):
         times_ms = found.setdefault((value.owner, value.readers), np.zeros(2))
@@ -232,8 +231,9 @@ def _transfers(costs: Costs) -> dict[tuple[int, tuple[int, ...]], Floats]:
 
 
 def _range_of_stages(problem: Problem, limit_ms: float) -> tuple[list[int], list[int]]:
-    """The first and the last stage of each group, for the work of those that it needs before it
-    and of those that need it."""
+    """The first and the last stage of each group, from the work of its ancestors and of its
+    descendants.
+    """
     least_ms, stages = problem.least_work_ms, problem.stages
     speeds, blur = ratios(problem), _ROUNDING * float(least_ms.sum())
     edges = problem.costs.edges

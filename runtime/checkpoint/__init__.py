@@ -1,1 +1,1 @@
-"""Checkpoints: what a run is at a step, on disk, and how another goes on from there."""
+"""Checkpoints: the state of a run after a step, written to disk, and how a run resumes from it."""

@@ -1,37 +1,83 @@
-"""What one rank is between two steps <-> named tensors.
+"""The state of one rank after a step <-> named tensors.
 
-Names are those of the original model's parameters, so that ranks with other stages find what is
-theirs. `weights` are what the training has come to, as a run writes them at its end; all else is
-`state`:
+Names are those of the original model's parameters, so that ranks with other stages can find theirs.
+`weights` are the trained weights, as a run writes them at its end; the rest is `state`:
 
-    optimizer.<weight>.<key>                  what the optimizer keeps: momentum, moments, steps
-    staleness.<method>.<part>.<weight>        what a staleness method keeps over a drain
-    live.<weight>                             what it computes with, where that is something else
+    optimizer.<weight>.<key>                  optimizer state: momentum, moments, steps
+    staleness.<method>.<part>.<weight>        state that a staleness method keeps over a drain
+    live.<weight>                             the weights in use, where these differ from `weights`
     shared.<weight>.<step>                    gradients of a tied weight that are applied later
     buffer.<copy>.<name>                      buffers that are in no state_dict; of a replica all
-    random.<rank>.<generator>
+    random.<rank>.<generator>                 random number generators
 
-Of a weight of several stages the first one says what there is. Under an asynchronous schedule the
-others may keep something else, and say so under `<weight>@<stage>`.
+The first stage that holds a tied weight writes its state. Under an asynchronous schedule, the other
+holders may have different state and write it under `<weight>@<stage>`.
+
+Dropout needs no generator state: its numbers follow from the seed and the number of the
+micro-batch. The generators of torch, Python, NumPy and CUDA serve user code in data and criteria.
+
+To find a checkpoint to resume from, every rank verifies its part of the files, and all ranks gather
+the results, so that they choose the same checkpoint.
 """
 
 from __future__ import annotations
 
+import json
+import random
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..launching.world import World
-from ..loading import shared_names
-from ..pipeline import Pipeline
-from ..plan import Plan
-from ..training.export import own_names
-from ..training.optimizers import StageOptimizer
-from .random_states import random_states, set_random_states
+from ..distributed.process_groups import World
+from ..executor.loading import shared_names
+from ..executor.pipeline import Pipeline
+from ..plan.plan import Plan
+from .folders import CheckpointError, Facts, damage_of, read_facts
+from .storage import own_names
+
+if TYPE_CHECKING:
+    from ..training.stage_optimizer import StageOptimizer
+
+_PYTHON_VERSION = 3
+"""The version of the state that `random.getstate` returns."""
+
+
+def random_states(device: torch.device) -> dict[str, Tensor]:
+    """The states of the generators of torch, Python and NumPy, and of CUDA if `device` is a GPU."""
+    version, words, gauss = random.getstate()
+    assert version == _PYTHON_VERSION
+    own = np.random.get_state(legacy=False)
+    assert isinstance(own, dict)
+    states = {
+        "torch": torch.get_rng_state(),
+        "python": torch.tensor(words, dtype=torch.int64),
+        "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
+        "numpy": torch.from_numpy(own["state"]["key"].astype(np.int64)),
+        "numpy_position": torch.tensor([own["state"]["pos"], own["has_gauss"]]),
+        "numpy_gauss": torch.tensor(own["gauss"], dtype=torch.float64),
+    }
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def set_random_states(states: Mapping[str, Tensor], device: torch.device) -> None:
+    """Restores the states that `random_states` returned."""
+    torch.set_rng_state(states["torch"])
+    gauss = next(iter(states["python_gauss"].tolist()), None)
+    random.setstate((_PYTHON_VERSION, tuple(states["python"].tolist()), gauss))
+    position, has_gauss = states["numpy_position"].tolist()
+    key = states["numpy"].numpy().astype(np.uint32)
+    np.random.set_state(("MT19937", key, position, has_gauss, float(states["numpy_gauss"])))
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)
+
 
 Tensors = Mapping[str, Tensor]
 Kept = TypeVar("Kept")
@@ -39,7 +85,7 @@ Kept = TypeVar("Kept")
 
 @dataclass(frozen=True)
 class Rank:
-    """What of a rank is kept; the modules are the pipeline's."""
+    """The parts of a rank whose state is written; `modules` are those of the pipeline."""
 
     plan: Plan
     world: World
@@ -53,20 +99,20 @@ class Rank:
         return self.pipeline.device
 
     def key_of(self, stage: int, name: str) -> str | None:
-        """What a stage's parameter is kept under; None where another stage keeps it."""
+        """The key of a stage's parameter; None where another stage writes it."""
         for shared in self.plan.shared:
             if (stage, name) in shared.holders and stage != shared.stages[0]:
                 return f"{shared.names[0]}@{stage}" if self.is_async else None
         return shared_names(self.plan).get(name, (name,))[0]
 
     def is_first(self, stage: int, name: str) -> bool:
-        """Whether no stage before this one holds the parameter."""
+        """True if no earlier stage holds the parameter."""
         holders = [one.holders for one in self.plan.shared if (stage, name) in one.holders]
         return all(stage == min(holder for holder, _ in each) for each in holders)
 
     def keys_of(self, stage: int, name: str, *, each_has_own: bool) -> Sequence[str]:
-        """Where a stage looks for what is kept of its parameter: under any name that it has, or,
-        where each of its holders has kept its own, under that."""
+        """The keys under which a stage looks up the state of its parameter: all names of the
+        parameter, or the stage's own key if each holder has written its own state."""
         own = self.key_of(stage, name)
         if each_has_own and own is not None:
             return (own,)
@@ -75,10 +121,10 @@ class Rank:
 
 @torch.no_grad()
 def weights_of(rank: Rank, unused: Tensors) -> dict[int, dict[str, Tensor]]:
-    """The weights and buffers that each stage of this rank writes, under original names, copied;
-    none of a replica but the first. `unused` are those that no stage reads."""
+    """Copies of the weights and buffers that each stage of this rank writes, under original names;
+    only on the first replica. `unused` are those that no stage reads."""
     found = {}
-    with rank.pipeline.settled():
+    with rank.pipeline.eval_weights():
         for stage, module in rank.modules.items() if rank.world.copy == 0 else ():
             state = {**unused, **module.state_dict()}
             names = own_names(rank.plan, stage)
@@ -88,7 +134,7 @@ def weights_of(rank: Rank, unused: Tensors) -> dict[int, dict[str, Tensor]]:
 
 @torch.no_grad()
 def state_of(rank: Rank) -> dict[str, Tensor]:
-    """All else that this rank goes on from, copied."""
+    """Copies of all other state of this rank."""
     found: dict[str, Tensor] = {}
     for name, state in random_states(rank.device).items():
         found[f"random.{rank.world.rank}.{name}"] = state
@@ -114,7 +160,7 @@ def _kept_of_weights(rank: Rank) -> Iterator[tuple[str, Tensor]]:
                 continue
             for part, tensor in optimizer.state_of(parameter).items():
                 yield f"optimizer.{key}.{part}", tensor
-            if binder.has_settled or "@" in key:
+            if binder.has_eval_weights or "@" in key:
                 yield f"live.{key}", parameter
             for part, tensors in of_methods.items():
                 if name in tensors:
@@ -122,7 +168,7 @@ def _kept_of_weights(rank: Rank) -> Iterator[tuple[str, Tensor]]:
 
 
 class Wanted:
-    """Which names of a checkpoint's `state` a rank reads."""
+    """Selects the names of a checkpoint's `state` that a rank reads."""
 
     def __init__(self, rank: Rank) -> None:
         known = {name for m in rank.modules.values() for name, _ in m.named_parameters()}
@@ -149,10 +195,10 @@ class Wanted:
 
 @torch.no_grad()
 def put(rank: Rank, state: Tensors, step: int, *, each_has_own: bool) -> None:
-    """Lets a rank, whose weights are those of the checkpoint already, go on after a step.
+    """Restores the state after a step on a rank that already has the checkpoint's weights.
 
-    What is not in `state` stays as it is in a new run. `each_has_own` says that the checkpoint is
-    of an asynchronous run of the same stages.
+    Anything that is missing in `state` stays as in a new run. `each_has_own` says that the
+    checkpoint comes from an asynchronous run of the same stages.
     """
     world = rank.world
     for stage, module in rank.modules.items():
@@ -171,8 +217,9 @@ def put(rank: Rank, state: Tensors, step: int, *, each_has_own: bool) -> None:
 
 
 def _put_pending(rank: Rank, state: Tensors) -> None:
-    """Gradients of tied weights that were still to be applied. Where the weight is not exchanged
-    any more, the first step adds its own to them: of all its holders and copies the first one's."""
+    """Restores gradients of tied weights that were still to be applied. If the weight is no longer
+    exchanged, the first step adds its own gradients to them, on the first of all its holders and
+    replicas."""
     sums = {
         (name, int(text)): tensor
         for key, tensor in state.items()
@@ -224,14 +271,53 @@ def _put_of_weights(rank: Rank, state: Tensors, step: int, each_has_own: bool) -
 
 
 def _first(kept: Mapping[str, Kept], keys: Sequence[str]) -> list[Kept]:
-    """What is kept under the first of the keys that there is; nothing if there is none."""
+    """The state under the first key that exists, as a list; empty if there is none."""
     return [kept[key] for key in keys if key in kept][:1]
 
 
 def _weight_of(rest: str) -> str:
-    """`<method>.<part>.<weight>` -> the weight, whose name has dots too."""
+    """`<method>.<part>.<weight>` -> the weight, whose name may contain dots."""
     return rest.split(".", 2)[-1]
 
 
 def _copied(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+_LONGEST = 256
+
+
+@dataclass(frozen=True)
+class FoundCheckpoint:
+    """An intact checkpoint and its metadata."""
+
+    path: Path
+    facts: Facts
+
+
+def first_good(
+    candidates: Sequence[Path], world: World, *, may_skip: bool
+) -> tuple[FoundCheckpoint | None, list[str]]:
+    """The first intact checkpoint among the candidates of rank 0, and a message about each damaged
+    one. Collective.
+
+    Raises CheckpointError, on all ranks, when all are damaged, or when one is and none may be
+    skipped.
+    """
+    text = world.text_of_first(json.dumps([str(path) for path in candidates]))
+    skipped: list[str] = []
+    for path in map(Path, json.loads(text)):
+        damage = damage_of(path, part=world.rank, parts=world.ranks)
+        answers = world.gathered(damage.encode()[:_LONGEST].ljust(_LONGEST))
+        damages = [answer.decode(errors="replace").strip() for answer in answers]
+        if not any(damages):
+            return FoundCheckpoint(path, read_facts(path)), skipped
+        skipped.append(f"{path} is damaged: {next(filter(None, damages))}.")
+        if not may_skip:
+            raise CheckpointError(skipped[0], f"--resume {path.parent.parent} takes the newest.")
+    if skipped:
+        raise CheckpointError(
+            f"all checkpoints are damaged. {' '.join(skipped)}",
+            "Choose another --output to start a new run.",
+        )
+    return None, []

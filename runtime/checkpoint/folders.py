@@ -1,4 +1,4 @@
-"""A run's folder -> its checkpoints, whether they are whole, and which are kept.
+"""A run's folder -> its checkpoints, their integrity and retention, and the lock of the folder.
 
     RUN/checkpoints/step-000500/
         manifest.json       every other file, its size and SHA-256
@@ -6,26 +6,40 @@
         weights/            as in the run's folder: safetensors under original names
         state/              rank-00000.safetensors ..: optimizers and all else
 
-A folder of that name is complete: it is written under another and renamed when all that is in it
-has reached the disk. Nothing here imports torch.
+A folder of that name is complete: it is written under another name, and renamed when all of its
+content has reached the disk.
+
+Only one run at a time may write a folder: the process that leads the run holds a POSIX lock
+(`fcntl.lockf`) on a file in it. The lock belongs to that process alone; the system releases it
+however the process ends, and child processes do not hold it. So a lock file that is left behind
+means nothing; its content, the lock's owner, is only for messages. A network file system may not
+support locks; then nothing prevents two runs in one folder.
+
+Nothing here imports torch.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import hashlib
 import json
 import os
 import re
 import shutil
+import socket
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+from ..config.settings import SettingsError
 from ..errors import AsyncPipeError
-from ..reading import Origin, known_fields, parse_json, read_text, shaped
+from ..plan.trust import open_here, verify_no_links
+from ..serialization import Origin, known_fields, parse_json, read_text, shaped
 
 CHECKPOINTS = "checkpoints"
 FACTS, MANIFEST = "checkpoint.json", "manifest.json"
@@ -35,16 +49,24 @@ SCHEMA = 1
 
 
 class CheckpointError(AsyncPipeError):
-    """A checkpoint that cannot be written or read, or that is of another model."""
+    """A checkpoint cannot be written or read, or belongs to another model."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a checkpoint says of itself.
+    """The metadata of a checkpoint.
 
-    `samples` is the position in the data, of `length` samples an epoch. `schedule` is the text of
-    one that was computed; `trainer` what a run's steps follow from besides tensors. `evaluation` is
-    the loss of an evaluation at this very step, and `seconds` what the steps so far took.
+    plan: the name of the plan.
+    step: the last completed step.
+    samples: the position in the data, in samples.
+    length: the samples of an epoch.
+    stages, ranks, replicas: their numbers.
+    schedule: the text of a computed schedule, if there is one.
+    evaluation: the loss of an evaluation at this very step.
+    seconds: the time that the steps so far took.
+    trainer: the state besides tensors that the next steps depend on.
+    settings: the options of the run.
+    schema: the version of this format.
     """
 
     plan: str
@@ -70,7 +92,7 @@ def name_of(step: int) -> str:
 
 
 def is_name(name: str) -> bool:
-    """Whether a checkpoint may be called so."""
+    """True if the text is a checkpoint's name."""
     return _NAME.fullmatch(name) is not None
 
 
@@ -89,11 +111,11 @@ def checkpoints_in(run_folder: Path) -> list[Path]:
 
 
 def read_facts(checkpoint: Path) -> Facts:
-    """What a checkpoint says of itself. Raises CheckpointError where that is not to be read."""
+    """Reads the metadata of a checkpoint. Raises CheckpointError when it cannot be read."""
     raw = _read_json(checkpoint / FACTS)
     if raw.get("schema") != SCHEMA:
         raise CheckpointError(
-            f"{checkpoint} is of schema {raw.get('schema')!r}, this version reads {SCHEMA}.",
+            f"{checkpoint} has schema {raw.get('schema')!r}, this version reads {SCHEMA}.",
             "Resume with the version that wrote it.",
         )
     origin = Origin(str(checkpoint / FACTS), CheckpointError)
@@ -107,14 +129,14 @@ def read_facts(checkpoint: Path) -> Facts:
 
 
 def manifest_entry(folder: Path, file: Path) -> dict[str, list[int | str]]:
-    """A file's entry in the manifest of `folder`: its bytes and their SHA-256."""
+    """A file's entry in the manifest of `folder`: its size in bytes and its SHA-256."""
     with file.open("rb") as content:
         digest = hashlib.file_digest(content, "sha256").hexdigest()
     return {file.relative_to(folder).as_posix(): [file.stat().st_size, digest]}
 
 
 def files_of(checkpoint: Path) -> dict[str, tuple[int, str]]:
-    """The manifest: file -> bytes and SHA-256. Raises CheckpointError where it is damaged."""
+    """The manifest: bytes and SHA-256 by file. Raises CheckpointError when it is damaged."""
     raw = _read_json(checkpoint / MANIFEST).get("files")
     entries = raw if isinstance(raw, dict) else {}
     files = {
@@ -124,14 +146,14 @@ def files_of(checkpoint: Path) -> dict[str, tuple[int, str]]:
         if ".." not in Path(name).parts and not Path(name).is_absolute()
     }
     if FACTS not in files or len(files) != len(entries):
-        raise CheckpointError(f"{checkpoint / MANIFEST} lists no checkpoint's files.")
+        raise CheckpointError(f"{checkpoint / MANIFEST} does not list a checkpoint's files.")
     return files
 
 
 def damage_of(checkpoint: Path, *, part: int = 0, parts: int = 1) -> str:
-    """What is wrong with the files of a checkpoint; "" when they are as they were written.
+    """The first difference between the files of a checkpoint and its manifest; "" if there is none.
 
-    Of several ranks each reads its part of them.
+    With several `parts`, checks only every `parts`-th file, beginning with number `part`.
     """
     try:
         entries = sorted(files_of(checkpoint).items())
@@ -142,7 +164,7 @@ def damage_of(checkpoint: Path, *, part: int = 0, parts: int = 1) -> str:
             if file.stat().st_size != size:
                 return f"{name} has {file.stat().st_size:,} bytes instead of {size:,}"
             if manifest_entry(checkpoint, file)[name][1] != digest:
-                return f"{name} is not as it was written (SHA-256)"
+                return f"{name} does not match its SHA-256"
     except CheckpointError as error:
         return error.what.removeprefix(f"{checkpoint}/").rstrip(".")
     except OSError as error:
@@ -151,7 +173,7 @@ def damage_of(checkpoint: Path, *, part: int = 0, parts: int = 1) -> str:
 
 
 def best_of(checkpoints: Iterable[Path], count: int) -> list[Path]:
-    """Those with the lowest evaluation losses, the best first."""
+    """The checkpoints with the lowest evaluation losses, the best first."""
     losses: dict[Path, float] = {}
     for path in checkpoints:
         try:
@@ -173,7 +195,7 @@ def prune(run_folder: Path, *, last: int, best: int) -> None:
 
 
 def remove(checkpoint: Path) -> None:
-    """Removes a folder so that, whatever happens, nothing half of it bears its name."""
+    """Removes a checkpoint; an interruption never leaves a partial one under its name."""
     going = checkpoint.with_name(f".{checkpoint.name}.old")
     _delete(going)
     checkpoint.rename(going)
@@ -181,7 +203,7 @@ def remove(checkpoint: Path) -> None:
 
 
 def _delete(path: Path) -> None:
-    """Removes a folder, or a file that is where one should be, as far as that can be done."""
+    """Removes a folder, or a file in its place; ignores errors."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -190,18 +212,18 @@ def _delete(path: Path) -> None:
 
 
 def unfinished(checkpoint: Path) -> Path:
-    """Where a checkpoint is written before it bears its name."""
+    """The folder in which a checkpoint is written before it is renamed."""
     return checkpoint.with_name(f".{checkpoint.name}.part")
 
 
 def clear_unfinished(run_folder: Path) -> None:
-    """Removes what an ended run was about to write or to remove."""
+    """Removes the checkpoints that an earlier run was writing or removing when it ended."""
     for path in (run_folder / CHECKPOINTS).glob(".step-*"):
         _delete(path)
 
 
 def sync(path: Path) -> None:
-    """Returns when a file's content, or a folder's list of names, has reached the disk."""
+    """Waits until a file's content, or a folder's list of names, has reached the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -222,3 +244,58 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path} is not a JSON object.")
     return raw
+
+
+_LOCK_NAME = ".lock"
+_HELD = (errno.EAGAIN, errno.EACCES)
+
+
+class FolderInUse(SettingsError):
+    """Another running process has locked the folder."""
+
+
+class FolderLock:
+    """Locks a folder against other runs, or sweeps, until its `with` block or this process ends."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._file: IO[str] | None = None
+
+    def __enter__(self) -> FolderLock:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def take(self, folder: Path) -> None:
+        """Locks the folder, which is created if necessary.
+
+        Raises FolderInUse when another process has locked it; SettingsError for a link that leads
+        out of the folder; OSError when nothing can be written.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        verify_no_links(folder, SettingsError)
+        descriptor = open_here(folder / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        file = open(descriptor, "a+", encoding="utf-8")
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in _HELD:
+                with file:
+                    raise self._refusal(folder, file) from None
+        self._file = file
+        with contextlib.suppress(OSError):  # on a full disk the owner stays unknown
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            file.flush()
+
+    def _refusal(self, folder: Path, file: IO[str]) -> FolderInUse:
+        file.seek(0)
+        owner = re.match(r"process \d{1,10} on [\w.-]{1,255}", file.read(300))
+        who = f", {owner[0]}" if owner else ""
+        return FolderInUse(
+            f"{folder} is being written by another {self._kind}{who}.",
+            "Wait for its end, or end it; or choose another folder with --output.",
+        )

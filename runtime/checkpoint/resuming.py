@@ -1,12 +1,12 @@
-"""`--resume` -> the run that goes on, its folder, options and records.
+"""`--resume` -> the run that continues, its folder, options and records.
 
     --resume auto                 the newest good checkpoint of --output, or of the last run of this
-                                  model; a new run where there is none
+                                  model; a new run if there is none
     --resume RUN                  the newest good checkpoint of that run
     --resume RUN/checkpoints/..   that checkpoint
-    --resume URL                  a new run from the newest there, or from that one (`elsewhere.py`)
+    --resume URL                  a new run from the newest there, or from that one (`remote.py`)
 
-The run goes on in its own folder, or, with another --output, in a new one. Nothing here imports
+The run continues in its own folder, or in a new one with another --output. Nothing here imports
 torch.
 """
 
@@ -17,43 +17,33 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from ..run_report.records import METRICS
-from ..schedules import ASYNCHRONOUS, spelled
-from ..training.named_code import is_all_known
-from ..training.settings import OF_THIS_CALL, Settings, SettingsError, read_config
-from .elsewhere import AUTO, options_at
+from ..config.option_files import is_all_known, read_config
+from ..config.options import options_of
+from ..config.settings import Settings, SettingsError
+from ..errors import AsyncPipeError
+from ..monitoring.run_files import METRICS
+from ..schedule.asynchronous import ASYNCHRONOUS
+from ..schedule.builders import spelled
 from .folders import CHECKPOINTS, WEIGHTS, checkpoints_in, is_checkpoint
-from .location import is_url
+from .remote import AUTO, is_url, options_at
+
+E = TypeVar("E", bound=AsyncPipeError)
 
 CONFIGURATION = "config.toml"
-_OF_WATCHING = frozenset(
-    {
-        *("folder", "log_every", "trace", "eval_every", "eval_batches", "export_hf", "init_from"),
-        *("save_every", "keep_last", "keep_best", "timeout_s", "stall_s", "threads", "pin"),
-        *("save_to", "interface", "master_addr", "master_port", "transport", "check_replicas"),
-    }
-)
-"""Options that a run may have otherwise when it goes on, and nothing is said of it."""
-_OF_ASYNCHRONOUS_RUNS = frozenset(
-    {
-        *("staleness", "annealing_steps", "ahead", "staleness_cap", "flush_every", "sync_start"),
-        "clip_by",
-    }
-)
 
 
 def runs_of(folder: str) -> Path:
-    """Where the runs of a generated folder are, unless `--output` says otherwise."""
+    """The parent folder of the runs of a generated folder, without `--output`."""
     return Path("runs") / Path(folder).resolve().name
 
 
 def resumed_run(settings: Settings) -> Path | None:
-    """The folder of the run that `--resume` means; None if there is none to go on with.
+    """The folder of the run that `--resume` names; None without a run to continue.
 
-    Raises SettingsError for what is neither a run with checkpoints nor a checkpoint, and for a
-    checkpoint that later ones of the folder in which the run is to go on follow.
+    Raises SettingsError for a path that is neither a run with checkpoints nor a checkpoint, and for
+    a checkpoint that is older than others in the folder in which the run continues.
     """
     run = _run_of(settings.resume, settings.output, settings.folder)
     if settings.resume is None or settings.resume == AUTO or run is None:
@@ -61,23 +51,23 @@ def resumed_run(settings: Settings) -> Path | None:
     asked, newest = Path(settings.resume), checkpoints_in(run)[:1]
     if not newest:
         raise SettingsError(
-            f"--resume {asked}: there is no checkpoint in {run / CHECKPOINTS}.",
-            "--save-every 100 has a run write them.",
+            f"--resume {asked}: {run / CHECKPOINTS} has no checkpoint.",
+            "A run writes checkpoints with --save-every 100.",
         )
-    goes_on_there = settings.output is None or _is_same(Path(settings.output), run)
-    if is_checkpoint(asked) and goes_on_there and not _is_same(newest[0], asked):
+    is_in_place = settings.output is None or _is_same(Path(settings.output), run)
+    if is_checkpoint(asked) and is_in_place and not _is_same(newest[0], asked):
         raise SettingsError(
             f"--resume {asked}: {run} has a later checkpoint, {newest[0].name}.",
-            f"--resume {run} goes on from that; --output NEW begins another run from this one.",
+            f"--resume {run} continues from that; --output NEW starts another run from this one.",
         )
     return run
 
 
 def candidates(settings: Settings, folder: Path) -> tuple[list[Path], bool]:
-    """The checkpoints to be tried by the run of that folder, in this order, and whether a damaged
-    one may be passed over; none of a new run.
+    """The checkpoints to try for the run of that folder, in this order, and True if a damaged one
+    may be skipped; no checkpoints for a new run.
 
-    A run that is begun again goes on from its own, whatever it first began from.
+    A restarted run continues from its own checkpoints, whatever it first started from.
     """
     own, resume = checkpoints_in(folder), settings.resume
     if resume is None or resume == AUTO:
@@ -102,28 +92,34 @@ def with_options_of_run(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _over(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options given over a run's own, without those that a synchronous run has not if it is to
-    go on as one."""
+    """The options given over a run's own; a run that becomes synchronous loses the options of
+    asynchronous runs."""
     was, now = (
-        spelled(str(each.get("schedule"))) in ASYNCHRONOUS for each in (own, {**own, **given})
+        spelled(str(options.get("schedule"))) in ASYNCHRONOUS for options in (own, {**own, **given})
     )
-    kept = own.keys() - _OF_ASYNCHRONOUS_RUNS if was and not now else own.keys()
-    return {**{name: value for name, value in own.items() if name in kept}, **given}
+    declared = options_of(Settings)
+    kept = {
+        name: value
+        for name, value in own.items()
+        if not (was and not now and declared[name].applies_to == "asynchronous")
+    }
+    return {**kept, **given}
 
 
 def differences(before: Mapping[str, Any], settings: Settings) -> list[str]:
-    """What of the options that numbers depend on is other than it was, in words."""
+    """The changed options to report when a run resumes, as phrases."""
     now = json.loads(json.dumps(asdict(settings)))
+    declared = options_of(Settings)
     return [
         f"{name.replace('_', '-')} {now[name]} instead of {before[name]}"
         for name in sorted(now.keys() & before.keys())
-        if name not in OF_THIS_CALL | _OF_WATCHING and now[name] != before[name]
+        if declared[name].on_resume == "reported" and now[name] != before[name]
     ]
 
 
 def how_to_go_on(run: Path) -> str:
-    """The newest checkpoint of a run that ended early and the command that goes on from it, to be
-    put behind a sentence; "" if there is none."""
+    """The newest checkpoint of a run that ended early and the command that continues from it, as
+    the end of a sentence; "" without a checkpoint."""
     checkpoints = checkpoints_in(run)
     if not checkpoints or not (run / CONFIGURATION).is_file():
         return ""
@@ -134,8 +130,14 @@ def how_to_go_on(run: Path) -> str:
     return f" · checkpoint {checkpoints[0].name} · continue: {command}{trust}"
 
 
+def with_way_on(error: E, run: Path) -> E:
+    """The error, with a cure that also names the checkpoint to continue from."""
+    error.cure = f"{error.cure}{how_to_go_on(run)}".removeprefix(" · ")
+    return error
+
+
 def keep_records_until(metrics: Path, step: int) -> None:
-    """Drops the records of a run after a step, and that of its end: they will be written again."""
+    """Removes the records of a run after a step and that of its end; the run writes them again."""
     if not metrics.is_file():
         return
     kept = []
@@ -152,7 +154,7 @@ def keep_records_until(metrics: Path, step: int) -> None:
 
 
 def _record(line: bytes) -> Mapping[str, Any]:
-    """A line of metrics.jsonl; empty where it was cut off, or where the disk has lost it."""
+    """A line of metrics.jsonl; empty if it was cut off or damaged."""
     try:
         record = json.loads(line.decode())
     except (ValueError, RecursionError):
@@ -161,11 +163,11 @@ def _record(line: bytes) -> Mapping[str, Any]:
 
 
 def nothing_left_to_do(settings: Settings, folder: Path) -> str:
-    """What to say where `--resume auto` finds a run that has made all its steps; "" where there is
-    something to do.
+    """The message when `--resume auto` finds a run that has made all its steps; "" when steps are
+    left.
 
-    Raises SettingsError for a run that is finished and left no checkpoint to go on from: it would
-    be begun again, in place of what it came to.
+    Raises SettingsError for a finished run without a checkpoint to continue from: starting again
+    would overwrite its results.
     """
     if settings.resume != AUTO or not (folder / WEIGHTS).is_dir():
         return ""
@@ -181,8 +183,8 @@ def nothing_left_to_do(settings: Settings, folder: Path) -> str:
         return ""
     raise SettingsError(
         f"--resume auto: {folder} holds a run that has finished its {steps} steps, and no "
-        "checkpoint to go on from.",
-        f"--init-from {folder} --output NEW begins another run with its weights.",
+        "checkpoint to continue from.",
+        f"--init-from {folder} --output NEW starts another run with its weights.",
     )
 
 
@@ -203,7 +205,7 @@ def _run_of(resume: str | None, output: str | None, folder: str) -> Path | None:
         return path.parent.parent
     if not (path / CONFIGURATION).is_file() and not (path / CHECKPOINTS).is_dir():
         raise SettingsError(
-            f"--resume {resume}: there is no run and no checkpoint.",
+            f"--resume {resume} is not a run or a checkpoint.",
             "--resume auto, --resume runs/NAME/1, or a folder in its checkpoints/.",
         )
     return path

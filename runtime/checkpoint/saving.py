@@ -1,9 +1,9 @@
-"""What ranks give between two steps -> a checkpoint on disk, while they go on.
+"""The state of all ranks after a step -> a checkpoint on disk, written while training continues.
 
-A rank copies what it has to host memory and returns to its steps; a thread of it writes that, and
-tells the thread of rank 0 over the board which files there are. When all have, that one writes the
-manifest, gives the folder its name, and removes what is not to be kept, or tells all what went
-wrong. The next checkpoint, and the end of the run, wait for the one before, on all ranks alike.
+A rank copies its state to host memory and returns to its steps; a thread writes the copy and posts
+the names of its files to the shared store. Once all ranks have posted, rank 0's thread writes the
+manifest, renames the folder and removes old checkpoints; if a rank failed, it posts the error to
+all. The next checkpoint, and the end of the run, wait for the previous checkpoint on all ranks.
 """
 
 from __future__ import annotations
@@ -20,14 +20,12 @@ from pathlib import Path
 from torch import Tensor
 from torch.distributed import DistError
 
-from ..activity import Activities, Activity
+from ..config.settings import Settings
+from ..distributed.process_groups import SharedStore, World
 from ..errors import AsyncPipeError, TransportError
-from ..launching.world import World
-from ..plan import Plan
-from ..tensors import shard_name, write_index
-from ..training.board import Board
-from ..training.export import names_by_stage
-from .elsewhere import copy
+from ..executor.instrumented import Activities, Activity
+from ..plan.plan import Plan
+from ..tensor_files import shard_name, write_index
 from .folders import (
     CHECKPOINTS,
     FACTS,
@@ -45,51 +43,60 @@ from .folders import (
     unfinished,
     write_text,
 )
+from .remote import copy
+from .storage import names_by_stage
 
 _FAILED = "failed"
 
 
 @dataclass(frozen=True)
-class Part:
-    """What one rank contributes: the weights of each of its stages, and all else."""
+class CheckpointPart:
+    """One rank's part of a checkpoint.
+
+    weights: the weights of each of its stages.
+    state: everything else.
+    """
 
     weights: Mapping[int, Mapping[str, Tensor]]
     state: Mapping[str, Tensor]
 
 
 class Saver:
-    """Writes the checkpoints of one run; every rank has one. `last` and `best` say how many are
-    kept, `save_to` where they are copied to; `tell` is told on rank 0 of each that there is, by the
-    thread that calls `poll`. `newest` is the last one, on rank 0. `unused` are the names of the
-    weights that no stage reads, as far as they are known."""
+    """Writes the checkpoints of a run; every rank has one.
+
+    newest: the last checkpoint, on rank 0.
+
+    Arguments:
+    settings: the numbers of checkpoints to keep, and the location to copy them to.
+    tell: called on rank 0 with a message for each checkpoint, by the thread that calls `poll`.
+    unused: names of the weights that no stage reads, if known.
+    """
 
     def __init__(
         self,
         run_folder: Path,
         plan: Plan,
         world: World,
-        board: Board,
+        board: SharedStore,
         activities: Activities,
+        settings: Settings,
         *,
-        last: int,
-        best: int,
-        save_to: str | None,
-        patience_s: float,
         tell: Callable[[str], None],
         unused: Collection[str] = (),
     ) -> None:
         self.newest: Path | None = None
         self._run_folder, self._plan, self._world, self._board = run_folder, plan, world, board
         self._activities, self._tell, self._unused = activities, tell, unused
-        self._last, self._best, self._save_to, self._patience_s = last, best, save_to, patience_s
+        self._last, self._best = settings.keep_last, settings.keep_best
+        self._save_to, self._patience_s = settings.save_to, settings.patience_s
         self._thread: threading.Thread | None = None
         self._failed: list[AsyncPipeError] = []
         self._notes: queue.SimpleQueue[str] = queue.SimpleQueue()
 
-    def save(self, part: Part, facts: Facts) -> None:
-        """Begins to write what this rank contributes; every rank calls it, with the same facts.
+    def save(self, part: CheckpointPart, facts: Facts) -> None:
+        """Starts writing this rank's part; every rank calls it with the same facts.
 
-        Raises CheckpointError where the checkpoint before could not be written.
+        Raises CheckpointError when the previous checkpoint could not be written.
         """
         self.finish()
         self._thread = threading.Thread(
@@ -98,12 +105,12 @@ class Saver:
         self._thread.start()
 
     def poll(self) -> None:
-        """Tells of what was written meanwhile."""
+        """Reports the checkpoints that were completed meanwhile."""
         while not self._notes.empty():
             self._tell(self._notes.get())
 
     def finish(self) -> None:
-        """Waits for the last checkpoint. Raises CheckpointError where it could not be written."""
+        """Waits for the last checkpoint. Raises CheckpointError when it could not be written."""
         if self._thread is not None:
             with self._activities.during(Activity("other", "writes a checkpoint")):
                 self._thread.join()
@@ -112,20 +119,20 @@ class Saver:
         if self._failed:
             raise self._failed.pop()
 
-    def _try(self, part: Part, facts: Facts) -> None:
+    def _try(self, part: CheckpointPart, facts: Facts) -> None:
         target = self._run_folder / CHECKPOINTS / name_of(facts.step)
         try:
             self._write(target, part, facts)
         except Exception as error:
             failure = _failure_of(error, self._world.rank, target)
             self._failed.append(failure)
-            told = json.dumps({_FAILED: [failure.what, failure.cure]})
-            with suppress(RuntimeError):  # Who is gone needs not be told.
-                self._board.post_own(target.name, told)
+            message = json.dumps({_FAILED: [failure.what, failure.cure]})
+            with suppress(RuntimeError):  # The store's process may be gone.
+                self._board.post_own(target.name, message)
                 if self._world.rank == 0:
-                    self._board.post(_outcome(target), told)
+                    self._board.post(_outcome(target), message)
 
-    def _write(self, target: Path, part: Part, facts: Facts) -> None:
+    def _write(self, target: Path, part: CheckpointPart, facts: Facts) -> None:
         start_s = time.perf_counter()
         folder = unfinished(target)
         files: dict[str, list[int | str]] = {}
@@ -134,20 +141,20 @@ class Saver:
             files |= manifest_entry(folder, path)
         self._board.post_own(target.name, json.dumps(files))
         if self._world.rank != 0:
-            told = self._board.awaited(_outcome(target), 0, wait_s=self._patience_s)
-            _checked(told or "{}")
+            outcome = self._board.awaited(_outcome(target), 0, wait_s=self._patience_s)
+            _checked(outcome or "{}")
             return
         for text in self._board.gathered(target.name, wait_s=self._patience_s):
             files |= _checked(text)
         self._complete(target, files, facts)
         self._board.post(_outcome(target), "{}")
         size = sum(int(entry[0]) for entry in files.values()) / (1 << 20)
-        told = f"{target} ({size:.1f} MiB in {time.perf_counter() - start_s:.1f} s)"
+        note = f"{target} ({size:.1f} MiB in {time.perf_counter() - start_s:.1f} s)"
         if self._save_to is not None:
-            told += f" · {copy(target, self._save_to, last=self._last, best=self._best)}"
-        self._notes.put(told)
+            note += f" · {copy(target, self._save_to, last=self._last, best=self._best)}"
+        self._notes.put(note)
 
-    def _write_own(self, folder: Path, part: Part) -> list[Path]:
+    def _write_own(self, folder: Path, part: CheckpointPart) -> list[Path]:
         # It loads torch.distributed.checkpoint, which not every run needs.
         from .storage import write_tensors
 
@@ -177,7 +184,7 @@ class Saver:
         write_text(folder / MANIFEST, json.dumps(content, indent=1) + "\n")
         for each in (folder / WEIGHTS, folder / STATE, folder):
             sync(each)
-        if target.exists():  # a damaged one, or of a run that went on otherwise
+        if target.exists():  # damaged, or of a run that continued differently
             remove(target)
         folder.rename(target)
         sync(target.parent)
@@ -186,12 +193,12 @@ class Saver:
 
 
 def _outcome(target: Path) -> str:
-    """Under which rank 0 says that a checkpoint is complete, or why it never will be."""
+    """The key under which rank 0 posts that a checkpoint is complete, or why it failed."""
     return f"{target.name}/outcome"
 
 
 def _checked(text: str) -> dict[str, list[int | str]]:
-    """What a rank says of its files. Raises what it failed with."""
+    """The files that a rank has posted. Raises the error that it posted instead."""
     entries: dict[str, list[int | str]] = json.loads(text)
     if _FAILED in entries:
         raise CheckpointError(*map(str, entries[_FAILED]))
@@ -203,14 +210,14 @@ def _failure_of(error: Exception, rank: int, target: Path) -> AsyncPipeError:
         return error
     if isinstance(error, DistError):
         return TransportError(
-            f"rank {rank} cannot tell the others of {target}: the process that has their store is "
+            f"rank {rank} cannot post its part of {target}: the process that serves the store is "
             "gone.",
-            "That is torchrun's agent, or rank 0: see why it ended. --resume auto goes on from the "
-            "newest checkpoint.",
+            "That is torchrun's agent, or rank 0: see why it ended. --resume auto continues from "
+            "the newest checkpoint.",
         )
-    told = error.strerror if isinstance(error, OSError) else None
+    reason = error.strerror if isinstance(error, OSError) else None
     return CheckpointError(
-        f"rank {rank} cannot write {target}: {told or error}.",
-        "Make room, or take another --output; earlier checkpoints are whole, and --resume auto "
-        "goes on from the newest.",
+        f"rank {rank} cannot write {target}: {reason or error}.",
+        "Free disk space, or choose another --output; earlier checkpoints are complete, and "
+        "--resume auto continues from the newest.",
     )

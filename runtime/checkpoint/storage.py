@@ -1,21 +1,25 @@
 """Named tensors <-> safetensors files, by torch.distributed.checkpoint (DCP).
 
-DCP's own storage keeps its metadata as a pickle, which runs code when it is read. Here there is
-nothing but safetensors files: their headers have names, shapes and dtypes, and DCP's reader of
-Hugging Face's format makes the metadata of them. So `torch.distributed.checkpoint.load` opens a
-folder that was written here, and so does everything that reads safetensors.
+DCP's own storage keeps its metadata as a pickle, which can run code when it is read. These files
+are safetensors only: their headers have names, shapes and dtypes, from which DCP's reader for the
+Hugging Face format builds the metadata. So `torch.distributed.checkpoint.load`, and anything
+that reads safetensors, can open a folder written here.
 
-DCP gathers all ranks' plans, to see who writes what of a tensor that is on several. A stage's
-tensors are its own and whole, so every rank is its own coordinator: nothing is agreed on, and a
-thread can write while the ranks train.
+DCP gathers all ranks' plans to decide who writes which part of a sharded tensor. A stage's tensors
+are whole and belong to it alone, so every rank is its own coordinator: no communication is
+needed, and a thread can write while the ranks train.
+
+`write_weights` writes trained stages under the original names, in a folder that transformers
+loads.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
@@ -24,7 +28,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -32,6 +36,10 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from ..distributed.process_groups import World
+from ..errors import DataError
+from ..plan.plan import Plan
+from ..tensor_files import tensor_bytes, write_index, write_shard
 from .folders import CheckpointError
 
 
@@ -46,7 +54,7 @@ class SafetensorsWriter(StorageWriter):
         return True
 
     def reset(self, checkpoint_id: str | PathLike[str] | None = None) -> None:
-        """It writes where it was made for."""
+        """Does nothing: the folder is fixed."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -62,7 +70,7 @@ class SafetensorsWriter(StorageWriter):
         results = []
         for item in plan.items:
             tensor = planner.resolve_data(item)
-            assert isinstance(tensor, Tensor), f"{item.index.fqn} is no tensor"
+            assert isinstance(tensor, Tensor), f"{item.index.fqn} is not a tensor"
             file = self._file_of(item.index.fqn)
             by_file[file][item.index.fqn] = tensor.detach().contiguous()
             results.append(WriteResult(item.index, tensor.nbytes, file))
@@ -73,13 +81,13 @@ class SafetensorsWriter(StorageWriter):
         return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """The headers of the files are the metadata."""
+        """Does nothing: the files' headers are the metadata."""
 
 
 def write_tensors(
     folder: Path, tensors: Mapping[str, Tensor], file_of: Callable[[str], str]
 ) -> list[Path]:
-    """Writes what this rank has; the files that there are then. Raises OSError."""
+    """Writes this rank's tensors; returns the files. Raises OSError."""
     if not tensors:
         return []
     writer = SafetensorsWriter(folder, file_of)
@@ -90,7 +98,7 @@ def write_tensors(
     try:
         results = writer.write_data(planner.finish_plan(plans[0]), planner).wait()
     except SafetensorError as error:
-        # It has the system's number in its words alone.
+        # The message is the only place that has the system's error number.
         number = re.search(r"os error (\d+)", str(error))
         what = (int(number[1]), os.strerror(int(number[1]))) if number else (str(error),)
         raise OSError(*what) from error
@@ -99,8 +107,8 @@ def write_tensors(
 
 
 def shapes_in(folder: Path) -> dict[str, tuple[int, ...]]:
-    """The shapes of the tensors of a folder, by name. Raises CheckpointError as `read_tensors`."""
-    with _telling(folder):
+    """The shapes of the tensors of a folder, by name. Raises CheckpointError for a damaged file."""
+    with _reading(folder):
         stored = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     return {
         name: tuple(one.size)
@@ -110,12 +118,12 @@ def shapes_in(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def read_tensors(folder: Path, is_wanted: Callable[[str], bool]) -> dict[str, Tensor]:
-    """The tensors of a folder whose names are wanted, each read by itself.
+    """The tensors of a folder whose names are wanted.
 
-    Raises CheckpointError where a file is damaged.
+    Raises CheckpointError for a damaged file.
     """
     reader = HuggingFaceStorageReader(str(folder))
-    with _telling(folder):
+    with _reading(folder):
         metadata = reader.read_metadata()
         found: dict[str, Any] = {
             name: torch.empty(stored.size, dtype=stored.properties.dtype)
@@ -131,9 +139,73 @@ def read_tensors(folder: Path, is_wanted: Callable[[str], bool]) -> dict[str, Te
 
 
 @contextmanager
-def _telling(folder: Path) -> Iterator[None]:
-    """Within, what is wrong with a folder's files is told as a CheckpointError."""
+def _reading(folder: Path) -> Iterator[None]:
+    """Within it, errors in a folder's files become a CheckpointError."""
     try:
         yield
     except (OSError, SafetensorError, ValueError, LookupError, TypeError) as error:
         raise CheckpointError(f"{folder} cannot be read: {error}.") from error
+
+
+HF_FILES = "hf"
+"""The subfolder of a generated folder with the configuration of its transformers model."""
+
+
+def check_exportable(folder: Path, target: str) -> None:
+    """Raises DataError unless the generated folder holds a Hugging Face configuration."""
+    if not (folder / HF_FILES / "config.json").is_file():
+        raise DataError(
+            f"--export-hf {target}: {folder} was not made from a transformers model.",
+            "Omit the option: the run's weights/ has the weights under the original names.",
+        )
+
+
+def write_weights(
+    folder: Path,
+    plan: Plan,
+    modules: Mapping[int, nn.Module],
+    unused: Mapping[str, Tensor],
+    world: World,
+) -> None:
+    """Writes every stage's tensors as one shard, tied ones once, and the index.
+
+    All ranks call it, each with its own stages; `folder` is the same on all. `unused` are the
+    tensors of the original model that no stage reads; stage 0 writes them.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    stages = len(plan.stages)
+    written = 0
+    for index, module in modules.items():
+        state = {**unused, **module.state_dict()}
+        own = {name: state[name] for name in own_names(plan, index) if name in state}
+        write_shard(folder, own, index, stages)
+        written += tensor_bytes(own.values())
+    (total,) = world.sums([float(written)])
+    if world.rank == 0:
+        write_index(folder, names_by_stage(plan, unused), int(total))
+
+
+def copy_configuration(target: Path, source: Path) -> None:
+    """Copies the configuration files of the generated folder `source` to `target`."""
+    for file in sorted((source / HF_FILES).iterdir()):
+        shutil.copy(file, target / file.name)
+
+
+def names_by_stage(plan: Plan, unused: Collection[str]) -> list[list[str]]:
+    """The names that each stage writes; `unused` are the tensors that no stage reads, if known."""
+    names = [own_names(plan, index) for index in range(len(plan.stages))]
+    names[0] = [name for name in names[0] if name not in plan.unused or name in unused]
+    return names
+
+
+def own_names(plan: Plan, index: int) -> list[str]:
+    """The names in the original model's state_dict that a stage writes."""
+    borrowed = {
+        name
+        for shared in plan.shared
+        for name in (shared.names if shared.stages[0] != index else shared.names[1:])
+    }
+    keys = set(plan.state_keys) - borrowed
+    stage = plan.stages[index]
+    unused = plan.unused if index == 0 else ()
+    return [name for name in (*stage.parameters, *stage.buffers, *unused) if name in keys]

@@ -1,1 +1,1 @@
-"""What a run reads: text, images, the teaching data, and the order in which it is read."""
+"""The data of a run: text, images, the teaching data, and the order of samples."""

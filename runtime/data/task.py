@@ -1,16 +1,132 @@
-"""A plan -> what one of its samples is: text, an image or a vector of features, and its label."""
+"""A plan -> its task: the content of a sample, its inputs by name, its dimension of samples and the
+order.
+
+A dataset gives samples one after the other in dimension 0. A model may need them in another
+dimension, may need an input that all samples share, or may have no batch, and then a micro-batch is
+one whole sample.
+
+The order of samples follows from the seed and the position, the same on all ranks. A position
+counts samples from the start of training; resuming needs nothing else. Position x is sample
+`permutation(seed, x // n)[x % n]` of n samples.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-from ..arguments import arguments_of
-from ..errors import PlanError
-from ..plan import Plan, TensorSpec
-from ..reading import Origin, parse_json, read_text
+import torch
+from torch import Tensor
+
+from ..errors import DataError, PlanError
+from ..plan.plan import Plan, TensorSpec
+from ..plan.structure import names_in, tensors_by_name
+from ..rng import seed_of
+from ..serialization import Origin, parse_json, read_text
+
+
+def arguments_of(plan: Plan) -> dict[str, Any]:
+    """The structures of forward's arguments by name, `*args` under a name with its star."""
+    if plan.arguments is None:
+        return {spec.name: spec.name for spec in plan.inputs}
+    return dict(plan.arguments)
+
+
+def named_inputs(plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The inputs of a plan by name, for the arguments of a call of the model.
+
+    Arguments that are constants in the plan may be left out; unknown arguments may be None. Raises
+    DataError for arguments of another structure and for another constant.
+    """
+    structures = arguments_of(plan)
+    given = _by_name(plan, structures, args, kwargs)
+    values: dict[str, Any] = {}
+    for name, value in given.items():
+        if name in structures:
+            values |= tensors_by_name(structures[name], value, name.removeprefix("*"))
+        elif value is not None:
+            raise _unlike(plan, structures, given)
+    if any(spec.name not in values for spec in plan.inputs):
+        raise _unlike(plan, structures, given)
+    return values
+
+
+def sizes_of(plan: Plan, values: Mapping[str, Any]) -> dict[str, int]:
+    """The numbers that the plan's symbols stand for in those of its inputs that `values` has.
+
+    Raises DataError where an input has another number of dimensions or another size than the plan
+    was made for, and where one symbol would have two numbers.
+    """
+    found: dict[str, tuple[int, str]] = {}
+    for spec in plan.inputs:
+        if spec.name not in values:
+            continue
+        shape = tuple(values[spec.name].shape)
+        if len(shape) != len(spec.shape):
+            raise DataError(
+                f"{spec.name} has the shape {_text(shape)}, but {plan.name} was captured with "
+                f"{_text(spec.shape)}.",
+                "Give data of that shape, or make the plan again with example inputs of this one.",
+            )
+        for dim, (wanted, size) in enumerate(zip(spec.shape, shape, strict=True)):
+            if isinstance(wanted, int):
+                if size != wanted:
+                    raise _another_size(plan, spec, dim, shape)
+            elif wanted in plan.sizes:
+                known, where = found.setdefault(wanted, (size, f"dimension {dim} of {spec.name}"))
+                if known != size:
+                    raise DataError(
+                        f"the {wanted} size is {known} in {where}, but {size} in dimension {dim} "
+                        f"of {spec.name} (in {_text(shape)}).",
+                        f"Give inputs of one {wanted} size.",
+                    )
+    return {**plan.sizes, **{symbol: size for symbol, (size, _) in found.items()}}
+
+
+def _another_size(plan: Plan, spec: TensorSpec, dim: int, shape: tuple[int, ...]) -> DataError:
+    wanted, size = spec.shape[dim], shape[dim]
+    return DataError(
+        f"dimension {dim} of {spec.name} is {size} (in {_text(shape)}), but {plan.name} was "
+        f"captured for {wanted} only (in {_text(spec.shape)}).",
+        f"Give data that has {wanted} there, or make the plan again with example inputs that have "
+        f"{size}.",
+    )
+
+
+def _text(shape: Sequence[int | str]) -> str:
+    return f"[{', '.join(map(str, shape))}]"
+
+
+def _by_name(
+    plan: Plan, structures: Mapping[str, Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """All arguments by name: a positional one has the name at its place."""
+    given: dict[str, Any] = {}
+    left = list(args)
+    for name in structures:
+        if name.startswith("*"):
+            given[name] = tuple(left)
+            left = []
+        elif left:
+            given[name] = left.pop(0)
+    for name, value in kwargs.items():
+        given[f"*{name}" if f"*{name}" in structures else name] = value
+    if left:
+        raise _unlike(plan, structures, given, f" and {len(left)} more")
+    return given
+
+
+def _unlike(
+    plan: Plan, structures: Mapping[str, Any], given: Mapping[str, Any], more: str = ""
+) -> DataError:
+    takes = [name for name, inner in structures.items() if any(names_in(inner))]
+    got = ", ".join(name for name, value in given.items() if value is not None)
+    return DataError(f"{plan.name} takes {', '.join(takes)}; got {got or 'nothing'}{more}.")
+
 
 TARGET = "target"
 """The field of a micro-batch that a criterion outside the model reads."""
@@ -28,21 +144,20 @@ _UNITS: dict[Kind, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What a sample is and which of its fields the model and the criterion read.
-
-    `sample` is the input that holds the sample itself, `label` the field that holds the answer
-    (a model input, `target` for a criterion, or None); `classes` is the width of the logits of
-    a classifier, when the plan tells it. `objective` says how text makes its own labels.
-    `arguments` are the structures of forward's arguments.
-    """
+    """The content of a sample, and the fields that the model and the criterion read."""
 
     kind: Kind
     sample: str
+    """The input that holds the sample itself."""
     label: str | None
+    """The field that holds the answer: a model input, `target` for a criterion, or None."""
     fields: tuple[str, ...]
     objective: Objective = "causal"
+    """The objective that makes the labels of text."""
     classes: int | None = None
+    """The width of a classifier's logits, if the plan says it."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    """The structures of forward's arguments."""
 
     @property
     def unit(self) -> str:
@@ -117,3 +232,76 @@ def _classes(plan: Plan) -> int | None:
         if value.name == name and len(value.shape) == 2 and isinstance(value.shape[1], int):
             return value.shape[1]
     return None
+
+
+BatchDims = Mapping[str, int | None]
+
+
+def batch_dims(plan: Plan) -> dict[str, int | None]:
+    """The dimension of each input and of the target that counts samples; None for an input without
+    one. The target has it where the model's first output has it, else where the first input has."""
+    dims = {spec.name: spec.batch_dim for spec in plan.inputs}
+    outputs = set(names_in(plan.outputs))
+    made = [spec.batch_dim for spec in plan.values if spec.name in outputs]
+    known = [dim for dim in (*made, *dims.values()) if dim is not None]
+    return {**dims, TARGET: known[0] if known else None}
+
+
+def laid_out(values: Mapping[str, Tensor], dims: BatchDims) -> dict[str, Tensor]:
+    """A micro-batch with its samples in the dimensions that the model has them in.
+
+    Raises DataError where an input that all samples have in common differs between them.
+    """
+    has_batch = any(dim is not None for dim in dims.values()) or not dims
+    return {
+        name: _laid_out(name, value, dims.get(name, 0), has_batch) for name, value in values.items()
+    }
+
+
+def _laid_out(name: str, value: Tensor, dim: int | None, has_batch: bool) -> Tensor:
+    if dim is not None:
+        # A target of one number a sample has one dimension only.
+        return value.movedim(0, min(dim, value.dim() - 1)).contiguous()
+    if not has_batch and len(value) > 1:
+        return value.contiguous()  # The plan has one batch size, as a number.
+    if not all(torch.equal(value[0], other) for other in value[1:]):
+        raise DataError(
+            f"{name} has no batch in the model, but differs between samples of a micro-batch.",
+            "Give all samples the same one, or train with --micro-batch-size 1.",
+        )
+    return value[0].contiguous()
+
+
+def seeded_generator(seed: int, *key: object) -> torch.Generator:
+    """A generator for one purpose: equal seed and key, equal numbers, on every machine."""
+    return torch.Generator().manual_seed(seed_of(seed, *key))
+
+
+class SampleOrder:
+    """The order in which `length` samples are seen, epoch by epoch."""
+
+    def __init__(self, length: int, seed: int) -> None:
+        self.length = length
+        self._seed = seed
+        self._permutation = lru_cache(maxsize=2)(self._permute)
+
+    def samples(self, first: int, count: int) -> list[int]:
+        """The samples at positions `first` to `first + count`."""
+        return [
+            self._permutation(position // self.length)[position % self.length]
+            for position in range(first, first + count)
+        ]
+
+    def epochs(self, first: int, count: int) -> range:
+        """The epochs that these positions touch."""
+        return range(first // self.length, (first + count - 1) // self.length + 1)
+
+    def digest(self, epoch: int) -> bytes:
+        """32 bytes that differ when the order of an epoch does."""
+        text = ",".join(map(str, self._permutation(epoch)))
+        return hashlib.sha256(text.encode()).digest()
+
+    def _permute(self, epoch: int) -> list[int]:
+        generator = seeded_generator(self._seed, "epoch", epoch)
+        permutation: list[int] = torch.randperm(self.length, generator=generator).tolist()
+        return permutation

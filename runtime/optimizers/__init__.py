@@ -1,1 +1,1 @@
-"""Optimizers that torch has not, and which parameters are for which; torch's own are used as is."""
+"""The facts of each optimizer, and those that torch does not have; torch's own are used as is."""

@@ -1,34 +1,51 @@
-"""Names joined by + -> the methods of a stage, or the sentence that says why they do not fit.
+"""Names joined by + -> the methods of a stage, or an error that says why they do not fit together.
 
-What fits is told by what methods declare, not by their names: each part of training on stale
-weights is decided by one of them at most, and what one needs must be there.
+The check uses the declarations of the methods, not their names: at most one method decides each
+part of training on stale weights, and every requirement must be met.
+
+`recommended` implements `--staleness auto`:
+
+    optimizer       no delay    one step                  up to 7 steps    more
+    muon            stash       stash+partial-gradient    stash+msnag      stash
+    all others      stash       stash                     stash            stash
+
+The delay is that of the first stage, ceil(W/k): one step where a step has as many micro-batches as
+the pipeline has stages, so that a part of the next gradient is known when a forward begins.
+docs/asynchronous-evidence.md has the measurements behind this rule and their limits. The optimizer
+matters more than the method: muon loses least by delay, and least of all with k = p.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..errors import ScheduleError
-from ..wording import did_you_mean
-from .dc_asgd import AdaptivelyCompensated, DelayCompensated
-from .error_feedback import ErrorFeedback
-from .gap_aware import GapAware, GapAwareLoss
-from .lwp import LinearByVelocity, LinearByWeights
-from .msnag import AggregatedMsnag, Msnag
-from .nesterov import LastStageNesterov, Nag
-from .none import LiveWeights
-from .partial_gradient import PartialGradient
-from .pipemare import PipeMare
-from .pipeoptim import PipeOptim
+from ..formatting import did_you_mean
+from ..optimizers.facts import OPTIMIZERS
+from .gradient_corrections import (
+    AdaptivelyCompensated,
+    DelayCompensated,
+    ErrorFeedback,
+    GapAware,
+    GapAwareLoss,
+    SpikeCompensation,
+)
+from .predicted_weights import (
+    AggregatedMsnag,
+    LastStageNesterov,
+    LinearByVelocity,
+    LinearByWeights,
+    Msnag,
+    Nag,
+    PartialGradient,
+    PipeOptim,
+    ScheduleAware,
+    SpecTrain,
+    XPipe,
+)
 from .protocol import Need, Part, Staleness
-from .rates import DelayRate, PipeMareRate
-from .schedule_aware import ScheduleAware
-from .spectrain import SpecTrain
-from .spike_compensation import SpikeCompensation
-from .stash import Stash
-from .two_buffered import TwoBuffered
-from .xpipe import XPipe
+from .stash import DelayRate, LiveWeights, PipeMare, PipeMareRate, Stash, TwoBuffered
 
 METHODS: dict[str, type[Staleness]] = {
     "none": LiveWeights,
@@ -85,24 +102,58 @@ _OTHER_NAMES: Mapping[str, str] = {
     "t2": "pipemare",
 }
 """What papers and FTPipe's options call a method -> its name here."""
-MOMENTUM = frozenset({"sgd", "sutskever", "muon"})
-ADAM = frozenset({"adam", "adamw", "nadam"})
-VELOCITY = frozenset({"sgd", "sutskever"})
-KNOWN_STEP_SIZES = ("sgd", "sutskever", "adam", "adamw")
 
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """What a run has for methods to need: its optimizer's name and momentum, whether every stage
-    that is late recomputes and which do not, the micro-batches of a step and the most that a stage
-    runs ahead."""
+    """The properties of a run that methods may require."""
 
     optimizer: str = "sgd"
     momentum: float = 0.0
     recomputes: bool = False
+    """True if every stage with late gradients recomputes."""
     without_recompute: tuple[int, ...] = ()
+    """The stages with late gradients that do not recompute."""
     step_every: int = 1
+    """The number of micro-batches in a step."""
     ahead: int = 0
+    """The largest number of forwards that a stage runs ahead."""
+
+
+_KNOWN_STEP_SIZES = [name for name, facts in OPTIMIZERS.items() if facts.known_step_sizes]
+_OF_OPTIMIZERS: Mapping[Need, tuple[Callable[[Conditions], bool], str, str]] = {
+    "sgd's momentum": (
+        lambda run: OPTIMIZERS[run.optimizer].plain_sgd and bool(run.momentum),
+        "changes the step of sgd with momentum",
+        "--optimizer sgd --momentum 0.9",
+    ),
+    "known step sizes": (
+        lambda run: OPTIMIZERS[run.optimizer].known_step_sizes,
+        f"measures gaps in steps of {', '.join(_KNOWN_STEP_SIZES)}",
+        "--optimizer adamw",
+    ),
+    "velocity": (
+        lambda run: OPTIMIZERS[run.optimizer].velocity and bool(run.momentum),
+        "needs the velocity of sgd",
+        "--optimizer sgd --momentum 0.9, or --staleness lwp-w.",
+    ),
+    "direction": (
+        lambda run: OPTIMIZERS[run.optimizer].has_direction and not _is_without_momentum(run),
+        "needs the momentum of sgd or Adam's moments",
+        "--optimizer adamw, or --staleness msnag.",
+    ),
+    "inertia": (
+        lambda run: OPTIMIZERS[run.optimizer].predicted and not _is_without_momentum(run),
+        "predicts by momentum",
+        "--momentum 0.9, or --staleness partial-gradient.",
+    ),
+    "nesterov": (
+        lambda run: OPTIMIZERS[run.optimizer].plain_sgd and bool(run.momentum),
+        "is an option of sgd with momentum",
+        "--optimizer sgd --momentum 0.9",
+    ),
+}
+"""Requirement of an optimizer -> its condition, the words of its error and the cure."""
 
 
 def parse(names: str) -> tuple[str, ...]:
@@ -117,17 +168,17 @@ def parse(names: str) -> tuple[str, ...]:
             raise ScheduleError(
                 f"{name!r} is not a staleness method."
                 if name
-                else f"--staleness {names!r} has no method in one place.",
+                else f"--staleness {names!r} has an empty method name.",
                 _known_as(name)
                 or "For example stash, or stash+msnag; docs/asynchronous-methods.md and "
-                "docs/weight-prediction.md have all.",
+                "docs/weight-prediction.md list all methods.",
             )
     return parsed
 
 
 def make_staleness(names: str) -> tuple[Staleness, ...]:
-    """New objects of the methods, for one stage. Raises ScheduleError for an unknown name, and for
-    two methods that decide the same."""
+    """Creates the methods for one stage. Raises ScheduleError for an unknown name, or if two
+    methods decide the same part."""
     parsed = parse(names)
     _check_parts(parsed)
     methods = tuple(METHODS[name]() for name in parsed)
@@ -137,7 +188,7 @@ def make_staleness(names: str) -> tuple[Staleness, ...]:
 
 
 def check(names: str, conditions: Conditions) -> None:
-    """Raises ScheduleError unless the methods fit each other and the run."""
+    """Raises ScheduleError unless the methods fit together and fit the run."""
     parsed = parse(names)
     _check_parts(parsed)
     for name in parsed:
@@ -147,7 +198,7 @@ def check(names: str, conditions: Conditions) -> None:
 
 
 def has_other_backward(names: str) -> bool:
-    """Whether a backward reads other weights than those that its forward saved.
+    """True if a backward reads other weights than those that its forward saved.
 
     >>> [has_other_backward(names) for names in ("none", "stash", "msnag", "pipeoptim")]
     [True, False, False, True]
@@ -168,7 +219,7 @@ def _check_parts(names: Sequence[str]) -> None:
     deciders: dict[Part, str] = {}
     for place, name in enumerate(names):
         if name in names[:place]:
-            raise ScheduleError(f"{name} is there twice.", "Leave one of them out.")
+            raise ScheduleError(f"--staleness names {name} twice.", "Leave one of them out.")
         for part in sorted(METHODS[name].decides | METHODS[name].leaves):
             if part in deciders:
                 raise ScheduleError(
@@ -179,98 +230,63 @@ def _check_parts(names: Sequence[str]) -> None:
 
 
 def _lack(need: Need, names: Iterable[str], run: Conditions) -> tuple[str, str] | None:
-    """What is missing of a need, and the cure."""
-    match need:
-        case "forward weights":
-            if not any(METHODS[name].keeps_forward for name in names):
-                kept = "+".join(["stash", *(n for n in names if not _reads_otherwise(n))])
-                return (
-                    "compares with the weights of the forward, which are not kept",
-                    f"--staleness {kept}",
-                )
-        case "recomputation":
-            if not run.recomputes:
-                lacking = run.without_recompute
-                who = f"stage{'s' if lacking[1:] else ''} {', '.join(map(str, lacking))}"
-                return (
-                    "needs a second forward in every stage but the last, and "
-                    + (f"{who} recompute nothing" if lacking[1:] else f"{who} recomputes nothing"),
-                    "--recompute all",
-                )
-        case "momentum":
-            if run.optimizer not in MOMENTUM or not run.momentum:
-                return (
-                    f"goes by the momentum of sgd, and the optimizer is {run.optimizer}"
-                    + ("" if run.momentum else " without momentum"),
-                    "--optimizer sgd --momentum 0.9",
-                )
-        case "adam":
-            if run.optimizer not in ADAM:
-                return f"goes by Adam's moments, and the optimizer is {run.optimizer}", (
-                    "--optimizer adamw"
-                )
-        case "sgd's momentum":
-            if run.optimizer != "sgd" or not run.momentum:
-                return (
-                    f"changes the step of sgd with momentum, and the optimizer is {run.optimizer}"
-                    + ("" if run.momentum else " without momentum"),
-                    "--optimizer sgd --momentum 0.9",
-                )
-        case "known step sizes":
-            if run.optimizer not in KNOWN_STEP_SIZES:
-                return (
-                    f"measures gaps in steps of {', '.join(KNOWN_STEP_SIZES)}, and the optimizer "
-                    f"is {run.optimizer}",
-                    "--optimizer adamw",
-                )
-        case "whole windows":
-            if run.step_every <= run.ahead:
-                return (
-                    f"needs at least {run.ahead + 1} micro-batches a step, one more than the first "
-                    f"stage runs ahead, and there are {run.step_every}",
-                    f"--micro-batches {run.ahead + 1}",
-                )
-        case "velocity":
-            if run.optimizer not in VELOCITY or not run.momentum:
-                return (
-                    f"goes by the velocity of sgd, and the optimizer is {_in_words(run)}",
-                    "--optimizer sgd --momentum 0.9, or --staleness lwp-w.",
-                )
-        case "direction":
-            if run.optimizer not in VELOCITY | ADAM or _is_without_momentum(run):
-                return (
-                    "goes by the momentum of sgd or Adam's moments, and the optimizer is "
-                    f"{_in_words(run)}",
-                    "--optimizer adamw, or --staleness msnag.",
-                )
-        case "inertia":
-            if _is_without_momentum(run):
-                return (
-                    f"predicts by momentum, and the optimizer is {_in_words(run)}",
-                    "--momentum 0.9, or --staleness partial-gradient.",
-                )
-        case "nesterov":
-            if run.optimizer != "sgd" or not run.momentum:
-                return (
-                    f"is an option of sgd with momentum, and the optimizer is {_in_words(run)}",
-                    "--optimizer sgd --momentum 0.9",
-                )
-        case "rates":
-            if not any(METHODS[name].expects_rates for name in names):
-                return "says which learning rates a prediction expects, and nothing predicts", (
-                    "Add +msnag."
-                )
+    """An unmet requirement in words and its cure, or None."""
+    if need in _OF_OPTIMIZERS:
+        is_met, text, cure = _OF_OPTIMIZERS[need]
+        return None if is_met(run) else (f"{text}, but the optimizer is {_in_words(run)}", cure)
+    if need == "forward weights" and not any(METHODS[name].keeps_forward for name in names):
+        kept = "+".join(["stash", *(name for name in names if not _reads_otherwise(name))])
+        return (
+            "compares with the weights of the forward, which are not kept",
+            f"--staleness {kept}",
+        )
+    if need == "recomputation" and not run.recomputes:
+        stages = run.without_recompute
+        who = f"stage{'s' if stages[1:] else ''} {', '.join(map(str, stages))}"
+        return (
+            "needs a second forward in every stage but the last, and "
+            f"{who} {'recompute' if stages[1:] else 'recomputes'} nothing",
+            "--recompute all",
+        )
+    if need == "whole windows" and run.step_every <= run.ahead:
+        return (
+            f"needs at least {run.ahead + 1} micro-batches a step, one more than the first "
+            f"stage runs ahead, but there are {run.step_every}",
+            f"--micro-batches {run.ahead + 1}",
+        )
+    if need == "rates" and not any(METHODS[name].expects_rates for name in names):
+        return "sets the learning rates that predictions expect, but no method predicts", (
+            "Add +msnag."
+        )
     return None
 
 
 def _reads_otherwise(name: str) -> bool:
-    """Whether a method says which weights a backward reads, so that a stash cannot."""
+    """True if a method decides which weights a backward reads, so that it excludes a stash."""
     return "backward" in METHODS[name].decides | METHODS[name].leaves
 
 
 def _is_without_momentum(run: Conditions) -> bool:
-    return run.optimizer in MOMENTUM and not run.momentum
+    return OPTIMIZERS[run.optimizer].has_momentum and not run.momentum
 
 
 def _in_words(run: Conditions) -> str:
     return run.optimizer + (" without momentum" if _is_without_momentum(run) else "")
+
+
+AUTO = "auto"
+FARTHEST = 7
+"""The longest delay at which prediction by momentum helped; at 15 steps it harmed."""
+
+
+def recommended(optimizer: str, delay: int, *, momentum: float = 0.95) -> str:
+    """The recommended methods, joined by +. Without `momentum` no method predicts.
+
+    >>> recommended("muon", delay=7), recommended("muon", delay=1), recommended("muon", delay=15)
+    ('stash+msnag', 'stash+partial-gradient', 'stash')
+    """
+    if not OPTIMIZERS[optimizer].recommended_to_predict or not delay or not momentum:
+        return "stash"
+    if delay == 1:
+        return "stash+partial-gradient"
+    return "stash+msnag" if delay <= FARTHEST else "stash"

@@ -1,8 +1,8 @@
-"""What a staleness method is: what it decides for a stage, what it needs, and its hooks.
+"""The interface of a staleness method: the parts it decides, its requirements and its hooks.
 
-The hooks are those in which all published methods can be written: which weights a forward reads
-and which its backward, how a micro-batch's and a window's gradient is changed, how far the learning
-rate is scaled, and what is done around a step. A method has one object a stage.
+All published methods can be written with these hooks: they choose the weights that a forward and a
+backward read, change the gradient of a micro-batch or of an accumulation window, scale the learning
+rate, and wrap the optimizer step. Each stage has its own object of each method.
 """
 
 from __future__ import annotations
@@ -17,19 +17,23 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..delays import Delays
-from ..versions import View, Weights, WeightVersions
+from ..schedule.asynchronous import Delays
+from .weight_versions import View, Weights, WeightVersions
 
 Part = Literal["forward", "backward", "horizon", "gradient", "rate", "step"]
-"""What of training on stale weights one method alone can decide: which weights a forward reads,
-which a backward, how far ahead weights look, what becomes of a gradient, the learning rate, and
-the step."""
+"""A part of training on stale weights that only one method may decide:
+
+- forward: the weights that a forward reads
+- backward: the weights that a backward reads
+- horizon: how many steps ahead weights are predicted
+- gradient: the correction of gradients
+- rate: the learning rate
+- step: the optimizer step
+"""
 
 Need = Literal[
     "forward weights",
     "recomputation",
-    "momentum",
-    "adam",
     "sgd's momentum",
     "known step sizes",
     "whole windows",
@@ -39,84 +43,90 @@ Need = Literal[
     "nesterov",
     "rates",
 ]
-"""What a method cannot do without: the weights of the forward when the gradient is there; a second
-forward; an optimizer with a momentum buffer, with Adam's two moments, SGD with momentum, or one
-whose steps' sizes are known from its state; windows of more micro-batches than any stage runs
-ahead; an optimizer whose momentum is in the units of weights, one whose last step has a direction,
-one that goes on without gradients, one with a momentum of Nesterov's; another method that expects
-learning rates."""
+"""A requirement of a method:
+
+- forward weights: the weights of the forward are still available after its backward
+- recomputation: the backward repeats the forward
+- sgd's momentum: SGD with momentum
+- known step sizes: an optimizer whose state gives the sizes of its steps
+- whole windows: accumulation windows of more micro-batches than any stage runs ahead
+- velocity: an optimizer whose momentum has the units of weights
+- direction: an optimizer whose last step has a direction
+- inertia: an optimizer that keeps moving the weights without gradients
+- nesterov: an optimizer with Nesterov momentum
+- rates: another method that expects learning rates
+"""
 
 
 State = Mapping[str, Weights]
-"""What a method keeps over a drain: a part of it -> its tensors by the names of the weights."""
+"""The state that a method keeps between two segments: key -> tensors by weight name."""
 
 
-class Reads(Enum):
-    """The weights that a backward reads, if not a view: those that its forward read, the live ones,
-    or `AS_SAVED`: what the forward saved, and live ones in a second forward."""
+class BackwardReads(Enum):
+    """The weights that a backward reads, unless it reads a view."""
 
     FORWARD = "forward"
+    """The weights that its forward read."""
     LIVE = "live"
+    """The live weights."""
     AS_SAVED = "as saved"
+    """The weights that autograd saved in the forward; with recompute, the live weights."""
 
 
 @dataclass(frozen=True, slots=True)
-class Passage:
-    """A micro-batch's way through a stage, known from the schedule before it begins.
-
-    `backward_version` is also the number of steps before the one that uses its gradient.
-    """
+class VersionPair:
+    """The weight versions of a micro-batch at a stage, known from the schedule before the run."""
 
     micro_batch: int
     forward_version: int
     backward_version: int
+    """Also the number of steps before the one that uses the micro-batch's gradient."""
 
     @property
-    def horizon(self) -> int:
-        """The steps between the forward and the backward."""
+    def delay(self) -> int:
+        """The number of optimizer steps between the forward and the backward."""
         return self.backward_version - self.forward_version
 
     @property
-    def straddles(self) -> bool:
-        """Whether a step lies between the forward and the backward."""
-        return self.horizon > 0
+    def crosses_step(self) -> bool:
+        """True if the optimizer steps between the forward and the backward."""
+        return self.delay > 0
 
 
 class Steps(Protocol):
-    """A stage's optimizer as methods see it; `optimizer` is None for a stage without parameters."""
+    """The interface of a stage's optimizer for methods; `optimizer` is None for a stage without
+    parameters."""
 
     @property
     def optimizer(self) -> Optimizer | None: ...
 
     def future_lr(self, steps: int) -> tuple[float, ...]:
-        """What the base learning rate is multiplied by in each of the next `steps` steps."""
+        """Factors on the base learning rate for each of the next `steps` steps."""
         ...
 
     @property
     def annealing_steps(self) -> int:
-        """The steps over which `pipemare-rate` comes back to the scheduled learning rate."""
+        """The number of steps after which `pipemare-rate` returns to the scheduled learning
+        rate."""
         ...
 
     def clip_factor(self, gradients: Sequence[Tensor], scale: float) -> float:
-        """The factor by which the coming step would clip the stage's gradients if they were
-        `gradients` times `scale`; estimated without waiting for other stages."""
+        """The factor by which the next step would clip the stage's gradients if they were
+        `gradients` times `scale`; an estimate that does not wait for other stages."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Outlook:
-    """A stage's optimizer, and what a prediction is to expect of it.
-
-    `lr_scale` is the staleness methods' factor on the step that makes a version, of the stage's own
-    weights or of a shared one that is named. Expected is what
-    the scheduler says, if the outlook `follows_schedule`, and else the coming step's learning rate
-    for all; times the factors of the methods.
-    """
+class OptimizerView:
+    """A stage's optimizer, and the learning rates that a prediction expects of it."""
 
     steps: Steps
     weights: WeightVersions
     lr_scale: Callable[[int, str | None], float]
+    """Version, name of a shared weight or None -> the product of the methods' learning rate factors
+    in the step that makes the version, for that shared weight or for the stage's own weights."""
     follows_schedule: bool
+    """Expect the learning rates of the scheduler; otherwise that of the next step for all steps."""
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -124,20 +134,21 @@ class Outlook:
 
     @property
     def annealing_steps(self) -> int:
-        """Those of the optimizer."""
+        """The optimizer's `annealing_steps`."""
         return self.steps.annealing_steps
 
     def future_lr(self, steps: int) -> tuple[float, ...]:
-        """What the scheduler says, without the methods' factors."""
+        """The scheduler's factors, without those of the methods."""
         return self.steps.future_lr(steps)
 
     def clip_factor(self, gradients: Sequence[Tensor], scale: float) -> float:
-        """The factor by which the optimizer would clip such gradients."""
+        """The optimizer's `clip_factor`."""
         return self.steps.clip_factor(gradients, scale)
 
     def expected_lr(self, steps: int, name: str | None = None) -> tuple[float, ...]:
-        """What the base learning rate is expected to be multiplied by in each of the next steps,
-        for the stage's own weights or for a shared one that is named."""
+        """The expected factors on the base learning rate for each of the next steps: those of the
+        scheduler times those of the methods. For the stage's own weights, or for the shared weight
+        `name`."""
         ahead = self.future_lr(steps) if self.follows_schedule else self.future_lr(1) * steps
         coming = self.weights.version + 1
         return tuple(
@@ -146,17 +157,15 @@ class Outlook:
 
 
 @dataclass(frozen=True, slots=True)
-class Situation:
-    """Where a method's stage is, and how late gradients are in the segment that begins.
-
-    `delays` are those of all stages, none in a `synchronous` schedule. `shared` has the stages that
-    hold each of this stage's weights that others hold too.
-    """
+class StageContext:
+    """The position of a method's stage, and the delays of gradients in the segment that begins."""
 
     stage: int
     delays: Delays
+    """The delays of all stages; all zero in a `synchronous` schedule."""
     synchronous: bool = False
     shared: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Name of a weight that other stages hold too -> all stages that hold it."""
 
     @property
     def stages(self) -> int:
@@ -164,112 +173,116 @@ class Situation:
 
     @property
     def ahead(self) -> int:
-        """The forwards that the stage runs ahead."""
+        """The number of forwards that the stage runs ahead."""
         return self.delays.ahead[self.stage]
 
     @property
     def step_every(self) -> int:
-        """The micro-batches of a step."""
+        """The number of micro-batches in a step."""
         return self.delays.step_every
 
     @property
     def delay(self) -> int:
-        """The most steps between the version that a forward reads and the one that its backward
-        meets."""
+        """The largest number of steps between the version that a forward reads and the live version
+        at its backward."""
         return self.delays.most(self.stage)
 
     def tau(self, version: int, name: str | None = None) -> float:
-        """The mean delay of the gradients that the step to `version` uses. A shared weight that is
-        named has another one, the same at all its holders."""
+        """The mean delay of the gradients that the step to `version` uses. A shared weight has its
+        own delay, the same at all stages that hold it."""
         if name is not None and name in self.shared:
             return float(self.delays.of_shared_step(self.shared[name], version))
         return float(self.delays.of_step(self.stage, version))
 
 
 class Staleness:
-    """The hooks, each doing nothing: what nobody decides is done with live weights."""
+    """A staleness method, with hooks that do nothing: what no method decides uses the live
+    weights."""
 
     decides: ClassVar[frozenset[Part]] = frozenset()
+    """The parts that the method decides; no two methods of a run may decide the same part."""
     leaves: ClassVar[frozenset[Part]] = frozenset()
-    """What it says that nothing is done about, so that no other method may decide it."""
+    """The parts that must stay undecided; no other method may decide them."""
     needs: ClassVar[frozenset[Need]] = frozenset()
+    """The requirements of the method."""
     keeps_forward: ClassVar[bool] = False
-    """Whether the weights of a forward are kept until the backward, if a step lies in between."""
+    """Keep the weights of a forward until its backward, if the optimizer steps in between."""
     expects_rates: ClassVar[bool] = False
-    """Whether it predicts by the learning rates of steps to come."""
+    """True if the method predicts with the learning rates of future steps."""
     follows_schedule: ClassVar[bool] = False
-    """Whether predictions are to go by the learning rates that the scheduler will set."""
+    """Predict with the learning rates that the scheduler will set."""
     name: str = ""
-    """That of the option it was made by."""
-    situation: Situation
-    steps: Outlook | None = None
+    """The name in `--staleness`."""
+    context: StageContext
+    steps: OptimizerView | None = None
 
     @property
     def optimizer(self) -> Optimizer | None:
-        """The stage's, if there is one."""
+        """The stage's optimizer, if it has one."""
         return None if self.steps is None else self.steps.optimizer
 
-    def situated(self, situation: Situation, state: State) -> Situation:
-        """The situation as this method makes it for all methods of the stage; `state` is what it
-        is about to load."""
-        return situation
+    def in_context(self, context: StageContext, state: State) -> StageContext:
+        """The stage's context, changed for all methods of the stage; `state` is the state to be
+        loaded."""
+        return context
 
     def kept(self) -> Iterator[Tensor]:
-        """The tensors that the method has between two steps."""
+        """The tensors that the method keeps between two steps."""
         return _tensors_in(vars(self))
 
-    def begin(self, situation: Situation) -> None:
+    def begin(self, context: StageContext) -> None:
         """Called before a segment's first action."""
-        self.situation = situation
+        self.context = context
 
     def state(self, weights: WeightVersions) -> State:
-        """What a run that is resumed here needs of this one, between two segments; the tensors are
-        the method's own, to be copied."""
+        """The method's state between two segments, for a checkpoint. The tensors are the method's
+        own: copy them."""
         return {}
 
     def load(self, weights: WeightVersions, state: State) -> None:
-        """Takes up what `state` gave, if that was anything, after `begin`. The tensors are the
-        method's own, and where the weights are; of some weights there may be none."""
+        """Restores a `state` that is not empty; called after `begin`. The method takes over the
+        tensors, which are on the device of the weights; tensors of some weights may be missing."""
 
-    def forward_view(self, weights: WeightVersions, passage: Passage) -> View | None:
-        """What the forward reads, None for the live weights."""
+    def forward_view(self, weights: WeightVersions, pair: VersionPair) -> View | None:
+        """The weights that the forward reads; None for the live weights."""
         return None
 
-    def backward_reads(self, weights: WeightVersions, passage: Passage) -> View | Reads:
-        """What the backward reads."""
-        return Reads.AS_SAVED
+    def backward_reads(self, weights: WeightVersions, pair: VersionPair) -> View | BackwardReads:
+        """The weights that the backward reads."""
+        return BackwardReads.AS_SAVED
 
-    def after_backward(self, weights: WeightVersions, passage: Passage, gradients: Weights) -> None:
-        """May change the `.grad` of the leaves of a micro-batch whose forward read an older version
-        than is live, before they are added to those of its window. Only where its forward's weights
-        are needed."""
+    def after_backward(
+        self, weights: WeightVersions, pair: VersionPair, gradients: Weights
+    ) -> None:
+        """May change the `.grad` of a micro-batch's leaves before they are added to those of its
+        window. Called if the forward read an older version than the live one and its weights were
+        needed."""
 
     def transform_gradient(self, weights: WeightVersions) -> None:
-        """May change the live `.grad` of a finished window, before it is clipped and used."""
+        """May change the live `.grad` of a complete window, before it is clipped and used."""
 
     def lr_scale(self, version: int, name: str | None = None) -> float:
         """The factor on the learning rate of the step that makes `version`, for the stage's own
-        weights or for a shared one that is named: that is the same at all its holders."""
+        weights or for the shared weight `name`, where it is the same at all stages that hold it."""
         return 1.0
 
     @contextmanager
     def stepping(self, weights: WeightVersions) -> Iterator[None]:
-        """Surrounds the optimizer's step on the live weights, whose `.grad` are there until after
-        it."""
+        """Wraps the optimizer step on the live weights, which keep their `.grad` until it ends."""
         yield
 
     def after_step(self, weights: WeightVersions) -> None:
-        """Called when `weights.version` is the new version."""
+        """Called after a step, when `weights.version` is the new version."""
 
     @contextmanager
-    def settled(self, weights: WeightVersions) -> Iterator[None]:
-        """Inside, the live weights are those that the training has come to, for a method that
-        keeps others to compute with."""
+    def eval_weights(self, weights: WeightVersions) -> Iterator[None]:
+        """Inside, the live weights are those to evaluate and to save, for a method that trains with
+        others."""
         yield
 
 
 def filled(weights: WeightVersions, tensors: Weights) -> dict[str, Tensor]:
-    """A tensor of each weight, in their order; zeros where there is none."""
+    """A tensor for each weight, in their order; zeros where `tensors` has none."""
     return {
         name: tensors[name] if name in tensors else torch.zeros_like(weight)
         for name, weight in weights.live.items()

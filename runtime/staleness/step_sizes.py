@@ -1,66 +1,130 @@
-"""An optimizer's steps so far -> the size that a step of each weight usually has.
+"""An optimizer's steps so far -> the usual size C of a step of each weight, after FTPipe (ATC
+2021).
 
     sgd        C = lr_max (sqrt(r / (1 - G^n)) + eps)      r <- G r + (1 - G) v^2,  G = 0.999
     sutskever  C = sqrt(r / (1 - G^n)) + eps               its v has the learning rate in it
     adam(w)    C = sqrt(q / (1 - b2^n)) + eps              q <- b2 q + (1 - b2) (step)^2
 
-v is the velocity after each of n steps, lr_max the largest learning rate so far, the coming step's
-included, and step = lr / (1 - b1^t) m / (sqrt(s / (1 - b2^t)) + eps_adam), without decay. These are
-FTPipe's, but that q has no bias here: with it C is too small for some 1 / (1 - b2) steps, in which
-late gradients count for next to nothing. n counts the updates of r or q. Of SGD without momentum
-every late micro-batch counts with its own gradient in v's place, this one included, and k of them
-as one step: G^(1/k) for G.
+v is the velocity after each of n steps, lr_max the largest learning rate so far, including that of
+the next step, and step = lr / (1 - b1^t) m / (sqrt(s / (1 - b2^t)) + eps_adam), without decay. n
+counts the updates of r or q. Unlike FTPipe's, q has no bias here: with it C is too small for about
+1 / (1 - b2) steps, in which late gradients would hardly count. For SGD without momentum, the
+gradient of every late micro-batch takes the place of v, the current one included, and k of them
+count as one step: G^(1/k) for G.
+
+`rules` and `at_step` give corrections the rates and decay of a step at the time the optimizer
+begins it: only then the learning rate is certain, since a schedule and other methods change it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, AdamW, Muon, NAdam, Optimizer
 
-from ..optimizers.sutskever import Sutskever
-from .optimizer_step import Rule
-from .protocol import Outlook, State
+from ..optimizers.param_groups import Joint
+from ..optimizers.soap import Soap, Sutskever
+from .protocol import OptimizerView, State
+
+Options = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateRule:
+    """How an optimizer updates a weight."""
+
+    options: Options
+    """The options of the weight's parameter group."""
+    decoupled: bool
+    """Weight decay is decoupled, w <- (1 - lr decay) w; otherwise it is a part of the gradient."""
+
+    @property
+    def lr(self) -> float:
+        """The current learning rate; inside a step, that of the step."""
+        return float(self.options["lr"])
+
+    @property
+    def decay(self) -> float:
+        return float(self.options.get("weight_decay", 0.0))
+
+    def scheduled_lr(self, outlook: OptimizerView) -> float:
+        """The scheduled learning rate of the next step."""
+        return float(self.options.get("initial_lr", self.options["lr"])) * outlook.future_lr(1)[0]
+
+    def decayed(self, weight: Tensor) -> Tensor:
+        """A copy of the weight after the decoupled decay of the next step."""
+        return weight * (1 - self.lr * self.decay) if self.decoupled else weight.clone()
+
+
+def rules(optimizer: Optimizer, live: Mapping[str, Tensor]) -> dict[str, UpdateRule]:
+    """The update rule of each of a stage's live weights, by name."""
+    parts = optimizer.parts if isinstance(optimizer, Joint) else (optimizer,)
+    by_identity = {
+        id(weight): UpdateRule(group, _is_decoupled(part, group))
+        for part in parts
+        for group in part.param_groups
+        for weight in group["params"]
+    }
+    return {name: by_identity[id(weight)] for name, weight in live.items()}
+
+
+@contextmanager
+def at_step(optimizer: Optimizer, act: Callable[[], None]) -> Iterator[None]:
+    """Calls `act` when the optimizer begins a step inside the context."""
+    handle = optimizer.register_step_pre_hook(lambda *_: act())
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _is_decoupled(optimizer: Optimizer, group: Options) -> bool:
+    if isinstance(optimizer, NAdam):
+        return bool(group["decoupled_weight_decay"])
+    return isinstance(optimizer, AdamW | Muon | Soap)
+
 
 G = 0.999
 EPSILON = 1e-8
 
 Live = Mapping[str, Tensor]
-Rules = Mapping[str, Rule]
+Rules = Mapping[str, UpdateRule]
 
 
 class StepSizes(Protocol):
-    """Sizes of steps by weight, told of every step of the optimizer."""
+    """Step sizes by weight, updated at every step of the optimizer."""
 
     squares: dict[Tensor, Tensor]
     """A running mean of each weight's squared steps, velocities or gradients."""
 
-    def of(self, weight: Tensor, rule: Rule, gradient: Tensor) -> Tensor:
-        """C of a weight, as large as it, for a late micro-batch's share of a gradient."""
+    def of(self, weight: Tensor, rule: UpdateRule, gradient: Tensor) -> Tensor:
+        """C of a weight, in its shape, for a late micro-batch's share of a gradient."""
         ...
 
     def begin(self, live: Live, rules: Rules) -> None:
-        """The optimizer begins a step, at the learning rates of the rules."""
+        """Called when the optimizer begins a step, with the learning rates of the rules."""
         ...
 
     def end(self, live: Live, rules: Rules) -> None:
-        """The step is made."""
+        """Called after the step."""
         ...
 
     def state(self, live: Live) -> State:
-        """What there is of each weight, between two steps."""
+        """The state of each weight between two steps."""
         ...
 
     def load(self, live: Live, state: State) -> None:
-        """Takes up what `state` gave."""
+        """Restores a `state`."""
         ...
 
 
-def step_sizes(optimizer: Optimizer, outlook: Outlook, step_every: int) -> StepSizes:
-    """Those of the optimizer, whose windows have `step_every` micro-batches."""
+def step_sizes(optimizer: Optimizer, outlook: OptimizerView, step_every: int) -> StepSizes:
+    """The step sizes of an optimizer, whose windows have `step_every` micro-batches."""
     if not isinstance(optimizer, SGD | Sutskever):
         return _OfAdam(optimizer)
     has_momentum = any(group["momentum"] for group in optimizer.param_groups)
@@ -68,13 +132,13 @@ def step_sizes(optimizer: Optimizer, outlook: Outlook, step_every: int) -> StepS
 
 
 class _Rates:
-    """The largest learning rate that the schedule has had, by weight."""
+    """The largest scheduled learning rate so far, by weight."""
 
-    def __init__(self, outlook: Outlook) -> None:
+    def __init__(self, outlook: OptimizerView) -> None:
         self._outlook = outlook
         self._largest: dict[Tensor, float] = {}
 
-    def largest(self, weight: Tensor, rule: Rule) -> float:
+    def largest(self, weight: Tensor, rule: UpdateRule) -> float:
         coming = rule.scheduled_lr(self._outlook)
         self._largest[weight] = max(coming, self._largest.get(weight, 0.0))
         return self._largest[weight]
@@ -93,7 +157,7 @@ class _Rates:
 
 
 class _Counted:
-    """Running means of squares, and of how many."""
+    """Running means of squares, with the number of updates of each."""
 
     def __init__(self, rates: _Rates | None) -> None:
         self._rates = rates
@@ -113,11 +177,11 @@ class _Counted:
 
 
 class _OfVelocity(_Counted):
-    def __init__(self, optimizer: Optimizer, outlook: Outlook) -> None:
+    def __init__(self, optimizer: Optimizer, outlook: OptimizerView) -> None:
         super().__init__(None if isinstance(optimizer, Sutskever) else _Rates(outlook))
         self._optimizer = optimizer
 
-    def of(self, weight: Tensor, rule: Rule, gradient: Tensor) -> Tensor:
+    def of(self, weight: Tensor, rule: UpdateRule, gradient: Tensor) -> Tensor:
         squares = self.squares.get(weight)
         if squares is None:
             return torch.zeros_like(weight)
@@ -141,11 +205,11 @@ class _OfVelocity(_Counted):
 class _OfGradients(_Counted):
     _rates: _Rates
 
-    def __init__(self, outlook: Outlook, step_every: int) -> None:
+    def __init__(self, outlook: OptimizerView, step_every: int) -> None:
         super().__init__(_Rates(outlook))
         self._step_every = step_every
 
-    def of(self, weight: Tensor, rule: Rule, gradient: Tensor) -> Tensor:
+    def of(self, weight: Tensor, rule: UpdateRule, gradient: Tensor) -> Tensor:
         memory, own = float(G ** (1 / self._step_every)), gradient * self._step_every
         squares = self.squares.setdefault(weight, torch.zeros_like(gradient))
         squares.mul_(memory).addcmul_(own, own, value=1 - memory)
@@ -166,7 +230,7 @@ class _OfAdam(_Counted):
         self._optimizer = optimizer
         self._lr: dict[Tensor, float] = {}
 
-    def of(self, weight: Tensor, rule: Rule, gradient: Tensor) -> Tensor:
+    def of(self, weight: Tensor, rule: UpdateRule, gradient: Tensor) -> Tensor:
         squares = self.squares.get(weight)
         if squares is None:
             return torch.zeros_like(weight)

@@ -1,1 +1,2 @@
-"""The training loop around the pipeline: settings, launch, optimizers, metrics, export."""
+"""Training on one rank: setup, the loop over segments, optimizer steps, evaluation and
+checkpoints."""

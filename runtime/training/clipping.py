@@ -1,33 +1,58 @@
-"""Gradients of many stages -> one norm and one factor, the same on every rank.
+"""Gradients of many stages -> the norms and factors for clipping, and checks that numbers are
+finite.
 
-Each stage contributes the sum of its squares; a tied parameter is counted by its owner alone.
-Every rank gets all contributions and adds them in the order of the stages, so that the number of
-ranks changes no bit of the result. The same message tells every rank the loss, and whether a
-gradient overflowed.
+Synchronous steps: each stage contributes the sum of its squares; only the owner of a tied parameter
+counts it. Every rank gets all contributions and adds them in the order of the stages, so the number
+of ranks changes no bit of the result. The same message carries the loss, and whether a gradient
+overflowed.
+
+Asynchronous steps, where each stage steps alone, by `--clip-by`:
+
+    stage       its own norm, and the whole bound
+    proportion  its own norm, and sqrt(n_j / n) of the bound: n_j of all n weights are its own, so
+                that the squares of all bounds add up to the bound's. (FTPipe takes n_j / n.)
+    global      the norm of all stages at the same step; each step waits until all stages make it
+    known       the same, with the other stages' squares of D steps before: D = ceil((W+1)/k)
+
+W is the most that any stage runs ahead. When a stage makes step v, every other has made step v - D:
+the stages before it have sent the last forward of step v, and so made their backwards of up to W +
+1 micro-batches before; the stages after it are ahead in backwards. So `known` waits for no stage,
+and uses the same norms in every run. The first D asynchronous steps have no earlier norms and are
+clipped as by `global`.
+
+A tied parameter is stepped by each of its holders and must stay equal. So it is clipped by a norm
+that all its holders know without a wait: under `stage` and `proportion` by its own norm, as if it
+were a stage; under `known` by the norm of all stages of D steps before, or by its own if that is
+larger. Its gradient has the same bits at all holders, and so has `squared_norm_alike`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..plan import Plan
-from ..shared import shared_weights
-
-PIECE = 2**14
-"""Elements that torch adds up in one thread: fewer than the grain of its parallel loops, 2**15."""
+from ..config.settings import Settings, SettingsError
+from ..distributed.process_groups import World
+from ..errors import AsyncPipeError
+from ..executor.instrumented import Activities, Activity
+from ..executor.tied_parameters import shared_weights
+from ..plan.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """One stage's parameters: its `own`, whose gradients are complete with its last backward, and
-    those `shared` with other stages, whose gradients are summed before the step; `owned` are the
-    shared ones that this stage counts."""
+class NormShare:
+    """One stage's parameters.
+
+    own: those whose gradients are complete after its last backward.
+    shared_by_name: tied parameters, whose gradients are summed with other stages before the step.
+    owned: the tied parameters that this stage counts.
+    """
 
     own: list[nn.Parameter]
     shared_by_name: dict[str, nn.Parameter]
@@ -42,9 +67,9 @@ class Share:
         return self.own + self.owned
 
 
-def share_of(plan: Plan, index: int, stage: nn.Module) -> Share:
-    """What the stage counts of all stages' gradients: nothing is counted twice."""
-    share = Share([], {}, [])
+def share_of(plan: Plan, index: int, stage: nn.Module) -> NormShare:
+    """The parameters of a stage, so that over all stages each one is counted once."""
+    share = NormShare([], {}, [])
     holders = shared_weights(plan, index)
     for name, parameter in stage.named_parameters():
         if name not in holders:
@@ -61,7 +86,7 @@ def gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
 
 
 def squared_norm(gradients: Iterable[Tensor]) -> Tensor:
-    """The sum of squares of all gradients, `f64[]` where they are; nobody waits for it yet."""
+    """The sum of squares of all gradients, `f64[]` on their device, without a synchronization."""
     given = list(gradients)
     if not given:
         return torch.zeros((), dtype=torch.float64)
@@ -69,16 +94,21 @@ def squared_norm(gradients: Iterable[Tensor]) -> Tensor:
 
 
 def squared_norm_alike(gradient: Tensor) -> Tensor:
-    """The same of one gradient, to the last bit wherever its bits are the same: in pieces that a
-    kernel adds up in one order, whatever the number of its threads."""
-    pieces = torch.split(gradient.detach().reshape(-1), PIECE)
-    return torch.stack(torch._foreach_norm(pieces, 2, torch.float64)).square().sum()
+    """The squared norm of one gradient, with the same bits wherever its elements are the same: a
+    norm, unlike a sum, is added in one order by any number of threads and for any strides."""
+    row = gradient.detach().reshape(-1)
+    norm: Tensor = torch.linalg.vector_norm(row, dtype=torch.float64)
+    return norm.square()
 
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """What all ranks know of a step: each stage's sum of squares, whether a gradient that was
-    scaled is no number, and the mean loss."""
+    """The numbers of a step that all ranks know.
+
+    squares: the sum of squares of each stage.
+    overflowed: True if a scaled gradient is not finite.
+    loss: the mean loss.
+    """
 
     squares: tuple[float, ...]
     overflowed: bool
@@ -90,11 +120,11 @@ class Agreed:
 
 
 class StepMessage:
-    """One all-reduce a step, which goes on while others still compute.
+    """One all-reduce per step, which runs while others still compute.
 
-    Begun by every rank as soon as it knows its part: `own` squares by stage, and the loss if it
-    is made there. Replicas have the same gradients, whose squares the first one tells, and each a
-    part of the loss. `agreed` waits for the other ranks.
+    Every rank creates it as soon as it knows its part: the squares of its `own` stages, and the
+    loss if it computes the loss. Replicas have the same gradients; the first one contributes their
+    squares, and each contributes its part of the loss. `agreed` waits for the other ranks.
     """
 
     def __init__(
@@ -128,13 +158,218 @@ class StepMessage:
 
 
 def clip_factor(norm: float, limit: float) -> float:
-    """What gradients of this norm are multiplied by; `limit` 0 means no limit."""
+    """The factor for gradients of this norm; `limit` 0 means no limit."""
     return min(1.0, limit / (norm + 1e-6)) if limit else 1.0
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
-    # Fused optimizers would divide by 1 / factor on their way, in a quarter of the time of this
-    # pass, but that is not the product to the last bit.
+    # Fused optimizers could divide by 1 / factor in a quarter of the time of this pass, but the
+    # result differs from the product in the last bits.
     gradients = gradients_of(parameters)
     if factor != 1.0 and gradients:
         torch._foreach_mul_(gradients, factor)
+
+
+_LAST = "last"
+"""The key of the squares of the last step, next to version numbers."""
+
+
+class Norm(NamedTuple):
+    """A norm by which gradients are clipped.
+
+    norm: the norm.
+    bound: its bound.
+    """
+
+    norm: float
+    bound: float
+
+    @property
+    def factor(self) -> float:
+        return clip_factor(self.norm, self.bound)
+
+
+def check_clipping_ranks(settings: Settings, stages: int, ranks: int) -> None:
+    """Raises SettingsError where ranks with several stages would wait for themselves."""
+    if settings.clip_by in ("global", "known") and ranks != stages:
+        raise SettingsError(
+            f"--clip-by {settings.clip_by} needs a rank for each of the {stages} stages, and there "
+            f"are {ranks}.",
+            "--clip-by proportion",
+        )
+
+
+class StageNorms:
+    """The norms of one rank's stages, by the `clip_by` of the settings. All ranks construct it
+    together.
+
+    `shares` are the parameters of its stages. Raises SettingsError as `check_clipping_ranks` does.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        world: World,
+        stages: int,
+        shares: Mapping[int, NormShare],
+        activities: Activities,
+    ) -> None:
+        check_clipping_ranks(settings, stages, world.ranks)
+        self._by, self._limit = settings.clip_by or "stage", settings.clip or 0.0
+        self._world, self._stages, self._shares = world, stages, shares
+        self._activities = activities
+        self._messages: dict[int, StepMessage | Agreed] = {}
+        self._last: list[float] = [0.0] * stages
+        """The squares of all stages by which the last step was clipped."""
+        self._weights = 0.0
+        if self._by == "proportion":
+            counted = float(sum(_numbers(share.counted) for share in shares.values()))
+            (self._weights,) = world.sums([counted])
+
+    def state(self) -> dict[str, list[float]]:
+        """The squares of all stages, by version, by which later steps will be clipped, and those of
+        the last step. The same on every rank, without a wait after a drain."""
+        squares = {
+            str(version): list(_agreed(message).squares)
+            for version, message in self._messages.items()
+        }
+        return squares | {_LAST: self._last}
+
+    def load(self, state: Mapping[str, Sequence[float]]) -> None:
+        """Restores the state that `state` returned, if it has as many stages."""
+        fitting = {key: squares for key, squares in state.items() if len(squares) == self._stages}
+        self._last = list(fitting.pop(_LAST, self._last))
+        self._messages = {
+            int(version): Agreed(tuple(squares), overflowed=False, loss=0.0)
+            for version, squares in fitting.items()
+        }
+
+    def of(self, stage: int, version: int, late: int) -> tuple[Norm, dict[str, Norm]]:
+        """The norm for the stage's own gradients in the step to `version`, and for each of its tied
+        parameters, by name; `late` is D of `known`."""
+        share = self._shares[stage]
+        shared = {
+            name: math.sqrt(float(squared_norm_alike(parameter.grad)))
+            for name, parameter in share.shared_by_name.items()
+            if parameter.grad is not None
+        }
+        if self._by in ("stage", "proportion"):
+            own_norm = math.sqrt(float(squared_norm(gradients_of(share.own))))
+            return Norm(own_norm, self._bound(share.own)), {
+                name: Norm(norm, self._bound([share.shared_by_name[name]]))
+                for name, norm in shared.items()
+            }
+        own = squared_norm(gradients_of(share.counted))
+        message: StepMessage | Agreed = StepMessage(
+            {stage: own}, self._stages, self._world.control, loss=0.0
+        )
+        if self._by == "known":
+            self._messages[version] = message
+            message = self._messages.get(version - late, message)
+            self._messages.pop(version - late, None)
+        with self._activities.during(Activity("meet", "the norms of all stages")):
+            self._last = list(_agreed(message).squares)
+        norm_of_shared = math.sqrt(sum(self._last))
+        return Norm(self._with_own(stage, float(own)), self._limit), {
+            name: Norm(
+                max(norm_of_shared, norm) if self._by == "known" else norm_of_shared, self._limit
+            )
+            for name, norm in shared.items()
+        }
+
+    def expected_factor(self, stage: int, gradients: Sequence[Tensor], scale: float) -> float:
+        """The factor by which the coming step would clip the stage's own gradients if they were
+        `scale` times these; for `global` and `known` if the others' squares were those of the last
+        step."""
+        own = float(squared_norm(gradients)) * scale**2
+        if self._by in ("stage", "proportion"):
+            return clip_factor(math.sqrt(own), self._bound(self._shares[stage].own))
+        return clip_factor(self._with_own(stage, own), self._limit)
+
+    def _with_own(self, stage: int, own: float) -> float:
+        """The norm of all stages, where this stage's square is newer than the others'."""
+        return math.sqrt(sum([*self._last[:stage], own, *self._last[stage + 1 :]]))
+
+    def _bound(self, weights: Iterable[nn.Parameter]) -> float:
+        if self._by == "stage":
+            return self._limit
+        return self._limit * math.sqrt(_numbers(weights) / self._weights)
+
+
+def steps_until_known(ahead: Sequence[int], step_every: int) -> int:
+    """D: the steps by which others' norms are late, where stages run `ahead` by this much.
+
+    >>> steps_until_known((3, 2, 1, 0), 1), steps_until_known((3, 2, 1, 0), 4)
+    (4, 1)
+    """
+    return -(-(max(ahead) + 1) // step_every)
+
+
+def _agreed(message: StepMessage | Agreed) -> Agreed:
+    return message if isinstance(message, Agreed) else message.agreed()
+
+
+def _numbers(weights: Iterable[nn.Parameter]) -> int:
+    return sum(weight.numel() for weight in weights if weight.requires_grad)
+
+
+class LossError(AsyncPipeError):
+    """A loss or a gradient is NaN or infinite."""
+
+
+class Finite:
+    """Checks the numbers of each step, and remembers the last good ones.
+
+    loss: the last finite loss.
+
+    Every check raises LossError.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._norm = ""
+        self._step = 0
+        self.loss = math.nan
+
+    def check_loss(self, step: int, loss: float) -> None:
+        if not math.isfinite(loss):
+            last = f" (it was {self.loss:.3f} at step {self._step}{self._norm})"
+            raise LossError(
+                f"the loss is {loss} at step {step}{last if self._step else ''}. Stopped.",
+                self._cure,
+            )
+        self.loss, self._step = loss, step
+
+    def check_norm(self, step: int, norm: float, by_stage: Mapping[int, float]) -> None:
+        """Checks the norm of all gradients in question; `by_stage` identifies the stages at
+        fault."""
+        if not math.isfinite(norm):
+            wrong = [str(stage) for stage, own in by_stage.items() if not math.isfinite(own)]
+            stages = f"stage{'s' if len(wrong) > 1 else ''} {', '.join(wrong)}"
+            raise LossError(
+                f"the gradient norm of {stages} is {norm} at step {step}, where the loss is "
+                f"{self.loss:.3f}. Stopped before the weights changed.",
+                self._cure,
+            )
+        self._norm = f", the gradient norm {norm:.2g} before"
+
+    def note_norm(self, step: int, norm: float) -> None:
+        """Remembers the norm of the gradients of this rank's stages, where nothing is clipped by
+        it."""
+        self._norm = f", the gradient norm of this rank's stages {norm:.2g} at step {step}"
+
+    def check_scale(self, step: int, scale: float) -> None:
+        if scale < 1:
+            raise LossError(
+                f"gradients overflow in float16 at step {step}, although the loss scale is "
+                "down to 1. Stopped.",
+                "--precision bfloat16",
+            )
+
+    @property
+    def _cure(self) -> str:
+        lr = self._settings.lr or 0.0
+        other = "--precision bfloat16, or " if self._settings.is_scaled else ""
+        clip = "" if self._settings.clip else ", or --clip 1"
+        start = ", or --sync-start 5%" if self._settings.is_async else ""
+        return f"{other}--lr {lr / 3:.1g} instead of {lr:.1g}, or a longer --warmup{clip}{start}."

@@ -1,31 +1,41 @@
-"""Forward passes over evaluation data -> mean loss, and accuracy of a classifier."""
+"""Forward passes over evaluation data -> the mean loss, and the accuracy of a classifier.
+
+A criterion turns a model's outputs and a target into a loss; it has a built-in name or is a
+function of the user.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from torch import Tensor
+from torch.nn import functional as F
 
-from ..activity import Activities, Activity
-from ..channels import forward_edges
+from ..config.settings import SettingsError
 from ..data.task import Task
-from ..launching.world import World
-from ..lowering import lower
-from ..observed import ActionObserver
-from ..pipeline import Pipeline
-from ..plan import Plan
-from ..replication.statistics import first_buffers
-from ..schedule import Action, Kind, Schedule, one_step
-from ..watching.metrics import EvalRecord
-from .sources import MicroBatches
+from ..distributed.process_groups import World
+from ..errors import DataError
+from ..executor.instrumented import ActionObserver, Activities, Activity
+from ..executor.mailbox import forward_edges
+from ..executor.pipeline import Pipeline
+from ..monitoring.records import EvalRecord
+from ..plan.plan import Plan
+from ..rng import import_seeded
+from ..schedule.dependencies import lower
+from ..schedule.schedule import Action, Kind, Schedule, one_step
+from ..user_code import names_object
+from .batches import MicroBatches
+from .replica_gradients import first_buffers
 
 
-class Evaluation:
-    """Evaluates the live weights between two segments. All ranks take part: of several replicas
-    each has some of the micro-batches, and all the first one's buffers, which are those written.
+class Evaluator:
+    """Evaluates the live weights between two segments. Collective.
 
-    Micro-batches are of one size, so the mean over micro-batches is the mean over samples. A
-    classifier's accuracy is counted where one rank makes the logits and reads the labels.
+    Micro-batches have one size, so the mean over micro-batches is the mean over samples. With
+    several replicas, each evaluates some of the micro-batches, with the buffers of the first one,
+    which are those that are saved. A classifier's accuracy is computed if one rank has both logits
+    and labels.
     """
 
     def __init__(
@@ -46,13 +56,13 @@ class Evaluation:
         self.batches = batches
         outputs = plan.outputs
         self._logits = outputs.get("logits") if isinstance(outputs, Mapping) else outputs
-        # Whole replicas each have a row of micro-batches.
+        # Each replica evaluates a contiguous range of micro-batches.
         ends = [batches * part // world.replicas for part in range(world.replicas + 1)]
         self._first, end = ends[world.replica], ends[world.replica + 1]
         self._schedule = _forward_schedule(plan, schedule, end - self._first)
 
     def __call__(self, pipeline: Pipeline, step: int) -> EvalRecord:
-        """Runs every evaluation micro-batch forward; the same record on every rank."""
+        """Runs every evaluation micro-batch forward; returns the same record on every rank."""
         counts = _Counts(self._logits if self._task.classes else None, self._activities)
 
         def feed(micro_batch: int) -> Mapping[str, Tensor]:
@@ -80,9 +90,11 @@ class Evaluation:
 
 
 def _forward_schedule(plan: Plan, of: Schedule, batches: int) -> Schedule | None:
-    """All forwards, on the ranks of another schedule; as many micro-batches as there are ranks go
-    through a rank's stages together. The backwards are there for the form, and left out. None
-    without micro-batches."""
+    """A schedule of forwards alone, on the ranks of another schedule; None without micro-batches.
+
+    As many micro-batches as there are ranks pass through a rank's stages together. A schedule must
+    have backwards, so it has them too; the pipeline skips them.
+    """
     if not batches:
         return None
     ranks = len(of.ranks)
@@ -102,7 +114,7 @@ def _forward_schedule(plan: Plan, of: Schedule, batches: int) -> Schedule | None
 
 
 class _Counts(ActionObserver):
-    """Adds up losses and right answers; `labels` are those of the micro-batches that were fed."""
+    """Sums up losses and correct answers; `labels` are those of the micro-batches that were fed."""
 
     def __init__(self, logits: str | None, activities: Activities) -> None:
         super().__init__(activities)
@@ -125,10 +137,10 @@ class _Counts(ActionObserver):
 
 
 def right_answers(logits: Tensor, labels: Tensor) -> tuple[int, int]:
-    """How many labels the largest of `logits f[batch, classes]` meets, and of how many.
+    """The number of correct predictions of `logits f[batch, classes]`, and of labels.
 
-    Labels are `i64[batch]`; one below 0 asks for no answer, as in cross entropy. Labels of another
-    kind (a number to be met, a probability for each class) have no right answer.
+    Labels are `i64[batch]`; negative ones are ignored, as in cross entropy. Labels of another kind
+    (regression targets, class probabilities) have no correct answer.
 
     >>> from torch import tensor
     >>> right_answers(tensor([[0.1, 0.9], [0.8, 0.2], [0.3, 0.7]]), tensor([1, 1, -100]))
@@ -139,3 +151,62 @@ def right_answers(logits: Tensor, labels: Tensor) -> tuple[int, int]:
     labels = labels.to(logits.device)
     asked = labels >= 0
     return int((logits.argmax(-1) == labels)[asked].sum()), int(asked.sum())
+
+
+Criterion = Callable[[Any, Tensor], Tensor]
+
+
+def cross_entropy(outputs: Any, target: Tensor) -> Tensor:
+    """The mean cross entropy over all targets; logits `f32[..., classes]`, target `i64[...]`.
+
+    Raises DataError when the number of targets differs from the number of rows of logits.
+    """
+    logits = logits_of(outputs)
+    rows = logits.flatten(0, -2) if logits.ndim > 1 else logits[None]
+    if len(rows) != target.numel():
+        raise DataError(
+            f"cross_entropy takes the last dimension as the classes, so logits of shape "
+            f"{tuple(logits.shape)} are {len(rows)} rows of {rows.shape[1]} classes, but the "
+            f"targets of shape {tuple(target.shape)} are {target.numel()}.",
+            "Let the model return its classes last, for example logits.movedim(1, -1), or give "
+            "--criterion my_file.py:function, which may call torch's cross_entropy.",
+        )
+    return F.cross_entropy(rows, target.flatten())
+
+
+def mse(outputs: Any, target: Tensor) -> Tensor:
+    """The mean squared difference of two tensors of one shape."""
+    return F.mse_loss(logits_of(outputs), target)
+
+
+def logits_of(outputs: Any) -> Tensor:
+    """The tensor of an output structure that a criterion uses."""
+    if isinstance(outputs, Mapping):
+        outputs = outputs["logits"] if "logits" in outputs else tuple(outputs.values())
+    if isinstance(outputs, Tensor):
+        return outputs
+    return next(item for item in outputs if isinstance(item, Tensor))
+
+
+CRITERIA: Mapping[str, Criterion] = {"cross_entropy": cross_entropy, "mse": mse}
+
+
+def check_name(name: str) -> None:
+    """Raises SettingsError for a name that is neither a built-in criterion nor user code; runs no
+    code."""
+    if name not in CRITERIA and not names_object(name):
+        raise SettingsError(
+            f"--criterion {name} is not known.", f"{', '.join(CRITERIA)}, or my_file.py:function"
+        )
+
+
+def find_criterion(name: str, seed: int) -> Criterion:
+    """A built-in criterion, or the user's own `module:function` of (outputs, target).
+
+    `seed` is the run's. Raises SettingsError for an unknown name.
+    """
+    if name in CRITERIA:
+        return CRITERIA[name]
+    check_name(name)
+    found: Criterion = import_seeded(name, "--criterion", SettingsError, seed)
+    return found

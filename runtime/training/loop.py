@@ -1,53 +1,44 @@
-"""What a rank trains with -> trained stages: load, train in segments, evaluate, save."""
+"""Job and process groups -> trained stages: load, train in segments, evaluate, save."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..activity import Activities, Activity
-from ..checkpoint.checkpoints import Checkpoints, describe_resumption, resume
 from ..checkpoint.contents import Rank
 from ..checkpoint.resuming import how_to_go_on
 from ..checkpoint.saving import Saver
-from ..data.order import Order
-from ..data.vocabulary import check_vocabulary
-from ..exits import exits_told
-from ..launching.world import World
-from ..loading import load_stage, load_unused
-from ..observed import ObservedTransport, observed_feed
-from ..pipeline import Pipeline, needed_inputs
-from ..replication.equality import Equality
-from ..replication.holders import held_parameters
-from ..schedule import Schedule
-from ..seeding import drawing_from
-from ..tensors import dtype_of
-from ..watching.gather import Gather, RankFigures
-from ..watching.metrics import EvalRecord, Reporter
-from ..watching.out_of_memory import memory_watched
-from ..watching.several import reporting
-from ..watching.tracing import Tracing
-from ..watching.watch import Watch
-from ..watching.watchdog import Watchdog
-from .agreement import Agreement
-from .asynchronous import delays_of
-from .board import Board
-from .criterion import find_criterion
-from .ending import save_weights, tell_end
-from .evaluation import Evaluation
-from .half import precision_of
-from .observer import Trainer
+from ..config.asynchronous_options import delays_of
+from ..config.batch_layout import StepBatch, consumed
+from ..config.segments import RunSegment, make_flushed_step, make_segment, segments
+from ..config.settings import Settings
+from ..data.task import SampleOrder
+from ..distributed.equality import Equality, SharedParameterError, find_difference, held_parameters
+from ..distributed.process_groups import SharedStore, World
+from ..executor.instrumented import Activities, Activity, observed_feed
+from ..executor.loading import load_unused
+from ..executor.run import needed_inputs
+from ..monitoring.diagnostics import memory_watched
+from ..monitoring.gather import Gather, RankFigures
+from ..monitoring.records import EvalRecord, Reporter
+from ..monitoring.trace import Tracing
+from ..monitoring.trackers import reporting
+from ..monitoring.watchdog import Watchdog
+from ..rng import drawing_from
+from ..schedule.schedule import Schedule
+from ..user_code import exits_told
+from .batches import Dataset, Feed, MicroBatches, feed_nothing
+from .checkpointing import Checkpoints, Stopped, Stopping, describe_resumption, resume
+from .data_consistency import Agreement
+from .evaluation import Evaluator
+from .optimizer_step import OptimizerStepper
 from .remeasure import Remeasuring
-from .segments import Segment, make_flushed_step, make_segment, segments
-from .settings import Settings
+from .run_summary import report_end, save_weights
 from .setup import Job, Setup, find_checkpoint, set_up, write_schedule
-from .shared_equality import SharedParameterError, find_difference
-from .sources import Data, Feed, feed_nothing
-from .step_batch import StepBatch, consumed
-from .stopping import Stopped, Stopping
-from .transport import make_transport
+from .stages import check_tokens, load_stages, make_pipeline
+from .step_records import Watch
 
 
 def train(
@@ -58,11 +49,12 @@ def train(
 ) -> None:
     """Trains this rank's stages; every rank calls it.
 
-    What the user's code draws depends on the seed alone, and is the same on all ranks. The reporter
-    is made on rank 0 only. `on_step` is told every step that this rank has made. Raises the
-    AsyncPipeError that ends this rank, and Stopped when the run was told to stop.
+    Random numbers that user code draws depend on the seed alone and are the same on all ranks. The
+    reporter is created on rank 0 only. `on_step` is called with every step that this rank
+    completes. Raises the AsyncPipeError that ends this rank, and Stopped when the run was asked to
+    stop.
     """
-    activities, board = Activities(), Board(world)
+    activities, board = Activities(), SharedStore(world)
     with (
         drawing_from(job.settings.seed, "run"),
         Watchdog(job.settings, job.folder, world, activities) as watchdog,
@@ -83,49 +75,29 @@ def train(
 
 
 class _Run:
-    """One rank's run: its stages, what it reads, and whom it tells."""
+    """One rank's run: its stages, data feeds, optimizer steps, checkpoints and reporter."""
 
     def __init__(self, setup: Setup, stopping: Stopping) -> None:
         job, world, schedule = setup.job, setup.world, setup.schedule
         settings, plan, found = job.settings, job.plan, setup.found
         self._setup, self._settings, self._plan, self._world = setup, settings, plan, world
-        self._stopping, self._reporter, activities = stopping, setup.reporter, setup.activities
-        self._activities = activities
-        self._tracing = Tracing(settings, activities, schedule, setup.start)
-        self._modules = _load(setup)
+        self._stopping, self._reporter = stopping, setup.reporter
+        self._activities = setup.activities
+        self._tracing = Tracing(settings, self._activities, schedule, setup.start)
+        self._modules = load_stages(setup)
         self._unused: Mapping[str, Tensor] = {}
         if world.rank == 0:
             self._unused = load_unused(settings.folder, plan, weights=setup.weights)
-        device = world.machine.device
-        self._pipeline = Pipeline(
-            plan,
-            self._modules,
-            ObservedTransport(
-                make_transport(setup.transport, world, settings, plan, schedule, device),
-                activities,
-                first_rank=world.grid.first_of(world.replica),
-            ),
-            rank_of_stage=schedule.rank_of_stage,
-            replicas=schedule.replicas,
-            staleness=settings.staleness or "none",
-            criterion=find_criterion(settings.criterion, settings.seed)
-            if settings.criterion
-            else None,
-            device=device,
-            precision=precision_of(settings),
-            dtypes=setup.dtypes,
-            seed=settings.seed,
-            batch_norm_per_step=settings.batch_norm == "mini-batch",
-        )
-        self._others: dict[Segment, Schedule] = {}
-        self._trainer = Trainer(
+        self._pipeline = make_pipeline(setup, self._modules)
+        self._others: dict[RunSegment, Schedule] = {}
+        self._trainer = OptimizerStepper(
             plan,
             self._modules,
             settings,
             world,
-            self._told,
+            self._step_done,
             lr_scale=self._pipeline.lr_scale,
-            activities=activities,
+            activities=self._activities,
             copies=setup.copies,
             delays=schedule.delays,
         )
@@ -133,59 +105,17 @@ class _Run:
         self._equality = Equality(
             self._modules, settings, world, held_parameters(plan, self._modules, world)
         )
-        data, size = setup.data, settings.micro_batch_size or 1
         first = found.facts.samples if found else 0
         self._batch = StepBatch.of(settings, first_step=setup.start, first_sample=first)
-        order = Order(len(data.train), settings.seed) if data else None
-        feed = (
-            Feed(data.train, order, self._batch, setup.fields, seed=data.seed, dims=data.dims)
-            if data
-            else feed_nothing
-        )
-        self._feed = observed_feed(feed, activities)
-        held_out = data.evaluation if data else None
-        self._agreement = Agreement(
-            world,
-            data,
-            order,
-            size=size,
-            batches=settings.eval_batches,
-            first=first,
-            fields=needed_inputs(
-                plan, range(len(plan.stages)), criterion=settings.criterion is not None
-            ),
-            own_fields=setup.fields,
-        )
-        self._evaluation = Evaluation(
-            plan,
-            job.task,
-            observed_feed(
-                Feed(
-                    held_out, None, StepBatch((size,)), setup.fields, seed=data.seed, dims=data.dims
-                )
-                if data and held_out
-                else feed_nothing,
-                activities,
-            ),
-            world,
-            activities,
-            schedule=schedule,
-            batches=self._agreement.evaluation_batches,
-        )
+        data = setup.data
+        order = SampleOrder(len(data.train), settings.seed) if data else None
+        self._feed = self._make_feed(data.train if data else None, order, self._batch)
+        self._agreement = self._compare_data(order, first)
+        self._evaluation = self._make_evaluator()
         self._evaluated: EvalRecord | None = None
         self._difference: str | None = None
         self._gather = Gather(world, len(plan.stages))
-        self._watch: Watch | None = None
-        if setup.reporter is not None:
-            self._watch = Watch(
-                settings,
-                job.task,
-                self._gather,
-                setup.reporter,
-                self._batch,
-                length=self._agreement.length,
-                seconds=found.facts.seconds if found else 0.0,
-            )
+        self._watch = self._make_watch()
         self._steps = Remeasuring(
             plan,
             settings,
@@ -196,12 +126,64 @@ class _Run:
             tell=self._rescheduled,
             resumed=found.facts.schedule if found else None,
         )
-        self._check_tokens(data)
-        self._checkpoints = self._go_on()
+        check_tokens(setup, self._modules)
+        self._checkpoints = self._resume()
+
+    def _make_feed(
+        self, samples: Dataset | None, order: SampleOrder | None, batch: StepBatch
+    ) -> MicroBatches:
+        """The micro-batches of these samples for this rank's stages."""
+        data, fields = self._setup.data, self._setup.fields
+        feed: MicroBatches = feed_nothing
+        if data is not None and samples is not None:
+            feed = Feed(samples, order, batch, fields, seed=data.seed, dims=data.dims)
+        return observed_feed(feed, self._activities)
+
+    def _compare_data(self, order: SampleOrder | None, first: int) -> Agreement:
+        """The sizes of the data that all ranks agree on. Collective."""
+        settings, stages = self._settings, range(len(self._plan.stages))
+        return Agreement(
+            self._world,
+            self._setup.data,
+            order,
+            size=settings.micro_batch_size or 1,
+            batches=settings.eval_batches,
+            first=first,
+            fields=needed_inputs(self._plan, stages, criterion=settings.criterion is not None),
+            own_fields=self._setup.fields,
+        )
+
+    def _make_evaluator(self) -> Evaluator:
+        data, batch = self._setup.data, StepBatch((self._settings.micro_batch_size or 1,))
+        samples = data.evaluation if data and data.evaluation else None
+        return Evaluator(
+            self._plan,
+            self._setup.job.task,
+            self._make_feed(samples, None, batch),
+            self._world,
+            self._activities,
+            schedule=self._setup.schedule,
+            batches=self._agreement.evaluation_batches,
+        )
+
+    def _make_watch(self) -> Watch | None:
+        """On rank 0, turns the metrics of all ranks into records."""
+        found = self._setup.found
+        if self._reporter is None:
+            return None
+        return Watch(
+            self._settings,
+            self._setup.job.task,
+            self._gather,
+            self._reporter,
+            self._batch,
+            length=self._agreement.length,
+            seconds=found.facts.seconds if found else 0.0,
+        )
 
     def train(self) -> None:
-        """All segments, the evaluations and checkpoints between them, and one at the end. Raises
-        Stopped where the run was told to stop before."""
+        """Runs all segments with the evaluations and checkpoints between them, and a last
+        evaluation. Raises Stopped when the run was asked to stop before its end."""
         settings, made = self._settings, self._setup.start
         self._gather.start(settings.steps - made)
         for segment in segments(settings, made):
@@ -223,7 +205,7 @@ class _Run:
             self._save(made)
         elif self._evaluated is None or self._evaluated.step != made:
             self._evaluate(made)
-        with self._activities.during(Activity("meet", "the figures of all steps are told")):
+        with self._activities.during(Activity("meet", "the metrics of all steps")):
             self._gather.finish()
         self._pipeline.close()
         self._checkpoints.finish()
@@ -231,11 +213,11 @@ class _Run:
             self._stop(made)
 
     def end(self) -> None:
-        """Writes the weights, exports them if asked to, and reports the end of the run. Raises
-        SharedParameterError after that, where holders of a parameter have come apart."""
+        """Writes the weights, exports them if requested, and reports the end of the run. Afterwards
+        raises SharedParameterError if the holders of a tied parameter differ."""
         setup, world = self._setup, self._world
         difference = self._compare_shared()
-        with self._pipeline.settled():
+        with self._pipeline.eval_weights():
             save_weights(
                 self._plan,
                 self._settings,
@@ -245,19 +227,12 @@ class _Run:
                 world,
                 self._activities,
             )
-        tell_end(
-            self._plan,
-            setup.job.planned,
-            self._settings,
-            setup.job.folder,
-            world=world,
-            schedule=self._steps.current,
-            tracing=self._tracing,
+        report_end(
+            setup,
+            self._steps.current,
+            self._tracing,
             watch=self._watch,
-            reporter=self._reporter,
             evaluated=self._evaluated,
-            cores=world.machine.cores,
-            dtypes=setup.dtypes,
         )
         if difference is not None:
             raise SharedParameterError(
@@ -267,7 +242,7 @@ class _Run:
             )
 
     def _compare_shared(self) -> str | None:
-        """What is wrong with parameters that several stages hold; warns of it once."""
+        """The message about tied parameters that differ between stages; warns once."""
         with self._activities.during(Activity("meet", "the checksums of shared parameters")):
             difference = find_difference(self._plan, self._modules, self._world)
         if difference is not None and self._difference is None and self._reporter is not None:
@@ -275,9 +250,9 @@ class _Run:
         self._difference = difference
         return difference
 
-    def _make(self, segment: Segment) -> int:
-        """Makes the steps of a segment, or those of them that are made before a stop; how many the
-        run has by then."""
+    def _make(self, segment: RunSegment) -> int:
+        """Runs the steps of a segment, up to a stop if there is one; returns the number of steps of
+        the run so far."""
         settings, world, steps = self._settings, self._world, segment.steps
         position, samples = self._batch.position(steps.start), self._batch.samples
         reads = Activity("data", "the first samples, which ranks compare")
@@ -311,9 +286,8 @@ class _Run:
             self._equality.check(made)
         return made
 
-    def _go_on(self) -> Checkpoints:
-        """Lets this rank go on from the checkpoint that was found, if one was; what writes those to
-        come."""
+    def _resume(self) -> Checkpoints:
+        """Restores the checkpoint if there is one; returns the writer of later checkpoints."""
         setup, settings, found = self._setup, self._settings, self._setup.found
         rank = Rank(
             self._plan,
@@ -333,10 +307,7 @@ class _Run:
             self._world,
             setup.board,
             self._activities,
-            last=settings.keep_last,
-            best=settings.keep_best,
-            save_to=settings.save_to,
-            patience_s=settings.patience_s,
+            settings,
             tell=lambda text: self._note("checkpoint", text),
             unused=self._unused,
         )
@@ -351,7 +322,7 @@ class _Run:
         )
 
     def _save(self, step: int) -> None:
-        self._drain(step)  # A run that goes on from there has the records until there.
+        self._drain(step)  # so that a resumed run has the records up to this step
         self._compare_shared()
         evaluated = self._evaluated
         self._checkpoints.save(
@@ -364,9 +335,9 @@ class _Run:
         )
 
     def _stop(self, step: int) -> None:
-        """Ends a run that was told to stop, when all ranks have what they need for another."""
-        told = f"by {self._stopping.reason} after step {step} of {self._settings.steps}"
-        self._note("stopped", told + how_to_go_on(self._setup.job.folder))
+        """Ends a run that was asked to stop, once all ranks have written their checkpoint."""
+        reason = f"by {self._stopping.reason} after step {step} of {self._settings.steps}"
+        self._note("stopped", reason + how_to_go_on(self._setup.job.folder))
         with self._activities.during(Activity("meet", "the checkpoint is written")):
             self._world.meet()
         raise Stopped
@@ -375,8 +346,8 @@ class _Run:
         if self._reporter is not None:
             self._reporter.on_note(about, text)
 
-    def _told(self, figures: RankFigures) -> None:
-        """A step is over on this rank."""
+    def _step_done(self, figures: RankFigures) -> None:
+        """Called when this rank has completed a step."""
         self._gather.send(figures)
         self._setup.on_step(int(figures.step))
         self._tracing.step_is_over(int(figures.step))
@@ -396,7 +367,7 @@ class _Run:
         if self._reporter is not None:
             self._reporter.on_eval(self._evaluated)
 
-    def _schedule(self, segment: Segment) -> Schedule:
+    def _schedule(self, segment: RunSegment) -> Schedule:
         steps, settings = len(segment.steps), self._settings
         is_whole = segment.micro_batches == settings.micro_batches
         if steps == 1 and is_whole and segment.synchronous != settings.is_async:
@@ -418,33 +389,3 @@ class _Run:
     def _rescheduled(self, text: str, schedule: Schedule) -> None:
         write_schedule(self._setup.job.folder, schedule)
         self._note("schedule", text)
-
-    def _check_tokens(self, data: Data | None) -> None:
-        if data is None or data.largest_token is None:
-            return
-        sample = self._setup.job.task.sample
-        for index, module in self._modules.items():
-            if sample in self._plan.stages[index].inputs:
-                check_vocabulary(
-                    module,
-                    self._plan.stages[index],
-                    sample,
-                    data.largest_token(),
-                    source=data.source,
-                    tokenizer=data.tokenizer,
-                )
-
-
-def _load(setup: Setup) -> dict[int, nn.Module]:
-    settings, world = setup.job.settings, setup.world
-    modules = {}
-    for stage in world.grid.stages_of(world.rank, setup.schedule):
-        module = load_stage(
-            settings.folder,
-            setup.job.planned,
-            stage,
-            weights=setup.weights,
-            device=world.machine.device,
-        )
-        modules[stage] = module.to(dtype_of(settings.dtype)).train()
-    return modules

@@ -1,15 +1,14 @@
-"""What the first steps of a run took -> the schedule of all others: `--schedule auto`.
+"""Measured times of the first steps -> the schedule of all later steps: `--schedule auto`.
 
-A plan's costs were measured stage by stage, alone and beforehand. A run knows better what its ranks
-take, all at work. So the first schedule, from the plan's costs, goes for a few steps with every
-backward whole, and for a few more with every backward in two parts, one right behind the other:
-that measures what W takes and what parting costs. Then rank 0 computes the schedule again, and all
-ranks take over its text.
+The costs of a plan were measured before the run, one stage at a time. A run can measure them with
+all ranks at work. So the first schedule, computed from the plan's costs, runs for a few steps with
+whole backwards, and for a few more with split backwards, W right after B, which measures the time
+of W and the cost of splitting. Then rank 0 computes the schedule again and broadcasts its text.
 
-    step  1         left out: caches and memory are new
-    steps 2 to 5    whole backwards are measured
-    steps 6 and 7   backwards in two parts are measured
-    step  8         the schedule computed from it begins
+    step  1         ignored: caches and memory are cold
+    steps 2 to 5    measure whole backwards
+    steps 6 and 7   measure split backwards
+    step  8         first step of the new schedule
 """
 
 from __future__ import annotations
@@ -17,38 +16,42 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from statistics import median
 
-from ..activity import COMPUTING
-from ..channels import forward_edges, gradient_edges
-from ..launching.world import World
-from ..plan import Plan
-from ..schedule import Action, Schedule, one_step
-from ..schedule_text import from_text, to_text
-from ..schedules import AUTO
-from ..simulate import Costs, simulate
-from ..watching.gather import RankFigures
-from .segments import fit, lowered, waiting_stages
-from .settings import Settings
+from ..config.segments import fit, lowered, waiting_stages
+from ..config.settings import Settings
+from ..distributed.process_groups import World
+from ..executor.instrumented import COMPUTING
+from ..executor.mailbox import forward_edges, gradient_edges
+from ..monitoring.gather import RankFigures
+from ..plan.plan import Plan
+from ..schedule.builders import AUTO
+from ..schedule.schedule import Action, Schedule, one_step
+from ..schedule.simulate import ActionCosts, simulate
+from ..schedule.text import from_text, to_text
 
-_WHOLE, _PARTED = range(2, 6), range(6, 8)
-_LAST = _PARTED[-1]
+_WHOLE, _SPLIT = range(2, 6), range(6, 8)
+_LAST = _SPLIT[-1]
 _ENOUGH = 2 * _LAST
-"""A shorter run keeps to the first schedule."""
+"""The steps below which a run keeps the first schedule."""
 
 
 def when_measured(settings: Settings) -> str:
-    """Whether and when the schedule of the run is computed again."""
+    """When the schedule of the run is computed again, if it is."""
     if settings.steps < _ENOUGH:
         return f"and kept, since the run has fewer than {_ENOUGH} steps"
     return f"and again from measured ones after step {_LAST}"
 
 
 class Remeasuring:
-    """The schedule of every step of one run, lowered; all ranks ask for those of all steps in turn.
+    """The schedule of every step of a run, lowered; all ranks request the steps in order.
 
-    On rank 0 `figures` gives what every rank said of the steps so far, from the second on, and
-    `optimizer_ms` each rank's optimizer; `tell` is told what was done. A run that is `resumed`,
-    with the text of the schedule that it had, measures nothing again: its gradients would be
-    summed in another order.
+    A resumed run does not measure again, as its gradients would be summed in another order.
+
+    Arguments:
+    first: the schedule computed from the plan's costs.
+    figures: on rank 0, returns the metrics of every rank from the second step up to a step.
+    optimizer_ms: on rank 0, returns the time of each rank's optimizer.
+    tell: on rank 0, called with a message and the new schedule.
+    resumed: the text of the schedule of a resumed run.
     """
 
     def __init__(
@@ -76,8 +79,8 @@ class Remeasuring:
             self.current = lowered(plan, with_whole_backwards(first.compute), check=False)
 
     def text_after(self, step: int) -> str:
-        """The schedule that a run resumed after a step goes on with: the newest, none that was only
-        there to be measured. "" for one that follows from the settings."""
+        """The schedule with which a run resumed after a step continues: the newest that is not only
+        for measurements; "" if it follows from the settings."""
         if self._settings.schedule != AUTO:
             return ""
         is_made = not self._is_wanted or step > _LAST
@@ -85,9 +88,9 @@ class Remeasuring:
 
     def of_step(self, step: int) -> Schedule:
         """The schedule of a step, counted from 1."""
-        if self._is_wanted and step == _PARTED[0]:
-            parted = with_parted_backwards(self._first.compute)
-            self.current = lowered(self._plan, parted, check=False)
+        if self._is_wanted and step == _SPLIT[0]:
+            split = with_split_backwards(self._first.compute)
+            self.current = lowered(self._plan, split, check=False)
         elif self._is_wanted and step == _LAST + 1:
             text = self._fitted() if self._world.rank == 0 else ""
             made = from_text(self._world.text_of_first(text), (), grad_edges=())
@@ -105,18 +108,18 @@ class Remeasuring:
             simulate(schedule, costs, edges, grad_edges=gradients, shared_stages=waiting)
             for schedule in (first, made)
         )
-        parted = len(made.split)
+        split = len(made.split)
         self._tell(
             f"computed from what steps {_WHOLE[0]} to {_LAST} took: {after.makespan_ms:.0f} ms a "
             f"step instead of {before.makespan_ms:.0f}; "
-            f"{parted or 'none'} of {made.stages * made.micro_batches} backwards in two parts",
+            f"{split or 'none'} of {made.stages * made.micro_batches} backwards in two parts",
             made,
         )
         return to_text(made)
 
 
 def _is_like(made: Schedule, other: Schedule) -> bool:
-    """Whether one can be run in place of the other."""
+    """True if one schedule can replace the other."""
     return (made.rank_of_stage, made.replicas, made.micro_batches) == (
         other.rank_of_stage,
         other.replicas,
@@ -125,9 +128,9 @@ def _is_like(made: Schedule, other: Schedule) -> bool:
 
 
 def with_whole_backwards(schedule: Schedule) -> Schedule:
-    """The same order with every backward whole, where its first part is.
+    """The same order with whole backwards, each at the place of its B.
 
-    >>> from asyncpipe.runtime.zero_bubble import zb_v
+    >>> from asyncpipe.runtime.schedule.interleaved import zb_v
     >>> print(with_whole_backwards(zb_v(2, 2, 1)))
     rank 0: 0F0@v0 1F0@v0 1B0@v0 0F1@v0 0B0@v0 1F1@v0 1B1@v0 0B1@v0 0S1 1S1
     """
@@ -135,11 +138,11 @@ def with_whole_backwards(schedule: Schedule) -> Schedule:
     return one_step(schedule.name, rows, schedule.rank_of_stage)
 
 
-def with_parted_backwards(schedule: Schedule) -> Schedule:
-    """The same order with every backward in two parts, W right behind B.
+def with_split_backwards(schedule: Schedule) -> Schedule:
+    """The same order with split backwards, W right after B.
 
-    >>> from asyncpipe.runtime.schedules import one_f_one_b
-    >>> print(with_parted_backwards(one_f_one_b(1, 2)))
+    >>> from asyncpipe.runtime.schedule.builders import one_f_one_b
+    >>> print(with_split_backwards(one_f_one_b(1, 2)))
     rank 0: 0F0@v0 0B0@v0 0W0@v0 0F1@v0 0B1@v0 0W1@v0 0S1
     """
     rows: list[list[Action]] = []
@@ -155,8 +158,9 @@ def with_parted_backwards(schedule: Schedule) -> Schedule:
 
 def costs_of_steps(
     figures: Sequence[Sequence[RankFigures]], optimizer_ms: Sequence[float], schedule: Schedule
-) -> Costs:
-    """Medians of the measured steps; transfers free, optimizers shared out among their stages."""
+) -> ActionCosts:
+    """Medians of the measured steps; transfers are free, a rank's optimizer time is divided among
+    its stages."""
     stages, m = range(schedule.stages), schedule.micro_batches
 
     def of(kind: str, stage: int, steps: range) -> float:
@@ -166,10 +170,10 @@ def costs_of_steps(
         return 1e3 * median(found) / m
 
     whole = [of("B", stage, _WHOLE) for stage in stages]
-    weight = [of("W", stage, _PARTED) for stage in stages]
-    inputs = [of("B", stage, _PARTED) for stage in stages]
+    weight = [of("W", stage, _SPLIT) for stage in stages]
+    inputs = [of("B", stage, _SPLIT) for stage in stages]
     on_rank = [schedule.rank_of_stage.count(rank) for rank in schedule.rank_of_stage]
-    return Costs(
+    return ActionCosts(
         forward_ms=tuple(of("F", stage, _WHOLE) for stage in stages),
         backward_ms=tuple(whole),
         step_ms=tuple(

@@ -1,54 +1,149 @@
-"""Settings -> what a rank trains with, agreed on with the others, and told before it begins."""
+"""Job and process groups -> the setup of a rank: schedule, transport and data, agreed on by all
+ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import datetime
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from ..activity import Activities, Activity
-from ..boundary_dtypes import BoundaryDtypes
-from ..checkpoint.checkpoints import check_model, check_steps
-from ..checkpoint.elsewhere import initial_weights
-from ..checkpoint.finding import Found, first_good
-from ..checkpoint.folders import WEIGHTS, clear_unfinished
+from ..checkpoint.contents import FoundCheckpoint, first_good
+from ..checkpoint.folders import WEIGHTS, FolderLock, clear_unfinished
+from ..checkpoint.remote import initial_weights
 from ..checkpoint.resuming import candidates, keep_records_until
+from ..checkpoint.storage import check_exportable
+from ..config.mixed_precision import find_boundary_dtypes
+from ..config.resolve import gpu_of_rank, sized_plan
+from ..config.segments import make_segment
+from ..config.settings import Settings
 from ..data.task import Task
-from ..host_memory import keep_freed_memory
-from ..launching.failure import RankFolder
-from ..launching.folder_lock import FolderLock
-from ..launching.world import World
-from ..pipeline import needed_inputs
-from ..plan import Plan
-from ..run_report.records import METRICS
-from ..schedule import Schedule
-from ..schedule_text import to_text
-from ..transports.choose import Choice
-from ..watching.debugger import wait_for_debugger
-from ..watching.metrics import Reporter
-from .board import Board
-from .export import check_exportable
-from .facts import announce, describe_data, forecast_run
-from .half import find_boundary_dtypes
-from .resolve import sized_plan
-from .segments import make_segment
-from .settings import Settings
-from .sources import Data, open_data, prepare_data
-from .transport import agree_on_transport, group_of_gradients
+from ..distributed.failure import RankFolder
+from ..distributed.process_groups import SharedStore, World
+from ..executor.instrumented import Activities, Activity
+from ..executor.mailbox import plan_channels
+from ..executor.precision import AS_PLANNED, BoundaryDtypes
+from ..executor.run import needed_inputs
+from ..monitoring.diagnostics import wait_for_debugger
+from ..monitoring.records import Reporter
+from ..monitoring.run_files import METRICS
+from ..plan.plan import Plan
+from ..process import keep_freed_memory
+from ..schedule.schedule import Schedule
+from ..schedule.text import to_text
+from ..transports.choose import (
+    Circumstances,
+    TransportChoice,
+    choose,
+    find_circumstances,
+    has_nccl,
+    have_own_gpus,
+    open_transport,
+    whereabouts,
+)
+from ..transports.nccl import Lane, lanes_of
+from ..transports.protocol import Transport
+from .batches import Data, open_data, prepare_data
+from .checkpointing import check_model, check_steps
+from .run_summary import announce, describe_data, forecast_run
+
+
+def agree_on_transport(world: World, settings: Settings, device: str) -> TransportChoice:
+    """The transport that rank 0 was asked for, or the fastest one for this pipeline's ranks; the
+    same on all of them.
+
+    Raises TransportError, on all of them, for a transport that cannot work there.
+    """
+    asked = world.text_of_first(settings.transport)
+    places = world.gathered(whereabouts(torch.device(device)))
+    own = [places[rank] for rank in world.grid.pipeline_of(world.rank)]
+    return choose(asked, find_circumstances(world.pipeline, own))
+
+
+def group_of_gradients(world: World, settings: Settings, device: str) -> dist.ProcessGroup | None:
+    """The group of the ranks with the same stages, which sum gradients; None without replicas.
+
+    Uses NCCL if each rank has a GPU of its own. Collective.
+    """
+    if world.grid.most_copies == 1:
+        return None
+    places = world.gathered_from_copies(whereabouts(torch.device(device)))
+    is_able = have_own_gpus(places) and all(text[16] for text in places)
+    # All create a group or none: see `process_groups._in_groups`.
+    if all(answer == b"1" for answer in world.gathered(b"1" if is_able else b"0")):
+        group: dist.ProcessGroup = dist.new_group(
+            list(world.grid.copies_of(world.rank)),
+            timeout=datetime.timedelta(seconds=settings.patience_s),
+            backend="nccl",
+            use_local_synchronization=True,
+        )
+        return group if len(places) > 1 else None
+    return world.copies
+
+
+def expect_transport(settings: Settings, plan: Plan, ranks: int) -> TransportChoice:
+    """The transport that ranks started on this machine would agree on."""
+    on_gpus = settings.device == "cuda"
+    where = Circumstances(
+        ranks,
+        on_gpus=on_gpus,
+        own_gpus=on_gpus and len(set(gpu_of_rank(plan, ranks, settings.ranks_per_gpu))) == ranks,
+        has_nccl=on_gpus and has_nccl(),
+    )
+    return choose(settings.transport, where)
+
+
+def make_transport(
+    choice: TransportChoice,
+    world: World,
+    settings: Settings,
+    plan: Plan,
+    schedule: Schedule,
+    device: str,
+) -> Transport:
+    """This rank's end of its pipeline's transport; every rank calls it."""
+    return open_transport(
+        choice.name,
+        world.pipeline,
+        timeout_s=settings.patience_s,
+        device=device,
+        lanes=frozenset().union(*(lanes_of_plan(plan, ranks) for ranks in schedule.placements)),
+    )
+
+
+def lanes_of_plan(plan: Plan, rank_of_stage: Sequence[int]) -> frozenset[Lane]:
+    """The pairs of ranks that communicate, by kind of message; independent of tensor sizes."""
+    channels = plan_channels(
+        plan,
+        rank_of_stage,
+        sizes=plan.sizes,
+        shared_specs={},
+        state_bytes=0,
+        dtypes=AS_PLANNED,
+    )
+    return lanes_of(channels)
 
 
 @dataclass(frozen=True)
 class Job:
-    """All that a rank needs to begin: resolved settings, the plan as it was made, and the run's
-    folder, of which the process that leads the run holds the `lock`."""
+    """Everything that a rank needs to start.
+
+    settings: the resolved settings.
+    task: the task of the model.
+    planned: the plan as it was made.
+    folder: the run's folder.
+    code: the SHA-256 of each file of the stages when the command began.
+    lock: the lock of the folder, which the process that leads the run holds.
+    """
 
     settings: Settings
     task: Task
     planned: Plan
     folder: Path
+    code: Mapping[str, str]
     lock: FolderLock = field(default_factory=lambda: FolderLock("run"), compare=False)
 
     @property
@@ -59,32 +154,43 @@ class Job:
 
 @dataclass(frozen=True)
 class Setup:
-    """What a rank trains with, when it has agreed on it with the others: the schedule, the
-    transport, the group that sums gradients, the checkpoint to go on from; and what it alone has:
-    its data, of which its stages read `fields`, and on rank 0 a reporter."""
+    """The setup of a rank, agreed on with the others.
+
+    job, world: the job, and the process groups.
+    schedule: the schedule of a step.
+    dtypes: the dtypes of tensors between ranks.
+    transport: the transport of the pipeline.
+    copies: the group that sums gradients; None without replicas.
+    found: the checkpoint to resume from, if there is one.
+    data: this rank's data; None if its stages read none.
+    fields: the fields of the data that its stages read.
+    reporter: the reporter, on rank 0.
+    on_step: called with every step that this rank completes.
+    activities, board: the record of this rank's activities, and the shared store.
+    """
 
     job: Job
     world: World
     schedule: Schedule
     dtypes: BoundaryDtypes
-    transport: Choice
+    transport: TransportChoice
     copies: dist.ProcessGroup | None
-    found: Found | None
+    found: FoundCheckpoint | None
     data: Data | None
     fields: tuple[str, ...]
     reporter: Reporter | None
     on_step: Callable[[int], None]
     activities: Activities
-    board: Board
+    board: SharedStore
 
     @property
     def start(self) -> int:
-        """The steps that were made before."""
+        """The number of steps that were made before."""
         return self.found.facts.step if self.found else 0
 
     @property
     def weights(self) -> str | None:
-        """Where the stages' weights are, if not in the generated folder."""
+        """The location of the stages' weights, if not in the generated folder."""
         if self.found is not None:
             return str(self.found.path / WEIGHTS)
         return initial_weights(self.job.settings, self.job.folder)
@@ -94,13 +200,12 @@ def set_up(
     job: Job,
     world: World,
     reporter: Reporter | None,
-    found: Found | None,
+    found: FoundCheckpoint | None,
     on_step: Callable[[int], None],
     activities: Activities,
-    board: Board,
+    board: SharedStore,
 ) -> Setup:
-    """Agrees with the other ranks on how to train, and has rank 0 tell of it; every rank calls
-    it."""
+    """Agrees with the other ranks on the setup, and reports it on rank 0; every rank calls it."""
     settings, plan = job.settings, job.plan
     machine = world.machine
     torch.set_num_threads(machine.threads)
@@ -108,16 +213,12 @@ def set_up(
     if settings.export_hf:
         check_exportable(Path(settings.folder), settings.export_hf)
     schedule = make_segment(plan, settings, steps=1)
-    dtypes = find_boundary_dtypes(settings, plan)
+    dtypes = find_boundary_dtypes(settings, plan, job.code)
     forecast = forecast_run(plan, job.planned, settings, machine.cores, schedule, dtypes)
     if reporter is not None:
         write_schedule(job.folder, schedule)
     wait_for_debugger(settings, world, reporter)
-    if world.rank == 0:
-        with activities.during(Activity("other", "prepares the data")):
-            prepare_data(settings, job.task, job.folder)
-    with activities.during(Activity("meet", "the data are prepared")):
-        world.meet()
+    _prepare_together(job, world, activities)
     with activities.during(Activity("meet", "the choice of a transport")):
         transport = agree_on_transport(world, settings, world.machine.device)
         copies = group_of_gradients(world, settings, world.machine.device)
@@ -155,16 +256,25 @@ def set_up(
     )
 
 
+def _prepare_together(job: Job, world: World, activities: Activities) -> None:
+    """Rank 0 prepares the data, and all ranks wait for it."""
+    if world.rank == 0:
+        with activities.during(Activity("other", "prepares the data")):
+            prepare_data(job.settings, job.task, job.folder)
+    with activities.during(Activity("meet", "the data are prepared")):
+        world.meet()
+
+
 def find_checkpoint(
     job: Job, world: World, activities: Activities
-) -> tuple[Found | None, list[str]]:
-    """The checkpoint that the run goes on from, and which were passed over. Of the records of its
-    folder those up to it are left."""
+) -> tuple[FoundCheckpoint | None, list[str]]:
+    """The checkpoint to resume from, and messages about those that were skipped; rank 0 drops the
+    folder's later records."""
     settings = job.settings
     asked, may_skip = candidates(settings, job.folder)
     if world.rank == 0:
         clear_unfinished(job.folder)
-    with activities.during(Activity("meet", "the checkpoint to go on from")):
+    with activities.during(Activity("meet", "the checkpoint to resume from")):
         found, skipped = first_good(asked, world, may_skip=may_skip)
     if found is not None:
         check_steps(settings, found)
@@ -175,5 +285,5 @@ def find_checkpoint(
 
 
 def write_schedule(folder: Path, schedule: Schedule) -> None:
-    """Leaves the schedule in the run's folder, as `--schedule FILE` reads it."""
+    """Writes the schedule to the run's folder, in the format of `--schedule FILE`."""
     (folder / "schedule.txt").write_text(to_text(schedule.compute), encoding="utf-8")

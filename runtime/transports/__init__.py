@@ -1,10 +1,9 @@
-"""How tensors get from one rank to another, behind one protocol."""
+"""Transports of tensors between ranks, behind one protocol."""
 
 from .gloo import GlooTransport
-from .local import LocalHub, LocalTransport, run_together
 from .mpi import MpiTransport
 from .nccl import NcclTransport
-from .protocol import Channel, Handle, Transport
+from .protocol import Channel, Handle, LocalHub, LocalTransport, Transport, run_together
 from .shm import ShmTransport
 
 __all__ = [

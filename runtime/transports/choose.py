@@ -21,32 +21,29 @@ import torch.distributed as dist
 
 from ..errors import TransportError
 from .gloo import GlooTransport
-from .local import LocalHub
 from .mpi import MpiTransport, check_world, load_mpi
 from .nccl import Lane, NcclTransport
 from .peers import obstacle
-from .protocol import Transport
+from .protocol import LocalHub, Transport
 from .shm import ShmTransport
 
 
 @dataclass(frozen=True, slots=True)
 class Circumstances:
-    """Where the ranks of a run are.
-
-    `apart` says why they cannot share memory, "" if they can. `own_gpus`: each computes on a GPU
-    that no other uses.
-    """
+    """The placement of the ranks of a run."""
 
     ranks: int
     apart: str = ""
+    """Why they cannot share memory; "" if they can."""
     on_gpus: bool = False
     own_gpus: bool = False
+    """Each rank computes on a GPU that no other rank uses."""
     has_nccl: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """A transport and why it was taken; no reason where the user asked for it."""
+class TransportChoice:
+    """A transport and the reason for it; no reason if the user asked for it."""
 
     name: str
     reason: str = ""
@@ -55,7 +52,7 @@ class Choice:
         return f"{self.name} ({self.reason})" if self.reason else self.name
 
 
-def choose(asked: str, where: Circumstances) -> Choice:
+def choose(asked: str, where: Circumstances) -> TransportChoice:
     """The transport of that name, or the fastest that works for `auto`.
 
     Raises TransportError for one that cannot work there.
@@ -67,17 +64,19 @@ def choose(asked: str, where: Circumstances) -> Choice:
         return _fastest(where)
     if refusal := _refusal(asked, where):
         raise TransportError(f"--transport {asked}: {refusal}", "--transport auto")
-    return Choice(asked if where.ranks > 1 else "local")
+    return TransportChoice(asked if where.ranks > 1 else "local")
 
 
-def _fastest(where: Circumstances) -> Choice:
+def _fastest(where: Circumstances) -> TransportChoice:
     if where.ranks == 1:
-        return Choice("local", "one process")
+        return TransportChoice("local", "one process")
     if where.own_gpus and where.has_nccl:
-        return Choice("nccl", "a GPU each")
+        return TransportChoice("nccl", "a GPU each")
     if where.on_gpus:
-        return Choice("gloo", where.apart or "GPUs of one host; CUDA IPC: --transport shm")
-    return Choice("gloo", where.apart) if where.apart else Choice("shm", "one host")
+        return TransportChoice("gloo", where.apart or "GPUs of one host; CUDA IPC: --transport shm")
+    return (
+        TransportChoice("gloo", where.apart) if where.apart else TransportChoice("shm", "one host")
+    )
 
 
 def _refusal(asked: str, where: Circumstances) -> str:
@@ -85,7 +84,7 @@ def _refusal(asked: str, where: Circumstances) -> str:
     if where.ranks == 1:
         return ""
     if asked == "local":
-        return f"it is of one process, and this run has {where.ranks}."
+        return f"it connects ranks of one process, and this run has {where.ranks} processes."
     if asked == "nccl" and not where.on_gpus:
         return "it carries tensors between GPUs, and --device is cpu."
     if asked == "nccl" and not where.has_nccl:
@@ -106,20 +105,20 @@ def whereabouts(device: torch.device) -> bytes:
 
 
 def have_own_gpus(all_whereabouts: Sequence[bytes]) -> bool:
-    """Whether each of these ranks computes on a GPU that no other uses."""
+    """True if each of these ranks computes on a GPU that no other rank uses."""
     gpus = [text[:16] for text in all_whereabouts]
     return all(map(any, gpus)) and len(set(gpus)) == len(gpus)
 
 
 def has_nccl() -> bool:
-    """Whether this torch was built with NCCL."""
+    """True if this torch was built with NCCL."""
     return dist.is_nccl_available()
 
 
 def find_circumstances(
     group: dist.ProcessGroup | None, all_whereabouts: Sequence[bytes]
 ) -> Circumstances:
-    """What the ranks' whereabouts amount to; all ranks of `group` call it together."""
+    """The placement of the ranks; all ranks of `group` call it together."""
     gpus = [text[:16] for text in all_whereabouts]
     on_gpus = all(map(any, gpus))
     return Circumstances(

@@ -1,4 +1,5 @@
-"""Tensors on a GPU, from process to process without the host in between: CUDA IPC.
+"""Tensors on a GPU, from process to process without the host in between (CUDA IPC), or to a
+library.
 
 A slot is a buffer on the sender's GPU that the receiver has opened, with two events that both
 processes know. Handles are exchanged once a slot, then only its number. Nothing here waits on the
@@ -7,13 +8,18 @@ host: each rank's current stream waits for the other's event.
     sender's stream     wait(emptied)  copy in   record(filled)
     receiver's stream                            wait(filled)  copy out  record(emptied)
 
-The receiver copies out, over NVLink or PCIe where its GPU is another one: what autograd keeps then
-lies on its own GPU. Two processes that share a GPU do the same.
+The receiver copies out, over NVLink or PCIe if its GPU is another one: tensors that autograd keeps
+then lie on its own GPU. Two processes that share a GPU do the same.
+
+`find_memory` gives memory that a library outside of torch may read. Such a library ignores
+CUDA streams. So memory that a GPU writes is handed over after an event says that it is written, and
+memory to be filled after an event says that no earlier work still uses it.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,8 +27,8 @@ import torch
 from torch import Tensor
 
 from ..errors import TransportError
+from .peers import Slots
 from .protocol import Channel
-from .slots import Slots
 
 _EVENT: Any = torch.cuda.Event  # torch does not type it.
 
@@ -34,7 +40,7 @@ class DeviceMemory(Protocol):
     def device(self) -> torch.device: ...
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether the tensor lies in memory of this kind."""
+        """True if the tensor lies in memory of this kind."""
 
     def allocate(self, size: int) -> Tensor: ...
 
@@ -187,7 +193,8 @@ def _view(buffer: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
 
 
 def _device_of(uuid: str) -> int:
-    """This process's number of a GPU: CUDA_VISIBLE_DEVICES numbers them anew in each."""
+    """The number of a GPU in this process: CUDA_VISIBLE_DEVICES numbers them differently in each
+    process."""
     for device in range(torch.cuda.device_count()):
         if str(torch.cuda.get_device_properties(device).uuid) == uuid:
             return device
@@ -195,3 +202,85 @@ def _device_of(uuid: str) -> int:
         f"GPU {uuid} of another rank cannot be seen by this one.",
         "Let every rank see all GPUs of the host (CUDA_VISIBLE_DEVICES), or use --transport nccl.",
     )
+
+
+Ready = Callable[[], bool]
+
+
+class Memory(Protocol):
+    """Where messages lie while they are sent."""
+
+    def outgoing(self, tensor: Tensor) -> tuple[Tensor, Ready | None]:
+        """The contiguous memory to send; None for `Ready` when it may be read at once."""
+
+    def incoming(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Ready | None]:
+        """Fresh memory to receive into; None when it may be written at once."""
+
+    def arrived(self, buffer: Tensor) -> Tensor:
+        """The received tensor, on the stage's device."""
+
+
+def find_memory(device: torch.device, library_takes_cuda: bool) -> Memory:
+    """The memory in which a library is given the messages of a device."""
+    if device.type != "cuda":
+        return HostMemory()
+    return DirectMemory(device) if library_takes_cuda else PinnedMemory(device)
+
+
+class HostMemory:
+    """Tensors of the CPU are sent as they are."""
+
+    def outgoing(self, tensor: Tensor) -> tuple[Tensor, Ready | None]:
+        return tensor.detach().contiguous(), None
+
+    def incoming(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Ready | None]:
+        return torch.empty(shape, dtype=dtype), None
+
+    def arrived(self, buffer: Tensor) -> Tensor:
+        return buffer
+
+
+class PinnedMemory:
+    """Tensors of a GPU pass through pinned host memory, copied concurrently with the
+    computation."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def outgoing(self, tensor: Tensor) -> tuple[Tensor, Ready | None]:
+        tensor = tensor.detach()
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            host.copy_(tensor, non_blocking=True)
+        tensor.record_stream(self._stream)
+        return host, self._stream.record_event().query
+
+    def incoming(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Ready | None]:
+        return torch.empty(shape, dtype=dtype, pin_memory=True), None
+
+    def arrived(self, buffer: Tensor) -> Tensor:
+        # The allocator of pinned memory does not give it away before the copy is over.
+        return buffer.to(self._device, non_blocking=True)
+
+
+class DirectMemory:
+    """Tensors of a GPU are sent as they are."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def outgoing(self, tensor: Tensor) -> tuple[Tensor, Ready | None]:
+        tensor = tensor.detach().contiguous()
+        return tensor, self._event()
+
+    def incoming(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Ready | None]:
+        return torch.empty(shape, dtype=dtype, device=self._device), self._event()
+
+    def arrived(self, buffer: Tensor) -> Tensor:
+        return buffer
+
+    def _event(self) -> Ready:
+        written: Ready = torch.cuda.current_stream(self._device).record_event().query
+        return written

@@ -22,11 +22,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import TransportError
-from .protocol import DIRECTIONS, Channel, Handle, peer_is_gone, timed_out
-from .sends import Sends
+from .protocol import DIRECTIONS, Channel, Handle, Sends, peer_is_gone, timed_out
 
 INDICES = 1024
-"""Messages of one channel that may be told apart at a time: tags are `tag * INDICES + index`."""
+"""The number of messages of a channel that tags distinguish: `tag * INDICES + index`."""
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,27 @@
-"""Processes that talk over MPI (mpi4py): host memory, and CUDA memory where MPI says it takes it.
+"""Processes that communicate over MPI (mpi4py): host memory, and CUDA memory if MPI supports it.
 
 Each kind of traffic has a communicator of its own. A message's tag is its channel and index, as
-over gloo; a received tensor goes into fresh memory for the reasons given there. MPI makes progress
-only while it is called, so `Progress` calls it while the rank computes.
+over gloo; a received tensor goes into fresh memory for the reasons given there. The ranks are those
+of MPI's world: mpiexec, mpirun or srun started them.
 
-The ranks are those of MPI's world: mpiexec, mpirun or srun started them.
+MPI moves large messages only while a process is inside one of its calls, and it cannot wake a
+sleeping process. So `Progress` polls: the rank itself while it waits for a message, a thread while
+it computes. Ranks share cores, so neither spins: a nap between two polls is a tenth of the time in
+which nothing happened, which bounds the delay of a message, and with nothing in transit the thread
+sleeps.
 """
 
 from __future__ import annotations
 
 import ctypes
 import datetime
+import os
 import shutil
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -26,20 +33,136 @@ from torch import Tensor
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from ..errors import TransportError
-from .memory import find_memory
-from .progress import LONGEST_NAP_S, Message, Progress
-from .protocol import DIRECTIONS, Channel, Handle, peer_is_gone, timed_out
-from .sends import Sends
+from .device_slots import find_memory
+from .protocol import DIRECTIONS, Channel, Handle, Sends, peer_is_gone, timed_out
+
+SHORTEST_NAP_S = 50e-6
+LONGEST_NAP_S = 1e-3
+
+EAGER_S = 200e-6
+"""How long a rank that begins to wait only yields its core before it naps."""
+
+
+class MpiMessage:
+    """A send or a receive. It is handed to MPI by `start` as soon as `may_start`, which is at
+    once but for memory of a GPU that is still being written. MPI reads or writes `buffer` until
+    the message is over, so that it lives as long, whoever else lets it go."""
+
+    __slots__ = ("buffer", "is_over", "may_start", "request", "start")
+
+    def __init__(
+        self, buffer: Tensor, start: Callable[[], Any], may_start: Callable[[], bool] | None
+    ) -> None:
+        self.buffer = buffer
+        self.start = start
+        self.may_start = may_start
+        self.request: Any = None
+        self.is_over = False
+
+
+class Progress:
+    """Looks after the messages under way. `test_some` is MPI.Request.Testsome."""
+
+    def __init__(self, test_some: Callable[[list[Any]], list[int] | None]) -> None:
+        self._test_some = test_some
+        self._asking = threading.Lock()
+        self._new: deque[MpiMessage] = deque()
+        self._under_way: list[MpiMessage] = []
+        self._error: BaseException | None = None
+        self._is_closed = False
+        self._waits = False  # the rank itself asks
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._look_after, name="mpi progress", daemon=True)
+        self._thread.start()
+
+    def add(self, message: MpiMessage) -> None:
+        """Takes a message; its request is made now if it can be."""
+        if message.may_start is None:
+            message.request = message.start()
+        self._new.append(message)
+        self._wake.set()
+
+    def wait(self, message: MpiMessage, timeout_s: float) -> None:
+        """Returns when the message is over. Raises TimeoutError, or what MPI raised."""
+        self._waits = True
+        try:
+            start_s = time.monotonic()
+            while not message.is_over:
+                self.ask()
+                if self._error is not None:
+                    raise self._error
+                waited_s = time.monotonic() - start_s
+                if message.is_over:
+                    break
+                if waited_s > timeout_s:
+                    raise TimeoutError
+                if waited_s < EAGER_S:
+                    os.sched_yield()
+                else:
+                    time.sleep(_nap_s(waited_s))
+        finally:
+            self._waits = False
+            if self._new or self._under_way:
+                self._wake.set()
+
+    def ask(self) -> bool:
+        """Asks MPI once; whether anything was new."""
+        with self._asking:
+            known = len(self._under_way)
+            while self._new:
+                self._under_way.append(self._new.popleft())
+            is_new = len(self._under_way) > known
+            for message in self._under_way:
+                if message.request is None and (message.may_start is None or message.may_start()):
+                    message.request = message.start()
+            started = [message for message in self._under_way if message.request is not None]
+            over = self._test_some([message.request for message in started]) if started else None
+            for position in over or ():
+                started[position].is_over = True
+            if over:
+                self._under_way = [message for message in self._under_way if not message.is_over]
+            return is_new or bool(over)
+
+    def close(self) -> None:
+        """Ends the thread, and takes back the receives that nothing came for."""
+        self._is_closed = True
+        self._wake.set()
+        self._thread.join()
+        for message in (*self._under_way, *self._new):
+            if message.request is not None:
+                message.request.Cancel()
+                message.request.Wait()
+
+    def _look_after(self) -> None:
+        last_s = time.monotonic()
+        while not self._is_closed:
+            if self._waits or not (self._new or self._under_way):
+                self._wake.wait()
+                self._wake.clear()
+                last_s = time.monotonic()
+                continue
+            try:
+                if self.ask():
+                    last_s = time.monotonic()
+            except BaseException as error:  # told to the rank when it waits
+                self._error = error
+                return
+            time.sleep(_nap_s(time.monotonic() - last_s))
+
+
+def _nap_s(quiet_s: float) -> float:
+    return min(max(quiet_s / 10, SHORTEST_NAP_S), LONGEST_NAP_S)
+
 
 INDICES = 1024
-"""Messages of one channel that may be told apart at a time: tags are `tag * INDICES + index`."""
+"""The number of messages of a channel that tags distinguish: `tag * INDICES + index`."""
 
 
 @dataclass(frozen=True)
 class MpiHandle:
     channel: Channel
     index: int
-    message: Message
+    message: MpiMessage
 
     @property
     def ready(self) -> bool:
@@ -70,7 +193,7 @@ class MpiTransport:
         self._largest_tag = world.Get_attr(self._mpi.TAG_UB)
         self._worlds = {direction: world.Dup() for direction in sorted(set(DIRECTIONS.values()))}
         self._progress = Progress(self._mpi.Request.Testsome)
-        self._sends: Sends[Message] = Sends(self._finish_send)
+        self._sends: Sends[MpiMessage] = Sends(self._finish_send)
 
     def send(self, channel: Channel, tensor: Tensor, index: int) -> None:
         channel.check(tensor, index)
@@ -78,7 +201,7 @@ class MpiTransport:
         self._sends.make_room(channel, self.depth)
         buffer, is_written = self._memory.outgoing(tensor)
         start = partial(self._world(channel).Isend, self._content(buffer), channel.target_rank)
-        message = Message(buffer, partial(start, self._tag(channel, index)), is_written)
+        message = MpiMessage(buffer, partial(start, self._tag(channel, index)), is_written)
         self._sends.add(channel, index, message)
         with self._waiting(channel.sending(index), channel.target_rank):
             self._progress.add(message)
@@ -86,7 +209,7 @@ class MpiTransport:
     def recv(self, channel: Channel, index: int) -> MpiHandle:
         buffer, is_free = self._memory.incoming(channel.shape, channel.dtype)
         start = partial(self._world(channel).Irecv, self._content(buffer), channel.source_rank)
-        message = Message(buffer, partial(start, self._tag(channel, index)), is_free)
+        message = MpiMessage(buffer, partial(start, self._tag(channel, index)), is_free)
         with self._waiting(channel.waiting(index), channel.source_rank):
             self._progress.add(message)
         return MpiHandle(channel, index, message)
@@ -107,7 +230,7 @@ class MpiTransport:
         for world in self._worlds.values():
             world.Free()
 
-    def _finish_send(self, channel: Channel, index: int, message: Message) -> None:
+    def _finish_send(self, channel: Channel, index: int, message: MpiMessage) -> None:
         with self._waiting(channel.sending(index), channel.target_rank):
             self._progress.wait(message, self._timeout_s)
 
@@ -232,24 +355,22 @@ def leave_mpi(exit_code: int) -> None:
 
 
 def mpiexec() -> str:
-    """The launcher beside this interpreter, as packages install it; else the one on the path.
-
-    Raises TransportError when there is neither.
-    """
+    """The launcher next to this interpreter, where packages install it; otherwise the one on the
+    path."""
     beside = Path(sys.executable).parent / "mpiexec"
     found = str(beside) if beside.is_file() else shutil.which("mpiexec")
     if found is None:
         raise TransportError(
-            "--transport mpi: there is no mpiexec to start the ranks with.",
+            "--transport mpi: mpiexec, which starts the ranks, was not found.",
             'pip install "asyncpipe[mpi]", or cluster: module load openmpi',
         )
     return found
 
 
 def takes_cuda(world: Any) -> bool:
-    """Whether MPI says that messages may lie in memory of a GPU (MPI 4.1, section 12.4.3).
+    """True if MPI says that messages may lie in memory of a GPU (MPI 4.1, section 12.4.3).
 
-    A library that does not say so is not trusted with it.
+    A library that leaves this open gets no such messages.
     """
     information = world.Get_info()
     try:

@@ -1,4 +1,4 @@
-"""Processes on GPUs of their own that talk over torch.distributed's NCCL.
+"""Processes on GPUs of their own that communicate over torch.distributed's NCCL.
 
 NCCL has no tags: between two ranks, the messages of one communicator are matched in the order in
 which both call it, and a wrong order gives wrong numbers. The protocol lets the two ends disagree
@@ -7,12 +7,12 @@ on the order (several stages a rank, skips, tied weights), so the sender's order
     lane     one direction of one kind of traffic between two ranks; a communicator of its own
     header   channel, index and bytes of each message, sent over gloo in the lane's order
 
-The receiver posts NCCL receives as the headers say, whatever order the rank asks in. So the two
-orders are one by construction, no receive holds a GPU for a message that nobody has sent, and a
-message that does not come is a wait on the host, with a time-out that names both ranks.
+The receiver posts NCCL receives as the headers say, in whatever order the rank asks. So the two
+orders are equal by construction, no receive holds a GPU for a message that was never sent, and a
+missing message is a wait on the host, with a time-out that names both ranks.
 
-Sends and receives run on NCCL's streams beside the computation; `wait` makes the stream that
-computes wait, not the host. Bytes are sent, so every dtype goes.
+Sends and receives run on NCCL's streams concurrently with the computation; `wait` makes the
+computing stream wait, not the host. Tensors are sent as bytes, so every dtype works.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Lane = tuple[str, int, int]
 """Kind of traffic (a value of DIRECTIONS), rank that sends, rank that receives."""
 
 _NOT_THERE = -1
-"""What a header holds in place of a tag before it has come."""
+"""The tag of a missing header."""
 
 
 def lanes_of(channels: Iterable[Channel]) -> frozenset[Lane]:

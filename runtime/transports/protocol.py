@@ -1,14 +1,22 @@
-"""What a transport is: five verbs over named channels of static shape.
+"""The interface of a transport, and the reference transport for ranks in one process.
 
-A channel carries one tensor a micro-batch (or step) from one stage to another. A message is found
-by its channel and index, so ranks may send and receive in different orders.
+A channel of static shape carries one tensor a micro-batch (or step) from one stage to another. A
+message is identified by its channel and index, so ranks may send and receive in different orders.
+`Sends` keeps the sends in transit; `CastingTransport` sends tensors in a smaller dtype than they
+have at both ends.
+
+`LocalHub` connects ranks that live in one process and thread; tests use it too. A message is copied
+once, as between processes. The ranks' pipelines are generators that yield while a tensor has not
+arrived; `run_together` runs them round-robin, and detects at once when no rank can continue.
 """
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict, deque
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Generic, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,7 +36,7 @@ DIRECTIONS: dict[ChannelKind, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Channel:
-    """One tensor that goes from stage `source` to stage `target`, again and again.
+    """The channel of one tensor that travels repeatedly from stage `source` to stage `target`.
 
     `tag` is the same number on both ranks and belongs to no other channel.
     """
@@ -68,10 +76,10 @@ class Channel:
         return f"{ends} to take {self.message(index)}"
 
     def check(self, tensor: Tensor, index: int) -> None:
-        """Raises TransportError when a tensor is not what the channel carries."""
+        """Raises TransportError if a tensor does not have the channel's shape and dtype."""
         if tensor.shape != self.shape or tensor.dtype != self.dtype:
             raise TransportError(
-                f"Stage {self.source} made {self.message(index)} as "
+                f"stage {self.source} made {self.message(index)} as "
                 f"{_describe(tensor.dtype, tuple(tensor.shape))}, but the plan has "
                 f"{_describe(self.dtype, self.shape)}.",
                 "Every micro-batch has the sizes of the run; drop or fill up a smaller last one.",
@@ -89,32 +97,33 @@ class Handle(Protocol):
 
     @property
     def ready(self) -> bool:
-        """Whether `wait` may be called; False only where waiting would block for ever."""
+        """True if `wait` may be called; False only if waiting would block forever."""
 
 
 class Transport(Protocol):
-    """How tensors get from one rank to another."""
+    """Moves tensors from one rank to another."""
 
     @property
     def rank(self) -> int: ...
 
     @property
     def depth(self) -> int:
-        """Receives to post ahead on a channel, and sends that may be under way on it."""
+        """The number of receives to post ahead on a channel, and of sends that may be in transit on
+        it."""
 
     def send(self, channel: Channel, tensor: Tensor, index: int) -> None:
         """Sends message `index`; the tensor must not be written to until it has arrived.
 
-        Raises TransportError when the tensor is not what the channel carries.
+        Raises TransportError if the tensor does not fit the channel.
         """
 
     def recv(self, channel: Channel, index: int) -> Handle:
         """Posts the receive of message `index`, and returns at once."""
 
     def wait(self, handle: Handle) -> Tensor:
-        """The tensor, which is the caller's own to keep or to write to.
+        """The tensor, which the caller may keep or write to.
 
-        Raises TransportError when it does not come in time or its sender is gone.
+        Raises TransportError if it does not arrive in time or its sender is gone.
         """
 
     def wait_sent(self, channel: Channel, index: int) -> None:
@@ -143,3 +152,188 @@ def peer_is_gone(what: str, peer: int, detail: str = "") -> TransportError:
 
 def _describe(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
     return f"{str(dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}]"
+
+
+Sent = TypeVar("Sent")
+
+
+class Sends(Generic[Sent]):
+    """Sends that must live until they have arrived; `finish(channel, index, sent)` waits for
+    one."""
+
+    def __init__(self, finish: Callable[[Channel, int, Sent], None]) -> None:
+        self._finish = finish
+        self._under_way: dict[Channel, deque[tuple[int, Sent]]] = defaultdict(deque)
+
+    def add(self, channel: Channel, index: int, sent: Sent) -> None:
+        self._under_way[channel].append((index, sent))
+
+    def make_room(self, channel: Channel, depth: int) -> None:
+        """Waits for the oldest sends while `depth` of a channel are in transit."""
+        while len(self._under_way[channel]) >= depth:
+            self._finish_oldest(channel)
+
+    def finish_until(self, channel: Channel, index: int) -> None:
+        """Waits for the messages of a channel up to `index`."""
+        under_way = self._under_way[channel]
+        while under_way and under_way[0][0] <= index:
+            self._finish_oldest(channel)
+
+    def forget(self, channel: Channel, is_over: Callable[[Sent], bool]) -> None:
+        """Lets go of the oldest of a channel that are over."""
+        under_way = self._under_way[channel]
+        while under_way and is_over(under_way[0][1]):
+            under_way.popleft()
+
+    def finish_all(self) -> None:
+        for channel, under_way in self._under_way.items():
+            while under_way:
+                self._finish_oldest(channel)
+
+    def _finish_oldest(self, channel: Channel) -> None:
+        self._finish(channel, *self._under_way[channel].popleft())
+
+
+class CastingTransport:
+    """Casts the tensors named in `cast`, which has their dtype at the stages, and their gradients
+    to the dtype of their channel, and back where they arrive."""
+
+    def __init__(self, transport: Transport, cast: Mapping[str, torch.dtype]) -> None:
+        self._transport = transport
+        self._cast = cast
+
+    @property
+    def rank(self) -> int:
+        return self._transport.rank
+
+    @property
+    def depth(self) -> int:
+        return self._transport.depth
+
+    def send(self, channel: Channel, tensor: Tensor, index: int) -> None:
+        if self._at_stages(channel) is tensor.dtype:
+            tensor = tensor.to(channel.dtype)
+        self._transport.send(channel, tensor, index)
+
+    def recv(self, channel: Channel, index: int) -> Handle:
+        return self._transport.recv(channel, index)
+
+    def wait(self, handle: Handle) -> Tensor:
+        tensor = self._transport.wait(handle)
+        return tensor.to(self._at_stages(handle.channel) or tensor.dtype)
+
+    def wait_sent(self, channel: Channel, index: int) -> None:
+        self._transport.wait_sent(channel, index)
+
+    def close(self) -> None:
+        self._transport.close()
+
+    def _at_stages(self, channel: Channel) -> torch.dtype | None:
+        is_boundary = channel.kind in ("activation", "gradient")
+        return self._cast.get(channel.name) if is_boundary else None
+
+
+Result = TypeVar("Result")
+Messages = dict[tuple[Channel, int], Tensor]
+
+
+class LocalHub:
+    """The messages under way between the ranks of one process."""
+
+    def __init__(self, world_size: int = 1, *, depth: int = 4) -> None:
+        self.world_size = world_size
+        self.depth = depth
+        self.messages: Messages = {}
+
+    def transport(self, rank: int) -> LocalTransport:
+        return LocalTransport(self, rank)
+
+
+@dataclass(frozen=True)
+class LocalHandle:
+    channel: Channel
+    index: int
+    messages: Messages
+
+    @property
+    def ready(self) -> bool:
+        return (self.channel, self.index) in self.messages
+
+
+@dataclass(frozen=True)
+class LocalTransport:
+    """One rank's end of a hub."""
+
+    hub: LocalHub
+    rank: int
+
+    @property
+    def depth(self) -> int:
+        return self.hub.depth
+
+    def send(self, channel: Channel, tensor: Tensor, index: int) -> None:
+        channel.check(tensor, index)
+        if (channel, index) in self.hub.messages:
+            raise TransportError(f"Rank {self.rank} sent {channel.message(index)} twice.")
+        # As it comes out of another process: kernels may round differently for other strides.
+        self.hub.messages[channel, index] = tensor.detach().clone(
+            memory_format=torch.contiguous_format
+        )
+
+    def recv(self, channel: Channel, index: int) -> LocalHandle:
+        return LocalHandle(channel, index, self.hub.messages)
+
+    def wait(self, handle: Handle) -> Tensor:
+        if not handle.ready:
+            raise TransportError(
+                f"{_waiting(handle)}, which was not sent.",
+                "Ranks of one process take turns in run_together.",
+            )
+        return self.hub.messages.pop((handle.channel, handle.index))
+
+    def wait_sent(self, channel: Channel, index: int) -> None:
+        """Does nothing, because messages are copies."""
+
+    def close(self) -> None:
+        left = [key for key in self.hub.messages if key[0].source_rank == self.rank]
+        if left:
+            channel, index = left[0]
+            raise TransportError(
+                f"rank {channel.target_rank} never took {channel.message(index)} "
+                f"from rank {self.rank}."
+            )
+
+
+class _Turn(Generic[Result]):
+    """One rank's generator, the receive that it waits for, and its result."""
+
+    def __init__(self, steps: Generator[Handle, None, Result]) -> None:
+        self.steps = steps
+        self.waits_for: Handle | None = None
+        self.result: list[Result] = []
+
+    def go_on(self) -> None:
+        try:
+            self.waits_for = next(self.steps)
+        except StopIteration as end:
+            self.result.append(end.value)
+
+
+def run_together(ranks: Sequence[Generator[Handle, None, Result]]) -> list[Result]:
+    """Runs the ranks' generators round-robin until all are done; returns their results in order.
+
+    Raises TransportError if every rank waits for another.
+    """
+    turns = [_Turn(steps) for steps in ranks]
+    while active := [turn for turn in turns if not turn.result]:
+        can_go_on = [turn for turn in active if turn.waits_for is None or turn.waits_for.ready]
+        if not can_go_on:
+            waits = "; ".join(_waiting(turn.waits_for) for turn in active if turn.waits_for)
+            raise TransportError(f"no rank can continue: {waits}.")
+        for turn in can_go_on:
+            turn.go_on()
+    return [result for turn in turns for result in turn.result]
+
+
+def _waiting(handle: Handle) -> str:
+    return handle.channel.waiting(handle.index)

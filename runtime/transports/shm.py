@@ -1,23 +1,23 @@
-"""Processes of one host that talk through shared memory, woken by the kernel.
+"""Processes of one host that communicate through shared memory, woken by the kernel.
 
 A sender copies a tensor into a slot of its own memory, which all ranks have mapped, and sends the
-slot's place over a socket (`peers.py`). A receive finds its message by channel and index, in
-whatever order they come: messages that no receive was posted for may be `depth` of a channel, then
-their sender waits. The received tensor is the slot itself, which goes back when the tensor is let
-go: autograd may keep it until its backward. What comes while `depth` of a channel's tensors are
-kept is copied out, so that slots are bounded. Small messages go in the packet; tensors on a GPU
-through slots on it (`device_slots.py`).
+slot's place over a socket (`peers.py`). A receive finds its message by channel and index, in any
+order of arrival: a channel may have `depth` messages without a posted receive, then their sender
+waits. The received tensor is the slot itself, which is returned when the tensor is freed: autograd
+may keep it until its backward. While `depth` of a channel's tensors are kept, further ones are
+copied out, so that slots are bounded. Small messages travel in the packet; tensors on a GPU through
+slots on it (`device_slots.py`).
 
     sender                                              receiver
     take a slot, copy in, HOST(place)  ---------------> a receive is posted for it
-    one message less under way, slots free again  <---- notes: arrivals, slots let go
+    one message less in transit, free slots  <--------- notes: arrivals, released slots
 
-Notes travel with the next packet to that rank; they have a packet of their own when the sender
-might miss them, and before the receiver sleeps. So a hop costs one packet.
+Notes travel with the next packet to that rank; they have a packet of their own if the sender might
+miss them, and before the receiver sleeps. So a hop costs one packet.
 
 Measured on 2 cores: taking the slot itself halves the receiver's core time (16 MiB, read once: 1.2
 against 2.7 ms), and makes no difference at 64 KiB. A socket wakes in 6.5 us, a futex in 5, but a
-socket tells of a peer's end too.
+socket also reports a peer's end.
 """
 
 from __future__ import annotations
@@ -36,9 +36,8 @@ from torch import Tensor
 
 from ..errors import TransportError
 from .device_slots import CudaMemory, DeviceMemory, Incoming, Outgoing
-from .peers import PACKET_BYTES, Peers, obstacle
+from .peers import PACKET_BYTES, Peers, SharedMemory, Slots, create_memory, obstacle
 from .protocol import Channel, Handle, peer_is_gone, timed_out
-from .slots import SharedMemory, Slots, create_memory
 
 INLINE_BYTES = 8192
 """Messages up to this size go in the packet."""
@@ -54,15 +53,15 @@ assert INLINE_BYTES + _HEADER.size + 2 * _MOST_NOTES * _NOTE.size <= PACKET_BYTE
 _HOST, _INLINE, _DEVICE, _EMPTIED, _NOTES = range(5)
 
 _Key = tuple[int, int, int]
-"""Where a message comes from: peer, tag and index."""
+"""The origin of a message: peer, tag and index."""
 
 _UnderWay = deque[tuple[Channel, int]]
-"""What was sent on a channel and has not arrived, with its indices."""
+"""The sends of a channel that have not arrived, with their indices."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """What arrived: where it lies, or in what the packet has beside its header."""
+    """An arrived message: its place, or its content in the packet after the header."""
 
     kind: int
     place: int
@@ -172,7 +171,7 @@ class ShmTransport:
         return self._tensor(channel, handle.index, handle.message)
 
     def wait_sent(self, channel: Channel, index: int) -> None:
-        """What was sent are copies."""
+        """Does nothing, because messages are copies."""
 
     def close(self) -> None:
         self._post_notes()

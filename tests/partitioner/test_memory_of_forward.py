@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from asyncpipe.runtime.errors import CaptureError, PlanError
-from asyncpipe.tests.partitioner.same import assert_same, cut
+from asyncpipe.tests.support.oracles.generated_equality import assert_same, cut
 
 X = torch.randn(4, 12, generator=torch.Generator().manual_seed(3))
 
@@ -53,7 +53,7 @@ class Remembers(nn.Module):
 )  # fmt: skip
 def test_what_the_next_call_reads_is_named(how: str, name: str, line: str, tmp_path: Path) -> None:
     model = Remembers(how)
-    with pytest.raises(PlanError, match=rf"Remembers keeps .* in self\.{name} ") as caught:
+    with pytest.raises(PlanError, match=rf"Remembers stores .* in self\.{name} ") as caught:
         cut(model, {"x": X}, tmp_path)
     assert "test_memory_of_forward.py:" in caught.value.what
     assert model.last is None and model.kept == [] and model.calls == 0

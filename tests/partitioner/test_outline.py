@@ -1,4 +1,4 @@
-"""The graph by module: what is folded, what is named, and the form that programs read."""
+"""The graph by module: folded modules, named modules, and the machine-readable form."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import asyncpipe
 from asyncpipe.partitioner.capture import capture
 from asyncpipe.partitioner.outline import outline_of
-from asyncpipe.tests.partitioner import zoo
+from asyncpipe.tests.support.models import zoo
 
 
 class Wave(nn.Module):

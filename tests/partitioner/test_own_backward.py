@@ -1,4 +1,4 @@
-"""A model whose own backward cannot run is told so when it is cut, with the line."""
+"""A model whose own backward cannot run: the cut fails with an error that names the line."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import asyncpipe
-from asyncpipe.tests.partitioner.same import assert_same, cut
+from asyncpipe.tests.support.oracles.generated_equality import assert_same, cut
 
 X = torch.randn(6, 12, generator=torch.Generator().manual_seed(3))
 

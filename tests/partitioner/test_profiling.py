@@ -1,4 +1,4 @@
-"""What is measured beside times: memory that lives for a while, dtypes, devices not here."""
+"""Measurements other than times: memory that lives for a while, dtypes, devices not here."""
 
 import subprocess
 import sys
@@ -9,17 +9,27 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from asyncpipe.partitioner.calibrate import calibrated, this_cpu
 from asyncpipe.partitioner.capture import capture
-from asyncpipe.partitioner.clock import clock_of
-from asyncpipe.partitioner.device_specs import DeviceSpec, device_spec
-from asyncpipe.partitioner.graph import build_graph
-from asyncpipe.partitioner.live_bytes import counting
-from asyncpipe.partitioner.measure import Operation, Repeats, estimate, measure
-from asyncpipe.partitioner.profiler import profile, profile_analytic
-from asyncpipe.partitioner.profiling import ProfileOptions, profile_capture
-from asyncpipe.partitioner.roofline import with_times
-from asyncpipe.partitioner.walk import NodeCost
+from asyncpipe.partitioner.graph.build import build_graph
+from asyncpipe.partitioner.planning.options import PartitionOptions
+from asyncpipe.partitioner.profile.measure import (
+    Operation,
+    Repeats,
+    clock_of,
+    counting,
+    estimate,
+    measure,
+)
+from asyncpipe.partitioner.profile.operation_costs import NodeCost
+from asyncpipe.partitioner.profile.profiler import profile, profile_analytic
+from asyncpipe.partitioner.profile.roofline import (
+    DeviceSpec,
+    calibrated,
+    device_spec,
+    this_cpu,
+    with_times,
+)
+from asyncpipe.partitioner.profiling import profile_capture
 from asyncpipe.runtime.errors import PlanError
 
 CPU = torch.device("cpu")
@@ -102,8 +112,8 @@ def test_a_model_that_does_not_fit_is_measured_a_piece_at_a_time() -> None:
 import resource, torch
 from torch import nn
 from asyncpipe.partitioner.capture import capture
-from asyncpipe.partitioner.measure import Repeats
-from asyncpipe.partitioner.profiler import profile
+from asyncpipe.partitioner.profile.measure import Repeats
+from asyncpipe.partitioner.profile.profiler import profile
 with torch.device("meta"):
     net = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(96)))
 captured = capture(net, {"input": torch.randn(2, 2048)}, check=False)
@@ -125,7 +135,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 2**10)
 
 
 class Event:
-    """A CUDA event of a device whose time goes on by 5 ms at each record."""
+    """A CUDA event of a device whose clock advances by 5 ms at each record."""
 
     now = 0.0
 
@@ -273,17 +283,17 @@ def test_a_profile_is_measured_or_predicted_as_the_device_says() -> None:
     net, inputs = small()
     captured = capture(net, inputs, check=False)
     kinds = {
-        ProfileOptions(no_cache=True): ("measured", "cpu"),
-        ProfileOptions(kind="analytic"): ("analytic", "one cpu core"),
-        ProfileOptions(device="h100"): ("analytic", "NVIDIA H100"),
-        ProfileOptions(kind="analytic", calibrate=True): ("analytic", this_cpu().name),
-        ProfileOptions(kind="analytic", device="cpu"): ("analytic", this_cpu().name),
+        PartitionOptions(no_cache=True): ("measured", "cpu"),
+        PartitionOptions(profile="analytic"): ("analytic", "one cpu core"),
+        PartitionOptions(device="h100"): ("analytic", "NVIDIA H100"),
+        PartitionOptions(profile="analytic", calibrate=True): ("analytic", this_cpu().name),
+        PartitionOptions(profile="analytic", device="cpu"): ("analytic", this_cpu().name),
     }
     for options, wanted in kinds.items():
         found = profile_capture(captured, options, stages=2)
         assert (found.kind, found.device) == wanted
     on_meta = capture(small()[0].to("meta"), inputs, check=False)
-    assert profile_capture(on_meta, ProfileOptions(), stages=2).kind == "analytic"
+    assert profile_capture(on_meta, PartitionOptions(), stages=2).kind == "analytic"
 
 
 def test_what_is_measured_keeps_the_memory_that_it_frees(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,23 +302,23 @@ def test_what_is_measured_keeps_the_memory_that_it_frees(monkeypatch: pytest.Mon
     monkeypatch.setattr(place, lambda: asked.append("keep"))
     net, inputs = small()
     captured = capture(net, inputs, check=False)
-    profile_capture(captured, ProfileOptions(kind="analytic"), stages=2)
+    profile_capture(captured, PartitionOptions(profile="analytic"), stages=2)
     assert asked == []
-    profile_capture(captured, ProfileOptions(no_cache=True), stages=2)
+    profile_capture(captured, PartitionOptions(no_cache=True), stages=2)
     assert asked == ["keep"]
 
 
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"kind": "measured", "device": "h100"}, "h100 is not here to be measured"),
+        ({"profile": "measured", "device": "h100"}, "h100 is not here to be measured"),
         ({"calibrate": True}, "--calibrate fits a predicted profile"),
-        ({"kind": "analytic", "device": "cuda"}, "does not say which device"),
+        ({"profile": "analytic", "device": "cuda"}, "does not say which device"),
         ({"device": "cuda"}, "finds no CUDA device"),
         ({"device": "h100", "calibrate": True}, "--calibrate measures NVIDIA H100"),
         ({"device": "h1000"}, "no device is called h1000"),
         ({"device": "v100-16g", "dtype": "bfloat16"}, "does not compute in bfloat16"),
-        ({"dtype": "float8"}, "--dtype float8 is not known"),
+        ({"dtype": "float8"}, "--dtype float8 is not one of"),
     ],
 )
 def test_options_that_do_not_fit_are_told_in_one_sentence(
@@ -318,7 +328,7 @@ def test_options_that_do_not_fit_are_told_in_one_sentence(
     net, inputs = small()
     captured = capture(net, inputs, check=False)
     with pytest.raises(PlanError, match=told) as caught:
-        profile_capture(captured, ProfileOptions(**options), stages=2)
+        profile_capture(captured, PartitionOptions(**options), stages=2)
     assert caught.value.cure and "\n" not in caught.value.what
 
 

@@ -1,4 +1,4 @@
-"""What forward does beside arithmetic is the same in the generated files: regions, buffers,
+"""Effects of forward besides arithmetic are the same in the generated files: regions, buffers,
 autograd functions, random numbers. Every model is cut, imported and compared with itself."""
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from asyncpipe.runtime.errors import PlanError
-from asyncpipe.tests.partitioner.same import assert_same, cut
-from asyncpipe.tests.partitioner.semantic_models import Passes, ScaleAndAdd, SineWithContext
+from asyncpipe.tests.support.models.semantics import Passes, ScaleAndAdd, SineWithContext
+from asyncpipe.tests.support.oracles.generated_equality import assert_same, cut
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 

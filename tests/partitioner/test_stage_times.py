@@ -15,26 +15,19 @@ from torch import nn
 
 import asyncpipe
 from asyncpipe.partitioner.capture import Capture, capture
-from asyncpipe.partitioner.cluster import cluster_of_hosts
-from asyncpipe.partitioner.graph import build_graph, stage_of_nodes
-from asyncpipe.partitioner.prices import Prices
-from asyncpipe.partitioner.profile_cache import ProfileCache
-from asyncpipe.partitioner.profiler import Profile, profile_analytic
-from asyncpipe.partitioner.recompute import Recomputation
-from asyncpipe.partitioner.settle import Cut, settled
-from asyncpipe.partitioner.solve import solve
-from asyncpipe.partitioner.split import split
-from asyncpipe.partitioner.ssa import separated
-from asyncpipe.partitioner.stage_times import (
-    first_quartile,
-    rescaled,
-    time_stages,
-    together,
-)
-from asyncpipe.partitioner.walk import NodeCost
-from asyncpipe.partitioner.whole import WholeTimes
+from asyncpipe.partitioner.graph.build import build_graph, stage_of_nodes
+from asyncpipe.partitioner.graph.rematerialize import Prices, Recomputation
+from asyncpipe.partitioner.planning.cluster import cluster_of_hosts
+from asyncpipe.partitioner.planning.solve import solve
+from asyncpipe.partitioner.profile.cache import ProfileCache
+from asyncpipe.partitioner.profile.operation_costs import NodeCost
+from asyncpipe.partitioner.profile.profiler import Profile, WholeTimes, profile_analytic
+from asyncpipe.partitioner.profiling import Cut, refined
+from asyncpipe.partitioner.split.split import split
+from asyncpipe.partitioner.split.ssa import separated
+from asyncpipe.partitioner.stage_timing import first_quartile, rescaled, time_stages, together
 from asyncpipe.runtime.errors import PlanError
-from asyncpipe.tests.partitioner.zoo import ZOO
+from asyncpipe.tests.support.models.zoo import ZOO
 
 
 def cutter(captured: Capture, stages: int) -> Callable[[Profile], Cut]:
@@ -199,7 +192,7 @@ class Clockwork:
 def test_a_plan_whose_times_agree_is_timed_once() -> None:
     captured, costs = tower()
     clockwork = Clockwork(lambda name: 3.0)
-    found, chosen = settled(cutter(captured, 2), costs, clockwork)
+    found, chosen = refined(cutter(captured, 2), costs, clockwork)
     assert clockwork.timed == [[3, 3]] and [len(s.nodes) for s in chosen.stages] == [3, 3]
     assert found.stage_scales == pytest.approx((1.0, 1.0))
 
@@ -208,7 +201,7 @@ def test_a_cut_moves_to_where_the_times_are_and_agrees_with_them() -> None:
     captured, costs = tower()
     slow = {node.name for node in list(captured.graph.nodes)[1:3]}  # the first two layers
     clockwork = Clockwork(lambda name: 9.0 if name in slow else 3.0)
-    found, chosen = settled(cutter(captured, 2), costs, clockwork)
+    found, chosen = refined(cutter(captured, 2), costs, clockwork)
     assert clockwork.timed == [[3, 3], [2, 4]]
     assert [len(stage.nodes) for stage in chosen.stages] == [2, 4]
     assert [sum(pair) for pair in sums(found, chosen)] == pytest.approx([18.0, 12.0])
@@ -232,7 +225,7 @@ def test_the_better_of_two_timed_plans_is_kept_with_its_own_times() -> None:
         ]
 
     timed: list[list[int]] = []
-    found, chosen = settled(cutter(captured, 2), costs, time)
+    found, chosen = refined(cutter(captured, 2), costs, time)
     assert timed == [[3, 3], [2, 4]]
     # 17 ms; with the third layer in the other stage that takes 20 ms.
     assert [len(stage.nodes) for stage in chosen.stages] == [3, 3]
@@ -259,7 +252,7 @@ def test_how_fast_the_machine_is_while_a_plan_is_timed_decides_nothing(seed: int
             factor = next(left)
             return [times.scaled(factor) for times in clockwork(made)]
 
-        return settled(cut, costs, time)
+        return refined(cut, costs, time)
 
     _, chosen = run([1.0, 1.0, 1.0])
     found, other = run([1.0, 1.4, 0.8])
@@ -301,7 +294,7 @@ def test_as_many_stages_are_timed_at_once_as_share_a_host(
         seen.append(len(runs))
         return together(runs, *options, **more)
 
-    monkeypatch.setattr("asyncpipe.partitioner.stage_times.together", watched)
+    monkeypatch.setattr("asyncpipe.partitioner.stage_timing.together", watched)
     monkeypatch.setattr("os.cpu_count", lambda: 8)
     devices = {"devices": cluster_of_hosts(hosts)} if hosts else {}
     model, inputs = ZOO["mlp"]()

@@ -1,4 +1,4 @@
-"""Arguments and results of forward that are no single tensors keep their structure."""
+"""Arguments and results of forward that are not single tensors keep their structure."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 import asyncpipe
+from asyncpipe.runtime.config.settings import Settings
 from asyncpipe.runtime.errors import CaptureError, DataError
-from asyncpipe.runtime.training.settings import Settings
-from asyncpipe.tests.partitioner.same import assert_same, cut
-from asyncpipe.tests.quick_python import run
-from asyncpipe.tests.runtime.silent_reporter import FACTORY
+from asyncpipe.tests.support.oracles.generated_equality import assert_same, cut
+from asyncpipe.tests.support.processes.quick_python import run
+from asyncpipe.tests.support.processes.silent_reporter import FACTORY
 
 
 class Points(NamedTuple):
@@ -115,7 +115,7 @@ def test_a_constant_is_fixed_and_another_value_is_refused(tmp_path: Path) -> Non
         pipe(x=x(), mode="add")
     with pytest.raises(DataError, match="mask was captured with None and is a tensor of shape"):
         pipe(x=x(), mask=x())
-    assert "scale is fixed at 2.0: it is no tensor" in pipe.plan.notes
+    assert "scale is fixed at 2.0: it is not a tensor" in pipe.plan.notes
     card = (tmp_path / "cut" / "stage_0.py").read_text()
     assert "fixed" in card and "scale is fixed at 2.0" in card
 
@@ -146,7 +146,7 @@ def test_an_object_that_hides_tensors_is_refused(tmp_path: Path) -> None:
         def __init__(self) -> None:
             self.pixels = x()
 
-    with pytest.raises(CaptureError, match="the input batch is a Hidden, which is no tuple"):
+    with pytest.raises(CaptureError, match="the input batch is a Hidden, which holds tensors"):
         cut(TakesRecord(), {"batch": Hidden()}, tmp_path)
 
 

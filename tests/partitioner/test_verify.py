@@ -11,14 +11,13 @@ from torch import nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
 import asyncpipe
-from asyncpipe.partitioner.differences import compare
-from asyncpipe.partitioner.folder import write_folder
+from asyncpipe.partitioner.capture.check import compare
+from asyncpipe.partitioner.output import snapshot, write_folder
 from asyncpipe.partitioner.verify import verify
-from asyncpipe.partitioner.weights import snapshot
 from asyncpipe.runtime.errors import PlanError
-from asyncpipe.runtime.loading import SkipRandomInit
-from asyncpipe.runtime.plan import read_plan
-from asyncpipe.tests.generated import CASES, cut
+from asyncpipe.runtime.executor.loading import SkipRandomInit
+from asyncpipe.runtime.plan.plan import read_plan
+from asyncpipe.tests.support.models.generated import CASES, cut
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -192,3 +191,14 @@ def test_a_snapshot_has_the_buffers_as_they_were() -> None:
     model(torch.randn(4, 3))
     assert int(before["1.num_batches_tracked"]) == 0 and int(model[1].num_batches_tracked) == 1
     assert before["0.weight"].data_ptr() == model[0].weight.data_ptr()
+
+
+@pytest.mark.parametrize("other", [2.0, float("nan"), -float("inf")])
+def test_infinite_values_are_equal_to_themselves_and_hide_nothing(other: float) -> None:
+    masked = torch.tensor([1.0, -float("inf"), float("nan")])
+    assert compare({"logits": masked}, {"logits": masked.clone()}, 1e-4, "output") == 0
+    for place in (0, 1):
+        changed = masked.clone()
+        changed[place] = other if place == 0 else 5.0
+        with pytest.raises(PlanError, match="logits"):
+            compare({"logits": masked}, {"logits": changed}, 1e-4, "output")

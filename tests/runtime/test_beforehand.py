@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncpipe.tests.in_process import command
-from asyncpipe.tests.runtime.handmade import write_mlp, write_text
+from asyncpipe.tests.support.models.hand_folders import write_mlp, write_text
+from asyncpipe.tests.support.processes.in_process import command
 
 ASYNC = ("--schedule", "async-1f1b", "--ranks", "1")
 ALONE = ("--schedule", "single")
@@ -38,8 +38,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("mlp", (*ALONE, "--data", "shakespeare"), "--data shakespeare does not fit"),
         ("text", (*ALONE, "--data", "nosuch.txt"), "no such file, folder or built-in corpus"),
         ("text", (*ALONE, "--data", "short.txt"), "the text has 5 tokens, too few"),
-        ("mlp", (*ALONE, "--output", "old"), "--output old already holds a run"),
-        ("mlp", (*ALONE, "--output", "file"), "is there already, and is not of a run"),
+        ("mlp", (*ALONE, "--output", "old"), "--output old already contains a run"),
+        ("mlp", (*ALONE, "--output", "file"), "already exists and is not a run"),
         ("mlp", (*ALONE, "--init-from", "nosuch"), "nosuch does not exist: no weights to read"),
         ("mlp", (*ALONE, "--save-to", "nosuch://x/y"), "is not a place that fsspec can open"),
         ("text", (*ALONE, "--export-hf", "new"), "was not made from a transformers model"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -12,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from asyncpipe.runtime.exits import ExitError, exits_told
-from asyncpipe.runtime.signals import Ended, Interrupted
-from asyncpipe.tests.faults import FaultyRun
-from asyncpipe.tests.quick_python import bin_folder
-from asyncpipe.tests.runtime.handmade import WIDTH, write_mlp
+from asyncpipe.runtime.process import Ended, Interrupted
+from asyncpipe.runtime.user_code import ExitError, exits_told
+from asyncpipe.tests.support.faults.run_faults import FaultyRun
+from asyncpipe.tests.support.models.hand_folders import WIDTH, write_mlp
+from asyncpipe.tests.support.processes.quick_python import bin_folder
 
 OWN = f"""
 import ctypes, os, sys, torch
@@ -31,6 +32,8 @@ def leave(where):
         {{how}}
 
 leave("import")
+
+EXIT_GROUP = 231 if os.uname().machine == 'x86_64' else 94
 
 class Samples(Dataset):
     def __len__(self):
@@ -68,6 +71,13 @@ LEAVING = {
     "os._exit": "os._exit(0)",
     "KeyboardInterrupt": "raise KeyboardInterrupt",
 }
+OTHER_WAYS = {
+    "posix._exit": "import posix; posix._exit(0)",
+    "C's _exit": "import ctypes; ctypes.CDLL(None)._exit(0)",
+    "C's exit": "import ctypes; ctypes.CFUNCTYPE(None)(('exit', ctypes.CDLL(None)))()",
+    "C's _Exit": "import _ctypes, ctypes; _ctypes.dlsym(ctypes.CDLL(None)._handle, '_Exit')",
+    "os.execv": "os.execv('/bin/true', ['true'])",
+}
 CASES = [
     ("import", 1, "os._exit"),
     ("data", 1, "SystemExit"),
@@ -75,6 +85,7 @@ CASES = [
     ("criterion", 10, "KeyboardInterrupt"),
     ("log", 2, "sys.exit"),
     ("stage", 10, "SystemExit"),
+    ("criterion", 10, "C's _exit"),
 ]
 
 
@@ -96,7 +107,7 @@ def own_code(folder: Path, where: str, call: int, how: str) -> str:
 def test_code_that_ends_the_process_is_named_and_the_run_has_failed(
     folder: Path, tmp_path: Path, schedule: str, where: str, call: int, leaving: str
 ) -> None:
-    own = own_code(tmp_path, where, call, LEAVING[leaving])
+    own = own_code(tmp_path, where, call, (LEAVING | OTHER_WAYS)[leaving])
     options = {name: f"{own}:{name}" for name in ("data", "criterion", "log")}
     if where == "stage":
         write_mlp(folder := tmp_path / "edited")
@@ -121,11 +132,11 @@ def test_a_worker_that_ends_is_told(folder: Path, tmp_path: Path, how: str) -> N
         ended = run.finish()
     assert ended.code == 1
     first, second = ended.error.splitlines()
-    assert "could not be read" in first and second.startswith("A process that reads for this one")
+    assert "could not be read" in first and second.startswith("A data-loading process")
 
 
 def test_a_rank_that_ends_in_a_way_that_nobody_sees_is_told(folder: Path, tmp_path: Path) -> None:
-    own = own_code(tmp_path, "criterion", 10, "ctypes.CDLL(None)._exit(0)")
+    own = own_code(tmp_path, "criterion", 10, "ctypes.CDLL(None).syscall(EXIT_GROUP, 0)")
     given = {"steps": 20, "criterion": f"{own}:criterion"}
     with FaultyRun(folder, tmp_path / "run", given) as run:
         ended = run.finish()
@@ -145,13 +156,40 @@ def test_a_model_whose_factory_ends_the_process_is_not_partitioned(
     assert not (tmp_path / "generated_models").exists()
 
 
-@pytest.mark.parametrize("how", LEAVING)
+@pytest.mark.parametrize("how", [*LEAVING, *OTHER_WAYS])
 def test_each_way_to_end_a_process_is_told_with_its_line(tmp_path: Path, how: str) -> None:
-    (own := tmp_path / "own.py").write_text(f"import os, sys\n{LEAVING[how]}")
+    """In a process of its own: one that is not told would end the tests, as if all had passed."""
+    (own := tmp_path / "own.py").write_text(f"import os, sys\n{(LEAVING | OTHER_WAYS)[how]}")
     code = compile(own.read_text(), str(own), "exec")
-    with pytest.raises(ExitError, match=r"/own.py:2 ended the process"), exits_told():
-        exec(code, {})
-    assert os._exit.__module__ in ("posix", "nt")
+    told = 7
+    if (child := os.fork()) == 0:
+        ended = 1
+        try:
+            with exits_told():
+                exec(code, {})
+        except ExitError as error:
+            ended = told if "/own.py:2 ended the process" in str(error) else 2
+        finally:
+            os._exit(ended)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == told
+
+
+def test_what_ends_a_process_is_as_it_was_afterwards() -> None:
+    real = os._exit
+    with exits_told():
+        assert os._exit is not real
+    assert os._exit is real is sys.modules[os.name]._exit
+    assert ctypes.CDLL(None)._exit  # nobody is asked any more
+
+
+def test_a_thread_that_ends_the_process_is_told(folder: Path, tmp_path: Path) -> None:
+    ending = "import threading; threading.Thread(target=os._exit, args=(0,)).start()"
+    own = own_code(tmp_path, "criterion", 10, ending)
+    given = {"schedule": "single", "steps": 2000, "criterion": f"{own}:criterion"}
+    with FaultyRun(folder, tmp_path / "run", given) as run:
+        ended = run.finish()
+    assert ended.code == 1
+    assert ended.told.endswith("ended the process (os._exit in a thread).")
 
 
 def test_signals_and_other_processes_end_as_they_did() -> None:
@@ -172,7 +210,7 @@ def test_signals_and_other_processes_end_as_they_did() -> None:
 
 STARTER = """
 import subprocess, sys, os, time
-command = [sys.executable, "-P", "-m", "asyncpipe.runtime.launching.worker", str(os.getpid())]
+command = [sys.executable, "-P", "-m", "asyncpipe.runtime.launch.worker", str(os.getpid())]
 ranks = [subprocess.Popen([*command, "{}", "folder", "reporter"]) for _ in range(2)]
 print(*(rank.pid for rank in ranks), flush=True)
 time.sleep(60)

@@ -16,13 +16,13 @@ from pathlib import Path
 
 import pytest
 
-from asyncpipe.tests.faults import FaultyRun, losses, notes, plant
-from asyncpipe.tests.in_process import error_of
-from asyncpipe.tests.runtime.handmade import write_mlp
+from asyncpipe.tests.support.faults.run_faults import FaultyRun, losses, notes, plant
+from asyncpipe.tests.support.models.hand_folders import write_mlp
+from asyncpipe.tests.support.processes.in_process import error_of
 
 REAL = Path(sys.executable).parent
 SOON_S = 10.0
-"""All is over within this, after a fault that the system tells of at once."""
+"""All processes end within this time after a fault that the system reports immediately."""
 
 DATA = """
 import torch
@@ -144,7 +144,7 @@ def test_a_data_loader_whose_worker_dies_is_told(tmp_path: Path) -> None:
     first, second = ended.error.splitlines()
     assert first.startswith("error: the data of micro-batch ")
     assert "could not be read: " in first
-    assert second.startswith("A process that reads for this one has ended: memory")
+    assert second.startswith("A data-loading process has ended: out of memory")
 
 
 # Numbers, memory and disks
@@ -255,7 +255,7 @@ def test_a_run_whose_rank_dies_begins_again_and_makes_the_same_losses(
     assert ended.code == 0, ended.error
     assert not (tmp_path / "run" / "ranks").exists()
     assert notes(tmp_path / "run", "restart") == [
-        "rank 1 (stage 1) was killed by SIGKILL at step 6. Begun again (1 of 1)."
+        "rank 1 (stage 1) was killed by SIGKILL at step 6. Restarted (1 of 1)."
     ]
     assert ("step-000004" in ended.out) is (save_every > 0)
     assert losses(tmp_path / "run") == undisturbed
@@ -332,8 +332,8 @@ def test_ranks_of_torchrun_begin_again_where_it_is_told_to(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("restarts", "given", "told"),
     [
-        ("0", {"restarts": 2}, "--restarts 2 is for ranks that asyncpipe-train starts itself"),
-        ("2", {"output": None}, "torchrun --max-restarts 2 begins this run again, and nothing"),
+        ("0", {"restarts": 2}, "--restarts 2 applies only to ranks that asyncpipe-train starts"),
+        ("2", {"output": None}, "torchrun --max-restarts 2 restarts this run, which needs"),
     ],
 )
 def test_restarts_of_torchrun_are_torchruns(

@@ -9,7 +9,7 @@ import pytest
 CODE = """
 from pathlib import Path
 import torch
-from asyncpipe.runtime.host_memory import keep_freed_memory
+from asyncpipe.runtime.process import keep_freed_memory
 if {keep}:
     keep_freed_memory()
 def resident_pages():
@@ -26,7 +26,7 @@ IN_A_THREAD = """
 import threading
 from pathlib import Path
 import torch
-from asyncpipe.runtime.host_memory import keep_freed_memory
+from asyncpipe.runtime.process import keep_freed_memory
 if {keep}:
     keep_freed_memory()
 def take():

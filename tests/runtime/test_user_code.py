@@ -1,4 +1,4 @@
-"""What a user names is imported from where the command was typed, with its neighbours."""
+"""A user's code is imported from the current folder of the command, with its neighbors."""
 
 import sys
 from collections.abc import Iterator
@@ -47,7 +47,7 @@ def test_a_file_called_like_a_module_does_not_replace_it(tmp_path: Path) -> None
     ("spec", "message"),
     [
         ("absent.py:build", "--data absent.py: no such file."),
-        ("absent_module:build", "--data absent_module: there is no module absent_module."),
+        ("absent_module:build", "--data absent_module: no module named absent_module."),
         ("my_net.py:biuld", "my_net.py has no biuld. Did you mean build?"),
         ("broken.py:build", r"--data broken.py failed at .*broken.py:2: ZeroDivisionError: div"),
     ],

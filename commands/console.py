@@ -1,0 +1,427 @@
+"""How plans look on a terminal and in a log: ticks, tables, findings.
+
+How a comparison looks on a terminal: a line a run, then the table.
+
+How runs that are over look on a terminal, and what there is here for one.
+
+How a sweep looks on a terminal: a line a run that is over, then the table.
+
+A terminal that shows names and texts of others as what they are.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    Progress,
+    SpinnerColumn,
+    Task,
+    TextColumn,
+)
+from rich.segment import Segment
+from rich.table import Table
+
+from ..runtime.formatting import visible
+from ..runtime.plan.forecast import spec_bytes, traffic
+from ..runtime.plan.plan import TOPICS, Candidate, Finding, Plan, file_hash
+from ..runtime.plan.trust import is_trusted
+from ..runtime.schedule.asynchronous import ASYNCHRONOUS
+
+if TYPE_CHECKING:
+    from ..partitioner.outline import Outline
+    from ..partitioner.planning.planner import GraphPlan
+    from ..runtime.experiments.compare import ComparedRun, MethodComparison
+    from ..runtime.experiments.sweep import Sweep, SweptRun
+    from ..runtime.reports.measures import RunComparison
+
+
+def print_run(console: Console, run: ComparedRun, number: int, of: int, *, as_json: bool) -> None:
+    """One line of a run that is done."""
+    if as_json:
+        print(run.to_json(), flush=True)
+        return
+    loss = f"loss {run.curve.last:.4f}" if math.isfinite(run.curve.last) else run.curve.end
+    console.print(
+        f"{number:{len(str(of))}}/{of}  {run.name} {run.optimizer}  lr {run.lr:g}  "
+        f"seed {run.seed}  {loss}",
+        soft_wrap=True,
+    )
+
+
+def print_comparison(console: Console, comparison: MethodComparison) -> None:
+    """The table, and where the files are."""
+    from ..runtime.experiments.compare import COLUMNS, cells
+
+    table = Table(box=None, pad_edge=False)
+    for position, column in enumerate(COLUMNS):
+        table.add_column(column, justify="left" if position < 2 else "right", no_wrap=True)
+    for row in comparison.rows:
+        table.add_row(*map(escape, cells(row)))
+    console.print()
+    console.print(table)
+    console.print(
+        f"\n[green]✓[/] {comparison.made} runs made, {comparison.repeated} known from before\n"
+        f"  curves     {comparison.folder / 'curves.svg'}\n"
+        f"  table      {comparison.folder / 'table.md'}\n"
+        f"  runs       {comparison.folder / 'runs.jsonl'}",
+        soft_wrap=True,
+    )
+
+
+def print_run_comparison(console: Console, comparison: RunComparison) -> None:
+    """Prints the results of the runs and their differences."""
+    _print_table(console, comparison.names, comparison.rows)
+    _print_table(console, comparison.names, comparison.differences)
+
+
+def print_page(console: Console, page: Path) -> None:
+    console.print(f"[green]✓[/] {escape(str(page))}", soft_wrap=True)
+
+
+def print_info(
+    console: Console, sections: Mapping[str, Mapping[str, str]], *, as_json: bool
+) -> None:
+    """Prints each section under its heading."""
+    if as_json:
+        print(json.dumps(sections, indent=1))
+        return
+    width = max(len(name) for found in sections.values() for name in found)
+    for heading, found in sections.items():
+        console.print(f"[bold]{escape(heading)}[/]")
+        for name, text in found.items():
+            console.print(f"  [dim]{escape(name):{width}}[/]  {escape(text)}", soft_wrap=True)
+
+
+def _print_table(console: Console, names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Prints a table with one column for each run; prints nothing without rows."""
+    if not rows:
+        return
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("")
+    for name in names:
+        table.add_column(escape(name), justify="right")
+    for row in rows:
+        table.add_row(*map(escape, row))
+    console.print(table)
+    console.print()
+
+
+def print_swept_run(console: Console, run: SweptRun, number: int, of: int) -> None:
+    """Prints one line for a finished run."""
+    loss = f"{run.state}: {run.error}" if run.loss is None else f"loss {run.loss:.4f}"
+    time = "" if run.seconds is None else f"  {run.seconds:.1f} s"
+    console.print(
+        f"{number:{len(str(of))}}/{of}  {escape(run.name)}  {escape(loss)}{time}", soft_wrap=True
+    )
+
+
+def print_sweep(console: Console, sweep: Sweep) -> None:
+    """The table, the best first, and where the files are."""
+    from ..runtime.experiments.sweep import columns, sweep_rows
+
+    runs = tuple(sweep.runs.values())
+    table = Table(box=None, pad_edge=False)
+    for column in columns(runs):
+        table.add_column(column, justify="right" if column else "left", no_wrap=True)
+    for row in sweep_rows(runs):
+        table.add_row(*map(escape, row))
+    console.print()
+    console.print(table)
+    best = sweep.ranked[0]
+    if best.loss is not None:
+        console.print(f"\n[green]✓[/] best       {escape(str(sweep.folder / best.name))}")
+    console.print(f"  table      {escape(str(sweep.folder / 'sweep.md'))}", soft_wrap=True)
+
+
+class SafeConsole(Console):
+    """Spells out what would hide a text, or steer the terminal: only styles may do so."""
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            text, style, control = segment
+            if style is not None and style.link:  # a text may not lead anywhere else
+                style = style.update_link(None)
+            yield segment if control else Segment(visible(text), style)
+
+
+_DEFAULT = "1f1b"  # what a run takes
+
+
+def make_console(*, quiet: bool = False) -> Console:
+    """A terminal has its width; a log gets lines long enough for the tables."""
+    console = SafeConsole(highlight=False, quiet=quiet, soft_wrap=True)
+    return console if console.is_terminal else SafeConsole(highlight=False, quiet=quiet, width=200)
+
+
+# ---------------------------------------------------------------------- a partition
+
+
+class Ticks:
+    """Prints one line for each finished step, and a spinner during a step, with a bar if the step
+    reports its progress."""
+
+    def __init__(self, console: Console, *, silent: bool) -> None:
+        self._console = console
+        self._silent = silent
+        self._bar: Progress | None = None
+        if console.is_terminal and not silent:
+            columns = (
+                SpinnerColumn(),
+                TextColumn("{task.description}"),
+                _BarOnceKnown(bar_width=32),
+            )
+            self._bar = Progress(*columns, console=console, transient=True)
+            self._task = self._bar.add_task("load", total=None)
+
+    def __enter__(self) -> Ticks:
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def tick(self, name: str, detail: str, seconds: float, following: str) -> None:
+        if self._silent:
+            return
+        self._console.print(
+            f"[green]✓[/] {name:9}{escape(detail)} [dim]{seconds:.1f} s[/]", soft_wrap=True
+        )
+        if self._bar:
+            self._bar.remove_task(self._task)
+            self._task = self._bar.add_task(following, total=None)
+
+    def progress(self, done: int, total: int) -> None:
+        """Shows the progress of the current step."""
+        if self._bar:
+            self._bar.update(self._task, completed=done, total=total)
+
+
+class _BarOnceKnown(BarColumn):
+    """A bar that is hidden until a step reports its progress."""
+
+    def __call__(self, task: Task) -> RenderableType:
+        return super().__call__(task) if task.total else ""
+
+
+def print_plan(console: Console, plan: Plan) -> None:
+    """The stage table, with each stage's share of the slowest one."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    plain = all(stage.ranks == (stage.index,) for stage in plan.stages)
+    for heading in ("stage", "modules") if plain else ("stage", "rank", "modules"):
+        table.add_column(heading)
+    for heading in ("params", "forward", "backward"):
+        table.add_column(heading, justify="right")
+    table.add_column("load")
+    for heading in ("peak memory", "sends"):
+        table.add_column(heading, justify="right")
+    slowest = max(stage.forward_ms + stage.backward_ms for stage in plan.stages) or 1.0
+    for stage in plan.stages:
+        share = (stage.forward_ms + stage.backward_ms) / slowest
+        table.add_row(
+            str(stage.index),
+            *(() if plain else (", ".join(map(str, stage.ranks)),)),
+            escape(" ".join(stage.modules)),
+            _count(stage.param_bytes // 4),
+            f"{stage.forward_ms:.1f} ms",
+            f"{stage.backward_ms:.1f} ms",
+            f"{'█' * round(20 * share):░<20} {share:4.0%}",
+            _bytes(stage.peak_bytes),
+            _bytes(sum(_boundary_bytes(plan, boundary) for boundary in stage.sends)) or "-",
+        )
+    console.print()
+    console.print(table)
+    console.print()
+
+
+def print_candidates(console: Console, candidates: Sequence[Candidate], taken: str) -> None:
+    """What each method gave, the one taken in bold; nothing where none were compared."""
+    if not candidates:
+        return
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("method")
+    numbers = ("stages", "slowest rank", "step", "above bound", "peak memory", "crossing", "in")
+    for heading in numbers:
+        table.add_column(heading, justify="right")
+    table.add_column("")
+    for one in candidates:
+        if not one.stages:
+            table.add_row(escape(one.name), *["-"] * len(numbers), escape(one.note), style="dim")
+            continue
+        table.add_row(
+            escape(one.name),
+            str(one.stages),
+            f"{one.bottleneck_ms:.2f} ms",
+            f"{one.step_ms:.1f} ms",
+            f"{max(0.0, one.gap):.1%}",
+            _bytes(one.peak_bytes) or "-",
+            _bytes(one.crossing_bytes) or "-",
+            f"{one.seconds:.2f} s",
+            escape(one.note),
+            style="bold" if one.name == taken else None,
+        )
+    console.print(table)
+    console.print()
+
+
+def print_graph_plan(console: Console, plan: GraphPlan) -> None:
+    """The stages of a planned cost graph, how good they are, and what other methods gave."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for heading in ("stage", "rank", "groups"):
+        table.add_column(heading)
+    for heading in ("forward", "backward"):
+        table.add_column(heading, justify="right")
+    table.add_column("load")
+    for heading in ("peak memory", "sends"):
+        table.add_column(heading, justify="right")
+    slowest = max(stage.load_ms for stage in plan.stages) or 1.0
+    for stage in plan.stages:
+        number = len(stage.groups)
+        groups = stage.groups[0] if number == 1 else f"{stage.groups[0]} .. {stage.groups[-1]}"
+        table.add_row(
+            str(stage.index),
+            ", ".join(map(str, plan.ranks_of_stage[stage.index])),
+            escape(f"{groups} ({number})"),
+            f"{stage.forward_ms:.2f} ms",
+            f"{stage.backward_ms:.2f} ms",
+            f"{'█' * round(20 * stage.load_ms / slowest):░<20} {stage.load_ms:.2f} ms",
+            _bytes(stage.peak_bytes) or "-",
+            _bytes(sum(one.forward_bytes * len(one.targets) for one in stage.sends)) or "-",
+        )
+    console.print()
+    console.print(table)
+    console.print()
+    print_candidates(console, plan.candidates, plan.method)
+    proved = "proved optimal" if plan.optimal else f"at most {plan.gap:.1%} above the optimum"
+    console.print(
+        f"{escape(plan.name)} · {plan.method} · slowest rank {plan.bottleneck_ms:.2f} ms (bound "
+        f"{plan.lower_bound_ms:.2f} ms) · step {plan.step_ms:.1f} ms (bound "
+        f"{plan.step_bound_ms:.1f} ms), {proved} · planned in {plan.seconds:.2f} s",
+        soft_wrap=True,
+    )
+    for note in plan.explanation:
+        console.print(escape(f"note    {note}"), soft_wrap=True)
+
+
+def print_outline(console: Console, outline: Outline) -> None:
+    """The graph by module; the headings of modules stand out."""
+    console.print()
+    for line in str(outline).splitlines():
+        style = "bold" if " · " in line else None
+        console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def print_facts(console: Console, plan: Plan) -> None:
+    """How good the plan is and what a run of it would be."""
+    from ..runtime.plan.forecast import describe_forecast
+
+    ratio = plan.even_split_ms / plan.bottleneck_ms if plan.bottleneck_ms else 1.0
+    slower = f" ({ratio:.2f}× as long)" if ratio >= 1 else ""
+    lines = (
+        f"slowest {plan.slowest} {plan.bottleneck_ms:.1f} ms, no cut can be faster than "
+        f"{plan.lower_bound_ms:.1f} ms; an even split of the blocks takes "
+        f"{plan.even_split_ms:.1f} ms{slower}",
+        describe_forecast(plan),
+        *(f"note    {note}" for note in (*plan.notes, *plan.explanation)),
+    )
+    for line in lines:
+        console.print(escape(line), soft_wrap=True)
+
+
+def print_findings(console: Console, findings: Sequence[Finding]) -> None:
+    """The explanation of a plan by topic, each sentence below what it is about."""
+    for topic, heading in TOPICS.items():
+        of_topic = [finding for finding in findings if finding.topic == topic]
+        if of_topic:
+            console.print(f"[bold]{heading}[/]")
+        for about, same in groupby(of_topic, key=lambda finding: finding.about):
+            console.print(f"  {escape(about)}", soft_wrap=True)
+            for finding in same:
+                console.print(f"    [dim]{escape(finding.text)}[/]", soft_wrap=True)
+    console.print()
+
+
+def print_next(console: Console, plan: Plan, folder: Path) -> None:
+    print_facts(console, plan)
+    console.print(escape(f"weights {plan.weights}"))
+    console.print()
+    planned = plan.setting.schedule
+    under = f" --schedule {planned}" if planned not in (*ASYNCHRONOUS, _DEFAULT) else ""
+    under += "" if is_trusted(folder) else " --trust"
+    console.print(f"next    [bold]asyncpipe-train {escape(shlex.quote(str(folder)))}{under}[/]")
+    last = len(plan.stages) - 1
+    console.print(escape(f"read    {folder}/stage_0.py" + f" .. stage_{last}.py" * (last > 0)))
+    console.print(escape(f"report  {folder}/report.html"))
+
+
+def print_folder(console: Console, plan: Plan, folder: Path) -> None:
+    """Prints a generated folder: its stages, boundaries, tied weights and edited files."""
+    sizes = ", ".join(f"{name} {size}" for name, size in plan.sizes.items())
+    head = f"{plan.name}: {plan.model} in {len(plan.stages)} stages ({sizes})"
+    console.print(escape(head))
+    console.print(escape(f"made by {plan.command}"), soft_wrap=True)
+    print_plan(console, plan)
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for heading in ("boundary", "from", "to", "shape", "gradient"):
+        table.add_column(heading)
+    for boundary in plan.boundaries:
+        table.add_row(
+            escape(boundary.tensor.name),
+            f"stage {boundary.source}",
+            "stage " + ", ".join(map(str, boundary.targets)),
+            escape(str(boundary.tensor)),
+            "yes" if boundary.tensor.requires_grad else "no",
+        )
+    console.print(table)
+    if plan.if_sent:
+        for flow in traffic(plan):
+            console.print(
+                f"sent    stage {flow.source} to {flow.target}: {_bytes(flow.sent) or 0} a "
+                f"micro-batch; {_bytes(flow.if_sent)} if nothing were computed again"
+            )
+    for shared in plan.shared:
+        holders = ", ".join(f"{name} in stage {stage}" for stage, name in shared.holders)
+        console.print(escape(f"tied    {holders}"))
+    for spec in plan.stages:
+        if (folder / spec.file).is_file() and file_hash(folder / spec.file) != spec.sha256:
+            console.print(f"edited  {spec.file} is not as generated; it is used as it is")
+    if not is_trusted(folder):
+        console.print("foreign not made on this machine: its code is shown, and run with --trust")
+    console.print(escape(f"\ncode    asyncpipe-inspect {shlex.quote(str(folder))} --stage 0"))
+
+
+# ---------------------------------------------------------------------------- numbers
+
+
+def _boundary_bytes(plan: Plan, boundary: Any) -> int:
+    return spec_bytes(boundary.tensor, plan.sizes) * len(boundary.targets)
+
+
+def _bytes(count: float) -> str:
+    if not count:
+        return ""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"
+
+
+def _count(number: float) -> str:
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.1f} {unit}"
+    return f"{number:.0f}"

@@ -1,0 +1,180 @@
+"""Declared options -> cyclopts: how each is shown in --help and read from the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, make_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_type_hints
+
+from cyclopts import Group, Parameter, Token
+
+from ..partitioner.planning.options import (
+    DEVICES,
+    GROUPS,
+    MODEL,
+    Option,
+    PartitionOptions,
+    options_of,
+)
+from ..partitioner.planning.options import option as declare
+from ..runtime.limits import (
+    Choice,
+    Flag,
+    Limit,
+    ListOf,
+    Number,
+    Text,
+    Whole,
+    flag_of,
+    path,
+    refusal,
+)
+from .running import usage
+
+T = TypeVar("T")
+
+
+def option(group: Group, help: str, *names: str) -> Parameter:
+    return Parameter(name=names or None, help=help, group=group, negative=())
+
+
+def flag(group: Group, help: str, *names: str) -> Parameter:
+    return Parameter(name=names or None, help=help, group=group, negative=(), show_default=False)
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Reads the option `name` by its limit: what cyclopts calls with the words that were given."""
+
+    limit: Limit
+    name: str
+
+    def __call__(self, kind: Any, tokens: Sequence[Token]) -> Any:
+        is_list = isinstance(self.limit, ListOf)
+        item = self.limit.item if isinstance(self.limit, ListOf) else self.limit
+        values: list[Any] = [item.read(token.value) for token in tokens]
+        name = self.name if tokens[0].keyword else self.name.upper()
+        if fault := refusal(self.limit, name, values if is_list else values[0]):
+            raise usage(" ".join(fault))
+        if Path in (kind, *get_args(kind)):
+            values = list(map(Path, values))
+        return values if is_list else values[0]
+
+
+def limited(limit: Limit, name: str) -> Parameter:
+    """The parameter that is read by a limit. cyclopts alone would take `2.5` for 2, and `none` for
+    an option that was not given. It reads flags, which have no value."""
+    reader = None if isinstance(limit, Flag) else Reader(limit, name)
+    return Parameter(converter=reader, negative=(), json_list=False)
+
+
+def with_limits(limits: Mapping[str, Limit]) -> Callable[[type[T]], type[T]]:
+    """Lets each option of a class be read by the limit of its name. Raises KeyError where an option
+    has none."""
+
+    def declare(options: type[T]) -> type[T]:
+        hints = get_type_hints(options, include_extras=True)
+        options.__annotations__ = {
+            name: Annotated[hint, limited(limits[name], name)] for name, hint in hints.items()
+        }
+        return options
+
+    return declare
+
+
+PRINTING = "Printing"
+_GROUPS = {name: Group.create_ordered(name) for name in (*GROUPS, PRINTING)}
+
+
+def _flag(name: str, declared: Option, default: Any) -> Any:
+    """The type of a flag with how cyclopts shows and reads it. None means not given."""
+    is_named = isinstance(default, str | int | float) and not isinstance(default, bool)
+    help = declared.help
+    if is_named and not declared.is_words:
+        help += f" [default: {default}]"
+    shown = Parameter(
+        name=(flag_of(name), *filter(None, [declared.short])),
+        help=help,
+        group=_GROUPS[declared.group],
+        show_default=False,
+    )
+    return Annotated[_kind(declared.limit), shown, limited(declared.limit, name)]
+
+
+def _kind(limit: Limit) -> Any:
+    """The type of the words that a limit reads."""
+    match limit:
+        case Choice(names):
+            return Literal[names]
+        case Flag():
+            return bool
+        case Whole():
+            return int
+        case Number():
+            return float
+        case ListOf():
+            return list[str]
+    return Path if limit.words == path("").words else str
+
+
+def _flags_of(kind: type[Any]) -> type[Any]:
+    """A dataclass of the flags of `kind`, whose fields are declared by `declare`, for cyclopts."""
+    entries = []
+    for entry in fields(kind):
+        declared: Option = entry.metadata["option"]
+        name = declared.flag or entry.name
+        entries.append((name, _flag(name, declared, entry.default), field(default=None)))
+    made = make_dataclass(f"{kind.__name__}Flags", entries, frozen=True, kw_only=True)
+    made.__module__ = __name__  # cyclopts resolves the annotations there
+    return made
+
+
+def _on_command_line(kind: type[T]) -> type[T]:
+    """Makes a class whose fields are declared by `declare` one that cyclopts reads."""
+    for name, declared in options_of(kind).items():
+        kind.__annotations__[name] = _flag(name, declared, None)
+    return kind
+
+
+if TYPE_CHECKING:
+    PartitionFlags = Any
+else:
+    PartitionFlags = _flags_of(PartitionOptions)
+    """The flags of `PartitionOptions`."""
+
+
+@_on_command_line
+@dataclass(frozen=True, kw_only=True)
+class CommandOptions:
+    """The options of asyncpipe-partition itself, which the Python functions lack."""
+
+    model: str | None = declare(
+        None,
+        Text("the name of a model, a folder or MODULE:FACTORY", "gpt2"),
+        "Model to partition: a published configuration (gpt2 .. gpt2-xl, bert-base-uncased, "
+        "t5-small .., vit-base, llama-7b ..), a built-in model (mlp, resnet50, ..), a folder or "
+        "hub name of transformers, or your own package.module:factory or path/file.py:factory.",
+        group=MODEL,
+    )
+    graph: Path | None = declare(
+        None,
+        path("graph.json"),
+        "Cost graph to plan instead of a model: JSON of asyncpipe or of dnn-partitioning, or "
+        "graph.txt of PipeDream.",
+        group=MODEL,
+    )
+    hosts: str | None = declare(
+        None,
+        Text("a list of hosts and numbers of ranks", "h1:4,h2:2"),
+        "Short form of --devices for equal devices: h1:4,h2:2 are four ranks on host h1 and two "
+        "on h2.",
+        group=DEVICES,
+    )
+    json: bool = declare(
+        False, Flag(), "Print the plan (or the graph, with --stop-after) as JSON.", group=PRINTING
+    )
+    quiet: bool = declare(False, Flag(), "Print only the folder.", group=PRINTING, short="-q")
+    verbose: bool = declare(
+        False, Flag(), "Show the traceback of an error.", group=PRINTING, short="-v"
+    )

@@ -1,0 +1,192 @@
+"""The display of a run on a terminal and in a log: its facts, progress, end and timeline."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from ..runtime.monitoring.records import Reporter
+from .console import make_console
+
+if TYPE_CHECKING:
+    from ..runtime.config.settings import Settings
+    from ..runtime.monitoring.idle import IdleSplit
+    from ..runtime.monitoring.records import EvalRecord, StartRecord, StepRecord, Summary
+    from ..runtime.schedule.simulate import Timeline
+
+_WIDTH = 72
+"""Columns of the longer of two timelines."""
+
+
+def make_reporter(settings: Settings) -> Reporter:
+    """The reporter of a run: JSON lines, nothing, a progress bar or one line per interval."""
+    if settings.json:
+        return _JsonReporter()
+    console = make_console(quiet=settings.quiet)
+    look = _BarReporter if console.is_terminal else _LineReporter
+    return look(console, draws=settings.trace is not None)
+
+
+class _JsonReporter(Reporter):
+    """Prints every event as one JSON line; timelines are in the trace."""
+
+    def on_start(self, start: StartRecord) -> None:
+        print(start.to_json(), flush=True)
+
+    def on_warning(self, text: str) -> None:
+        print(json.dumps({"event": "warning", "text": text}), flush=True)
+
+    def on_note(self, about: str, text: str) -> None:
+        print(json.dumps({"event": "note", "about": about, "text": text}), flush=True)
+
+    def on_step(self, record: StepRecord) -> None:
+        print(record.to_json(), flush=True)
+
+    def on_eval(self, record: EvalRecord) -> None:
+        print(record.to_json(), flush=True)
+
+    def on_end(self, summary: Summary) -> None:
+        print(summary.to_json(), flush=True)
+
+
+class _LineReporter(Reporter):
+    """Prints the facts, then one line per interval, as for a log file; with `draws`, also timelines
+    at the end of the run."""
+
+    def __init__(self, console: Console, *, draws: bool) -> None:
+        self._console = console
+        self._draws = draws
+        self._drawn: list[tuple[str, Timeline]] = []
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, soft_wrap=True)
+
+    def on_start(self, start: StartRecord) -> None:
+        for label, text in start.facts:
+            self._print(f"[dim]{label:11}[/] {escape(text)}")
+
+    def on_warning(self, text: str) -> None:
+        self._print(f"[yellow]warning:[/] {escape(text)}")
+
+    def on_note(self, about: str, text: str) -> None:
+        self._print(f"[dim]{about:11}[/] {escape(text)}")
+
+    def on_step(self, record: StepRecord) -> None:
+        if record.logged:
+            width = len(str(record.steps))
+            self._print(f"step {record.step:{width}}/{record.steps}  {_measures(record)}")
+
+    def on_eval(self, record: EvalRecord) -> None:
+        accuracy = f"  accuracy {record.accuracy:.1%}" if record.accuracy is not None else ""
+        self._print(f"eval at step {record.step}  loss {record.loss:.4f}{accuracy}")
+
+    def on_timelines(self, costs: str, simulated: Timeline, measured: Timeline) -> None:
+        self._drawn = [(f"simulated, {costs}", simulated), ("measured", measured)]
+
+    def on_end(self, summary: Summary) -> None:
+        for line in _ending(summary):
+            self._print(line)
+        if self._draws:
+            self._draw()
+
+    def _draw(self) -> None:
+        from ..runtime.schedule.text import draw_timeline
+
+        longest = max((timeline.makespan_ms for _, timeline in self._drawn), default=0.0) or 1.0
+        for title, timeline in self._drawn:
+            width = max(1, round(_WIDTH * timeline.makespan_ms / longest))
+            self._print(f"\n{title}")
+            self._console.print(escape(draw_timeline(timeline, width=width)), no_wrap=True)
+
+
+class _BarReporter(_LineReporter):
+    """Shows a progress bar with the latest measurements."""
+
+    def __init__(self, console: Console, *, draws: bool) -> None:
+        super().__init__(console, draws=draws)
+        columns = (
+            TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+            BarColumn(bar_width=32),
+            TextColumn("{task.description}"),
+            TimeElapsedColumn(),
+        )
+        self._progress = Progress(*columns, console=console, transient=True)
+        self._task = self._progress.add_task("", total=1)
+
+    def on_step(self, record: StepRecord) -> None:
+        self._progress.start()
+        self._progress.update(
+            self._task,
+            completed=record.step,
+            total=record.steps,
+            description=_measures(record),
+        )
+
+    def on_end(self, summary: Summary) -> None:
+        self._progress.stop()
+        super().on_end(summary)
+
+    def on_failure(self, text: str) -> None:
+        self._progress.stop()
+
+
+def _measures(record: StepRecord) -> str:
+    parts = [f"loss {record.loss:.4f}"]
+    if record.grad_norm is not None:
+        parts.append(f"grad {record.grad_norm:.2f}")
+    rate = _rate(record.rate, record.unit)
+    parts += [f"lr {record.lr:.1e}", rate, f"{record.step_ms:.0f} ms"]
+    return "  ".join([*parts, f"idle {record.idle_share:.0%}"])
+
+
+def _ending(summary: Summary) -> list[str]:
+    evaluation = f" · eval {summary.eval_loss:.3f}" if summary.eval_loss is not None else ""
+    accuracy = f" ({summary.accuracy:.1%} right)" if summary.accuracy is not None else ""
+    lines = [
+        f"[green]✓[/] {summary.steps} steps in {_duration(summary.seconds)} · loss "
+        f"{summary.first_loss:.3f} → {summary.last_loss:.3f}{evaluation}{accuracy}",
+        f"  measured   {summary.step_ms:.0f} ms a step, ranks idle {summary.idle:.0%}",
+        f"  idle       {_parts(summary.idle_parts)}",
+        f"  throughput {_rate(summary.rate, summary.unit)}, the first step left out as a warm-up · "
+        f"{summary.epoch:.3g} epochs",
+        f"  output     {summary.output}",
+    ]
+    if late := summary.staleness:
+        told = f"{late.delay_mean:.3g} steps in the mean, {late.delay_max} at most; the ledger "
+        told += "equals the closed form"
+        if late.unexpected:
+            told = f"{late.unexpected} of {late.passages} passages differ from the closed form"
+        lines.insert(2, f"  staleness  {told}")
+    if summary.simulated_step_ms is not None:
+        lines.insert(
+            2,
+            f"  simulated  {summary.simulated_step_ms:.0f} ms a step with the optimizer as "
+            f"measured, ranks idle {summary.simulated_idle:.0%}",
+        )
+    if summary.trace:
+        lines.append(f"  trace      {summary.trace}, for ui.perfetto.dev")
+    if summary.weights:
+        lines.append(f"  weights    {summary.weights}")
+    if summary.exported:
+        lines.append(f"  exported   {summary.exported}")
+    return lines
+
+
+def _rate(rate: float, unit: str) -> str:
+    return f"{rate:,.0f} {unit}/s".replace(",", " ")
+
+
+def _parts(split: IdleSplit) -> str:
+    """`9 % bubble · 4 % imbalance · ..`, the largest first."""
+    parts = sorted(asdict(split).items(), key=lambda part: -part[1])
+    return " · ".join(f"{share:.1%} {name}" for name, share in parts)
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} m {rest:02} s" if minutes else f"{seconds:.1f} s"

@@ -1,0 +1,436 @@
+"""Capture, stage graphs, profile and solution -> the plan that the runtime reads."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import fx
+
+from ..runtime.errors import PlanError
+from ..runtime.formatting import visible
+from ..runtime.plan.forecast import forecast_step
+from ..runtime.plan.plan import (
+    Boundary,
+    Plan,
+    PlanSetting,
+    RankSpec,
+    SharedParameter,
+    StagePart,
+    StageSpec,
+    TensorSpec,
+)
+from ..runtime.plan.structure import described, names_in
+from .capture import Capture, IfTraining, ModuleCall, Size
+from .graph.problem import StageLoad
+from .planning.boundaries import written_exchanges_ms, written_talk
+from .planning.solve import Solution
+from .planning.step_time import Communication, has_replicas, is_simulated
+from .profile.operation_costs import NodeCost, weight_ms
+from .profile.profiler import Profile
+from .split.split import StageGraph, StageTensors, stage_tensors, unused_tensors
+
+_NO_MODULE = "other operations"
+
+
+@dataclass(frozen=True, slots=True)
+class PlanFacts:
+    """The fields of a plan that are recorded as given: see `Plan`."""
+
+    name: str
+    model: str
+    model_args: Mapping[str, Any] = field(default_factory=dict)
+    command: str = ""
+    criterion: str | None = None
+    weights: str = "random"
+
+
+def assemble(
+    capture: Capture,
+    stage_graphs: Sequence[StageGraph],
+    profile: Profile,
+    solution: Solution,
+    facts: PlanFacts,
+    *,
+    if_sent: Mapping[fx.Node, tuple[int, ...]] | None = None,
+) -> Plan:
+    """The plan of a captured model that was split according to `solution`, without hashes.
+
+    `if_sent` are the values that would cross without recomputation, with the stages that read them.
+    """
+    tensors = [stage_tensors(capture, stage) for stage in stage_graphs]
+    boundaries = _boundaries(capture, stage_graphs)
+    all_sent = _if_sent(capture, stage_graphs, if_sent or {})
+    outputs = _output_structure(capture.graph)
+    shared = _shared_parameters(capture, tensors)
+    talk, exchanges_ms = _transfers(capture, solution, boundaries, shared, profile.sizes)
+    crossing = [boundary.tensor for boundary in boundaries]
+    returned = [spec for spec in _returned(capture, stage_graphs) if spec not in crossing]
+    values = (*crossing, *returned)
+    stages = tuple(
+        replace(
+            _stage(capture, stage, own, profile, solution, boundaries, labels),
+            forward_talk_ms=talk.forward_ms[stage.index],
+            backward_talk_ms=talk.backward_ms[stage.index],
+            exchange_ms=exchanges_ms[stage.index],
+        )
+        for stage, own, labels in zip(
+            stage_graphs, tensors, _node_labels(stage_graphs), strict=True
+        )
+    )
+    notes = (*capture.notes, *_notes_of_loss(facts.criterion, outputs, values))
+    plan = Plan(
+        name=facts.name,
+        model=facts.model,
+        model_args=dict(facts.model_args),
+        command=facts.command,
+        sizes=dict(profile.sizes),
+        inputs=capture.inputs,
+        values=values,
+        arguments=capture.arguments.structure,
+        outputs=outputs,
+        loss=_loss(outputs, values),
+        criterion=facts.criterion,
+        stages=stages,
+        shared=shared,
+        method=solution.method,
+        bottleneck_ms=solution.bottleneck_ms,
+        lower_bound_ms=solution.lower_bound_ms,
+        even_split_ms=solution.even_split_ms,
+        optimal=solution.optimal,
+        setting=_setting(solution, talk),
+        profile=profile.facts,
+        hashes={},
+        weights=facts.weights,
+        state_keys=tuple(capture.model.state_dict()),
+        unused=unused_tensors(capture, stage_graphs),
+        notes=tuple(map(visible, notes)),
+        mode="both" if False in capture.modes else "train",
+        explanation=solution.explanation,
+        candidates=solution.candidates,
+        even_split=tuple(
+            (load.forward_ms, load.backward_ms) for load in solution.even_split.stages
+        ),
+        if_sent=all_sent if set(all_sent) != set(boundaries) else (),
+    )
+    return plan if solution.setting.is_asynchronous else _with_written_step(plan, solution)
+
+
+def _with_written_step(plan: Plan, solution: Solution) -> Plan:
+    """The plan with the simulated step of its stages as generated: some stages recompute values
+    instead of receiving them, which the planner does not count."""
+    placement = solution.placement
+    is_trained = not placement.is_replicated or has_replicas(solution.problem, placement)
+    if not is_simulated(solution.problem, placement) or not is_trained:
+        return plan
+    micro_batches = solution.setting.shared_micro_batches
+    step_ms = forecast_step(plan, plan.setting.schedule, micro_batches).step_ms
+    return replace(
+        plan,
+        setting=replace(plan.setting, step_ms=step_ms),
+        optimal=plan.optimal and step_ms <= solution.step_ms * (1 + 1e-9),
+    )
+
+
+def _stage(
+    capture: Capture,
+    stage: StageGraph,
+    held: StageTensors,
+    profile: Profile,
+    solution: Solution,
+    boundaries: Sequence[Boundary],
+    labels: Sequence[str | None],
+) -> StageSpec:
+    load = solution.loads[stage.index]
+    costs = [profile.nodes[node.name] for node in stage.nodes]
+    if not solution.setting.is_of_profile:
+        costs = _on_device(costs, load)
+    forward_ms = sum(cost.forward_ms for cost in costs)
+    changes = tuple(name for name in held.parameters if name in capture.changed)
+    again = load.recomputes and load.activation_bytes > 0
+    return StageSpec(
+        index=stage.index,
+        file=f"stage_{stage.index}.py",
+        class_name=f"Stage{stage.index}",
+        modules=_in_rows(dict.fromkeys(label for label in labels if label)),
+        inputs=tuple(node.name for node in stage.inputs),
+        outputs=tuple(node.name for node in stage.outputs),
+        parameters=held.parameters,
+        buffers=held.buffers,
+        draws_random=any(node.meta.get("random", False) for node in stage.nodes),
+        draws_numbers=any(node.meta.get("draws_numbers", False) for node in stage.nodes),
+        forward_ms=forward_ms,
+        backward_ms=sum(cost.backward_ms for cost in costs) + forward_ms * again,
+        param_bytes=load.param_bytes,
+        activation_bytes=load.activation_bytes,
+        peak_bytes=load.peak_bytes,
+        sends=tuple(boundary for boundary in boundaries if boundary.source == stage.index),
+        receives=tuple(boundary for boundary in boundaries if stage.index in boundary.targets),
+        memory=load.memory,
+        in_flight=load.in_flight,
+        load_ms=load.load_ms,
+        weight_ms=sum(
+            weight_ms(node, capture.model, cost)
+            for node, cost in zip(stage.nodes, costs, strict=True)
+        ),
+        update_ms=load.update_ms * solution.setting.micro_batches,
+        recompute=again,
+        ranks=solution.ranks_of_stage[stage.index],
+        parts=_parts(labels, costs, again=again),
+        changes=changes,
+        changes_trained=tuple(
+            name for name in changes if capture.model.get_parameter(name).requires_grad
+        ),
+    )
+
+
+def _on_device(costs: Sequence[NodeCost], load: StageLoad) -> list[NodeCost]:
+    """The costs of a stage's nodes, scaled to add up to the stage's time on its device."""
+    forward_ms = sum(cost.forward_ms for cost in costs)
+    backward_ms = sum(cost.backward_ms for cost in costs)
+    again_ms = load.forward_ms if load.recomputes else 0.0
+    forward = load.forward_ms / forward_ms if forward_ms else 1.0
+    backward = (load.backward_ms - again_ms) / backward_ms if backward_ms else 1.0
+    return [
+        replace(cost, forward_ms=forward * cost.forward_ms, backward_ms=backward * cost.backward_ms)
+        for cost in costs
+    ]
+
+
+def _parts(
+    labels: Iterable[str | None], costs: Iterable[NodeCost], *, again: bool
+) -> tuple[StagePart, ...]:
+    """The costs of nodes by their labels; with `again`, backward runs forward once more."""
+    times: dict[str, tuple[float, float]] = {}
+    for label, cost in zip(labels, costs, strict=True):
+        forward_ms, backward_ms = times.get(label or _NO_MODULE, (0.0, 0.0))
+        times[label or _NO_MODULE] = (
+            forward_ms + cost.forward_ms,
+            backward_ms + cost.backward_ms + cost.forward_ms * again,
+        )
+    return tuple(StagePart(name, *both) for name, both in times.items())
+
+
+def _transfers(
+    capture: Capture,
+    solution: Solution,
+    boundaries: Sequence[Boundary],
+    shared: Iterable[SharedParameter],
+    sizes: Mapping[str, int],
+) -> tuple[Communication, tuple[float, ...]]:
+    """The transfers of the generated stages for a micro-batch, and those of once a step."""
+    problem, placement = solution.problem, solution.placement
+    parameters = dict(capture.model.named_parameters(remove_duplicate=False))
+    held = (
+        (each.stages, parameters[name].numel() * parameters[name].element_size())
+        for each in shared
+        if len(each.stages) > 1
+        for name in each.names[:1]
+    )
+    return (
+        written_talk(problem, placement, boundaries, sizes),
+        written_exchanges_ms(problem, placement, held),
+    )
+
+
+def _setting(solution: Solution, talk: Communication) -> PlanSetting:
+    setting = solution.setting
+    limits = [None if math.isinf(d.memory_bytes) else int(d.memory_bytes) for d in setting.devices]
+    return PlanSetting(
+        schedule=setting.schedule,
+        micro_batches=setting.micro_batches,
+        recompute=setting.recompute,
+        staleness=setting.staleness,
+        optimizer=setting.optimizer,
+        memory_limit=min((limit for limit in limits if limit is not None), default=None),
+        ranks=solution.rank_specs
+        or tuple(
+            RankSpec(device.name, limit, device.host)
+            for device, limit in zip(setting.devices, limits, strict=True)
+        ),
+        transfer_ms=tuple(
+            (*edge, transfer_ms) for edge, transfer_ms in sorted(talk.overlapped_ms.items())
+        ),
+        latency_ms=solution.problem.costs.link.latency_ms,
+        step_ms=solution.step_ms,
+        step_bound_ms=solution.step_bound_ms,
+    )
+
+
+def _boundaries(capture: Capture, stages: Sequence[StageGraph]) -> list[Boundary]:
+    """Every value that crosses, in the order of the stages that compute them."""
+    found = []
+    for stage in stages:
+        for node in stage.outputs:
+            targets = tuple(
+                other.index
+                for other in stages
+                if other.index > stage.index and node in other.inputs
+            )
+            if targets and node.op != "placeholder":
+                found.append(Boundary(capture.tensor_spec(node), stage.index, targets))
+    return found
+
+
+def _if_sent(
+    capture: Capture, stages: Sequence[StageGraph], crossing: Mapping[fx.Node, tuple[int, ...]]
+) -> tuple[Boundary, ...]:
+    """The boundaries without recomputation; each from the first stage that computes the value."""
+    maker: dict[fx.Node, int] = {}
+    for stage in reversed(stages):
+        maker |= dict.fromkeys(stage.nodes, stage.index)
+    return tuple(
+        Boundary(capture.tensor_spec(node), maker[node], readers)
+        for node, targets in crossing.items()
+        if node in maker and (readers := tuple(stage for stage in targets if stage > maker[node]))
+    )
+
+
+# --- outputs and the loss -------------------------------------------------------------------
+
+
+def _notes_of_loss(
+    criterion: str | None, outputs: Any, values: Iterable[TensorSpec]
+) -> Iterator[str]:
+    """Notes on cross_entropy for an output with more dimensions than samples and classes: torch's
+    own cross_entropy would take the second dimension as the classes."""
+    names = list(names_in(outputs))
+    name = "logits" if "logits" in names else next(iter(names), None)
+    for spec in values:
+        if criterion == "cross_entropy" and spec.name == name and len(spec.shape) > 2:
+            shape = " x ".join(map(str, spec.shape))
+            yield (
+                f"cross_entropy takes the last dimension of {spec.name} ({shape}) as its "
+                f"{spec.shape[-1]} classes"
+            )
+
+
+def _output_structure(graph: fx.Graph) -> Any:
+    """The output of the original with names in place of tensors."""
+    (output,) = graph.find_nodes(op="output")
+
+    def named(leaf: Any) -> str | dict[str, str] | None:
+        if isinstance(leaf, fx.Node):
+            return leaf.name
+        if isinstance(leaf, Size):
+            return {"$size": str(leaf)}
+        if isinstance(leaf, IfTraining):
+            raise PlanError(
+                f"forward returns {leaf.train!r} in training and {leaf.eval!r} in evaluation.",
+                "Return tensors only.",
+            )
+        return None
+
+    return described(output.args[0], named)
+
+
+def _returned(capture: Capture, stages: Sequence[StageGraph]) -> Iterable[TensorSpec]:
+    """The outputs of the model, each once."""
+    names = set(names_in(_output_structure(capture.graph)))
+    nodes = dict.fromkeys(node for stage in stages for node in stage.outputs)
+    return [capture.tensor_spec(node) for node in nodes if node.name in names]
+
+
+def _loss(outputs: Any, values: Iterable[TensorSpec]) -> str | None:
+    """The value under "loss" if it is a single number."""
+    name = outputs.get("loss") if isinstance(outputs, Mapping) else None
+    scalars = {value.name for value in values if not value.shape}
+    return name if name in scalars else None
+
+
+# --- parameters with several names or in several stages -------------------------------------
+
+
+def _shared_parameters(
+    capture: Capture, tensors: Sequence[StageTensors]
+) -> tuple[SharedParameter, ...]:
+    """Parameters that have several names or that several stages hold; the first stage owns them.
+    Buffers with several names, as in a module that is registered twice, belong to one stage."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in capture.model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    found = []
+    for aliases in names.values():
+        holders = tuple(
+            (index, next(name for name in aliases if name in held.parameters))
+            for index, held in enumerate(tensors)
+            if not set(aliases).isdisjoint(held.parameters)
+        )
+        if holders and (len(aliases) > 1 or len(holders) > 1):
+            owner = holders[0][1]
+            others = tuple(name for name in aliases if name != owner)
+            found.append(SharedParameter((owner, *others), holders))
+    saved = capture.model.state_dict(keep_vars=True)
+    of_buffer: dict[int, list[str]] = {}
+    for name, buffer in capture.model.named_buffers(remove_duplicate=False):
+        if name in saved:
+            of_buffer.setdefault(id(buffer), []).append(name)
+    for aliases in of_buffer.values():
+        held = [(at, name) for at, stage in enumerate(tensors) for name in stage.buffers]
+        own = next((each for each in held if each[1] in aliases), None)
+        if own is not None and len(aliases) > 1:
+            others = tuple(name for name in aliases if name != own[1])
+            found.append(SharedParameter((own[1], *others), (own,)))
+    return tuple(found)
+
+
+# --- labels of stages -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """The module calls that lie in one stage entirely, and their stages."""
+
+    stage_of_call: Mapping[ModuleCall, int]
+
+    def label(self, node: fx.Node, stage: int) -> str | None:
+        """The outermost whole module around a node, or the node's own leaf module."""
+        for call in node.meta.get("calls", ()):
+            if self.stage_of_call.get(call) == stage:
+                return str(call.path)
+        return str(node.target) if node.op == "call_module" else None
+
+
+def _node_labels(stages: Sequence[StageGraph]) -> list[list[str | None]]:
+    """The module that each node of each stage counts under; None without a whole module."""
+    stages_of: dict[fx.Node, list[int]] = {}
+    for stage in stages:
+        for node in stage.nodes:
+            stages_of.setdefault(node, []).append(stage.index)
+    homes: dict[ModuleCall, set[int]] = {}
+    for node, indices in stages_of.items():
+        # A module stays whole where several stages compute parts of it for themselves.
+        if len(indices) == 1:
+            for call in node.meta.get("calls", ()):
+                homes.setdefault(call, set()).update(indices)
+    whole = _Whole({call: min(found) for call, found in homes.items() if len(found) == 1})
+    return [
+        [
+            whole.label(node, stage.index) if len(stages_of[node]) == 1 else None
+            for node in stage.nodes
+        ]
+        for stage in stages
+    ]
+
+
+def _in_rows(labels: Iterable[str]) -> tuple[str, ...]:
+    """Writes `a.0, a.1, a.2, b` as `a.0-2, b`."""
+    rows: list[tuple[str, int, int] | str] = []
+    for label in labels:
+        match = re.fullmatch(r"(.*\.)?(\d+)", label)
+        if not match:
+            rows.append(label)
+            continue
+        prefix, number = match[1] or "", int(match[2])
+        if rows and isinstance(rows[-1], tuple) and rows[-1][0] == prefix:
+            if rows[-1][2] == number - 1:
+                rows[-1] = prefix, rows[-1][1], number
+                continue
+        rows.append((prefix, number, number))
+    return tuple(
+        row if isinstance(row, str) else f"{row[0]}{row[1]}" + f"-{row[2]}" * (row[2] > row[1])
+        for row in rows
+    )

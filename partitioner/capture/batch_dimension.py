@@ -1,0 +1,314 @@
+"""A model and example inputs -> the dimension of each input that counts samples, if there is one.
+
+`find_batch` uses that samples are independent of each other. The model itself runs on all samples
+of the example and on two parts of them: if its results on the parts are those on the whole, the
+divided dimension counts samples.
+
+`corrected` replaces a guess of the free sizes, which forward contradicted, by sizes that forward
+leaves free. Forward runs once more with a free symbol for each dimension in question; torch's
+ShapeEnv then knows which symbols became a number, and which became equal.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
+from itertools import islice, product
+
+import torch
+from torch import Tensor, nn
+
+from .arguments import Arguments, plain_structure, tensors_in
+from .check import MAX_PARAMETERS_WITH_GRADIENTS
+from .fake_inputs import Dynamic, FakeWorld, PinnedSizeError
+from .leaf_modules import FailedTrace, LeafRule
+from .model_state import in_mode, is_on_meta, silent, unchanged, without_cache
+from .modes import trace_forward
+from .sizes import (
+    BATCH,
+    SEQUENCE,
+    Batch,
+    enlarged,
+    places,
+    resized,
+    sizes_in,
+    usual_batch,
+    without_symbol,
+)
+
+_DIMENSIONS_TRIED = 3
+_WAYS_TRIED = 12
+_LEAST_SAMPLES = 4  # Parts of one sample are special where forward squeezes.
+_TOLERANCE = 1e-3
+
+
+def find_batch(model: nn.Module, given: Arguments) -> tuple[Batch, str]:
+    """The batch dimension of each input, and a note if it is not the usual one.
+
+    If the model cannot be run, the answer is dimension 0 of every input.
+    """
+    usual = usual_batch(given.tensors)
+    none: Batch = dict.fromkeys(given.tensors)
+    if not any(tensor.dim() for tensor in given.tensors.values()):
+        return none, ""
+    # Every model of transformers has its batch first.
+    is_known = getattr(model, "main_input_name", None) in given.tensors
+    if is_known or is_on_meta(model) or (runs := _on_a_copy(model, given)) is None:
+        return usual, ""
+    whole = runs(given.tensors)
+    if whole is None:
+        return usual, ""
+    ways = list(islice(_ways(given.tensors), _WAYS_TRIED))
+    for way in (usual, *(way for way in ways if way != usual)):
+        if _is_independent(runs, given.tensors, way, whole):
+            return way, "" if way == usual else _told(way)
+    if _covers(usual, given.tensors) and runs(_part(given.tensors, usual, 0)) is not None:
+        # Losses may compare the samples of a batch, and random numbers differ between runs.
+        return usual, ""
+    return none, (
+        "the model has no batch, and a micro-batch is one whole example: its results change if an "
+        "input is divided; if a dimension counts samples, name it: --batch-dim INPUT=DIMENSION"
+    )
+
+
+def _told(batch: Batch) -> str:
+    places = [f"dimension {dim} of {name}" for name, dim in batch.items() if dim is not None]
+    without = [name for name, dim in batch.items() if dim is None]
+    lacking = f" ({' and '.join(without)} without one)" if without else ""
+    return (
+        f"the batch is {' and '.join(places)}{lacking}: the model gives each part of it the same "
+        "results as the whole; if it is another, name it: --batch-dim INPUT=DIMENSION"
+    )
+
+
+Runs = Callable[[Mapping[str, Tensor]], list[Tensor] | None]
+
+
+def _on_a_copy(model: nn.Module, given: Arguments) -> Runs | None:
+    """A function that runs a copy of the model in evaluation mode, and returns None if it raises.
+
+    None for a model that cannot be copied. Copies keep forward's side effects away from the model;
+    the copies of a large model share its parameters.
+    """
+    parameters = list(model.parameters())
+    is_small = sum(each.numel() for each in parameters) < MAX_PARAMETERS_WITH_GRADIENTS
+    shared = {} if is_small else {id(parameter): parameter for parameter in parameters}
+    device = next((tensor.device for tensor in (*parameters, *model.buffers())), None)
+    try:
+        base = copy.deepcopy(model, dict(shared))
+    except Exception:
+        return None
+    if is_small:
+        _fill_zeros(base)
+
+    def runs(tensors: Mapping[str, Tensor]) -> list[Tensor] | None:
+        own = {name: tensor.detach().clone().to(device) for name, tensor in tensors.items()}
+        twin = copy.deepcopy(base, dict(shared))
+        try:
+            with unchanged(twin), in_mode(twin, False), without_cache(twin), silent():
+                torch.manual_seed(0)
+                with torch.no_grad():
+                    return list(tensors_in(plain_structure(given.call(twin, own))))
+        except Exception:
+            return None
+
+    return runs
+
+
+def _fill_zeros(model: nn.Module) -> None:
+    """Gives parameters of zeros random values: a layer of zeros hides everything before it."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if not parameter.any():
+                noise = torch.rand(parameter.shape, generator=generator) / 4
+                parameter.copy_(noise)
+
+
+def _ways(inputs: Mapping[str, Tensor]) -> Iterator[Batch]:
+    """Candidates for the batch: dimensions of equal size in all inputs that have that size."""
+    base = max(inputs, key=lambda name: min(inputs[name].dim(), 2))
+    shape = inputs[base].shape[:_DIMENSIONS_TRIED]
+    if inputs[base].dim() == 2 and inputs[base].is_floating_point():
+        shape = shape[:1]  # Dimension 1 counts features.
+    for dim, size in enumerate(shape):
+        if size < 2:
+            continue
+        options: list[list[int | None]] = []
+        for name, tensor in inputs.items():
+            equal = [at for at, other in enumerate(tensor.shape) if other == size]
+            equal.sort(key=lambda at: at != dim)
+            options.append([dim] if name == base else [*equal, None])
+        for chosen in product(*options):
+            yield dict(zip(inputs, chosen, strict=True))
+
+
+def _covers(batch: Batch, inputs: Mapping[str, Tensor]) -> bool:
+    """True if every input with a dimension has a batch, or broadcasts with one."""
+    return all(
+        batch[name] is not None or not tensor.dim() or tensor.shape[0] == 1
+        for name, tensor in inputs.items()
+    )
+
+
+def _size(inputs: Mapping[str, Tensor], batch: Batch) -> int:
+    return next((inputs[name].shape[dim] for name, dim in batch.items() if dim is not None), 0)
+
+
+def _part(inputs: Mapping[str, Tensor], batch: Batch, number: int) -> dict[str, Tensor]:
+    """The first or the last part of the samples."""
+    size = _size(inputs, batch)
+    start, end = (0, size // 2) if number == 0 else (size // 2, size)
+    return {
+        name: tensor if (dim := batch[name]) is None else tensor.narrow(dim, start, end - start)
+        for name, tensor in inputs.items()
+    }
+
+
+def _is_independent(
+    runs: Runs, inputs: Mapping[str, Tensor], batch: Batch, whole: list[Tensor]
+) -> bool:
+    """True if the results on two parts of the samples are those on the whole."""
+    if not (size := _size(inputs, batch)):
+        return False
+    if size < _LEAST_SAMPLES:
+        dims = {name: {} if dim is None else {dim: BATCH} for name, dim in batch.items()}
+        inputs = resized(inputs, dims, {BATCH: _LEAST_SAMPLES})
+        size, enlarged = _LEAST_SAMPLES, runs(inputs)
+        if enlarged is None:
+            return False
+        whole = enlarged
+    ones, twos = (runs(_part(inputs, batch, number)) for number in (0, 1))
+    if ones is None or twos is None or not len(whole) == len(ones) == len(twos):
+        return False
+    first = size // 2
+    by_sample: list[bool] = []
+    others: list[bool] = []
+    for all_, one, two in zip(whole, ones, twos, strict=True):
+        if one.dim() != all_.dim() or two.dim() != all_.dim():
+            return False
+        longer = [dim for dim in range(all_.dim()) if all_.shape[dim] != two.shape[dim]]
+        if longer:
+            by_sample.append(any(_close(all_, made) for made in _joined(all_, one, two, longer)))
+        elif one.shape == all_.shape:
+            mean = (one.double() * first + two.double() * (size - first)) / size
+            others.append(_close(all_, mean) or _close(all_, one.double() + two.double()))
+        else:
+            return False
+    # With ignored labels a loss is not a mean over samples: results by sample are decisive.
+    return all(by_sample) if by_sample else bool(others) and all(others)
+
+
+def _joined(all_: Tensor, one: Tensor, two: Tensor, dims: list[int]) -> Iterator[Tensor]:
+    """Possible joins of the results of two parts: concatenated along a dimension, or interleaved,
+    as if several dimensions were flattened with the batch last."""
+    if len(dims) > 1:
+        return
+    (dim,) = dims
+    if one.shape[dim] + two.shape[dim] != all_.shape[dim]:
+        return
+    yield torch.cat([one, two], dim)
+    for often in range(2, min(one.shape[dim], two.shape[dim]) + 1):
+        if one.shape[dim] % often == 0 and two.shape[dim] % often == 0:
+            apart = [_apart(part, dim, often) for part in (one, two)]
+            yield torch.cat(apart, dim + 1).flatten(dim, dim + 1)
+
+
+def _apart(tensor: Tensor, dim: int, often: int) -> Tensor:
+    """The tensor with a dimension split in two; the first has `often` entries."""
+    shape = tensor.shape
+    return tensor.reshape(*shape[:dim], often, shape[dim] // often, *shape[dim + 1 :])
+
+
+def _close(expected: Tensor, found: Tensor) -> bool:
+    if expected.shape != found.shape:
+        return False
+    if expected.dtype == torch.bool:
+        return torch.equal(expected, found.to(torch.bool))
+    expected, found = expected.double(), found.double()
+    scale = float(expected.abs().max()) if expected.numel() else 0.0
+    return torch.allclose(expected, found, rtol=_TOLERANCE, atol=_TOLERANCE * scale)
+
+
+def corrected(
+    model: nn.Module,
+    given: Arguments,
+    dims: Dynamic,
+    is_leaf: LeafRule,
+    has_to_be_free: Collection[str],
+) -> tuple[Dynamic, list[str]]:
+    """The free sizes that forward allows, with a note for each that differs from the guess.
+
+    A dimension of the same size as a free one becomes free too if forward requires the two to be
+    equal. A size in `has_to_be_free` that forward fixes is left to the caller.
+    """
+    apart = _with_more(given, dims)
+    world = FakeWorld(model)
+    pins = world.env.pins = {}
+    large = replace(given, tensors=enlarged(given.tensors, apart))
+    try:
+        trace_forward(model, world, large, apart, is_leaf, training=True)
+    except FailedTrace:
+        pass  # The part before the failure is enough.
+    known = {name: world.env.replace(size.node.expr) for name, size in world.symbols.items()}
+    result: dict[str, dict[int, str]] = {name: dict(named) for name, named in dims.items()}
+    notes: list[str] = []
+    for symbol in dict.fromkeys(symbol for named in dims.values() for symbol in named.values()):
+        equal = {other for other, size in known.items() if size == known[symbol]}
+        where = places(result, symbol)
+        if not where:
+            continue  # It was replaced by an equal symbol.
+        if known[symbol].is_Symbol:
+            for name, named in apart.items():
+                for dim, other in named.items():
+                    if other in equal and result[name].get(dim) != symbol:
+                        result[name][dim] = symbol
+                        notes.append(f"dimension {dim} of {name} equals {where}{_why(pins, equal)}")
+        elif symbol not in has_to_be_free:
+            error = next((pins[other] for other in (symbol, *sorted(equal)) if other in pins), None)
+            notes += [fixed(error, result, symbol)] if error else []
+            result = without_symbol(result, symbol)
+    return result, notes
+
+
+def fixed(error: PinnedSizeError, dims: Dynamic, symbol: str) -> str:
+    """The note for a size that forward allows at one value only, and that is fixed there."""
+    what = f"the {symbol} size" if symbol.endswith(SEQUENCE) else places(dims, symbol)
+    return f"{what} is fixed: {error.where.rstrip(',')} works for {error.value} only"
+
+
+def with_places(error: PinnedSizeError, dims: Dynamic) -> PinnedSizeError:
+    """The error with the dimensions that it is about, and the options that choose others."""
+    where = places(dims, error.symbol)
+    if not where:
+        return error
+    name = next(name for name, named in dims.items() if error.symbol in named.values())
+    flag = "--batch-dim" if error.symbol == BATCH else "--sequence-dim"
+    return PinnedSizeError(
+        error.symbol,
+        error.where,
+        error.value,
+        f"If it is another dimension, name it: {flag} {name}=DIMENSION, or {flag} {name}=none. "
+        f"Otherwise: {error.cure}",
+        f" It is {where}.",
+    )
+
+
+def _with_more(given: Arguments, dims: Dynamic) -> dict[str, dict[int, str]]:
+    """The free dimensions, and all others of the same sizes with symbols of their own."""
+    sizes = set(sizes_in(given.tensors, dims).values()) - {1}
+    return {
+        name: {
+            dim: dims.get(name, {}).get(dim) or f"{name}_{dim}"
+            for dim, size in enumerate(tensor.shape)
+            if dim in dims.get(name, {}) or size in sizes
+        }
+        for name, tensor in given.tensors.items()
+    }
+
+
+def _why(pins: Mapping[str, PinnedSizeError], symbols: Collection[str]) -> str:
+    """The line that made these sizes equal, or a number."""
+    found = next((pins[symbol] for symbol in sorted(symbols) if symbol in pins), None)
+    return f": {found.where.rstrip(',')} needs that" if found else ""

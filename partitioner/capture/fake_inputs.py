@@ -1,0 +1,430 @@
+"""A model and example inputs -> fake tensors with named sizes, and errors of a run on them.
+
+Sizes start as torch's own symbols in a `ShapeEnv`; arguments of the graph have them replaced by
+sympy symbols with the user's names (`batch`, `sequence`). If forward fixes a symbol at a number,
+or equates it with another one, an error names the line.
+
+`explained` turns an exception of forward on fake tensors into a CaptureError with the user's line.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, nn
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, ShapeEnv
+
+from ...runtime.errors import CaptureError
+from .arguments import Arguments, describe_arguments
+from .model_state import is_on_meta, unchanged, without_cache
+from .source_lines import place, source_text, user_frame_of, user_frames, user_lines
+from .values import Size
+
+Dynamic = Mapping[str, Mapping[int, str]]
+
+
+class PinnedSizeError(CaptureError):
+    """A free size that forward allows at one value only.
+
+    symbol: the symbol of the size
+    where: the line in words
+    value: the value
+    """
+
+    def __init__(self, symbol: str, where: str, value: object, cure: str, more: str = "") -> None:
+        super().__init__(
+            f"{where} works for one {symbol} size only: {symbol} would always be {value}.{more}",
+            cure,
+        )
+        self.symbol, self.where, self.value = symbol, where, value
+
+
+class _NamedSizes(ShapeEnv):
+    """A ShapeEnv that raises PinnedSizeError if a named symbol is replaced.
+
+    pins: collects these errors instead, by symbol, if it is not None
+    named: the user's symbol for each symbol of torch
+    is_open: True while forward runs
+    top: the frame above all frames of forward
+    decide: answers questions that depend on the values of tensors
+    on_answer: called with every question about sizes and its answer
+    """
+
+    def __init__(self) -> None:
+        super().__init__(specialize_zero_one=True, duck_shape=False, allow_scalar_outputs=False)
+        self.pins: dict[str, PinnedSizeError] | None = None
+        self.named: dict[sympy.Symbol, sympy.Symbol] = {}
+        self.is_open = True
+        self.top: FrameType | None = None
+        self.decide: Callable[[sympy.Basic], bool | None] | None = None
+        self.on_answer: Callable[[sympy.Basic, sympy.Basic], None] | None = None
+
+    def evaluate_expr(
+        self,
+        orig_expr: sympy.Basic,
+        hint: Any = None,
+        fx_node: Any = None,
+        size_oblivious: bool = False,
+        fallback_value: bool | None = None,
+        *,
+        forcing_spec: bool = False,
+    ) -> sympy.Basic:
+        """As torch, but `decide` answers questions about values of tensors, and `on_answer` gets
+        the answers that follow from the sizes of the example."""
+        if self.is_open and self.decide and fallback_value is None and not size_oblivious:
+            if any(symbol not in self.named for symbol in orig_expr.free_symbols):
+                if self._maybe_evaluate_static(orig_expr) is None:
+                    answer = self.decide(orig_expr)
+                    if answer is not None:
+                        return sympy.true if answer else sympy.false
+        answer = super().evaluate_expr(
+            orig_expr, hint, fx_node, size_oblivious, fallback_value, forcing_spec=forcing_spec
+        )
+        if self.is_open and self.on_answer and orig_expr.free_symbols:
+            if all(symbol in self.named for symbol in orig_expr.free_symbols):
+                self.on_answer(orig_expr, answer)
+        return answer
+
+    def _set_replacement(self, a: sympy.Symbol, tgt: sympy.Expr, msg: str) -> None:
+        if self.is_open and a in self.named:
+            error = self.pinned(self.named[a].name, tgt.xreplace(self.named))
+            if self.pins is None:
+                raise error
+            self.pins.setdefault(error.symbol, error)
+        super()._set_replacement(a, tgt, msg)
+
+    def pinned(self, name: str, value: sympy.Expr) -> PinnedSizeError:
+        """The error for the user's line that fixes a size."""
+        frames = user_frames(self.top, sys._getframe(1))
+        where = "forward"
+        if frames:
+            line = frames[0].f_lineno
+            where = f"{place(frames[0], line)}, {source_text(frames[0], line)!r},"
+        return PinnedSizeError(
+            name,
+            where,
+            value,
+            "Write it for the whole tensor: sizes as x.shape[0], without int(), range(), tolist() "
+            "or a loop over samples.",
+        )
+
+
+class FakeWorld:
+    """The fake twins of a model's parameters, buffers and inputs.
+
+    env: the ShapeEnv of the symbols
+    mode: the FakeTensorMode of the tensors
+    symbols: torch's size symbols by the user's name
+    hints: the sizes of the symbols in the example, by the user's name
+    names: the first dotted name of each fake parameter and buffer, by its `id`
+    model: the model
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.env = _NamedSizes()
+        self.mode = FakeTensorMode(
+            shape_env=self.env, allow_non_fake_inputs=True, static_shapes=True
+        )
+        self.symbols: dict[str, Any] = {}
+        self.hints: dict[str, int] = {}
+        self.names: dict[int, str] = {}
+        self.model = model
+        self._fakes: dict[int, tuple[Tensor, Tensor]] = {}
+        self._swaps: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
+        self._own: dict[tuple[int, str], Tensor] = {}
+        for path, module in model.named_modules():
+            for tensors in (module._parameters, module._buffers):
+                for name, tensor in tensors.items():
+                    if tensor is None:
+                        continue
+                    fake = self._fake(tensor)
+                    self._swaps.append((tensors, name, tensor, fake))
+                    self._own[id(tensors), name] = fake
+                    self.names.setdefault(id(fake), f"{path}.{name}" if path else name)
+
+    def is_itself(self, module: nn.Module) -> bool:
+        """True if a module has its own parameters and buffers, and not replacements for one call,
+        as in `torch.func.functional_call`."""
+        return all(
+            tensor is None or self._own.get((id(tensors), name)) is tensor
+            for inner in module.modules()
+            for tensors in (inner._parameters, inner._buffers)
+            for name, tensor in tensors.items()
+        )
+
+    def _fake(self, tensor: Tensor) -> Tensor:
+        if id(tensor) not in self._fakes:
+            self._fakes[id(tensor)] = (tensor, self._made_fake(tensor))
+        return self._fakes[id(tensor)][1]
+
+    def twin(self, tensor: Tensor) -> Tensor:
+        """The fake twin of a parameter or buffer; any other tensor unchanged."""
+        return self._fakes.get(id(tensor), (tensor, tensor))[1]
+
+    def _made_fake(self, tensor: Tensor) -> Tensor:
+        if tensor.device.type == "meta":
+            with self.mode:
+                fake = torch.empty_strided(
+                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
+                )
+        else:
+            fake = self.mode.from_tensor(tensor, static_shapes=True)
+        if isinstance(tensor, nn.Parameter) and not isinstance(fake, nn.Parameter):
+            return nn.Parameter(fake, tensor.requires_grad)
+        return fake
+
+    def input(self, tensor: Tensor, dims: Mapping[int, str]) -> Tensor:
+        """A fake input like the tensor; sizes at `dims` are symbols, other sizes are numbers."""
+        shape = [
+            self._symbol(dims[dim], size) if dim in dims else size
+            for dim, size in enumerate(tensor.shape)
+        ]
+        device = "cpu" if tensor.device.type == "meta" else tensor.device
+        with self.mode:
+            return torch.empty(
+                shape, dtype=tensor.dtype, device=device, requires_grad=tensor.requires_grad
+            )
+
+    def _symbol(self, name: str, size: int) -> Any:
+        if name not in self.symbols:
+            self.hints[name] = size
+            source = ConstantSource(name)
+            symbol = self.env.create_symbol(
+                size, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None
+            )
+            self.env.named[symbol] = sympy.Symbol(name, integer=True, positive=True)
+            self.symbols[name] = self.env.create_symintnode(symbol, hint=size, source=source)
+        return self.symbols[name]
+
+    def size(self, value: Any) -> Size | int | float | bool:
+        """A SymInt or SymFloat of torch in the user's symbols, or a number."""
+        expr = self.env.replace(value.node.expr)
+        if isinstance(value, torch.SymBool):
+            return bool(value)
+        return self.as_size(expr)
+
+    def as_size(self, expr: sympy.Expr) -> Size | int | float:
+        """An expression of the ShapeEnv in the user's symbols, or a number."""
+        if expr.is_number:
+            return int(expr) if expr.is_integer else float(expr)
+        return Size(expr.xreplace(self.env.named))
+
+    def is_number(self, value: torch.SymInt) -> bool:
+        """True if a SymInt has become a number."""
+        return bool(self.env.replace(value.node.expr).is_number)
+
+    def shape(self, tensor: Tensor) -> tuple[int | Size, ...]:
+        return tuple(
+            self.size(size) if isinstance(size, torch.SymInt) else size for size in tensor.shape
+        )
+
+    def is_data_dependent(self, shape: tuple[Any, ...]) -> bool:
+        """True if a size depends on the values of tensors."""
+        known = self.symbols.keys()
+        return any(isinstance(size, Size) and not size.symbols <= known for size in shape)
+
+    @contextmanager
+    def inside(self, top: FrameType) -> Iterator[None]:
+        """Replaces the model's parameters and buffers by the fake ones for the block.
+
+        `top` is the frame above all frames of the model's forward.
+        """
+        before = [
+            (attributes, dict(attributes))
+            for module in self.model.modules()
+            for attributes in (module.__dict__, module._buffers, module._parameters)
+        ]
+        kept = [
+            (value, list(value) if isinstance(value, list) else dict(value))
+            for module in self.model.modules()
+            for name, value in vars(module).items()
+            if isinstance(value, (list, dict)) and not name.startswith("_")
+        ]
+        self.env.top, self.env.is_open = top, True
+        try:
+            for tensors, name, _, fake in self._swaps:
+                tensors[name] = fake
+            yield
+        finally:
+            # torch's caches keep the env, which must not keep the trace.
+            self.env.top = self.env.decide = self.env.on_answer = None
+            self.env.is_open = False
+            for tensors, name, real, _ in self._swaps:
+                tensors[name] = real
+            for attributes, old in before:
+                _drop_fakes(attributes, old)
+            for container, items in kept:
+                _restore(container, items)
+
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """Restores the real parameters and buffers for a block within `inside`."""
+        now = [(tensors, name, tensors[name]) for tensors, name, _, _ in self._swaps]
+        for tensors, name, real, _ in self._swaps:
+            tensors[name] = real
+        try:
+            yield
+        finally:
+            for tensors, name, current in now:
+                tensors[name] = current
+
+    @property
+    def is_on_meta(self) -> bool:
+        """True if the model has no values: some parameter or buffer is on meta."""
+        return any(real.is_meta for _, _, real, _ in self._swaps)
+
+
+def _restore(container: list[Any] | dict[Any, Any], items: list[Any] | dict[Any, Any]) -> None:
+    """Restores the items of a list or dict of a module, such as a cache."""
+    if isinstance(container, list):
+        container[:] = items
+    else:
+        container.clear()
+        container.update(items)
+
+
+def _drop_fakes(attributes: dict[str, Any], before: Mapping[str, Any]) -> None:
+    """Removes the fake tensors that forward stored on the model."""
+    for name, value in list(attributes.items()):
+        if isinstance(value, FakeTensor):
+            if name in before:
+                attributes[name] = before[name]
+            else:
+                del attributes[name]
+
+
+class UnseenError(CaptureError):
+    """A forward that may run, but does something that the tracer cannot see."""
+
+
+class ValuesError(UnseenError):
+    """A forward that reads values out of tensors."""
+
+
+# Not in range(): a graph has a fixed number of iterations, with or without int().
+_NUMBER = re.compile(r"^(?!.*\brange\().*?\b(int|float)\(")
+_DATA_DEPENDENT = (
+    DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode,
+)  # fmt: skip
+
+
+def explained(
+    error: Exception, model: nn.Module, given: Arguments, drawn: Collection[sympy.Basic] = ()
+) -> CaptureError:
+    """An exception of the model's forward as a CaptureError with its line and cure.
+
+    `drawn` are the symbols of numbers that Python or NumPy draws.
+    """
+    found = user_frame_of(error.__traceback__)
+    if found is None:
+        return UnseenError(
+            f"cannot trace {type(model).__name__}: {type(error).__name__}: {_first_line(error)}",
+            f"Does it run on inputs like these? {describe_arguments(given.tensors)}",
+        )
+    frame, line = found
+    where, text = place(frame, line), source_text(frame, line)
+    leaf = _leaf(frame, model)
+    if isinstance(error, GuardOnDataDependentSymNode):
+        if not error.cond.free_symbols.isdisjoint(drawn):
+            return ValuesError(
+                f'cannot trace {where}: "{text}" depends on a number drawn at random, by more than '
+                "an if that compares it.",
+                f"Keep it inside one stage: {leaf} · or draw with torch and compute with tensors, "
+                "such as torch.rand([]).sqrt()",
+            )
+    if isinstance(error, _DATA_DEPENDENT):
+        number = _NUMBER.search(text)
+        other = f"write .item() without {number[1]}()" if number else "use torch.where"
+        return ValuesError(
+            f'cannot trace {where}: "{text}" depends on tensor values.',
+            f"Keep it inside one stage: {leaf} · or {other} · details: -v",
+        )
+    if "numpy() is not supported" in str(error):
+        return UnseenError(
+            f'cannot trace {where}: "{text}" passes the values of a tensor to NumPy, and a graph '
+            "cannot hold NumPy's operations.",
+            f"Compute it with torch, or keep it inside one stage: {leaf}.",
+        )
+    return UnseenError(
+        f'cannot trace {where}: "{text}" raised {type(error).__name__}: {_first_line(error)}',
+        "If the model runs on inputs like these outside asyncpipe "
+        f"({describe_arguments(given.tensors)}), keep the module as one node: {leaf}.",
+    )
+
+
+def _leaf(frame: FrameType, model: nn.Module) -> str:
+    """The advice that keeps the module whose forward a frame runs as one node.
+
+    The model itself cannot be one node, nor can a module if only another method of it is called.
+    """
+    while frame.f_back is not None and not _is_forward(frame):
+        frame = frame.f_back
+    owner = frame.f_locals.get("self")
+    if isinstance(owner, nn.Module) and any(owner is inner for inner in list(model.modules())[1:]):
+        return f"--leaf {type(owner).__name__}"
+    return "move it into a module of its own and use --leaf"
+
+
+def _is_forward(frame: FrameType) -> bool:
+    is_module = isinstance(frame.f_locals.get("self"), nn.Module)
+    return is_module and frame.f_code.co_name == "forward"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]
+
+
+_PINNED = re.compile(
+    r"L\['tensors'\]\[(\d+)\]\.size\(\)\[(\d+)\] as dynamic but your code specialized it to be a "
+    r"constant \((\d+)\)"
+)
+
+
+def pinned(error: Exception, given: Arguments, dims: Dynamic) -> PinnedSizeError | None:
+    """Dynamo's error for a size that forward fixes at one value; None for any other error."""
+    found = _PINNED.search(str(error))
+    if found is None:
+        return None
+    position, dim, value = map(int, found.groups())
+    symbol = dims[list(given.tensors)[position]][dim]
+    lines = user_lines(str(error)[found.end() :].partition("\n\n  - ")[0])
+    where = f"{Path(lines[-1].file).name}:{lines[-1].line}" if lines else "forward"
+    return PinnedSizeError(
+        symbol, where, value, f"Leave {symbol} out of dynamic=... to fix it at {value}."
+    )
+
+
+def runs(model: nn.Module, given: Arguments) -> bool:
+    """True if the model itself runs on the example, or is on meta."""
+    if is_on_meta(model):
+        return True
+    device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), None)
+    tensors = {name: tensor.to(device) for name, tensor in given.tensors.items()}
+    with unchanged(model, dict(model.named_parameters())), without_cache(model), torch.no_grad():
+        try:
+            given.call(model, tensors)
+        except Exception:
+            return False
+    return True
+
+
+def both(unseen: CaptureError, error: CaptureError) -> CaptureError:
+    """The tracer's error, which has the user's line, followed by Dynamo's."""
+    return CaptureError(
+        unseen.what, f"{unseen.cure}\nTorchDynamo cannot capture it either: {_first_line(error)}"
+    )

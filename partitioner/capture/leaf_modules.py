@@ -1,0 +1,435 @@
+"""Leaf modules, which the graph keeps as one node: the rule for them, and their constructors.
+
+`leaf_rule` keeps modules of torch.nn, and those that the user names with `--leaf`.
+
+`AutomaticLeaves` keeps further modules after a failed trace: modules that decide by values, or do
+something that the tracer cannot see. The innermost module around the failing line comes first,
+then those around it. Never kept are the root, a module of modules with more than half of the
+model's parameters, and a module for which no constructor can be written.
+
+`construct` finds the constructor call that builds an equal module. It reads arguments from the
+module's attributes by the names of `__init__`'s parameters; a transformers configuration, or
+the index of a layer, from the modules around it. Every candidate is built on meta and compared
+with the module: class, parameters and buffers with shape and dtype, `extra_repr` and plain
+attributes. Arguments that make no difference are defaults, and left out.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...runtime.errors import CaptureError, PlanError
+from ..models.builtin import (
+    configuration_arguments,
+    configurations_around,
+    is_asked_for,
+    is_configuration,
+)
+from .arguments import has_forward_hooks
+
+LeafRule = Callable[[nn.Module, str], bool]
+
+# Modules of torch.nn that only call other modules, which are recorded.
+_TRANSPARENT = (
+    nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict,
+    nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder, nn.DataParallel,
+)  # fmt: skip
+
+
+def leaf_rule(model: nn.Module, names: Collection[str]) -> LeafRule:
+    """A function of a module and its path: True if the module is kept as one node.
+
+    Raises CaptureError for a name that no module of the model has.
+    """
+    wanted = frozenset(names)
+    known = {
+        name for path, module in model.named_modules() for name in (path, *_class_names(module))
+    }
+    for name in sorted(wanted - known):
+        near = difflib.get_close_matches(name, sorted(known - {""}), n=3)
+        raise CaptureError(
+            f"no module of {type(model).__name__} is called {name}.",
+            f"Did you mean --leaf {' or '.join(near)}?" if near else "",
+        )
+
+    def is_leaf(module: nn.Module, path: str) -> bool:
+        named = path in wanted or not wanted.isdisjoint(_class_names(module))
+        return named or is_torch_leaf(module)
+
+    return is_leaf
+
+
+def is_torch_leaf(module: nn.Module) -> bool:
+    """True for a module of torch.nn without hooks, parametrizations or a forward of its own."""
+    home = type(module).__module__
+    return (
+        home.startswith("torch.nn.")
+        and not home.startswith("torch.nn.utils.")
+        and not isinstance(module, _TRANSPARENT)
+        and not has_forward_hooks(module)
+        and "forward" not in vars(module)
+    )
+
+
+def _class_names(module: nn.Module) -> tuple[str, str]:
+    kind = type(module)
+    return kind.__name__, f"{kind.__module__}.{kind.__qualname__}"
+
+
+@dataclass(frozen=True, slots=True)
+class LeafArgument:
+    """An argument of a constructor.
+
+    name: the parameter's name
+    value: its value
+    is_default: the argument may be left out
+    is_positional: the argument is written without its name
+    """
+
+    name: str
+    value: Any
+    is_default: bool
+    is_positional: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Constructor:
+    """The constructor call of a module.
+
+    type: the class
+    arguments: the arguments
+    frozen: no parameter requires a gradient
+    frozen_names: the parameters that require no gradient, if only some of them
+    """
+
+    type: type[nn.Module]
+    arguments: tuple[LeafArgument, ...]
+    frozen: bool = False
+    frozen_names: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        name = self.type.__name__
+        return f"nn.{name}" if getattr(nn, name, None) is self.type else self.type.__qualname__
+
+
+def construct(module: nn.Module, path: str, model: nn.Module | None = None) -> Constructor:
+    """The constructor of a leaf module at `path` of `model`; raises PlanError if there is none."""
+    kind = type(module)
+    required, optional = _parameters(module)
+    given = next(
+        (
+            values
+            for values in _guesses(module, path, model)
+            if all(name in values for name in required)
+            and all(map(_is_writable, values.values()))
+            and _is_same(_build(kind, values), module)
+        ),
+        None,
+    )
+    if given is None or not _is_importable(kind):
+        raise PlanError(
+            f"cannot write a constructor for {path} ({kind.__name__}): __init__ with arguments "
+            f"from its attributes builds no module with the same tensors.",
+            _cure(module),
+        )
+    given = {name: _simplest(module, given, name) for name in given}
+    defaults = _defaults(module, given, required)
+    arguments = [
+        LeafArgument(name, given[name], name in defaults, position < 2)
+        for position, name in enumerate(required)
+    ]
+    arguments += [
+        LeafArgument(name, given[name], name in defaults, len(name) == 1 and not required)
+        for name in optional
+        if name in given
+    ]
+    held = dict(module.named_parameters())
+    stuck = tuple(name for name, value in held.items() if not value.requires_grad)
+    frozen = bool(held) and len(stuck) == len(held)
+    return Constructor(kind, tuple(arguments), frozen, () if frozen else stuck)
+
+
+def _cure(module: nn.Module) -> str:
+    kind = type(module)
+    if is_torch_leaf(module):
+        own = sorted(set(_plain(module)) - set(_plain_names(kind)))
+        changed = f" ({', '.join(own)})" if own else ""
+        return (
+            f"It was changed after its construction{changed}: write a class of its own with its "
+            "operations in forward, which is then captured."
+        )
+    return (
+        f"Remove --leaf {kind.__name__} so that it is captured, or store the arguments of its "
+        "__init__ as attributes of the same names."
+    )
+
+
+def _plain_names(kind: type[nn.Module]) -> tuple[str, ...]:
+    return tuple(inspect.signature(kind).parameters)
+
+
+def _guesses(module: nn.Module, path: str, model: nn.Module | None) -> Iterator[dict[str, Any]]:
+    """Candidates for the arguments of a module's constructor."""
+    known = {
+        name: value
+        for name, value in {**_from_attributes(module), **_from_parts(module)}.items()
+        if value is not _UNKNOWN
+    }
+    yield known
+    if model is None or is_torch_leaf(module):
+        return
+    parameters = inspect.signature(type(module)).parameters
+    indices: list[int | None] = [int(part) for part in path.split(".")[::-1] if part.isdigit()]
+    around = [
+        configuration
+        for configuration in configurations_around(model, path)
+        if configuration_arguments(configuration) is not None
+    ]
+    for configuration in (*around, None):
+        for index in indices or [None]:
+            values = dict(known)
+            for name, parameter in parameters.items():
+                if configuration is not None and is_asked_for(parameter):
+                    values[name] = configuration
+                elif name not in known and index is not None and _is_index(name):
+                    values[name] = index
+                elif name not in known and hasattr(configuration, name):
+                    values[name] = getattr(configuration, name)
+            yield values
+
+
+def _is_writable(value: Any) -> bool:
+    return not is_configuration(value) or configuration_arguments(value) is not None
+
+
+def _is_index(name: str) -> bool:
+    return name.rpartition("_")[2] in ("idx", "id", "index", "number", "num", "i")
+
+
+def _is_importable(kind: type) -> bool:
+    return kind.__module__ != "__main__" and "<locals>" not in kind.__qualname__
+
+
+class _Unknown:
+    pass
+
+
+_UNKNOWN = _Unknown()
+
+
+def _parameters(module: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The names of the required and of the optional parameters of `__init__`, in order."""
+    if isinstance(module, nn.RNNBase):
+        return ("input_size", "hidden_size"), tuple(_rnn_options(module))
+    required, optional = [], []
+    for name, parameter in inspect.signature(type(module)).parameters.items():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        if parameter.default is parameter.empty:
+            required.append(name)
+        elif not name.startswith("_"):
+            optional.append(name)
+    return tuple(required), tuple(optional)
+
+
+def _from_attributes(module: nn.Module) -> dict[str, Any]:
+    required, optional = _parameters(module)
+    values: dict[str, Any] = {}
+    for name in (*required, *optional):
+        value = getattr(module, name, _UNKNOWN)
+        if name == "device":
+            continue
+        if name == "dtype":
+            value = _dtype(module)
+        elif value is None or isinstance(value, Tensor):
+            # `bias=True` makes a tensor of that name, `padding_idx=None` stays None.
+            switch = inspect.signature(type(module)).parameters.get(name)
+            if isinstance(value, Tensor) or (switch and isinstance(switch.default, bool)):
+                value = value is not None
+        elif isinstance(value, nn.Module):
+            continue
+        values[name] = value
+    return values
+
+
+def _dtype(module: nn.Module) -> Any:
+    tensors = [value for value in module.parameters() if value.is_floating_point()]
+    same = {value.dtype for value in tensors}
+    return same.pop() if len(same) == 1 else None
+
+
+def _rnn_options(module: nn.RNNBase) -> dict[str, Any]:
+    names = ["num_layers", "bias", "batch_first", "dropout", "bidirectional"]
+    names += ["proj_size"] if isinstance(module, nn.LSTM) else []
+    names += ["nonlinearity"] if isinstance(module, nn.RNN) else []
+    return {name: getattr(module, name) for name in names} | {"dtype": _dtype(module)}
+
+
+def _from_parts(module: nn.Module) -> dict[str, Any]:
+    """Arguments that are attributes under other names, or attributes of child modules."""
+    match module:
+        case nn.RNNBase():
+            sizes = {"input_size": module.input_size, "hidden_size": module.hidden_size}
+            return {**sizes, **_rnn_options(module)}
+        case nn.MultiheadAttention():
+            return {
+                "bias": module.in_proj_bias is not None,
+                "add_bias_kv": module.bias_k is not None,
+            }
+        case nn.TransformerEncoderLayer() | nn.TransformerDecoderLayer():
+            return {
+                "d_model": module.self_attn.embed_dim,
+                "nhead": module.self_attn.num_heads,
+                "dim_feedforward": module.linear1.out_features,
+                "dropout": module.dropout.p,
+                "activation": _activation_name(module.activation),
+                "layer_norm_eps": module.norm1.eps,
+                "batch_first": module.self_attn.batch_first,
+                "norm_first": module.norm_first,
+                "bias": module.linear1.bias is not None,
+            }
+    return {}
+
+
+def _activation_name(activation: Callable[..., Any]) -> Any:
+    known = {nn.functional.relu: "relu", nn.functional.gelu: "gelu"}
+    return known.get(activation, _UNKNOWN)
+
+
+def _build(kind: type[nn.Module], given: Mapping[str, Any]) -> nn.Module | None:
+    try:
+        with torch.device("meta"):
+            return kind(**given)
+    except Exception:
+        # Any error only means that this candidate is wrong.
+        return None
+
+
+def _is_same(built: nn.Module | None, module: nn.Module) -> bool:
+    if built is None or type(built) is not type(module):
+        return False
+    mine, other = (
+        {
+            name: (type(value), tuple(value.shape), value.dtype)
+            for name, value in (*tree.named_parameters(), *tree.named_buffers())
+        }
+        for tree in (built, module)
+    )
+    if mine != other or list(built.state_dict()) != list(module.state_dict()):
+        return False
+    return all(
+        one.extra_repr() == two.extra_repr() and _plain(one) == _plain_beside(one, two)
+        for one, two in zip(built.modules(), module.modules(), strict=True)
+    )
+
+
+def _plain_beside(built: nn.Module, module: nn.Module) -> dict[str, Any]:
+    """The plain attributes of a module; for torch.nn only those that the class sets: others, such
+    as a `qconfig`, are annotations."""
+    found = _plain(module)
+    if is_torch_leaf(module):
+        return {name: value for name, value in found.items() if name in vars(built)}
+    return found
+
+
+def _plain(module: nn.Module) -> dict[str, Any]:
+    """Attributes that are plain values, or functions."""
+    plain = (bool, int, float, str, tuple, list, type(None))
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+        and name != "training"
+        and (isinstance(value, plain) or inspect.isroutine(value))
+    }
+
+
+def _simplest(module: nn.Module, given: Mapping[str, Any], name: str) -> Any:
+    """`3` instead of `(3, 3)`, if it builds the same module."""
+    value = given[name]
+    if not isinstance(value, tuple) or not value or any(item != value[0] for item in value):
+        return value
+    simpler = _build(type(module), {**given, name: value[0]})
+    return value[0] if _is_same(simpler, module) else value
+
+
+def _defaults(module: nn.Module, given: Mapping[str, Any], required: Collection[str]) -> set[str]:
+    """The optional arguments that can all be left out."""
+    left_out: set[str] = set()
+    for name in reversed([name for name in given if name not in required]):
+        fewer = {key: value for key, value in given.items() if key not in left_out | {name}}
+        if _is_same(_build(type(module), fewer), module):
+            left_out.add(name)
+    return left_out
+
+
+class FailedTrace(Exception):
+    """A forward that could not be traced.
+
+    error: the reason
+    paths: the paths of the modules in which it failed, the outermost first
+    """
+
+    def __init__(self, error: CaptureError, paths: Sequence[str]) -> None:
+        super().__init__(error.what)
+        self.error, self.paths = error, paths
+
+
+class AutomaticLeaves:
+    """The rule of `leaf_rule`, and the classes that failed traces have added to it."""
+
+    def __init__(self, model: nn.Module, rule: LeafRule) -> None:
+        self._model, self._rule = model, rule
+        self._kept: dict[type[nn.Module], str] = {}
+        self._tried: set[type[nn.Module]] = set()
+
+    def is_leaf(self, module: nn.Module, path: str) -> bool:
+        return type(module) in self._kept or self._rule(module, path)
+
+    def keep(self, paths: Sequence[str], error: CaptureError) -> bool:
+        """Keeps one more class after a failure in the modules at these paths, the outermost first.
+
+        Returns False if there is none left to keep.
+        """
+        for path in reversed(paths):
+            module = self._model.get_submodule(path)
+            kind = type(module)
+            if kind in self._tried or kind.__module__.startswith("torch.nn"):
+                continue
+            self._tried.add(kind)
+            if self._is_small(module) and _is_constructible(module, path, self._model):
+                self._kept[kind] = f"{kind.__name__} is kept as one operation: {error.what}"
+                return True
+        return False
+
+    def notes(self, called: set[str]) -> list[str]:
+        """The reason for each kept class among the modules called in the graph."""
+        kinds = dict.fromkeys(type(self._model.get_submodule(path)) for path in sorted(called))
+        return [self._kept[kind] for kind in kinds if kind in self._kept]
+
+    def _is_small(self, module: nn.Module) -> bool:
+        """True for at most half of the model's parameters, or for a module that cannot be cut."""
+        inside = [each for each in module.modules() if each is not module]
+        if all(is_torch_leaf(each) or not list(each.parameters()) for each in inside):
+            return True
+        own, all_ = (
+            sum(parameter.numel() for parameter in tree.parameters())
+            for tree in (module, self._model)
+        )
+        return 2 * own <= all_
+
+
+def _is_constructible(module: nn.Module, path: str, model: nn.Module) -> bool:
+    try:
+        construct(module, path, model)
+    except PlanError:
+        return False
+    return True

@@ -1,0 +1,446 @@
+"""Several traces of one forward -> one graph: training and evaluation, and random decisions.
+
+`merge` writes the graph of evaluation mode into that of training mode. As a rule the two are equal
+node by node; arguments that differ (a dropout probability, a `training` flag) become `IfTraining`.
+Memory that is shared in one mode only (in evaluation mode dropout returns its argument) counts as
+shared.
+
+`both_ways` and `add_decision` handle layers that training drops at random, as in
+`if torch.rand([]) < self.layerdrop: continue`. The main trace takes the branches with most nodes;
+for each random decision forward runs once more with the other answer. Nodes that only one of the
+two traces has go into a region of the decision, and later nodes read a choice:
+`unless(dropped, made, former)`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor, fx
+
+from ...runtime.errors import CaptureError
+from ...runtime.plan.structure import is_named_tuple
+from .graph import is_external, prune
+from .leaf_modules import FailedTrace
+from .random_numbers import Draw
+from .values import IfTraining, Region, Size
+
+Pair = tuple[fx.Node, fx.Node]
+STORAGES = ("storages", "mutates", "touches")
+
+
+class Different(Exception):
+    """Two nodes of different traces cannot be merged into one."""
+
+
+def merge(train: fx.Graph, evaluation: fx.Graph) -> Pair | None:
+    """Merges `evaluation` into `train` if their calls are equal one by one.
+
+    Otherwise returns the first pair of nodes that differ; the graphs are then pruned, but otherwise
+    unchanged.
+    """
+    difference = _merge_in_step(train, evaluation)
+    if difference is not None:
+        # Perhaps only unneeded nodes differ.
+        prune(train)
+        prune(evaluation)
+        difference = _merge_in_step(train, evaluation)
+    return difference
+
+
+def _merge_in_step(train: fx.Graph, evaluation: fx.Graph) -> Pair | None:
+    """Merges graphs whose calls are equal one by one, whatever the order of first reads of
+    parameters; otherwise changes nothing and returns the first pair that differs."""
+    pairs = common_externals(train, evaluation)
+    nodes, others = calls_of(train), calls_of(evaluation)
+    pairs += zip(nodes, others, strict=False)
+    merged, difference = _mergeable(pairs)
+    if difference is None and len(nodes) != len(others):
+        difference = pairs[-1]
+    if difference is None:
+        _apply(merged)
+    return difference
+
+
+def calls_of(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes that compute something, and the output."""
+    return [node for node in graph.nodes if not is_external(node)]
+
+
+def common_externals(train: fx.Graph, evaluation: fx.Graph) -> list[Pair]:
+    """The inputs, parameters, buffers and constants that both graphs have, by name."""
+    named = {(node.op, node.target): node for node in train.nodes if is_external(node)}
+    return [
+        (named[node.op, node.target], node)
+        for node in evaluation.nodes
+        if (node.op, node.target) in named
+    ]
+
+
+_Merged = tuple[fx.Node, fx.Node, Any, Any]
+
+
+def _mergeable(pairs: Iterable[Pair]) -> tuple[list[_Merged], Pair | None]:
+    """The pairs that can be merged, with the merged arguments, and the first pair that cannot."""
+    partner: dict[fx.Node, fx.Node] = {}
+    merged: list[_Merged] = []
+    first = None
+
+    def same(train: fx.Node, other: fx.Node) -> fx.Node:
+        if partner.get(other) is not train:
+            raise Different
+        return train
+
+    for node, other in pairs:
+        try:
+            if (node.op, node.target) != (other.op, other.target):
+                raise Different
+            args = merged_arguments(node.args, other.args, same)
+            kwargs = merged_arguments(node.kwargs, other.kwargs, same)
+        except Different:
+            first = first or (node, other)
+            continue
+        partner[other] = node
+        merged.append((node, other, args, kwargs))
+    return merged, first
+
+
+def _apply(merged: Iterable[_Merged]) -> None:
+    for node, other, args, kwargs in merged:
+        if args != node.args or kwargs != node.kwargs:
+            node.args, node.kwargs = args, kwargs
+        add_meta(node, other)
+
+
+def add_meta(node: fx.Node, other: fx.Node) -> None:
+    """Adds the metadata of a node in evaluation mode to that of its node in training mode."""
+    node.meta["random"] = node.meta["random"] or other.meta["random"]
+    for key in STORAGES:
+        # Negative numbers are memory of evaluation mode.
+        node.meta[key] |= frozenset(-1 - storage for storage in other.meta[key])
+
+
+def aligned(train: fx.Graph, evaluation: fx.Graph) -> list[Pair]:
+    """The nodes that the two graphs have in common: inputs, parameters and buffers by name, then
+    calls in order."""
+
+    calls = calls_of(train), calls_of(evaluation)
+    return [*common_externals(train, evaluation), *common_calls(*calls)]
+
+
+def common_calls(nodes: Sequence[fx.Node], others: Sequence[fx.Node]) -> list[Pair]:
+    """The pairs of an approximately longest common subsequence."""
+    keys, other_keys = [*map(call_key, nodes)], [*map(call_key, others)]
+    pairs: list[Pair] = []
+    for block in SequenceMatcher(None, keys, other_keys, autojunk=False).get_matching_blocks():
+        pairs += zip(nodes[block.a :][: block.size], others[block.b :][: block.size], strict=True)
+    return pairs
+
+
+def call_key(node: fx.Node) -> tuple[Any, ...]:
+    """A key that is equal for nodes that may be the same call."""
+    return node.op, node.target, node.meta["source"], node.meta["calls"]
+
+
+def merged_arguments(
+    train: Any,
+    other: Any,
+    same: Callable[[fx.Node, fx.Node], fx.Node | None],
+) -> Any:
+    """Arguments for both modes; `same` gives the node that stands for two.
+
+    Raises Different if there are none.
+    """
+
+    def merge(a: Any, b: Any) -> Any:
+        return merged_arguments(a, b, same)
+
+    if isinstance(train, fx.Node) and isinstance(other, fx.Node):
+        return same(train, other)
+    if isinstance(train, (tuple, list)) and isinstance(other, (tuple, list)):
+        if len(train) == len(other):
+            items = [merge(a, b) for a, b in zip(train, other, strict=True)]
+            if is_named_tuple(train):
+                return type(train)(*items)
+            return tuple(items) if isinstance(train, tuple) else items
+    if isinstance(train, Mapping) and isinstance(other, Mapping) and list(train) == list(other):
+        return {key: merge(train[key], other[key]) for key in train}
+    if isinstance(train, slice) and isinstance(other, slice):
+        return slice(
+            merge(train.start, other.start),
+            merge(train.stop, other.stop),
+            merge(train.step, other.step),
+        )
+    if _has_node(train) or _has_node(other):
+        raise Different
+    if type(train) is type(other) and bool(train == other):
+        return train
+    if isinstance(train, Size) or isinstance(other, Size):
+        raise Different
+    return IfTraining(train, other)
+
+
+def _has_node(value: Any) -> bool:
+    found: list[fx.Node] = []
+    fx.node.map_arg(value, found.append)
+    return bool(found)
+
+
+def unless(condition: Any, made: Any, former: Any) -> Any:
+    """`former` where the condition holds, else `made`."""
+    return former if condition else made
+
+
+# Functions that draw a number from 0 (included) to 1 (excluded).
+_UNIT_DRAWS = (
+    "random.random", "np.random.rand", "np.random.random", "np.random.random_sample",
+)  # fmt: skip
+_RELATIONS = (operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne)
+
+
+def is_drawn(condition: fx.Node) -> bool:
+    """True if a condition compares a random number of every forward with a fixed one.
+
+    The random number is one of torch between 0 and 1, or any of Python's and NumPy's.
+    """
+    if condition.target not in _RELATIONS:
+        return False
+    left, right = condition.args
+    if isinstance(left, fx.Node) and left.target is torch.rand:
+        return condition.target is operator.lt and isinstance(right, (int, float))
+    return all(map(_is_drawn_number, condition.all_input_nodes))
+
+
+def _is_drawn_number(node: fx.Node) -> bool:
+    if node.meta.get("draws_numbers"):
+        return True
+    inputs = node.all_input_nodes
+    return (
+        not isinstance(node.meta["val"], Tensor)
+        and bool(inputs)
+        and all(map(_is_drawn_number, inputs))
+    )
+
+
+def is_never_true(condition: fx.Node) -> bool:
+    """True for the comparison of a non-negative random number with 0 by `<`."""
+    if condition.target is not operator.lt or condition.args[1] != 0:
+        return False
+    drawn = condition.args[0]
+    return isinstance(drawn, fx.Node) and (
+        drawn.target is torch.rand
+        or (isinstance(drawn.target, Draw) and drawn.target.text in _UNIT_DRAWS)
+    )
+
+
+class Traced(Protocol):
+    graph: fx.Graph
+    decisions: list[fx.Node]
+
+
+Trace = TypeVar("Trace", bound=Traced)
+
+
+@dataclass(frozen=True)
+class Ways(Generic[Trace]):
+    """Traces of both answers of each random decision.
+
+    tracer: the main trace
+    true: the numbers of the decisions that are true in it
+    others: for each decision, the trace with the other answer
+    """
+
+    tracer: Trace
+    true: frozenset[int]
+    others: Mapping[int, Trace]
+
+
+def both_ways(run: Callable[[frozenset[int]], Trace]) -> Ways[Trace]:
+    """The traces of both answers; the main trace has the answers with most nodes.
+
+    `run` traces forward, given the decisions that are true. In a trace that runs a layer, its input
+    and output are two values, so that the graph shows which one later nodes read; in a trace that
+    skips it, they are one.
+    """
+    true: frozenset[int] = frozenset()
+    tracer = run(true)
+    others: dict[int, Trace] = {}
+    for place, condition in enumerate(tracer.decisions):
+        others[place] = run(true ^ {place})
+        if len(others[place].decisions) != len(tracer.decisions):  # A decision within another.
+            raise FailedTrace(undecided(condition), ())
+        if len(others[place].graph.nodes) > len(tracer.graph.nodes):
+            tracer, true, others = others[place], true | {place}, {}
+    for place in range(len(tracer.decisions)):
+        if place not in others:
+            others[place] = run(true ^ {place})
+    return Ways(tracer, true, others)
+
+
+def identity(decisions: Sequence[fx.Node], place: int) -> tuple[object, ...]:
+    """Equal for a decision in all traces of a model: its place, and its number at this place."""
+    where = [(each.meta["source"], each.meta["calls"]) for each in decisions[: place + 1]]
+    return (*where[-1], where.count(where[-1]))
+
+
+def add_decision(ways: Ways[Trace], place: int, decision: int) -> None:
+    """Writes both branches of the decision at `place` into the graph, with the number `decision`.
+
+    Nodes that only the main trace has go into a region of the decision; nodes that only the other
+    trace has are copied into the opposite region. Raises Different if this is not possible.
+    """
+    condition, other = ways.tracer.decisions[place], ways.others[place].graph
+    _Decision(ways.tracer.graph, condition, other, decision, place in ways.true).write()
+
+
+class _Decision:
+    def __init__(
+        self, graph: fx.Graph, condition: fx.Node, other: fx.Graph, decision: int, is_true: bool
+    ) -> None:
+        self.graph, self.condition, self.decision = graph, condition, decision
+        self.is_true = is_true
+        self.others = list(other.nodes)
+        # Nodes of former decisions are in this graph only: their choices and their copies.
+        chosen = [node for node in graph.nodes if node.target is unless]
+        self.now: dict[fx.Node, fx.Node] = {node.meta["made"]: node for node in chosen}
+        copied = (node for node in graph.nodes if node.meta.get("copied"))
+        self.former = {*chosen, *copied}
+        self.pairs = [*common_externals(graph, other), *self._same_calls()]
+        self.partner = {there: here for here, there in self.pairs}
+        self.here: dict[fx.Node, fx.Node] = {}  # Nodes of the other graph in this one.
+        self.storages: dict[int, int] = {}
+        self.choices: dict[tuple[fx.Node, fx.Node], fx.Node] = {}
+        self.last = condition
+
+    def write(self) -> None:
+        if any(region.decision >= 0 for region in self.condition.meta["regions"]):
+            raise Different  # A decision within another.
+        kept = {*self.partner.values(), *self.former}
+        alone = [node for node in self.graph.nodes if node not in kept and not is_external(node)]
+        if alone and alone[0] < self.condition:
+            raise Different
+        for node in alone:
+            self._place(node, self.is_true, node.meta["regions"])
+        self.condition.meta["decision"] = self.decision
+        for node, there in self.pairs:
+            self.storages.update(zip(_storages(there), _storages(node), strict=False))
+        self._copy_others()
+        hint = "kept" if self.is_true else "dropped"
+        self.condition.meta["hint"] = "drawn" if self.here else hint
+        self.last = max([self.condition, *alone])
+        for node, there in self.pairs:
+            if not is_external(node):
+                node.args = merged_arguments(node.args, there.args, self._chosen)
+                node.kwargs = merged_arguments(node.kwargs, there.kwargs, self._chosen)
+
+    def _same_calls(self) -> list[Pair]:
+        """The calls of both graphs: all before the decision, and the common ones after it."""
+        nodes = [
+            node for node in self.graph.nodes if node not in self.former and not is_external(node)
+        ]
+        others = [node for node in self.others if not is_external(node)]
+        start = nodes.index(self.condition) + 1
+        rest = min(len(nodes), len(others)) - start
+        end = 0
+        while end < rest and call_key(nodes[-1 - end]) == call_key(others[-1 - end]):
+            end += 1
+        between = (each[start : len(each) - end] for each in (nodes, others))
+        outside = (each[:start] + each[len(each) - end :] for each in (nodes, others))
+        return [*zip(*outside, strict=True), *common_calls(*between)]
+
+    def _place(self, node: fx.Node, is_true: bool, regions: tuple[Region, ...]) -> None:
+        region = Region("if" if is_true else "unless", decision=self.decision)
+        node.meta["regions"] = (region, *regions)
+
+    def _copy_others(self) -> None:
+        """Copies nodes that only the other graph has before the next node that both have."""
+        waiting: list[fx.Node] = []
+        for there in self.others:
+            here = self.partner.get(there)
+            if here is not None and not is_external(here):
+                for node in waiting:
+                    self._copy(node, here)
+                waiting = []
+            elif here is None:
+                waiting.append(there)
+
+    def _copy(self, there: fx.Node, before: fx.Node) -> None:
+        if before < self.condition or before is self.condition:
+            raise Different
+        with self.graph.inserting_before(before):
+            node = self.graph.node_copy(there, self._standing_for)
+        node.meta = dict(there.meta)
+        for key in STORAGES:
+            node.meta[key] = frozenset(map(self._storage, there.meta[key]))
+        if not is_external(there):
+            self._place(node, not self.is_true, there.meta["regions"])
+        node.meta["copied"] = True
+        self.here[there] = node
+
+    def _storage(self, there: int) -> int:
+        """The number here of memory in the other graph."""
+        taken = {number for node in self.graph.nodes for number in node.meta["storages"]}
+        return self.storages.setdefault(there, max(taken | {*self.storages.values(), -1}) + 1)
+
+    def _standing_for(self, there: fx.Node) -> fx.Node:
+        """The node here of a value in the other graph, after the choices of former decisions."""
+        here = self.here.get(there) or self.partner[there]
+        choice = self.now.get(here)
+        if choice is None:
+            return here
+        if all(region.decision < 0 for region in here.meta["regions"]):
+            raise Different  # Made before the decision: it may stand for itself or for the choice.
+        return choice
+
+    def _chosen(self, made: fx.Node, there: fx.Node) -> fx.Node:
+        if self.partner.get(there) is made:
+            return made
+        former = self._standing_for(there)
+        if former is made:
+            return made
+        if (made, former) not in self.choices:
+            last = max(made, former, self.last)
+            self.choices[made, former] = self._choice(made, former, last)
+        return self.choices[made, former]
+
+    def _choice(self, made: fx.Node, former: fx.Node, last: fx.Node) -> fx.Node:
+        values = made.meta["val"], former.meta["val"]
+        if not all(isinstance(value, Tensor) for value in values):
+            raise Different
+        if values[0].dtype != values[1].dtype or made.meta["shape"] != former.meta["shape"]:
+            raise Different
+        sides = (former, made) if self.is_true else (made, former)
+        with self.graph.inserting_after(last):
+            node = self.graph.call_function(unless, (self.condition, *sides))
+        regions = tuple(region for region in made.meta["regions"] if region.decision < 0)
+        node.meta.update(
+            made.meta, calls=self.condition.meta["calls"], regions=regions, made=made,
+            source=self.condition.meta["source"], random=False, draws_numbers=False,
+            mutates=frozenset(), touches=frozenset(), from_sizes=False,
+            storages=made.meta["storages"] | former.meta["storages"],
+        )  # fmt: skip
+        return node
+
+
+def _storages(node: fx.Node) -> list[int]:
+    return sorted(node.meta["storages"])
+
+
+def is_of_training(condition: fx.Node) -> bool:
+    """True if a decision is made in training only; in evaluation it counts as false."""
+    return Region("training") in condition.meta["regions"]
+
+
+def undecided(condition: fx.Node) -> CaptureError:
+    """The error for a random decision that cannot be an if with an else in the graph."""
+    file, line = condition.meta["source"]
+    return CaptureError(
+        f"{file}:{line} decides at random in a way that cannot be an if with an else: within "
+        "another such decision, or between values of different shapes.",
+        "Set the probability to 0, or keep the module as one node: --leaf Class.",
+    )

@@ -1,0 +1,407 @@
+"""The state of a model: blocks that change and restore it, noisy copies, and state between calls.
+
+`in_mode`, `unchanged`, `without_cache` and `silent` are context managers that restore the model.
+
+`working_copies` gives a model copies of its parameters and buffers with a little noise. Without
+noise, a gate or a head of zeros, or a copy that still equals its source, would hide differences
+behind it. The copies also keep changes by forward away from the caller's memory.
+
+`state_between_calls` finds state that forward keeps in attributes. A stage has parameters and
+buffers, but no other memory: if a second call with the same inputs gives other results, the model
+has other memory.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import re
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from enum import Enum
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ...runtime.rng import numbers_kept, seed_numbers
+
+_CACHES = ("use_cache", "use_mems_eval", "use_mems_train")
+
+
+def seed_all(seed: int) -> None:
+    """Seeds the generators of torch, Python and NumPy."""
+    torch.manual_seed(seed)
+    seed_numbers(seed)
+
+
+@contextmanager
+def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
+    """Sets training or evaluation mode for the block, and restores the mode of each module."""
+    before = [(module, module.training) for module in model.modules()]
+    model.train(training)
+    try:
+        yield
+    finally:
+        for module, was_training in before:
+            module.training = was_training
+
+
+@contextmanager
+def unchanged(model: nn.Module, changing: Collection[str] = ()) -> Iterator[None]:
+    """Restores buffers, attributes, hooks, gradients, modes and random generators after the block.
+
+    Only the parameters that `changing` names have their values restored: a copy of all would
+    double the memory of a large model.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    tensors = [
+        *(parameters[name] for name in changing if name in parameters),
+        *(tensor for _, tensor in model.named_buffers()),
+    ]
+    places, plain = _mutable_state(model)
+    values = [
+        (tensor, tensor.data, tensor.detach().clone())
+        for tensor in {id(tensor): tensor for tensor in (*tensors, *plain)}.values()
+        if not isinstance(tensor, FakeTensor) and not tensor.is_meta
+    ]
+    own = [
+        (parameter, parameter.grad, parameter.requires_grad) for parameter in parameters.values()
+    ]
+    with same_draws(model):
+        try:
+            yield
+        finally:
+            for place, before in places:
+                _refill(place, before)
+            for parameter, gradient, requires_grad in own:
+                parameter.grad = gradient
+                if parameter.requires_grad != requires_grad:
+                    parameter.requires_grad_(requires_grad)
+            with torch.no_grad():
+                for tensor, memory, value in values:
+                    if tensor.data_ptr() != memory.data_ptr():
+                        tensor.data = memory
+                    if not torch.equal(tensor, value):
+                        tensor.copy_(value)
+
+
+@contextmanager
+def same_draws(model: nn.Module) -> Iterator[None]:
+    """Restores the random generators of torch, Python and NumPy after the block."""
+    tensors = (*model.parameters(), *model.buffers())
+    devices = {tensor.device.index for tensor in tensors if tensor.is_cuda}
+    indices = [index for index in devices if index is not None]
+    with torch.random.fork_rng(devices=indices), numbers_kept():
+        yield
+
+
+_Place = dict[Any, Any] | list[Any] | set[Any] | deque[Any]
+_CONTAINERS = (dict, list, set, deque)
+_DEEPEST, _LARGEST = 3, 10_000
+
+
+def _mutable_state(model: nn.Module) -> tuple[list[tuple[_Place, _Place]], list[Tensor]]:
+    """The dicts, lists, sets and deques of the modules, each with a copy, and the tensors in them
+    that are neither parameters nor buffers."""
+    registered = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    found: dict[int, tuple[_Place, _Place]] = {}
+    tensors: list[Tensor] = []
+
+    def visit(value: Any, depth: int) -> None:
+        if isinstance(value, Tensor):
+            if id(value) not in registered and value.grad_fn is None:
+                tensors.append(value)
+        elif isinstance(value, _CONTAINERS) and id(value) not in found and depth:
+            found[id(value)] = (value, copy.copy(value))
+            if len(value) <= _LARGEST:
+                for item in list(value.values() if isinstance(value, dict) else value):
+                    visit(item, depth - 1)
+
+    for module in model.modules():
+        if not isinstance(module, torch.jit.ScriptModule):
+            visit(module.__dict__, _DEEPEST)
+    return list(found.values()), tensors
+
+
+def _refill(place: _Place, before: _Place) -> None:
+    """Restores the items of a container, if they have changed."""
+    if isinstance(place, dict):
+        assert isinstance(before, dict)
+        same = len(place) == len(before) and all(
+            name in before and before[name] is value for name, value in place.items()
+        )
+        if not same:
+            place.clear()
+            place.update(before)
+    elif len(place) != len(before) or any(
+        one is not other for one, other in zip(place, before, strict=True)
+    ):
+        place.clear()
+        (place.update if isinstance(place, set) else place.extend)(before)
+
+
+@contextmanager
+def without_cache(model: nn.Module) -> Iterator[None]:
+    """Switches off, for the block, the key-value caches and segment memories of transformers
+    models, which training does not need."""
+    found: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+    configs = {id(config): config for config in found}.values()
+    on = [(config, name) for config in configs for name in _CACHES if getattr(config, name, None)]
+    for config, name in on:
+        setattr(config, name, False)
+    try:
+        yield
+    finally:
+        for config, name in on:
+            setattr(config, name, True)
+
+
+_LOGGERS = (
+    "torch._dynamo", "torch._guards", "torch._subclasses.fake_tensor", "torch.fx",
+    "torch.fx.experimental.symbolic_shapes",
+)  # fmt: skip
+
+
+@contextmanager
+def silent() -> Iterator[None]:
+    """Silences torch's log of untraceable code for the block: our own errors report it."""
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def is_on_meta(model: nn.Module) -> bool:
+    """True if the model has no values: some parameter or buffer is on meta."""
+    return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
+MOST_BYTES, SMALL = 2**31, 2**20
+_PERIOD = 65_537
+_SHARE, _OF_ZERO, _LARGEST_COPY = 0.1, 0.05, 1e6
+
+
+class Noise(Enum):
+    """The tensors of floating point that get noise.
+
+    ALL: parameters and buffers that the state_dict saves
+    PARAMETERS: only parameters, for a model whose buffers hold indices or depend on the weights
+    NONE: none
+
+    Buffers outside the state_dict never get noise: they follow from the configuration.
+    """
+
+    ALL = "all"
+    PARAMETERS = "parameters"
+    NONE = "none"
+
+
+class UnfitNoise(Exception):
+    """The model fails, or gives infinite results, with this noise."""
+
+
+class WorkingCopies:
+    """The copies that a model has in the block; `reset` gives them their first values again."""
+
+    def __init__(self, model: nn.Module, noise: Noise, changing: Collection[str] | None) -> None:
+        self._noise = noise
+        self._parameters = dict(model.named_parameters())
+        self._unsaved = {
+            f"{path}.{name}" if path else name
+            for path, module in model.named_modules()
+            for name in module._non_persistent_buffers_set
+        }
+        named = [*self._parameters.items(), *model.named_buffers()]
+        strided = [(name, tensor) for name, tensor in named if _is_plain(tensor)]
+        self._users = Counter(tensor.untyped_storage()._cdata for _, tensor in strided)
+        total = sum(tensor.numel() * tensor.element_size() for _, tensor in strided)
+        self._places = [
+            (place, name, tensor, tensor.data)
+            for place, (name, tensor) in enumerate(strided)
+            if self._users[tensor.untyped_storage()._cdata] == 1
+            and (
+                total <= MOST_BYTES
+                or tensor.numel() <= SMALL
+                or name in (changing or ())
+                or _is_constant(tensor)
+            )
+        ]
+
+    def reset(self) -> None:
+        for place, name, tensor, own in self._places:
+            first = self._first(place, name, own)
+            if tensor.data_ptr() == own.data_ptr() or not torch.equal(tensor, first):
+                tensor.data = first
+
+    def changed(self) -> dict[str, Tensor]:
+        """The values of the parameters that differ from their first values."""
+        return {
+            name: tensor.detach().clone()
+            for place, name, tensor, own in self._places
+            if name in self._parameters and not torch.equal(tensor, self._first(place, name, own))
+        }
+
+    def give_back(self) -> None:
+        for _, _, tensor, own in self._places:
+            tensor.data = own
+
+    def _first(self, place: int, name: str, own: Tensor) -> Tensor:
+        is_parameter = name in self._parameters
+        is_kept = name in self._unsaved or (self._noise is Noise.PARAMETERS and not is_parameter)
+        if self._noise is Noise.NONE or is_kept:
+            return own.clone()
+        return moved(own, place, any_sign=is_parameter)
+
+
+@contextmanager
+def working_copies(
+    model: nn.Module, noise: Noise, changing: Collection[str] | None = None
+) -> Iterator[WorkingCopies]:
+    """Gives the model copies for the block, and its own memory back afterwards.
+
+    If the model has more than 2 GiB, only small tensors, tensors of one value, and the parameters
+    that `changing` names are copied and get noise.
+    """
+    copies = WorkingCopies(model, noise, changing)
+    try:
+        copies.reset()
+        yield copies
+    finally:
+        copies.give_back()
+
+
+def moved(value: Tensor, place: int, *, any_sign: bool = True) -> Tensor:
+    """A copy of `value` with noise that depends on `place`.
+
+    If all numbers have one sign they keep it, and zeros among them stay zero; a tensor of zeros
+    gets positive numbers, or numbers of any sign. Infinite numbers, and large ones as in masks,
+    are unchanged.
+    """
+    made = value.clone()
+    if not value.is_floating_point() or not value.numel():
+        return made
+    exact = value.detach() if value.dtype == torch.float64 else value.detach().float()
+    noise = _noise(value.numel(), place).to(exact).view(value.shape)
+    low, high = (float(bound) for bound in torch.aminmax(exact.nan_to_num()))
+    if low == high == 0:
+        other = _OF_ZERO * (noise if any_sign else noise.abs())
+    elif low >= 0 or high <= 0:
+        other = exact * (_SHARE * noise).exp()
+    else:
+        usual = torch.where(exact.abs() <= _LARGEST_COPY, exact, 0)
+        other = exact + _SHARE * usual.square().mean().sqrt() * noise
+    return made.copy_(torch.where(exact.abs() <= _LARGEST_COPY, other, exact))
+
+
+@lru_cache(maxsize=1)
+def _tile() -> Tensor:
+    return torch.randn(_PERIOD, generator=torch.Generator().manual_seed(17)).clamp(-3, 3)
+
+
+def _noise(count: int, place: int) -> Tensor:
+    """Numbers around zero, repeated, because drawing one for each weight would take long."""
+    tile = _tile().roll(7_919 * place % _PERIOD)
+    return tile.repeat(-(-count // _PERIOD))[:count]
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return (
+        type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
+        and tensor.layout is torch.strided
+        and not tensor.is_meta
+        and not tensor.is_quantized
+        and not tensor.is_inference()
+    )
+
+
+def _is_constant(tensor: Tensor) -> bool:
+    if not tensor.is_floating_point() or not tensor.numel():
+        return False
+    low, high = torch.aminmax(tensor.detach())
+    return bool(low == high)
+
+
+def verify_finite(tensors: Iterable[Tensor]) -> None:
+    """Raises UnfitNoise if a tensor has a number that is not finite."""
+    for tensor in tensors:
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            raise UnfitNoise
+
+
+_OWN = frozenset({"training", "_parameters", "_buffers", "_modules"})
+
+
+def state_between_calls(
+    model: nn.Module, call: Callable[[], Mapping[str, Tensor]]
+) -> tuple[str, str] | None:
+    """The error and its cure, if two equal calls differ because of attributes that the first sets.
+
+    `call` makes the results from equal parameters, buffers and random numbers.
+    """
+    before = _attributes(model)
+    first = call()
+    after = _attributes(model)
+    names = [name for name, value in after.items() if before.get(name) != value]
+    if not names:
+        return None
+    second = call()
+    if first.keys() == second.keys() and all(
+        torch.equal(value, second[name]) or bool(value.isnan().any())
+        for name, value in first.items()
+    ):
+        return None
+    where = next(filter(None, (_line(model, name) for name in names)), "")
+    return (
+        f"{type(model).__name__} stores a result of one call in self.{names[0]}{where} and reads "
+        "it in the next call: a second call with the same inputs gives other results, and a stage "
+        "has no such memory.",
+        "Make it an argument and a result of forward, or, if it is independent of the batch, a "
+        "buffer: self.register_buffer(name, tensor).",
+    )
+
+
+def _attributes(model: nn.Module) -> dict[str, Any]:
+    """The identity of each attribute by name; for containers the identities of their items."""
+    return {
+        f"{path}.{name}" if path else name: _identity(value)
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if name not in _OWN
+    }
+
+
+def _identity(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return id(value), value._version
+    if isinstance(value, (int, float, str)):
+        return value
+    if isinstance(value, dict):
+        return [(id(key), id(item)) for key, item in value.items()]
+    if isinstance(value, (list, tuple, set)) or hasattr(value, "maxlen"):
+        return [id(item) for item in value]
+    return id(value)
+
+
+def _line(model: nn.Module, name: str) -> str:
+    """The line where forward writes to an attribute, as ` (nets.py:12)`, if it can be found."""
+    path, _, attribute = name.rpartition(".")
+    kind = type(model.get_submodule(path))
+    try:
+        lines, start = inspect.getsourcelines(kind)
+        file = inspect.getsourcefile(kind) or ""
+    except (OSError, TypeError):
+        return ""
+    writes = re.compile(rf"\bself\.{re.escape(attribute)}\b(?:\[.*\])?(?:\s*[-+*/]?=[^=]|\.)")
+    found = [number for number, line in enumerate(lines) if writes.search(line)]
+    return f" ({Path(file).name}:{start + found[-1]})" if found else ""

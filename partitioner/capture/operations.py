@@ -1,0 +1,426 @@
+"""How single operations are recorded and run on fake tensors.
+
+`as_node` turns a torch function, as the mode sees it, into the fx call that a person would write.
+`traced` and `runnable` replace functions that behave differently or are slow on fake tensors;
+`refusal` is the error for functions that no graph can hold.
+
+`run_opaque` gives fake results for a module that cannot run on fake tensors: a module kept as one
+node may branch on values or loop over them. It runs on invented inputs of several sizes, and each
+size of its results is fitted by an expression in the free sizes: `a*m + b`, where m is a free size
+or a product of two.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType, FunctionType, MethodDescriptorType, WrapperDescriptorType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ...runtime.errors import CaptureError
+from ...runtime.rng import number_state
+from .arguments import map_leaves, tensors_in
+from .fake_inputs import FakeWorld
+from .model_state import unchanged
+from .source_lines import is_augmented_assignment
+from .values import Size
+
+_BINARY = {
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv,
+    "matmul": operator.matmul, "pow": operator.pow, "eq": operator.eq, "ne": operator.ne,
+    "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge,
+    "bitwise_and": operator.and_, "bitwise_or": operator.or_, "bitwise_xor": operator.xor,
+    "remainder": operator.mod,
+    "__add__": operator.add, "__sub__": operator.sub, "__mul__": operator.mul,
+    "__truediv__": operator.truediv, "__div__": operator.truediv, "__matmul__": operator.matmul,
+    "__pow__": operator.pow, "__eq__": operator.eq, "__ne__": operator.ne, "__lt__": operator.lt,
+    "__le__": operator.le, "__gt__": operator.gt, "__ge__": operator.ge,
+    "__and__": operator.and_, "__or__": operator.or_, "__xor__": operator.xor,
+    "__mod__": operator.mod, "__floordiv__": operator.floordiv,
+    "__lshift__": operator.lshift, "__rshift__": operator.rshift,
+    "__getitem__": operator.getitem,
+}  # fmt: skip
+_REVERSED = {
+    "__radd__": operator.add, "__rsub__": operator.sub, "__rmul__": operator.mul,
+    "__rdiv__": operator.truediv, "__rtruediv__": operator.truediv, "__rpow__": operator.pow,
+    "__rmatmul__": operator.matmul, "__rfloordiv__": operator.floordiv, "__rmod__": operator.mod,
+    "__rand__": operator.and_, "__ror__": operator.or_, "__rxor__": operator.xor,
+}  # fmt: skip
+_IN_PLACE = {
+    "add_": operator.iadd, "sub_": operator.isub, "mul_": operator.imul,
+    "div_": operator.itruediv, "true_divide_": operator.itruediv, "pow_": operator.ipow,
+    "bitwise_and_": operator.iand, "bitwise_or_": operator.ior, "bitwise_xor_": operator.ixor,
+    "__iadd__": operator.iadd, "__isub__": operator.isub, "__imul__": operator.imul,
+    "__itruediv__": operator.itruediv, "__idiv__": operator.itruediv, "__ipow__": operator.ipow,
+    "__iand__": operator.iand, "__ior__": operator.ior, "__ixor__": operator.ixor,
+    "__ifloordiv__": operator.ifloordiv, "floor_divide_": operator.ifloordiv,
+    "__imod__": operator.imod, "remainder_": operator.imod,
+}  # fmt: skip
+_UNARY = {
+    "neg": operator.neg, "__neg__": operator.neg, "__invert__": operator.invert,
+    "bitwise_not": operator.invert,
+}  # fmt: skip
+_METHODS = (FunctionType, MethodDescriptorType, WrapperDescriptorType)
+
+Call = tuple[str, Any, tuple[Any, ...], dict[str, Any]]
+
+
+def as_node(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType | None
+) -> Call:
+    """Op, target, arguments and keyword arguments of the fx node for a call of `func`.
+
+    `frame` is the user's: it distinguishes `y += 1` from `y.add_(1)`, which are equal to torch.
+    """
+    if func is torch.ops.aten.detach.default:  # torch.autograd.Variable(x)
+        func = Tensor.detach
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        return "call_function", getattr, (args[0], func.__self__.__name__), {}
+    if name == "__set__":
+        # `x.requires_grad = True`; the other properties that can be set are refused before.
+        return "call_method", "requires_grad_", (args[0], args[1]), {}
+    method = getattr(Tensor, name, None)
+    if method is not func or not isinstance(method, _METHODS):
+        return "call_function", func, args, kwargs
+    if name == "__setitem__":
+        return "call_function", operator.setitem, args, {}
+    if not kwargs:
+        if len(args) == 2 and name in _IN_PLACE:
+            written = name.startswith("__") or (frame and is_augmented_assignment(frame))
+            if written:
+                return "call_function", _IN_PLACE[name], args, {}
+        if len(args) == 2 and name in _BINARY:
+            return "call_function", _BINARY[name], args, {}
+        if len(args) == 2 and name in _REVERSED:
+            return "call_function", _REVERSED[name], args[::-1], {}
+        if len(args) == 1 and name in _UNARY:
+            return "call_function", _UNARY[name], args, {}
+    return "call_method", name, args, kwargs
+
+
+def stand_in(func: Any) -> Callable[..., Any] | None:
+    """A replacement, on fake tensors, for a function whose fake version differs from the real
+    one."""
+    return _STAND_INS.get(func)
+
+
+def traced(func: Callable[..., Any]) -> Callable[..., Any]:
+    """The function that a tracer runs for `func`, only for the shape and dtype of its result."""
+    return _SHORT_CUTS.get(func) or stand_in(func) or func
+
+
+def runnable(func: Callable[..., Any], arguments: Any) -> Callable[..., Any]:
+    """The function to call for `func`: its stand-in, if there is one and a tensor among the
+    arguments has no data."""
+    other = stand_in(func)
+    without_data = other is not None and any(
+        tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in tensors_in(arguments)
+    )
+    return other if other is not None and without_data else func
+
+
+def _like_grouped_mm(left: Tensor, right: Tensor, **kwargs: Any) -> Tensor:
+    return left @ (right[0] if right.dim() == 3 else right)
+
+
+def _like_dropout(
+    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    return F.dropout(input, p, training, inplace) if training and p else input
+
+
+def _like_ctc_loss(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    reduction: str | int = "mean",
+    zero_infinity: bool = False,
+) -> Tensor:
+    # torch.ctc_loss has numbers for the names of reductions.
+    if reduction in ("none", 0) and log_probs.dim() == 3:
+        return log_probs.sum((0, 2))
+    return log_probs.sum()
+
+
+_STAND_INS: dict[Any, Callable[..., Any]] = {
+    # On fake tensors torch asks for the values of the lengths.
+    F.ctc_loss: _like_ctc_loss,
+    torch.ctc_loss: _like_ctc_loss,
+    # torch copies fake tensors, but returns a real argument itself.
+    F.dropout: _like_dropout,
+    # On fake tensors torch 2.13 accepts bfloat16 only, on real ones others too.
+    getattr(F, "grouped_mm", None): _like_grouped_mm,
+    getattr(torch, "_grouped_mm", None): _like_grouped_mm,
+}
+
+
+def _attention_result(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Shape, dtype, gradient and draws of an attention, without its fifteen operators."""
+    kind = query.device.type
+    if torch.is_autocast_enabled(kind) or query.dim() != 4:
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    given = [tensor for tensor in (query, key, value, attn_mask) if tensor is not None]
+    made_from = next((tensor for tensor in given if tensor.requires_grad), query)
+    batch: Any = query.shape[:2]
+    if not enable_gqa:
+        batch = torch.broadcast_shapes(batch, key.shape[:2])  # type: ignore[no-untyped-call]
+    empty = query.new_empty((*batch, query.shape[2], value.shape[3]))
+    result = empty + made_from.sum().to(query.dtype)
+    return F.dropout(result, dropout_p) if dropout_p else result
+
+
+def _linear_result(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Shape, dtype and gradient of a product with a weight, without unfolding it."""
+    is_plain = weight.dim() == 2 and input.dtype == weight.dtype
+    fits = is_plain and input.shape[-1] == weight.shape[1]
+    if not fits or torch.is_autocast_enabled(input.device.type):
+        return F.linear(input, weight, bias)
+    given = [weight, input] if bias is None else [weight, bias, input]
+    made_from = next((tensor for tensor in given if tensor.requires_grad), weight)
+    empty = input.new_empty((*input.shape[:-1], weight.shape[0]))
+    return empty + made_from.sum().to(input.dtype)
+
+
+_SHORT_CUTS: dict[Any, Callable[..., Any]] = {
+    F.linear: _linear_result,
+    F.scaled_dot_product_attention: _attention_result,
+}
+
+
+@contextmanager
+def averaging(module: nn.Module) -> Iterator[None]:
+    """Gives a batch norm without momentum one for the block, if it is on fake tensors: it would
+    divide by a count that has no value there."""
+    if (
+        not isinstance(module, _BatchNorm)
+        or module.momentum is not None
+        or (detect_fake_mode() is None and not any(b.is_meta for b in module.buffers()))
+    ):
+        yield
+        return
+    module.momentum = 0.1
+    try:
+        yield
+    finally:
+        module.momentum = None
+
+
+def refusal(func: Any) -> Callable[[str], tuple[str, str]] | None:
+    """For a function that no graph can hold, a function from its place to error and cure."""
+    name = getattr(func, "__name__", "")
+    if name == "__set__" and func.__self__.__name__ in ("data", "grad"):
+        return _assigned_state
+    if func is torch.autograd.grad:
+        return _gradient
+    return _REFUSED.get(name)
+
+
+def own_generator(where: str) -> tuple[str, str]:
+    """Error and cure for a draw from the model's own torch.Generator."""
+    return (
+        f"{where} draws from its own torch.Generator, whose state a stage cannot hold.",
+        "Use torch's default generator: leave out generator=...; its state follows from --seed for "
+        "each micro-batch.",
+    )
+
+
+def _assigned_state(where: str) -> tuple[str, str]:
+    return (
+        f"{where} assigns the data or the gradient of a tensor, which a graph cannot hold.",
+        "Compute a new tensor instead, or copy into this one: x.copy_(y).",
+    )
+
+
+def _hook(where: str) -> tuple[str, str]:
+    return (
+        f"{where} registers a hook on a tensor, which a graph cannot hold.",
+        "Write it as a torch.autograd.Function, or keep the module as one node: --leaf Class.",
+    )
+
+
+def _backward(where: str) -> tuple[str, str]:
+    return (
+        f"{where} calls backward inside forward.",
+        "Keep the module as one node: --leaf Class.",
+    )
+
+
+def _gradient(where: str) -> tuple[str, str]:
+    return (
+        f"{where} computes a gradient inside forward.",
+        "Keep the module as one node: --leaf Class.",
+    )
+
+
+def _packing(where: str) -> tuple[str, str]:
+    return (
+        f"{where} packs a padded sequence, whose sizes depend on the values of its lengths.",
+        "Mask the padding instead, or keep the module that packs and unpacks as one node: "
+        "--leaf Class.",
+    )
+
+
+_REFUSED = {
+    "_pack_padded_sequence": _packing,
+    "register_hook": _hook,
+    "register_post_accumulate_grad_hook": _hook,
+    "backward": _backward,
+}
+
+
+Sizes = dict[str, int]
+
+
+def run_opaque(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], world: FakeWorld
+) -> tuple[Any, bool, bool]:
+    """Fake results of a call, and whether it drew random numbers of torch, and of Python or NumPy.
+
+    Raises CaptureError if the shapes of the results depend on more than the sizes of the arguments.
+    """
+    name = type(module).__name__
+    if world.is_on_meta:
+        raise CaptureError(
+            f"{name} depends on tensor values, and the model has none: it is on meta.",
+            "Give the model weights; random ones are enough.",
+        )
+    samples = _samples(world.hints)
+    results, changes, drew, drew_numbers = [], [], False, False
+    with _disable_current_modes(), world.outside(), torch.no_grad():
+        for sizes in samples:
+            given = map_leaves(lambda leaf: _real(leaf, world, sizes), (args, kwargs))  # noqa: B023
+            with unchanged(module, dict(module.named_parameters())):
+                reached = [*tensors_in(given), *module.parameters(), *module.buffers()]
+                versions = [tensor._version for tensor in reached]
+                states = torch.get_rng_state(), number_state()
+                results.append(module(*given[0], **given[1]))
+                drew |= not torch.equal(states[0], torch.get_rng_state())
+                drew_numbers |= not torch.equal(states[1], number_state())
+                pairs = zip(reached, versions, strict=True)
+                changes = [tensor._version != version for tensor, version in pairs]
+    shapes = [
+        [leaf.shape for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        for result in results
+    ]
+    if len({len(each) for each in shapes}) != 1 or not _are_alike(results):
+        raise _unsure(name)
+    found = iter([_fit(name, each, samples) for each in zip(*shapes, strict=True)])
+    needs_grad = torch.is_grad_enabled() and any(
+        tensor.requires_grad for tensor in (*tensors_in((args, kwargs)), *module.parameters())
+    )
+
+    def fake(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        shape = [_symbolic(world, *size) for size in next(found)]
+        made = torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
+        return made.requires_grad_(needs_grad and leaf.is_floating_point())
+
+    for tensor, changed in zip(
+        (*tensors_in((args, kwargs)), *module.parameters(), *module.buffers()),
+        changes,
+        strict=True,
+    ):
+        if changed:
+            with torch.no_grad():
+                tensor.copy_(tensor)  # so that the change is seen
+    return pytree.tree_map(fake, results[0]), drew, drew_numbers
+
+
+def _are_alike(results: Sequence[Any]) -> bool:
+    """True if the leaves other than tensors are equal in all results."""
+    plain = [
+        [None if isinstance(leaf, Tensor) else leaf for leaf in pytree.tree_leaves(result)]
+        for result in results
+    ]
+    return all(each == plain[0] for each in plain)
+
+
+def _samples(hints: Sizes) -> list[Sizes]:
+    """The sizes of the example, then each size changed by two amounts, then all changed."""
+    alone = [{**hints, name: hints[name] + more} for name in hints for more in (1, 3)]
+    return [hints, *alone, {name: size + 2 for name, size in hints.items()}]
+
+
+def _real(leaf: Any, world: FakeWorld, sizes: Sizes) -> Any:
+    if isinstance(leaf, Tensor):
+        shape = [
+            int(size.evaluate(sizes)) if isinstance(size, Size) else size
+            for size in world.shape(leaf)
+        ]
+        if leaf.is_floating_point():
+            return torch.randn(shape, device=leaf.device).to(leaf.dtype)
+        return torch.ones(shape, dtype=leaf.dtype, device=leaf.device)
+    if isinstance(leaf, torch.SymInt):
+        size = world.size(leaf)
+        return size.evaluate(sizes) if isinstance(size, Size) else size
+    return leaf
+
+
+def _fit(
+    name: str, shapes: Sequence[torch.Size], samples: Sequence[Sizes]
+) -> list[tuple[tuple[str, ...], int, int]]:
+    """For each dimension the free sizes to multiply, the factor a and the rest b."""
+    if len({len(shape) for shape in shapes}) != 1:
+        raise _unsure(name)
+    return [_fit_one(name, sizes, samples) for sizes in zip(*shapes, strict=True)]
+
+
+def _fit_one(
+    name: str, values: Sequence[int], samples: Sequence[Sizes]
+) -> tuple[tuple[str, ...], int, int]:
+    symbols = list(samples[0])
+    pairs = itertools.combinations_with_replacement(symbols, 2)
+    for factors in [(), *((symbol,) for symbol in symbols), *pairs]:
+        terms = [_product(factors, sizes) for sizes in samples]
+        slope, rest = 0, values[0]
+        if terms[-1] != terms[0]:
+            slope = (values[-1] - values[0]) // (terms[-1] - terms[0])
+            rest = values[0] - slope * terms[0]
+        if all(slope * term + rest == value for term, value in zip(terms, values, strict=True)):
+            return factors, slope, rest
+    raise _unsure(name)
+
+
+def _product(factors: Sequence[str], sizes: Any) -> Any:
+    product = 1
+    for factor in factors:
+        product = product * sizes[factor]
+    return product
+
+
+def _symbolic(world: FakeWorld, factors: tuple[str, ...], slope: int, rest: int) -> Any:
+    return slope * _product(factors, world.symbols) + rest if slope else rest
+
+
+def _unsure(name: str) -> CaptureError:
+    return CaptureError(
+        f"the shapes of the results of {name} depend on tensor values.",
+        "Keep the module around it as one node, so that these results stay inside.",
+    )

@@ -1,0 +1,234 @@
+"""The user's source code: frames, lines, and names of variables and modules.
+
+`user_frames` and its relatives find the user's frames on the stack and their lines.
+
+`assigned_names` reads the variable of a value from the byte code: the instruction after the call
+stores the result. (`NodeHints` finds values that reach a variable later, through a tuple or a
+conditional expression, among the locals of the frames.)
+
+`exchanged` replaces, for a block, functions that imported modules and the model hold by name:
+`from torch import is_grad_enabled` keeps a reference that a patch of torch cannot change.
+
+`verify_names` checks that generated code can use the names of modules, parameters and buffers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import keyword
+import linecache
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from types import CodeType, FrameType, ModuleType, TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ...runtime.errors import CaptureError
+from ...runtime.formatting import hiding_in, one_line
+
+_OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_LINE = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)')
+_STORES = ("STORE_FAST", "STORE_NAME", "STORE_DEREF", "STORE_GLOBAL")
+
+
+@lru_cache(maxsize=4096)
+def is_user_file(file: str) -> bool:
+    """True for a real file outside of torch and this package."""
+    if file.startswith("<"):
+        return file.startswith(("<ipython", "<stdin"))
+    return not file.startswith((_OURS, _TORCH)) and file != contextlib.__file__
+
+
+def user_frames(top: FrameType | None, start: FrameType | None = None) -> list[FrameType]:
+    """The user's frames from the innermost out to `top`, without `top`."""
+    frames = []
+    frame = start or sys._getframe(1)
+    while frame is not None and frame is not top:
+        if is_user_file(frame.f_code.co_filename):
+            frames.append(frame)
+        frame = frame.f_back  # type: ignore[assignment]
+    return frames
+
+
+class SourceLine(NamedTuple):
+    file: str
+    line: int
+    text: str
+
+
+def user_lines(stack: str) -> list[SourceLine]:
+    """The user's lines in the text of a stack, the innermost last."""
+    found = [SourceLine(file, int(line), text) for file, line, text in _LINE.findall(stack)]
+    return [line for line in found if is_user_file(line.file)]
+
+
+def user_frame_of(traceback: TracebackType | None) -> tuple[FrameType, int] | None:
+    """The innermost frame of the user in a traceback, and its line."""
+    found = None
+    while traceback is not None:
+        if is_user_file(traceback.tb_frame.f_code.co_filename):
+            found = traceback.tb_frame, traceback.tb_lineno
+        traceback = traceback.tb_next
+    return found
+
+
+def source_text(frame: FrameType, line: int) -> str:
+    return linecache.getline(frame.f_code.co_filename, line).strip()
+
+
+def short_path(frame: FrameType) -> str:
+    """The file of a frame as an import names it, the same on every machine.
+
+    `transformers/models/gpt2/modeling_gpt2.py` for a module of that name, else the file's name.
+    """
+    return short_name(frame.f_code.co_filename, str(frame.f_globals.get("__name__", "")))
+
+
+def short_name(file: str, module_name: str) -> str:
+    """`short_path` for a file and the name of its module."""
+    path = Path(file)
+    module = module_name.split(".")
+    if path.stem == "__init__":
+        module.append("__init__")
+    found = path.with_suffix("").parts[-len(module) :]
+    return "/".join(found) + path.suffix if list(found) == module else path.name
+
+
+def where(top: FrameType) -> str:
+    """The user's current function, file and line."""
+    frames = user_frames(top, sys._getframe(1))
+    return place(frames[0], frames[0].f_lineno) if frames else "forward"
+
+
+def place(frame: FrameType, line: int) -> str:
+    return f"{frame.f_code.co_qualname} at {short_path(frame)}:{line}"
+
+
+def assigned_names(frame: FrameType) -> tuple[str, ...]:
+    """The variables that store the result of the frame's current instruction.
+
+    `x = f()` gives one name; `a, b = f()` one for each element; other code gives none.
+    """
+    return _assignments(frame.f_code).get(frame.f_lasti, ())
+
+
+def is_augmented_assignment(frame: FrameType) -> bool:
+    """True if the frame's current instruction is an augmented assignment such as `y += 1`."""
+    return frame.f_lasti in _augmented(frame.f_code)
+
+
+@lru_cache(maxsize=4096)
+def _instructions(code: CodeType) -> list[dis.Instruction]:
+    return list(dis.get_instructions(code))
+
+
+@lru_cache(maxsize=4096)
+def _augmented(code: CodeType) -> frozenset[int]:
+    return frozenset(
+        step.offset
+        for step in _instructions(code)
+        if step.opname == "BINARY_OP" and step.argrepr.endswith("=")
+    )
+
+
+@lru_cache(maxsize=4096)
+def _assignments(code: CodeType) -> dict[int, tuple[str, ...]]:
+    steps = _instructions(code)
+    found = {}
+    for position, step in enumerate(steps[:-1]):
+        following = steps[position + 1]
+        if following.opname == "UNPACK_SEQUENCE":
+            count = following.arg or 0
+            names = [name for later in steps[position + 2 :][:count] for name in _stored(later)]
+            if len(names) >= count:
+                found[step.offset] = tuple(names[:count])
+        elif names := _stored(following):
+            found[step.offset] = (names[0],)
+    return found
+
+
+def _stored(step: dis.Instruction) -> list[str]:
+    if not step.opname.startswith(_STORES):
+        return []
+    # From Python 3.13 one instruction may store twice, or store and load.
+    names = step.argval if isinstance(step.argval, tuple) else (step.argval,)
+    return list(names[:1] if "LOAD" in step.opname else names)
+
+
+def is_good_name(name: str) -> bool:
+    return (
+        name.isidentifier()
+        and not name.startswith("_")
+        and not keyword.iskeyword(name)
+        and name != "self"
+    )
+
+
+@contextmanager
+def exchanged(model: nn.Module, other: Callable[[str, str, Any], Any]) -> Iterator[None]:
+    """Replaces, for the block, globals of imported modules and attributes of the model's modules.
+
+    `other(holder, name, value)` returns the replacement, or `value` itself.
+    """
+    changed: list[tuple[dict[str, Any], str, Any]] = []
+    try:
+        for scope, holder in _scopes(model):
+            for name, value in list(scope.items()):
+                replacement = other(holder, name, value)
+                if replacement is not value:
+                    changed.append((scope, name, value))
+                    scope[name] = replacement
+        yield
+    finally:
+        for scope, name, value in reversed(changed):
+            scope[name] = value
+
+
+def _scopes(model: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
+    for name, module in list(sys.modules.items()):
+        root = name.partition(".")[0]
+        if isinstance(module, ModuleType) and root not in ("torch", "sympy", "asyncpipe"):
+            if root != "numpy" or name == "numpy.random":
+                yield vars(module), name
+    for path, part in model.named_modules():
+        yield vars(part), f"self.{path}" if path else "self"
+
+
+_OWN = frozenset((*dir(nn.Module), *vars(nn.Module())))
+
+
+def verify_names(model: nn.Module) -> None:
+    """Raises CaptureError for a name that an attribute of a generated class cannot have, or that
+    has invisible characters."""
+    for path, module in model.named_modules():
+        kinds = {
+            "module": module._modules, "parameter": module._parameters, "buffer": module._buffers
+        }  # fmt: skip
+        for kind, members in kinds.items():
+            for name, member in members.items():
+                if member is not None and (wrong := _wrong(name)):
+                    raise CaptureError(
+                        f"a {kind} of {one_line(path) or 'the model'} is called "
+                        f'"{one_line(name)[:80]}", {wrong}.',
+                        "Give it another name.",
+                    )
+
+
+def _wrong(name: str) -> str:
+    """The reason why a name is invalid, as a clause; "" if it is valid."""
+    if not name or "." in name:
+        return "which cannot be distinguished from a path"
+    if hiding_in(name) or "\n" in name or "\t" in name:
+        return "which contains an invisible character"
+    if name in _OWN:
+        return f"as an attribute that every module has: {name} of nn.Module"
+    return ""

@@ -1,0 +1,1 @@
+"""The cost graph of a captured model, and the planning problem on it."""

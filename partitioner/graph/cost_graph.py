@@ -1,0 +1,362 @@
+"""A cost graph of networkx -> the arrays of `Costs`, and the bytes that its nodes hold.
+
+`costs_of` reads and checks a graph.
+
+`with_rotations` adds the memory of SOAP. Every other optimizer keeps copies of the parameters
+(`optimizers/facts.py`). For a matrix of m rows and n columns SOAP keeps two moments and,
+for either side, a covariance and a basis: 2 (m^2 + n^2) more elements, which depends on the shape.
+A search sums them like buffers.
+
+`live_bytes` counts the values without gradient that forward holds in variables while each node
+runs. Autograd keeps the other values, which count as activations. A value is released with its
+variable, which in generated code, as in the author's, is later than its last read:
+
+- an argument of a module lives until the module returns
+- a value that the author named lives until its function returns or the name gets another value
+- a value without a name lives until it is read; in an expression too long for a line it lives
+  until the value computed from it is read, because part of the expression gets a variable
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from typing import Any
+
+import networkx as nx
+import numpy as np
+from torch import Tensor, fx
+
+from ...runtime.errors import PlanError
+from ...runtime.optimizers.facts import PLANNED
+from ..capture import Capture, ModuleCall
+from ..capture.graph import is_external
+from ..profile.operation_costs import storage_makers
+from .costs import Costs, Floats, Link, SharedBytes, Value
+from .rematerialize import num_bytes
+
+
+def costs_of(graph: nx.DiGraph, link: Link | None = None) -> Costs:
+    """The arrays of a cost graph; missing attributes are zero.
+
+    Attributes of a node:
+
+    forward_ms, backward_ms: times of one micro-batch
+    weight_ms: the part of the backward for weight gradients; by default half of it if the node has
+        parameters, or if no node of the graph names any
+    times_on: {kind of device: (forward ms, backward ms)}
+    output_bytes: size of its result
+    parameters or param_bytes: {name: bytes} or their sum
+    frozen: {name: bytes} of parameters without gradient, of which a stage has one copy
+    buffer_bytes: size of its buffers
+    saved or saved_bytes: {storage: bytes} kept for backward, or their sum
+    saved_as: {tensor: storage that it is in}
+    transient_bytes: additional need while it runs; by default `output_bytes`
+    live_bytes: values without gradient that are held while it runs
+    modules, block, label: enclosing modules from the block inwards; the block; a text for people
+    rotation_bytes: additional memory of SOAP (`with_rotations`)
+
+    Attribute of the graph: `update_ms_per_byte` of parameters in an optimizer step (`solve`).
+
+    Attributes of an edge: `tensors` {name: bytes} forward, `grads` {name: bytes} back, and
+    `transfer_ms` {name: ms} if times are known instead of bytes. An edge without `tensors` carries
+    its source's `output_bytes`; without `grads` as many bytes return if the graph has backward
+    times.
+
+    Raises PlanError if the graph is empty, has a cycle, or a cost is not a number >= 0.
+    """
+    link = link or Link()
+    groups = _program_order(graph)
+    position = {group: index for index, group in enumerate(groups)}
+    nodes = graph.nodes
+    forward, backward, buffers = (
+        np.array([_cost(group, nodes[group], key) for group in groups], dtype=np.float64)
+        for key in ("forward_ms", "backward_ms", "buffer_bytes")
+    )
+    values = _values(graph, position, has_backward=bool(backward.any()))
+    transfer_ms = np.array([value.transfer_ms(link) for value in values], dtype=np.float64)
+    return Costs(
+        name=str(graph.graph.get("name", "the graph")),
+        groups=tuple(map(str, groups)),
+        labels=tuple(str(nodes[group].get("label", group)) for group in groups),
+        forward_ms=forward,
+        backward_ms=backward,
+        weight_ms=_weight_ms(graph, groups, backward),
+        edges=tuple(sorted((position[source], position[target]) for source, target in graph.edges)),
+        values=values,
+        send_ms=transfer_ms,
+        receive_ms=transfer_ms,
+        parameters=_held(_parameters_of(nodes[group]) for group in groups),
+        saved=_held(_saved(nodes[group]) for group in groups),
+        frozen=_held(_frozen(nodes[group]) for group in groups),
+        buffer_bytes=buffers,
+        transient_bytes=np.array([_transient(nodes[group]) for group in groups], dtype=np.float64),
+        live_bytes=np.array([nodes[group].get("live_bytes", 0) for group in groups], np.float64),
+        modules=tuple(tuple(nodes[group].get("modules", ())) for group in groups),
+        blocks=tuple(nodes[group].get("block", "") for group in groups),
+        has_params=np.array(
+            [bool(_parameters_of(nodes[group]) or _frozen(nodes[group])) for group in groups]
+        ),
+        link=link,
+        times_on=_times_on(graph, groups),
+        update_ms=np.zeros(len(groups)),
+        micro_batch_size=graph.graph.get("micro_batch_size"),
+    )
+
+
+def _program_order(graph: nx.DiGraph) -> list[Any]:
+    """The nodes in a topological order that keeps to the order in which they were added."""
+    if not len(graph):
+        raise PlanError("the graph has no nodes.")
+    added = {node: index for index, node in enumerate(graph)}
+    if all(added[source] < added[target] for source, target in graph.edges):
+        return list(graph)
+    try:
+        return list(nx.lexicographical_topological_sort(graph, key=added.__getitem__))
+    except nx.NetworkXUnfeasible as error:
+        cycle = " -> ".join(str(source) for source, *_ in nx.find_cycle(graph))
+        raise PlanError(f"the graph has a cycle: {cycle} -> ... .") from error
+
+
+def _parameters_of(node: Mapping[str, Any]) -> dict[str, int]:
+    """A node's parameters and their bytes; one entry without a name if only the sum is known."""
+    if "parameters" in node:
+        return dict(node["parameters"])
+    return {"": int(node["param_bytes"])} if node.get("param_bytes") else {}
+
+
+def _frozen(node: Mapping[str, Any]) -> Mapping[str, int]:
+    return node.get("frozen") or {}
+
+
+def _weight_ms(graph: nx.DiGraph, groups: Sequence[Any], backward_ms: Floats) -> Floats:
+    """The part of each backward that makes gradients of weights."""
+    has_params = [bool(_parameters_of(graph.nodes[group])) for group in groups]
+    unknown = not any(has_params)
+    found = np.zeros(len(groups))
+    for index, (group, owns) in enumerate(zip(groups, has_params, strict=True)):
+        node, whole_ms = graph.nodes[group], float(backward_ms[index])
+        found[index] = whole_ms / 2 if owns or unknown else 0.0
+        if "weight_ms" in node:
+            found[index] = _cost(group, node, "weight_ms")
+            if found[index] > whole_ms * (1 + 1e-9):
+                raise PlanError(
+                    f"node {group} has weight_ms = {found[index]:g}, which is a part of its "
+                    f"backward_ms = {whole_ms:g} and cannot be more."
+                )
+    return found
+
+
+def _held(named: Iterable[Mapping[str, int]]) -> tuple[SharedBytes, ...]:
+    """The named sizes of the groups, once for each name; a size without a name is its group's."""
+    groups: dict[str, list[int]] = {}
+    sizes: dict[str, float] = {}
+    for position, sizes_of_group in enumerate(named):
+        for name, size in sizes_of_group.items():
+            key = name or f"#{position}"
+            groups.setdefault(key, []).append(position)
+            sizes[key] = max(size, sizes.get(key, 0))
+    return tuple(SharedBytes(tuple(groups[key]), size) for key, size in sizes.items() if size)
+
+
+def _saved(node: Mapping[str, Any]) -> Mapping[str, int]:
+    saved: Mapping[str, int] = node.get("saved", {"": node.get("saved_bytes", 0)})
+    return saved
+
+
+def _transient(node: Mapping[str, Any]) -> float:
+    return float(node.get("transient_bytes", node.get("output_bytes", 0)))
+
+
+def _times_on(graph: nx.DiGraph, groups: Sequence[Any]) -> dict[str, tuple[Floats, Floats]]:
+    kinds = sorted(
+        {kind for _, times in graph.nodes(data="times_on", default={}) for kind in times}
+    )
+    found = {}
+    for kind in kinds:
+        missing = [group for group in groups if kind not in graph.nodes[group].get("times_on", {})]
+        if missing:
+            raise PlanError(f"node {missing[0]} has no times on {kind}, other nodes have.")
+        pairs = np.array([graph.nodes[group]["times_on"][kind] for group in groups], np.float64)
+        found[kind] = (pairs[:, 0], pairs[:, 1])
+    return found
+
+
+def _cost(group: object, node: Mapping[str, Any], key: str) -> float:
+    cost = node.get(key, 0.0)
+    if not isinstance(cost, int | float) or not 0 <= cost < math.inf:
+        raise PlanError(f"node {group} has {key} = {cost!r}, which is no time.")
+    return float(cost)
+
+
+def _values(
+    graph: nx.DiGraph, position: Mapping[Any, int], *, has_backward: bool
+) -> tuple[Value, ...]:
+    """One value a tensor, however many edges carry it."""
+    forward_bytes: dict[tuple[int, str], float] = {}
+    backward_bytes: dict[tuple[int, str], float] = {}
+    known_ms: dict[tuple[int, str], float] = {}
+    nodes = {position[node]: data for node, data in graph.nodes(data=True)}
+    readers: dict[tuple[int, str], set[int]] = {}
+    for source, target, edge in graph.edges(data=True):
+        given = edge.get("bytes", graph.nodes[source].get("output_bytes", 0))
+        tensors = edge.get("tensors", {str(source): given})
+        grads = edge.get("grads", tensors if has_backward else {})
+        for name, size in tensors.items():
+            key = position[source], name
+            forward_bytes[key] = max(size, forward_bytes.get(key, 0))
+            readers.setdefault(key, set()).add(position[target])
+        for name, size in grads.items():
+            # The gradient of an activation goes where that came from, summed on the way out.
+            paired = name in tensors
+            key = position[source if paired else target], name
+            backward_bytes[key] = max(size, backward_bytes.get(key, 0))
+            readers.setdefault(key, set()).add(position[target if paired else source])
+        for name, time_ms in edge.get("transfer_ms", {}).items():
+            known_ms[position[source if name in tensors else target], name] = time_ms
+    return tuple(
+        Value(
+            name=key[1],
+            owner=key[0],
+            readers=tuple(sorted(readers[key])),
+            forward_bytes=forward_bytes.get(key, 0),
+            backward_bytes=backward_bytes.get(key, 0),
+            known_ms=known_ms.get(key),
+            is_saved=nodes[key[0]].get("saved_as", {}).get(key[1], key[1]) in _saved(nodes[key[0]]),
+        )
+        for key in sorted(readers)
+    )
+
+
+LARGEST = 8192
+"""SOAP does not precondition larger sides (`runtime/optimizers/soap.py`)."""
+
+
+def rotation_bytes(matrices: Iterable[Tensor]) -> int:
+    """Bytes of the covariances and bases of these tensors; only matrices have them."""
+    return sum(
+        2 * matrix.element_size() * sum(size**2 for size in matrix.shape if size <= LARGEST)
+        for matrix in matrices
+        if matrix.ndim == 2
+    )
+
+
+def with_rotations(costs: Costs, graph: nx.DiGraph, optimizer: str) -> Costs:
+    """The costs of the graph, with its `rotation_bytes` among the buffers if it is for SOAP."""
+    if not PLANNED[optimizer].rotates:
+        return costs
+    kept = {str(group): node.get("rotation_bytes", 0) for group, node in graph.nodes.items()}
+    found = np.array([kept[group] for group in costs.groups], dtype=np.float64)
+    return replace(costs, buffer_bytes=costs.buffer_bytes + found)
+
+
+Calls = tuple[ModuleCall, ...]
+_Expression = tuple[tuple[str, int] | None, Calls]
+_MANY_OPERATIONS = 6
+"""Generated code writes more operations than these on a line as several statements."""
+
+
+def live_bytes(capture: Capture, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Bytes of values without gradient that live while a node runs that makes one, its result
+    included; by the node's name."""
+    order = [
+        node
+        for node in capture.graph.nodes
+        if node.op != "output" and not is_external(node) and not _needs_gradient(node)
+    ]
+    ends = _Lives(capture.graph).ends(order)
+    makers = storage_makers(capture.graph)
+    born: dict[str, int] = {}
+    dies: dict[str, int] = {}
+    size: dict[str, int] = {}
+    position = {node: index for index, node in enumerate(capture.graph.nodes)}
+    inputs = {node.name for node in capture.graph.nodes if is_external(node)}
+    for node in order:
+        maker = makers[node]
+        if maker is not None and maker not in inputs:
+            born.setdefault(maker, position[node])
+            dies[maker] = max(dies.get(maker, 0), ends[node])
+            size[maker] = max(size.get(maker, 0), num_bytes(node, sizes))
+    change = [0] * (len(position) + 1)
+    for maker, count in size.items():
+        change[born[maker]] += count
+        change[dies[maker] + 1] -= count
+    live = list(accumulate(change))
+    return {node.name: live[position[node]] for node in order}
+
+
+def _needs_gradient(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    values: Iterable[object] = value if isinstance(value, (tuple, list)) else (value,)
+    return any(isinstance(each, Tensor) and each.requires_grad for each in values)
+
+
+class _Lives:
+    """Positions of the nodes of a graph and where each module call ends."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._position = {node: index for index, node in enumerate(graph.nodes)}
+        self._end_of: dict[Calls, int] = {}
+        for node, index in self._position.items():
+            calls = _calls(node)
+            self._end_of |= {calls[:depth]: index for depth in range(len(calls) + 1)}
+
+    def ends(self, order: Sequence[fx.Node]) -> dict[fx.Node, int]:
+        """The position of the last node that runs while each value lives."""
+        last_read = {node: self._last_read(node) for node in order}
+        ends = dict(last_read)
+        expressions: dict[_Expression, set[fx.Node]] = defaultdict(set)
+        for node in order:
+            expressions[_expression(node)].add(node)
+        of_name: dict[tuple[Calls, str], list[fx.Node]] = defaultdict(list)
+        for node in order:
+            if hint := node.meta.get("hint"):
+                of_name[self._function(node), hint].append(node)
+            else:
+                parts = expressions[_expression(node)]
+                if len(parts) > _MANY_OPERATIONS:
+                    ends[node] = max(last_read[part] for part in (node, *parts & node.users.keys()))
+        for (calls, _), nodes in of_name.items():
+            for node, following in pairwise(nodes):
+                ends[node] = max(ends[node], self._position[following])
+            ends[nodes[-1]] = max(ends[nodes[-1]], self._end_of[calls])
+        return ends
+
+    def _last_read(self, node: fx.Node) -> int:
+        """Where the last reader ends: a module that is given the value, when it returns."""
+        found = self._position[node]
+        for reader in node.users:
+            if reader.op != "output":
+                depth = len(_shared(_calls(node), _calls(reader)))
+                inside = _calls(reader)[: depth + 1]
+                is_given = len(inside) > depth
+                found = max(found, self._end_of[inside] if is_given else self._position[reader])
+        return found
+
+    def _function(self, node: fx.Node) -> Calls:
+        """The innermost module call whose function has the value in a variable."""
+        calls = _calls(node)
+        for reader in node.users:
+            if reader.op != "output":
+                calls = _shared(calls, _calls(reader))
+        return calls
+
+
+def _expression(node: fx.Node) -> _Expression:
+    """The key of an expression: the author's line and the module calls around it."""
+    return node.meta.get("source"), _calls(node)
+
+
+def _calls(node: fx.Node) -> Calls:
+    return tuple(node.meta.get("calls", ()))
+
+
+def _shared(calls: Calls, others: Calls) -> Calls:
+    """The calls around both."""
+    depth = 0
+    while depth < min(len(calls), len(others)) and calls[depth] == others[depth]:
+        depth += 1
+    return calls[:depth]

@@ -1,0 +1,366 @@
+"""`--model SPEC` -> a model as its author wrote it, and example inputs that its forward accepts."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import inspect
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...runtime.errors import ModelError
+from ...runtime.plan.plan import ON_META
+from ...runtime.user_code import import_object, told_as
+from .builtin import BUILTIN, PRESETS
+
+_MOST_VALUES = 2**33
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model found by its SPEC.
+
+    name: name of the generated folder
+    spec: the SPEC itself
+    model: the module, on meta if no parameters were allocated
+    example_inputs: arguments of forward for one micro-batch, by name
+    weights: origin of the weights in words, such as "random, seed 0"
+    files: small files (configuration, tokenizer) that transformers needs to load an export, by name
+    criterion: name of the loss, for a model without a loss of its own
+    """
+
+    name: str
+    spec: str
+    model: nn.Module
+    example_inputs: Mapping[str, Any]
+    weights: str
+    files: Mapping[str, str] = field(default_factory=dict)
+    criterion: str | None = None
+
+
+def given_source(
+    model: nn.Module, example_inputs: Mapping[str, Any] | tuple[Any, ...], name: str | None = None
+) -> ModelSource:
+    """The source of a model that the caller has built."""
+    inputs = (
+        dict(example_inputs)
+        if isinstance(example_inputs, Mapping)
+        else name_inputs(model, example_inputs)
+    )
+    kind = type(model)
+    spec = f"{kind.__module__}:{kind.__name__}"
+    return ModelSource(name or kind.__name__.lower(), spec, model, inputs, "given")
+
+
+def load_model(
+    spec: str,
+    *,
+    model_args: Mapping[str, Any] | None = None,
+    micro_batch_size: int | None = None,
+    seq: int = 128,
+    seed: int = 0,
+    meta: bool = False,
+    inputs: Mapping[str, str] | None = None,
+) -> ModelSource:
+    """Finds and builds the model that `spec` names.
+
+    A spec is a built-in name, a published configuration, a local transformers folder, a name
+    on the hub (needs a network), `package.module:factory` or `path/file.py:factory`.
+    `inputs` maps names to texts such as `"f32[4, 64]"`, for a factory that returns only a model.
+    With `meta` no parameter is allocated. Raises ModelError if there is no such model.
+    """
+    arguments = dict(model_args or {})
+    device = torch.device("meta") if meta else contextlib.nullcontext()
+    torch.manual_seed(seed)
+    random = f"random, seed {seed}" if not meta else ON_META
+    if ":" in spec:
+        factory = _find_factory(spec)
+        with device, told_as(ModelError, f"--model {spec}"):
+            model, examples = _split_made(factory(**_checked(factory, arguments)))
+        if inputs:
+            examples = {name: parse_input(name, text) for name, text in inputs.items()}
+        if examples is None:
+            raise ModelError(
+                f"{spec} returns only a model: the inputs of its forward are unknown.",
+                "Return (model, {name: tensor}), or describe them: --input x=f32[4,64]",
+            )
+        examples = _by_name(model, examples)
+        if micro_batch_size:
+            examples = _of_batch(examples, micro_batch_size)
+        made = random if meta else f"as {spec.rpartition(':')[2]} made them, seed {seed}"
+        return ModelSource(_name_of(spec), spec, model, examples, made)
+    if spec in BUILTIN:
+        with device, told_as(ModelError, f"--model {spec}"):
+            model = BUILTIN[spec](**arguments)
+        inputs_made = _builtin_inputs(spec, model, micro_batch_size or default_size(model))
+        criterion = "cross_entropy" if spec == "mlp" else None
+        return ModelSource(spec, spec, model, inputs_made, random, criterion=criterion)
+    model, weights, files = _load_transformers(spec, arguments, device, meta)
+    name = re.sub(r"\W+", "_", Path(spec).name)
+    examples = transformers_inputs(model, micro_batch_size or default_size(model), seq)
+    return ModelSource(name, spec, model, examples, weights or random, files)
+
+
+def default_size(model: nn.Module) -> int:
+    """Default micro-batch size: 1 for a model with over 50 M parameters, else 8."""
+    return 1 if sum(parameter.numel() for parameter in model.parameters()) > 50e6 else 8
+
+
+def parse_input(name: str, text: str) -> Tensor:
+    """`"f32[4, 64]"` or `"i64[4, 16]"` -> a tensor of zeros of that dtype and shape."""
+    dtypes = {"f32": torch.float32, "f64": torch.float64, "bf16": torch.bfloat16}
+    dtypes |= {"i64": torch.int64, "i32": torch.int32, "bool": torch.bool}
+    match = re.fullmatch(r"(\w+)\[([0-9,\s]{0,200})\]", text.strip())
+    if not match or match[1] not in dtypes:
+        raise ModelError(
+            f"--input {name}={text} is not a dtype and a shape.",
+            f"Write --input {name}=f32[4,64]; dtypes are {', '.join(dtypes)}.",
+        )
+    shape = [int(size) for size in match[2].split(",") if size.strip()]
+    if prod(shape) > _MOST_VALUES:
+        raise ModelError(
+            f"--input {name}={text} has {prod(shape):.1e} values, more than one micro-batch can "
+            "have."
+        )
+    return torch.zeros(shape, dtype=dtypes[match[1]])
+
+
+def _of_batch(examples: Mapping[str, Any], size: int) -> dict[str, Any]:
+    """Example inputs of another micro-batch size: samples repeated, or the first ones."""
+    batched = [value for value in examples.values() if isinstance(value, Tensor) and value.dim()]
+    if not batched:
+        raise ModelError(
+            f"--micro-batch-size {size} cannot apply: no example input has a batch dimension.",
+            "Return example inputs whose first dimension is the batch.",
+        )
+    batch = batched[0].shape[0]
+    return {
+        name: value[torch.arange(size, device=value.device) % batch]
+        if isinstance(value, Tensor) and value.dim() and value.shape[0] == batch
+        else value
+        for name, value in examples.items()
+    }
+
+
+def known_names() -> list[str]:
+    """The names that `--model` knows without a network."""
+    return [*PRESETS, *BUILTIN]
+
+
+def transformers_inputs(model: nn.Module, batch: int, seq: int) -> dict[str, Tensor]:
+    """Inputs, with labels, for a transformers model; random, from a fixed seed."""
+    config: Any = model.config
+    generator = torch.Generator().manual_seed(0)
+
+    def tokens(*shape: int) -> Tensor:
+        return torch.randint(config.vocab_size, shape, generator=generator)
+
+    parameters = inspect.signature(model.forward).parameters
+    kind = type(model).__name__
+    if "pixel_values" in parameters:
+        side = getattr(config, "image_size", 224)
+        channels = getattr(config, "num_channels", 3)
+        pixels = torch.randn(batch, channels, side, side, generator=generator)
+        labels = torch.randint(config.num_labels, (batch,), generator=generator)
+        return {"pixel_values": pixels, "labels": labels}
+    if "labels" not in parameters:
+        return {"input_ids": tokens(batch, seq)}
+    if "SequenceClassification" in kind:
+        labels = torch.randint(config.num_labels, (batch,), generator=generator)
+        return {"input_ids": tokens(batch, seq), "labels": labels}
+    return {"input_ids": tokens(batch, seq), "labels": tokens(batch, seq)}
+
+
+def _builtin_inputs(spec: str, model: nn.Module, batch: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    first = next(model.parameters())
+    if spec == "mlp":
+        return {"x": torch.randn(batch, first.shape[1], generator=generator)}
+    side = 32 if "28" in spec else 224
+    pixels = torch.randn(batch, first.shape[1], side, side, generator=generator)
+    classes = list(model.parameters())[-1].shape[0]
+    labels = torch.randint(classes, (batch,), generator=generator)
+    return {"pixel_values": pixels, "labels": labels}
+
+
+def _load_transformers(
+    spec: str, arguments: dict[str, Any], device: Any, meta: bool
+) -> tuple[nn.Module, str, dict[str, str]]:
+    """The model, where its weights come from ("" if random), and the files of its export."""
+    folder = Path(spec)
+    local = folder.is_dir()
+    if spec not in PRESETS and not local and "/" not in spec:
+        raise unknown_model(spec)
+    try:
+        import transformers
+    except ImportError as error:
+        raise ModelError(
+            f"--model {spec} needs transformers, which is not installed.",
+            'pip install "asyncpipe[hf]"',
+        ) from error
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    if spec in PRESETS:
+        preset = PRESETS[spec]
+        config = getattr(transformers, preset.config_class)(**preset.fields)
+        model_class = getattr(transformers, preset.model_class)
+    else:
+        config = _read_configuration(transformers, spec, local)
+        model_class = _class_of(transformers, config, spec)
+    for key, value in arguments.items():
+        if not hasattr(config, key):
+            close = difflib.get_close_matches(key, vars(config), 1)
+            hint = f" Did you mean {close[0]}?" if close else ""
+            raise ModelError(f"{type(config).__name__} has no field {key!r}.{hint}")
+        with told_as(ModelError, f"--model-arg {key}"):
+            setattr(config, key, value)
+    config.architectures = [model_class.__name__]
+    files = {"config.json": config.to_json_string()}
+    stored = local and any(folder.glob("*.safetensors"))
+    with device, told_as(ModelError, f"--model {spec}"):
+        if stored and not meta:
+            model = model_class.from_pretrained(
+                folder, config=config, dtype=torch.float32, use_safetensors=True
+            )
+            return model, f"read from {folder.name}", files | _tokenizer_files(folder)
+        return model_class(config), "", files
+
+
+def _read_configuration(transformers: Any, spec: str, local: bool) -> Any:
+    """The configuration in a folder or on the hub; never runs the code next to it."""
+    try:
+        return transformers.AutoConfig.from_pretrained(
+            spec, local_files_only=local, trust_remote_code=False
+        )
+    except Exception as error:
+        causes = {type(cause).__name__ for cause in _causes(error)}
+        if "trust_remote_code" in str(error):
+            raise ModelError(
+                f"{spec} needs code from the model repository (trust_remote_code), which is not "
+                "run.",
+                "Read it, and write a function that builds the model: --model my_pkg.file:build",
+            ) from error
+        if "GatedRepoError" in causes:
+            raise ModelError(
+                f"cannot download {spec}: it is gated, and this account has no access.",
+                f"Request access at https://huggingface.co/{spec}, and log in: hf auth login. "
+                "Planning needs no weights: --model FOLDER with its config.json is enough.",
+            ) from error
+        if not local and causes & _NO_NETWORK:
+            state = "set" if os.environ.get("HF_HUB_OFFLINE") else "unset"
+            raise ModelError(
+                f"cannot download {spec}: no network (HF_HUB_OFFLINE {state}).",
+                "Planning needs no weights: use --model FOLDER with its config.json, or a name "
+                f"known without a network: {', '.join(known_names()[:4])}, ...",
+            ) from error
+        if local:
+            raise ModelError(
+                f"{spec} has no configuration that transformers can read: "
+                f"{str(error).splitlines()[0]}",
+                "Give a folder with the config.json of a transformers model.",
+            ) from error
+        raise unknown_model(spec) from error
+
+
+_NO_NETWORK = frozenset(
+    {"LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectError", "ConnectionError"}
+)
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or cause.__context__
+
+
+def _class_of(transformers: Any, config: Any, spec: str) -> Any:
+    """The model class that a configuration names."""
+    usual = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    default = getattr(usual, "__name__", f"{config.model_type} without architectures")
+    name = str((config.architectures or [default])[0])
+    found = getattr(transformers, name, None)
+    is_class = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
+    if not (name.isidentifier() and is_class):
+        raise ModelError(
+            f"{spec} is a {name[:60]}, which transformers does not provide.",
+            "Install a newer transformers, or write a function that builds the model: "
+            "--model my_pkg.file:build",
+        )
+    return found
+
+
+def _tokenizer_files(folder: Path) -> dict[str, str]:
+    names = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
+    return {name: (folder / name).read_text() for name in names if (folder / name).is_file()}
+
+
+def unknown_model(spec: str) -> ModelError:
+    """Error E1: no model of that name; suggests the nearest known name."""
+    close = difflib.get_close_matches(spec, known_names(), 1)
+    suggestion = f" Did you mean {close[0]}?" if close else ""
+    return ModelError(
+        f'no model "{spec}": not a folder, not importable, not on the hub.{suggestion}',
+        "Your own model: --model my_pkg.file:build",
+    )
+
+
+def _find_factory(spec: str) -> Callable[..., Any]:
+    """`package.module:factory` or `path/file.py:factory` -> the callable."""
+    factory: Callable[..., Any] = import_object(spec, "--model", ModelError)
+    if not callable(factory):
+        raise ModelError(
+            f"--model {spec} is a {type(factory).__name__}, not a function.",
+            "Name a function that returns the model: --model path/file.py:build",
+        )
+    return factory
+
+
+def _checked(factory: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    parameters = inspect.signature(factory).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return arguments
+    for name in arguments:
+        if name not in parameters:
+            raise ModelError(
+                f"{factory.__name__} takes no argument {name!r}; "
+                f"it takes {', '.join(parameters) or 'none'}."
+            )
+    return arguments
+
+
+def _split_made(made: Any) -> tuple[nn.Module, Any]:
+    if isinstance(made, nn.Module):
+        return made, None
+    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
+        return made[0], made[1]
+    raise ModelError(
+        f"the factory returned {type(made).__name__}, not a model.",
+        "Return an nn.Module, or (nn.Module, {name: tensor}).",
+    )
+
+
+def _by_name(model: nn.Module, examples: Any) -> dict[str, Any]:
+    if isinstance(examples, Mapping):
+        return dict(examples)
+    return name_inputs(model, examples if isinstance(examples, tuple | list) else (examples,))
+
+
+def name_inputs(model: nn.Module, values: tuple[Any, ...] | list[Any]) -> dict[str, Any]:
+    """Positional example inputs -> keyword arguments of the model's forward."""
+    return dict(inspect.signature(model.forward).bind(*values).arguments)
+
+
+def _name_of(spec: str) -> str:
+    """`examples/residual_mlp.py:build` -> `residual_mlp`."""
+    place, _, factory = spec.rpartition(":")
+    stem = Path(place).stem if place.endswith(".py") else place.rpartition(".")[2]
+    return re.sub(r"\W+", "_", stem if factory in {"build", "make", "model"} else factory.lower())

@@ -1,0 +1,1 @@
+"""A cost graph and a cluster -> a plan: stages, their devices, and a proved bound."""

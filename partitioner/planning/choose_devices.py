@@ -1,0 +1,404 @@
+"""A cost graph and a cluster -> the fastest number of stages and replicas, and their devices.
+
+A shape gives the number of devices of each stage: `(1, 1, 1, 1)` is a pipeline of four, `(2, 2)`
+two parallel pipelines of two, `(1, 2)` one pipeline of two whose second stage is replicated, `(4,)`
+plain data parallelism and `(1,)` one device. Every shape for which the cluster has devices is
+solved on every distinct layout of it (`device_layouts.py`) as a separate problem: a stage with R
+devices takes an R-th of the time and sums its gradients once a step. So all methods, the memory of
+each device and all bounds apply to replicas as they do to single ranks. Replicas of a stage on
+devices of different kinds have equal shares: a stage is as slow as its slowest device.
+
+Among shapes whose time differs by less than `_TIE`, the one with the fewest devices is chosen, and
+among those the one with the fewest stages.
+
+`advised` adds findings on the choice: boundaries between hosts, lone ranks, better shapes. A rank
+that is alone on its host has no neighbor with a fast link: in the middle of a pipeline it pays for
+a slow link on both sides, one after the other, while its neighbors pay once.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from itertools import combinations
+from typing import Any
+
+import networkx as nx
+
+from ...runtime.errors import PlanError
+from ...runtime.plan.plan import Candidate, RankSpec
+from ..graph.rank_model import RankConfig
+from .cluster import Cluster
+from .config import make_setting
+from .device_layouts import (
+    Layout,
+    LayoutResult,
+    Search,
+    Shape,
+    TriedLayout,
+    lone_ranks,
+    remote_edges,
+    shape_name,
+    with_bound,
+)
+from .options import PlanConfig
+from .solve import Solution
+
+_TIE = 0.01
+_MOST_GROUPS_COMPARED = 3_000  # of a graph whose other shapes are solved when stages are given
+_MOST_DEVICES_IN_UNEQUAL_SHAPES = 6
+_ALL_SHAPES = 16
+_OF_DEVICES = ("devices", "links", "overlap", "replicas", "exchange")
+
+
+@dataclass(frozen=True)
+class DeviceChoice:
+    """The chosen plan, and the best plan of every shape that was solved.
+
+    `as_listed_ms` is the time of the chosen shape on the devices in the order of the cluster, if it
+    fits there.
+    """
+
+    search: Search
+    found: LayoutResult
+    by_shape: Mapping[Shape, LayoutResult]
+    as_listed_ms: float | None
+
+    @property
+    def cluster(self) -> Cluster:
+        return self.search.cluster
+
+    @property
+    def layout(self) -> Layout:
+        return self.found.layout
+
+    @property
+    def solution(self) -> Solution:
+        return self.found.solution
+
+    def least_ms(self, cluster: Cluster) -> float | None:
+        """The time of the chosen shape on the best layout of other devices, None if it does not
+        fit.
+        """
+        search = replace(self.search, cluster=cluster, method="chain")
+        try:
+            return search.tried(self.layout.shape, is_asked=True).least.objective_ms
+        except PlanError:
+            return None
+
+    def again(self, graph: nx.DiGraph) -> Solution:
+        """The plan of the chosen layout under other costs of the same graph."""
+        return replace(self.search, graph=graph).solve(self.layout)
+
+    def bounded(self, graph: nx.DiGraph, solution: Solution) -> Solution:
+        """A plan of the chosen layout, with a bound that holds for the other layouts of its
+        shape.
+        """
+        search = replace(self.search, graph=graph)
+        return with_bound(solution, search.bound_ms(self.layout.shape))
+
+
+def choose(
+    graph: nx.DiGraph,
+    cluster: Cluster,
+    *,
+    stages: int | None = None,
+    method: str = "auto",
+    **options: Any,
+) -> DeviceChoice:
+    """The plan with the smallest time on the devices of `cluster`, with `stages` stages if given.
+
+    `options` are those of `solve`. Raises PlanError when no layout fits into the memory of its
+    devices, and when the graph does not have the times of a kind of device.
+    """
+    _check_kinds(graph, cluster)
+    check_number(cluster, stages)
+    search = _search(graph, cluster, stages, method, options)
+    tried: dict[Shape, TriedLayout] = {}
+    refused: PlanError | None = None
+    is_asynchronous = search.setting(Layout(((0,),))).is_asynchronous
+    for shape in shapes(len(cluster.devices), stages, unequal=is_asynchronous):
+        is_asked = stages in (None, len(shape))
+        if not is_asked and len(graph) > _MOST_GROUPS_COMPARED:
+            continue
+        try:
+            tried[shape] = search.tried(shape, is_asked=is_asked)
+        except PlanError as error:
+            if is_asked:
+                refused = refused or error
+    least = {shape: one.least for shape, one in tried.items()}
+    eligible = {shape: one for shape, one in least.items() if stages in (None, len(shape))}
+    if not eligible:
+        raise refused or PlanError("no device can be used.")
+    shape = _least(eligible)
+    best = search.best(tried[shape], shape)
+    listed = tuple(range(sum(shape)))
+    as_listed = (one for one in tried[shape].found if one.layout.devices == listed)
+    as_listed_ms = next((one.objective_ms for one in as_listed), None)
+    return DeviceChoice(search, best, {**least, shape: best}, as_listed_ms)
+
+
+def check_number(cluster: Cluster, stages: int | None) -> None:
+    """Raises PlanError if there are fewer devices than requested stages."""
+    number = len(cluster.devices)
+    if stages is not None and stages > number:
+        there = f"there {'is' if number == 1 else 'are'} {number} device{'s' * (number > 1)}"
+        raise PlanError(
+            f"{stages} stages asked, but {there}.", f"--stages {number}, or leave --stages out."
+        )
+
+
+def _search(
+    graph: nx.DiGraph, cluster: Cluster, stages: int | None, method: str, options: dict[str, Any]
+) -> Search:
+    """Separates the options: those on how ranks run go into every setting."""
+    running = {name: options[name] for name in PlanConfig.__annotations__ if name in options}
+    base = make_setting(stages or 1, devices=cluster.devices, **running)
+    return Search(
+        graph,
+        replace(cluster, devices=base.devices),
+        method,
+        {
+            field.name: getattr(base, field.name)
+            for field in fields(RankConfig)
+            if field.name not in _OF_DEVICES
+        },
+        {name: value for name, value in options.items() if name not in running},
+    )
+
+
+def shapes(devices: int, stages: int | None = None, *, unequal: bool = True) -> tuple[Shape, ...]:
+    """All shapes of at most that many devices; for many devices only those that use all or single
+    ones.
+
+    With `stages`, other numbers of stages appear only with equal replicas. `unequal`: single stages
+    may be replicated, which the schedule of a synchronous pipeline does not support.
+    """
+    found: dict[Shape, None] = {}
+    for depth in range(1, devices + 1):
+        most = devices // depth
+        for replicas in range(1, most + 1) if devices <= _ALL_SHAPES else {1, most}:
+            found[(replicas,) * depth] = None
+        few = devices <= _MOST_DEVICES_IN_UNEQUAL_SHAPES
+        if unequal and few and stages in (None, depth):
+            for ends in combinations(range(1, devices), depth - 1):
+                cuts = (0, *ends, devices)
+                found[tuple(b - a for a, b in zip(cuts, cuts[1:], strict=False))] = None
+    return tuple(found)
+
+
+def _least(found: Mapping[Shape, LayoutResult]) -> Shape:
+    least_ms = min(one.objective_ms for one in found.values())
+    near = [shape for shape, one in found.items() if one.objective_ms <= least_ms * (1 + _TIE)]
+    return min(near, key=lambda shape: (sum(shape), len(shape), found[shape].objective_ms))
+
+
+def _check_kinds(graph: nx.DiGraph, cluster: Cluster) -> None:
+    known = sorted(
+        {kind for _, times in graph.nodes(data="times_on", default={}) for kind in times}
+    )
+    for device in cluster.devices:
+        if device.kind is not None and device.kind not in known:
+            near = difflib.get_close_matches(device.kind, known, n=1)
+            meant = f"Did you mean {near[0]}? " if near else ""
+            has = f"It has times on {', '.join(known)}" if known else "Give the device a speed"
+            raise PlanError(
+                f"the graph has no times on {device.kind}, the kind of {device.name}.",
+                f"{meant}{has}.",
+            )
+
+
+_WORTH_SAYING = 0.005
+_AS_FAST = 0.01
+_MOST_SHOWN = 8
+
+
+def advised(choice: DeviceChoice, solution: Solution, stages: int | None) -> Solution:
+    """The solution with findings on its devices; `stages` is the requested number."""
+    ranks = choice.layout.ranks
+    return replace(
+        solution,
+        explanation=(*solution.explanation, *sentences(choice, stages)),
+        candidates=(*solution.candidates, *shape_candidates(choice)),
+        rank_specs=rank_specs(choice),
+        stage_ranks=tuple(
+            tuple(rank for position in of_stage for rank in ranks[position])
+            for of_stage in solution.placement.ranks_of_stage
+        ),
+    )
+
+
+def sentences(choice: DeviceChoice, stages: int | None) -> tuple[str, ...]:
+    """Findings on the devices of the stages, for the user; `stages` is the requested number."""
+    return tuple(
+        filter(
+            None, (_hosts(choice), _order(choice), *_lone(choice), shape_sentence(choice, stages))
+        )
+    )
+
+
+def rank_specs(choice: DeviceChoice) -> tuple[RankSpec, ...]:
+    """The device of every rank, in the order of ranks."""
+    devices = [choice.cluster.devices[index] for index in choice.layout.devices]
+    return tuple(
+        RankSpec(
+            device=device.name,
+            memory_bytes=None if device.memory_bytes == float("inf") else int(device.memory_bytes),
+            host=device.host,
+        )
+        for device in devices
+    )
+
+
+def shape_candidates(choice: DeviceChoice) -> tuple[Candidate, ...]:
+    """The best plans of the shapes that were not chosen."""
+    others = [shape for shape in choice.by_shape if shape != choice.layout.shape]
+    best = sorted(others, key=lambda shape: choice.by_shape[shape].objective_ms)[:_MOST_SHOWN]
+    return tuple(_candidate(choice, choice.by_shape[shape]) for shape in sorted(best))
+
+
+def _hosts(choice: DeviceChoice) -> str:
+    """The number of boundaries between hosts, and the hosts of each."""
+    if len(choice.cluster.hosts) == 1:
+        return ""
+    pipelines = list(zip(*choice.layout.columns, strict=False))
+    edges = [edge for pipeline in pipelines for edge in remote_edges(choice.cluster, pipeline)]
+    number = sum(len(pipeline) - 1 for pipeline in pipelines)
+    if not number:
+        return ""
+    if not edges:
+        return f"boundaries between hosts: none of {number}"
+    pairs = ", ".join(dict.fromkeys(f"{left}-{right}" for left, right in edges))
+    return f"boundaries between hosts: {len(edges)} of {number} ({pairs})"
+
+
+def _order(choice: DeviceChoice) -> str:
+    """The time on the devices in the order of the cluster."""
+    best_ms, listed_ms = choice.found.objective_ms, choice.as_listed_ms
+    if listed_ms is None or listed_ms <= best_ms * (1 + _WORTH_SAYING):
+        return ""
+    named = [_named(choice.cluster, device) for device in choice.layout.devices]
+    order = ", ".join(f"{count} x {name}" if count > 1 else name for name, count in _runs(named))
+    return (
+        f"the devices are in the order {order}: as listed the slowest stage would take "
+        f"{listed_ms:.2f} ms ({listed_ms / best_ms - 1:.0%} more)"
+    )
+
+
+def _named(cluster: Cluster, index: int) -> str:
+    device = cluster.devices[index]
+    names = {one.name for one in cluster.devices}
+    return device.name if len(names) > 1 or not device.host else device.host
+
+
+def _runs(names: list[str]) -> Iterator[tuple[str, int]]:
+    start = 0
+    for position in range(1, len(names) + 1):
+        if position == len(names) or names[position] != names[start]:
+            yield names[start], position - start
+            start = position
+
+
+def _lone(choice: DeviceChoice) -> Iterator[str]:
+    """Ranks alone on their host, and a split of the ranks over the hosts that has no such rank."""
+    cluster, order = choice.cluster, choice.layout.devices
+    lone = lone_ranks(cluster, order)
+    if not lone:
+        return
+    where = " and ".join(f"rank {rank} on {cluster.devices[order[rank]].host}" for rank in lone)
+    alone = (
+        f"{where} {'is' if len(lone) == 1 else 'are'} alone: all that passes there crosses hosts"
+    )
+    split = _without_lone_ranks(cluster)
+    if split is None or len(order) < len(cluster.devices):
+        yield alone
+        return
+    count = Counter(device.host for device in split.devices)
+    hosts = ",".join(f"{host}:{count[host]}" for host in split.hosts)
+    other_ms = choice.least_ms(split)
+    if other_ms is None or other_ms > choice.found.objective_ms * (1 + _WORTH_SAYING):
+        yield alone
+        return
+    gain = 1 - other_ms / choice.found.objective_ms
+    than = f"{gain:.0%} less" if gain > _WORTH_SAYING else "no more"
+    yield f"{alone}; --hosts {hosts} has no such rank and takes {than} ({other_ms:.2f} ms)"
+
+
+def _without_lone_ranks(cluster: Cluster) -> Cluster | None:
+    """The same devices, where each host with a single one receives another from the least full host
+    that can give one.
+    """
+    if len({kind[1:] for kind in cluster.kinds}) > 1:
+        return None
+    count = Counter(device.host for device in cluster.devices)
+    for host in cluster.hosts:
+        if count[host] == 1:
+            givers = [other for other in cluster.hosts if count[other] > 2]
+            if not givers:
+                return None
+            count[min(givers, key=count.__getitem__)] -= 1
+            count[host] += 1
+    device = cluster.devices[0]
+    return replace(
+        cluster,
+        devices=tuple(
+            replace(device, host=host) for host in cluster.hosts for _ in range(count[host])
+        ),
+    )
+
+
+def shape_sentence(choice: DeviceChoice, stages: int | None) -> str:
+    """Reports if another shape would be faster or need fewer devices."""
+    taken, best_ms = choice.layout.shape, choice.found.objective_ms
+    others = {shape: one for shape, one in choice.by_shape.items() if shape != taken}
+    if not others:
+        return ""
+    if stages is None:
+        shape = min(others, key=lambda one: others[one].objective_ms)
+        return (
+            f"{_in_words(taken)} chosen of {len(others) + 1} ways to use the devices; the next is "
+            f"{_in_words(shape)} with {others[shape].objective_ms:.2f} ms a micro-batch"
+        )
+    shape = min(others, key=lambda one: others[one].objective_ms)
+    other_ms = others[shape].objective_ms
+    if other_ms < best_ms * (1 - _AS_FAST):
+        return (
+            f"{_in_words(shape)} would be {1 - other_ms / best_ms:.0%} faster by the same costs: "
+            f"{other_ms:.2f} ms a micro-batch"
+        )
+    fewer = [
+        shape
+        for shape, one in others.items()
+        if sum(shape) < sum(taken) and one.objective_ms <= best_ms * (1 + _AS_FAST)
+    ]
+    if not fewer:
+        return ""
+    shape = min(fewer, key=lambda one: (sum(one), len(one)))
+    return (
+        f"{_in_words(shape)} would be as fast: {others[shape].objective_ms:.2f} ms a micro-batch "
+        f"on {sum(shape)} instead of {sum(taken)} devices"
+    )
+
+
+def _in_words(shape: Shape) -> str:
+    return shape_name(shape) + (" (no pipeline)" if len(shape) == 1 else "")
+
+
+def _candidate(choice: DeviceChoice, found: LayoutResult) -> Candidate:
+    solution, shape = found.solution, found.layout.shape
+    more = found.objective_ms / choice.found.objective_ms - 1
+    number = sum(shape)
+    return Candidate(
+        name=shape_name(shape),
+        stages=len(shape),
+        bottleneck_ms=solution.bottleneck_ms,
+        step_ms=solution.step_ms,
+        peak_bytes=max(solution.evaluation.rank_bytes),
+        crossing_bytes=solution.crossing_bytes,
+        gap=solution.gap,
+        seconds=0.0,
+        note=f"{abs(more):.0%} {'more' if more > 0 else 'less'} time a micro-batch, on {number} "
+        f"device{'s' * (number > 1)}",
+    )

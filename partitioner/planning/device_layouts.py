@@ -1,0 +1,442 @@
+"""A shape on a cluster -> its best layout and plan, with a bound for all its layouts.
+
+A layout names the devices of every stage: one each, the same number each for parallel pipelines, or
+more for some stages, which are replicated. Equal devices of one host are interchangeable, and so
+are equal hosts: of layouts that differ in nothing else, one is listed. While the distinct orders
+are few, all are listed. When they are many, devices of one host and kind stay together, hosts are
+contiguous, and only the order of these blocks varies; a search may then improve the best one by
+exchanging two blocks.
+
+While the graph is small, the requested method solves each layout; otherwise the chain DP does, and
+the method solves the best few. Among layouts whose times are equal within `_ORDER_SLACK`, the one
+with the fewest boundaries between hosts is chosen. The bound is the smallest of all layouts'
+bounds; if not all layouts were solved, it is that of all devices on one host with the fastest link,
+or else of work alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, islice, pairwise, permutations
+from typing import Any
+
+import networkx as nx
+import numpy as np
+
+from ...runtime.errors import PlanError
+from ..graph.cost_graph import costs_of
+from ..graph.problem import Problem, Rules
+from ..graph.rank_model import RankConfig
+from .cluster import ANY_HOST, Cluster
+from .compare_methods import ALL
+from .solve import Solution, solve
+
+_MOST_SEQUENCES, _MOST_ALIKE = 120, 24
+
+Order = tuple[int, ...]
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The devices of each stage, by their numbers in the cluster. With the same number for each
+    stage, the r-th devices of all stages are the r-th pipeline.
+    """
+
+    columns: tuple[tuple[int, ...], ...]
+
+    @property
+    def stages(self) -> int:
+        return len(self.columns)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The number of devices of each stage."""
+        return tuple(map(len, self.columns))
+
+    @property
+    def pipelines(self) -> int:
+        """The number of whole parallel pipelines, 0 if single stages are replicated."""
+        return self.shape[0] if len(set(self.shape)) == 1 else 0
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """All devices in the order of their ranks: pipeline after pipeline, or stage after
+        stage where single stages are replicated."""
+        in_turn = zip(*self.columns, strict=True) if self.pipelines else self.columns
+        return tuple(device for some in in_turn for device in some)
+
+    @property
+    def ranks(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each stage, positions in `devices`."""
+        rank = {device: index for index, device in enumerate(self.devices)}
+        return tuple(tuple(rank[device] for device in column) for column in self.columns)
+
+
+def shape_name(shape: Sequence[int]) -> str:
+    """A number of devices for each stage in words.
+
+    >>> shape_name((1, 1)), shape_name((2, 2)), shape_name((1, 2)), shape_name((1,))
+    ('2 stages', '2 stages x 2 replicas', '2 stages x 1-2 replicas', '1 stage')
+    """
+    stages = f"{len(shape)} stage{'s' * (len(shape) > 1)}"
+    if len(set(shape)) > 1:
+        return f"{stages} x {'-'.join(map(str, shape))} replicas"
+    return stages if shape[0] == 1 else f"{stages} x {shape[0]} replicas"
+
+
+def layouts(cluster: Cluster, shape: Sequence[int], most: int) -> tuple[tuple[Layout, ...], bool]:
+    """The distinct layouts with `shape[j]` devices for each stage j, up to `most`, and whether the
+    list is complete.
+    """
+    if max(shape) == 1:
+        found_orders, are_all = orders(cluster, len(shape), most)
+        return tuple(Layout(tuple((one,) for one in order)) for order in found_orders), are_all
+    are_all = _sequences(cluster, sum(shape)) <= most * _MOST_ALIKE
+    sequences = (_all_orders if are_all else _block_orders)(cluster, sum(shape))
+    found: dict[object, Layout] = {}
+    for order in sequences:
+        for layout in _layouts_of(order, shape):
+            kinds = [{cluster.devices[index].kind for index in of} for of in layout.columns]
+            if all(len(kinds_of_one) == 1 for kinds_of_one in kinds):
+                found.setdefault(_layout_signature(cluster, layout), layout)
+    return tuple(found.values())[:most], are_all and len(found) <= most
+
+
+def _layouts_of(order: Order, shape: Sequence[int]) -> Iterator[Layout]:
+    """Fills stage after stage in that order, or pipeline after pipeline if all stages have the same
+    number.
+    """
+    ends = list(accumulate(shape))
+    yield Layout(tuple(order[end - size : end] for end, size in zip(ends, shape, strict=True)))
+    if len(set(shape)) == 1:
+        stages = len(shape)
+        pipelines = [order[first : first + stages] for first in range(0, len(order), stages)]
+        yield Layout(tuple(zip(*pipelines, strict=True)))
+
+
+def _layout_signature(cluster: Cluster, layout: Layout) -> object:
+    """A layout without the order of pipelines, or of the replicas of single stages."""
+    kinds = cluster.kinds
+    if layout.pipelines:
+        pipelines = zip(*layout.columns, strict=True)
+        first = sorted(pipelines, key=lambda one: repr([kinds[index] for index in one]))
+        return _signature(cluster, [index for pipeline in first for index in pipeline])
+    columns = [sorted(column, key=lambda index: repr(kinds[index])) for column in layout.columns]
+    return _signature(cluster, [index for column in columns for index in column])
+
+
+def orders(cluster: Cluster, count: int, most: int) -> tuple[tuple[Order, ...], bool]:
+    """Distinct orders of `count` of the devices, and whether the list is complete: while they are
+    few.
+    """
+    alike = min(math.factorial(len(cluster.hosts)), _MOST_ALIKE)
+    if _sequences(cluster, count) <= most * alike:
+        found = _distinct(cluster, _all_orders(cluster, count))
+        if len(found) <= most:
+            return found, True
+    return _distinct(cluster, _block_orders(cluster, count))[:most], False
+
+
+def _sequences(cluster: Cluster, count: int) -> int:
+    """At most so many distinct sequences of `count` devices."""
+    members = Counter(cluster.kinds).values()
+    distinct: int = math.factorial(sum(members)) // math.prod(map(math.factorial, members))
+    return int(min(len(members) ** count, distinct))
+
+
+def exchanged(cluster: Cluster, order: Order) -> tuple[Order, ...]:
+    """The orders that differ from this one by an exchange of two blocks."""
+    kinds = cluster.kinds
+    blocks: list[list[int]] = []
+    for device in order:
+        if blocks and kinds[blocks[-1][-1]] == kinds[device]:
+            blocks[-1].append(device)
+        else:
+            blocks.append([device])
+    found = []
+    for first in range(len(blocks)):
+        for second in range(first + 1, len(blocks)):
+            swapped = list(blocks)
+            swapped[first], swapped[second] = blocks[second], blocks[first]
+            found.append(tuple(device for block in swapped for device in block))
+    return _distinct(cluster, found)
+
+
+def crossings(cluster: Cluster, layout: Layout) -> tuple[int, int]:
+    """The number of boundaries between two hosts, and the number of ranks with two of those."""
+    edges = borders = 0
+    for pipeline in zip(*layout.columns, strict=False):
+        hosts = [cluster.devices[device].host for device in pipeline]
+        remote = [left != right for left, right in pairwise(hosts)]
+        edges += sum(remote)
+        borders += sum(left and right for left, right in pairwise(remote))
+    return edges, borders
+
+
+def remote_edges(cluster: Cluster, order: Sequence[int]) -> tuple[tuple[str, str], ...]:
+    """The hosts on both sides of each boundary that lies between two hosts."""
+    hosts = [cluster.devices[device].host for device in order]
+    return tuple((left, right) for left, right in pairwise(hosts) if left != right)
+
+
+def lone_ranks(cluster: Cluster, order: Sequence[int]) -> tuple[int, ...]:
+    """The ranks that are alone on their host in a pipeline over several hosts."""
+    hosts = [cluster.devices[device].host for device in order]
+    count = Counter(hosts)
+    return tuple(rank for rank, host in enumerate(hosts) if count[host] == 1 and len(count) > 1)
+
+
+def _all_orders(cluster: Cluster, count: int) -> Iterator[Order]:
+    """Every sequence of kinds, each filled with the first free devices of its kind."""
+    kinds = cluster.kinds
+    members: dict[object, list[int]] = {}
+    for device, kind in enumerate(kinds):
+        members.setdefault(kind, []).append(device)
+    left = [list(reversed(devices)) for devices in members.values()]
+
+    def extend(taken: list[int]) -> Iterator[Order]:
+        if len(taken) == count:
+            yield tuple(taken)
+            return
+        for devices in left:
+            if devices:
+                device = devices.pop()
+                yield from extend([*taken, device])
+                devices.append(device)
+
+    return extend([])
+
+
+def _block_orders(cluster: Cluster, count: int) -> Iterator[Order]:
+    """Orders of whole hosts, the kinds of each together; the strongest devices if not all."""
+    kinds = cluster.kinds
+    strongest = sorted(
+        range(len(cluster.devices)),
+        key=lambda index: (-cluster.devices[index].speed, -cluster.devices[index].memory_bytes),
+    )
+    dropped = {
+        tuple(sorted(strongest[:count])),
+        tuple(range(count)),
+        tuple(range(len(kinds) - count, len(kinds))),
+    }
+    for used in sorted(dropped):
+        hosts: dict[str, dict[object, list[int]]] = {}
+        for device in used:
+            of_host = hosts.setdefault(cluster.devices[device].host, {})
+            of_host.setdefault(kinds[device], []).append(device)
+        for sequence in islice(permutations(hosts), _MOST_SEQUENCES):
+            for turned in (False, True):
+                order: list[int] = []
+                for host in sequence:
+                    blocks = list(hosts[host].values())
+                    order += [
+                        device for block in blocks[:: -1 if turned else 1] for device in block
+                    ]
+                yield tuple(order)
+
+
+def _distinct(cluster: Cluster, found: Iterable[Order]) -> tuple[Order, ...]:
+    by_signature: dict[object, Order] = {}
+    for order in found:
+        by_signature.setdefault(_signature(cluster, order), order)
+    return tuple(by_signature.values())
+
+
+def _signature(cluster: Cluster, order: Iterable[int]) -> tuple[object, ...]:
+    """An order with equal hosts named by their first appearance."""
+    alike, kinds = cluster.alike_hosts, cluster.kinds
+    seen: dict[str, int] = {}
+    named: list[object] = []
+    for device in order:
+        host = cluster.devices[device].host
+        if host not in seen:
+            seen[host] = sum(1 for other in seen if alike[other] == alike[host])
+        named.append((alike[host], seen[host], *kinds[device][1:]))
+    return tuple(named)
+
+
+_ORDER_SLACK = 0.002  # share of the time to give up for fewer boundaries between hosts
+_MOST_GROUPS_SOLVED = 2_000  # groups x layouts of one shape, by the requested method
+_MOST_WORK = 12_000  # groups x stages x layouts of one shape, by the chain DP
+_FEWEST_LAYOUTS, _MOST_LAYOUTS = 3, 120
+_MOST_RESOLVED = 3  # layouts, after the chain DP
+
+
+@dataclass(frozen=True)
+class LayoutResult:
+    """A layout and its plan."""
+
+    layout: Layout
+    solution: Solution
+
+    @property
+    def objective_ms(self) -> float:
+        return objective_ms(self.solution)
+
+
+@dataclass(frozen=True)
+class TriedLayout:
+    """The layouts of a shape that fit; whether the list is complete and solved by the requested
+    method.
+    """
+
+    found: tuple[LayoutResult, ...]
+    are_all: bool
+    is_final: bool
+
+    @property
+    def least(self) -> LayoutResult:
+        return min(self.found, key=lambda one: one.objective_ms)
+
+
+@dataclass(frozen=True)
+class Search:
+    """Shapes of one cluster.
+
+    how: fields of their configurations
+    options: the options of `solve`
+    """
+
+    graph: nx.DiGraph
+    cluster: Cluster
+    method: str
+    how: Mapping[str, Any]
+    options: Mapping[str, Any]
+
+    def _most_layouts(self, shape: Shape) -> int:
+        """Fewer layouts if some devices would stay idle."""
+        most = min(_MOST_LAYOUTS, _MOST_WORK // (len(shape) * len(self.graph)))
+        are_idle = sum(shape) < len(self.cluster.devices)
+        return max(_FEWEST_LAYOUTS, most // 4 if are_idle else most)
+
+    def tried(self, shape: Shape, *, is_asked: bool) -> TriedLayout:
+        """A shape on its layouts. Raises PlanError if it fits on none."""
+        most = self._most_layouts(shape) if is_asked else 2
+        ways, are_all = layouts(self.cluster, shape, most)
+        is_small = len(self.graph) * len(ways) <= _MOST_GROUPS_SOLVED
+        found = self._solved(ways, self.method if is_small else "chain")
+        return TriedLayout(tuple(found), are_all and len(found) == len(ways), is_small)
+
+    def best(self, tried: TriedLayout, shape: Shape) -> LayoutResult:
+        """The best layout of a shape by the requested method, with a bound for all its layouts."""
+        found = sorted(tried.found, key=lambda one: one.objective_ms)
+        if not tried.is_final:
+            again = self._solved([one.layout for one in found[:_MOST_RESOLVED]], self.method)
+            found = sorted(again, key=lambda one: one.objective_ms) + found[_MOST_RESOLVED:]
+        if not tried.are_all and max(shape) == 1:
+            found = [self._improved(found[0], self.method if tried.is_final else "chain"), *found]
+        slack = min(self.options.get("prefer_modules", _ORDER_SLACK), _ORDER_SLACK) + 1e-9
+        near = [one for one in found if one.objective_ms <= found[0].objective_ms * (1 + slack)]
+        best = min(near, key=lambda one: crossings(self.cluster, one.layout))
+        solution = self.solve(best.layout)
+        if tried.are_all:
+            bound_ms = min(_bound_ms(one.solution) for one in found)
+        else:
+            bound_ms = self.bound_ms(shape)
+        return LayoutResult(best.layout, with_bound(solution, bound_ms))
+
+    def bound_ms(self, shape: Shape) -> float:
+        """A bound for every layout of a shape: all devices on one host with the fastest link."""
+        fastest = self.cluster.fastest_link
+        devices = tuple(replace(device, host="") for device in self.cluster.devices)
+        together = replace(self.cluster, devices=devices, within={ANY_HOST: fastest}, between={})
+        ways, are_all = layouts(together, shape, self._most_layouts(shape))
+        if not are_all:
+            return free_bound_ms(self.graph, self.cluster)
+        search = replace(self, cluster=together)
+        is_small = len(self.graph) * len(ways) <= _MOST_GROUPS_SOLVED
+        found = search._solved(ways, self.method if is_small else "chain")
+        return min(_bound_ms(one.solution) for one in found)
+
+    def _solved(self, ways: Collection[Layout], method: str) -> list[LayoutResult]:
+        """The given layouts that fit. Raises PlanError if none does."""
+        # All methods run only on the chosen layout, because running them on each takes too long.
+        method = "auto" if method == ALL else method
+        found, refused = [], None
+        for layout in ways:
+            try:
+                solution = self._solve(layout, method, {**self.options, "prefer_modules": 0.0})
+            except PlanError as error:
+                refused = error
+            else:
+                found.append(LayoutResult(layout, solution))
+        if not found:
+            raise refused or PlanError("no device can be used.")
+        return found
+
+    def _improved(self, found: LayoutResult, method: str) -> LayoutResult:
+        """Exchanges two blocks of devices as long as an exchange helps, up to a limit."""
+        left = self._most_layouts(found.layout.shape)
+        while True:
+            for order in exchanged(self.cluster, found.layout.devices):
+                left -= 1
+                if left < 0:
+                    return found
+                try:
+                    other = self._solved([Layout(tuple((one,) for one in order))], method)[0]
+                except PlanError:
+                    continue
+                if other.objective_ms < found.objective_ms * (1 - 1e-9):
+                    found = other
+                    break
+            else:
+                return found
+
+    def setting(self, layout: Layout) -> RankConfig:
+        """The ranks of a layout and how they run."""
+        return self.cluster.setting(layout.columns, **self.how)
+
+    def solve(self, layout: Layout) -> Solution:
+        """The plan of a layout, with cuts between blocks where that costs little."""
+        return self._solve(layout, self.method, self.options)
+
+    def _solve(self, layout: Layout, method: str, options: Mapping[str, Any]) -> Solution:
+        return solve(
+            self.graph,
+            stages=layout.stages,
+            method=method,
+            link=self.cluster.slowest_link,
+            setting=self.setting(layout),
+            **options,
+        )
+
+
+def objective_ms(solution: Solution) -> float:
+    """The objective that compares plans: milliseconds of a step per micro-batch."""
+    return solution.step_ms / solution.setting.micro_batches
+
+
+def _bound_ms(solution: Solution) -> float:
+    return solution.step_bound_ms / solution.setting.micro_batches
+
+
+def with_bound(solution: Solution, bound_ms: float) -> Solution:
+    """The solution with that bound of its objective, if it is below the solution's own bound."""
+    bound_ms = min(bound_ms, _bound_ms(solution))
+    return replace(
+        solution,
+        lower_bound_ms=min(bound_ms, solution.lower_bound_ms),
+        step_bound_ms=bound_ms * solution.setting.micro_batches,
+    )
+
+
+def free_bound_ms(graph: nx.DiGraph, cluster: Cluster) -> float:
+    """A bound of every plan on any of the devices, in any order, replicated or not.
+
+    With weights a_d of the devices that sum to 1, the slowest device takes at least the mean sum
+    over d of a_d load_d, and a group adds to that at least its smallest a_d t_d. The weights are
+    those of devices that could share the groups arbitrarily: a_d in proportion to 1 / (time of all
+    groups on d).
+    """
+    everywhere = Problem(
+        costs_of(graph), RankConfig(cluster.devices), Rules(np.ones(1, dtype=bool))
+    )
+    work_ms = np.stack([seen.work_ms for seen in everywhere.seen])
+    if not work_ms.sum(axis=1).all():
+        return 0.0
+    weights = 1 / work_ms.sum(axis=1)
+    return float((weights[:, None] * work_ms).min(axis=0).sum() / weights.sum())

@@ -1,0 +1,211 @@
+"""A problem with a synchronous schedule -> a placement with a short simulated step, and a bound.
+
+The step time is the result of the simulator for the schedule (`runtime/schedule/simulate.py`),
+which a search over cuts cannot add up stage by stage. So the method works from two sides:
+
+- From below. `RankConfig.score_ms` of every stage is a lower bound of the step time, so the largest
+  score is a bound for one plan, and the smallest largest score, which a min-max search finds
+  exactly, is a bound for all plans. The scores assume that a micro-batch passes one stage after the
+  other; `_side_by_side_ms` bounds the gain of plans with parallel stages.
+- From above. Candidates are simulated: the plan with the smallest score, the one with the smallest
+  bottleneck, and those that carry the fewest bytes among all within a threshold of the smallest
+  score, as Alpa (Zheng et al., OSDI 2022, section 5.2) minimizes the sum of stages under a
+  threshold of the slowest. From the best candidate, boundaries move by 1, 2, 4 .. groups as long as
+  the simulated step gets shorter.
+
+A plan whose step meets the bound is optimal under the cost model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from ...runtime.schedule.builders import AUTO
+from ..graph.costs import Bools, Floats
+from ..graph.problem import DoesNotFit, Placement, Problem
+from ..solvers.bounds import lower_bound_ms
+from ..solvers.chain import place as place_in_order
+from .boundaries import MOVES, with_borders_moved
+from .step_time import LITTLE, Step, StepTimer, forward_share, schedule_of, step_of
+
+_THRESHOLDS = (0.01, 0.05)
+_MANY_GROUPS = 3_000  # from this number on no thresholds are tried
+_SCHEDULES = 3  # that are made for what the one before has led to
+
+BoundaryEdge = tuple[int, int]
+
+
+def shortest_step(
+    problem: Problem,
+    found: Placement,
+    place: Callable[[Problem], Placement],
+    bound_ms: float = 0.0,
+) -> Step:
+    """The best of `found` and the candidates in the module docstring.
+
+    `found` is the result of `place` for the problem. It is returned unchanged for an asynchronous
+    schedule, and for a method that proves nothing, which serves for comparison.
+    """
+    step = step_of(problem, found)
+    proves = found.bound_ms is not None or found.order_optimum_ms is not None
+    if problem.setting.is_asynchronous or not proves or found.ranks is not None:
+        return step
+    steps = [step, *(step_of(problem, other) for other in _candidates(problem, place))]
+    steps = [each for each in steps if each.evaluation.fits]
+    tidy = best = min(steps, key=lambda each: each.step_ms)
+    in_order = (one for one in steps if [*one.placement.stage_of] == sorted(one.placement.stage_of))
+    # Boundaries move within one order: that of the best plan, and the given one.
+    starts = {step.placement.stage_of: step for step in (tidy, next(in_order, tidy))}
+    for start in starts.values():
+        moved = improved(problem, start, bound_ms)
+        best = min(best, moved, key=lambda step: step.step_ms)
+    given_up_ms = best.step_ms * problem.rules.prefer_modules
+    return tidy if tidy.step_ms <= best.step_ms + given_up_ms else best
+
+
+def bottleneck_bound_ms(problem: Problem, free: Placement) -> float:
+    """A bound of the slowest rank's time per micro-batch in all plans; `free` is the problem
+    without demanded cuts.
+    """
+    if problem.setting.rounds == 1:
+        return lower_bound_ms(problem, free)
+    return lower_bound_ms(problem, _unproved(free)) / problem.setting.rounds
+
+
+def step_bound_ms(problem: Problem, free: Placement) -> float:
+    """A bound of the step of all plans: the smallest score, or the smallest step of a plan with
+    parallel stages; minus the exchange of tied gradients, which can overlap with other
+    computations.
+    """
+    if problem.setting.is_asynchronous:
+        return problem.setting.micro_batches * lower_bound_ms(problem, free)
+    if free.ranks is not None:
+        return lower_bound_ms(problem, free)
+    always_ms = lower_bound_ms(problem, _unproved(free))
+    exchanged_ms = problem.setting.micro_batches * sum(
+        float(problem.costs.send_ms[index])
+        for index, value in enumerate(problem.costs.values)
+        if value.is_exchange
+    )
+    in_a_row_ms = lower_bound_ms(problem, free) - exchanged_ms
+    if problem.setting.score_is_load:
+        return max(always_ms, in_a_row_ms)
+    return max(always_ms, min(in_a_row_ms, _side_by_side_ms(problem)))
+
+
+def _unproved(placement: Placement) -> Placement:
+    return replace(placement, bound_ms=None, order_optimum_ms=None)
+
+
+def _candidates(problem: Problem, place: Callable[[Problem], Placement]) -> Iterator[Placement]:
+    yield place(replace(problem, setting=replace(problem.setting, by_load=True)))
+    thresholds = _THRESHOLDS if len(problem.costs.groups) < _MANY_GROUPS else ()
+    wider = (threshold for threshold in thresholds if threshold > problem.rules.prefer_modules)
+    try:
+        for share in (problem.rules.prefer_modules, *wider):
+            rules = replace(problem.rules, prefer_modules=share)
+            yield place_in_order(replace(problem, rules=rules))
+    except DoesNotFit:
+        return  # Only plans in another order fit into memory.
+
+
+def improved(problem: Problem, start: Step, bound_ms: float) -> Step:
+    """The step with its boundaries moved; a schedule made for the costs is made again for the
+    result, as long as that helps.
+    """
+    if problem.setting.schedule != AUTO:
+        timer = StepTimer(problem, schedule_of(problem, start))
+        return with_borders_moved(timer, start, bound_ms)
+    best = start
+    for _ in range(_SCHEDULES):
+        timer = StepTimer(problem, schedule_of(problem, best))
+        moved = with_borders_moved(timer, best, bound_ms, moves=MOVES // 8)
+        if moved is best:
+            break
+        made = schedule_of(problem, moved)
+        again = step_of(problem, moved.placement, effort=LITTLE, known=[made])
+        if not _is_better(again, best):
+            break
+        best = again
+    return best
+
+
+def _is_better(step: Step, other: Step) -> bool:
+    if step.evaluation.fits != other.evaluation.fits:
+        return step.evaluation.fits
+    return step.step_ms < other.step_ms
+
+
+def _side_by_side_ms(problem: Problem) -> float:
+    """A bound for plans in which some stage needs not wait for the one before it.
+
+    Such a stage has no group that stands at the same place in every order: of what leads to the
+    last group it has no more than a stretch between two of these; and it may have any group that
+    leads nowhere, as a view does that each reader makes again. The same holds of the way back,
+    along gradients; a stage without them may have any group that has none. With n
+    such stages k - n others have the remaining work W and wait for one another: before_j + m w_j
+    <= T for all of them, so W <= T (1 - (1 - 1 / m) ** (k - n)).
+    """
+    costs, least_ms = problem.costs, problem.least_work_ms
+    values = [value for value in costs.values if not value.is_exchange]
+    forwards = [(v.owner, reader) for v in values for reader in v.readers if v.owner < reader]
+    backwards = [
+        (min(value.owner, reader), max(value.owner, reader))
+        for value in values
+        if forward_share(value, problem) < 1
+        for reader in value.readers
+    ]
+    trained = costs.backward_ms > 0
+    side_ms = max(
+        _beside_ms(least_ms, np.ones_like(trained), forwards),
+        _beside_ms(least_ms, trained, backwards),
+    )
+    if not side_ms:
+        return float("inf")
+    total_ms, share = float(least_ms.sum()), 1 - 1 / problem.setting.rounds
+    return min(
+        (
+            max(0.0, total_ms - count * side_ms) / (1 - share ** (problem.stages - count))
+            for count in range(1, problem.stages)
+        ),
+        default=float("inf"),
+    )
+
+
+def _beside_ms(work_ms: Floats, members: Bools, pairs: Sequence[BoundaryEdge]) -> float:
+    """The most work of a stage without a member for which all others wait: a stretch of those that
+    lead to the last one, and every group that leads nowhere or is not a member.
+    """
+    leading = np.zeros_like(members)
+    if members.any():
+        leading[np.flatnonzero(members)[-1]] = True
+    for source, target in sorted(pairs, reverse=True):
+        leading[source] |= leading[target] and members[source]
+    return _longest_stretch_ms(work_ms, leading, pairs) + float(work_ms[~leading].sum())
+
+
+def _longest_stretch_ms(work_ms: Floats, members: Bools, pairs: Iterable[BoundaryEdge]) -> float:
+    """The most work between two adjacent members that are ancestors or descendants of every other
+    member along `pairs`.
+    """
+    positions = np.flatnonzero(members)
+    index = {int(position): number for number, position in enumerate(positions)}
+    count = len(positions)
+    first_reader, last_source = np.full(count, count), np.full(count, -1)
+    for source, target in pairs:
+        if source in index and target in index:
+            a, b = index[source], index[target]
+            first_reader[a] = min(first_reader[a], b)
+            last_source[b] = max(last_source[b], a)
+    longest_ms = stretch_ms = 0.0
+    # All groups before v are its ancestors if each of them has a reader that is not after v.
+    reached = np.concatenate([[-1], np.maximum.accumulate(first_reader)[:-1]])
+    reaching = np.concatenate([np.minimum.accumulate(last_source[::-1])[::-1][1:], [count]])
+    for v, position in enumerate(positions):
+        is_fixed = reached[v] <= v <= reaching[v]
+        stretch_ms = 0.0 if is_fixed else stretch_ms + float(work_ms[position])
+        longest_ms = max(longest_ms, stretch_ms)
+    return longest_ms

@@ -1,0 +1,442 @@
+"""The options of a partition, each declared once: default, legal values, help, where it applies.
+
+`asyncpipe-partition`, `asyncpipe.partition`, `asyncpipe.outline` and `asyncpipe.plan_graph` read
+their defaults, checks and help from here.
+
+Imports neither torch nor numpy, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import partial, wraps
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ParamSpec, TypedDict, TypeVar
+
+from ...runtime.errors import PlanError
+from ...runtime.limits import (
+    Choice,
+    Either,
+    Flag,
+    Limit,
+    ListOf,
+    Number,
+    Text,
+    Whole,
+    key_values,
+    path,
+    refusal,
+)
+from ...runtime.optimizers.facts import PLANNED as PLANNED_OPTIMIZERS
+from ...runtime.schedule.asynchronous import KEEPS
+from ...runtime.schedule.builders import AUTO, SCHEDULES
+
+if TYPE_CHECKING:
+    from ..capture import Said
+    from .cluster import Cluster
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+METHODS = (
+    *("auto", "exact", "chain", "uniform", "metis", "acyclic", "mpipe", "2dbin", "pipedream"),
+    "all",
+)
+PREFER_MODULES = 0.02
+
+_UNITS = {"": 1, "b": 1} | {
+    prefix + suffix: base**power
+    for suffix, base in (("ib", 1024), ("b", 1000))
+    for power, prefix in enumerate("kmgt", start=1)
+}
+
+
+def bytes_of(size: int | str) -> int | None:
+    """A number of bytes from "11GiB", "500 MB" or "1.5e9"; None if it is not a memory size.
+
+    >>> bytes_of("11GiB"), bytes_of("500 MB"), bytes_of(7), bytes_of("many")
+    (11811160064, 500000000, 7, None)
+    """
+    number = r"([0-9]{1,20}(?:\.[0-9]{0,20})?(?:e[0-9]{1,2})?)"
+    parts = re.fullmatch(rf"\s*{number}\s*([a-z]*)\s*", str(size), re.IGNORECASE)
+    unit = _UNITS.get(parts[2].lower(), 0) if parts else 0
+    is_size = parts is not None and unit > 0 and 0 < float(parts[1]) < 1e18
+    return int(float(parts[1]) * unit) if parts and is_size else None
+
+
+# --- how an option is declared --------------------------------------------------------------
+
+GROUPS = ("Model", "Plan", "Devices", "Profile", "Output")
+MODEL, PLAN, DEVICES, PROFILE, OUTPUT = GROUPS
+"""The headings of the options in --help."""
+
+OUTLINED = frozenset({"name", "model", "outline"})
+"""Read when a model is captured and profiled: by a partition and by an outline."""
+PARTITIONED = frozenset({"name", "model"})
+"""Read when a model is partitioned: the one that --model names, or the caller's own."""
+NAMED = frozenset({"name"})
+"""Read when the model that --model names is built."""
+PLANNED = frozenset({"name", "model", "graph"})
+"""Read when a model or a cost graph is planned."""
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """The declaration of one option, in addition to its type and default.
+
+    limit: the legal values
+    help: the help text
+    group: the heading in --help
+    applies_to: the calls that read it: "name" (--model), "model" (`partition`), "outline", "graph"
+    flag: the flag without its dashes, if it differs from the name
+    short: the flag's short form
+    is_words: the command line accepts words that are parsed further; `limit` applies to these
+    """
+
+    limit: Limit
+    help: str
+    group: str
+    applies_to: frozenset[str] = PARTITIONED
+    flag: str = ""
+    short: str = ""
+    is_words: bool = False
+
+
+def option(default: Any, limit: Limit, help: str, **more: Any) -> Any:
+    """The field of an option: see `Option`."""
+    return field(default=default, metadata={"option": Option(limit, help, **more)})
+
+
+def options_of(kind: type[Any]) -> Mapping[str, Option]:
+    """The declarations of a dataclass, by the names of its fields."""
+    return MappingProxyType({entry.name: entry.metadata["option"] for entry in fields(kind)})
+
+
+_loads = partial(option, group=MODEL, applies_to=NAMED)
+_captures = partial(option, group=MODEL, applies_to=OUTLINED)
+_plans = partial(option, group=PLAN, applies_to=PLANNED)
+_profiles = partial(option, group=PROFILE, applies_to=OUTLINED)
+_writes = partial(option, group=OUTPUT, applies_to=PARTITIONED)
+
+_DIMENSIONS = ListOf(Text("a dimension, none or INPUT=DIMENSION", "1"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartitionOptions:
+    """The options of a partition. Raises PlanError for a value that is not legal."""
+
+    model_args: Mapping[str, Any] | None = option(
+        None,
+        key_values("n_layer=4"),
+        "KEY=VALUE: overrides a field of the model's configuration, or an argument of your "
+        "factory.",
+        group=MODEL,
+        flag="model_arg",
+        is_words=True,
+    )
+    inputs: Mapping[str, str] | None = _loads(
+        None,
+        key_values("x=f32[4,64]"),
+        "NAME=f32[4,64]: dtype and shape of an input of forward, for a factory that returns only "
+        "a model.",
+        flag="input",
+        is_words=True,
+    )
+    micro_batch_size: int | None = _loads(
+        None,
+        Whole(1, 2**24, 8),
+        "Number of samples in a micro-batch, for profiling and for training. [default: 8; 1 for a "
+        "model of over 50 M parameters]",
+    )
+    seq: int = _loads(128, Whole(1, 2**24, 128), "Sequence length in tokens.")
+    batch_dim: Said = _captures(
+        "auto",
+        _DIMENSIONS,
+        "The batch dimension: INPUT=1 or INPUT=none for one input, 1 or none for all inputs "
+        "(none: the model has no batch). [default: dimension 0, if the model gives the same "
+        "results for a part of the samples]",
+        is_words=True,
+    )
+    sequence_dim: Said = _captures(
+        "auto",
+        _DIMENSIONS,
+        "The sequence dimension, whose size stays symbolic: INPUT=1 or INPUT=none for one input, "
+        "1 or none for all inputs. [default: dimension 1 of two-dimensional integer inputs]",
+        is_words=True,
+    )
+    loss: str | None = option(
+        None,
+        Text("cross_entropy, mse or FILE.py:FUNCTION", "cross_entropy"),
+        "The loss, if the model does not return one: cross_entropy, mse or path/file.py:function.",
+        group=MODEL,
+    )
+    seed: int = _loads(0, Whole(0, 2**53, 0), "Seed of the random weights.")
+    meta: bool = _loads(
+        False,
+        Flag(),
+        "Build the model on the meta device, without weights: for models larger than the memory "
+        "of this machine.",
+    )
+    capture: str = _captures(
+        "auto",
+        Choice(("auto", "tracer", "dynamo")),
+        "How to capture forward: auto uses the tracer, and TorchDynamo where the tracer fails.",
+    )
+    mode: str = _captures(
+        "both",
+        Choice(("both", "train")),
+        "Capture forward in training and evaluation mode, or in training mode only, for a model "
+        "that returns another structure in evaluation.",
+    )
+    leaves: Collection[str] = _captures(
+        (),
+        ListOf(Text("the name of a class", "GPT2Attention")),
+        "Class name of modules to keep as one operation (leaf modules).",
+        flag="leaf",
+    )
+    stages: int | None = _plans(
+        None,
+        Whole(1, 2**12, 4),
+        "Number of stages. Not needed with --stop-after capture or profile; chosen by the planner "
+        "if it is left out with --devices, --hosts or --ranks.",
+    )
+    method: str = _plans(
+        "auto",
+        Choice(METHODS),
+        "Planning method: auto (optimal, with proof), chain, uniform, metis, acyclic, mpipe and "
+        "2dbin (several stages per rank), pipedream (replicated stages), or all: compares all "
+        "methods and takes the best plan that can be trained.",
+    )
+    granularity: str = _plans(
+        "op",
+        Choice(("op", "module")),
+        "Where cuts are allowed: between any two operations, or only between whole blocks.",
+    )
+    prefer_modules: float = _plans(
+        PREFER_MODULES,
+        Number(0, 1, 0.02),
+        "Share of the slowest stage's time that may be given up to cut between blocks. With "
+        "--graph the default is 0.",
+    )
+    cut_at: Sequence[str] = _plans(
+        (),
+        ListOf(Text("a module, an operation or FILE:LINE", "transformer.h.6")),
+        "Cut right before this module (transformer.h.6), operation or file:line.",
+    )
+    keep_together: Sequence[str] = option(
+        (),
+        ListOf(Text("a module or the name of a class", "transformer.h.6")),
+        "Path or class of modules whose operations stay in one stage.",
+        group=PLAN,
+    )
+    schedule: str | None = _plans(
+        None,
+        Choice((*SCHEDULES, AUTO)),
+        "Schedule to balance the stages for; interleaved, looped-bfs and zb-v place several "
+        "stages on a rank. [default: async-1f1b]",
+    )
+    ranks: int | None = _plans(
+        None,
+        Whole(1, 2**12, 2),
+        "Number of processes that share the stages. Without --stages the number of stages is "
+        "chosen. [default: as many as the schedule needs for the stages]",
+    )
+    micro_batches: int = _plans(
+        8,
+        Whole(1, 2**16, 8),
+        "Number of micro-batches in an optimizer step.",
+    )
+    staleness: str = _plans(
+        "none",
+        Text(
+            f"one of {', '.join(KEEPS)}, or several joined by +",
+            "stash",
+            lambda text: all(name in KEEPS for name in text.split("+")),
+        ),
+        "Staleness methods of an asynchronous run, joined by +; the memory of their weight copies "
+        "is planned for.",
+    )
+    optimizer: str = _plans(
+        "adamw",
+        Choice(tuple(PLANNED_OPTIMIZERS)),
+        "Optimizer whose state memory and step time are planned for (momentum: sgd with momentum).",
+    )
+    recompute: str = _plans(
+        "auto",
+        Choice(("auto", "all", "none")),
+        "Which stages recompute their forward instead of storing activations: auto (those that "
+        "do not fit otherwise), all or none.",
+    )
+    memory_limit: int | str | None = _plans(
+        None,
+        Either(Text("a memory size", "11GiB", bytes_of), Whole(1, 10**18, 10**9)),
+        "Memory limit of each rank, such as 11GiB or 500MB.",
+    )
+    explain: bool = _plans(
+        False,
+        Flag(),
+        "Explain why each cut is where it is, what limits the plan, and what one more device, a "
+        "faster link, recomputation or other numbers of micro-batches would change.",
+    )
+    devices: Cluster | str | Path | None = option(
+        None,
+        path("devices.toml"),
+        "TOML file with the devices, hosts and links to plan for.",
+        group=DEVICES,
+        applies_to=PLANNED,
+    )
+    profile: str | None = _profiles(
+        None,
+        Choice(("measured", "analytic")),
+        "Measure the costs on this machine, or predict them from FLOPs and bytes. [default: "
+        "measured; analytic with --meta or a --device of another machine]",
+    )
+    device: str | None = _profiles(
+        None,
+        Text("cpu, cuda, the name of a device or a file", "a100-80g"),
+        "Device to profile for: cpu or cuda of this machine, or another device (a100-80g, h100, "
+        "rtx2080ti, v100-16g, .., or a file.toml that describes one), whose costs are predicted.",
+    )
+    dtype: str = _profiles(
+        "float32",
+        Choice(("float32", "bfloat16")),
+        "Computation dtype of the profile: float32, or bfloat16 under torch.autocast.",
+    )
+    threads: int | None = _profiles(
+        None,
+        Whole(1, 2**12, 1),
+        "Number of threads for measuring. [default: the cores of this machine, divided by the "
+        "number of ranks]",
+    )
+    calibrate: bool = _profiles(
+        False,
+        Flag(),
+        "Fit a predicted profile to a few operations measured on this machine.",
+    )
+    no_cache: bool = _profiles(
+        False,
+        Flag(),
+        "Ignore cached measurements and measure again.",
+    )
+    output: str | Path | None = _writes(
+        None,
+        path("generated_models/gpt2_4p"),
+        "Folder to write. [default: generated_models/NAME_STAGESp]",
+    )
+    code: str = _writes(
+        "structured",
+        Choice(("structured", "flat")),
+        "Write classes and loops as in the original, or flat code: one statement per operation.",
+    )
+    save_weights: bool = _writes(
+        True, Flag(), "Do not store the weights in the folder.", flag="no_weights"
+    )
+    force: bool = _writes(
+        False,
+        Flag(),
+        "Overwrite stages that were edited by hand or generated from another model.",
+    )
+    stop_after: str | None = _writes(
+        None,
+        Choice(("capture", "profile", "plan")),
+        "Print the graph by module (capture), the graph with costs (profile) or the plan, and "
+        "write nothing.",
+    )
+
+    def __post_init__(self) -> None:
+        check_options({entry.name: getattr(self, entry.name) for entry in fields(self)})
+
+    @property
+    def running(self) -> PlanConfig:
+        """How the plan will be run."""
+        return PlanConfig(
+            schedule=self.schedule,
+            ranks=self.ranks,
+            micro_batches=self.micro_batches,
+            recompute=self.recompute,
+            memory_limit=self.memory_limit,
+            optimizer=self.optimizer,
+            staleness=self.staleness,
+        )
+
+
+class PlanConfig(TypedDict, total=False):
+    """How a plan will be run: options of `PartitionOptions`, for the functions of the planner."""
+
+    schedule: str | None
+    ranks: int | None
+    micro_batches: int
+    recompute: str
+    memory_limit: int | str | None
+    optimizer: str
+    staleness: str
+
+
+OPTIONS = options_of(PartitionOptions)
+DEFAULTS: Mapping[str, Any] = MappingProxyType(
+    {entry.name: entry.default for entry in fields(PartitionOptions)}
+)
+
+
+def check_options(given: Mapping[str, Any]) -> None:
+    """Raises PlanError if the value of an option is not legal.
+
+    None is legal where it is the default. Values that are parsed further (dimensions, arguments of
+    the model) and a `Cluster` are checked where they are used.
+    """
+    for name, value in given.items():
+        if name not in OPTIONS or OPTIONS[name].is_words or is_dataclass(value):
+            continue
+        if value is None and DEFAULTS[name] is None:
+            continue
+        if fault := refusal(OPTIONS[name].limit, name, value):
+            raise PlanError(*fault)
+
+
+def checked(function: Callable[P, R]) -> Callable[P, R]:
+    """A function whose keyword arguments are checked as the options of their names."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        check_options(kwargs)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def options_for(call: str, given: Mapping[str, Any]) -> PartitionOptions:
+    """The options of "model" or "outline" in Python.
+
+    Raises TypeError for a name that is not an option of the call, PlanError for an illegal value.
+    """
+    check_options(given)
+    for name in given:
+        if name not in OPTIONS or call not in OPTIONS[name].applies_to:
+            raise TypeError(f"{name!r} is not an option of this function")
+    return PartitionOptions(**given)
+
+
+def shows_options(call: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Writes the options of a call into the signature of a function that takes `**options`."""
+
+    def show(function: Callable[P, R]) -> Callable[P, R]:
+        signature = inspect.signature(function)
+        own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        shown = [
+            inspect.Parameter(
+                entry.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=entry.default,
+                annotation=entry.type,
+            )
+            for entry in fields(PartitionOptions)
+            if call in OPTIONS[entry.name].applies_to and entry.name not in signature.parameters
+        ]
+        function.__signature__ = signature.replace(parameters=[*own, *shown])  # type: ignore[attr-defined]
+        return function
+
+    return show

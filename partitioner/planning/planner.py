@@ -1,0 +1,395 @@
+"""The requested stages and devices -> a plan of every given cost graph, without a model.
+
+A run makes several plans: the generated stages are measured, and the graph is cut again with their
+costs. `planner_for` chooses the devices once, for the first graph; all further plans use them.
+
+`choose_stages` chooses the number of stages per rank. More stages per rank shrink the bubble, but
+need finer cuts and more actions, each of which costs the runtime a moment: v stages per rank and m
+micro-batches have 2 m v actions, or 3 m v with split backwards. The numbers 1, 2, 4 .. are planned,
+each for its schedule: one stage per rank for 1f1b if the schedule requires several.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Unpack
+
+import networkx as nx
+
+from ...runtime.errors import AsyncPipeError, PlanError
+from ...runtime.plan.plan import Candidate, Finding
+from ...runtime.schedule.builders import AUTO, VIRTUAL
+from ..graph.cost_graph import costs_of
+from ..graph.costs import LOCALHOST, Link, Value
+from ..graph.rank_model import Device, RankConfig, scheduled
+from .choose_devices import (
+    DeviceChoice,
+    advised,
+    check_number,
+    choose,
+    shape_candidates,
+    shape_sentence,
+)
+from .cluster import ANY_HOST, Cluster, read_cluster
+from .explain import explain as explain_plan
+from .infeasible import explained
+from .options import PlanConfig, check_options, checked
+from .solve import Solution, solve
+
+ACTION_MS = 0.15
+"""Upper bound of an action's overhead besides computing, from the runtime's benchmark."""
+
+_NUMBERS = (1, 2, 4, 8)
+_WORTH_SAYING = 0.01
+_MOST_EACH = (4, 2)  # how many numbers of stages per rank to compare: with another, with one
+_MOST_GROUPS = 1_000  # of a graph whose other numbers of stages are planned
+
+
+@dataclass(frozen=True)
+class Way:
+    """A number of stages per rank with its schedule and plan."""
+
+    schedule: str
+    each: int
+    solution: Solution
+
+    @property
+    def step_ms(self) -> float:
+        """The step with the overhead of its actions."""
+        solution = self.solution
+        ranks = tuple(of_stage[0] for of_stage in solution.placement.ranks_of_stage)
+        repeated = ranks if len(set(ranks)) < len(ranks) else ()
+        count = solution.setting.shared_micro_batches
+        made = scheduled(self.schedule, len(ranks), count, repeated)
+        return solution.step_ms + ACTION_MS * max(map(len, made.ranks))
+
+    @property
+    def name(self) -> str:
+        stages = "1 stage" if self.each == 1 else f"{self.each} stages"
+        return f"{self.schedule} with {stages} a rank"
+
+
+def choose_stages(graph: nx.DiGraph, options: Mapping[str, Any]) -> int:
+    """The number of stages with the shortest step on `ranks` of the options, under their schedule.
+
+    Raises PlanError if the schedule has no plan on that many ranks.
+    """
+    ranks, schedule = int(options["ranks"]), options.get("schedule") or "async-1f1b"
+    if schedule not in (*VIRTUAL, AUTO):
+        return ranks
+    found, refused = [], None
+    for each in _NUMBERS:
+        try:
+            found.append(_way(graph, ranks, schedule, each, options))
+        except AsyncPipeError as error:
+            refused = refused or error
+    if not found:
+        assert refused is not None
+        raise PlanError(refused.what, refused.cure)
+    return ranks * min(found, key=lambda way: way.step_ms).each
+
+
+def other_ways(
+    graph: nx.DiGraph, solution: Solution, options: Mapping[str, Any]
+) -> tuple[list[str], list[Candidate]]:
+    """The steps of other numbers of stages per rank: a sentence if one is faster, and all of
+    them.
+    """
+    setting, stages = solution.setting, len(solution.loads)
+    ranks = setting.stages
+    if setting.is_asynchronous or ranks == 1 or len(graph) > _MOST_GROUPS or stages % ranks:
+        return [], []
+    taken = Way(setting.schedule, stages // ranks, solution)
+    ways = list(_others(graph, taken, {**options, "method": "chain"}))
+    if not ways:
+        return [], []
+    best = min(ways, key=lambda way: way.step_ms)
+    gain = 1 - best.step_ms / taken.step_ms
+    faster = [f"{best.name} would be {gain:.0%} faster"] if gain > _WORTH_SAYING else []
+    return faster, [_candidate(way, taken) for way in ways]
+
+
+def _others(graph: nx.DiGraph, taken: Way, options: Mapping[str, Any]) -> Iterator[Way]:
+    ranks = taken.solution.setting.stages
+    several = taken.schedule if taken.schedule in ("looped-bfs", AUTO) else "interleaved"
+    for each in sorted({1, 2, 2 * taken.each}):
+        schedule = several if each > 1 else "1f1b"
+        if (schedule, each) == (taken.schedule, taken.each) or each > _MOST_EACH[taken.each == 1]:
+            continue
+        try:
+            yield _way(graph, ranks, schedule, each, options)
+        except AsyncPipeError:  # there is no such plan
+            continue
+
+
+def _way(
+    graph: nx.DiGraph, ranks: int, schedule: str, each: int, options: Mapping[str, Any]
+) -> Way:
+    running = {**options, "ranks": ranks, "schedule": schedule}
+    return Way(schedule, each, solve(graph, stages=ranks * each, link=LOCALHOST, **running))
+
+
+def _candidate(way: Way, taken: Way) -> Candidate:
+    more = way.step_ms / taken.step_ms - 1
+    solution = way.solution
+    return Candidate(
+        name=way.name,
+        stages=len(solution.loads),
+        bottleneck_ms=solution.bottleneck_ms,
+        step_ms=solution.step_ms,
+        peak_bytes=max(solution.evaluation.rank_bytes),
+        crossing_bytes=solution.crossing_bytes,
+        gap=solution.gap,
+        note=f"{abs(more):.0%} {'more' if more > 0 else 'less'} time a step",
+    )
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Plans on equal ranks, or on those of `choice`; `options` are those of `solve`."""
+
+    stages: int | None
+    options: Mapping[str, Any]
+    choice: DeviceChoice | None = None
+
+    @property
+    def link(self) -> Link:
+        """The slowest link that a boundary may use."""
+        return self.choice.cluster.slowest_link if self.choice else LOCALHOST
+
+    def plan(self, graph: nx.DiGraph) -> Solution:
+        """The stages of a graph on these ranks."""
+        if self.choice:
+            return self.choice.again(graph)
+        assert self.stages is not None
+        return solve(graph, stages=self.stages, link=LOCALHOST, **self.options)
+
+    def advised(self, graph: nx.DiGraph, solution: Solution) -> Solution:
+        """The plan with findings on other numbers of stages and on the devices."""
+        if self.choice:
+            return advised(self.choice, self.choice.bounded(graph, solution), self.stages)
+        sentences, ways = other_ways(graph, solution, self.options)
+        solution = replace(
+            solution,
+            explanation=(*solution.explanation, *sentences),
+            candidates=(*solution.candidates, *ways),
+        )
+        if solution.setting.stages < len(solution.loads):
+            return solution
+        assert self.stages is not None
+        equal = Cluster((Device(),) * self.stages, {ANY_HOST: LOCALHOST})
+        try:
+            options = {**self.options, "method": "chain"}
+            options.pop("ranks", None)
+            choice = choose(graph, equal, stages=self.stages, **options)
+        except PlanError:  # the chain does not support some requests of the method
+            return solution
+        if choice.layout.shape != (1,) * self.stages:
+            return solution
+        sentence = shape_sentence(choice, self.stages)
+        return replace(
+            solution,
+            explanation=(*solution.explanation, *filter(None, [sentence])),
+            candidates=(*solution.candidates, *shape_candidates(choice)),
+        )
+
+
+def planner_for(
+    graph: nx.DiGraph, cluster: Cluster | None, stages: int | None, options: Mapping[str, Any]
+) -> Planner:
+    """Chooses the devices of `cluster` if there is one; otherwise the number of stages on `ranks`
+    of the options, if none is given.
+    """
+    if cluster is None:
+        return Planner(stages or choose_stages(graph, options), options)
+    return Planner(stages, options, choose(graph, cluster, stages=stages, **options))
+
+
+def cluster_of(
+    devices: Cluster | str | Path | None, stages: int | None, ranks: int | None = None
+) -> Cluster | None:
+    """The devices that may be used; None for equal ranks.
+
+    Raises PlanError when neither devices nor a number of stages or ranks are given.
+    """
+    if devices is None and stages is None and ranks is None:
+        raise PlanError("neither stages nor devices are given.", "stages=4")
+    check_options({"stages": stages, "ranks": ranks})
+    if devices is None:
+        return None
+    cluster = devices if isinstance(devices, Cluster) else read_cluster(devices)
+    check_number(cluster, stages)
+    return cluster
+
+
+def with_times_on(graph: nx.DiGraph, others: Mapping[str, nx.DiGraph]) -> nx.DiGraph:
+    """The graph with the times that the same groups take on other kinds of devices."""
+    for group, node in graph.nodes(data=True):
+        times = {
+            kind: (other.nodes[group]["forward_ms"], other.nodes[group]["backward_ms"])
+            for kind, other in others.items()
+        }
+        if times:
+            node["times_on"] = times
+    return graph
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """A value that leaves stage `source` for the stages `targets`; its gradient comes back.
+
+    A gradient that the graph has as a value of its own goes from a later stage to earlier ones.
+    """
+
+    name: str
+    source: int
+    targets: tuple[int, ...]
+    forward_bytes: int
+    backward_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class GraphStage:
+    """The costs of one stage of a planned graph for one micro-batch."""
+
+    index: int
+    groups: tuple[str, ...]
+    load_ms: float
+    forward_ms: float
+    backward_ms: float
+    param_bytes: int
+    activation_bytes: int
+    peak_bytes: int
+    recompute: bool
+    sends: tuple[Crossing, ...]
+    receives: tuple[Crossing, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GraphPlan:
+    """The stages of a planned cost graph, with the same interface as a model's plan."""
+
+    name: str
+    stages: tuple[GraphStage, ...]
+    stage_of: Mapping[str, int]
+    ranks_of_stage: tuple[tuple[int, ...], ...]
+    bottleneck_ms: float
+    lower_bound_ms: float
+    step_ms: float
+    step_bound_ms: float
+    gap: float
+    optimal: bool
+    method: str
+    seconds: float
+    explanation: tuple[str, ...]
+    findings: tuple[Finding, ...] = ()
+    candidates: tuple[Candidate, ...] = ()
+
+    @property
+    def device_of_stage(self) -> tuple[int, ...]:
+        """The rank of each stage, the first one if the stage is replicated."""
+        return tuple(ranks[0] for ranks in self.ranks_of_stage)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n"
+
+
+@checked
+def plan_graph(
+    graph: nx.DiGraph,
+    stages: int | None = None,
+    *,
+    method: str = "auto",
+    devices: Cluster | str | Path | None = None,
+    link: Link | None = None,
+    setting: RankConfig | None = None,
+    prefer_modules: float = 0.0,
+    granularity: str = "op",
+    cut_before: Collection[str] = (),
+    explain: bool = False,
+    **running: Unpack[PlanConfig],
+) -> GraphPlan:
+    """Plans a cost graph: see `costs_of` for the attributes of its nodes and edges.
+
+    Without `link` transfers are free, unless the graph's edges give times; `running` describes the
+    intended run, as for `solve`. With `devices`, or a file that describes them, the planner chooses
+    among them, and also chooses the number of stages if none is given. With `explain` the plan
+    includes the reasons for its cuts, its bounds, and the effect of other settings. Raises
+    PlanError as `solve` and `choose` do.
+    """
+    options: dict[str, Any] = {
+        "method": method,
+        "prefer_modules": prefer_modules,
+        "granularity": granularity,
+        "cut_before": cut_before,
+        **running,
+    }
+    ranks = running.get("ranks")
+    cluster = cluster_of(devices, stages, ranks)
+    on_link, solve_again = link or Link(), partial(solve, **options)
+    with explained():
+        if cluster is not None:
+            planner = planner_for(graph, cluster, stages, options)
+            solution, on_link = planner.advised(graph, planner.plan(graph)), planner.link
+        else:
+            number = stages or choose_stages(graph, options)
+            solution = solve(graph, stages=number, link=link, setting=setting, **options)
+    costs = costs_of(graph, link)
+    where = [solution.stage_of[group] for group in costs.groups]
+    crossings = [
+        Crossing(
+            value.name,
+            where[value.owner],
+            targets,
+            int(value.forward_bytes),
+            int(value.backward_bytes),
+        )
+        for value in costs.values
+        if (targets := _targets(value, where))
+    ]
+    return GraphPlan(
+        name=costs.name,
+        stages=tuple(
+            _stage(graph, solution, index, crossings) for index in range(len(solution.loads))
+        ),
+        stage_of=solution.stage_of,
+        ranks_of_stage=solution.ranks_of_stage,
+        bottleneck_ms=solution.bottleneck_ms,
+        lower_bound_ms=solution.lower_bound_ms,
+        step_ms=solution.step_ms,
+        step_bound_ms=solution.step_bound_ms,
+        gap=solution.gap,
+        optimal=solution.optimal,
+        method=solution.method,
+        seconds=solution.seconds,
+        explanation=solution.explanation,
+        findings=explain_plan(graph, solution, on_link, solve_again) if explain else (),
+        candidates=solution.candidates,
+    )
+
+
+def _targets(value: Value, where: list[int]) -> tuple[int, ...]:
+    return tuple(sorted({where[reader] for reader in value.readers} - {where[value.owner]}))
+
+
+def _stage(
+    graph: nx.DiGraph, solution: Solution, index: int, crossings: list[Crossing]
+) -> GraphStage:
+    load = solution.loads[index]
+    return GraphStage(
+        index=index,
+        groups=tuple(str(group) for group in graph if solution.stage_of[str(group)] == index),
+        load_ms=load.load_ms,
+        forward_ms=load.forward_ms,
+        backward_ms=load.backward_ms,
+        param_bytes=load.param_bytes,
+        activation_bytes=load.activation_bytes,
+        peak_bytes=load.peak_bytes,
+        recompute=load.recomputes,
+        sends=tuple(crossing for crossing in crossings if crossing.source == index),
+        receives=tuple(crossing for crossing in crossings if index in crossing.targets),
+    )

@@ -1,0 +1,1 @@
+"""Capture and the stage of every node -> one graph per stage."""

@@ -1,0 +1,310 @@
+"""Stages of a captured model -> the time of each one's forward and backward, as a rank runs it.
+
+The time of a stage is not the sum of its operations: it includes the gaps between them and their
+effects on each other's memory and caches. The timing therefore runs the generated code of the
+stage: received values are leaves, gradients arrive at the tensors that it sends, gradients of
+weights accumulate, and as many micro-batches are in flight as in the schedule. Ranks of one machine
+share its memory and caches, so as many stages as there are cores run at the same time, in threads,
+and all of them are timed. Other load only ever adds to a time, and rarely to all cores alike:
+stages change their cores, and the first quartile of the times of each counts.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from ..runtime.executor.loading import SkipRandomInit
+from ..runtime.user_code import hashed_name, import_file
+from .capture import Capture
+from .codegen import Header, extra_tensors, generate
+from .profile.cache import (
+    ProfileCache,
+    content_key,
+    is_lasting,
+    mixed_precision,
+    threads_set,
+)
+from .profile.measure import Clock, clock_of
+from .profile.operation_costs import NodeCost, OnProgress
+from .profile.profiler import Profile, WholeTimes, state_kept
+from .split.split import StageGraph, names_of_outputs
+from .verify import adopt
+
+_LAPS = 4
+_LEAST, _MOST = 2, 24  # micro-batches of a lap
+
+
+def time_stages(
+    captured: Capture,
+    stages: Sequence[StageGraph],
+    inputs: Mapping[str, Any],
+    *,
+    in_flight: Sequence[int],
+    at_once: int = 1,
+    threads: int | None = None,
+    dtype: str = "float32",
+    content: Mapping[str, str] | None = None,
+    cache: ProfileCache | None = None,
+    on_progress: OnProgress | None = None,
+    enough_ms: float = 4000.0,
+) -> tuple[WholeTimes, ...]:
+    """Runs each stage on the model's device, and returns the first quartile of its times.
+
+    `inputs` are forward's tensors by name at the size of one micro-batch, `in_flight` the number
+    of micro-batches that each stage holds between forward and backward, `at_once` the number of
+    stages of the plan that compute at the same time on this machine's cores. After a warm-up round
+    a stage is timed until `enough_ms` have passed. Stages in the `cache` are not timed again;
+    `content` identifies the computation of each node. If there are more stages than `at_once`,
+    groups of stages alternate. The model is unchanged afterwards.
+    """
+    keys = [
+        _key(stage, held, at_once, content or {}) if cache else None
+        for stage, held in zip(stages, in_flight, strict=True)
+    ]
+    known = [_known(cache, key) for key in keys]
+    if None not in known:
+        return tuple(times for times in known if times)
+    device = next(captured.model.parameters()).device
+    with threads_set(threads), state_kept(captured):
+        modules = _modules(captured, stages)
+        values = {name: value.clone() for name, value in inputs.items()}
+        benches = []
+        for stage, module in zip(stages, modules, strict=True):
+            benches.append(_Bench(captured, stage, module, values, device, dtype))
+            values |= benches[-1].sent()
+        taken: list[list[WholeTimes]] = [[] for _ in stages]
+        for lap in range(_LAPS):
+            for first in range(0, len(stages), at_once):
+                group = [(first + ahead) % len(stages) for ahead in range(at_once)]
+                if any(known[index] is None for index in group):
+                    runs = [benches[index].run(in_flight[index]) for index in group]
+                    of_group = together(runs, enough_ms / _LAPS, threads, turn=lap)
+                    for index, times_of_one in zip(group, of_group, strict=True):
+                        taken[index] += times_of_one
+                if on_progress and lap == _LAPS - 1:
+                    on_progress(min(first + at_once, len(stages)), len(stages))
+    times = tuple(found or first_quartile(each) for found, each in zip(known, taken, strict=True))
+    for key, each in zip(keys, times, strict=True):
+        if cache and key:
+            cache.put(key, [each.forward_ms, each.backward_ms])
+    return times
+
+
+def first_quartile(times: Sequence[WholeTimes]) -> WholeTimes:
+    """The first quartile of the forward times, and of the backward times."""
+    forward, backward = zip(*((time.forward_ms, time.backward_ms) for time in times), strict=True)
+    return WholeTimes(
+        *(statistics.quantiles(ms, n=4, method="inclusive")[0] for ms in (forward, backward))
+    )
+
+
+def rescaled(
+    profile: Profile, stages: Sequence[StageGraph], times: Sequence[WholeTimes]
+) -> Profile:
+    """The profile whose parts add up to the time of each stage.
+
+    A node that several stages compute counts in each of them, and is scaled with the first.
+    """
+    nodes = dict(profile.nodes)
+    done: set[str] = set()
+    scales = []
+    for stage, time in zip(stages, times, strict=True):
+        own = [node.name for node in stage.nodes if node.name in nodes and node.name not in done]
+        again = [nodes[node.name] for node in stage.nodes if node.name in done]
+        parts_ms = sum(_work_ms(nodes[name]) for name in own) + sum(map(_work_ms, again))
+        scales.append((time.forward_ms + time.backward_ms) / parts_ms if parts_ms else 1.0)
+        done.update(own)
+        forward = _ratio(
+            time.forward_ms - sum(cost.forward_ms for cost in again),
+            sum(nodes[name].forward_ms for name in own),
+        )
+        backward = _ratio(
+            time.backward_ms - sum(cost.backward_ms for cost in again),
+            sum(nodes[name].backward_ms for name in own),
+        )
+        for name in own:
+            cost = nodes[name]
+            nodes[name] = replace(
+                cost,
+                forward_ms=cost.forward_ms * forward,
+                backward_ms=cost.backward_ms * backward,
+            )
+    return replace(profile, nodes=MappingProxyType(nodes), stage_scales=tuple(scales))
+
+
+def _known(cache: ProfileCache | None, key: str | None) -> WholeTimes | None:
+    found = cache.get(key) if cache and key else None
+    return None if found is None else WholeTimes(*found)
+
+
+def _key(stage: StageGraph, in_flight: int, at_once: int, content: Mapping[str, str]) -> str | None:
+    """A stable cache key for the times of the stage, if all of its operations have one."""
+    outputs = [node.name for node in stage.outputs]
+    lines = [f"one of {at_once} stages at once, with {in_flight} in flight of {outputs}"]
+    lines += [f"{node.format_node()} {content.get(node.name, '')}" for node in stage.nodes]
+    text = "\n".join(lines)
+    return content_key(text) if is_lasting(text) else None
+
+
+def _work_ms(cost: NodeCost) -> float:
+    return cost.forward_ms + cost.backward_ms
+
+
+def _ratio(whole_ms: float, parts_ms: float) -> float:
+    return max(0.0, whole_ms) / parts_ms if parts_ms else 1.0
+
+
+def _modules(captured: Capture, stages: Sequence[StageGraph]) -> list[nn.Module]:
+    """The stages as they are generated, on the model's own parameters."""
+    files = generate(captured, stages, Header(model="", command="", version=""))
+    constants = extra_tensors(captured, stages)
+    modules: list[nn.Module] = []
+    with tempfile.TemporaryDirectory() as folder, SkipRandomInit():
+        for stage in stages:
+            path = Path(folder) / f"stage_{stage.index}.py"
+            path.write_text(files[path.name], encoding="utf-8")
+            code = import_file(path, hashed_name("asyncpipe_timed", path))
+            modules.append(getattr(code, f"Stage{stage.index}")())
+    for module in modules:
+        adopt(module, captured.model, constants)
+    return modules
+
+
+def together(
+    runs: Sequence[Iterator[WholeTimes]], enough_ms: float, threads: int | None, turn: int = 0
+) -> list[list[WholeTimes]]:
+    """The times of each run after its first, until `enough_ms` have passed. The runs execute at
+    the same time, each in its own thread, and those that are done continue until all are. With each
+    `turn` a run moves to the next core."""
+    unfinished = set(range(len(runs)))
+
+    def timed(number: int) -> list[WholeTimes]:
+        if hasattr(os, "sched_setaffinity"):
+            cores = sorted(os.sched_getaffinity(0))
+            os.sched_setaffinity(0, {cores[(number + turn) % len(cores)]})  # only of this thread
+        return times_of(number)
+
+    def times_of(number: int) -> list[WholeTimes]:
+        taken: list[WholeTimes] = []
+        spent_ms = 0.0
+        try:
+            with threads_set(threads):  # each thread sets its own number
+                next(runs[number])
+                while unfinished:
+                    time = next(runs[number])
+                    if number not in unfinished:
+                        continue
+                    taken.append(time)
+                    spent_ms += time.forward_ms + time.backward_ms
+                    if len(taken) >= _MOST or len(taken) >= _LEAST and spent_ms > enough_ms:
+                        unfinished.discard(number)
+        except BaseException:
+            unfinished.clear()
+            raise
+        return taken
+
+    if len(runs) == 1:
+        return [times_of(0)]
+    with ThreadPoolExecutor(len(runs)) as pool:
+        return list(pool.map(timed, range(len(runs))))
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    leaves: list[Tensor]
+    roots: list[Tensor]
+
+
+class _Bench:
+    """One stage with its inputs."""
+
+    def __init__(
+        self,
+        captured: Capture,
+        stage: StageGraph,
+        module: nn.Module,
+        values: Mapping[str, Any],
+        device: torch.device,
+        dtype: str,
+    ) -> None:
+        self.stage, self.module = stage, module.to(device).train()
+        self.device, self.dtype = device, dtype
+        self.clock: Clock = clock_of(device)
+        self.received = [values[_name(node)] for node in stage.inputs]
+        self.takes_gradient = [node.op != "placeholder" and _learns(node) for node in stage.inputs]
+        self.roots = _roots(captured, stage)
+
+    def sent(self) -> dict[str, Tensor]:
+        """The tensors that the stage sends for a micro-batch."""
+        return {name: value.detach() for name, value in self._outputs(self._leaves()).items()}
+
+    def run(self, in_flight: int) -> Iterator[WholeTimes]:
+        """Runs forward and backward endlessly; yields the times of both."""
+        waiting: deque[_InFlight] = deque()
+        while True:
+            start = self.clock.mark()
+            waiting.append(self._forward())
+            forward_ms = self.clock.ms(start, self.clock.mark())
+            if len(waiting) == in_flight:
+                yield WholeTimes(forward_ms, self._backward(waiting))
+
+    def _leaves(self) -> list[Tensor]:
+        return [
+            value.detach().requires_grad_(wanted)
+            for value, wanted in zip(self.received, self.takes_gradient, strict=True)
+        ]
+
+    def _outputs(self, arguments: Sequence[Tensor]) -> dict[str, Tensor]:
+        with mixed_precision(self.dtype, self.device.type):
+            result = self.module(*arguments)
+        outputs = [result] if len(self.stage.outputs) == 1 else list(result or ())
+        return dict(zip(map(_name, self.stage.outputs), outputs, strict=True))
+
+    def _forward(self) -> _InFlight:
+        arguments = self._leaves()
+        named = self._outputs(arguments)
+        roots = [named[name] for name in self.roots if named[name].requires_grad]
+        return _InFlight([leaf for leaf in arguments if leaf.requires_grad], roots)
+
+    def _backward(self, waiting: deque[_InFlight]) -> float:
+        done = waiting.popleft()
+        seeds = [torch.ones_like(root) for root in done.roots]
+        start = self.clock.mark()
+        if done.roots:
+            torch.autograd.backward(done.roots, seeds)
+        del done
+        return self.clock.ms(start, self.clock.mark())
+
+
+def _name(node: fx.Node) -> str:
+    return str(node.target) if node.op == "placeholder" else node.name
+
+
+def _learns(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def _roots(captured: Capture, stage: StageGraph) -> list[str]:
+    """The outputs at which backward starts: the sent tensors that have a gradient, and the loss, or
+    without a loss all outputs of the model."""
+    returned = names_of_outputs(captured)
+    (output,) = captured.graph.find_nodes(op="output")
+    losses = {node for node, name in returned.items() if name == "loss"}
+    later = {
+        node for node in stage.outputs if set(node.users) - {*stage.nodes, output} and _learns(node)
+    }
+    ends = losses or set(output.all_input_nodes)
+    return [_name(node) for node in stage.outputs if node in later | ends and _learns(node)]

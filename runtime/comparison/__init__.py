@@ -1,1 +1,0 @@
-"""Methods of asynchronous training on one model, side by side: their losses, times and gaps."""

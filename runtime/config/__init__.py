@@ -1,0 +1,1 @@
+"""Options of a run: as the user gave them, and resolved against a plan."""

@@ -1,0 +1,242 @@
+"""The options of asynchronous runs -> staleness methods, segments, delays and weight copies."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import replace
+from math import ceil
+from typing import Any
+
+from ..limits import flag_of
+from ..plan.plan import Plan
+from ..schedule.asynchronous import DEFAULT_CAP, Delays, depths, weight_copies
+from ..schedule.builders import AUTO
+from ..schedule.schedule import Schedule
+from ..staleness import Conditions, parse
+from ..staleness import check as check_staleness
+from ..staleness.compose import AUTO as AUTO_METHODS
+from ..staleness.compose import recommended
+from .mixed_precision import format_bytes, with_recompute
+from .options import options_of
+from .settings import Settings, SettingsError
+
+MICRO_BATCHES_PER_SEGMENT = 4096
+"""The most in an asynchronous segment, whose actions are listed in advance."""
+
+
+def resolve_asynchronous(settings: Settings) -> dict[str, Any]:
+    """The resolved options of asynchronous runs. Raises SettingsError if they do not fit the
+    schedule."""
+    if not settings.is_async:
+        if settings.staleness not in (None, "none", AUTO_METHODS):
+            raise SettingsError(
+                f"--staleness {settings.staleness}, but under {settings.schedule} no weights are "
+                "stale.",
+                f"--schedule async-1f1b --staleness {settings.staleness}",
+            )
+        for name, option in options_of(Settings).items():
+            value = getattr(settings, name)
+            if option.applies_to == "asynchronous" and name != "staleness" and value:
+                raise SettingsError(
+                    f"{flag_of(name)} {value}, but under {settings.schedule} all stages wait for "
+                    "each other at every step.",
+                    "--schedule async-1f1b, or leave it out.",
+                )
+        return {"staleness": None}
+    cap = settings.staleness_cap
+    if settings.schedule == "virtual-stages-1f1b" and cap is None:
+        cap = DEFAULT_CAP
+    steps_of_start(settings)
+    if settings.schedule != "2bw":
+        methods = "stash" if settings.staleness is None else settings.staleness
+        return {"staleness": methods, "staleness_cap": cap}
+    if settings.staleness == AUTO_METHODS:
+        return {"staleness": "2bw", "staleness_cap": cap}
+    methods = "2bw" if settings.staleness is None else settings.staleness
+    if "2bw" not in parse(methods):
+        raise SettingsError(
+            f"--schedule 2bw has its own versions of the weights, and --staleness "
+            f"{settings.staleness} has others.",
+            f"--schedule async-1f1b --staleness {settings.staleness}, or leave --staleness out.",
+        )
+    return {"staleness": methods, "staleness_cap": cap}
+
+
+def chosen_methods(settings: Settings, plan: Plan) -> str | None:
+    """The staleness methods of settings that are resolved except for `auto`."""
+    if settings.staleness != AUTO_METHODS:
+        return settings.staleness
+    ahead = max(depths(len(plan.stages), settings.ahead))
+    delay = -(-ahead // (settings.micro_batches or 1))
+    if settings.staleness_cap is not None:
+        delay = min(delay, settings.staleness_cap)
+    return recommended(settings.optimizer or "", delay, momentum=settings.momentum or 0.0)
+
+
+def check_methods(settings: Settings, plan: Plan) -> None:
+    """Raises ScheduleError unless the staleness methods fit each other, the optimizer, the steps
+    and the recomputation."""
+    if settings.staleness is None:
+        return
+    chosen = with_recompute(plan, settings.recompute).stages
+    lacking = tuple(stage.index for stage in chosen[:-1] if not stage.recompute)
+    ahead = max(depths(len(chosen), settings.ahead))
+    conditions = Conditions(
+        optimizer=settings.optimizer or "",
+        momentum=settings.momentum or 0.0,
+        recomputes=not lacking,
+        without_recompute=lacking,
+        step_every=settings.micro_batches or 1,
+        ahead=ahead,
+    )
+    check_staleness(settings.staleness, conditions)
+    for stage in plan.stages:
+        for name in stage.changes_trained:
+            raise SettingsError(
+                f"--schedule {settings.schedule}, but the forward of stage {stage.index} writes to "
+                f"{name}, which is trained: micro-batches in flight would read several versions of "
+                "it, and only one could be written to.",
+                "--schedule 1f1b",
+            )
+    if settings.staleness_cap == 0 and "2bw" in settings.staleness.split("+"):
+        raise SettingsError(
+            "--staleness-cap 0, but under 2bw the weights of all stages are one step old.",
+            "--staleness-cap 1, or --schedule async-1f1b --staleness stash",
+        )
+    longest = longest_segment(settings) * (settings.micro_batches or 1)
+    if ahead > longest:
+        raise SettingsError(
+            f"--ahead {settings.ahead} lets a stage run {ahead} forwards ahead, but the pipeline "
+            f"drains after {longest} micro-batches at the latest.",
+            "--ahead 2x",
+        )
+
+
+def longest_segment(settings: Settings) -> int:
+    """The most steps of one segment."""
+    if not settings.is_async:
+        return 1
+    return max(1, MICRO_BATCHES_PER_SEGMENT // (settings.micro_batches or 1))
+
+
+def steps_of_start(settings: Settings) -> int:
+    """The number of steps that `sync_start`, a number or a share of all, makes synchronous."""
+    text = settings.sync_start or "0"
+    found = re.fullmatch(r"(\d{1,15})|(\d{1,9}(?:\.\d{1,9})?)%", text)
+    steps = -1
+    if found:
+        share = found[2] and ceil(settings.steps * float(found[2]) / 100 - 1e-9)
+        steps = int(found[1] or share)
+    if not 0 <= steps <= settings.steps:
+        raise SettingsError(
+            f"--sync-start {text} is not a number or a share of the {settings.steps} steps.",
+            "--sync-start 20, or --sync-start 5%",
+        )
+    return steps
+
+
+def resolve_samples(settings: Settings) -> Settings:
+    """Settings with a resolved batch -> the settings with as many steps as `samples` make.
+
+    Raises SettingsError if they make no step, or if a short last step is impossible.
+    """
+    if settings.samples is None:
+        if settings.remainder != "drop":
+            raise SettingsError(
+                f"--remainder {settings.remainder}, but --steps leaves none.", "--samples 10000"
+            )
+        return settings
+    size = settings.micro_batch_size or 1
+    whole = (settings.micro_batches or 1) * size * (settings.replicas or 1)
+    steps = settings.samples // (settings.global_batch_size or whole)
+    if settings.left_over:
+        _check_short_step(settings)
+        steps += 1
+    if settings.steps not in (Settings.steps, steps):
+        raise SettingsError(
+            f"--samples {settings.samples} are {steps} steps, but --steps is {settings.steps}.",
+            "Leave one of them out.",
+        )
+    if not steps:
+        raise SettingsError(
+            f"--samples {settings.samples} are fewer than the {whole} of one step.",
+            f"--samples {whole}",
+        )
+    return replace(settings, steps=steps)
+
+
+def _check_short_step(settings: Settings) -> None:
+    is_made = settings.schedule == AUTO or settings.schedule_file
+    is_shared = settings.global_batch_size or (settings.replicas or 1) > 1
+    per_step = settings.batch_norm == "mini-batch"
+    for is_so, words in (
+        (is_made, "a schedule that is computed or read from a file has none"),
+        (is_shared, "replicas and uneven micro-batches have none"),
+        (per_step, "--batch-norm mini-batch would take its statistics for those of a whole step"),
+    ):
+        if is_so:
+            raise SettingsError(
+                f"--remainder proportional makes a last step of {settings.left_over} "
+                f"micro-batches, but {words}.",
+                "--remainder drop",
+            )
+
+
+def delays_of(
+    schedule: Schedule,
+    settings: Settings | None = None,
+    first_micro_batch: int = 0,
+    first_version: int = 0,
+) -> Delays:
+    """The closed form of the delays of a segment that begins at this micro-batch and version."""
+    ahead = tuple(most - 1 for most in schedule.in_flight)
+    if schedule.synchronous:
+        ahead = (0,) * schedule.stages
+    two_from = None
+    if settings and not schedule.synchronous and "2bw" in (settings.staleness or "").split("+"):
+        two_from = steps_of_start(settings)
+    return Delays(ahead, schedule.step_every, first_micro_batch, first_version, two_from)
+
+
+def describe_delays(schedule: Schedule, settings: Settings | None = None) -> str:
+    """The staleness of the weights of each stage, as a phrase.
+
+    >>> from asyncpipe.runtime.schedule.asynchronous import async_1f1b
+    >>> describe_delays(async_1f1b(4, 12, step_every=2))
+    'stage 0: 1.5 steps (2 at most), stage 1: 1 step, stage 2: 0.5 steps (1 at most), stage 3: none'
+    >>> describe_delays(async_1f1b(4, 4, step_every=1, warmup=(1, 1, 1, 0)))
+    'stages 0-2: 1 step, stage 3: none'
+    """
+    delays = delays_of(schedule, settings)
+    runs: list[tuple[str, int, int]] = []
+    for stage in range(schedule.stages):
+        mean, most = delays.mean(stage), delays.most(stage)
+        told = f"{float(mean):.3g} step{'' if mean == 1 else 's'}" if most else "none"
+        told += f" ({most} at most)" if most != mean else ""
+        first = runs.pop()[1] if runs and runs[-1][0] == told else stage
+        runs.append((told, first, stage))
+    return ", ".join(
+        f"stage{'' if first == last else 's'} {first}{'' if first == last else f'-{last}'}: {told}"
+        for told, first, last in runs
+    )
+
+
+def describe_copies(plan: Plan, schedule: Schedule, settings: Settings) -> str:
+    """The copies of weights that each rank keeps for its staleness methods, as a phrase with
+    bytes; "" if there are none."""
+    copies, kept_bytes = Counter[int](), Counter[int]()
+    for stage, rank in zip(plan.stages, schedule.rank_of_stage, strict=True):
+        count = weight_copies(
+            settings.staleness or "none",
+            schedule.in_flight[stage.index] - 1,
+            schedule.step_every,
+            recomputes=stage.recompute,
+        )
+        copies[rank] += count
+        kept_bytes[rank] += count * stage.memory.gradients
+    return ", ".join(
+        f"rank {rank}: {count} cop{'y' if count == 1 else 'ies'}, {format_bytes(kept_bytes[rank])}"
+        for rank, count in sorted(copies.items())
+        if count
+    )

@@ -1,0 +1,226 @@
+"""Settings -> the samples of each micro-batch of a step, and the number of replicas.
+
+All micro-batches have the same size, except that the last one is smaller if the size does not
+divide the samples. The first replica has the first micro-batches of every step, and so on, so a
+step is the same as that of one pipeline with all micro-batches.
+
+A replica is a copy of the whole pipeline with its own micro-batches. `ddp` is replicas of a
+pipeline of one rank, which has all stages. A plan may have replicas of single stages instead; then
+their number is not an option.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ..errors import PlanError
+from ..plan.plan import Plan
+from ..schedule.interleaved import REPLICATED
+from ..schedule.schedule import Schedule
+from .learning_options import DDP
+from .settings import Settings, SettingsError
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """The samples of each micro-batch of a step, in all replicas. A run that is resumed after
+    `first_step` steps begins at `first_sample`, whatever the batch was before.
+
+    >>> batch = StepBatch((8, 8, 8, 6), replicas=2)
+    >>> batch.samples, batch.is_even, batch.place(5)
+    (30, False, (38, 8))
+    >>> batch.sizes_of(replica=1), batch.first_of(step=2, replica=1)
+    ((8, 6), 10)
+    """
+
+    sizes: tuple[int, ...]
+    replicas: int = 1
+    first_step: int = 0
+    first_sample: int = 0
+
+    @classmethod
+    def of(cls, settings: Settings, *, first_step: int = 0, first_sample: int = 0) -> StepBatch:
+        replicas = settings.replicas or 1
+        count, size = replicas * (settings.micro_batches or 1), settings.micro_batch_size or 1
+        total = settings.global_batch_size or count * size
+        sizes = (*(size for _ in range(count - 1)), total - (count - 1) * size)
+        return cls(sizes, replicas, first_step, first_sample)
+
+    @property
+    def samples(self) -> int:
+        return sum(self.sizes)
+
+    @property
+    def is_even(self) -> bool:
+        return len(set(self.sizes)) == 1
+
+    @property
+    def in_replica(self) -> int:
+        """The micro-batches of a step in each replica."""
+        return len(self.sizes) // self.replicas
+
+    def sizes_of(self, replica: int) -> tuple[int, ...]:
+        first = replica * self.in_replica
+        return self.sizes[first : first + self.in_replica]
+
+    def first_of(self, step: int, replica: int) -> int:
+        """The number of a replica's first micro-batch of a step, both counted from 0."""
+        return step * len(self.sizes) + replica * self.in_replica
+
+    def place(self, micro_batch: int) -> tuple[int, int]:
+        """The position of the first sample of a micro-batch, counted over all steps, and how many
+        it has."""
+        step, index = divmod(micro_batch, len(self.sizes))
+        return self.position(step) + sum(self.sizes[:index]), self.sizes[index]
+
+    def position(self, step: int) -> int:
+        """The samples that were consumed when so many steps were made."""
+        return self.first_sample + (step - self.first_step) * self.samples
+
+
+def consumed(settings: Settings, batch: StepBatch, step: int) -> int:
+    """The samples of the first steps of a run, whose last may be a short one.
+
+    >>> settings = Settings(folder="x", samples=30, remainder="proportional", steps=2,
+    ...     micro_batches=4, micro_batch_size=4)
+    >>> consumed(settings, StepBatch.of(settings), 1), consumed(settings, StepBatch.of(settings), 2)
+    (16, 28)
+    """
+    if settings.left_over and step == settings.steps:
+        return batch.position(step - 1) + settings.left_over * (settings.micro_batch_size or 1)
+    return batch.position(step)
+
+
+def in_words(replicas: int) -> str:
+    """`1 replica` or `2 replicas`."""
+    return f"{replicas} replica{'s' if replicas > 1 else ''}"
+
+
+def stage_replicas(plan: Plan, settings: Settings) -> tuple[tuple[int, ...], ...]:
+    """The ranks of each stage where the plan has single stages on several and these are trained;
+    () where a pipeline has one of each, as `--replicas` says."""
+    has_none = settings.replicas is not None or settings.schedule in ("single", DDP)
+    return () if has_none else plan.stage_replicas
+
+
+def planned_replicas(plan: Plan) -> int:
+    """The whole pipelines that the plan has side by side; 1 where single stages are on several
+    ranks."""
+    counts = {len(stage.ranks) for stage in plan.stages}
+    return counts.pop() if len(counts) == 1 else 1
+
+
+def with_replicas(settings: Settings, plan: Plan) -> Settings:
+    """The settings with a number of replicas, by default the plan's, none where it has those of
+    single stages; `ddp` becomes so many of `single`, which share the micro-batches out evenly.
+
+    Raises SettingsError where they cannot, and for replicas of an asynchronous schedule.
+    """
+    if ranks_of_stage := stage_replicas(plan, settings):
+        _check_stage_replicas(settings, ranks_of_stage)
+        return settings
+    has_none = settings.is_async or settings.schedule == "single"
+    replicas = settings.replicas or (1 if has_none else planned_replicas(plan))
+    if settings.is_async and replicas > 1:
+        raise SettingsError(
+            f"--replicas {replicas}, but under {settings.schedule} stages step without waiting for "
+            "others, and replicas wait for each other at every step.",
+            "Choose --schedule 1f1b or auto, or leave --replicas out.",
+        )
+    if settings.check_replicas and settings.schedule != DDP and replicas == 1:
+        raise SettingsError(
+            f"--check-replicas {settings.check_replicas}, but there is 1 replica.",
+            "--replicas 2, or leave it out.",
+        )
+    if settings.schedule != DDP:
+        return replace(settings, replicas=replicas)
+    if settings.ranks not in (None, 1):
+        raise SettingsError(
+            f"--ranks {settings.ranks}, but under ddp each process has all stages.",
+            f"--replicas {settings.ranks}",
+        )
+    replicas = settings.replicas or len(plan.stages_of_rank)
+    total = settings.micro_batches
+    if total is None and settings.global_batch_size and settings.micro_batch_size:
+        total = -(-settings.global_batch_size // settings.micro_batch_size)
+    total = total or -(-8 // replicas) * replicas
+    if total % replicas:
+        near = [str(n) for n in (total // replicas * replicas, -(-total // replicas) * replicas)]
+        raise SettingsError(
+            f"{total} micro-batches cannot be shared out evenly among {replicas} processes.",
+            f"--micro-batches {' or '.join(n for n in near if n != '0')}",
+        )
+    return replace(
+        settings, schedule="single", ranks=None, replicas=replicas, micro_batches=total // replicas
+    )
+
+
+def _check_stage_replicas(settings: Settings, ranks_of_stage: Sequence[Sequence[int]]) -> None:
+    """Raises SettingsError for what single stages with replicas cannot be combined with."""
+    has = describe_stages(ranks_of_stage)
+    one = "--replicas 1 for one rank a stage"
+    if settings.schedule not in REPLICATED and not settings.schedule_file:
+        raise SettingsError(
+            f"the plan has {has}, but single stages have no replicas under {settings.schedule}.",
+            f"--schedule {' or '.join(REPLICATED)}, or {one}.",
+        )
+    ranks = sum(map(len, ranks_of_stage))
+    if settings.ranks not in (None, ranks):
+        raise SettingsError(
+            f"--ranks {settings.ranks}, but the plan has {has}: {ranks} ranks.",
+            f"Leave it out, or {one}.",
+        )
+
+
+def describe_stages(ranks_of_stage: Sequence[Sequence[int]]) -> str:
+    """The stages that are on several ranks.
+
+    >>> describe_stages([[0, 1], [2], [3, 4, 5]])
+    'stage 0 on ranks 0-1, stage 2 on ranks 3-5'
+    """
+    parts = []
+    for stage, ranks in enumerate(ranks_of_stage):
+        in_a_row = list(ranks) == list(range(ranks[0], ranks[0] + len(ranks)))
+        shown = f"{ranks[0]}-{ranks[-1]}" if in_a_row else ", ".join(map(str, ranks))
+        parts += [f"stage {stage} on ranks {shown}"] * (len(ranks) > 1)
+    return ", ".join(parts)
+
+
+def check_ranks(plan: Plan, schedule: Schedule, started: int, replicas: int = 1) -> None:
+    """Raises PlanError unless the number of started ranks is the one that the schedule needs."""
+    stages, in_pipeline = len(plan.stages), len(schedule.ranks)
+    wanted = in_pipeline * replicas
+    if started == wanted:
+        return
+    if schedule.name == "single" and replicas == 1:
+        raise PlanError(
+            f"--schedule single runs all {stages} stages in 1 process, {started} ranks were "
+            "started.",
+            "Start it without a launcher, or choose --schedule 1f1b, or ddp.",
+        )
+    were = "1 rank was" if started == 1 else f"{started} ranks were"
+    on = f" on {in_pipeline} ranks under {schedule.name}" if in_pipeline != stages else ""
+    times = f" × {in_words(replicas)} = {wanted} ranks" if replicas > 1 else ""
+    ways = [f"Use {wanted} ranks"]
+    if schedule.replicas:
+        ways += [f"--replicas {started // stages}"] * (started % stages == 0)
+    elif started % in_pipeline == 0:
+        ways.append(f"--replicas {started // in_pipeline}")
+    elif replicas > 1:
+        ways.append(f"another multiple of {in_pipeline} with --replicas")
+    if started > 1 and replicas == 1:
+        again = f"asyncpipe-partition --model {plan.model} --stages {started}"
+        ways.append(f"partition again: {again}")
+    elif started == 1:
+        ways.append("--schedule single")
+    raise PlanError(
+        f"the plan has {stages} stages{on}{times}, {were} started.", f"{', or '.join(ways)}."
+    )
+
+
+def as_started(settings: Settings, started: int) -> Settings:
+    """The settings for so many started ranks: as many replicas of `ddp`, if none were asked for."""
+    if settings.schedule != DDP or settings.replicas is not None:
+        return settings
+    return replace(settings, replicas=started)

@@ -1,0 +1,258 @@
+"""The options that decide where and how a run is carried out: checkpoints, logs, devices, jobs."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from ..limits import Choice, Flag, Number, Text, Whole, form, path
+from .learning_options import POSITIVE_STEPS, STEPS
+from .options import option
+
+TRANSPORTS = ("auto", "local", "shm", "gloo", "nccl", "mpi")
+
+_UNITS = {"d": 86_400, "h": 3_600, "m": 60, "s": 1}
+_FORM = re.compile("".join(rf"(?:(\d+){unit})?" for unit in _UNITS))
+
+
+def seconds_of(text: str) -> int | None:
+    """The seconds of a duration in days, hours, minutes and seconds; None for zero and for a text
+    that is not a duration.
+
+    >>> [seconds_of(text) for text in ("3h50m", "90s", "2d", "90", "0s", "")]
+    [13800, 90, 172800, None, None, None]
+    """
+    match = _FORM.fullmatch(text)
+    numbers = match.groups(default="0") if match else ()
+    return sum(int(n) * s for n, s in zip(numbers, _UNITS.values(), strict=False)) or None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExecutionOptions:
+    """The options that decide where and how a run is carried out."""
+
+    init_from: str | None = option(
+        None,
+        path("runs/gpt2_4p/1"),
+        "Initial weights, with a new optimizer: a safetensors file or folder, a checkpoint, a run "
+        "or a generated folder.",
+        on_resume="ignored",
+        changes_losses=True,
+        compared=True,
+    )
+    resume: str | None = option(
+        None,
+        Text("auto, a run or a checkpoint", "auto"),
+        "Resume a run: a run's folder, one of its checkpoints, or auto: the newest good checkpoint "
+        "of --output, or else of the last run of this model, or a new run if there is none.",
+        scope="call",
+    )
+    save_every: int = option(
+        0,
+        STEPS,
+        "Steps between checkpoints; 0 writes one only when a signal ends the run.",
+        on_resume="ignored",
+    )
+    keep_last: int = option(
+        3, Whole(1, 10**6, 3), "Number of newest checkpoints to keep.", on_resume="ignored"
+    )
+    keep_best: int = option(
+        0,
+        Whole(0, 10**6, 1),
+        "Number of checkpoints with the lowest evaluation loss to keep as well.",
+        on_resume="ignored",
+    )
+    save_to: str | None = option(
+        None,
+        Text("the URL of a place", "s3://bucket/run"),
+        "URL to copy checkpoints to as well: s3://bucket/run or any that fsspec supports; --resume "
+        "and --init-from accept such URLs.",
+        on_resume="ignored",
+    )
+    trust: bool = option(
+        False,
+        Flag(),
+        "Allow running code from folders generated on another machine or named in an options file. "
+        "Remembered.",
+        scope="call and job",
+        compared=True,
+    )
+    export_hf: str | None = option(
+        None,
+        path("exported"),
+        "Folder to write the trained model to, in the format of from_pretrained.",
+        on_resume="ignored",
+    )
+    output: str | None = option(
+        None,
+        path("runs/mine"),
+        "Folder of the run. [default: a new one in runs/NAME]",
+        scope="call and job",
+        compared=True,
+    )
+
+    eval_every: int = option(
+        0,
+        STEPS,
+        "Steps between evaluations; 0 evaluates only at the end.",
+        on_resume="ignored",
+        changes_losses=True,
+        compared=True,
+    )
+    eval_batches: int = option(
+        8,
+        Whole(0, 10**9, 8),
+        "Micro-batches of an evaluation; 0 turns evaluation off.",
+        on_resume="ignored",
+        changes_losses=True,
+        compared=True,
+    )
+    log_every: int = option(
+        10, POSITIVE_STEPS, "Steps between lines of the log.", on_resume="ignored"
+    )
+    log: str | None = option(
+        None,
+        Text("names of trackers, joined by commas", "tensorboard"),
+        "Experiment trackers to log to, joined by commas: tensorboard, wandb, mlflow, trackio, or "
+        "your own package.module:factory or path/file.py:factory.",
+        changes_losses=False,
+        names_code=True,
+    )
+    trace: str | None = option(
+        None,
+        Text(
+            "a number of steps, or the first and the last", "3", form(r"[0-9]{1,15}(-[0-9]{1,15})?")
+        ),
+        "Steps to record as a timeline for ui.perfetto.dev: 3 for the last three (in an "
+        "asynchronous run, before the pipeline drains), 10-12 for those.",
+        on_resume="ignored",
+    )
+    debug: str | None = option(
+        None,
+        Text("all or numbers of ranks", "0,2", form(r"all|[0-9]{1,9}(,[0-9]{1,9})*")),
+        "Ranks that wait for a debugger (debugpy): 1, 0,2 or all.",
+        scope="call",
+    )
+
+    device: str = option("cpu", Choice(("cpu", "cuda")), "Device type that stages compute on.")
+    ranks_per_gpu: int = option(
+        1, Whole(1, 2**16, 2), "Ranks that share a GPU, with --device cuda."
+    )
+    threads: int | None = option(
+        None,
+        Whole(1, 2**12, 1),
+        "Threads of each rank. [default: an equal share of the cores]",
+        on_resume="ignored",
+    )
+    pin: str = option(
+        "cores",
+        Choice(("cores", "numa", "none")),
+        "CPU affinity of the ranks of a host: each on its own cores, on its NUMA node, or none.",
+        on_resume="ignored",
+    )
+    timeout_s: float = option(
+        300.0,
+        Number(1, 1e8, 300),
+        "Seconds that a rank waits for another before it fails and names that rank.",
+        on_resume="ignored",
+    )
+    stall_s: float = option(
+        60.0,
+        Number(0, 1e8, 60),
+        "Seconds without progress before a report of which ranks wait for which; 0 turns it off.",
+        on_resume="ignored",
+    )
+    restarts: int = option(
+        0,
+        Whole(0, 10**6, 3),
+        "Automatic restarts of the run after a rank dies or hangs.",
+        changes_losses=False,
+    )
+    dtype: str = option(
+        "float32", Choice(("float32", "float64")), "Data type of the weights.", compared=True
+    )
+    precision: str = option(
+        "full",
+        Choice(("full", "bfloat16", "float16")),
+        "Precision of forwards and backwards: that of the weights (full), or lower under "
+        "torch.autocast.",
+    )
+    loss_scale: float | None = option(
+        None,
+        Number(1, 2**64, 65536),
+        "Initial loss scale with --precision float16; it adapts to overflows as torch's GradScaler "
+        "does. [default: 65536]",
+    )
+    boundary_dtype: str | None = option(
+        None,
+        Choice(("bfloat16",)),
+        "Data type to which wider boundary tensors are cast between ranks. [default: no cast]",
+    )
+    transport: str = option(
+        "auto",
+        Choice(TRANSPORTS),
+        "Transport of boundary tensors; auto selects the fastest that works here.",
+        on_resume="ignored",
+    )
+    interface: str | None = option(
+        None,
+        Text("a network interface", "eth0", form(r"\S+")),
+        "Network interface between hosts. [default: the one that leads to rank 0]",
+        on_resume="ignored",
+    )
+    master_addr: str | None = option(
+        None,
+        Text("a host name or an address", "host-0", form(r"\S+")),
+        "Host name or address of rank 0, for launchers that leave it open (mpirun on several "
+        "hosts).",
+        on_resume="ignored",
+    )
+    master_port: int | None = option(
+        None,
+        Whole(1, 2**16 - 1, 29500),
+        "Port of rank 0. [default: the launcher's, or one derived from the job number]",
+        on_resume="ignored",
+    )
+    max_run: str | None = option(
+        None,
+        Text("a time of days, hours, minutes and seconds", "3h50m", seconds_of),
+        "Longest duration of the command, such as 3h50m or 90s; the run then ends as after "
+        "SIGTERM.",
+        scope="call and job",
+    )
+
+    print_sbatch: bool = option(
+        False, Flag(), "Print a Slurm batch script for this run, then exit.", scope="call"
+    )
+    nodes: int | None = option(
+        None,
+        Whole(1, 2**16, 2),
+        "Hosts of the job that --print-sbatch writes. [default: the plan's]",
+        scope="call",
+    )
+    time_limit: str = option(
+        "24:00:00",
+        Text(
+            "a time limit of Slurm",
+            "24:00:00",
+            form(r"\d+|\d+:\d\d|\d+:\d\d:\d\d|\d+-\d+(:\d\d){0,2}"),
+        ),
+        "Time limit of the job that --print-sbatch writes.",
+        scope="call",
+    )
+
+    dry_run: bool = option(
+        False, Flag(), "Check everything, print a summary of the run, then exit.", scope="call"
+    )
+    print_schedule: bool = option(
+        False,
+        Flag(),
+        "Print the schedule as text that --schedule FILE reads, then exit.",
+        scope="call",
+    )
+    json: bool = option(
+        False, Flag(), "Print every event as a JSON line.", scope="call and job", compared=True
+    )
+    quiet: bool = option(
+        False, Flag(), "Print errors only.", scope="call", compared=True, short="-q"
+    )

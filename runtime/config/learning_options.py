@@ -1,0 +1,278 @@
+"""The options that decide what a run computes: schedule, batch, data, optimizer and loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..limits import Choice, ListOf, Number, Text, Whole, form, path
+from ..optimizers.facts import OPTIMIZERS, defaults_in_words, in_words, that_take
+from .options import option, required
+
+DDP = "ddp"
+"""A schedule: whole models that share the micro-batches, that is replicas of `single`."""
+
+STEPS = Whole(0, 10**12, 100)
+POSITIVE_STEPS = Whole(1, 10**12, 10)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearningOptions:
+    """The options that decide what a run computes."""
+
+    folder: str = field(
+        metadata=required(
+            path("generated_models/gpt2_4p"), "Generated folder to train.", on_resume="ignored"
+        )
+    )
+
+    schedule: str = option(
+        "1f1b",
+        Text("a schedule or a .txt file that has one", "1f1b"),
+        "Pipeline schedule. Synchronous: gpipe, 1f1b, interleaved, looped-bfs, zb-h1, zb-h2, zb-v, "
+        "seq, single (one process), auto (computed from measured costs) or ddp (data parallel, the "
+        "whole model in each process). Asynchronous: async-1f1b, virtual-stages-1f1b or 2bw. Or a "
+        "text file.",
+    )
+    ranks: int | None = option(
+        None,
+        Whole(1, 2**16, 4),
+        "Processes that share the stages. [default: the number in the schedule or the plan]",
+        changes_losses=False,
+    )
+    replicas: int | None = option(
+        None,
+        Whole(1, 2**16, 2),
+        "Copies of the whole pipeline; each trains on its own micro-batches, and gradients are "
+        "averaged. [default: those of the plan, including replicated stages; with ddp one for each "
+        "process]",
+    )
+    check_replicas: int = option(
+        0,
+        STEPS,
+        "Steps between checks that all replicas have equal weights; 0 checks only at the start.",
+        on_resume="ignored",
+    )
+    staleness: str | None = option(
+        None,
+        Text("names of methods, joined by +", "stash", form(r"[A-Za-z0-9_+-]+")),
+        "Staleness methods of an asynchronous schedule, joined by +: stash, none, .. "
+        "(docs/asynchronous.md lists all), or auto: the recommended ones for the optimizer and "
+        "delay. [default: stash]",
+        applies_to="asynchronous",
+    )
+    annealing_steps: int | None = option(
+        None,
+        POSITIVE_STEPS,
+        "Steps over which pipemare-rate raises the learning rate back to the scheduled one. "
+        "[default: five times --warmup, or a quarter of the steps]",
+        applies_to="asynchronous",
+        of_method=True,
+    )
+    ahead: str | None = option(
+        None,
+        Text(
+            "a factor, a number, or one number for each stage",
+            "2x",
+            form(r"[0-9]{1,6}x|[0-9]{1,9}( *, *[0-9]{1,9})*"),
+        ),
+        "Forwards that stages run ahead of their backwards: a multiple of the usual number (2x), a "
+        "cap (1), or one number for each stage (5,3,1,0).",
+        applies_to="asynchronous",
+        of_method=True,
+    )
+    staleness_cap: int | None = option(
+        None,
+        STEPS,
+        "Largest staleness of weights, in optimizer steps; stages run fewer forwards ahead to keep "
+        "it.",
+        applies_to="asynchronous",
+        of_method=True,
+    )
+    flush_every: int = option(
+        0,
+        STEPS,
+        "Steps between flushes of an asynchronous pipeline; 0 flushes only for evaluations.",
+        applies_to="asynchronous",
+        of_method=True,
+    )
+    sync_start: str | None = option(
+        None,
+        Text(
+            "a number of steps or a share of them",
+            "5%",
+            form(r"[0-9]{1,15}|[0-9]{1,9}(\.[0-9]{1,9})?%"),
+        ),
+        "Length of a synchronous 1f1b start before asynchronous training, in steps (20) or as a "
+        "share of all steps (5%).",
+        applies_to="asynchronous",
+        of_method=True,
+    )
+    # With ddp, until it is resolved to replicas of `single`, this counts all replicas together.
+    micro_batches: int | None = option(
+        None,
+        Whole(1, 2**16, 8),
+        "Micro-batches of an optimizer step in each replica, or with ddp in all replicas together. "
+        "[default: 8, or the number that --global-batch-size and --micro-batch-size give]",
+        compared=True,
+    )
+    micro_batch_size: int | None = option(
+        None,
+        Whole(1, 2**24, 8),
+        "Samples of a micro-batch. [default: the plan's]",
+        compared=True,
+    )
+    # Once resolved, this is None unless the last micro-batch is smaller than the others.
+    global_batch_size: int | None = option(
+        None,
+        Whole(1, 2**40, 64),
+        "Samples of an optimizer step, in place of --micro-batches or --micro-batch-size.",
+    )
+    seq: int | None = option(
+        None,
+        Whole(1, 2**24, 128),
+        "Sequence length in tokens. [default: the plan's]",
+        compared=True,
+    )
+
+    data: str | None = option(
+        None,
+        Text("a data set, a file or folder, or FILE.py:FUNCTION", "shakespeare"),
+        "Training data: shakespeare, python-docs, digits, clusters, a file or folder, or "
+        "file.py:function.",
+        compared=True,
+        names_code=True,
+    )
+    tokenizer: str | None = option(
+        None,
+        Text("bytes, bpe:SIZE or a file", "bpe:4096"),
+        "Tokenizer for text: bytes, bpe:4096 (trained on the data) or a tokenizer.json file.",
+        compared=True,
+    )
+
+    steps: int = option(100, STEPS, "Optimizer steps to train for.", compared=True)
+    samples: int | None = option(
+        None,
+        Whole(1, 10**15, 10_000),
+        "Samples to train on, in place of --steps; the pipeline is not flushed between epochs.",
+    )
+    remainder: str = option(
+        "drop",
+        Choice(("drop", "proportional")),
+        "What to do with --samples left over after the last whole step: drop them, or train a "
+        "smaller last step whose gradient counts in proportion (proportional).",
+    )
+    optimizer: str | None = option(
+        None,
+        Choice(tuple(OPTIMIZERS)),
+        "Optimizer of every stage. [default: adamw; sgd for the mlp of the docs]",
+    )
+    lr: float | None = option(
+        None,
+        Number(0, 1e6, 0.001),
+        "Learning rate. [default: 3e-4 for text and 1e-3 for other data; "
+        f"{defaults_in_words('lr', '{value:g} with {names}')}]",
+        of_method=True,
+    )
+    momentum: float | None = option(
+        None,
+        Number(0, 1, 0.9, below=1),
+        f"Momentum for {defaults_in_words('momentum', '{names} (default {value:g})')}.",
+        applies_to="some optimizers",
+        compared=True,
+        of_method=True,
+    )
+    betas: tuple[float, float] = option(
+        (0.9, 0.999),
+        ListOf(Number(0, 1, 0.9, below=1), count=2),
+        f"Decay rates of the moments for {in_words(that_take('betas'))}; for muon, those of the "
+        "adamw that steps the other parameters.",
+        applies_to="some optimizers",
+        compared=True,
+        of_method=True,
+    )
+    refresh_every: int | None = option(
+        None,
+        POSITIVE_STEPS,
+        f"Steps between updates of the eigenbases of {in_words(that_take('refresh_every'))}; in an "
+        f"asynchronous run, the mean over stages. [default: "
+        f"{defaults_in_words('refresh_every', '{value} for {names}')}]",
+        applies_to="some optimizers",
+        compared=True,
+        of_method=True,
+    )
+    weight_decay: float | None = option(
+        None,
+        Number(0, 1e6, 0.01),
+        "Weight decay of matrices; biases and norms have none. [default: "
+        f"{defaults_in_words('weight_decay', '{value:g} for {names}')}; 0 for others]",
+        compared=True,
+        of_method=True,
+    )
+    warmup: int | None = option(
+        None,
+        STEPS,
+        "Steps of linear learning rate warm-up. [default: a tenth of the steps; 0 for the mlp of "
+        "the docs]",
+        compared=True,
+        of_method=True,
+    )
+    decay: str | None = option(
+        None,
+        Choice(("linear", "cosine", "none")),
+        "Learning rate decay after the warm-up. [default: cosine for text, none for other data; "
+        "linear for the mlp of the docs]",
+        compared=True,
+    )
+    final_lr_ratio: float | None = option(
+        None,
+        Number(0, 1000, 0.1),
+        "Final learning rate as a share of --lr. [default: 0.1 for text, 0 for other data; 0.3 for "
+        "the mlp of the docs]",
+        compared=True,
+        of_method=True,
+    )
+    clip: float | None = option(
+        None,
+        Number(0, 1e30, 1.0),
+        "Largest gradient norm over all stages; 0 turns clipping off. [default: 1 for text, 0 for "
+        "other data]",
+        compared=True,
+        of_method=True,
+    )
+    clip_by: str | None = option(
+        None,
+        Choice(("stage", "proportion", "global", "known")),
+        "Gradient norm that an asynchronous run clips by: stage (each stage's own norm, bounded by "
+        "--clip), proportion (its own norm, bounded by its share of --clip), global (the norm of "
+        "all stages; each step waits for all) or known (the global norm, using the latest value "
+        "received from other stages). [default: stage]",
+        applies_to="asynchronous",
+        compared=True,
+        of_method=True,
+    )
+    criterion: str | None = option(
+        None,
+        Text("cross_entropy, mse or FILE.py:FUNCTION", "cross_entropy"),
+        "Loss function when the plan has none: cross_entropy, mse or file.py:function.",
+        compared=True,
+        names_code=True,
+    )
+    batch_norm: str = option(
+        "micro-batch",
+        Choice(("micro-batch", "mini-batch")),
+        "Update of batch norm's running statistics: after every micro-batch, or once for each step "
+        "as if it were one batch (mini-batch).",
+        compared=True,
+    )
+    recompute: str = option(
+        "auto",
+        Text(
+            "auto, all, none or numbers of stages",
+            "0,2",
+            form(r"auto|all|none|[0-9]{1,9}( *, *[0-9]{1,9})*"),
+        ),
+        "Stages that recompute activations in the backward to save memory: auto (the plan's), all, "
+        "none, or stage numbers such as 0,2.",
+        compared=True,
+    )
+    seed: int = option(1, Whole(0, 2**53, 1), "Random seed for data order and dropout.")

@@ -1,0 +1,174 @@
+"""Resolved settings + Plan -> dtypes of computation and boundaries, and recomputation."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+
+from ..executor.precision import FULL, BoundaryDtypes, Precision, dtypes_of_folder
+from ..plan.plan import Plan, StageSpec, TensorSpec
+from ..staleness import has_other_backward
+from ..tensor_files import dtype_of
+from .settings import Settings, SettingsError
+
+
+def check_precision(settings: Settings) -> None:
+    """Raises SettingsError for a precision that does not fit the weights or the schedule."""
+    precision = f"--precision {settings.precision}"
+    if settings.precision == "full":
+        if settings.loss_scale is not None:
+            raise SettingsError(
+                f"--loss-scale {settings.loss_scale:g}, but nothing overflows under {precision}.",
+                "--precision float16, or leave it out.",
+            )
+    elif settings.dtype != "float32":
+        raise SettingsError(
+            f"{precision} casts float32 weights as it computes, --dtype {settings.dtype} are left "
+            "alone by autocast.",
+            "--dtype float32, or --precision full.",
+        )
+    elif settings.is_scaled and settings.is_async:
+        raise SettingsError(
+            f"{precision} needs all stages to leave out the same steps and to change the loss "
+            f"scale together, and under {settings.schedule} they never meet.",
+            "--precision bfloat16, which needs no loss scale, or --schedule 1f1b.",
+        )
+    elif settings.loss_scale is not None and not settings.is_scaled:
+        raise SettingsError(
+            f"--loss-scale {settings.loss_scale:g}, but under {precision} losses are not scaled.",
+            "Leave it out.",
+        )
+    elif settings.is_async and has_other_backward(settings.staleness or "none"):
+        raise SettingsError(
+            f"--staleness {settings.staleness} is a backward on other weights than its forward's, "
+            f"but under {precision} it reads what its forward cast.",
+            "--staleness stash, or --precision full.",
+        )
+    if settings.boundary_dtype is not None and settings.schedule == "single":
+        raise SettingsError(
+            f"--boundary-dtype {settings.boundary_dtype}, but under single nothing is sent.",
+            "Leave it out.",
+        )
+
+
+def precision_of(settings: Settings) -> Precision:
+    if settings.precision == "full":
+        return FULL
+    return Precision(dtype_of(settings.precision), settings.device)
+
+
+def find_boundary_dtypes(settings: Settings, plan: Plan, code: Mapping[str, str]) -> BoundaryDtypes:
+    """The dtypes of boundaries at their stages and between ranks; `code` has the SHA-256 of the
+    stages' files. Raises PlanError."""
+    crossing = settings.boundary_dtype
+    return BoundaryDtypes(
+        dtype_of(settings.dtype),
+        dtypes_of_folder(settings.folder, plan, precision_of(settings), code),
+        dtype_of(crossing) if crossing else None,
+    )
+
+
+def describe_precision(settings: Settings, plan: Plan, dtypes: BoundaryDtypes) -> str:
+    """The dtypes of a run and the size of its boundaries, as a phrase; "" for float32."""
+    parts = []
+    if settings.dtype != "float32":
+        parts.append(f"{settings.dtype} throughout")
+    if settings.precision != "full":
+        parts.append(f"autocast to {settings.precision}; weights, gradients, optimizer in float32")
+    if settings.is_scaled:
+        parts.append(f"loss scale {settings.loss_scale:g} at first")
+    planned = _crossing_bytes(plan, lambda tensor: getattr(torch, tensor.dtype))
+    crossing = _crossing_bytes(plan, dtypes.between_ranks)
+    if crossing < planned and settings.schedule != "single":
+        parts.append(f"boundaries have {crossing / planned:.0%} of the bytes as planned")
+    return " · ".join(parts)
+
+
+def describe_memory(settings: Settings, plan: Plan) -> str:
+    """The planned memory and the effect of the run's precision on it; "" if it is unknown."""
+    needed = sum(stage.peak_bytes for stage in plan.stages)
+    if not needed:
+        return ""
+    if not _is_other_precision(settings, plan) or settings.precision == "full":
+        return f"{format_bytes(needed)} over all stages, as planned"
+    activations = sum(stage.memory.activations for stage in plan.stages)
+    return (
+        f"{format_bytes(needed)} over all stages, as planned in float32, of it activations "
+        f"{format_bytes(activations)}, which take about half under {settings.precision}"
+    )
+
+
+def precision_warning(settings: Settings, plan: Plan) -> str:
+    """The warning for a plan with costs of another precision; "" if they match."""
+    if not _is_other_precision(settings, plan):
+        return ""
+    planned = plan.profile["dtype"]
+    computed = "bfloat16" if settings.precision != "full" else "float32"
+    command = re.sub(r" --dtype[ =]\S+", "", plan.command)
+    again = f"{command} --dtype {computed}" if computed != "float32" else command
+    running = settings.precision if settings.precision != "full" else settings.dtype
+    return (
+        f"the plan was profiled in {planned}, this run computes in {running}: cuts and predictions "
+        f"are those of {planned}. {again}"
+    )
+
+
+def format_bytes(number: int) -> str:
+    gib, mib = number / (1 << 30), number / (1 << 20)
+    return f"{gib:.1f} GiB" if gib >= 1 else f"{mib:.0f} MiB"
+
+
+def _is_other_precision(settings: Settings, plan: Plan) -> bool:
+    """True if run and profile differ in element size; both half precisions have the same one."""
+    planned = plan.profile.get("dtype")
+    return planned is not None and (planned == "float32") != (settings.precision == "full")
+
+
+def _crossing_bytes(plan: Plan, dtype: Callable[[TensorSpec], torch.dtype]) -> int:
+    """The bytes of the boundaries of one micro-batch, forward."""
+    return sum(
+        math.prod(boundary.tensor.resolve(plan.sizes)) * dtype(boundary.tensor).itemsize
+        for boundary in plan.boundaries
+        for _ in boundary.targets
+    )
+
+
+def with_recompute(plan: Plan, chosen: str) -> Plan:
+    """The plan with recomputation in the chosen stages: `auto` (as planned), `all`, `none` or
+    numbers such as `0,2`.
+
+    A second forward costs the time of the first if more than one micro-batch is in flight. A stage
+    that runs its backward immediately, or saves nothing for it, recomputes nothing.
+    Raises SettingsError for unknown stages.
+    """
+    if chosen == "auto":
+        return plan
+    again = _stages(plan, chosen)
+    return replace(plan, stages=tuple(_with(stage, stage.index in again) for stage in plan.stages))
+
+
+def _stages(plan: Plan, chosen: str) -> frozenset[int]:
+    count = len(plan.stages)
+    if chosen in ("all", "none"):
+        return frozenset(range(count) if chosen == "all" else ())
+    words = [word.strip() for word in chosen.split(",")]
+    for word in words:
+        if int(word) >= count:
+            raise SettingsError(
+                f"--recompute {chosen}: stage {int(word)} does not exist, the plan has stages 0 to "
+                f"{count - 1}.",
+                "Leave it out, or choose auto, all or none.",
+            )
+    return frozenset(map(int, words))
+
+
+def _with(stage: StageSpec, recompute: bool) -> StageSpec:
+    if stage.recompute == recompute:
+        return stage
+    second_ms = stage.forward_ms if stage.in_flight > 1 and stage.activation_bytes else 0.0
+    backward_ms = stage.backward_ms + (second_ms if recompute else -second_ms)
+    return replace(stage, recompute=recompute, backward_ms=backward_ms)

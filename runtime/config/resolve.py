@@ -1,0 +1,332 @@
+"""Settings + Plan -> settings with every option resolved, or the error that names a conflict."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from math import log
+from typing import Any
+
+from ..data.task import Task, find_task
+from ..errors import PlanError
+from ..limits import typed
+from ..optimizers.facts import OPTIMIZERS, that_take
+from ..optimizers.param_groups import INITIAL
+from ..plan.plan import Plan, verify_evaluates
+from .asynchronous_options import (
+    check_methods,
+    chosen_methods,
+    resolve_asynchronous,
+    resolve_samples,
+)
+from .batch_layout import StepBatch, in_words, with_replicas
+from .mixed_precision import check_precision, with_recompute
+from .options import options_of
+from .settings import Settings, SettingsError
+
+_TEACHING: Mapping[str, Any] = {
+    "optimizer": "sgd",
+    "lr": 0.1,
+    "decay": "linear",
+    "final_lr_ratio": 0.3,
+    "warmup": 0,
+    "clip": 0.0,
+}
+_TEXT: Mapping[str, Any] = {
+    "optimizer": "adamw",
+    "lr": 3e-4,
+    "decay": "cosine",
+    "final_lr_ratio": 0.1,
+    "clip": 1.0,
+}
+_OTHER: Mapping[str, Any] = {
+    "optimizer": "adamw",
+    "lr": 1e-3,
+    "decay": "none",
+    "final_lr_ratio": 0.0,
+    "clip": 0.0,
+}
+
+
+def resolve(settings: Settings, plan: Plan, *, architecture: str = "") -> tuple[Settings, Task]:
+    """Fills every option that was left open, for this plan; `data` and `output` stay.
+
+    Raises SettingsError (a batch or a length that does not fit, a staleness without an
+    asynchronous schedule), ScheduleError (staleness methods that do not fit) and PlanError (a plan
+    without a loss).
+    """
+    if settings.criterion is not None and plan.loss is not None:
+        raise SettingsError(
+            f"--criterion {settings.criterion}, but {plan.name} makes its own loss.",
+            "Leave it out, or partition the model without its labels input.",
+        )
+    criterion = None if plan.loss is not None else settings.criterion or plan.criterion
+    if plan.loss is None and criterion is None:
+        raise PlanError(
+            f"{plan.name} returns no loss and names no criterion.",
+            "--criterion cross_entropy, or mse, or my_file.py:function",
+        )
+    settings = _evaluations(settings, plan)
+    with_recompute(plan, settings.recompute)
+    _check_batch_norm(settings, plan)
+    task = find_task(plan, criterion=criterion, architecture=architecture)
+    settings = with_replicas(settings, plan)
+    settings = resolve_samples(replace(settings, **_batch(settings, plan)))
+    step = _optimization(settings, plan, task)
+    filled = replace(
+        settings,
+        criterion=criterion,
+        loss_scale=INITIAL
+        if settings.is_scaled and not settings.loss_scale
+        else settings.loss_scale,
+        annealing_steps=_annealing_steps(settings, step["warmup"]),
+        clip_by=_clip_by(settings, step["clip"]),
+        seq=_sequence(settings, plan),
+        **resolve_asynchronous(settings),
+        **step,
+    )
+    filled = replace(filled, staleness=chosen_methods(filled, plan))
+    check_precision(filled)
+    check_methods(filled, plan)
+    return filled, task
+
+
+def _evaluations(settings: Settings, plan: Plan) -> Settings:
+    """Without evaluations where the stages are for training alone; they may not be asked for."""
+    if plan.mode == "both":
+        return settings
+    if settings.eval_every or settings.keep_best:
+        verify_evaluates(plan)
+    return replace(settings, eval_batches=0)
+
+
+def sized_plan(plan: Plan, settings: Settings) -> Plan:
+    """The plan for the micro-batch, sequence length and recomputation of resolved settings."""
+    sizes = dict(plan.sizes)
+    if settings.micro_batch_size is not None:
+        sizes["batch"] = settings.micro_batch_size
+    if settings.seq is not None:
+        sizes["sequence"] = settings.seq
+    return with_recompute(replace(plan, sizes=sizes), settings.recompute)
+
+
+def costs_at_sizes(plan: Plan, planned: Plan) -> Plan:
+    """The plan with its stages' times in proportion to its sizes, which are others than planned."""
+    scale = 1.0
+    for name, size in plan.sizes.items():
+        scale *= size / planned.sizes[name] if planned.sizes.get(name) else 1.0
+    stages = tuple(
+        replace(stage, forward_ms=stage.forward_ms * scale, backward_ms=stage.backward_ms * scale)
+        for stage in plan.stages
+    )
+    return replace(plan, stages=stages)
+
+
+def batch_identity(settings: Settings, task: Task) -> str:
+    """One optimizer step in words, as a product that can be checked.
+
+    `64 sequences per step = 8 micro-batches × 8 sequences × 1 replica`
+    """
+    batch = StepBatch.of(settings)
+    count, size, replicas = batch.in_replica, batch.sizes[0], in_words(batch.replicas)
+    product = f"{count} micro-batches × {size} {task.unit} × {replicas}"
+    if not batch.is_even and batch.replicas == 1:
+        product = (
+            f"({count - 1} micro-batches × {size} + {batch.sizes[-1]}) {task.unit} × {replicas}"
+        )
+    elif not batch.is_even:
+        product += f" - {size - batch.sizes[-1]} in the last micro-batch of the last"
+    return f"{batch.samples} {task.unit} per step = {product}"
+
+
+def gpu_of_rank(plan: Plan, ranks: int, ranks_per_gpu: int = 1) -> tuple[int, ...]:
+    """The GPU of each rank of one machine: stages that the plan has on one rank share one, and
+    so do every `ranks_per_gpu` in a row. Whole replicas have one set of GPUs after the other."""
+    gpus = tuple(range(ranks))
+    stages = len(plan.stages)
+    if ranks % stages == 0:
+        planned = sorted(set(plan.device_of_stage))
+        of_stage = [planned.index(device) for device in plan.device_of_stage]
+        gpus = tuple(
+            replica * len(planned) + gpu for replica in range(ranks // stages) for gpu in of_stage
+        )
+    return tuple(gpu // ranks_per_gpu for gpu in gpus)
+
+
+def check_devices(settings: Settings, plan: Plan, ranks: int, gpus: int) -> None:
+    """Raises SettingsError when the ranks of this machine need more GPUs than there are."""
+    if settings.device == "cpu":
+        return
+    unshared = 1 + max(gpu_of_rank(plan, ranks))
+    if 1 + max(gpu_of_rank(plan, ranks, settings.ranks_per_gpu)) <= gpus:
+        return
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    shown = f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else ""
+    noun = "GPU" if gpus == 1 else "GPUs"
+    ways = ["--device cpu"]
+    if gpus:
+        ways.insert(0, f"Share them: --ranks-per-gpu {-(-unshared // gpus)} (slower)")
+    if gpus > 1:
+        ways.append(f"partition again with --stages {gpus}")
+    raise SettingsError(
+        f"{ranks} ranks on this machine, but {gpus or 'no'} {noun} visible{shown}.",
+        f"{', or '.join(ways)}.",
+    )
+
+
+def _batch(settings: Settings, plan: Plan) -> dict[str, Any]:
+    planned = plan.sizes.get("batch", 1)
+    total, size, count, replicas = (
+        settings.global_batch_size,
+        settings.micro_batch_size,
+        settings.micro_batches,
+        settings.replicas or 1,
+    )
+    if total is not None and size is not None:
+        needed = -(-total // size)
+        if needed % replicas or count not in (None, needed // replicas):
+            raise _indivisible(total, count or max(1, needed // replicas), size, replicas)
+        count = needed // replicas
+    elif total is not None:
+        count = count or 8
+        if total % (count * replicas):
+            raise _indivisible(total, count, size, replicas)
+        size = total // (count * replicas)
+    size = size or planned
+    if size > 1 and "batch" not in plan.sizes and not _uses_symbol(plan, "batch"):
+        raise SettingsError(
+            f"a micro-batch of {size} samples, but {plan.name} has no batch: a micro-batch is one "
+            "whole example.",
+            "--micro-batch-size 1, and as many --micro-batches as a step has examples",
+        )
+    if size != planned and not _uses_symbol(plan, "batch"):
+        raise SettingsError(
+            f"--micro-batch-size {size}, but the plan was made for {planned} and no other size.",
+            f"{plan.command} --micro-batch-size {size}",
+        )
+    count = count or 8
+    uneven = total if total not in (None, count * size * replicas) else None
+    if uneven and not _uses_symbol(plan, "batch"):
+        raise _indivisible(uneven, count, size, replicas)
+    return {"micro_batches": count, "micro_batch_size": size, "global_batch_size": uneven}
+
+
+def _check_batch_norm(settings: Settings, plan: Plan) -> None:
+    statistics = any(
+        name.endswith("running_mean") for stage in plan.stages for name in stage.buffers
+    )
+    if settings.batch_norm == "mini-batch" and not statistics:
+        raise SettingsError(
+            f"--batch-norm mini-batch, but {plan.name} has no batch norm.", "Leave it out."
+        )
+
+
+def _indivisible(total: int, count: int, size: int | None, replicas: int) -> SettingsError:
+    given = f" of {size}" if size is not None else ""
+    unit = count * (size or 1) * replicas
+    near = [str(n) for n in (total // unit * unit, (total // unit + 1) * unit) if n]
+    divisors = [n for n in range(1, total + 1) if total % (n * replicas) == 0]
+    if size is not None:
+        divisors = [n for n in divisors if n * size * replicas == total]
+    counts = sorted(sorted(divisors, key=lambda n: abs(log(n / count)))[:5])
+    other = f", or --micro-batches {', '.join(map(str, counts))}" if counts else ""
+    return SettingsError(
+        f"global batch {total} = micro-batches × size × replicas has no answer with {count} "
+        f"micro-batches{given} and {in_words(replicas)} ({total} / {unit} = {total / unit:g}).",
+        f"Nearest: --global-batch-size {' or '.join(near)}{other}",
+    )
+
+
+def _with_seq(command: str, tokens: int) -> str:
+    """The command that made a plan, for another sequence length."""
+    return f"{re.sub(r' --seq[ =][0-9]+', '', command)} --seq {tokens}"
+
+
+def _sequence(settings: Settings, plan: Plan) -> int | None:
+    planned = plan.sizes.get("sequence")
+    asked = settings.seq
+    if asked is None or asked == planned:
+        return planned
+    if planned is None or not _uses_symbol(plan, "sequence"):
+        fixed = "has no sequence length" if planned is None else f"was made for {planned} only"
+        raise SettingsError(f"--seq {asked}, but the plan {fixed}.", _with_seq(plan.command, asked))
+    if asked > planned:
+        raise SettingsError(
+            f"--seq {asked}, but the plan was made for {planned} tokens.",
+            _with_seq(plan.command, asked),
+        )
+    return asked
+
+
+def _annealing_steps(settings: Settings, warmup: int) -> int | None:
+    """Five warm-ups or a quarter of the run, as PipeMare's authors for Transformers and others."""
+    if "pipemare-rate" in (settings.staleness or "").split("+"):
+        return settings.annealing_steps or 5 * warmup or max(1, settings.steps // 4)
+    if settings.annealing_steps is not None:
+        raise SettingsError(
+            f"--annealing-steps {settings.annealing_steps}, but no method lowers the learning rate "
+            "for some steps.",
+            "--staleness stash+pipemare-rate",
+        )
+    return None
+
+
+def _clip_by(settings: Settings, clip: float) -> str | None:
+    if settings.is_async and clip:
+        return settings.clip_by or "stage"
+    if settings.clip_by is not None and settings.is_async:
+        raise SettingsError(f"--clip-by {settings.clip_by}, but nothing is clipped.", "--clip 1")
+    if settings.clip_by is not None:
+        raise SettingsError(
+            f"--clip-by {settings.clip_by}, but under {settings.schedule} all stages step by the "
+            "norm of all.",
+            "Leave it out.",
+        )
+    return None
+
+
+def _optimization(settings: Settings, plan: Plan, task: Task) -> dict[str, Any]:
+    teaching = plan.name == "mlp" and settings.optimizer in (None, "sgd")
+    chosen = dict(_TEACHING if teaching else _TEXT if task.kind == "text" else _OTHER)
+    optimizer = settings.optimizer or chosen["optimizer"]
+    _check_optimizer(settings, optimizer)
+    facts = OPTIMIZERS[optimizer]
+    if facts.lr is not None and not teaching:
+        chosen["lr"] = facts.lr
+    chosen["momentum"] = 0.0 if teaching else facts.momentum
+    chosen["weight_decay"] = facts.weight_decay
+    chosen["refresh_every"] = facts.refresh_every
+    chosen.setdefault("warmup", settings.steps // 10)
+    given = {name: getattr(settings, name) for name in chosen}
+    filled = {
+        name: default if (own := given[name]) is None else own for name, default in chosen.items()
+    }
+    if filled["warmup"] > settings.steps:
+        raise SettingsError(
+            f"--warmup {filled['warmup']} is longer than --steps {settings.steps}.",
+            f"--warmup {settings.steps // 10}",
+        )
+    return filled
+
+
+def _check_optimizer(settings: Settings, optimizer: str) -> None:
+    """Raises SettingsError for an option that this optimizer does not have."""
+    own = OPTIMIZERS[optimizer].options
+    for name, option in options_of(Settings).items():
+        value = getattr(settings, name)
+        is_changed = bool(value) and value != option.default
+        if option.applies_to == "some optimizers" and is_changed and name not in own:
+            near = "; the first of --betas is similar" if name == "momentum" else ""
+            raise SettingsError(
+                f"{typed(name, value)}, but {optimizer} has no option {name}.",
+                f"Leave it out, or choose --optimizer {' or '.join(that_take(name))}"
+                f"{near if 'betas' in own else ''}.",
+            )
+
+
+def _uses_symbol(plan: Plan, symbol: str) -> bool:
+    return any(
+        isinstance(size, str) and symbol in size for spec in plan.inputs for size in spec.shape
+    )

@@ -1,0 +1,232 @@
+"""Settings -> the segments of a run between two drains of the pipeline, and their schedules.
+
+A segment of a synchronous schedule is one step; of an asynchronous schedule it is the steps up to
+the next evaluation, checkpoint or flush, for which the pipeline drains. The synchronous steps at
+the start of an asynchronous run, and a short last step, are separate segments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ..errors import ScheduleError
+from ..executor.mailbox import forward_edges, gradient_edges, shared_stages
+from ..plan.forecast import costs_of_plan
+from ..plan.plan import Plan
+from ..schedule.asynchronous import ASYNCHRONOUS
+from ..schedule.builders import AUTO, VIRTUAL, fit_auto, make_schedule, one_f_one_b
+from ..schedule.dependencies import lower
+from ..schedule.interleaved import fold, replicated
+from ..schedule.schedule import Schedule
+from ..schedule.simulate import ActionCosts
+from ..schedule.text import from_text
+from ..schedule.validation import validate
+from ..serialization import Origin, read_text
+from .asynchronous_options import longest_segment, steps_of_start
+from .batch_layout import describe_stages, stage_replicas
+from .settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class RunSegment:
+    """Optimizer steps between two drains of the pipeline.
+
+    steps: the steps, counted from 0
+    micro_batches: micro-batches of each step
+    synchronous: True when all stages step together
+    """
+
+    steps: range
+    micro_batches: int
+    synchronous: bool
+
+
+def make_segment(plan: Plan, settings: Settings, *, steps: int) -> Schedule:
+    """The lowered schedule of `steps` optimizer steps (1 when synchronous); a single step is
+    validated. Of a computed schedule it is the first, from the plan's costs. Raises ScheduleError.
+    """
+    return lowered(plan, _schedule(plan, settings, steps), check=steps == 1)
+
+
+def make_flushed_step(plan: Plan, settings: Settings, micro_batches: int) -> Schedule:
+    """The lowered schedule of one synchronous step of so many micro-batches, on the same ranks: of
+    an asynchronous schedule it is 1f1b. Raises ScheduleError."""
+    if not settings.is_async:
+        return make_segment(plan, replace(settings, micro_batches=micro_batches), steps=1)
+    placed = _schedule(plan, settings, 1).rank_of_stage
+    made = one_f_one_b(len(placed), micro_batches)
+    if made.rank_of_stage != placed:
+        made = fold(made, placed, costs_of_plan(plan))
+    return lowered(plan, made, check=True)
+
+
+def lowered(plan: Plan, schedule: Schedule, *, check: bool) -> Schedule:
+    """The schedule with the plan's messages; validated if asked to."""
+    edges, gradients = forward_edges(plan), gradient_edges(plan)
+    made = lower(schedule, edges, grad_edges=gradients)
+    if check:
+        validate(made, edges, grad_edges=gradients, shared_stages=shared_stages(plan))
+    return made
+
+
+def _schedule(plan: Plan, settings: Settings, steps: int) -> Schedule:
+    every = settings.micro_batches or 1
+    if settings.schedule_file:
+        return _read(settings.schedule_file, plan, settings)
+    if replicas := stage_replicas(plan, settings):
+        return replicated(settings.schedule, every, replicas)
+    ranks = ranks_of_plan(plan, settings)
+    if settings.schedule == AUTO:
+        return first_fit(plan, settings)
+    return make_schedule(
+        settings.schedule,
+        stages=len(plan.stages),
+        micro_batches=every * steps,
+        step_every=every,
+        ranks=ranks,
+        rank_of_stage=_planned_placement(plan, ranks) if settings.is_async else None,
+        ahead=settings.ahead,
+        staleness_cap=settings.staleness_cap,
+        costs=costs_of_plan(plan),
+    )
+
+
+def ranks_of_plan(plan: Plan, settings: Settings) -> int | None:
+    """The ranks that were asked for, or those that the plan puts several stages on; None where
+    the schedule is to say."""
+    if settings.ranks is not None:
+        return settings.ranks
+    several = settings.schedule in (*VIRTUAL, *ASYNCHRONOUS, AUTO)
+    planned = len(set(plan.device_of_stage))
+    is_planned = settings.schedule == plan.setting.schedule
+    return planned if several and (is_planned or planned < len(plan.stages)) else None
+
+
+def first_fit(plan: Plan, settings: Settings) -> Schedule:
+    """The computed schedule to begin with; its backwards are whole until it is known what parting
+    them costs."""
+    costs = costs_of_plan(plan) or ActionCosts.equal(len(plan.stages))
+    return fit(plan, settings, costs, may_split=False)
+
+
+def fit(
+    plan: Plan,
+    settings: Settings,
+    costs: ActionCosts,
+    *,
+    may_split: bool = True,
+    rank_of_stage: tuple[int, ...] | None = None,
+) -> Schedule:
+    """The schedule computed for this plan at these costs, by default where the plan has stages."""
+    stages = len(plan.stages)
+    ranks = ranks_of_plan(plan, settings) or stages
+    rank_of_stage = rank_of_stage or _planned_placement(plan, ranks)
+    limit, weights = _memory(plan, ranks)
+    found = fit_auto(
+        costs,
+        settings.micro_batches or 1,
+        ranks=ranks,
+        rank_of_stage=rank_of_stage,
+        edges=forward_edges(plan),
+        grad_edges=gradient_edges(plan),
+        shared_stages=waiting_stages(plan, settings),
+        may_split=may_split,
+        limit=limit,
+        weights=weights,
+    )
+    return found.schedule
+
+
+def waiting_stages(plan: Plan, settings: Settings) -> tuple[tuple[int, ...], ...]:
+    """The groups of stages each of which steps when all of its group have their gradients.
+
+    Clipping by the norm of all stages makes every stage wait for all others, and so does a loss
+    scale, which may skip the step on all together; in an asynchronous run none of them does.
+    """
+    is_agreed = (settings.clip or settings.is_scaled) and not settings.is_async
+    return (tuple(range(len(plan.stages))),) if is_agreed else shared_stages(plan)
+
+
+def _memory(plan: Plan, ranks: int) -> tuple[Sequence[float], Sequence[float]]:
+    """The bytes that each rank of the plan has left for activations, and the activation bytes of a
+    micro-batch at each stage; both empty if the plan has no memory limit."""
+    room = [rank.memory_bytes for rank in plan.setting.ranks]
+    if len(room) != ranks or None in room:
+        return (), ()
+    left = [float(size or 0) for size in room]
+    for stage, rank in zip(plan.stages, _ranks_of_stages(plan), strict=True):
+        left[rank] -= stage.memory.total - stage.memory.activations
+    each = [stage.memory.activations / max(1, stage.in_flight) for stage in plan.stages]
+    return left, each
+
+
+def _planned_placement(plan: Plan, ranks: int | None) -> tuple[int, ...] | None:
+    """The ranks of the plan's stages, if it has several stages on as many ranks as there are."""
+    planned = _ranks_of_stages(plan)
+    has_several = len(set(planned)) < len(planned)
+    return planned if has_several and len(set(planned)) == ranks else None
+
+
+def _ranks_of_stages(plan: Plan) -> tuple[int, ...]:
+    planned = sorted(set(plan.device_of_stage))
+    return tuple(map(planned.index, plan.device_of_stage))
+
+
+def _read(path: str, plan: Plan, settings: Settings) -> Schedule:
+    """The schedule of a text file. Raises ScheduleError where it is not of this plan and run."""
+    origin = Origin(
+        f"--schedule {path}", ScheduleError, "--print-schedule shows what such a file looks like."
+    )
+    # Checked with the plan's edges when it is lowered.
+    made = from_text(read_text(Path(path), origin), (), grad_edges=())
+    again = f"Print one that does: --schedule {made.name} --print-schedule"
+    if made.stages != len(plan.stages):
+        raise ScheduleError(
+            f"{path} is of {made.stages} stages, but the plan has {len(plan.stages)}.", again
+        )
+    if not made.synchronous:
+        raise ScheduleError(
+            f"{path} has {made.steps} steps, but a schedule from a file makes one, at its end.",
+            "Use --schedule async-1f1b for an asynchronous run.",
+        )
+    if made.micro_batches != (settings.micro_batches or 1):
+        raise ScheduleError(
+            f"{path} is of {made.micro_batches} micro-batches, but a step has "
+            f"{settings.micro_batches or 1}.",
+            f"--micro-batches {made.micro_batches}",
+        )
+    if made.replicas != (asked := stage_replicas(plan, settings)):
+        has = describe_stages(made.replicas) or "one rank a stage"
+        raise ScheduleError(
+            f"{path} has {has}, but the run {describe_stages(asked) or 'one rank a stage'}.",
+            "Print it for this plan, or --replicas 1 for one rank a stage.",
+        )
+    if settings.ranks not in (None, len(made.ranks)):
+        raise ScheduleError(
+            f"{path} is of {len(made.ranks)} ranks, but --ranks is {settings.ranks}.",
+            f"--ranks {len(made.ranks)}, or leave it out.",
+        )
+    return made.compute
+
+
+def segments(settings: Settings, start: int = 0) -> Iterator[RunSegment]:
+    """The segments of a run after its first `start` steps.
+
+    >>> settings = Settings(folder="x", schedule="2bw", steps=6, sync_start="1", eval_every=3)
+    >>> [(piece.steps, piece.synchronous) for piece in segments(settings)]
+    [(range(0, 1), True), (range(1, 3), False), (range(3, 6), False)]
+    """
+    every = settings.micro_batches or 1
+    whole = settings.steps - (settings.left_over > 0)
+    while start < whole:
+        is_sync = not settings.is_async or start < steps_of_start(settings)
+        end = min(start + (1 if is_sync else longest_segment(settings)), whole)
+        for often in (settings.eval_every, settings.flush_every, settings.save_every):
+            if often:
+                end = min(end, (start // often + 1) * often)
+        yield RunSegment(range(start, end), every, is_sync)
+        start = end
+    if settings.left_over and start < settings.steps:
+        yield RunSegment(range(whole, settings.steps), settings.left_over, True)

@@ -1,0 +1,1 @@
+"""The ranks of a run: their resources, process groups and failures."""

@@ -1,0 +1,165 @@
+"""Weights on all ranks -> a check that replicas and tied parameters are still equal.
+
+Replicas and the holders of a tied parameter start from the same bits and take the same steps, so
+every bit stays equal. A difference means faulty hardware, library versions or processors that
+round differently, code that is not deterministic, or an error of asyncpipe.
+
+Replicas are compared completely at the start, then their parameters every `--check-replicas` steps.
+Buffers that depend on data, such as batch norm's statistics, differ between replicas.
+If the holders of a tied parameter differ, the evaluated model is not the saved one, so the run
+reports it. Where single stages have replicas, all ranks of all holders sum the gradient of a tied
+parameter together, in the order of the plan, which is the same on all of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..config.settings import Settings
+from ..errors import AsyncPipeError
+from ..plan.plan import Plan
+from ..tensor_files import raw_bytes
+from .process_groups import World, gather_alike
+
+_DIGEST_BYTES = 16
+
+
+class ReplicaError(AsyncPipeError):
+    """Replicas are not equal."""
+
+
+class Equality:
+    """Compares this rank's stages with those of its replicas, and the tied parameters it holds.
+
+    The constructor compares everything. It and `check` are collective and raise ReplicaError, the
+    same on all replicas.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[int, nn.Module],
+        settings: Settings,
+        world: World,
+        held: Iterable[TiedParameter] = (),
+    ) -> None:
+        self._modules, self._settings, self._world = modules, settings, world
+        self._compare(_named(modules, with_buffers=True), "at the start")
+        for tied in held:
+            digests = gather_alike(_digest(tied.parameter), len(tied.ranks), tied.group)
+            names = [f"{tied.name}, a parameter of several stages"]
+            _check(tied.ranks, digests, names, "at the start")
+
+    def check(self, step: int) -> None:
+        """Compares the parameters if a comparison is due after this step."""
+        every = self._settings.check_replicas
+        if every and step % every == 0:
+            self._compare(_named(self._modules, with_buffers=False), f"after step {step}")
+
+    def _compare(self, tensors: Iterable[tuple[str, Tensor]], when: str) -> None:
+        if self._world.copies is None:
+            return
+        names, digests = [], []
+        for name, tensor in tensors:
+            names.append(name)
+            digests.append(_digest(tensor))
+        if names:
+            copies = self._world.grid.copies_of(self._world.rank)
+            _check(copies, self._world.gathered_from_copies(b"".join(digests)), names, when)
+
+
+def _check(ranks: Sequence[int], digests: Sequence[bytes], names: Sequence[str], when: str) -> None:
+    for rank, other in zip(ranks, digests, strict=True):
+        for at, name in enumerate(names):
+            place = slice(at * _DIGEST_BYTES, (at + 1) * _DIGEST_BYTES)
+            if other[place] != digests[0][place]:
+                raise ReplicaError(
+                    f"ranks {ranks[0]} and {rank} are replicas, but differ in {name} {when}.",
+                    "Start all ranks from the same --init-from."
+                    if "start" in when
+                    else "Look for an operation that is not deterministic, a different library "
+                    "version, or a faulty machine; --check-replicas 1 finds the step.",
+                )
+
+
+def _named(modules: Mapping[int, nn.Module], *, with_buffers: bool) -> Iterable[tuple[str, Tensor]]:
+    for stage, module in modules.items():
+        for name, parameter in module.named_parameters():
+            yield f"{name} of stage {stage}", parameter
+        for name, buffer in module.named_buffers() if with_buffers else ():
+            yield f"{name} of stage {stage}", buffer
+
+
+def _digest(tensor: Tensor) -> bytes:
+    return hashlib.blake2b(raw_bytes(tensor), digest_size=_DIGEST_BYTES).digest()
+
+
+@dataclass(frozen=True)
+class TiedParameter:
+    """A parameter of several stages.
+
+    name: its first name.
+    ranks: the ranks that hold it.
+    group: their process group.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    ranks: tuple[int, ...]
+    group: dist.ProcessGroup
+
+
+def held_parameters(
+    plan: Plan, modules: Mapping[int, nn.Module], world: World
+) -> list[TiedParameter]:
+    """The tied parameters of this rank; none unless single stages have replicas."""
+    found = []
+    for number, group in world.holders.items():
+        shared = plan.shared[number]
+        (parameter,) = (
+            modules[stage].get_parameter(name) for stage, name in shared.holders if stage in modules
+        )
+        ranks = world.grid.holders_of(shared.stages)
+        found.append(TiedParameter(shared.names[0], parameter, ranks, group))
+    return found
+
+
+class SharedParameterError(AsyncPipeError):
+    """The holders of a tied parameter have different values."""
+
+
+def find_difference(plan: Plan, modules: Mapping[int, nn.Module], world: World) -> str | None:
+    """The message about the first tied parameter whose values differ between stages, the same on
+    all ranks; None if there is none. Collective: compares checksums."""
+    holders = [
+        (shared.holders[0], holder)
+        for shared in plan.shared
+        if len(shared.stages) > 1
+        for holder in shared.holders
+    ]
+    if not holders:
+        return None
+    own = b"".join(
+        _digest(modules[stage].get_parameter(name))
+        if stage in modules and world.copy == 0
+        else bytes(_DIGEST_BYTES)
+        for _, (stage, name) in holders
+    )
+    gathered = world.gathered(own)
+
+    def of(place: int) -> bytes:
+        at = slice(place * _DIGEST_BYTES, (place + 1) * _DIGEST_BYTES)
+        return max(content[at] for content in gathered)
+
+    digests = {holder: of(place) for place, (_, holder) in enumerate(holders)}
+    for first, other in holders:
+        if digests[first] != digests[other]:
+            return (
+                f"{first[1]} of stage {first[0]} and {other[1]} of stage {other[0]} are one shared "
+                f"parameter, but their values differ; those of stage {first[0]} are saved."
+            )
+    return None

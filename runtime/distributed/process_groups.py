@@ -1,0 +1,325 @@
+"""Rank and settings -> the process groups of a run, and a key-value store that its ranks share.
+
+`join` connects the ranks over gloo at rank 0's address and exchanges their resources. All ranks
+share two groups; with replicas, each rank also has a group for its pipeline and one for the ranks
+with the same stages.
+
+Through the `SharedStore`, a rank posts or reads short texts at any moment and from any thread,
+without a collective and without waiting for other ranks.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import _get_default_store
+
+from ..config.batch_layout import stage_replicas
+from ..config.settings import Settings, SettingsError
+from ..errors import TransportError
+from ..plan.plan import Plan
+from ..plan.trust import untrusted
+from ..transports.mpi import forget_segments, share_store
+from .cpu_affinity import Machine, RankResources, check_alike, find_machine, own_seat, seat_from
+from .ranks import ALONE, Grid, RankInfo
+from .rendezvous import (
+    VARIABLES,
+    address_of,
+    call_roll,
+    choose_interface,
+    joining_error,
+    name_interface,
+    open_store,
+)
+
+
+@dataclass(frozen=True)
+class World:
+    """The ranks of a run, and the process groups of this rank.
+
+    place: this rank among the others.
+    control: group of all ranks, for collectives between segments; None for a lone rank.
+    metrics: group of all ranks, for metrics on their way to rank 0; None for a lone rank.
+    machine: the cores, threads and device of this rank.
+    replicas: the number of pipelines.
+    own: group of this rank's pipeline, if there are several replicas; None if it has one rank.
+    copies: group of the ranks with the same stages; None without others.
+    ranks_of_stage: where single stages have replicas, the ranks of each stage, as for `Grid`.
+    holders: the groups of this rank's tied parameters, by their number in the plan; only where
+        single stages have replicas.
+    """
+
+    place: RankInfo = ALONE
+    control: dist.ProcessGroup | None = None
+    metrics: dist.ProcessGroup | None = field(default=None)
+    machine: Machine = field(default_factory=Machine)
+    replicas: int = 1
+    own: dist.ProcessGroup | None = None
+    copies: dist.ProcessGroup | None = None
+    ranks_of_stage: tuple[tuple[int, ...], ...] = ()
+    holders: Mapping[int, dist.ProcessGroup] = field(default_factory=dict)
+
+    @property
+    def rank(self) -> int:
+        return self.place.rank
+
+    @property
+    def ranks(self) -> int:
+        return self.place.ranks
+
+    @property
+    def grid(self) -> Grid:
+        return Grid(self.ranks // self.replicas, self.replicas, self.ranks_of_stage)
+
+    @property
+    def replica(self) -> int:
+        return self.grid.replica_of(self.rank)
+
+    @property
+    def copy(self) -> int:
+        """The index of this rank among the ranks with the same stages."""
+        return self.grid.copy_of(self.rank)
+
+    @property
+    def pipeline_rank(self) -> int:
+        """The rank within the pipeline, which schedules and channels use."""
+        return self.grid.rank_of(self.rank)
+
+    @property
+    def pipeline(self) -> dist.ProcessGroup | None:
+        """The group of this rank's pipeline; None if it has one rank."""
+        return self.own if self.replicas > 1 else self.control
+
+    def text_of_first(self, text: str = "") -> str:
+        """Broadcasts the text of rank 0 to every rank."""
+        if self.control is None:
+            return text
+        size = torch.tensor([len(text.encode())])
+        dist.broadcast(size, src=0, group=self.control)
+        content = torch.zeros(int(size), dtype=torch.uint8)
+        if self.rank == 0:
+            content = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        dist.broadcast(content, src=0, group=self.control)
+        return bytes(content.tolist()).decode()
+
+    def sums(self, values: list[float]) -> list[float]:
+        """The sum of each value over all ranks."""
+        if self.control is None:
+            return values
+        summed = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(summed, group=self.control)
+        result: list[float] = summed.tolist()
+        return result
+
+    def gathered(self, content: bytes) -> list[bytes]:
+        """The content of each rank; all must have the same length."""
+        return [content] if self.control is None else gather_alike(content, self.ranks)
+
+    def gathered_from_copies(self, content: bytes) -> list[bytes]:
+        """The content of each rank with the same stages, by replica; all of the same length."""
+        if self.copies is None:
+            return [content]
+        return gather_alike(content, len(self.grid.copies_of(self.rank)), self.copies)
+
+    def meet(self) -> None:
+        """Returns when every rank has called it."""
+        self.sums([0.0])
+
+
+def join(place: RankInfo, settings: Settings, plan: Plan, code: Mapping[str, str]) -> World:
+    """Connects to the other ranks over gloo and pins this rank to its cores.
+
+    With the transport `mpi`, the ranks exchange rank 0's address over MPI. `code` has the SHA-256
+    of the stages' files.
+
+    Raises TransportError when the ranks cannot be reached in time; SettingsError when rank 0's
+    address is unknown, when the ranks have different versions, or when a host has too few GPUs;
+    TrustError when no host trusts the folder's code.
+    """
+    over_mpi = settings.transport == "mpi"
+    if not place.head and not over_mpi:
+        raise SettingsError(
+            f"the address of rank 0 is unknown: {place.launcher} does not provide it, and the "
+            f"{place.ranks} ranks are on several hosts.",
+            "Give --master-addr HOST, the name or address of the first host.",
+        )
+    interface = choose_interface(place, settings.interface)
+    name_interface(interface, asked=settings.interface is not None)
+    timeout_s = settings.patience_s
+    try:
+        if over_mpi:
+            head = place.head or address_of(interface) or socket.gethostname()
+            store = share_store(place.rank, place.ranks, head, timeout_s)
+        else:
+            store = open_store(place, timeout_s)
+        store = call_roll(store, place, timeout_s)
+        if over_mpi:
+            forget_segments()
+        dist.init_process_group(
+            "gloo",
+            store=store,
+            rank=place.rank,
+            world_size=place.ranks,
+            timeout=datetime.timedelta(seconds=timeout_s),
+        )
+        seats = _seats(own_seat(settings, plan, code), place.ranks)
+    except (dist.DistError, RuntimeError, ValueError) as error:
+        raise joining_error(place, timeout_s, str(error)) from error
+    check_alike(seats)
+    if not any(seat.trusted for seat in seats):  # they all have the same code
+        raise untrusted(settings.folder)
+    machine = find_machine(settings, plan, seats, place.rank)
+    # Metrics may wait for as long as a step takes; the pipeline's own timeouts end a hang.
+    patient = datetime.timedelta(days=1)
+    metrics = dist.new_group(timeout=patient, backend="gloo")
+    machine.pin()
+    machine = replace(machine, launcher=place.launcher, interface=os.environ.get(VARIABLES[0], ""))
+    world = World(
+        place,
+        dist.group.WORLD,
+        metrics,
+        machine,
+        settings.replicas or 1,
+        ranks_of_stage=stage_replicas(plan, settings),
+    )
+    return _in_groups(world, plan, datetime.timedelta(seconds=timeout_s))
+
+
+def stay_alone(settings: Settings, plan: Plan, code: Mapping[str, str]) -> World:
+    """The world of a lone rank."""
+    return World(machine=find_machine(settings, plan, [own_seat(settings, plan, code)], 0))
+
+
+def leave() -> None:
+    """Leaves the process groups."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _seats(own: RankResources, ranks: int) -> list[RankResources]:
+    content = own.to_bytes()
+    longest = max(
+        int.from_bytes(size, "big") for size in gather_alike(len(content).to_bytes(4, "big"), ranks)
+    )
+    return [seat_from(part) for part in gather_alike(content.ljust(longest), ranks)]
+
+
+def _in_groups(world: World, plan: Plan, timeout: datetime.timedelta) -> World:
+    """The world with the groups of this rank's pipeline, of the ranks with its stages, and of the
+    holders of its tied parameters.
+
+    Only the members of a group create it, so a rank that is in none creates one of itself: torch
+    names a group by its ranks and by the number of groups that a process has created.
+    """
+    grid, rank = world.grid, world.rank
+
+    def group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
+        group: dist.ProcessGroup = dist.new_group(
+            list(ranks), timeout=timeout, backend="gloo", use_local_synchronization=True
+        )
+        return group
+
+    if grid.most_copies == 1:
+        return world
+    if not grid.ranks_of_stage:
+        own = group_of(grid.pipeline_of(rank)) if grid.ranks > 1 else None
+        return replace(world, own=own, copies=group_of(grid.copies_of(rank)))
+    copies = group_of(grid.copies_of(rank))
+    holders = {
+        number: grid.holders_of(shared.stages)
+        for number, shared in enumerate(plan.shared)
+        if len(shared.stages) > 1
+    }
+    groups = {
+        ranks: group_of(ranks if rank in ranks else (rank,))
+        for ranks in dict.fromkeys(holders.values())
+    }
+    return replace(
+        world,
+        copies=copies if len(grid.copies_of(rank)) > 1 else None,
+        holders={number: groups[ranks] for number, ranks in holders.items() if rank in ranks},
+    )
+
+
+def gather_alike(content: bytes, ranks: int, group: dist.ProcessGroup | None = None) -> list[bytes]:
+    """The content of each rank of a group; all must have the same length."""
+    own = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    parts = [torch.zeros_like(own) for _ in range(ranks)]
+    dist.all_gather(parts, own, group=group)
+    return [bytes(part.tolist()) for part in parts]
+
+
+_LOOK_S = 0.02
+
+
+class SharedStore:
+    """A key-value store of short texts that all ranks of a run share; each key is set once."""
+
+    def __init__(self, world: World) -> None:
+        self._rank, self._ranks = world.rank, world.ranks
+        self._store: Store | None = None
+        if world.control is not None:
+            self._store = PrefixStore("asyncpipe", _get_default_store())
+        self._own: dict[str, str] = {}
+
+    def post(self, key: str, text: str) -> None:
+        """Sets a text for all ranks to read."""
+        if self._store is None:
+            self._own[key] = text
+        else:
+            self._store.set(key, text)
+
+    def read(self, key: str) -> str | None:
+        """The text under a key; None if it has not been set yet."""
+        if self._store is None:
+            return self._own.get(key)
+        if not self._store.check([key]):
+            return None
+        content: bytes = self._store.get(key)
+        return content.decode()
+
+    def post_own(self, key: str, text: str) -> None:
+        """Sets this rank's text under a key for which every rank sets one."""
+        self.post(f"{key}/{self._rank}", text)
+
+    def gathered(
+        self, key: str, *, wait_s: float, is_over: Callable[[], bool] = lambda: False
+    ) -> Sequence[str]:
+        """Waits for the texts that all ranks set under a key; returns them by rank.
+
+        Returns nothing if `is_over` becomes true meanwhile. Raises TransportError on a timeout.
+        """
+        texts: list[str] = []
+        for rank in range(self._ranks):
+            text = self.awaited(f"{key}/{rank}", rank, wait_s=wait_s, is_over=is_over)
+            if text is None:
+                return ()
+            texts.append(text)
+        return texts
+
+    def awaited(
+        self, key: str, of: int, *, wait_s: float, is_over: Callable[[], bool] = lambda: False
+    ) -> str | None:
+        """Waits for a text that the rank `of` sets.
+
+        Returns None if `is_over` becomes true meanwhile. Raises TransportError on a timeout.
+        """
+        end_s = time.monotonic() + wait_s
+        while (text := self.read(key)) is None:
+            if is_over():
+                return None
+            if time.monotonic() > end_s:
+                raise TransportError(
+                    f"rank {self._rank} timed out after {wait_s:g} s waiting for rank {of} to post "
+                    f"{key}."
+                )
+            time.sleep(_LOOK_S)
+        return text

@@ -1,0 +1,380 @@
+"""Launcher's environment and replicas -> each process's rank, replica and host.
+
+Ranks: torchrun, srun, Open MPI and MPICH (and Intel MPI) set environment variables with a process's
+rank; without a launcher, the command starts its ranks as torchrun does. `--master-addr` adds what a
+launcher leaves out, such as rank 0's address under mpirun.
+
+Replicas:
+
+    process         0      1      2      3          replicas 2, ranks 2
+    replica         0      0      1      1
+    pipeline rank   0      1      0      1
+
+Ranks of a pipeline are neighbors, so a launcher that fills one host after the other keeps a
+pipeline on one host where possible: boundary tensors travel at every micro-batch, gradients once a
+step. Where single stages have replicas, there is one pipeline, whose ranks are the processes:
+
+    process         0      1      2          stage 0 on ranks 0 and 1, stage 1 on rank 2
+    copy            0      1      0          of its stage
+
+Descriptions: the ranks of each host in words, and a warning if they differ from the plan.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, groupby, repeat
+from typing import Any, TypeVar
+
+from ..config.batch_layout import describe_stages
+from ..plan.plan import Plan
+from ..schedule.schedule import Schedule
+from ..transports.choose import TransportChoice
+from .cpu_affinity import Machine
+
+DEFAULT_PORT = 29500
+"""The default port of the rendezvous across hosts, as in torchrun."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankInfo:
+    """A process's rank, globally and on its host, and rank 0's address.
+
+    rank, ranks: the rank among all processes, and their number.
+    local_rank, local_ranks: the same on this host.
+    head, port: rank 0's address; `head` is "" if it is unknown.
+    launcher: the name of the launcher.
+    shares_store: True if torch's elastic agent serves the store of the rendezvous.
+    attempt, restarts: the number of this attempt, and how often the agent restarts the ranks.
+    """
+
+    rank: int
+    ranks: int
+    local_rank: int
+    local_ranks: int
+    head: str = "127.0.0.1"
+    port: int = 0
+    launcher: str = ""
+    shares_store: bool = False
+    attempt: int = 0
+    restarts: int = 0
+
+    @property
+    def all_local(self) -> bool:
+        return self.local_ranks == self.ranks
+
+
+ALONE = RankInfo(rank=0, ranks=1, local_rank=0, local_ranks=1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Launcher:
+    """The environment variables of one launcher.
+
+    job: variables with the same value in all processes of a run.
+    """
+
+    name: str
+    rank: str
+    ranks: str
+    local_rank: str
+    local_ranks: str
+    job: tuple[str, ...]
+
+
+_LAUNCHERS = (
+    _Launcher(
+        "torchrun",
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        ("TORCHELASTIC_RUN_ID",),
+    ),
+    _Launcher(
+        "mpirun",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        ("PMIX_NAMESPACE",),
+    ),
+    # Before Slurm's: in a Slurm job, MPICH's mpirun starts its ranks through one task per host.
+    # Ranks of srun --mpi=pmi2 also have PMI_RANK, but no MPI_LOCALRANKID.
+    _Launcher("mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", ()),
+    _Launcher(
+        "srun",
+        "SLURM_PROCID",
+        "SLURM_STEP_NUM_TASKS",
+        "SLURM_LOCALID",
+        "SLURM_STEP_TASKS_PER_NODE",
+        ("SLURM_JOB_ID", "SLURM_STEP_ID"),
+    ),
+)
+
+
+def find_place(
+    environment: Mapping[str, str],
+    *,
+    master_addr: str | None = None,
+    master_port: int | None = None,
+) -> RankInfo | None:
+    """The rank that a launcher gave this process, or None if no launcher started it.
+
+    A lone task of srun, as in an interactive job, counts as no launcher: the command starts its own
+    ranks there. `master_addr` and `master_port` override the launcher's. The head is "" if there
+    are several hosts and rank 0's address is unknown.
+
+    >>> find_place({"RANK": "1", "WORLD_SIZE": "4", "MASTER_PORT": "29500"}).rank
+    1
+    """
+    for launcher in _LAUNCHERS:
+        needed = {launcher.rank, launcher.ranks}
+        if "SLURM_PROCID" in environment:
+            needed.add(launcher.local_rank)
+        if needed <= environment.keys():
+            if launcher.name == "srun" and environment[launcher.ranks] == "1":
+                return None
+            return _place(launcher, environment, master_addr, master_port)
+    return None
+
+
+def _place(
+    launcher: _Launcher,
+    environment: Mapping[str, str],
+    master_addr: str | None,
+    master_port: int | None,
+) -> RankInfo:
+    rank, ranks = int(environment[launcher.rank]), int(environment[launcher.ranks])
+    local_rank = int(environment.get(launcher.local_rank, rank))
+    local_ranks = _local_ranks(launcher, environment, ranks)
+    head = master_addr or environment.get("MASTER_ADDR")
+    if head is None and launcher.name == "srun":
+        head = first_host(environment.get("SLURM_STEP_NODELIST", ""))
+    if head is None:
+        head = "127.0.0.1" if local_ranks == ranks else ""
+    port = master_port or environment.get("MASTER_PORT")
+    if port is None:
+        job = ".".join(environment[name] for name in launcher.job if name in environment)
+        port = _port_of(job, on_one_host=local_ranks == ranks)
+    return RankInfo(
+        rank=rank,
+        ranks=ranks,
+        local_rank=local_rank,
+        local_ranks=local_ranks,
+        head=head,
+        port=int(port),
+        launcher=launcher.name,
+        **(_of_agent(environment) if launcher.name == "torchrun" else {}),
+    )
+
+
+def _of_agent(environment: Mapping[str, str]) -> dict[str, Any]:
+    return {
+        "shares_store": environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        "attempt": int(environment.get("TORCHELASTIC_RESTART_COUNT", 0)),
+        "restarts": int(environment.get("TORCHELASTIC_MAX_RESTARTS", 0)),
+    }
+
+
+def _local_ranks(launcher: _Launcher, environment: Mapping[str, str], ranks: int) -> int:
+    said = environment.get(launcher.local_ranks)
+    if launcher.name == "srun":
+        node = int(environment.get("SLURM_NODEID", "0"))
+        by_node = tasks_per_node(said or environment.get("SLURM_TASKS_PER_NODE", ""))
+        if node < len(by_node):
+            return by_node[node]
+        by_option = environment.get("SLURM_NTASKS_PER_NODE", "")
+        return min(ranks, int(by_option)) if by_option.isdigit() else ranks
+    return int(said) if said else ranks
+
+
+def tasks_per_node(text: str) -> tuple[int, ...]:
+    """Slurm's tasks per node, expanded from its short form.
+
+    >>> tasks_per_node("2(x3),1")
+    (2, 2, 2, 1)
+    """
+    parts = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    return tuple(chain.from_iterable(repeat(int(n), int(times or 1)) for n, times in parts))
+
+
+def first_host(nodes: str) -> str | None:
+    """The first host of a Slurm node list.
+
+    >>> first_host("gpu-a[03-05,11],gpu-b1"), first_host("r[1-2]n[01-16]-ib")
+    ('gpu-a03', 'r1n01-ib')
+    """
+    first = re.match(r"(?:[^\[,]|\[[^\]]*\])+", nodes)
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0]) if first else None
+
+
+def _port_of(job: str, *, on_one_host: bool) -> int:
+    """A port that all processes of a job derive from its name alone; below the ports that operating
+    systems assign to clients."""
+    if not job and not on_one_host:
+        return DEFAULT_PORT
+    name = job or str(os.getppid())
+    return 20_000 + int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") % 10_000
+
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """The processes of a run as pipelines and ranks.
+
+    ranks: ranks per pipeline.
+    replicas: the number of pipelines.
+    ranks_of_stage: where single stages have replicas, the ranks of each stage of the one pipeline.
+
+    >>> grid = Grid(ranks=4, replicas=2)
+    >>> grid.replica_of(5), grid.rank_of(5)
+    (1, 1)
+    >>> grid.pipeline_of(5), grid.copies_of(5)
+    ((4, 5, 6, 7), (1, 5))
+    >>> grid = Grid(ranks=3, ranks_of_stage=((0, 1), (2,)))
+    >>> grid.copies_of(1), grid.copy_of(1), grid.share_of(1, "abcde")
+    ((0, 1), 1, 'bd')
+    """
+
+    ranks: int
+    replicas: int = 1
+    ranks_of_stage: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def processes(self) -> int:
+        return self.ranks * self.replicas
+
+    def replica_of(self, process: int) -> int:
+        return process // self.ranks
+
+    def rank_of(self, process: int) -> int:
+        """The rank within the process's pipeline."""
+        return process % self.ranks
+
+    def first_of(self, replica: int) -> int:
+        """The first process of a replica."""
+        return replica * self.ranks
+
+    def pipeline_of(self, process: int) -> tuple[int, ...]:
+        """The processes of the same replica."""
+        first = self.first_of(self.replica_of(process))
+        return tuple(range(first, first + self.ranks))
+
+    def copies_of(self, process: int) -> tuple[int, ...]:
+        """The processes that have the same stages, one per replica."""
+        for ranks in self.ranks_of_stage:
+            if process in ranks:
+                return ranks
+        return tuple(range(self.rank_of(process), self.processes, self.ranks))
+
+    def copy_of(self, process: int) -> int:
+        """The index of a process in its `copies_of`."""
+        return self.copies_of(process).index(process)
+
+    @property
+    def most_copies(self) -> int:
+        """The largest number of processes that have the same stages."""
+        return max(map(len, self.ranks_of_stage), default=self.replicas)
+
+    def holders_of(self, stages: Iterable[int]) -> tuple[int, ...]:
+        """The processes of the given stages, where single stages have replicas."""
+        return tuple(sorted(rank for stage in stages for rank in self.ranks_of_stage[stage]))
+
+    def share_of(self, process: int, of_pipeline: Sequence[Item]) -> Sequence[Item]:
+        """The items of the micro-batches that a process runs, out of one item per micro-batch."""
+        if not self.ranks_of_stage:
+            return of_pipeline
+        return of_pipeline[self.copy_of(process) :: len(self.copies_of(process))]
+
+    def stages_of(self, process: int, schedule: Schedule) -> tuple[int, ...]:
+        """The stages of a process."""
+        return schedule.stages_of(self.rank_of(process))
+
+    def whose(self, process: int) -> str:
+        """The replica of a process, as a suffix to its stages: ` of replica 1`, or ""."""
+        return f" of replica {self.copy_of(process)}" if len(self.copies_of(process)) > 1 else ""
+
+
+def grid_of(schedule: Schedule, replicas: int | None) -> Grid:
+    """The grid of a pipeline's schedule and its replicas (default 1)."""
+    return Grid(len(schedule.ranks), replicas or 1, schedule.replicas)
+
+
+_FEW = 8
+
+
+def describe_ranks(grid: Grid, transport: TransportChoice, machine: Machine) -> str:
+    """The number of processes, their launcher and transport, and the cores of each."""
+    threads = f"{machine.threads} thread{'s' if machine.threads > 1 else ''}"
+    ranks = grid.processes
+    origin = f" ({machine.threads_from})" if machine.threads_from == "OMP_NUM_THREADS" else ""
+    if ranks == 1:
+        return f"1 process, all stages in it · {threads} of {machine.cores} cores{origin}"
+    hosts = dict.fromkeys(machine.host_of_rank)
+    several = len(hosts) > 1
+    whole = f", {grid.replicas} replicas of {grid.ranks}" if grid.replicas > 1 else ""
+    if grid.ranks_of_stage:
+        whole = f", {describe_stages(grid.ranks_of_stage)}"
+    if grid.ranks == 1:
+        whole = ", all stages in each"
+    head = f"{ranks} processes{whole}" + (f" on {len(hosts)} hosts" if several else "")
+    if machine.launcher:
+        head += f" by {machine.launcher}"
+    means = f"{transport.name} over {machine.interface}" if several else str(transport)
+    where = f" of {machine.host_of_rank[0]}" if several else ""
+    if machine.pins:
+        shown = machine.pins if len(machine.pins) <= _FEW else (*machine.pins[:3], "..")
+        cores = f"pinned to cores {', '.join(shown)}{where}"
+    else:
+        cores = f"{machine.cores} cores on {'these hosts' if several else 'this machine'}"
+    return f"{head} · {means} · {threads} each{origin}, {cores}"
+
+
+def describe_placement(plan: Plan, schedule: Schedule, machine: Machine) -> str:
+    """The ranks of each host and the boundaries that cross hosts; "" for a single host."""
+    hosts = machine.host_of_rank
+    if len(set(hosts)) < 2:
+        return ""
+    pairs = {(each.source, target) for each in plan.boundaries for target in each.targets}
+    crossing = sum(
+        any(hosts[ranks[source]] != hosts[ranks[target]] for ranks in schedule.placements)
+        for source, target in pairs
+    )
+    verb = "crosses" if crossing == 1 else "cross"
+    return f"{_ranks_of_hosts(hosts)} · {crossing} of {len(pairs)} boundaries {verb} hosts"
+
+
+def placement_warning(plan: Plan, machine: Machine) -> str:
+    """A warning if the ranks are on other hosts than the plan assumes; "" otherwise."""
+    planned = [spec.host for spec in plan.setting.ranks]
+    hosts = machine.host_of_rank
+    if len(set(planned)) < 2 or len(planned) != len(hosts):
+        return ""
+    if _pattern(planned) == _pattern(hosts):
+        return ""
+    return (
+        f"the plan was made for {_ranks_of_hosts(planned)}, but there are "
+        f"{_ranks_of_hosts(hosts)}: other boundaries cross hosts than planned."
+    )
+
+
+def _pattern(hosts: Sequence[str]) -> list[int]:
+    """Hosts as numbers in the order of their first rank."""
+    known = list(dict.fromkeys(hosts))
+    return [known.index(host) for host in hosts]
+
+
+def _ranks_of_hosts(hosts: Sequence[str]) -> str:
+    """`ranks 0-1 on a, 2 on b`."""
+    parts = []
+    for host, group in groupby(range(len(hosts)), key=lambda rank: hosts[rank]):
+        own = list(group)
+        parts.append(f"{own[0]}-{own[-1]} on {host}" if len(own) > 1 else f"{own[0]} on {host}")
+    return f"ranks {', '.join(parts)}"

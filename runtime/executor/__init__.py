@@ -1,0 +1,1 @@
+"""Runs the schedule of one rank: forwards, backwards and messages of its stages."""

@@ -1,0 +1,330 @@
+"""A generated folder -> the modules of its stages, with their weights.
+
+`load` puts all stages into one process as a `Pipe`: the original model again, in pieces, for
+checks, evaluation and export. It runs the same files that the pipeline trains.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ..data.task import named_inputs, sizes_of
+from ..errors import DataError, PlanError
+from ..import_path import add_own_folder
+from ..plan.plan import NO_WEIGHTS, Plan, StageSpec, file_hash, read_plan, verify_evaluates
+from ..plan.structure import rebuilt
+from ..plan.trust import own_modules
+from ..tensor_files import read_tensors, write_shard
+from ..user_code import hashed_name, import_file, source_of
+
+
+class ChangedCodeError(PlanError):
+    """A stage whose file is not the one that was checked when the run began."""
+
+
+CONSTANTS = "_constants."
+"""Prefix, in a generated folder's weights, of values that no state_dict holds."""
+
+
+def load_stage(
+    folder: str | Path,
+    plan: Plan,
+    index: int,
+    *,
+    weights: str | Path | None = None,
+    device: str | torch.device = "cpu",
+    code: Mapping[str, str] | None = None,
+) -> nn.Module:
+    """Builds stage `index` of a generated folder and loads its tensors.
+
+    `weights` is a safetensors file or folder of the original model; by default the folder's own
+    weights. Each stage reads only its own tensors. `code` is as for `load_stage_class`. Raises
+    PlanError if the folder lacks the stage or has no weights, DataError if the weights belong to
+    another model.
+    """
+    folder = Path(folder)
+    spec = plan.stages[index]
+    own = folder / "weights"
+    if weights is None and not own.is_dir():
+        raise PlanError(
+            f"{folder} holds no weights: {_why_none(plan)}.",
+            "Give some with --init-from (weights= in Python), or partition the model again"
+            f"{_without(plan)}.",
+        )
+    with SkipRandomInit():
+        module = load_stage_class(folder, spec, code)()
+    aliases = shared_names(plan)
+    _fill(module, weights or own, aliases, plan)
+    _fill_constants(module, own, plan)
+    return module.to(device)
+
+
+def load_unused(
+    folder: str | Path, plan: Plan, *, weights: str | Path | None = None
+) -> dict[str, Tensor]:
+    """The tensors of the original's state_dict that no stage needs, as far as they are stored."""
+    path = Path(weights) if weights is not None else Path(folder) / "weights"
+    if not plan.unused:
+        return {}
+    return read_tensors(path, plan.unused, shared_names(plan), optional=frozenset(plan.unused))
+
+
+def load_stage_class(
+    folder: str | Path, spec: StageSpec, code: Mapping[str, str] | None = None
+) -> type[nn.Module]:
+    """The class of a generated stage, imported from its file.
+
+    Raises ChangedCodeError if `code`, the SHA-256 of each file, differs from the file's.
+    """
+    module = _import_stage(Path(folder) / spec.file, code)
+    stage_class: type[nn.Module] = getattr(module, spec.class_name)
+    return stage_class
+
+
+def is_edited(folder: str | Path, spec: StageSpec) -> bool:
+    """True if the stage's file differs from the generated one."""
+    return file_hash(Path(folder) / spec.file) != spec.sha256
+
+
+def shared_names(plan: Plan) -> dict[str, tuple[str, ...]]:
+    """Each name of a shared parameter -> all names of that parameter."""
+    return {name: shared.names for shared in plan.shared for name in shared.names}
+
+
+def _import_stage(path: Path, code: Mapping[str, str] | None) -> ModuleType:
+    source = source_of(path)
+    loaded = hashlib.sha256(source.encode()).hexdigest()
+    if code is not None and (checked := code.get(path.name, "none")) != loaded:
+        raise ChangedCodeError(
+            f"{path} is not the file that was checked when the run began: its SHA-256 is "
+            f"{loaded[:8]}, and was {checked[:8]}.",
+            "Start again when nothing writes to the folder, with the same files on all hosts.",
+        )
+    for module in own_modules(path.parent, path.name).values():
+        add_own_folder(module.parent)
+    try:
+        return import_file(path, hashed_name("asyncpipe_generated", path), source)
+    except Exception as error:
+        raise PlanError(
+            f"{path} cannot be imported: {type(error).__name__}: {error}.",
+            "Undo the edit, or partition the model again with --force.",
+        ) from error
+
+
+class SkipRandomInit(TorchFunctionMode):
+    """Leaves fresh parameters uninitialised: every one of them is about to be read from a file."""
+
+    # Those of torch.nn.init are seen here in place of the methods that they call.
+    _SKIPPED = frozenset(
+        {
+            *("uniform_", "normal_", "trunc_normal_"),
+            *("kaiming_uniform_", "kaiming_normal_", "xavier_uniform_", "xavier_normal_"),
+        }
+    )
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if getattr(func, "__name__", "") in self._SKIPPED:
+            return args[0] if args else (kwargs or {})["tensor"]
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def _fill(
+    module: nn.Module, path: str | Path, aliases: Mapping[str, tuple[str, ...]], plan: Plan
+) -> None:
+    own = module.state_dict(keep_vars=True)
+    buffers = frozenset(name for name, _ in module.named_buffers())
+    read = read_tensors(path, own, aliases, optional=buffers)
+    wrong = [name for name, tensor in read.items() if tensor.shape != own[name].shape]
+    if wrong:
+        name = wrong[0]
+        raise DataError(
+            f"{path} is not of {plan.name} as planned: {len(wrong)} of {len(read)} tensors differ "
+            f"in shape, the first is {name}: {tuple(read[name].shape)} in the file, "
+            f"{tuple(own[name].shape)} in the plan.",
+            "Give weights of the planned model, or partition the model that these belong to.",
+        )
+    for name, tensor in read.items():
+        own[name].copy_(tensor)
+
+
+def _why_none(plan: Plan) -> str:
+    """Why a folder has no weights."""
+    option = NO_WEIGHTS.get(plan.weights)
+    return f"its plan was made with {option}" if option else "its folder weights is missing"
+
+
+def _without(plan: Plan) -> str:
+    option = NO_WEIGHTS.get(plan.weights)
+    return f" without {option}" if option else ""
+
+
+@torch.no_grad()
+def _fill_constants(module: nn.Module, path: Path, plan: Plan) -> None:
+    """Buffers outside the state_dict whose values their constructor cannot make."""
+    held = dict(module.named_buffers()).keys() & set(plan.constants)
+    if not held:
+        return
+    if not path.is_dir():
+        raise PlanError(
+            f"{path.parent} lacks the values of {', '.join(sorted(held)[:3])}, which are in no "
+            f"weights: {_why_none(plan)}.",
+            f"Partition the model again{_without(plan)}.",
+        )
+    for name, tensor in read_tensors(path, [CONSTANTS + name for name in sorted(held)]).items():
+        module.get_buffer(name.removeprefix(CONSTANTS)).copy_(tensor)
+
+
+class Pipe:
+    """The stages of a plan, chained; tied weights are one parameter again.
+
+    Called as the original is, it returns the original's output structure: a dict of its named
+    outputs, a tensor or a tuple.
+    """
+
+    def __init__(
+        self, plan: Plan, stages: list[nn.Module], unused: Mapping[str, Tensor] | None = None
+    ) -> None:
+        self.plan = plan
+        self.stages = stages
+        self.unused = dict(unused or {})
+        _tie(plan, stages)
+
+    def __call__(self, *args: Any, **inputs: Any) -> Any:
+        values = named_inputs(self.plan, args, inputs)
+        sizes = sizes_of(self.plan, values)
+        for spec, stage in zip(self.plan.stages, self.stages, strict=True):
+            values.update(run_stage(spec, stage, values))
+        return rebuilt(self.plan.outputs, values, sizes)
+
+    def train(self, mode: bool = True) -> Pipe:
+        """Raises PlanError for evaluation mode where the plan is for training alone."""
+        if not mode:
+            verify_evaluates(self.plan)
+        for stage in self.stages:
+            stage.train(mode)
+        return self
+
+    def eval(self) -> Pipe:
+        return self.train(False)
+
+    def to(self, *args: Any, **kwargs: Any) -> Pipe:
+        for stage in self.stages:
+            stage.to(*args, **kwargs)
+        _tie(self.plan, self.stages)
+        return self
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Every parameter once, under the name that the original has for it."""
+        place = {key: position for position, key in enumerate(self.plan.state_keys)}
+        first = {
+            name: min(tied.names, key=lambda key: place.get(key, len(place)))
+            for tied in self.plan.shared
+            for name in tied.names
+        }
+        seen: set[int] = set()
+        for stage in self.stages:
+            for name, parameter in stage.named_parameters():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield first.get(name, name), parameter
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return (parameter for _, parameter in self.named_parameters())
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Exactly the keys and values of the original model's state_dict, tied names included."""
+        state = dict(self.unused)
+        for stage in self.stages:
+            state |= stage.state_dict()
+        for shared in self.plan.shared:
+            for name in shared.names:
+                state.setdefault(name, state[shared.holders[0][1]])
+        return {key: state[key] for key in self.plan.state_keys}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Reads the original model's state_dict, or that of a plan with other stages.
+
+        Raises DataError when a key is missing or not the model's, or a shape differs.
+        """
+        own = self.state_dict()
+        absent = [key for key in own if key not in state]
+        if absent:
+            raise DataError(
+                f"the state_dict lacks {len(absent)} of {len(own)} tensors of "
+                f"{self.plan.name}, the first is {absent[0]}."
+            )
+        foreign = [key for key in state if key not in own]
+        if foreign:
+            raise DataError(
+                f"the state_dict has {len(foreign)} tensors that {self.plan.name} lacks, the "
+                f"first is {foreign[0]}."
+            )
+        for key, value in own.items():
+            if state[key].shape != value.shape:
+                raise DataError(
+                    f"{key} is {tuple(state[key].shape)} in the state_dict, "
+                    f"{tuple(value.shape)} in {self.plan.name}."
+                )
+        for stage in self.stages:
+            stage.load_state_dict({key: state[key] for key in stage.state_dict()})
+        self.unused = {key: state[key] for key in self.unused}
+
+    def save_weights(self, folder: str | Path) -> None:
+        """Writes `model.safetensors`, a tied weight once, for `--init-from` and from_pretrained."""
+        borrowed = {name for shared in self.plan.shared for name in shared.names[1:]}
+        state = self.state_dict()
+        own = {name: value for name, value in state.items() if name not in borrowed}
+        write_shard(Path(folder), own, 0, 1)
+
+
+def load(
+    folder: str | Path,
+    *,
+    weights: str | Path | None = None,
+    device: str | torch.device = "cpu",
+) -> Pipe:
+    """Loads a generated folder with all its stages in this process.
+
+    Raises PlanError when the folder is not a generated model, DataError when `weights` are of
+    another model.
+    """
+    plan = read_plan(folder)
+    stages = [
+        load_stage(folder, plan, spec.index, weights=weights, device=device) for spec in plan.stages
+    ]
+    return Pipe(plan, stages, load_unused(folder, plan, weights=weights))
+
+
+def run_stage(spec: StageSpec, stage: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]:
+    """One stage's forward: named values in, named values out."""
+    return spec.named_outputs(stage(*(values[name] for name in spec.inputs)))
+
+
+def _tie(plan: Plan, stages: list[nn.Module]) -> None:
+    """Makes each shared parameter one object, under all names that it has in any stage."""
+    for shared in plan.shared:
+        owner_stage, owner_name = shared.holders[0]
+        owner = dict(stages[owner_stage].named_parameters(remove_duplicate=False)).get(owner_name)
+        if owner is None:  # a buffer, which its stage alone has
+            continue
+        for stage in shared.stages:
+            # A stage may hold the parameter under several of its names.
+            held = {name for name, _ in stages[stage].named_parameters(remove_duplicate=False)}
+            for name in held & set(shared.names):
+                path, _, leaf = name.rpartition(".")
+                setattr(stages[stage].get_submodule(path), leaf, owner)

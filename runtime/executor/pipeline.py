@@ -1,0 +1,455 @@
+"""One rank's stages + a schedule -> a training run: the executor.
+
+One loop runs a rank's actions in order, whatever the schedule. An asynchronous schedule differs
+only in the places of its steps; the staleness methods, whose hooks are called around every action,
+compensate for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Unpack
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import PlanError, ScheduleError, TransportError
+from ..plan.plan import Plan, verify_evaluates
+from ..rng import GeneratorState, micro_batch_seed
+from ..schedule.schedule import Action, Schedule, shared_delay, split_backwards
+from ..staleness import Steps, make_staleness
+from ..staleness.weight_versions import LedgerEntry, Weights, WeightVersions
+from ..transports.protocol import CastingTransport, Handle, Transport
+from .instrumented import Observer, RunRecorder, RunReport, StepOptimizers
+from .mailbox import (
+    GENERATOR_STATE,
+    Mailbox,
+    Sizes,
+    channels_of_each,
+    forward_edges,
+    gradient_edges,
+    shared_stages,
+)
+from .precision import AS_PLANNED, FULL, BoundaryDtypes, Precision
+from .recompute import MiniBatchNorm
+from .run import (
+    Criterion,
+    Feed,
+    FeedOnce,
+    PipelineRun,
+    Program,
+    RunOptions,
+    forward_only,
+    immediate_backward,
+    loss_divisors,
+    loss_of_stage,
+    needed_inputs,
+    output_names,
+    sizes_of_each,
+    version_pairs,
+    window_ends,
+    without_steps,
+)
+from .stage import Stage
+from .tied_parameters import SharedGradients, shared_weights
+from .weight_binding import WeightBinder, gap_to, sampled
+
+__all__ = [
+    "LedgerEntry",
+    "Observer",
+    "Pipeline",
+    "RunReport",
+    "StepOptimizers",
+    "forward_edges",
+    "gradient_edges",
+    "micro_batch_seed",
+    "needed_inputs",
+    "shared_stages",
+]
+
+
+class Pipeline:
+    """One rank of a pipeline: its stages, their weight versions, and its end of the transport.
+
+    - `stages`: this rank's modules by stage
+    - `rank_of_stage`: the rank of each stage, by default one stage a rank
+    - `replicas`: as for Schedule; the observer sums gradients of replicas, and with them those of
+      parameters that stages share
+    - `staleness`: names in `staleness.METHODS`, joined by +; `attach` gives them the optimizers
+    - `criterion`: computes the loss if the model does not, at the last stage that makes a model
+      output
+    - `precision`: the precision of forwards
+    - `dtypes`: the dtypes of boundary tensors
+    - `seed`: the seed of random draws in forwards and in the criterion
+    - `batch_norm_per_step`: update running statistics once a step instead of once a micro-batch
+
+    Raises PlanError if stages and plan do not fit.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        stages: Mapping[int, nn.Module],
+        transport: Transport,
+        *,
+        rank_of_stage: Sequence[int] | None = None,
+        replicas: Sequence[Sequence[int]] = (),
+        staleness: str = "none",
+        criterion: Criterion | None = None,
+        device: str | torch.device = "cpu",
+        precision: Precision = FULL,
+        dtypes: BoundaryDtypes = AS_PLANNED,
+        seed: int = 0,
+        batch_norm_per_step: bool = False,
+    ) -> None:
+        self.plan = plan
+        cast = dtypes.cast(plan)
+        self.transport = CastingTransport(transport, cast) if cast else transport
+        self.rank_of_stage = tuple(rank_of_stage or range(len(plan.stages)))
+        self.replicas = tuple(map(tuple, replicas))
+        self.criterion = criterion
+        self.device = torch.device(device)
+        self.precision = precision
+        self.dtypes = dtypes
+        self.seed = seed
+        ranks = self.replicas or tuple((rank,) for rank in self.rank_of_stage)
+        expected = [j for j, of_stage in enumerate(ranks) if transport.rank in of_stage]
+        if sorted(stages) != expected:
+            raise PlanError(
+                f"rank {transport.rank} was given stages {sorted(stages)} instead of {expected}."
+            )
+        self.stages = {
+            j: Stage(
+                stages[j],
+                plan.stages[j],
+                loss_of=loss_of_stage(plan, j, criterion),
+                precision=precision,
+                batch_norm=MiniBatchNorm(stages[j]) if batch_norm_per_step else None,
+                loss_seed=seed if _may_draw(criterion) else None,
+            )
+            for j in expected
+        }
+        self.weights = {j: WeightVersions(j, stages[j]) for j in expected}
+        self.binders = {
+            j: WeightBinder(weights, make_staleness(staleness), shared_weights(plan, j))
+            for j, weights in self.weights.items()
+        }
+        exchanged = replace(plan, shared=()) if self.replicas else plan
+        self.shared = SharedGradients(exchanged, stages, self.transport)
+        self._model_outputs = output_names(plan)
+        self._needed = needed_inputs(plan, expected, criterion=criterion is not None)
+        self._draws_numbers = any(stage.draws_numbers for stage in plan.stages)
+        self._state_bytes = len(GeneratorState.seeded(self.device, 0, self._draws_numbers).state)
+
+    @property
+    def versions(self) -> dict[int, int]:
+        """Optimizer steps taken so far, by stage."""
+        return {stage: weights.version for stage, weights in self.weights.items()}
+
+    def set_version(self, stage: int, version: int) -> None:
+        """Sets the number of steps of a stage's weights, when a run is resumed."""
+        self.weights[stage].version = version
+
+    def lr_scale(self, stage: int, version: int, name: str | None = None) -> float:
+        """The staleness methods' factor on the learning rate of the step that makes `version`, for
+        the stage's own weights or for the shared weight `name`."""
+        return self.binders[stage].lr_scale(version, name)
+
+    def attach(self, optimizers: Mapping[int, Steps]) -> None:
+        """Gives the staleness methods the optimizers of the stages, which the observer steps."""
+        for stage, steps in optimizers.items():
+            self.binders[stage].attach(steps)
+
+    def run(self, schedule: Schedule, feed: Feed, **options: Unpack[RunOptions]) -> RunReport:
+        """Runs this rank's actions of a lowered schedule.
+
+        `feed` is called once for each micro-batch whose inputs a stage of this rank reads, with its
+        number from `first_micro_batch` on.
+
+        Raises StageError for an exception in a stage's code, TransportError if a tensor does not
+        arrive, PlanError if shared parameters differ at the start, DataError if the feed lacks an
+        input, ScheduleError if the schedule does not fit the stages or ranks.
+        """
+        steps = self.steps(schedule, feed, **options)
+        try:
+            handle = next(steps)
+        except StopIteration as end:
+            report: RunReport = end.value
+            return report
+        steps.close()
+        raise TransportError(
+            f"{handle.channel.waiting(handle.index)}, which lives in the same process.",
+            "Run the ranks' steps() with run_together.",
+        )
+
+    def steps(
+        self, schedule: Schedule, feed: Feed, **options: Unpack[RunOptions]
+    ) -> Generator[Handle, None, RunReport]:
+        """`run` as a generator that yields while a tensor has not arrived, for `run_together`."""
+        run = self._prepare(schedule, feed, options)
+        yield from self.shared.verify_equal()
+        ends = window_ends(run.program)
+        with self._modes(run.training), self._casts_kept(run.training):
+            for position, action in enumerate(run.program):
+                if run.leaves_out(action):
+                    continue
+                match action.kind:
+                    case "F":
+                        yield from self._forward(run, action)
+                    case "B":
+                        if action.stage in ends.get(position, ()):
+                            version = self.weights[action.stage].version + 1
+                            run.recorder.observer.on_last_backward(action.stage, version)
+                        yield from self._backward(run, action)
+                    case "W":
+                        self._weight_backward(run, action)
+                    case "S":
+                        yield from self._step(run, action)
+                    case "SEND_F" | "SEND_B":
+                        run.mailbox.send(action)
+                    case _:
+                        run.mailbox.post(action)
+                for stage in ends.get(position, ()):
+                    version = self.weights[stage].version + 1
+                    self.shared.publish(stage, version)
+                    run.recorder.observer.on_gradients(stage, version)
+        yield from self.shared.drain()
+        run.mailbox.finish()
+        return run.recorder.report()
+
+    @contextmanager
+    def eval_weights(self) -> Iterator[None]:
+        """Inside, the stages have the weights to evaluate and to save; some staleness methods train
+        with others."""
+        with ExitStack() as inside:
+            for binder in self.binders.values():
+                inside.enter_context(binder.eval_weights())
+            yield
+
+    def close(self) -> None:
+        """Waits until everything sent has arrived."""
+        self.transport.close()
+
+    def _prepare(self, schedule: Schedule, feed: Feed, options: RunOptions) -> PipelineRun:
+        training = options.get("training", True)
+        self._check(schedule, training)
+        program = self._program(schedule, options)
+        sizes = sizes_of_each(options.get("sizes") or self.plan.sizes, schedule)
+        for binder in self.binders.values() if training else ():
+            binder.begin(schedule)
+        first_micro_batch = options.get("first_micro_batch", 0)
+        batches = [own.get("batch", 1) for own in sizes]
+        rank, observer = self.transport.rank, options.get("observer") or Observer()
+        return PipelineRun(
+            schedule=schedule,
+            program=program,
+            training=training,
+            feed=FeedOnce(self.plan, feed, self._needed, len(self.stages), self.device, rank),
+            mailbox=self._mailbox(schedule, program, sizes, options),
+            recorder=RunRecorder(observer, keep_events=options.get("record", False)),
+            version_pairs=version_pairs(program, self.versions, first_micro_batch),
+            loss_divisors=loss_divisors(batches, schedule.step_every, options.get("step_samples")),
+            read={},
+            split=split_backwards([program]),
+            immediate_backward=immediate_backward(program),
+            first_micro_batch=first_micro_batch,
+            loss_scale=options.get("loss_scale", 1.0),
+            may=options.get("may"),
+        )
+
+    def _program(self, schedule: Schedule, options: RunOptions) -> Program:
+        """This rank's actions, without those that the options leave out."""
+        program = schedule.ranks[self.transport.rank]
+        if not options.get("training", True):
+            return forward_only(program)
+        if options.get("step", True):
+            return program
+        if not schedule.synchronous:
+            raise ScheduleError(
+                f"{schedule.name} steps between its backwards, so it cannot run without steps.",
+                "Choose a synchronous schedule, such as 1f1b.",
+            )
+        return without_steps(program)
+
+    def _mailbox(
+        self, schedule: Schedule, program: Program, sizes: Sequence[Sizes], options: RunOptions
+    ) -> Mailbox:
+        training, may = options.get("training", True), options.get("may")
+        by_index = channels_of_each(
+            self.plan,
+            schedule,
+            sizes,
+            shared_specs=self.shared.specs,
+            state_bytes=self._state_bytes,
+            dtypes=self.dtypes,
+        )
+        channels = by_index[0]
+        self.shared.open(channels)
+        if not training:
+            channels = tuple(c for c in channels if c.name != GENERATOR_STATE)
+        return Mailbox(
+            channels,
+            self.transport,
+            program,
+            in_flight=schedule.in_flight if training else None,
+            replicas=tuple(map(len, schedule.replicas)),
+            by_index=by_index if len(set(map(id, by_index))) > 1 else (),
+            may=may and (lambda index: may(index // schedule.step_every + 1)),
+        )
+
+    def _forward(self, run: PipelineRun, action: Action) -> Generator[Handle, None, None]:
+        stage = self.stages[action.stage]
+        micro_batch = run.first_micro_batch + action.index
+        fed = run.feed(micro_batch)
+        inputs = {name: fed[name] for name in stage.spec.inputs if name in fed}
+        for channel in run.mailbox.incoming("activation", action.stage):
+            inputs[channel.name] = yield from run.mailbox.take(channel, action.index)
+        state = inputs.pop(GENERATOR_STATE, None)
+        where = action.stage, action.index
+        generator = self._generator(stage, micro_batch, state) if run.training else None
+        recompute = (
+            stage.spec.recompute and stage.has_backward and where not in run.immediate_backward
+        )
+        with run.recorder.timing(action):
+            bound = self._forward_weights(run, where, recompute) if run.training else None
+            outputs, loss = stage.forward(
+                micro_batch,
+                inputs,
+                fed,
+                weights=bound,
+                generator=generator,
+                training=run.training,
+                recompute=recompute,
+                split=where in run.split,
+                window=micro_batch // run.schedule.step_every,
+            )
+        run.mailbox.made(action)
+        for channel in run.mailbox.outgoing("activation", action.stage):
+            if generator and channel.name == GENERATOR_STATE:
+                run.mailbox.put(channel, action.index, generator.state)
+            else:
+                run.mailbox.put(channel, action.index, outputs[channel.name])
+        if made := {name: outputs[name] for name in outputs if name in self._model_outputs}:
+            run.recorder.observer.on_outputs(micro_batch, made)
+        if loss is not None:
+            run.recorder.loss(micro_batch, loss)
+
+    def _backward(self, run: PipelineRun, action: Action) -> Generator[Handle, None, None]:
+        stage, binder = self.stages[action.stage], self.binders[action.stage]
+        micro_batch = run.first_micro_batch + action.index
+        where = action.stage, action.index
+        repeats = stage.is_repeatable(micro_batch)
+        bound = binder.backward(run.version_pairs[where], repeats=repeats)
+        channels = run.mailbox.incoming("gradient", action.stage)
+        if repeats and not all(channel.is_local for channel in channels):
+            # Recompute while the gradient is on its way.
+            with run.recorder.timing(action):
+                stage.recompute(micro_batch, weights=bound)
+        arrived: dict[str, list[Tensor]] = {}
+        for channel in channels:
+            gradient = yield from run.mailbox.take(channel, action.index)
+            arrived.setdefault(channel.name, []).append(gradient)
+        with run.recorder.timing(action):
+            gradients = stage.backward(
+                micro_batch,
+                arrived,
+                weights=bound,
+                loss_divisor=run.loss_divisors[action.index],
+                loss_scale=run.loss_scale,
+            )
+            if where in run.split:
+                self.weights[action.stage].add_gradients(micro_batch)
+            else:
+                self._finish_micro_batch(run, where)
+        run.mailbox.made(action)
+        for channel in run.mailbox.outgoing("gradient", action.stage):
+            run.mailbox.put(channel, action.index, gradients[channel.name])
+
+    def _weight_backward(self, run: PipelineRun, action: Action) -> None:
+        micro_batch = run.first_micro_batch + action.index
+        with run.recorder.timing(action):
+            self.stages[action.stage].weight_backward(micro_batch)
+            self._finish_micro_batch(run, (action.stage, action.index))
+
+    def _forward_weights(
+        self, run: PipelineRun, where: tuple[int, int], recompute: bool
+    ) -> Weights | None:
+        binder, pair = self.binders[where[0]], run.version_pairs[where]
+        bound = binder.forward(pair, repeats=recompute)
+        if run.recorder.observer.wants_gap(pair.backward_version + 1):
+            run.read[where] = sampled(bound or binder.weights.live)
+        return bound
+
+    def _finish_micro_batch(self, run: PipelineRun, where: tuple[int, int]) -> None:
+        weights, pair = self.weights[where[0]], run.version_pairs[where]
+        if read := run.read.pop(where, None):
+            gap = gap_to(weights.live, read)
+            run.recorder.observer.on_gap(where[0], pair.backward_version + 1, gap)
+        run.recorder.ledger_entry(self.binders[where[0]].finish(pair))
+
+    def _step(self, run: PipelineRun, action: Action) -> Generator[Handle, None, None]:
+        version = self.weights[action.stage].version + 1
+        window = run.first_micro_batch // run.schedule.step_every + action.index - 1
+        delay_of = partial(shared_delay, run.schedule)
+        yield from self.shared.collect(action.stage, version, delay_of)
+        with run.recorder.timing(action):
+            self.stages[action.stage].finish_window(window)
+            with self.binders[action.stage].stepping():
+                run.recorder.observer.on_step(action.stage, version)
+            self.precision.forget_casts()
+
+    def _generator(
+        self, stage: Stage, micro_batch: int, state: Tensor | None
+    ) -> GeneratorState | None:
+        if not stage.spec.draws_random:
+            return None
+        if state is None:
+            seed = micro_batch_seed(self.seed, micro_batch)
+            return GeneratorState.seeded(self.device, seed, self._draws_numbers)
+        return GeneratorState(self.device, state, self._draws_numbers)
+
+    def _check(self, schedule: Schedule, training: bool) -> None:
+        asked, has = (each.replicas or each.rank_of_stage for each in (schedule, self))
+        if asked != has:
+            raise ScheduleError(
+                f"the schedule puts stages on ranks {asked}, the pipeline on {has}."
+            )
+        if len(schedule.ranks) > 1 and not schedule.is_lowered:
+            raise ScheduleError(
+                f"the {schedule.name} schedule has no messages.",
+                "Lower it first: lower(schedule, forward_edges(plan), ...).",
+            )
+        if training and self.plan.loss is None and self.criterion is None:
+            raise PlanError(
+                f"{self.plan.name} makes no loss of its own, and no criterion was given.",
+                "Name one with --criterion, such as cross_entropy.",
+            )
+
+    def _casts_kept(self, training: bool) -> AbstractContextManager[None]:
+        """Casts weights once for all micro-batches between two steps. Not if forwards read copies
+        of weights, whose memory is reused for other versions."""
+        is_live = all(binder.is_live for binder in self.binders.values())
+        return self.precision.casts_kept() if training and is_live else nullcontext()
+
+    @contextmanager
+    def _modes(self, training: bool) -> Iterator[None]:
+        """Eval mode and `eval_weights` inside, for a run without training; a training run changes
+        neither."""
+        with ExitStack() as restored:
+            if not training:
+                verify_evaluates(self.plan)
+                restored.enter_context(self.eval_weights())
+                for stage in self.stages.values():
+                    for module in stage.module.modules():
+                        restored.callback(setattr, module, "training", module.training)
+                    stage.module.eval()
+            yield
+
+
+def _may_draw(criterion: Criterion | None) -> bool:
+    """True for a criterion of the user's; those of this package draw no random numbers."""
+    own = __name__.partition(".")[0]
+    return criterion is not None and getattr(criterion, "__module__", "").partition(".")[0] != own

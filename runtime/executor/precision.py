@@ -1,0 +1,170 @@
+"""The precision of forwards (torch.autocast), and the dtypes of boundary tensors.
+
+Weights, gradients and the optimizer keep their dtype; under autocast torch computes matrix products
+and the like in half the bytes. Forwards run in a region of autocast, backwards do not, and the
+results equal those of one region around the whole model.
+
+A plan describes the model as it was captured. Under autocast a stage may make in bfloat16 a tensor
+that is float32 in the plan, and its receiver must continue with that, as the unsplit model does.
+Therefore every rank runs all stages once on fake tensors, which costs no memory and draws no random
+numbers, and finds the same dtypes. Between ranks a tensor and its gradient may be cast to a smaller
+dtype; at both ends it has the dtype that its stage made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..errors import PlanError
+from ..plan.plan import Plan, TensorSpec
+from .loading import SkipRandomInit, load_stage_class, run_stage
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """The dtype of forwards on a kind of device; None for the dtype of the weights."""
+
+    dtype: torch.dtype | None = None
+    device_type: str = "cpu"
+
+    @property
+    def name(self) -> str:
+        """The name in `--precision`."""
+        return "full" if self.dtype is None else str(self.dtype).removeprefix("torch.")
+
+    def computing(self) -> AbstractContextManager[object]:
+        """Wraps a forward and its loss."""
+        if self.dtype is None:
+            return nullcontext()
+        return torch.autocast(self.device_type, dtype=self.dtype)
+
+    @contextmanager
+    def casts_kept(self) -> Iterator[None]:
+        """Inside, a weight is cast once for the forwards of all micro-batches that read it.
+
+        In a region of its own each forward would copy all weights, and the copies of every
+        micro-batch in flight would be kept for its backward.
+        """
+        if self.dtype is None:
+            yield
+            return
+        torch.autocast_increment_nesting()
+        try:
+            yield
+        finally:
+            if torch.autocast_decrement_nesting() == 0:
+                torch.clear_autocast_cache()
+
+    def forget_casts(self) -> None:
+        """Call this when weights have changed."""
+        if self.dtype is not None:
+            torch.clear_autocast_cache()
+
+    def argument(self, tensor: Tensor) -> Tensor:
+        """The tensor that a stage's forward reads for a boundary tensor."""
+        if self.dtype is None or not tensor.requires_grad:
+            return tensor
+        # Autocast keeps one cast of a leaf for all readers, as of a weight, and would add their
+        # gradients in its dtype. In the unsplit model a boundary tensor is not a leaf.
+        return tensor.view_as(tensor)
+
+
+FULL = Precision()
+"""Computes in the dtype of the weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class BoundaryDtypes:
+    """The dtypes of boundary tensors."""
+
+    weights: torch.dtype = torch.float32
+    """The dtype of the plan's float32 tensors."""
+    made: Mapping[str, torch.dtype] = field(default_factory=dict)
+    """Name -> dtype of boundaries whose dtype differs."""
+    crossing: torch.dtype | None = None
+    """The dtype to which wider floating-point tensors are cast between ranks."""
+
+    def at_stages(self, tensor: TensorSpec) -> torch.dtype:
+        planned: torch.dtype = getattr(torch, tensor.dtype)
+        converted = self.weights if planned is torch.float32 else planned
+        return self.made.get(tensor.name, converted)
+
+    def between_ranks(self, tensor: TensorSpec) -> torch.dtype:
+        own = self.at_stages(tensor)
+        is_wider = self.crossing and own.is_floating_point and own.itemsize > self.crossing.itemsize
+        return self.crossing if self.crossing and is_wider else own
+
+    def cast(self, plan: Plan) -> dict[str, torch.dtype]:
+        """The boundaries that are cast between ranks, with their dtypes at their stages."""
+        tensors = [boundary.tensor for boundary in plan.boundaries]
+        return {
+            tensor.name: self.at_stages(tensor)
+            for tensor in tensors
+            if self.between_ranks(tensor) != self.at_stages(tensor)
+        }
+
+
+AS_PLANNED = BoundaryDtypes()
+"""The dtypes of the plan."""
+
+
+def dtypes_of_folder(
+    folder: str | Path, plan: Plan, precision: Precision, code: Mapping[str, str] | None = None
+) -> dict[str, torch.dtype]:
+    """`dtypes_under` for a generated folder; empty if the plan's dtypes hold. `code` is as for
+    `load_stage_class`."""
+    if precision.dtype is None:
+        return {}
+    classes = [load_stage_class(folder, spec, code) for spec in plan.stages]
+    return dtypes_under(precision, plan, classes)
+
+
+def dtypes_under(
+    precision: Precision, plan: Plan, stages: Sequence[Callable[[], nn.Module]]
+) -> dict[str, torch.dtype]:
+    """The dtype of every boundary tensor, found by running all stages on fake tensors. Raises
+    PlanError if a stage cannot run on these."""
+    device = torch.device(precision.device_type)
+    values: dict[str, Any] = {}
+    # The inner mode comes first: reads of values never reach the fake tensors.
+    no_values = _NoValues()  # type: ignore[no-untyped-call]
+    with FakeTensorMode(allow_non_fake_inputs=True), device, no_values, SkipRandomInit():
+        for tensor in plan.inputs:
+            dtype = getattr(torch, tensor.dtype)
+            values[tensor.name] = torch.empty(tensor.resolve(plan.sizes), dtype=dtype)
+        for spec, build in zip(plan.stages, stages, strict=True):
+            try:
+                with precision.computing():
+                    values.update(run_stage(spec, build(), values))
+            except Exception as error:
+                raise PlanError(
+                    f"stage {spec.index} cannot run on fake tensors, so the dtypes that it sends "
+                    f"under {precision.name} are unknown: {type(error).__name__}: {error}",
+                    "--precision full",
+                ) from error
+    names = {boundary.tensor.name for boundary in plan.boundaries}
+    return {name: values[name].dtype for name in sorted(names)}
+
+
+class _NoValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Every number read from a tensor is 0: so the conditions of guards never refuse."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 0.0 if args[0].is_floating_point() else 0
+        return func(*args, **(kwargs or {}))

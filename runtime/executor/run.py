@@ -1,0 +1,340 @@
+"""The parts of a pipeline's run: its options, its inputs and losses, and its program.
+
+A feed is called for whole micro-batches by number. It returns the model inputs that this rank's
+stages read; with a criterion outside the model, also the target. An exception in a generated stage
+is traced to the line of the stage and the author's line that it was generated from: generated
+statements carry that place (`# model.py:34`) at their end or above; a class that stands for several
+modules carries it where it is called.
+"""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import re
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, TypedDict
+
+import torch
+from torch import Tensor, nn
+
+from ..data.task import sizes_of
+from ..errors import DataError, PlanError, ScheduleError
+from ..plan.plan import Plan
+from ..plan.structure import names_in, rebuilt
+from ..schedule.schedule import Action, Schedule
+from ..staleness import VersionPair
+from .instrumented import Observer, RunRecorder
+from .mailbox import Mailbox, Sizes
+
+Values = Mapping[str, Tensor]
+Feed = Callable[[int], Values]
+"""A micro-batch's number -> the model inputs that this rank's stages read, and the `target`."""
+Criterion = Callable[[Any, Tensor], Tensor]
+"""The model's output in its own structure and the target -> the loss."""
+LossOf = Callable[[Values, Values], Tensor]
+"""A stage's outputs and the feed's values -> the loss."""
+
+TARGET = "target"
+"""The name of the criterion's target in a feed."""
+
+
+def needed_inputs(plan: Plan, stages: Sequence[int], *, criterion: bool = False) -> tuple[str, ...]:
+    """The inputs that a feed must give on a rank with these stages; with `criterion` the target,
+    last."""
+    read = {name for stage in stages for name in plan.stages[stage].inputs}
+    names = tuple(spec.name for spec in plan.inputs if spec.name in read)
+    has_target = criterion and plan.loss is None and _loss_stage(plan) in stages
+    return (*names, TARGET) if has_target else names
+
+
+def loss_of_stage(plan: Plan, stage: int, criterion: Criterion | None) -> LossOf | None:
+    """The function that computes the loss at a stage; None for other stages.
+
+    A criterion runs at the last stage that makes a model output; it sees None for outputs of other
+    stages. Raises PlanError if no stage makes the loss.
+    """
+    if stage != _loss_stage(plan):
+        return None
+    if plan.loss is not None:
+        name = plan.loss
+        return lambda outputs, fed: outputs[name]
+    if criterion is None:
+        return None
+    absent = dict.fromkeys(output_names(plan))
+
+    def loss_of(outputs: Values, fed: Values) -> Tensor:
+        result = rebuilt(plan.outputs, {**absent, **outputs}, plan.sizes)
+        loss = criterion(result, fed[TARGET])
+        has_gradient = any(value.requires_grad for value in outputs.values())
+        _verify_loss(loss, torch.is_grad_enabled() and has_gradient)
+        return loss
+
+    return loss_of
+
+
+def _verify_loss(loss: Any, needs_gradient: bool) -> None:
+    """Raises DataError unless a criterion has returned a trainable loss."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        shape = f"a tensor {list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
+        raise DataError(
+            f"the criterion returned {shape}, but a loss is a tensor of one number.",
+            "Return for example losses.mean().",
+        )
+    if needs_gradient and not loss.requires_grad:
+        raise DataError(
+            "the criterion returned a loss without a gradient, so that nothing would be trained.",
+            "Compute the loss without detach(), item() or torch.no_grad().",
+        )
+
+
+def output_names(plan: Plan) -> frozenset[str]:
+    """The names of the values in the model's output."""
+    return frozenset(names_in(plan.outputs))
+
+
+class FeedOnce:
+    """Calls a feed once for each micro-batch, however many stages of the rank read it."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        feed: Feed,
+        needed: Sequence[str],
+        stages: int,
+        device: torch.device,
+        rank: int,
+    ) -> None:
+        self.plan = plan
+        self.feed = feed
+        self.needed = needed
+        self.stages = stages
+        self.device = device
+        self.rank = rank
+        self._kept: dict[int, tuple[int, Values]] = {}
+
+    def __call__(self, micro_batch: int) -> Values:
+        """The values of a micro-batch on the device, for the next stage of this rank.
+
+        Raises DataError if one is missing, or has a shape that does not fit the plan.
+        """
+        if not self.needed:
+            return {}
+        left, values = self._kept.pop(micro_batch, (self.stages, {}))
+        if left == self.stages:
+            values = self._ask(micro_batch)
+        if left > 1:
+            self._kept[micro_batch] = left - 1, values
+        return values
+
+    def _ask(self, micro_batch: int) -> Values:
+        given = self.feed(micro_batch)
+        for name in self.needed:
+            if name not in given:
+                raise DataError(
+                    f'micro-batch {micro_batch} has no "{name}" on rank {self.rank}; '
+                    f"it has {', '.join(given) or 'nothing'}."
+                )
+        sizes_of(self.plan, {name: given[name] for name in self.needed})
+        return {name: given[name].to(self.device) for name in self.needed}
+
+
+def _loss_stage(plan: Plan) -> int:
+    """The stage that makes the loss, or the last model output for a criterion."""
+    names = output_names(plan) if plan.loss is None else {plan.loss}
+    stages = [spec.index for spec in plan.stages if names & set(spec.outputs)]
+    if not stages:
+        wanted = " or ".join(sorted(names)) or "an output"
+        raise PlanError(f"no stage of {plan.name} makes {wanted}.")
+    return stages[-1]
+
+
+_PLACE = re.compile(r"#.*?(\S+\.py:\d+(?:-\d+)?)")
+
+
+def where_in_stage(error: BaseException, module: nn.Module) -> str:
+    """`stage_1.py:48 in forward (residual_mlp.py:34): return self.head(hidden)`; "" for an
+    exception that was not raised through the file of the module's class."""
+    try:
+        file = inspect.getfile(type(module))
+    except (OSError, TypeError):
+        return ""
+    frames = [
+        (frame, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if frame.f_code.co_filename == file
+    ]
+    if not frames:
+        return ""
+    frame, line = frames[-1]
+    places = (_authors_place(file, at, one.f_code.co_firstlineno) for one, at in reversed(frames))
+    author = next(filter(None, places), "")
+    name = re.split(r"[/\\]", file)[-1]
+    of_author = f" ({author})" if author else ""
+    statement = linecache.getline(file, line).partition("  # ")[0].strip()
+    return f"{name}:{line} in {frame.f_code.co_name}{of_author}: {statement}"
+
+
+def _authors_place(file: str, line: int, first: int) -> str:
+    """The nearest place at the end of a line or above it, within the function that begins at
+    `first`."""
+    for number in range(line, first, -1):
+        if found := _PLACE.search(linecache.getline(file, number)):
+            return found[1]
+    return ""
+
+
+Program = tuple[Action, ...]
+
+
+def forward_only(program: Program) -> Program:
+    """The forwards and their messages, for an evaluation."""
+    return tuple(action for action in program if action.kind in ("F", "SEND_F", "RECV_F"))
+
+
+def without_steps(program: Program) -> Program:
+    """All actions but the optimizer steps."""
+    return tuple(action for action in program if action.kind != "S")
+
+
+def version_pairs(
+    program: Program, versions: Mapping[int, int], first_micro_batch: int
+) -> dict[tuple[int, int], VersionPair]:
+    """The versions of each micro-batch at each stage, by stage and the schedule's index.
+
+    `versions` are those of the stages when the program begins.
+    """
+    met: dict[tuple[int, int], list[int]] = {}
+    for action in program:
+        if action.kind in ("F", "B", "W"):
+            assert action.version is not None
+            version = versions[action.stage] + action.version
+            met.setdefault((action.stage, action.index), []).append(version)
+    return {
+        (stage, index): VersionPair(first_micro_batch + index, seen[0], seen[-1])
+        for (stage, index), seen in met.items()
+    }
+
+
+def immediate_backward(program: Program) -> frozenset[tuple[int, int]]:
+    """Stage and index of the micro-batches whose backward is the stage's next action after their
+    forward. Recomputing saves no memory for them."""
+    last: dict[int, Action] = {}
+    found: set[tuple[int, int]] = set()
+    for action in program:
+        if action.kind in ("F", "B", "W"):
+            before = last.get(action.stage)
+            if action.kind == "B" and before and (before.kind, before.index) == ("F", action.index):
+                found.add((action.stage, action.index))
+            last[action.stage] = action
+    return frozenset(found)
+
+
+def loss_divisors(
+    batches: Sequence[int], step_every: int, step_samples: int | None = None
+) -> tuple[int | Fraction, ...]:
+    """Divisors of the mean loss of each micro-batch, so that the sum over one step is the mean over
+    all its samples; `batches` are the micro-batches' samples, `step_samples` those of a step if it
+    has more.
+
+    >>> loss_divisors([4, 4], 2), loss_divisors([3, 1], 2), loss_divisors([4, 4], 2, 16)
+    ((2, 2), (Fraction(4, 3), 4), (4, 4))
+    """
+    divisors: list[int | Fraction] = []
+    for first in range(0, len(batches), step_every):
+        of_step = batches[first : first + step_every]
+        total = step_samples or sum(of_step)
+        for samples in of_step:
+            divisors.append(Fraction(total, samples) if total % samples else total // samples)
+    return tuple(divisors)
+
+
+def window_ends(program: Sequence[Action]) -> dict[int, list[int]]:
+    """Position of the last backward before each step -> its stages; with split backwards, the last
+    B or W."""
+    last_backward: dict[int, int] = {}
+    ends: dict[int, list[int]] = {}
+    for position, action in enumerate(program):
+        if action.kind in ("B", "W"):
+            last_backward[action.stage] = position
+        elif action.kind == "S":
+            ends.setdefault(last_backward[action.stage], []).append(action.stage)
+    return ends
+
+
+May = Callable[[int], bool]
+
+
+class RunOptions(TypedDict, total=False):
+    """The options of one run."""
+
+    first_micro_batch: int
+    """The number of the schedule's first micro-batch (default 0)."""
+    observer: Observer | None
+    """Receives the events of the run."""
+    training: bool
+    """Without, only forwards run, in eval mode and without gradients; weights, versions and random
+    numbers stay as they are (default True)."""
+    sizes: Sizes | Sequence[Sizes] | None
+    """The sizes of the micro-batches, for all or for each one of the schedule (default: the
+    plan's). The loss of a micro-batch with fewer samples counts less, so that the gradient is that
+    of the mean over all samples of a step."""
+    step_samples: int | None
+    """The samples of a step, if other ranks run micro-batches of the same step."""
+    record: bool
+    """Record the time of each action."""
+    loss_scale: float
+    """A factor on the loss for backwards."""
+    step: bool
+    """Without, a synchronous schedule ends before its steps, and the next run adds to its gradients
+    (default True)."""
+    may: May | None
+    """Whether a step, counted from 1 in the schedule, runs; after one that does not, no later one
+    runs, on any rank."""
+
+
+@dataclass
+class PipelineRun:
+    """The state of one run, shared by its actions. Keys are stage and schedule index."""
+
+    schedule: Schedule
+    program: Program
+    training: bool
+    feed: FeedOnce
+    mailbox: Mailbox
+    recorder: RunRecorder
+    version_pairs: dict[tuple[int, int], VersionPair]
+    loss_divisors: Sequence[int | Fraction]
+    read: dict[tuple[int, int], list[Tensor]]
+    """The weights that forwards read, sampled."""
+    split: frozenset[tuple[int, int]]
+    """The split backwards."""
+    immediate_backward: frozenset[tuple[int, int]]
+    """The micro-batches that are not recomputed."""
+    first_micro_batch: int
+    loss_scale: float
+    may: May | None
+
+    def leaves_out(self, action: Action) -> bool:
+        """True for an action of a step that does not run."""
+        if self.may is None:
+            return False
+        is_step = action.kind == "S"
+        return not self.may(
+            action.index if is_step else action.index // self.schedule.step_every + 1
+        )
+
+
+def sizes_of_each(sizes: Sizes | Sequence[Sizes], schedule: Schedule) -> tuple[Sizes, ...]:
+    """The sizes of every micro-batch of the schedule. Raises ScheduleError if some are missing."""
+    if isinstance(sizes, Mapping):
+        return (sizes,) * schedule.micro_batches
+    if len(sizes) != schedule.micro_batches:
+        raise ScheduleError(
+            f"the schedule has {schedule.micro_batches} micro-batches, but there are sizes for "
+            f"{len(sizes)}."
+        )
+    return tuple(sizes)

@@ -1,0 +1,335 @@
+"""A stage's module + its spec -> forward and backward of single micro-batches.
+
+Inputs of a stage are detached from the sender's graph: boundary tensors that need a gradient become
+leaves, and their `.grad` is sent back. Forward keeps these leaves and the outputs that receive a
+gradient; backward frees them. A stage that recomputes keeps only the inputs of a second forward
+(`recompute.py`), and runs it when the backward begins. A split backward (`split_backward.py`)
+leaves the gradients of weights to its second part.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.utils.stateless import _reparametrize_module
+
+from ..errors import AsyncPipeError
+from ..plan.plan import StageSpec
+from ..rng import GeneratorState, drawing_from
+from ..staleness.weight_versions import Weights
+from .precision import FULL, Precision
+from .recompute import Buffers, ChangedParameters, MiniBatchNorm, WrittenArguments, nothing_saved
+from .run import LossOf, Values, where_in_stage
+from .split_backward import SplitBackward
+
+
+class StageError(AsyncPipeError):
+    """An exception in a stage's own code, with the stage and the micro-batch."""
+
+    comes_again = False
+
+
+@dataclass(frozen=True, slots=True)
+class _ForwardInputs:
+    """The inputs of a forward."""
+
+    micro_batch: int
+    leaves: dict[str, Tensor]
+    """The leaves by input name."""
+    arguments: tuple[Tensor, ...]
+    fed: Values
+    """The values of the feed."""
+    weights: Weights | None
+    """The weights that the forward read, and reads again if it is recomputed."""
+    split: SplitBackward | None
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    """The inputs of a backward."""
+
+    leaves: dict[str, Tensor]
+    """The leaves by input name."""
+    roots: dict[str, Tensor]
+    """The outputs that receive a gradient, by name."""
+    loss: Tensor | None
+    weights: Weights | None
+    """The weights in place of the module's."""
+    split: SplitBackward | None
+    """The delayed weight gradients."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Repeatable:
+    """The inputs of a recomputed forward."""
+
+    forward_inputs: _ForwardInputs
+    generator: GeneratorState | None
+    """The state of the random generator at the start of the first forward."""
+    buffers: dict[str, Tensor]
+    """The buffers that the first forward found."""
+    changed: list[Tensor]
+    """The values of the parameters that forwards change."""
+
+
+class Stage:
+    """One stage of a pipeline on its rank. Embeddings get dense gradients of the same values.
+
+    - `loss_of`: computes the loss from the stage's outputs and the feed's values; only one stage
+      has it
+    - `precision`: the precision of the forward and of the loss
+    - `batch_norm`: updates running statistics once a mini-batch
+    - `loss_seed`: the seed of the criterion's random draws, which depend on it and on the
+      micro-batch alone
+
+    A stage without the loss whose outputs need no gradient has no backward: it keeps nothing and
+    never recomputes.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        spec: StageSpec,
+        *,
+        loss_of: LossOf | None = None,
+        precision: Precision = FULL,
+        batch_norm: MiniBatchNorm | None = None,
+        loss_seed: int | None = None,
+    ) -> None:
+        for part in module.modules():
+            if isinstance(part, nn.Embedding | nn.EmbeddingBag):
+                part.sparse = False  # Clipping, exchanges and most optimizers need dense gradients.
+        self.module = module
+        self.spec = spec
+        self.loss_of = loss_of
+        self.precision = precision
+        self.grad_inputs = tuple(b.tensor.name for b in spec.receives if b.tensor.requires_grad)
+        self._grad_outputs = tuple(b.tensor.name for b in spec.sends if b.tensor.requires_grad)
+        self._batch_norm = batch_norm
+        self._loss_seed = loss_seed
+        self.has_backward = loss_of is not None or bool(self._grad_outputs)
+        self._buffers = Buffers(module)
+        self._changed = ChangedParameters(module, spec.changes)
+        self._written = WrittenArguments(spec.inputs)
+        self._kept: dict[int, _InFlight | _Repeatable] = {}
+        self._put_off: dict[int, SplitBackward] = {}
+
+    @property
+    def in_flight(self) -> int:
+        """Micro-batches that went forward, and whose backward is not over."""
+        return len(self._kept) + len(self._put_off)
+
+    def forward(
+        self,
+        micro_batch: int,
+        inputs: Values,
+        fed: Values,
+        *,
+        weights: Weights | None = None,
+        generator: GeneratorState | None = None,
+        training: bool = True,
+        recompute: bool = False,
+        split: bool = False,
+        window: int = 0,
+    ) -> tuple[dict[str, Tensor], Tensor | None]:
+        """Runs the module; its outputs by name and the loss if it is made here, both detached.
+
+        `inputs` are model inputs and boundary tensors by name, `fed` what the feed gave,
+        `weights` what to read instead of the module's parameters, `generator` where its random
+        numbers come from, `window` the mini-batch that batch norms count it in. Without
+        `training` nothing is kept for a backward, with `recompute` only what a second forward
+        needs. With `split` a `weight_backward` follows the backward. Raises StageError.
+        """
+        leaves = {
+            name: inputs[name].detach().requires_grad_() for name in self.grad_inputs if training
+        }
+        values = {**inputs, **leaves}
+        arguments = tuple(values[name] for name in self.spec.inputs)
+        put_off = SplitBackward(weights) if split else None
+        forward_inputs = _ForwardInputs(micro_batch, leaves, arguments, fed, weights, put_off)
+        try:
+            if training:
+                with self._counting(window):
+                    outputs, loss = self._forward(micro_batch, forward_inputs, generator, recompute)
+            else:
+                with torch.no_grad():
+                    outputs, loss = self._run(forward_inputs, generator)
+        except Exception as error:
+            raise self._error("forward", micro_batch, error) from error
+        detached = {name: output.detach() for name, output in outputs.items()}
+        return detached, None if loss is None else loss.detach()
+
+    def is_repeatable(self, micro_batch: int) -> bool:
+        """True if a micro-batch's forward will be recomputed."""
+        return isinstance(self._kept[micro_batch], _Repeatable)
+
+    def recompute(self, micro_batch: int, *, weights: Weights | None = None) -> None:
+        """Recomputes the forward of a micro-batch, if it kept only its inputs, with `weights`
+        instead of the module's parameters. Raises StageError."""
+        kept = self._kept[micro_batch]
+        if isinstance(kept, _Repeatable):
+            forward_inputs = replace(kept.forward_inputs, weights=weights)
+            try:
+                self._kept[micro_batch] = self._repeated(
+                    replace(kept, forward_inputs=forward_inputs)
+                )
+            except Exception as error:
+                raise self._error("second forward", micro_batch, error) from error
+
+    def backward(
+        self,
+        micro_batch: int,
+        gradients: Mapping[str, Sequence[Tensor]],
+        *,
+        loss_divisor: int | Fraction,
+        loss_scale: float = 1.0,
+        weights: Weights | None = None,
+    ) -> dict[str, Tensor]:
+        """Adds to the weights' `.grad`; returns the gradients of the boundary inputs that need one.
+
+        `gradients` has, for each output that receives a gradient, one tensor from each stage that
+        read it; they are added from the last stage to the first, in autograd's order. The loss is
+        divided by `loss_divisor` and multiplied by `loss_scale`. An input that has no influence on
+        the loss gets zeros. A pending recomputation reads `weights`. Raises StageError.
+        """
+        self.recompute(micro_batch, weights=weights)
+        flight = self._kept.pop(micro_batch)
+        assert isinstance(flight, _InFlight)
+        try:
+            roots = [(root, _sum(gradients[name])) for name, root in flight.roots.items()]
+            if flight.loss is not None and flight.loss.requires_grad:
+                scale = torch.full_like(flight.loss, loss_scale * loss_divisor.denominator)
+                roots.append((flight.loss, scale / loss_divisor.numerator))
+            if flight.split is not None:
+                flight.split.open()
+                self._put_off[micro_batch] = flight.split
+            if roots:
+                tensors, tensor_gradients = zip(*roots, strict=True)
+                with self._reading(flight.weights):
+                    torch.autograd.backward(tensors, tensor_gradients)
+        except Exception as error:
+            raise self._error("backward", micro_batch, error) from error
+        return {
+            name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            for name, leaf in flight.leaves.items()
+        }
+
+    def weight_backward(self, micro_batch: int) -> None:
+        """Adds what a split backward put off to the weights' `.grad`. Raises StageError."""
+        try:
+            self._put_off.pop(micro_batch).backward()
+        except Exception as error:
+            raise self._error("weights' backward", micro_batch, error) from error
+
+    def finish_window(self, window: int) -> None:
+        """All forwards of a mini-batch are over."""
+        if self._batch_norm is not None:
+            self._batch_norm.finish(window)
+
+    def _forward(
+        self,
+        micro_batch: int,
+        forward_inputs: _ForwardInputs,
+        generator: GeneratorState | None,
+        recompute: bool,
+    ) -> tuple[dict[str, Tensor], Tensor | None]:
+        if not recompute:
+            with forward_inputs.split or nullcontext(), self._changed.saved_apart():
+                outputs, loss = self._run(forward_inputs, generator)
+            self._kept[micro_batch] = self._in_flight(forward_inputs, outputs, loss)
+            return outputs, loss
+        begin, changed = generator and generator.copy(), self._changed.values()
+        earlier = (other.buffers for other in self._kept.values() if isinstance(other, _Repeatable))
+        with self._buffers.remembered(earlier) as found, nothing_saved():
+            outputs, loss = self._run(forward_inputs, generator)
+        self._kept[micro_batch] = _Repeatable(forward_inputs, begin, found, changed)
+        return outputs, loss
+
+    def _repeated(self, kept: _Repeatable) -> _InFlight:
+        with (
+            self._counting(None),
+            kept.forward_inputs.split or nullcontext(),
+            self._changed.holding(kept.changed),
+            self._changed.saved_apart(),
+        ):
+            outputs, loss = self._run(kept.forward_inputs, kept.generator, kept.buffers)
+        return self._in_flight(kept.forward_inputs, outputs, loss)
+
+    def _in_flight(
+        self, forward_inputs: _ForwardInputs, outputs: Mapping[str, Tensor], loss: Tensor | None
+    ) -> _InFlight:
+        grad = (name for name in self._grad_outputs if outputs[name].requires_grad)
+        roots = {name: outputs[name] for name in grad}
+        return _InFlight(
+            forward_inputs.leaves, roots, loss, forward_inputs.weights, forward_inputs.split
+        )
+
+    def _counting(self, window: int | None) -> AbstractContextManager[None]:
+        """Within, batch norms count their inputs for a window, or for none."""
+        return nullcontext() if self._batch_norm is None else self._batch_norm.counting(window)
+
+    def _run(
+        self,
+        forward_inputs: _ForwardInputs,
+        generator: GeneratorState | None,
+        buffers: Mapping[str, Tensor] | None = None,
+    ) -> tuple[dict[str, Tensor], Tensor | None]:
+        """The module's outputs by name and the loss; `buffers` stand in for the module's own."""
+        with generator.drawing() if generator else nullcontext(), self.precision.computing():
+            arguments = tuple(map(self.precision.argument, forward_inputs.arguments))
+            with self._written.guarded(arguments) as arguments:
+                result = self._call(
+                    {**(forward_inputs.weights or {}), **(buffers or {})}, arguments
+                )
+            outputs = self.spec.named_outputs(result)
+            return outputs, self._loss(forward_inputs, outputs)
+
+    def _loss(self, forward_inputs: _ForwardInputs, outputs: Values) -> Tensor | None:
+        if self.loss_of is None:
+            return None
+        if self._loss_seed is None:
+            return self.loss_of(outputs, forward_inputs.fed)
+        with drawing_from(self._loss_seed, "criterion", forward_inputs.micro_batch):
+            return self.loss_of(outputs, forward_inputs.fed)
+
+    def _call(self, tensors: Mapping[str, Tensor], arguments: tuple[Tensor, ...]) -> Any:
+        if not tensors:
+            return self.module(*arguments)
+        return functional_call(self.module, dict(tensors), arguments)
+
+    def _reading(self, weights: Weights | None) -> AbstractContextManager[None]:
+        """Within, the module has these weights instead of its own."""
+        if weights is None:
+            return nullcontext()
+        bound: AbstractContextManager[None] = _reparametrize_module(
+            self.module, dict(weights), tie_weights=True
+        )
+        return bound
+
+    def _error(self, action: str, micro_batch: int, error: Exception) -> StageError:
+        what, cure = f"{type(error).__name__}: {error}", ""
+        if isinstance(error, AsyncPipeError):
+            what, cure = error.what, error.cure
+        told = StageError(
+            f"Stage {self.spec.index} failed in the {action} of micro-batch {micro_batch}: {what}",
+            cure,
+        )
+        # Kept with the error, since only its sentence may reach the terminal.
+        detail = "".join(traceback.format_exception(error))
+        told.add_note("\n".join(filter(None, [where_in_stage(error, self.module), detail])))
+        return told
+
+
+def _sum(gradients: Sequence[Tensor]) -> Tensor:
+    total = gradients[-1]
+    for gradient in reversed(gradients[:-1]):
+        total = total + gradient
+    return total

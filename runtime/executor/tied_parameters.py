@@ -1,0 +1,242 @@
+"""Stages that hold one (tied) parameter -> the same gradient at each, hence the same values.
+
+Clip factors, learning rates and delays are the same at all holders too (`schedule/asynchronous.py`,
+`training/clipping.py`), so every bit stays equal.
+
+When a stage has done its last backward of a window (the micro-batches of one step), it gives the
+parameter's gradient to the other holders. At the step that makes version v every holder takes the
+gradients of window v - D of all holders, including its own, and adds them in stage order: the sums,
+and the values after the step, are equal to the last bit. D is 0 in a synchronous schedule; in an
+asynchronous one it is the delay after which the window is complete everywhere without a stall, so
+the first D steps have no gradient (None: optimizers leave the parameter alone). Remaining windows
+of a segment are kept for the next one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from functools import reduce
+from itertools import combinations
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import PlanError
+from ..plan.plan import Plan, SharedParameter
+from ..tensor_files import raw_bytes
+from ..transports.protocol import Channel, ChannelKind, Handle, Transport
+from .mailbox import CHECKSUM_BYTES, Waiting, take
+
+_Key = tuple[str, int, int, int]
+"""A gradient in transit: first name of the parameter, source and target stage, window."""
+
+
+class SharedGradients:
+    """The shared parameters of one rank's stages, and their gradients in transit."""
+
+    def __init__(self, plan: Plan, modules: Mapping[int, nn.Module], transport: Transport) -> None:
+        self.transport = transport
+        self._held: dict[int, list[tuple[SharedParameter, nn.Parameter]]] = {
+            stage: [
+                (shared, module.get_parameter(name))
+                for shared in plan.shared
+                for holder, name in shared.holders
+                if holder == stage and len(shared.stages) > 1
+            ]
+            for stage, module in modules.items()
+        }
+        self._windows: dict[tuple[str, int], list[int]] = defaultdict(list)
+        self._arrived: dict[_Key, Tensor] = {}
+        self._posted: dict[_Key, Handle] = {}
+        self._channels: dict[tuple[ChannelKind, str, int, int], Channel] = {}
+        self._summed: dict[tuple[str, int, int], Tensor] = {}
+        self._is_verified = False
+        _check_separate(self._held)
+
+    @property
+    def specs(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Dtype and shape of each shared parameter held here, by its first name."""
+        return {
+            shared.names[0]: (parameter.dtype, tuple(parameter.shape))
+            for shared, parameter in self._parameters()
+        }
+
+    def open(self, channels: Iterable[Channel]) -> None:
+        """Sets the channels for gradients and checksums."""
+        self._channels = {
+            (channel.kind, channel.name, channel.source, channel.target): channel
+            for channel in channels
+            if channel.kind in ("shared gradient", "checksum")
+        }
+
+    def verify_equal(self) -> Generator[Handle, None, None]:
+        """Compares checksums with the other holders on the first call. Raises PlanError naming two
+        that differ."""
+        if self._is_verified:
+            return
+        self._is_verified = True
+        checksums = {
+            (shared.names[0], stage): _checksum(parameter)
+            for stage, held in self._held.items()
+            for shared, parameter in held
+        }
+        for (name, stage), checksum in checksums.items():
+            for channel in self._remote("checksum", name, source=stage):
+                self.transport.send(channel, checksum, 0)
+        for stage, held in self._held.items():
+            for shared, _ in held:
+                name = shared.names[0]
+                for holder, holder_name in shared.holders:
+                    other = checksums.get((name, holder))
+                    if other is None:
+                        channel = self._channels["checksum", name, holder, stage]
+                        other = yield from take(self.transport, self.transport.recv(channel, 0))
+                    if not torch.equal(other.cpu(), checksums[name, stage]):
+                        own_name = dict(shared.holders)[stage]
+                        raise PlanError(
+                            f"{own_name} of stage {stage} and {holder_name} of stage {holder} are "
+                            "one shared parameter, but differ in value at the start.",
+                            "Load all stages from the same weights.",
+                        )
+
+    def publish(self, stage: int, window: int) -> None:
+        """Sends the gradients of a finished window to the other holders; `.grad` becomes None."""
+        for shared, parameter in self._trained(stage):
+            name = shared.names[0]
+            gradient = parameter.grad
+            if gradient is None:
+                gradient = torch.zeros_like(parameter)
+            parameter.grad = None
+            self._windows[name, stage].append(window)
+            for holder in shared.stages:
+                if holder in self._held:
+                    self._arrived[name, stage, holder, window] = gradient
+            for channel in self._remote("shared gradient", name, source=stage):
+                self.transport.send(channel, gradient, window)
+            for channel in self._remote("shared gradient", name, target=stage):
+                key = name, channel.source, stage, window
+                self._posted[key] = self.transport.recv(channel, window)
+
+    def collect(
+        self, stage: int, window: int, delay_of: Callable[[tuple[int, ...]], int]
+    ) -> Generator[Handle, None, None]:
+        """Sets `.grad` to the sum over all holders of what is due at the step of `window`.
+
+        `delay_of` gives D for the stages that hold a parameter.
+        """
+        for shared, parameter in self._trained(stage):
+            delay = delay_of(shared.stages)
+            windows = self._windows[shared.names[0], stage]
+            total: Tensor | None = None
+            # More than one window is due where a run has a shorter delay than the one before.
+            while windows and windows[0] <= window - delay:
+                summed = yield from self._sum(shared, stage, windows.pop(0))
+                total = summed if total is None else total + summed
+            parameter.grad = total
+
+    def _trained(self, stage: int) -> Iterator[tuple[SharedParameter, nn.Parameter]]:
+        """The shared parameters of a stage that need a gradient: nothing is exchanged of others."""
+        return ((shared, held) for shared, held in self._held[stage] if held.requires_grad)
+
+    def drain(self) -> Generator[Handle, None, None]:
+        """Takes everything that others have sent, to be kept for the next segment."""
+        for key in list(self._posted):
+            self._arrived[key] = yield from take(self.transport, self._posted.pop(key))
+
+    def state(self) -> dict[tuple[str, int], Tensor]:
+        """The sums, by first name and window, that are left over for the next segment; those of
+        parameters of which this rank has the first holder. After a drain."""
+        found = {}
+        for stage, held in self._held.items():
+            for shared, _ in held:
+                name = shared.names[0]
+                for window in self._windows[name, stage] if stage == shared.stages[0] else ():
+                    found[name, window] = self._left_over(shared, stage, window)
+        return found
+
+    def load(self, sums: Mapping[tuple[str, int], Tensor]) -> None:
+        """Takes up what all ranks' `state` gave."""
+        for stage, held in self._held.items():
+            for shared, parameter in held:
+                own = shared.names[0]
+                for name, window in sorted(key for key in sums if key[0] in shared.names):
+                    self._windows[own, stage].append(window)
+                    summed = sums[name, window].to(parameter.device, copy=True)
+                    self._summed[own, stage, window] = summed
+
+    def _left_over(self, shared: SharedParameter, stage: int, window: int) -> Tensor:
+        """What `_sum` will be, without taking anything away."""
+        name = shared.names[0]
+        if (name, stage, window) in self._summed:
+            return self._summed[name, stage, window]
+        parts = [self._arrived[name, holder, stage, window] for holder in sorted(shared.stages)]
+        return reduce(torch.add, parts)
+
+    def _sum(self, shared: SharedParameter, stage: int, window: int) -> Waiting:
+        """The sum in stage order, made in memory of what was received: a shared parameter is often
+        the largest of a model."""
+        if (summed := self._summed.pop((shared.names[0], stage, window), None)) is not None:
+            return summed
+        total: Tensor | None = None
+        may_write = False
+        for holder in sorted(shared.stages):
+            key = shared.names[0], holder, stage, window
+            is_received = key in self._posted
+            if is_received:
+                gradient = yield from take(self.transport, self._posted.pop(key))
+            else:
+                gradient = self._arrived.pop(key)
+            if total is None:
+                total, may_write = gradient, is_received
+            elif may_write:
+                total.add_(gradient)
+            elif is_received:
+                total, may_write = gradient.add_(total), True
+            else:
+                total, may_write = total + gradient, True
+        for channel in self._remote("shared gradient", shared.names[0], source=stage):
+            self.transport.wait_sent(channel, window)
+        assert total is not None
+        return total
+
+    def _parameters(self) -> Iterator[tuple[SharedParameter, nn.Parameter]]:
+        return (pair for held in self._held.values() for pair in held)
+
+    def _remote(
+        self, kind: ChannelKind, name: str, *, source: int | None = None, target: int | None = None
+    ) -> list[Channel]:
+        return [
+            channel
+            for (of_kind, of_name, from_stage, to_stage), channel in self._channels.items()
+            if (of_kind, of_name) == (kind, name) and not channel.is_local
+            if source in (None, from_stage) and target in (None, to_stage)
+        ]
+
+
+def shared_weights(plan: Plan, stage: int) -> dict[str, tuple[int, ...]]:
+    """The names of a stage's parameters that other stages hold too -> all stages that do."""
+    return {
+        name: shared.stages
+        for shared in plan.shared
+        for holder, name in shared.holders
+        if holder == stage and len(shared.stages) > 1
+    }
+
+
+def _check_separate(held: Mapping[int, list[tuple[SharedParameter, nn.Parameter]]]) -> None:
+    for (stage, mine), (other, theirs) in combinations(held.items(), 2):
+        for shared, parameter in mine:
+            if any(parameter is another for _, another in theirs):
+                raise PlanError(
+                    f"Stages {stage} and {other} hold {shared.names[0]} as one tensor; in a "
+                    "pipeline each has its own, kept equal.",
+                    "Load each stage by itself with load_stage.",
+                )
+
+
+def _checksum(parameter: nn.Parameter) -> Tensor:
+    digest = hashlib.sha256(raw_bytes(parameter)).digest()
+    assert len(digest) == CHECKSUM_BYTES
+    return torch.frombuffer(bytearray(digest), dtype=torch.uint8)

@@ -1,0 +1,1 @@
+"""Several runs: sweeps over options, and comparisons of methods."""

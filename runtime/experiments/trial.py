@@ -1,0 +1,372 @@
+"""One run of a comparison: its method, its losses and its simulated time.
+
+Losses: the pipeline's executor runs all stages in this process in the order of the schedule, so the
+weights are bitwise those of asyncpipe-train. Evaluations do not drain the pipeline: each stage
+copies its weights after the step to evaluate, and the copies of all stages are evaluated together.
+
+Time: the end of each optimizer step with one rank for each stage, by the plan's costs without the
+optimizer's. Synchronous steps are those of 1f1b with a flush, one after the other. The start and
+the end of an asynchronous segment are simulated; the steps in between follow at the pace reached
+by then.
+
+Method: a text such as `stash:muon,lr=0.003`.
+
+sync                        synchronous, the optimizer and learning rates of the command
+none, stash, ..             asynchronous, with that --staleness (several joined by +)
+stash:muon                  with its own optimizer
+stash:adamw,lr=0.001        and with its own options of asyncpipe-train
+stash,sync-start=10%        the first tenth of the steps synchronous
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..config.asynchronous_options import delays_of
+from ..config.batch_layout import StepBatch
+from ..config.option_files import checked
+from ..config.options import options_of
+from ..config.resolve import costs_at_sizes
+from ..config.segments import RunSegment, make_flushed_step, make_segment, segments
+from ..config.settings import Settings, SettingsError
+from ..data.task import SampleOrder
+from ..distributed.process_groups import World
+from ..executor.instrumented import Activities
+from ..executor.loading import load_stage
+from ..executor.pipeline import Pipeline
+from ..executor.precision import AS_PLANNED
+from ..executor.run import needed_inputs
+from ..formatting import did_you_mean
+from ..launch.job import make_job
+from ..monitoring.gather import RankFigures
+from ..optimizers.facts import OPTIMIZERS
+from ..plan.forecast import forecast_step
+from ..plan.plan import Plan
+from ..rng import drawing_from
+from ..schedule.builders import make_schedule
+from ..schedule.schedule import Action
+from ..staleness.compose import AUTO, parse
+from ..tensor_files import dtype_of
+from ..training.batches import Feed, open_data, prepare_data
+from ..training.clipping import LossError
+from ..training.evaluation import Evaluator, find_criterion
+from ..training.optimizer_step import OptimizerStepper
+from ..training.run_summary import with_transfers_of_run
+from ..training.setup import Job
+from ..transports import LocalHub
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """The losses of a run."""
+
+    steps: tuple[int, ...]
+    """The steps after which it was evaluated."""
+    evaluated: tuple[float, ...]
+    """The loss of the evaluation data at each."""
+    trained: tuple[float, ...]
+    """The mean training loss since the evaluation before."""
+    end: str = ""
+    """The reason why it ended early; "" if it did not."""
+
+    @property
+    def last(self) -> float:
+        """The last loss of the evaluation data; infinite for a run that ended early."""
+        return math.inf if self.end or not self.evaluated else self.evaluated[-1]
+
+
+def train_alone(settings: Settings, folder: Path, code: Mapping[str, str] | None = None) -> Curve:
+    """Trains a run and evaluates it after every `eval_every` steps and at the end.
+
+    Prepared data is written to `folder`; `code` is as for make_job. A loss of NaN or inf ends the
+    run, and its curve says so. Raises AsyncPipeError if settings and plan do not fit.
+    """
+    alone = replace(settings, ranks=1) if settings.is_async else settings
+    with drawing_from(settings.seed, "run"):
+        return _Trial(make_job(alone, folder, code)).train()
+
+
+class _Trial:
+    """One run: its stages, their optimizers and its losses so far."""
+
+    def __init__(self, job: Job) -> None:
+        settings, plan, world = job.settings, job.plan, World()
+        self._settings, self._plan = settings, plan
+        prepare_data(settings, job.task, job.folder)
+        data = open_data(settings, job.task, plan, job.folder)
+        stages = range(len(plan.stages))
+        self._modules: dict[int, nn.Module] = {
+            j: load_stage(
+                settings.folder, job.planned, j, weights=settings.init_from, code=job.code
+            )
+            .to(dtype_of(settings.dtype))
+            .train()
+            for j in stages
+        }
+        self._pipeline = self._make_pipeline(self._modules, settings.staleness or "none")
+        batch = StepBatch.of(settings)
+        fields = needed_inputs(plan, stages, criterion=settings.criterion is not None)
+        order = SampleOrder(len(data.train), settings.seed)
+        self._feed = Feed(data.train, order, batch, fields, seed=data.seed, dims=data.dims)
+        self._batch = batch
+        first = make_segment(plan, settings, steps=1)
+        self._trainer = _Steps(
+            plan,
+            self._modules,
+            settings,
+            world,
+            self._stepped,
+            lr_scale=self._pipeline.lr_scale,
+            delays=first.delays,
+        )
+        self._trainer.after_step = self._keep_weights
+        self._pipeline.attach(self._trainer.optimizers)
+        assert data.evaluation is not None
+        size = settings.micro_batch_size or 1
+        self._evaluation = Evaluator(
+            plan,
+            job.task,
+            Feed(data.evaluation, None, StepBatch((size,)), fields, seed=data.seed, dims=data.dims),
+            world,
+            Activities(),
+            schedule=first,
+            batches=min(settings.eval_batches, len(data.evaluation) // size),
+        )
+        self._evaluated = {j: deepcopy(module) for j, module in self._modules.items()}
+        self._evaluating = self._make_pipeline(self._evaluated, "none")
+        self._losses: list[float] = []
+        self._points: list[tuple[int, float, float]] = []
+        self._kept: dict[int, dict[int, _State]] = defaultdict(dict)
+        self._is_synchronous = False
+
+    def train(self) -> Curve:
+        """Trains in the segments of asyncpipe-train without evaluations."""
+        end = ""
+        try:
+            for segment in segments(replace(self._settings, eval_every=0)):
+                self._train(segment)
+        except LossError as error:
+            end = error.what
+        steps, evaluated, trained = zip(*self._points, strict=True) if self._points else ((),) * 3
+        return Curve(steps, evaluated, trained, end)
+
+    def _train(self, segment: RunSegment) -> None:
+        steps, is_async = segment.steps, self._settings.is_async
+        self._is_synchronous = segment.synchronous
+        if segment.synchronous and is_async:
+            schedule = make_flushed_step(self._plan, self._settings, segment.micro_batches)
+        else:
+            schedule = make_segment(self._plan, self._settings, steps=len(steps))
+        first = self._batch.first_of(steps.start, 0)
+        self._trainer.start_segment(
+            steps.start + 1,
+            first,
+            delays_of(schedule, self._settings, first, steps.start),
+            flushed=segment.synchronous,
+        )
+        is_short = segment.micro_batches != self._settings.micro_batches
+        self._pipeline.run(
+            schedule,
+            self._feed,
+            first_micro_batch=first,
+            observer=self._trainer,
+            sizes=None if self._batch.is_even else self._sizes * len(steps),
+            step_samples=self._batch.samples if is_short else None,
+            loss_scale=self._trainer.loss_scale,
+        )
+
+    @property
+    def _sizes(self) -> list[dict[str, int]]:
+        return [{**self._plan.sizes, "batch": size} for size in self._batch.sizes]
+
+    def _make_pipeline(self, modules: Mapping[int, nn.Module], staleness: str) -> Pipeline:
+        settings = self._settings
+        return Pipeline(
+            self._plan,
+            modules,
+            LocalHub(1).transport(0),
+            rank_of_stage=(0,) * len(modules),
+            staleness=staleness,
+            criterion=find_criterion(settings.criterion, settings.seed)
+            if settings.criterion
+            else None,
+            seed=settings.seed,
+            batch_norm_per_step=settings.batch_norm == "mini-batch",
+        )
+
+    def _stepped(self, figures: RankFigures) -> None:
+        """Called when all stages have made a step."""
+        self._losses.append(figures.loss)
+
+    def _keep_weights(self, stage: int) -> None:
+        """Called after a stage's step; stages that step together have stepped when all have."""
+        step, every = self._pipeline.versions[stage], self._settings.eval_every
+        if step != self._settings.steps and (not every or step % every):
+            return
+        kept = self._kept[step]
+        # Autograd must not see a change to the weights that micro-batches in flight have read.
+        with self._pipeline.weights[stage].unseen_by_autograd():
+            with self._pipeline.binders[stage].eval_weights():
+                kept[stage] = _copied(_state(self._modules[stage]))
+        if len(kept) < len(self._modules):
+            return
+        if self._is_synchronous:
+            kept.update((j, _state(module)) for j, module in self._modules.items())
+        self._evaluate(self._kept.pop(step), step)
+
+    @torch.no_grad()
+    def _evaluate(self, weights: Mapping[int, _State], step: int) -> None:
+        for stage, state in weights.items():
+            for own, kept in zip(_state(self._evaluated[stage]), state, strict=True):
+                own.copy_(kept)
+        since = self._losses[self._points[-1][0] if self._points else 0 : step]
+        loss = self._evaluation(self._evaluating, step).loss
+        self._points.append((step, loss, sum(since) / len(since)))
+
+
+_State = Sequence[Tensor]
+"""All parameters and buffers of a stage."""
+
+
+def _state(module: nn.Module) -> _State:
+    return [*module.parameters(), *module.buffers()]
+
+
+def _copied(state: _State) -> _State:
+    return [tensor.detach().clone() for tensor in state]
+
+
+class _Steps(OptimizerStepper):
+    """A stepper that calls `after_step` when a stage's step is over and its weights are final."""
+
+    after_step: Callable[[int], None]
+
+    def on_action(self, action: Action, start_s: float, end_s: float) -> None:
+        super().on_action(action, start_s, end_s)
+        if action.kind == "S":
+            self.after_step(action.stage)
+
+
+_FLUSHED = "1f1b"
+_PACE = 4
+"""Steps whose mean duration is the pace."""
+
+
+def step_ends_ms(job: Job) -> tuple[float, ...]:
+    """Milliseconds from the start until all stages have made step 1, 2, ..."""
+    settings = job.settings
+    sized = costs_at_sizes(job.plan, job.planned)
+    plan = with_transfers_of_run(sized, job.planned, AS_PLANNED)
+    ends: list[float] = []
+    known: dict[RunSegment, list[float]] = {}
+    for segment in segments(replace(settings, eval_every=0)):
+        alike = replace(segment, steps=range(len(segment.steps)))
+        if alike not in known:
+            known[alike] = _ends(plan, settings, alike)
+        start = ends[-1] if ends else 0.0
+        ends += [start + end for end in known[alike]]
+    return tuple(ends)
+
+
+def _ends(plan: Plan, settings: Settings, segment: RunSegment) -> list[float]:
+    if segment.synchronous:
+        return [forecast_step(plan, _FLUSHED, segment.micro_batches).step_ms]
+    steps, stages = len(segment.steps), len(plan.stages)
+    # By then every stage has been full for a while, and all stages are as far.
+    filled = 2 + -(-4 * stages // segment.micro_batches)
+    simulated = min(steps, 2 * filled + _PACE)
+    schedule = make_schedule(
+        settings.schedule,
+        stages=stages,
+        micro_batches=segment.micro_batches * simulated,
+        step_every=segment.micro_batches,
+        ahead=settings.ahead,
+        staleness_cap=settings.staleness_cap,
+    )
+    ends = [0.0] * simulated
+    for event in forecast_step(
+        plan, schedule, segment.micro_batches, steps=simulated
+    ).timeline.events:
+        if event.action.kind == "S":
+            ends[event.action.index - 1] = max(ends[event.action.index - 1], event.end_ms)
+    left_out = steps - simulated
+    if not left_out:
+        return ends
+    middle = filled + _PACE
+    pace_ms = (ends[middle - 1] - ends[filled - 1]) / _PACE
+    even = [ends[middle - 1] + pace_ms * (1 + step) for step in range(left_out)]
+    return [*ends[:middle], *even, *(end + pace_ms * left_out for end in ends[middle:])]
+
+
+SYNC = "sync"
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedMethod:
+    """A method of a comparison."""
+
+    staleness: str
+    """`sync` or the names of staleness methods."""
+    optimizer: str | None = None
+    """Its own optimizer; None for those of the command."""
+    own: Mapping[str, Any] = field(default_factory=dict)
+    """Its own options."""
+
+    @property
+    def is_sync(self) -> bool:
+        return self.staleness == SYNC
+
+    def __str__(self) -> str:
+        """The text that `read_method` reads."""
+        written = (f",{name.replace('_', '-')}={_written(own)}" for name, own in self.own.items())
+        optimizer = f":{self.optimizer}" if self.optimizer else ""
+        return "".join([self.staleness, optimizer, *written])
+
+
+def read_method(text: str) -> ComparedMethod:
+    """The method of a text. Raises SettingsError or ScheduleError for unknown names.
+
+    >>> read_method("stash:muon,lr=0.003,sync-start=10%")
+    ComparedMethod(staleness='stash', optimizer='muon', own={'lr': 0.003, 'sync_start': '10%'})
+    >>> str(read_method("stash:nadam, betas=0.99/0.999"))
+    'stash:nadam,betas=0.99/0.999'
+    """
+    head, *options = (part.strip() for part in text.split(","))
+    staleness, colon, optimizer = head.partition(":")
+    if staleness not in (SYNC, AUTO):
+        parse(staleness)
+    if colon and optimizer not in OPTIMIZERS:
+        raise SettingsError(
+            f"{text}: {optimizer!r} is not an optimizer.", _one_of(optimizer, OPTIMIZERS)
+        )
+    return ComparedMethod(
+        staleness, optimizer or None, dict(_option(text, option) for option in options)
+    )
+
+
+def _option(text: str, option: str) -> tuple[str, Any]:
+    key, _, value = option.partition("=")
+    name = key.strip().replace("-", "_")
+    own = {known: option for known, option in options_of(Settings).items() if option.of_method}
+    if name not in own:
+        names = [known.replace("_", "-") for known in own]
+        raise SettingsError(f"{text}: {key!r} is not an option of a method.", _one_of(key, names))
+    return name, checked(name, own[name].limit.read(value.strip()), text)
+
+
+def _one_of(word: str, legal: Any) -> str:
+    return did_you_mean(word, legal, f"Choose {', '.join(legal)}.")
+
+
+def _written(value: Any) -> str:
+    parts = value if isinstance(value, tuple) else (value,)
+    return "/".join(part if isinstance(part, str) else f"{part:g}" for part in parts)

@@ -1,0 +1,160 @@
+"""Numbers and texts for people: times, bytes and shares, close matches, and hidden characters made
+visible.
+
+Control characters move the cursor of a terminal and clear its lines. Bidirectional marks, tags and
+characters without width make a text look like another one.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
+
+
+def write_ms(time_ms: float) -> str:
+    """Four digits, and no more after the point than two.
+
+    >>> write_ms(0.123), write_ms(12.34), write_ms(601.19), write_ms(6321.4)
+    ('0.12 ms', '12.34 ms', '601.2 ms', '6321 ms')
+    """
+    return f"{time_ms:.{2 if time_ms < 100 else 1 if time_ms < 1000 else 0}f} ms"
+
+
+def write_change(before_ms: float, after_ms: float) -> str:
+    """
+    >>> write_change(10.0, 12.5), write_change(10.0, 9.0), write_change(10.0, 10.0)
+    ('10.00 ms to 12.50 ms', '10.00 ms to 9.00 ms', '10.00 ms as before')
+    """
+    before, after = write_ms(before_ms), write_ms(after_ms)
+    return f"{before} to {after}" if before != after else f"{before} as before"
+
+
+def write_share(share: float) -> str:
+    """
+    >>> write_share(0.614), write_share(0.0123), write_share(0.0004), write_share(0.0)
+    ('61 %', '1.2 %', 'under 0.1 %', '0 %')
+    """
+    if 0 < share < 0.0005:
+        return "under 0.1 %"
+    return f"{100 * share:.{0 if share >= 0.0995 or not share else 1}f} %"
+
+
+def write_gap(gap: float) -> str:
+    """
+    >>> write_gap(0.058), write_gap(0.0002)
+    ('at most 5.8 %', 'less than 0.1 %')
+    """
+    return "less than 0.1 %" if gap < 0.0005 else f"at most {write_share(gap)}"
+
+
+def write_bytes(count: float) -> str:
+    """`19.8 KiB`, `497.8 MiB`."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count:.0f} bytes"
+
+
+def counted(number: int, what: str, plural: str = "") -> str:
+    """
+    >>> counted(1, "stage"), counted(4, "stage"), counted(2, "micro-batch", "micro-batches")
+    ('1 stage', '4 stages', '2 micro-batches')
+    """
+    return f"{number} {what if number == 1 else plural or what + 's'}"
+
+
+def write_duration(seconds: float) -> str:
+    """
+    >>> write_duration(8.24), write_duration(312), write_duration(7500)
+    ('8.2 s', '5 min 12 s', '2 h 05 min')
+    """
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    return f"{minutes // 60} h {minutes % 60:02} min"
+
+
+def write_count(number: float) -> str:
+    """
+    >>> write_count(1234567.8), write_count(12.34)
+    ('1 234 568', '12.3')
+    """
+    return f"{number:,.0f}".replace(",", " ") if number >= 100 else f"{number:.3g}"
+
+
+def known(value: float, write: Callable[[float], str]) -> str:
+    """The number in words, or "" where it is not a number.
+
+    >>> known(0.5, write_share), known(float("nan"), write_share)
+    ('50 %', '')
+    """
+    return write(value) if math.isfinite(value) else ""
+
+
+def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:
+    """
+    >>> did_you_mean("adamv", ["sgd", "adamw"]), did_you_mean("x", ["sgd"], "Choose sgd.")
+    ('Did you mean adamw?', 'Choose sgd.')
+    """
+    near = get_close_matches(word, list(known), n=1)
+    return f"Did you mean {near[0]}?" if near else otherwise
+
+
+_CONTROL = r"\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff"
+_DIRECTION = r"\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069"
+_BLANK = (
+    r"\xad\u034f\u115f\u1160\u17b4\u17b5\u180e\u200b\u2060-\u2065\u206a-\u206f\u2800\u3164\ufeff"
+    r"\uffa0\ufff9-\ufffb\U0001d173-\U0001d17a\U000e0000-\U000e0fff"
+)
+_JOINERS = r"\u200c\u200d"  # some scripts are written with these, and emoji
+
+_HIDING = re.compile(f"[{_CONTROL}{_DIRECTION}{_BLANK}]")
+_SHOWN = re.compile(f"[{_CONTROL}{_DIRECTION}{_BLANK}{_JOINERS}]")
+
+
+def hiding_in(text: str) -> str:
+    """The first character that no text from outside may have, spelled out; "" if there is none.
+    Line breaks and tabs are fine.
+
+    >>> hiding_in("plain"), hiding_in("a\\u202eb"), hiding_in("a\\x1b[2J")
+    ('', '\\\\u202e', '\\\\x1b')
+    """
+    found = _HIDING.search(text)
+    return _spelled(found[0]) if found else ""
+
+
+def visible(text: str) -> str:
+    """The text as it may be shown on a terminal: what would hide something is spelled out. Line
+    breaks and tabs stay.
+
+    >>> print(visible("a\\u202eb\\x1b[2J"))
+    a\\u202eb\\x1b[2J
+    """
+    return _SHOWN.sub(lambda found: _spelled(found[0]), text)
+
+
+def one_line(text: str) -> str:
+    """The text as it may stand within a line.
+
+    >>> print(one_line("a\\nb"))
+    a\\nb
+    """
+    return visible(text).replace("\n", r"\n").replace("\t", r"\t")
+
+
+def in_markdown(text: str) -> str:
+    """The text as it may stand in a line or a cell of Markdown: no markup of its own.
+
+    >>> print(in_markdown("a|b <i>"))
+    a\\|b &lt;i>
+    """
+    escaped = one_line(text).replace("&", "&amp;").replace("<", "&lt;")
+    return re.sub(r"[|`\[\\]", r"\\\g<0>", escaped)
+
+
+def _spelled(character: str) -> str:
+    return repr(character)[1:-1] if not character.isprintable() else f"\\u{ord(character):04x}"

@@ -1,0 +1,188 @@
+"""Settings -> a job: settings resolved for the plan, checks before the start, and the run's folder.
+
+A run and a dry run make the same checks, so that both refuse the same settings. The checks run no
+user code: for `file.py:name` they only test that the file exists.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from ..checkpoint.folders import FolderInUse
+from ..checkpoint.remote import Location, bring, is_url
+from ..checkpoint.resuming import CONFIGURATION, resumed_run, runs_of
+from ..checkpoint.storage import check_exportable
+from ..config.option_files import remember_code_of
+from ..config.resolve import resolve, sized_plan
+from ..config.segments import make_segment
+from ..config.settings import Settings, SettingsError
+from ..data.task import architecture_of
+from ..distributed.failure import RankFolder, disk_error
+from ..distributed.process_groups import World
+from ..distributed.ranks import grid_of
+from ..distributed.rendezvous import check_interface
+from ..errors import AsyncPipeError, DataError
+from ..monitoring.diagnostics import check_debugger
+from ..monitoring.records import Reporter
+from ..monitoring.trackers import check_log
+from ..plan.plan import read_plan
+from ..plan.trust import code_hashes
+from ..tensor_files import check_weights
+from ..training.batches import default_data, needs_encoding, open_data
+from ..training.clipping import check_clipping_ranks
+from ..training.evaluation import check_name
+from ..training.loop import train
+from ..training.setup import Job
+from ..user_code import check_own_file, import_object, names_object
+
+
+def check_job(job: Job) -> None:
+    """Raises the AsyncPipeError that a rank would raise during its setup."""
+    settings = job.settings
+    schedule = make_segment(job.plan, settings, steps=1)
+    check_clipping_ranks(settings, schedule.stages, len(schedule.ranks))
+    if settings.export_hf:
+        check_exportable(Path(settings.folder), settings.export_hf)
+    if settings.criterion is not None:
+        check_name(settings.criterion)
+        check_own_file(settings.criterion, "--criterion", SettingsError)
+    check_own_file(str(settings.data), "--data", DataError)
+    if settings.init_from is not None and not is_url(settings.init_from):
+        check_weights(Path(settings.init_from))
+    if settings.save_to is not None:
+        Location(settings.save_to).check_name()
+    if settings.interface is not None:
+        check_interface(settings.interface)
+
+
+def check_unstarted(job: Job) -> None:
+    """Raises the errors of creating the run's folder and opening its data, except for text that has
+    to be tokenized, which takes long."""
+    check_folder(job)
+    settings = job.settings
+    if not names_object(str(settings.data)) and not needs_encoding(settings):
+        open_data(settings, job.task, job.plan, job.folder)
+
+
+def check_folder(job: Job) -> None:
+    """Raises SettingsError when the run's folder belongs to another run, or is a file."""
+    settings, folder = job.settings, job.folder
+    if settings.resume is not None and folder == resumed_run(settings):
+        return
+    if (folder / CONFIGURATION).exists():
+        raise SettingsError(
+            f"--output {folder} already contains a run.", "Choose another folder, or remove it."
+        )
+    if folder.exists() and not folder.is_dir():
+        raise not_of_a_run(str(folder))
+
+
+def not_of_a_run(place: str) -> SettingsError:
+    """The error for a file in place of a run's folder."""
+    return SettingsError(
+        f"{place} already exists and is not a run's folder.", "Choose another --output."
+    )
+
+
+def make_job(
+    settings: Settings, folder: Path | None = None, code: Mapping[str, str] | None = None
+) -> Job:
+    """The job for the plan that the settings name, with all settings resolved.
+
+    `folder` is the run's; `code` are the hashes of the stages' files if they were already checked.
+
+    Raises AsyncPipeError when settings and plan do not fit.
+    """
+    planned = read_plan(settings.folder)
+    architecture = architecture_of(settings.folder)
+    resolved, task = resolve(settings, planned, architecture=architecture)
+    if resolved.data is None:
+        data = default_data(task, sized_plan(planned, resolved))
+        resolved = replace(resolved, data=data)
+    if resolved.debug is not None:
+        schedule = make_segment(sized_plan(planned, resolved), resolved, steps=1)
+        check_debugger(resolved, grid_of(schedule, resolved.replicas).processes)
+    check_log(resolved)
+    code = code_hashes(settings.folder) if code is None else code
+    return Job(resolved, task, planned, folder or _next_folder(settings), code)
+
+
+def run_rank(job: Job, world: World, reporter: str) -> None:
+    """Runs one rank's part of a run whose folder exists."""
+    folder = RankFolder(job.folder)
+    train(job, world, reporter_factory(reporter), lambda step: folder.mark_step(world.rank, step))
+
+
+def make_folder(job: Job) -> Job:
+    """Creates and locks the run's folder, or locks that of the resumed run, and writes the settings
+    that repeat the run."""
+    try:
+        job = _alone(job)
+        ranks = RankFolder(job.folder).path
+        if job.settings.resume is not None and job.folder == resumed_run(job.settings):
+            shutil.rmtree(ranks, ignore_errors=True)
+        check_folder(job)
+        with contextlib.suppress(OSError):
+            ranks.rmdir()  # left by a run that ended before it began
+        ranks.mkdir()
+    except FileExistsError as error:
+        raise not_of_a_run(str(error.filename)) from None
+    except OSError as error:
+        raise disk_error(error, job.folder) or error from None
+    new = job.folder / f"{CONFIGURATION}.new"
+    try:
+        bring(job.settings, job.folder)
+        new.write_text(job.settings.to_toml(), encoding="utf-8")
+        new.replace(job.folder / CONFIGURATION)
+        remember_code_of(job.settings)
+    except (AsyncPipeError, OSError) as error:
+        shutil.rmtree(job.folder / "ranks")
+        new.unlink(missing_ok=True)
+        raise (disk_error(error, job.folder) or error) from None
+    return job
+
+
+def reopen_folder(job: Job) -> Job:
+    """Prepares the run's folder for another attempt of a restarted process; creates it if the last
+    attempt ended before that."""
+    left = RankFolder(job.folder)
+    if not left.path.is_dir():
+        return make_folder(job)
+    job.lock.take(job.folder)
+    cause = left.told_cause()
+    left.begin_again(f"{cause.what if cause else 'a rank was killed.'} Restarted.")
+    return job
+
+
+def _alone(job: Job) -> Job:
+    """The job with its folder locked; the next free folder if the user has not chosen one."""
+    while True:
+        try:
+            job.lock.take(job.folder)
+        except FolderInUse:
+            if (other := _next_folder(job.settings)) == job.folder:
+                raise
+            job = replace(job, folder=other)
+        else:
+            return job
+
+
+def reporter_factory(spec: str) -> Callable[[Settings], Reporter]:
+    """The object that `module:function` names."""
+    made: Callable[[Settings], Reporter] = import_object(spec, "reporter", AsyncPipeError)
+    return made
+
+
+def _next_folder(settings: Settings) -> Path:
+    """The requested folder, that of the resumed run, or the first free `runs/<name>/<number>`."""
+    if settings.output is not None:
+        return Path(settings.output)
+    if (run := resumed_run(settings)) is not None:
+        return run
+    runs = runs_of(settings.folder)
+    taken = [int(path.name) for path in runs.glob("*") if path.name.isdigit()]
+    return runs / str(max(taken, default=0) + 1)

@@ -1,0 +1,231 @@
+"""Settings -> a finished run: starts the ranks, or joins those that a launcher started.
+
+Without a launcher, the command starts a process per rank through torch's elastic launcher, which
+ends all ranks when one fails. Under torchrun, srun or mpirun the command is one of the ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+from ..checkpoint.resuming import nothing_left_to_do, with_way_on
+from ..config.batch_layout import as_started, check_ranks
+from ..config.mixed_precision import find_boundary_dtypes
+from ..config.segments import make_segment
+from ..config.settings import Settings, SettingsError
+from ..distributed.cpu_affinity import find_machine, own_seat
+from ..distributed.failure import RankError, RankFolder, disk_error, failure_of
+from ..distributed.process_groups import World, join, leave, stay_alone
+from ..distributed.ranks import RankInfo, find_place, grid_of
+from ..errors import AsyncPipeError, root_of
+from ..monitoring.records import Reporter
+from ..plan.trust import is_trusted, remember, untrusted
+from ..process import Interrupted
+from ..reports.page import reported
+from ..schedule.text import to_text
+from ..training.checkpointing import Stopped
+from ..training.run_summary import announce, forecast_run
+from ..training.setup import Job, expect_transport
+from .job import (
+    check_job,
+    check_unstarted,
+    make_folder,
+    make_job,
+    reopen_folder,
+    reporter_factory,
+    run_rank,
+)
+from .local import ended_after, interruption, stages_of_ranks, start_ranks
+
+_SHARED_FOLDER_S = 10.0
+"""How long a network file system may take to show a new folder to another host."""
+
+
+def run(settings: Settings, reporter: str) -> int:
+    """Trains a generated model to the end; returns 0.
+
+    `reporter` is the `module:function` that creates a Reporter from settings, in the process of
+    rank 0. Raises TrustError when the folder's code is not trusted; AsyncPipeError with the first
+    cause, once all ranks have ended, when a rank fails; KeyboardInterrupt, with the step, after
+    Ctrl-C.
+    """
+    place = find_place(
+        os.environ, master_addr=settings.master_addr, master_port=settings.master_port
+    )
+    job = make_job(settings if place is None else as_started(settings, place.ranks))
+    check_job(job)
+    if settings.trust:
+        remember(settings.folder)
+    has_one_rank = job.settings.schedule == "single" or job.settings.ranks == 1
+    alone = has_one_rank and job.settings.replicas == 1
+    if settings.dry_run:
+        _show(job, reporter_factory(reporter)(job.settings))
+        return 0
+    if finished := nothing_left_to_do(job.settings, job.folder):
+        if place is None or place.rank == 0:
+            reporter_factory(reporter)(job.settings).on_note("finished", finished)
+        return 0
+    # The end of one rank ends all.
+    limit_s = settings.max_run_s if place is None or place.rank == 0 else None
+    with ended_after(limit_s), job.lock:
+        if place is not None and (place.ranks > 1 or not alone):
+            _join(job, place, reporter)  # trust on one of the hosts is enough
+        else:
+            _check_trust(settings)
+            in_this_process = alone and not job.settings.restarts
+            (_run_alone if in_this_process else start_ranks)(job, reporter)
+    return 0
+
+
+def schedule_text(settings: Settings) -> str:
+    """The schedule of a run, for the plan and sizes in the settings, as a text file."""
+    job = make_job(settings)
+    return to_text(make_segment(job.plan, job.settings, steps=1).compute)
+
+
+def _check_trust(settings: Settings) -> None:
+    """Raises TrustError when the folder's code is not trusted."""
+    if not settings.trust and not is_trusted(settings.folder):
+        raise untrusted(settings.folder)
+
+
+def _show(job: Job, reporter: Reporter) -> None:
+    """A dry run: checks and reports everything; starts and writes nothing."""
+    settings, plan = job.settings, job.plan
+    if settings.precision != "full":  # the boundary dtypes then depend on the stages' code
+        _check_trust(settings)
+    check_unstarted(job)
+    schedule = make_segment(plan, settings, steps=1)
+    grid = grid_of(schedule, settings.replicas)
+    seats = (own_seat(settings, plan, job.code),) * grid.processes
+    machine = find_machine(settings, plan, seats, 0)
+    dtypes = find_boundary_dtypes(settings, plan, job.code)
+    forecast = forecast_run(plan, job.planned, settings, machine.cores, schedule, dtypes)
+    data = f"{settings.data} ({settings.tokenizer})" if settings.tokenizer else str(settings.data)
+    announce(
+        reporter,
+        job,
+        schedule,
+        machine,
+        transport=expect_transport(settings, plan, grid.ranks),
+        data=data,
+        forecast=forecast,
+        dtypes=dtypes,
+    )
+
+
+def _run_alone(job: Job, reporter: str) -> None:
+    world = stay_alone(job.settings, job.plan, job.code)
+    job = make_folder(job)
+    ranks = RankFolder(job.folder)
+    with reported(job.folder):
+        try:
+            run_rank(job, world, reporter)
+        except Stopped:
+            shutil.rmtree(ranks.path)
+            raise
+        except AsyncPipeError as error:
+            known = root_of(error)
+            assert isinstance(known, AsyncPipeError)
+            raise with_way_on(known, job.folder) from None
+        except OSError as error:
+            raise disk_error(error, job.folder) or error from None
+        except KeyboardInterrupt:
+            raise Interrupted(interruption(ranks)) from None
+    shutil.rmtree(ranks.path)
+
+
+def _join(job: Job, place: RankInfo, reporter: str) -> None:
+    schedule = make_segment(job.plan, job.settings, steps=1)
+    check_ranks(job.planned, schedule, place.ranks, job.settings.replicas or 1)
+    _check_restarts(job.settings, place)
+    left: RankFolder | None = None
+    try:
+        world = join(place, job.settings, job.plan, job.code)
+        job = _in_one_folder(job, world)
+        left = RankFolder(job.folder)
+        stopped: Stopped | None = None
+        try:
+            with reported(job.folder) if place.rank == 0 else nullcontext():
+                run_rank(job, world, reporter)
+        except Stopped as asked:
+            stopped = asked
+        world.meet()
+        if place.rank == 0:
+            shutil.rmtree(left.path)
+        leave()
+    except Exception as error:
+        stages = stages_of_ranks(schedule, job.settings.replicas)[place.rank]
+        raise _own_error(error, place.rank, stages, left) from error
+    if stopped is not None:
+        raise stopped
+
+
+def _check_restarts(settings: Settings, place: RankInfo) -> None:
+    if settings.restarts:
+        again = f"torchrun --max-restarts {settings.restarts}, with --output FOLDER"
+        raise SettingsError(
+            f"--restarts {settings.restarts} applies only to ranks that asyncpipe-train starts, "
+            f"but {place.launcher} started these.",
+            again if place.launcher == "torchrun" else "Start the job again.",
+        )
+    if place.restarts and settings.output is None:
+        raise SettingsError(
+            f"torchrun --max-restarts {place.restarts} restarts this run, which "
+            "needs a fixed folder.",
+            "--output FOLDER",
+        )
+
+
+def _in_one_folder(job: Job, world: World) -> Job:
+    """The job with the folder that rank 0 creates for all; all ranks raise an error of rank 0."""
+    answer: dict[str, str] = {}
+    # The agents of several hosts count their attempts independently.
+    again = world.sums([float(world.place.attempt)]) != [0.0]
+    if world.rank == 0:
+        try:
+            answer = {"folder": str((reopen_folder if again else make_folder)(job).folder)}
+        except AsyncPipeError as refusal:
+            answer = {"what": refusal.what, "cure": refusal.cure}
+    answer = json.loads(world.text_of_first(json.dumps(answer)))
+    if "what" in answer:
+        raise SettingsError(**answer)
+    job = replace(job, folder=Path(answer["folder"]))
+    end_s = time.monotonic() + _SHARED_FOLDER_S
+    while not (seen := RankFolder(job.folder).path.is_dir()) and time.monotonic() < end_s:
+        time.sleep(0.1)
+    if b"0" in (answers := world.gathered(b"1" if seen else b"0")):
+        rank, hosts = answers.index(b"0"), world.machine.host_of_rank
+        raise SettingsError(
+            f"rank {rank} on {hosts[rank]} cannot find {job.folder}, the run's folder, which rank "
+            f"0 created on {hosts[0]}.",
+            "Give --output with a folder that all hosts share, and start all in the same folder.",
+        )
+    return job
+
+
+def _own_error(error: Exception, rank: int, stages: str, left: RankFolder | None) -> AsyncPipeError:
+    """Records this rank's failure and returns its error. If another rank caused it, first waits for
+    the launcher to see the first cause and end this rank, then names the earlier failure."""
+    folder = left.path.parent if left else None
+    failure = failure_of(error, rank, stages, left.step_of(rank) if left else 0, folder)
+    if left is not None:
+        left.write(failure)
+    if failure.consequence:
+        if left is not None:
+            left.wait_for_cause()
+        left_by_all = left.failures() if left else []
+        causes = [each for each in left_by_all if not each.consequence]
+        first = next(iter(causes or left_by_all), failure)
+        if first.rank != rank:
+            return RankError(
+                f"rank {rank}{stages} ends because rank {first.rank} failed: {first.what}"
+            )
+    own = RankError(failure.what, failure.cure)
+    return with_way_on(own, folder) if folder is not None else own

@@ -1,0 +1,152 @@
+"""One rank in its own process -> its part of the run, and a record of its end.
+
+With the transport `mpi`, mpiexec starts and ends the ranks of a run that was not started under it.
+Rank 0's standard output is shown; output of mpiexec and the other ranks goes to the run's logs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+from ..config.settings import Settings
+from ..distributed.failure import CANNOT_WRITE, RankFolder, end_process, failure_of
+from ..distributed.ranks import find_place
+from ..process import die_with_parent
+from ..training.checkpointing import Stopped
+from ..transports.mpi import mpiexec
+from ..user_code import exits_told
+
+_RULER = b"====="
+"""The beginning of a report of MPICH's mpiexec, which may be on standard output."""
+
+_WATCHED = """
+"$@"
+code=$?
+[ $code = 0 ] && exit
+echo $code > "$0/${PMI_RANK:-$OMPI_COMM_WORLD_RANK}.code"
+kill -KILL $$
+"""
+"""Runs a rank and records its exit code: mpiexec then kills the others, and may name one of them.
+
+It does so reliably only after a signal: with MPICH 5.0.2 the others wait forever for a rank that
+ends with an exit code, if mpiexec reads its last output before it notices its end.
+"""
+
+
+def run_over_mpi(
+    arguments: Sequence[str], ranks: int, left: RankFolder, stages: Mapping[int, str]
+) -> None:
+    """Runs the interpreter with `arguments` on every rank of an MPI world, to the end.
+
+    Raises RankError with the first cause when a rank fails; `stages` names the stages of each rank.
+    """
+    logs = left.path.parent / "logs"
+    logs.mkdir(exist_ok=True)
+    command = [mpiexec(), "-n", str(ranks), *watched(left.path), sys.executable, *arguments]
+    with (logs / "mpiexec.txt").open("wb") as log:
+        # mpiexec ends its ranks when it ends; Ctrl-C goes to this process only.
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+        )
+        try:
+            _show(process, log.fileno())
+            code = process.wait()
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                process.wait()
+            left.wait_until_gone()
+    if code:
+        raise left.first_cause(left.exit_codes() or {0: code}, stages)
+    if unfinished := left.unfinished(ranks):
+        raise left.first_cause(unfinished, stages)
+
+
+def watched(folder: Path) -> list[str]:
+    """The prefix of a rank's command that records a failed exit code in `folder` and ends the other
+    ranks."""
+    return ["sh", "-c", _WATCHED, str(folder)]
+
+
+def keep_output(logs: Path, rank: int) -> None:
+    """Sends this rank's output to a file, except rank 0's standard output, which belongs to the
+    run."""
+    logs.mkdir(exist_ok=True)
+    file = os.open(logs / f"{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    os.dup2(file, 2)
+    if rank:
+        os.dup2(file, 1)
+
+
+def _show(process: subprocess.Popen[bytes], log: int) -> None:
+    assert process.stdout is not None
+    is_report = False
+    for line in process.stdout:
+        is_report = is_report or line.startswith(_RULER)
+        if is_report:
+            os.write(log, line)
+        else:
+            sys.stdout.buffer.write(line)
+            sys.stdout.buffer.flush()
+
+
+def run(options: str, folder: str, reporter: str) -> NoReturn:
+    """Runs the rank that the environment describes, and ends the process."""
+    # The launcher ends its ranks by signal, which needs no traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    place = find_place(os.environ)
+    assert place is not None
+    rank = place.rank
+    left = RankFolder(Path(folder))
+    left.mark_process(rank)
+    if "RANK" not in os.environ:  # torch's agent captures its ranks' output
+        keep_output(Path(folder) / "logs", rank)
+    stages = f" (stage {rank})" if place.ranks > 1 else ""
+    try:
+        from ..distributed.process_groups import join, leave, stay_alone
+        from .job import make_job, run_rank
+
+        raw = json.loads(options)
+        settings = Settings(**{**raw["settings"], "betas": tuple(raw["settings"]["betas"])})
+        job = make_job(settings, Path(folder), raw["code"])
+        if place.ranks > 1:
+            world = join(replace(place, launcher=""), job.settings, job.plan, job.code)
+        else:
+            world = stay_alone(job.settings, job.plan, job.code)
+        if world.replicas > 1:
+            stages = f" (rank {world.pipeline_rank} of replica {world.replica})"
+        elif world.ranks_of_stage:
+            (stage,) = (j for j, ranks in enumerate(world.ranks_of_stage) if rank in ranks)
+            stages = f" (stage {stage}{world.grid.whose(rank)})"
+        try:
+            with exits_told():
+                run_rank(job, world, reporter)
+        except Stopped:  # not a failure for the parent process
+            left.mark_stopped()
+        leave()
+        left.mark_end(rank)
+        end_process(0)
+    except Exception as error:
+        # The parent process may end this rank while it waits below.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        failure = failure_of(error, rank, stages, left.step_of(rank), Path(folder))
+        code = 1 if left.write(failure) else CANNOT_WRITE
+        with contextlib.suppress(OSError):
+            sys.stderr.write(failure.trace)
+        if failure.consequence:
+            left.wait_for_cause()
+        end_process(code)

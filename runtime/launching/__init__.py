@@ -1,1 +1,0 @@
-"""Ranks: how they are started and found, where each sits, and how their first failure is named."""

@@ -1,0 +1,1 @@
+"""Observing a run: records, trackers, traces, idle shares, stalls and their causes."""

@@ -1,0 +1,317 @@
+"""Measured idle time of ranks -> its causes: bubble, imbalance, data, overhead, communication.
+
+A rank's time in one optimizer step is computation (forwards, backwards, optimizer) and the rest, in
+which it is *idle*:
+
+    idle = waiting + sending + data + overhead
+
+waiting    for a tensor, or for all ranks
+sending    handing tensors to the transport
+data       making micro-batches: the data loader
+overhead   everything else: the executor between two actions
+
+The causes of waiting are found by simulating the same schedule (`simulate.py`) with other costs and
+free transfers, and comparing how long each rank waits:
+
+    equal    every rank has the mean cost of the ranks
+    real     every stage has its measured cost
+    fed      and every forward the time of reading its micro-batch
+    whole    and every action its rank's overhead
+
+The measured waiting w is attributed in this order, never more than w in total:
+
+    bubble         the waiting under `real` costs, as far as it also occurs under `equal` ones
+    imbalance      the rest of the waiting under `real` costs
+    data           additional waiting while other ranks read data, and its own reading
+    overhead       additional waiting for the other ranks' overhead, and its own
+    communication  the rest of w: transfers, wake-ups, uneven actions; and its own sending
+
+So no part is negative, and the five add up to the idle time, for any schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+
+from ..config.segments import make_segment
+from ..config.settings import Settings
+from ..executor.mailbox import forward_edges, gradient_edges, shared_stages
+from ..plan.forecast import Forecast
+from ..plan.plan import Plan
+from ..schedule.dependencies import Edge
+from ..schedule.schedule import Schedule
+from ..schedule.simulate import ActionCosts, Timeline, simulate
+
+
+@dataclass(frozen=True, slots=True)
+class RankTime:
+    """One rank's time in one optimizer step, on average, in milliseconds.
+
+    stage_ms: computation by kind of action (F, B, W, S; norm is part of a step) and stage.
+    waiting_ms, sending_ms, data_ms, overhead_ms: idle time by reason.
+    """
+
+    stage_ms: Mapping[tuple[str, int], float]
+    waiting_ms: float
+    sending_ms: float
+    data_ms: float
+    overhead_ms: float
+
+    @property
+    def idle_ms(self) -> float:
+        return self.waiting_ms + self.sending_ms + self.data_ms + self.overhead_ms
+
+    @property
+    def wall_ms(self) -> float:
+        return sum(self.stage_ms.values()) + self.idle_ms
+
+
+@dataclass(frozen=True, slots=True)
+class IdleSplit:
+    """The parts of an idle share, each a share of the whole time from 0 to 1."""
+
+    bubble: float
+    imbalance: float
+    communication: float
+    data: float
+    overhead: float
+
+    @property
+    def total(self) -> float:
+        return self.bubble + self.imbalance + self.communication + self.data + self.overhead
+
+
+def split_idle(
+    times: Sequence[RankTime],
+    schedule: Schedule,
+    edges: Iterable[Edge] | None = None,
+    *,
+    grad_edges: Iterable[Edge] | None = None,
+    shared_stages: Iterable[Sequence[int]] = (),
+) -> tuple[IdleSplit, tuple[IdleSplit, ...]]:
+    """The split over all ranks, and that of each rank; `times` has an entry per rank.
+
+    `schedule` is the one that the ranks executed; an asynchronous one needs enough steps for a
+    steady state. Edges and shared stages are as for `Rule`. The total of a split is the idle share
+    `sum(idle_ms) / sum(wall_ms)` of `times`.
+    """
+    edges = None if edges is None else list(edges)
+    grad_edges = None if grad_edges is None else list(grad_edges)
+    shared_stages = [tuple(group) for group in shared_stages]
+
+    def waits(costs: ActionCosts) -> tuple[float, ...]:
+        played = simulate(
+            schedule, costs, edges, grad_edges=grad_edges, shared_stages=shared_stages
+        )
+        return played.idle_ms_a_step
+
+    real = measured_costs(times, schedule)
+    fed = _with_data(real, times, schedule)
+    equal = waits(_equalised(real, schedule))
+    whole = _with_overhead(fed, times, schedule)
+    found = zip(equal, waits(real), waits(fed), waits(whole), strict=True)
+    parts = [_parts(time, *waited) for time, waited in zip(times, found, strict=True)]
+    walls = [time.wall_ms for time in times]
+    by_rank = tuple(_shares([part], wall) for part, wall in zip(parts, walls, strict=True))
+    return _shares(parts, sum(walls)), by_rank
+
+
+def mean_split(splits: Sequence[IdleSplit], walls_ms: Sequence[float]) -> IdleSplit:
+    """The mean of the splits of several groups of ranks, weighted by their times `walls_ms`; a
+    single split is returned unchanged."""
+    if len(splits) == 1:
+        return splits[0]
+    total_ms = sum(walls_ms)
+    parts = (
+        sum(getattr(split, part.name) * ms for split, ms in zip(splits, walls_ms, strict=True))
+        for part in fields(IdleSplit)
+    )
+    return IdleSplit(*(part / total_ms if total_ms else 0.0 for part in parts))
+
+
+def measured_costs(times: Sequence[RankTime], schedule: Schedule) -> ActionCosts:
+    """The mean cost of each stage's actions, with free transfers."""
+    counted = _counts(schedule)
+    stages = range(schedule.stages)
+    split = schedule.split
+
+    def total_ms(kind: str, stage: int) -> float:
+        ranks = schedule.ranks_of(stage)
+        return sum(times[rank].stage_ms.get((kind, stage), 0.0) for rank in ranks)
+
+    def mean(kind: str, stage: int) -> float:
+        count = counted.get((kind, stage), 0.0)
+        return total_ms(kind, stage) / count if count else 0.0
+
+    def steps_ms(stage: int) -> float:
+        return mean("S", stage) + total_ms("norm", stage) / counted.get(("S", stage), 1.0)
+
+    weight = tuple(mean("W", stage) for stage in stages)
+    backward = []
+    for stage in stages:
+        # A whole backward includes the time of W, a split one does not.
+        in_two = sum(1 for of, _ in split if of == stage)
+        in_all = sum(
+            action.kind == "B" and action.stage == stage for row in schedule.ranks for action in row
+        )
+        backward.append(mean("B", stage) + weight[stage] * (in_two / in_all if in_all else 0.0))
+    return ActionCosts(
+        tuple(mean("F", stage) for stage in stages),
+        tuple(backward),
+        tuple(steps_ms(stage) for stage in stages),
+        weight_ms=weight,
+    )
+
+
+def _counts(schedule: Schedule) -> dict[tuple[str, int], float]:
+    """The number of actions of each kind and stage in one optimizer step."""
+    counted: dict[tuple[str, int], float] = {}
+    for action in (action for row in schedule.compute.ranks for action in row):
+        key = action.kind, action.stage
+        counted[key] = counted.get(key, 0.0) + 1 / max(1, schedule.steps)
+    return counted
+
+
+def _equalised(costs: ActionCosts, schedule: Schedule) -> ActionCosts:
+    """The same work, distributed evenly among the ranks, and among the stages of each. Each replica
+    of a stage runs a part of its micro-batches."""
+    stages_of_rank = [schedule.rank_of_stage.count(rank) for rank in schedule.rank_of_stage]
+    replicas = [len(schedule.ranks_of(stage)) for stage in range(schedule.stages)]
+
+    def even(values: Sequence[float]) -> tuple[float, ...]:
+        of_rank = sum(values) / len(schedule.ranks)
+        return tuple(
+            of_rank * parts / stages for parts, stages in zip(replicas, stages_of_rank, strict=True)
+        )
+
+    # Every replica makes every optimizer step.
+    steps_ms = [ms * parts for ms, parts in zip(costs.step_ms, replicas, strict=True)]
+    return replace(
+        costs,
+        forward_ms=even(costs.forward_ms),
+        backward_ms=even(costs.backward_ms),
+        step_ms=tuple(ms / parts for ms, parts in zip(even(steps_ms), replicas, strict=True)),
+        weight_ms=even(costs.weight_ms),
+    )
+
+
+def _with_data(costs: ActionCosts, times: Sequence[RankTime], schedule: Schedule) -> ActionCosts:
+    """Adds the data loading to the forwards of each rank's first stage."""
+    more = [0.0] * schedule.stages
+    for rank, time in enumerate(times):
+        more[schedule.stages_of(rank)[0]] += time.data_ms / schedule.step_every
+    return replace(costs, forward_ms=_added(costs.forward_ms, more))
+
+
+def _with_overhead(
+    costs: ActionCosts, times: Sequence[RankTime], schedule: Schedule
+) -> ActionCosts:
+    """Adds an equal part of its rank's overhead to every action."""
+    counted = _counts(schedule)
+    of_rank = [0.0] * len(times)
+    for (_, stage), count in counted.items():
+        of_rank[schedule.rank_of_stage[stage]] += count
+    overhead_ms = [
+        sum(times[rank].overhead_ms for rank in schedule.ranks_of(stage))
+        for stage in range(schedule.stages)
+    ]
+    more = [
+        ms / (of_rank[rank] or 1.0)
+        for ms, rank in zip(overhead_ms, schedule.rank_of_stage, strict=True)
+    ]
+    parts = [counted.get(("W", stage), 0.0) > 0 for stage in range(schedule.stages)]
+    return replace(
+        costs,
+        forward_ms=_added(costs.forward_ms, more),
+        backward_ms=_added(
+            costs.backward_ms, [ms * (1 + two) for ms, two in zip(more, parts, strict=True)]
+        ),
+        step_ms=_added(costs.step_ms, more),
+        weight_ms=_added(costs.weight_ms, [ms * two for ms, two in zip(more, parts, strict=True)]),
+    )
+
+
+def _added(values: Sequence[float], more: Sequence[float]) -> tuple[float, ...]:
+    return tuple(value + ms for value, ms in zip(values, more, strict=True))
+
+
+def _parts(
+    time: RankTime, equal_ms: float, real_ms: float, fed_ms: float, whole_ms: float
+) -> dict[str, float]:
+    """The parts of one rank's idle time in milliseconds."""
+    left_ms, explained_ms = time.waiting_ms, 0.0
+    taken = []
+    for level_ms in (min(equal_ms, real_ms), real_ms, fed_ms, whole_ms):
+        taken.append(min(left_ms, max(0.0, level_ms - explained_ms)))
+        left_ms -= taken[-1]
+        explained_ms = max(explained_ms, level_ms)
+    bubble, imbalance, data, overhead = taken
+    return {
+        "bubble": bubble,
+        "imbalance": imbalance,
+        "communication": left_ms + time.sending_ms,
+        "data": data + time.data_ms,
+        "overhead": overhead + time.overhead_ms,
+    }
+
+
+def _shares(parts: Sequence[Mapping[str, float]], wall_ms: float) -> IdleSplit:
+    names = [part.name for part in fields(IdleSplit)]
+    return IdleSplit(*(sum(p[name] for p in parts) / (wall_ms or 1.0) for name in names))
+
+
+def split_of_run(
+    plan: Plan, settings: Settings, schedule: Schedule, times: Sequence[RankTime]
+) -> tuple[IdleSplit, tuple[IdleSplit, ...]]:
+    """The parts of the idle share in a typical step, over all ranks and for each.
+
+    Replicas are split separately: waiting for other replicas counts as communication.
+    """
+    played, ranks = _enough_steps(plan, settings, schedule), len(schedule.ranks)
+    replicas = [times[first : first + ranks] for first in range(0, len(times), ranks)]
+    splits = [
+        split_idle(
+            own,
+            played,
+            forward_edges(plan),
+            grad_edges=gradient_edges(plan),
+            shared_stages=shared_stages(plan),
+        )
+        for own in replicas
+    ]
+    walls_ms = [sum(time.wall_ms for time in own) for own in replicas]
+    whole = mean_split([split for split, _ in splits], walls_ms)
+    return whole, tuple(split for _, by_rank in splits for split in by_rank)
+
+
+def simulated_step(
+    plan: Plan,
+    settings: Settings,
+    schedule: Schedule,
+    forecast: Forecast | None,
+    times: Sequence[RankTime],
+) -> tuple[str, Timeline]:
+    """The origin of the costs and the timeline of one simulated step; a plan without costs uses
+    those that the run measured."""
+    if forecast is not None:
+        costs, timeline = "the plan's costs, the optimizer as measured", forecast.timeline
+    else:
+        schedule = _enough_steps(plan, settings, schedule)
+        costs = "measured costs"
+        timeline = simulate(
+            schedule,
+            measured_costs(times, schedule),
+            forward_edges(plan),
+            grad_edges=gradient_edges(plan),
+            shared_stages=shared_stages(plan),
+        )
+    return costs, timeline.between(*timeline.steady_step) if settings.is_async else timeline
+
+
+def _enough_steps(plan: Plan, settings: Settings, schedule: Schedule) -> Schedule:
+    """The synchronous step, or enough asynchronous ones for every rank's steady state."""
+    if not settings.is_async:
+        return schedule
+    ahead = -(-2 * len(plan.stages) // (settings.micro_batches or 1))
+    return make_segment(plan, settings, steps=3 + ahead)

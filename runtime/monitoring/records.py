@@ -1,0 +1,331 @@
+"""The events of a run -> records, and the reporters that receive them.
+
+A `Reporter` shows or stores a run; it is called in the process of rank 0 only.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..schedule.simulate import Timeline
+from .idle import IdleSplit
+
+PARTS_OF_TIME = ("busy", "waiting", "sending", "data", "overhead")
+"""The parts of a rank's time: it computes, or it is idle for one of four reasons."""
+
+
+@dataclass(frozen=True, slots=True)
+class PredictedStep:
+    """The plan's prediction for a run.
+
+    step_ms, idle_share: time and idle share of a step without the optimizer; None without costs.
+    forward_ms, backward_ms: time of a micro-batch at each stage; empty if unknown.
+    peak_bytes: peak memory of each rank of a pipeline; empty if unknown.
+    """
+
+    step_ms: float | None
+    idle_share: float | None
+    forward_ms: tuple[float, ...]
+    backward_ms: tuple[float, ...]
+    peak_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StartRecord:
+    """A run before its first step.
+
+    facts: the setup in words, by name.
+    predicted: the plan's prediction.
+    micro_batches: micro-batches of a step in each replica.
+    replicas: the number of replicas.
+    stages_of_rank: the stages of each rank of a pipeline.
+    environment: hardware and software, as `describe_environment` returns it.
+    methods: the staleness methods of an asynchronous run.
+    """
+
+    facts: tuple[tuple[str, str], ...]
+    predicted: PredictedStep
+    micro_batches: int
+    replicas: int
+    stages_of_rank: tuple[tuple[int, ...], ...]
+    environment: Mapping[str, Any]
+    methods: tuple[str, ...] = ()
+
+    def to_json(self) -> str:
+        return _line("start", asdict(self) | {"facts": dict(self.facts), "time_s": _now_s()})
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One optimizer step. Rate, idle shares and step time cover the steps since the last logged
+    one.
+
+    step, steps: the step, counted from 1, and the number of steps of the run.
+    loss, lr: the mean loss and the learning rate.
+    grad_norm: the norm of all gradients; None if it was not computed.
+    rate: `unit` ("tok" or "samples") per second.
+    idle: the idle share of each rank.
+    time: the shares of each rank's time, for each of PARTS_OF_TIME.
+    mem_bytes: the largest peak memory of any rank.
+    elapsed_s: the duration of the run.
+    logged: True if a line is due.
+    epoch: the samples consumed so far, relative to those of the data set.
+    loss_scale, skipped: under float16, the loss scale of the next step, and the number of steps
+        that
+        were skipped so far because a gradient overflowed.
+    delay_mean, delay_max: in an asynchronous run, the mean and maximum number of steps between the
+        forward and the backward of the step's micro-batches, at all stages, from the ranks'
+        ledgers.
+    gap: the norm of the difference between the weights of the forward and the live weights of the
+        backward, relative to the live ones (root mean squares over micro-batches and stages, from a
+        part of the weights).
+    mem_bytes_by_rank: the peak memory of each rank so far.
+    base_bytes_by_rank: the part of it from before its stages were loaded.
+    action_ms: milliseconds of one action of a kind (F, B, W, and S for the optimizer step) at each
+        stage.
+    """
+
+    step: int
+    steps: int
+    loss: float
+    lr: float
+    grad_norm: float | None
+    rate: float
+    unit: str
+    idle: tuple[float, ...]
+    time: Mapping[str, tuple[float, ...]]
+    mem_bytes: int
+    step_ms: float
+    elapsed_s: float
+    logged: bool
+    epoch: float = 0.0
+    loss_scale: float | None = None
+    skipped: int = 0
+    delay_mean: float | None = None
+    delay_max: int | None = None
+    gap: float | None = None
+    mem_bytes_by_rank: tuple[int, ...] = ()
+    base_bytes_by_rank: tuple[int, ...] = ()
+    action_ms: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+
+    @property
+    def idle_share(self) -> float:
+        """The mean idle share over ranks."""
+        return sum(self.idle) / len(self.idle)
+
+    def to_json(self) -> str:
+        record = asdict(self) | {"idle_share": round(self.idle_share, 4)}
+        for part, shares in record.pop("time").items():
+            record[f"{part}_shares"] = [round(share, 4) for share in shares]
+        record["action_ms"] = {
+            kind: [round(ms, 4) for ms in stages] for kind, stages in self.action_ms.items()
+        }
+        if self.loss_scale is None:
+            del record["loss_scale"], record["skipped"]
+        if self.delay_mean is None:
+            del record["delay_mean"], record["delay_max"], record["gap"]
+        record["epoch"] = round(self.epoch, 6)
+        del record["logged"], record["steps"], record["unit"], record["rate"]
+        return _line("step", record | {f"{self.unit}_per_s": round(self.rate, 1)})
+
+
+@dataclass(frozen=True, slots=True)
+class EvalRecord:
+    """An evaluation.
+
+    step: the number of steps before it.
+    loss: the mean loss over the micro-batches.
+    accuracy: the share of correct answers of a classifier.
+    batches: the number of micro-batches.
+    """
+
+    step: int
+    loss: float
+    accuracy: float | None
+    batches: int
+
+    def to_json(self) -> str:
+        return _line("eval", asdict(self))
+
+
+@dataclass(frozen=True, slots=True)
+class StalenessSummary:
+    """The delays of a whole run.
+
+    passages: the number of backwards, one per micro-batch and stage.
+    delay_mean, delay_max: the mean and maximum of their delays in steps.
+    unexpected: those at other versions than the closed form of the schedule gives.
+    """
+
+    passages: int = 0
+    delay_mean: float = 0.0
+    delay_max: int = 0
+    unexpected: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The results of a run.
+
+    idle: the share of all ranks' time in which they did not compute, in typical steps.
+    idle_parts, idle_parts_by_rank: its parts over all ranks, and for each rank's own time.
+    simulated_idle, simulated_step_ms: simulated values; None if the plan has no measured costs.
+    step_ms, rate: time of a step, and `unit` per second; both without the first step.
+    weights, exported: the folders of the weights, and of their export if there is one.
+    trace: the file of the measured timeline, if requested.
+    staleness: the delays of an asynchronous run.
+    epoch: the number of passes over the data set.
+    """
+
+    steps: int
+    seconds: float
+    first_loss: float
+    last_loss: float
+    eval_loss: float | None
+    accuracy: float | None
+    idle: float
+    idle_parts: IdleSplit
+    idle_parts_by_rank: tuple[IdleSplit, ...]
+    simulated_idle: float | None
+    step_ms: float
+    simulated_step_ms: float | None
+    output: str
+    weights: str
+    exported: str | None
+    trace: str | None = None
+    staleness: StalenessSummary | None = None
+    epoch: float = 0.0
+    rate: float = 0.0
+    unit: str = ""
+
+    def to_json(self) -> str:
+        return _line("end", asdict(self))
+
+
+class Reporter:
+    """Receives the events of a run; every method does nothing unless it is overridden.
+
+    The order is: `on_start`, then steps, evaluations, notes and warnings as they occur, and finally
+    `on_timelines` and `on_end`, or `on_stop` or `on_failure`. A run that is killed calls none of
+    these.
+    """
+
+    def on_start(self, start: StartRecord) -> None:
+        """The setup is complete and training begins."""
+
+    def on_step(self, record: StepRecord) -> None:
+        """An optimizer step is complete; `record.logged` says that a line is due."""
+
+    def on_eval(self, record: EvalRecord) -> None:
+        """The model was evaluated."""
+
+    def on_note(self, about: str, text: str) -> None:
+        """A decision or an event during the run, such as a checkpoint."""
+
+    def on_warning(self, text: str) -> None:
+        """Something is legal but probably unintended, or the run makes no progress."""
+
+    def on_timelines(self, costs: str, simulated: Timeline, measured: Timeline) -> None:
+        """One step of the completed run: as simulated, from which `costs`, and as measured."""
+
+    def on_end(self, summary: Summary) -> None:
+        """The run has made all its steps and written its weights."""
+
+    def on_stop(self, text: str) -> None:
+        """The run ends because it was asked to (SIGTERM, SIGUSR1, `--max-run`), and can resume from
+        its checkpoint. By default the same as a failure."""
+        self.on_failure(text)
+
+    def on_failure(self, text: str) -> None:
+        """The run ends because of an error, on this rank or on another."""
+
+
+HOOKS = tuple(name for name in vars(Reporter) if name.startswith("on_"))
+"""The methods of a Reporter."""
+
+
+class MetricsFile(Reporter):
+    """Appends every event to `metrics.jsonl`, one line per record; only logged steps."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._step = 0
+
+    def on_start(self, start: StartRecord) -> None:
+        self._write(start.to_json())
+
+    def on_step(self, record: StepRecord) -> None:
+        self._step = record.step
+        if record.logged:
+            self._write(record.to_json())
+
+    def on_eval(self, record: EvalRecord) -> None:
+        self._write(record.to_json())
+
+    def on_note(self, about: str, text: str) -> None:
+        self._tell("note", about=about, text=text)
+
+    def on_warning(self, text: str) -> None:
+        self._tell("warning", text=text)
+
+    def on_timelines(self, costs: str, simulated: Timeline, measured: Timeline) -> None:
+        drawn = {"simulated": _plain(simulated), "measured": _plain(measured)}
+        self._write(_line("timelines", {"costs": costs, **drawn}))
+
+    def on_end(self, summary: Summary) -> None:
+        self._write(summary.to_json())
+
+    def on_failure(self, text: str) -> None:
+        self._tell("failure", text=text)
+
+    def _tell(self, event: str, **values: str) -> None:
+        at = {"step": self._step} if self._step else {}
+        self._write(_line(event, values | at | {"time_s": _now_s()}))
+
+    def _write(self, line: str) -> None:
+        append_line(self._path, line)
+
+
+def append_line(path: Path, line: str) -> None:
+    """Appends a whole line to a file, or nothing, so that a resumed run can append more. Raises
+    OSError."""
+    content = (line + "\n").encode()
+    with path.open("ab", buffering=0) as file:
+        whole = file.tell()
+        try:
+            if file.write(content) < len(content):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        except OSError:
+            file.truncate(whole)
+            raise
+
+
+def _plain(timeline: Timeline) -> list[list[Any]]:
+    """Rank, stage, kind and index of every action, with its start and end in milliseconds since the
+    first one."""
+    begin_ms = timeline.start_ms
+    return [
+        [
+            event.rank,
+            *event.action[:3],
+            round(event.start_ms - begin_ms, 3),
+            round(event.end_ms - begin_ms, 3),
+        ]
+        for event in timeline.events
+    ]
+
+
+def _now_s() -> float:
+    """Wall-clock time in seconds."""
+    return round(time.time(), 3)
+
+
+def _line(event: str, values: Mapping[str, object]) -> str:
+    return json.dumps({"event": event, **values})

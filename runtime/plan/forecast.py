@@ -1,0 +1,339 @@
+"""A plan and a schedule -> the predicted step time and idle share, and the bytes between stages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ..schedule.asynchronous import ASYNCHRONOUS
+from ..schedule.builders import AUTO, SYNCHRONOUS, VIRTUAL, fit_auto, make_schedule
+from ..schedule.interleaved import REPLICATED, replicated
+from ..schedule.schedule import Action, Schedule, count_versions
+from ..schedule.simulate import ActionCosts, Timeline, simulate
+from .plan import Boundary, Plan, StageSpec, TensorSpec
+
+_MUCH_IDLE = 1 / 3
+_LAPS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """The predicted time of one optimizer step, and the mean share of it that a rank waits."""
+
+    step_ms: float
+    idle_share: float
+    timeline: Timeline
+
+
+def forecast_step(
+    plan: Plan,
+    schedule: str | Schedule,
+    micro_batches: int,
+    *,
+    processors: int | None = None,
+    steps: int = 1,
+    step_ms: Iterable[float] | None = None,
+    shared_stages: Iterable[Sequence[int]] | None = None,
+) -> Forecast:
+    """Simulates `steps` steps (one, unless asynchronous) at the plan's costs, of the schedule of
+    that name on the plan's ranks, or of a given schedule.
+
+    A rank is busy with its transfers as the plan says, and at the end of a step with the gradients
+    of shared parameters. For an asynchronous schedule the idle share is that of the steady state,
+    without fill and drain. A step of a computed schedule is one of several in a row.
+
+    - `processors`: the number of cores that the ranks share; None for one each
+    - `step_ms`: the optimizer's milliseconds of every stage
+    - `shared_stages`: the groups of stages that step when all have their gradients; by default
+      those that share a parameter
+    """
+    name = schedule if isinstance(schedule, str) else schedule.name
+    count = steps if name in ASYNCHRONOUS else 1
+    costs = _costs(plan, step_ms)
+    waiting = _shared(plan) if shared_stages is None else [*shared_stages]
+    if isinstance(schedule, str):
+        made = planned_schedule(plan, schedule, micro_batches, steps=count)
+    else:
+        made = schedule.compute
+    if made.replicas:
+        costs = replace(
+            costs,
+            step_ms=tuple(
+                ms + _summing_ms(stage, plan.setting.micro_batches)
+                for stage, ms in zip(plan.stages, costs.step_ms, strict=True)
+            ),
+        )
+
+    def simulated(of: Schedule) -> Timeline:
+        return simulate(
+            of,
+            costs,
+            _edges(plan),
+            grad_edges=_edges(plan, with_gradient=True),
+            shared_stages=waiting,
+            processors=processors,
+        )
+
+    timeline = simulated(made)
+    if name == AUTO:
+        row = simulated(_in_a_row(made, 2 * _LAPS))
+        period_ms = (row.end_ms - simulated(_in_a_row(made, _LAPS)).end_ms) / _LAPS
+        busy_ms = (1 - timeline.idle_share) * timeline.makespan_ms
+        return Forecast(period_ms, max(0.0, 1 - busy_ms / period_ms if period_ms else 0.0), row)
+    idle = timeline.steady_idle_share if count > 1 else timeline.idle_share
+    return Forecast(timeline.makespan_ms / count, idle, timeline)
+
+
+def planned_schedule(
+    plan: Plan, name: str, micro_batches: int, *, steps: int = 1, may_split: bool = False
+) -> Schedule:
+    """The schedule of that name for a plan: on the plan's ranks if it has several stages on a rank
+    or several ranks on a stage, and computed from the plan's costs if it is `auto`."""
+    if has_stage_replicas(plan, name, micro_batches):
+        return replicated(name, micro_batches, plan.stage_replicas)
+    stages, ranks = len(plan.stages), planned_ranks(plan, name)
+    if name == AUTO:
+        placed = sorted(set(plan.device_of_stage))
+        return fit_auto(
+            _costs(plan),
+            micro_batches,
+            ranks=ranks or stages,
+            rank_of_stage=tuple(map(placed.index, plan.device_of_stage)) if ranks else None,
+            edges=_edges(plan),
+            grad_edges=_edges(plan, with_gradient=True),
+            shared_stages=_shared(plan),
+            may_split=may_split,
+        ).schedule
+    return make_schedule(
+        name,
+        stages=stages,
+        micro_batches=micro_batches * steps,
+        step_every=micro_batches,
+        ranks=ranks,
+    )
+
+
+def has_stage_replicas(plan: Plan, name: str, micro_batches: int) -> bool:
+    """True if the schedule of that name uses the plan's replicas of single stages, each with at
+    least one micro-batch."""
+    most = max(map(len, plan.stage_replicas), default=0)
+    return name in REPLICATED and 0 < most <= micro_batches
+
+
+def _summing_ms(stage: StageSpec, micro_batches: int) -> float:
+    """The time in which the ranks of a stage sum their gradients, once a step: the part of its load
+    that exceeds its times."""
+    busy_ms = stage.forward_ms + stage.backward_ms + stage.forward_talk_ms + stage.backward_talk_ms
+    beside_ms = stage.load_ms - busy_ms / len(stage.ranks)
+    return max(0.0, beside_ms) * micro_batches if len(stage.ranks) > 1 else 0.0
+
+
+def planned_ranks(plan: Plan, name: str) -> int | None:
+    """The plan's number of ranks, if the schedule of that name can put several stages on a rank as
+    the plan does, or is the plan's own; None for the schedule's default."""
+    stages, ranks = len(plan.stages), len(set(plan.device_of_stage))
+    if name not in (*VIRTUAL, AUTO) or (ranks == stages and name != plan.setting.schedule):
+        return None
+    is_even = stages == 2 * ranks if name == "zb-v" else stages % ranks == 0
+    return ranks if is_even or name == AUTO else None
+
+
+def costs_of_plan(plan: Plan) -> ActionCosts | None:
+    """The plan's costs of a micro-batch, without optimizers; None if it has no costs."""
+    return _costs(plan) if all(stage.forward_ms > 0 for stage in plan.stages) else None
+
+
+def _costs(plan: Plan, step_ms: Iterable[float] | None = None) -> ActionCosts:
+    stages = plan.stages
+    return ActionCosts(
+        forward_ms=tuple(stage.forward_ms + stage.forward_talk_ms for stage in stages),
+        backward_ms=tuple(stage.backward_ms + stage.backward_talk_ms for stage in stages),
+        step_ms=tuple(
+            stage.exchange_ms + optimizer_ms
+            for stage, optimizer_ms in zip(stages, step_ms or (0.0,) * len(stages), strict=True)
+        ),
+        transfer_ms={(source, target): ms for source, target, ms in plan.setting.transfer_ms},
+        weight_ms=tuple(stage.weight_ms for stage in stages),
+    )
+
+
+def _edges(plan: Plan, *, with_gradient: bool = False) -> set[tuple[int, int]]:
+    return {
+        (edge.source, target)
+        for edge in plan.boundaries
+        for target in edge.targets
+        if edge.tensor.requires_grad or not with_gradient
+    }
+
+
+def _shared(plan: Plan) -> list[tuple[int, ...]]:
+    return [parameter.stages for parameter in plan.shared if len(parameter.stages) > 1]
+
+
+def _in_a_row(schedule: Schedule, steps: int) -> Schedule:
+    """A schedule of several steps, in which a rank begins the next step when its own is over."""
+
+    def row(actions: Iterable[Action]) -> Iterator[Action]:
+        own = list(actions)
+        for step in range(steps):
+            for action in own:
+                later = step if action.kind == "S" else step * schedule.micro_batches
+                yield action._replace(index=action.index + later, version=None)
+
+    return replace(
+        schedule,
+        micro_batches=steps * schedule.micro_batches,
+        ranks=tuple(tuple(count_versions(row(own))) for own in schedule.ranks),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class OneStep:
+    """One optimizer step of a timeline: its start and end, and the share of it that ranks wait."""
+
+    start_ms: float
+    end_ms: float
+    idle_share: float
+    timeline: Timeline
+
+    @property
+    def step_ms(self) -> float:
+        return self.end_ms - self.start_ms
+
+
+def forecast_one_step(plan: Plan, schedule: str, micro_batches: int) -> OneStep:
+    """A step of a synchronous schedule, or one in the middle of a long asynchronous run or of a row
+    of computed steps. If the schedule does not support the plan's replicas of a stage, they count
+    as one rank that is as fast as all of them."""
+    # Every stage has to make a step before the first one makes its last forward.
+    steps = 3 + -(-2 * len(plan.stages) // micro_batches)
+    if not has_stage_replicas(plan, schedule, micro_batches):
+        plan = _without_replicas(plan)
+    found = forecast_step(plan, schedule, micro_batches, steps=steps)
+    timeline = found.timeline
+    if schedule == AUTO:
+        row = [event for event in timeline.events if event.action.kind != "S"]
+        start_ms = min(event.start_ms for event in row if event.action.index >= micro_batches)
+        return OneStep(start_ms, start_ms + found.step_ms, found.idle_share, timeline)
+    if schedule not in ASYNCHRONOUS:
+        return OneStep(timeline.start_ms, timeline.end_ms, found.idle_share, timeline)
+    return OneStep(*timeline.steady_step, found.idle_share, timeline)
+
+
+def compared_schedules(plan: Plan) -> tuple[str, ...]:
+    """The schedules that a plan's report compares: its own first, then others that it can run
+    under; with several stages a rank, those that put them on the same ranks."""
+    planned = plan.setting.schedule
+    others = [name for name in VIRTUAL if planned_ranks(plan, name)]
+    is_folded = len(set(plan.device_of_stage)) < len(plan.stages)
+    if not is_folded or planned_ranks(plan, planned) is None:
+        others = ["gpipe", "1f1b", "async-1f1b"]
+    return tuple(others) if planned in others else (planned, *others)
+
+
+def _without_replicas(plan: Plan) -> Plan:
+    return replace(plan, stages=tuple(map(_as_one_rank, plan.stages)))
+
+
+def _as_one_rank(stage: StageSpec) -> StageSpec:
+    """A stage without replicas, whose time for a micro-batch is the load of the replicated one; the
+    rest of the load is the exchange of gradients, counted with every backward."""
+    replicas = len(stage.ranks)
+    if replicas < 2:
+        return stage
+    names = ("forward_ms", "backward_ms", "forward_talk_ms", "backward_talk_ms", "weight_ms")
+    shared = {name: getattr(stage, name) / replicas for name in names}
+    busy_ms = sum(shared.values()) - shared["weight_ms"]  # which the backward has in it
+    shared["backward_talk_ms"] += max(0.0, stage.load_ms - busy_ms)
+    return replace(stage, **shared)
+
+
+def describe_forecast(plan: Plan, micro_batches: tuple[int, ...] = (8, 32)) -> str:
+    """One sentence: the step time of the plan's schedule (1f1b if that is asynchronous) for several
+    numbers of micro-batches, and the asynchronous idle share."""
+    parts = []
+    planned = plan.setting.schedule
+    name = "1f1b" if planned in ASYNCHRONOUS else planned
+    ranks = planned_ranks(plan, name)
+    for number in micro_batches:
+        step = forecast_step(plan, name, number)
+        parts.append(f"{number} micro-batches {step.step_ms:.0f} ms, {step.idle_share:.0%} idle")
+    if ranks and ranks < len(plan.stages):
+        return f"one {name} step on {ranks} ranks: " + " · ".join(parts)
+    ahead = len(plan.stages) - 1
+    on = "on a device a stage"
+    if any(has_stage_replicas(plan, name, number) for number in micro_batches):
+        on = f"on {sum(map(len, plan.stage_replicas))} ranks"
+    steady = forecast_step(plan, "async-1f1b", micro_batches[0], steps=8)
+    parts.append(
+        f"async {steady.idle_share:.0%} idle, weights at most "
+        f"{-(-ahead // micro_batches[0])} step old"
+    )
+    return f"one {name} step {on}: " + " · ".join(parts)
+
+
+def few_micro_batches_warning(name: str, *, ranks: int, micro_batches: int) -> str | None:
+    """The effect of 4 micro-batches a rank, if equal ranks with one stage each would otherwise be
+    idle for more than a third of each step; None otherwise.
+
+    >>> print(few_micro_batches_warning("1f1b", ranks=4, micro_batches=2))
+    2 micro-batches keep 4 ranks idle 60 % of the time (1f1b). 16 would be 16 %. --micro-batches 16
+    """
+    if name not in SYNCHRONOUS or micro_batches >= 4 * ranks:
+        return None
+    costs = ActionCosts.equal(ranks)
+    now, then = (
+        simulate(make_schedule(name, stages=ranks, micro_batches=number), costs).idle_share
+        for number in (micro_batches, 4 * ranks)
+    )
+    if now <= _MUCH_IDLE or then > _MUCH_IDLE:
+        return None
+    return (
+        f"{micro_batches} micro-batch{'es keep' if micro_batches > 1 else ' keeps'} "
+        f"{ranks} ranks idle {100 * now:.0f} % of the time ({name}). "
+        f"{4 * ranks} would be {100 * then:.0f} %. --micro-batches {4 * ranks}"
+    )
+
+
+_ITEM_BYTES = {
+    "float64": 8, "int64": 8, "complex64": 8, "float32": 4, "int32": 4, "float16": 2,
+    "bfloat16": 2, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
+}  # fmt: skip
+
+
+def spec_bytes(spec: TensorSpec, sizes: Mapping[str, int]) -> int:
+    """Bytes of one tensor of that spec at the given sizes."""
+    return math.prod(spec.resolve(sizes)) * _ITEM_BYTES[spec.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """The bytes of one micro-batch from one stage to another; gradients send the same bytes
+    back."""
+
+    source: int
+    target: int
+    sent: int
+    if_sent: int
+    """The bytes if the target recomputed nothing."""
+
+
+def traffic(plan: Plan) -> tuple[Traffic, ...]:
+    """The bytes between every two stages, with and without recomputation."""
+    sent = _bytes_between(plan, plan.boundaries)
+    if_sent = _bytes_between(plan, plan.if_sent or plan.boundaries)
+    return tuple(
+        Traffic(*pair, sent.get(pair, 0), if_sent.get(pair, 0))
+        for pair in sorted(sent.keys() | if_sent.keys())
+    )
+
+
+def _bytes_between(plan: Plan, boundaries: Iterable[Boundary]) -> dict[tuple[int, int], int]:
+    total: dict[tuple[int, int], int] = {}
+    for boundary in boundaries:
+        size = spec_bytes(boundary.tensor, plan.sizes)
+        for target in boundary.targets:
+            pair = boundary.source, target
+            total[pair] = total.get(pair, 0) + size
+    return total

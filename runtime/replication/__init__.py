@@ -1,1 +1,0 @@
-"""Several replicas of a pipeline: their grid of ranks, sums of gradients, proof of equality."""

@@ -1,0 +1,450 @@
+"""Numbers and timelines -> charts, bars and step drawings in SVG units, and the page templates.
+
+Templates contain layout, modules contain decisions. Step drawings of one scale are comparable.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from ..formatting import in_markdown, visible, write_ms, write_share
+from ..schedule.simulate import Event, Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class BarSegment:
+    """A part of a bar in percent of the scale, with a letter if there is room."""
+
+    kind: str
+    percent: float
+    letter: str
+    title: str
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """One row of bars; numbers are in percent of the scale.
+
+    segments: its parts.
+    is_slowest: True for the row to highlight.
+    over_from, over_percent, limit: the part that exceeds the limit, and the limit.
+    """
+
+    label: str
+    segments: tuple[BarSegment, ...]
+    value: str
+    title: str
+    is_slowest: bool = False
+    over_from: float | None = None
+    over_percent: float = 0.0
+    limit: float | None = None
+
+
+def segment(kind: str, letter: str, share: float, title: str) -> BarSegment:
+    """A part with this share of the scale."""
+    return BarSegment(kind, 100 * share, letter if share > 0.03 else "", title)
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A heading with a number and a detail, as at the top of a page."""
+
+    heading: str
+    number: str
+    detail: str
+
+
+_FLAT = 1e-9
+"""A range that is smaller than its numbers by this factor is a single point."""
+_NOTHING = 1e-90
+
+
+def ticks_around(low: float, high: float) -> tuple[float, ...]:
+    """Four to eight round numbers, from at most `low` to at least `high`.
+
+    >>> ticks_around(0.0, 7.3), ticks_around(2.61, 3.4)
+    ((0.0, 2.0, 4.0, 6.0, 8.0), (2.6, 2.8, 3.0, 3.2, 3.4))
+    """
+    most = max(abs(low), abs(high))
+    if high - low <= max(_FLAT * most, _NOTHING):
+        around = most / 2 if most > _NOTHING else 0.5
+        return ticks_around(low - around, high + around)
+    exponent = math.floor(math.log10((high - low) / 5))
+    apart = next(each for each in _steps(exponent) if high - low <= 5 * each)
+    first, last = math.floor(low / apart), math.ceil(high / apart)
+    return tuple(round(apart * number, max(0, 2 - exponent)) for number in range(first, last + 1))
+
+
+def ticks_up_to(most: float, count: int = 10) -> tuple[float, ...]:
+    """At most `count` + 1 round numbers from 0 up to at most `most`.
+
+    >>> ticks_up_to(23.0)
+    (0.0, 5.0, 10.0, 15.0, 20.0)
+    """
+    if most <= _NOTHING:
+        return ()
+    exponent = math.floor(math.log10(most / count))
+    apart = next(each for each in _steps(exponent) if most <= count * each)
+    numbers = range(int(most / apart) + 1)
+    return tuple(round(apart * number, max(0, 2 - exponent)) for number in numbers)
+
+
+def _steps(exponent: int) -> tuple[float, ...]:
+    """The round numbers of that power of ten, and of the next."""
+    return tuple(10.0**exponent * factor for factor in (1, 2, 5, 10, 20))
+
+
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 480, 220, 58, 14, 12, 34
+_MOST = 400
+"""The maximum number of points of a line; more would not be visible."""
+_HOVERED = 40
+"""The maximum number of points of a line that show their numbers."""
+_HUGE = 1e90
+_FEW = 12
+"""The maximum number of points drawn as dots, for which there are two styles."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    x: float
+    y: float
+    title: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChartLine:
+    """One series of a chart.
+
+    number: selects its color and dashes.
+    path, band: SVG paths of the line and of an area around it, which may be empty.
+    points: positions with their numbers.
+    has_dots: True if the points are drawn.
+    """
+
+    label: str
+    number: int
+    path: str
+    band: str
+    points: tuple[Point, ...]
+    has_dots: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    heading: str
+    width: int
+    height: int
+    left: int
+    right: int
+    bottom: int
+    lines: tuple[ChartLine, ...]
+    x_ticks: tuple[tuple[float, str], ...]
+    y_ticks: tuple[tuple[float, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """A series of numbers.
+
+    label: its name.
+    points: (x, y) in the order of x; those that are not finite are omitted.
+    band: (x, lowest y, highest y) of an area around them.
+    """
+
+    label: str
+    points: tuple[tuple[float, float], ...]
+    band: tuple[tuple[float, float, float], ...] = ()
+
+    @property
+    def finite(self) -> tuple[tuple[float, float], ...]:
+        return tuple(point for point in self.points if all(abs(each) < _HUGE for each in point))
+
+
+def chart(
+    heading: str,
+    series: Sequence[Series],
+    *,
+    x_unit: str,
+    write: Callable[[float], str] = "{:g}".format,
+    floor: float | None = None,
+    ceiling: float | None = None,
+    x_floor: float | None = None,
+    is_even: bool = False,
+    height: int = HEIGHT,
+) -> Chart | None:
+    """A chart with a line for each series; None if there is nothing to draw.
+
+    x_unit: the unit of x.
+    write: formats a number of y.
+    floor, x_floor: numbers that the axes include.
+    ceiling: the upper limit of y; lines above it leave the chart at its top. By default a few
+        points
+        far above all others, such as the first losses, are cut off.
+    is_even: draws the values of x at equal distances, each with its number.
+    """
+    drawn = [(number, one) for number, one in enumerate(series) if one.finite]
+    if not drawn:
+        return None
+    xs = sorted({x for _, one in drawn for x, _ in one.finite})
+    ys = sorted(y for _, one in drawn for _, *each in (*one.finite, *one.band) for y in each)
+    low = ys[0] if floor is None else min(floor, ys[0])
+    high = _usual_most(ys) if ceiling is None else max(low, ceiling)
+    x_low, x_high = xs[0] if x_floor is None else min(x_floor, xs[0]), xs[-1]
+    if x_low == x_high:
+        x_low, x_high = x_low - 1, x_high + 1
+    bottom, right = height - BOTTOM, WIDTH - RIGHT
+    axes = _Axes(x_low, x_high, ticks_around(low, high), right, bottom, xs if is_even else ())
+    has_few = len(series) <= 2
+    return Chart(
+        heading=heading,
+        width=WIDTH,
+        height=height,
+        left=LEFT,
+        right=right,
+        bottom=bottom,
+        lines=tuple(
+            _line(
+                number,
+                one,
+                axes,
+                lambda x, y: f"{x_unit} {x:g}: {write(y)}",
+                has_dots=len(one.finite) <= _FEW and has_few,
+            )
+            for number, one in drawn
+        ),
+        x_ticks=tuple(
+            (axes.x_of(x), f"{x:g}")
+            for x in (xs if is_even else ticks_around(x_low, x_high))
+            if x_low <= x <= x_high
+        ),
+        y_ticks=tuple((axes.y_of(y), write(y)) for y in axes.y_ticks),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Axes:
+    """Numbers -> positions in a chart; `even` are values of x to draw at equal distances."""
+
+    x_low: float
+    x_high: float
+    y_ticks: tuple[float, ...]
+    right: int
+    bottom: int
+    even: Sequence[float]
+
+    def x_of(self, x: float) -> float:
+        part = (x - self.x_low) / (self.x_high - self.x_low)
+        if self.even:
+            part = self.even.index(x) / max(1, len(self.even) - 1)
+        return round(LEFT + (self.right - LEFT) * part, 2)
+
+    def y_of(self, y: float) -> float:
+        low, high = self.y_ticks[0], self.y_ticks[-1]
+        part = (min(y, high) - low) / (high - low)
+        return round(self.bottom - (self.bottom - TOP) * part, 2)
+
+    def path_of(self, points: Sequence[tuple[float, float]]) -> str:
+        return "M" + "L".join(f"{self.x_of(x)} {self.y_of(y)}" for x, y in points)
+
+
+def _line(
+    number: int, one: Series, axes: _Axes, title: Callable[[float, float], str], *, has_dots: bool
+) -> ChartLine:
+    path = _thinned(one.finite, _MOST)
+    around = [(x, y) for x, _, y in one.band] + [(x, y) for x, y, _ in reversed(one.band)]
+    return ChartLine(
+        one.label,
+        number,
+        axes.path_of(path if len(path) > 1 else [*path, *path]),  # a point is a line too
+        axes.path_of(around) + "Z" if around else "",
+        tuple(
+            Point(axes.x_of(x), axes.y_of(y), f"{one.label}, {title(x, y)}")
+            for x, y in _thinned(one.finite, _HOVERED)
+        ),
+        has_dots=has_dots,
+    )
+
+
+def _usual_most(ascending: Sequence[float]) -> float:
+    """The highest number, or less if it is far above 98 % of the numbers."""
+    most, usual = ascending[-1], ascending[math.ceil(0.98 * len(ascending)) - 1]
+    spread = usual - ascending[0]
+    return usual + spread / 4 if spread > 0 and most > usual + spread else most
+
+
+def _thinned(points: Sequence[tuple[float, float]], most: int) -> Sequence[tuple[float, float]]:
+    """At most `most` of the points, evenly spaced, including the first and last."""
+    if len(points) <= most:
+        return points
+    return [points[round(place * (len(points) - 1) / (most - 1))] for place in range(most)]
+
+
+GANTT_LEFT, GANTT_RIGHT = 52, 1000
+_ROW = 28
+_TICKS, _APART = 10, 48  # the maximum number, and the minimum distance
+_LETTER, _AROUND = 7, 3  # the width of a digit in a box, and of its margin
+_NAMES = {"F": "forward", "B": "backward", "W": "gradients of weights", "S": "step"}
+
+
+@dataclass(frozen=True, slots=True)
+class ActionBox:
+    """One action of a rank; its label is the number of the micro-batch in its step, if there is
+    room."""
+
+    kind: str
+    x: float
+    y: float
+    width: float
+    label: str
+    title: str
+
+
+@dataclass(frozen=True, slots=True)
+class RankRow:
+    y: float
+    text_y: float
+    label: str
+    idle: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    x: float
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """The rows of a step, from GANTT_LEFT to `end_x`."""
+
+    height: int
+    end_x: float
+    rows: tuple[RankRow, ...]
+    boxes: tuple[ActionBox, ...]
+    ticks: tuple[Tick, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The part of a timeline that is drawn."""
+
+    timeline: Timeline
+    start_ms: float
+    end_ms: float
+
+    @property
+    def length_ms(self) -> float:
+        return self.end_ms - self.start_ms
+
+
+def scale_of(longest_ms: float) -> float:
+    """SVG units per millisecond, so that the longest of several windows fills the width."""
+    return (GANTT_RIGHT - GANTT_LEFT) / (longest_ms or 1.0)
+
+
+def draw(
+    window: Window, scale: float, micro_batches: int, *, labels: Sequence[str], several: bool
+) -> Drawing:
+    """Every event in the window, cut off at its ends.
+
+    labels: the rows' names.
+    micro_batches: the micro-batches of a step.
+    several: True if ranks have more than one stage.
+    """
+    timeline = window.timeline
+    boxes = [
+        _box(event, window, scale, micro_batches, several=several)
+        for event in timeline.events
+        if _is_in(event, window)
+    ]
+    rows = tuple(
+        RankRow(
+            y=rank * _ROW,
+            text_y=rank * _ROW + 16,
+            label=label,
+            idle=write_share(_idle_share(timeline.of_rank(rank), window)),
+        )
+        for rank, label in enumerate(labels)
+    )
+    count = min(_TICKS, max(1, int(window.length_ms * scale / _APART)))
+    return Drawing(
+        height=len(rows) * _ROW + 24,
+        end_x=round(GANTT_LEFT + window.length_ms * scale, 2),
+        rows=rows,
+        boxes=tuple(sorted(boxes, key=lambda box: box.kind == "S")),  # narrow steps last
+        ticks=tuple(
+            Tick(round(GANTT_LEFT + ms * scale, 2), f"{ms:g}")
+            for ms in ticks_up_to(window.length_ms, count)
+        ),
+    )
+
+
+def _is_in(event: Event, window: Window) -> bool:
+    if event.action.kind == "S":
+        return window.start_ms < event.end_ms <= window.end_ms
+    return event.end_ms > window.start_ms and event.start_ms < window.end_ms
+
+
+def _box(
+    event: Event, window: Window, scale: float, micro_batches: int, *, several: bool
+) -> ActionBox:
+    action = event.action
+    start = max(event.start_ms, window.start_ms) - window.start_ms
+    end = min(event.end_ms, window.end_ms) - window.start_ms
+    width = max((end - start) * scale, 3.0 if action.kind == "S" else 0.0)
+    what = f"{_NAMES[action.kind]} {action.index}" + (f" of stage {action.stage}" * several)
+    label = str(action.index % micro_batches) if action.kind != "S" else ""
+    from_ms, to_ms = event.start_ms - window.start_ms, event.end_ms - window.start_ms
+    return ActionBox(
+        kind=action.kind,
+        x=round(GANTT_LEFT + min(start * scale, GANTT_RIGHT - GANTT_LEFT - width), 2),
+        y=event.rank * _ROW,
+        width=round(width, 2),
+        label=label if width >= _LETTER * len(label) + _AROUND else "",
+        title=f"rank {event.rank}, {what}: {write_ms(from_ms)} to {write_ms(to_ms)}",
+    )
+
+
+def _idle_share(events: Sequence[Event], window: Window) -> float:
+    busy_ms = sum(
+        max(0.0, min(event.end_ms, window.end_ms) - max(event.start_ms, window.start_ms))
+        for event in events
+    )
+    return max(0.0, 1 - busy_ms / window.length_ms) if window.length_ms else 0.0
+
+
+TEMPLATES = Environment(
+    loader=PackageLoader("asyncpipe", "templates"),
+    undefined=StrictUndefined,
+    autoescape=lambda name: name is not None and name.endswith((".html.j2", ".svg.j2")),
+    trim_blocks=True,
+    lstrip_blocks=True,
+    keep_trailing_newline=True,
+)
+TEMPLATES.filters["markdown"] = in_markdown
+_NO_CHARACTERS = re.compile(
+    "[\x00-\x08\x0b\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufdd0-\ufdef"
+    + "".join(
+        f"{chr(plane + 0xFFFE)}{chr(plane + 0xFFFF)}" for plane in range(0, 0x110000, 0x10000)
+    )
+    + "]"
+)
+
+
+def render(template: str, **values: object) -> str:
+    """The page that a template makes of values. Characters that HTML does not allow, such as
+    control characters, are replaced, and those that would hide text are spelled out: texts come
+    from records and names of others."""
+    page = TEMPLATES.get_template(template).render(**values)
+    return visible(_NO_CHARACTERS.sub("\ufffd", page))
+
+
+def in_script(text: str) -> Markup:
+    """JSON that is safe within a script element."""
+    return Markup(text.replace("<", "\\u003c"))

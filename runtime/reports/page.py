@@ -1,0 +1,448 @@
+"""Records of runs -> report.html, which every run writes at its end, and comparison.html."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from ..errors import DataError, why_ended
+from ..formatting import (
+    counted,
+    known,
+    write_bytes,
+    write_count,
+    write_duration,
+    write_ms,
+    write_share,
+)
+from ..monitoring.records import append_line
+from ..monitoring.run_files import METRICS, RunRecords, number, part, points, read_run
+from ..plan.trust import write_here
+from ..schedule.simulate import Timeline
+from .charts import (
+    Bar,
+    Card,
+    Chart,
+    Drawing,
+    Series,
+    Window,
+    chart,
+    draw,
+    in_script,
+    render,
+    scale_of,
+    segment,
+)
+from .measures import (
+    UNITS,
+    Compared,
+    RankIdle,
+    RunComparison,
+    as_json,
+    idle_shares,
+    last,
+    last_evaluation,
+    other_series,
+    rank_idle,
+    rank_memory,
+    rate_field,
+    rate_of,
+    stage_times,
+    status_of,
+    step_times,
+    title_of,
+    to_json,
+)
+
+_LOOKS = {
+    "bubble": "transfers",
+    "imbalance": "backward",
+    "communication": "activations",
+    "data": "buffers",
+    "overhead": "versions",
+    "waiting": "transfers",
+    "sending": "activations",
+}
+"""The reason of idle time -> the style of that part of a bar."""
+
+_MANY = 1_000_000
+
+Charts = Sequence[tuple[Chart, str]]
+"""Charts with the captions of their horizontal axes."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepDrawings:
+    """One step as measured and as simulated, on one scale."""
+
+    measured: Drawing
+    measured_summary: str
+    simulated: Drawing
+    simulated_summary: str
+
+
+@dataclass(frozen=True, slots=True)
+class IdleBars:
+    """The idle time of ranks.
+
+    rows: a bar for each rank.
+    key: the style, letter and name of each part.
+    """
+
+    rows: tuple[Bar, ...]
+    key: tuple[tuple[str, str, str], ...]
+
+
+def loss_charts(run: RunRecords) -> Charts:
+    """Training and evaluation loss over steps, and over time."""
+    found = []
+    for by, axis, unit in (("step", "by steps", "step"), ("elapsed_s", "by seconds", "s")):
+        series = [
+            Series("training", run.series("loss", by)),
+            Series("evaluation", points(run.evals, "loss", by)),
+        ]
+        found.append((chart("Loss", series, x_unit=unit, write="{:.4g}".format), axis))
+    return _drawn(found)
+
+
+def speed_charts(run: RunRecords) -> Charts:
+    """Throughput and idle share over steps."""
+    rate = rate_field(run)
+    series = Series(UNITS.get(rate, rate), run.series(rate))
+    idle = Series("all ranks", run.series("idle_share"))
+    return _drawn(
+        [
+            (chart(f"Throughput, {series.label}", [series], x_unit="step", write=write_count,
+                   floor=0.0), "by steps"),
+            (chart("Idle share", [idle], x_unit="step", write=write_share, floor=0.0), "by steps"),
+        ]
+    )  # fmt: skip
+
+
+def more_charts(run: RunRecords) -> Charts:
+    """Gradient norm, learning rate and loss scale, if the run recorded them."""
+    headings = {"grad_norm": "Gradient norm", "lr": "Learning rate", "loss_scale": "Loss scale"}
+    return _drawn(
+        [
+            (chart(heading, [Series(heading, run.series(name))], x_unit="step"), "by steps")
+            for name, heading in headings.items()
+        ]
+    )
+
+
+def other_charts(run: RunRecords) -> Charts:
+    """All other numbers of the steps, such as delays; a line for each element of a list."""
+    found = []
+    for name, rows in other_series(run).items():
+        labels = [name] if len(rows) == 1 else [f"{name} {place}" for place in range(len(rows))]
+        series = [Series(label, row) for label, row in zip(labels, rows, strict=True)]
+        found.append((chart(name, series, x_unit="step", floor=0.0), "by steps"))
+    return _drawn(found)
+
+
+def _drawn(found: Sequence[tuple[Chart | None, str]]) -> Charts:
+    return [(drawn, axis) for drawn, axis in found if drawn is not None]
+
+
+def idle_bars(run: RunRecords) -> IdleBars:
+    """The parts of each rank's time in which it did not compute."""
+    rows = rank_idle(run)
+    parts = rows[0].parts if rows else {}
+    names = [name for name in parts if any(row.parts[name] for row in rows)]
+    return IdleBars(
+        tuple(_idle_bar(row) for row in rows),
+        tuple((_LOOKS[name], name[0].upper(), name) for name in names),
+    )
+
+
+def _idle_bar(row: RankIdle) -> Bar:
+    return Bar(
+        label=f"rank {row.rank}",
+        segments=tuple(
+            segment(_LOOKS[name], name[0].upper(), share, f"{name} {write_share(share)}")
+            for name, share in row.parts.items()
+            if share > 0
+        ),
+        value=write_share(row.total),
+        title=f"idle, {write_share(max(0.0, 1 - row.total))} computing",
+    )
+
+
+def step_drawings(run: RunRecords) -> StepDrawings | None:
+    """The measured and the simulated step; None if none was recorded."""
+    if run.drawn is None:
+        return None
+    measured, simulated = run.drawn.measured, run.drawn.simulated
+    scale = scale_of(max(measured.makespan_ms, simulated.makespan_ms))
+    count = number(run.start, "micro_batches")
+    micro_batches = int(count) if 1 <= count < _MANY else 1
+
+    def drawing(timeline: Timeline) -> Drawing:
+        stages = {event.action.stage for event in timeline.events}
+        return draw(
+            Window(timeline, timeline.start_ms, timeline.end_ms),
+            scale,
+            micro_batches,
+            labels=[f"rank {rank}" for rank in range(timeline.ranks)],
+            several=len(stages) > timeline.ranks,
+        )
+
+    def summary(timeline: Timeline, how: str) -> str:
+        idle = write_share(timeline.idle_share)
+        return f"{how}: {write_ms(timeline.makespan_ms)}, ranks idle {idle}."
+
+    return StepDrawings(
+        drawing(measured),
+        summary(measured, "Measured"),
+        drawing(simulated),
+        summary(simulated, f"Simulated with {run.drawn.costs}"),
+    )
+
+
+TRACE = "trace.json"
+_YEAR_3000_S = 32_503_680_000
+
+
+def render_run(run: RunRecords) -> str:
+    """The page. It needs no script and refers only to files of the run's own folder; its numbers
+    are in a JSON block, `run`, and those of every step in metrics.jsonl."""
+    facts = [(str(name), str(text)) for name, text in part(run.start, "facts").items()]
+    return render(
+        "run_report.html.j2",
+        title=title_of(run),
+        status=status_of(run),
+        is_good=bool(run.end),
+        command="",
+        facts=facts,
+        cards=_cards(run),
+        failure=run.failure,
+        damaged=run.damaged,
+        loss=loss_charts(run),
+        speed=speed_charts(run),
+        more=more_charts(run),
+        idle=idle_bars(run),
+        step=step_drawings(run),
+        trace=TRACE if (run.folder / TRACE).is_file() else "",
+        step_rows=[
+            ("a step", *_beside(step_times(run), write_ms)),
+            ("ranks idle", *_beside(idle_shares(run), write_share)),
+        ],
+        stages=[
+            (
+                f"stage {times.stage}",
+                *_beside(times.forward, write_ms),
+                *_beside(times.backward, write_ms),
+                known(times.optimizer_ms, write_ms),
+            )
+            for times in stage_times(run)
+        ],
+        memory=[
+            (
+                f"rank {row.rank}",
+                *_beside(row.stages, write_bytes),
+                write_bytes(row.process_bytes),
+            )
+            for row in rank_memory(run)
+        ],
+        others=other_charts(run),
+        staleness=_numbers(part(run.end, "staleness")),
+        events=[
+            (event.step, known(event.elapsed_s, write_duration), event.kind, event.text)
+            for event in run.events
+        ],
+        config=[(str(name), json.dumps(value, default=str)) for name, value in run.config.items()],
+        environment=environment_rows(run),
+        run_json=in_script(to_json(run)),
+    )
+
+
+def environment_rows(run: RunRecords) -> list[tuple[str, str]]:
+    """The time, machine and software of the run."""
+    environment = part(run.start, "environment")
+    began_s, memory = number(run.start, "time_s"), number(environment, "memory_bytes")
+    rows = [(str(name), str(text)) for name, text in part(environment, "versions").items()]
+    rows += [
+        (name, str(environment[name]))
+        for name in ("host", "system", "cpu", "cpus")
+        if name in environment
+    ]
+    rows.append(("memory", known(memory, write_bytes)))
+    gpus = environment.get("gpus")
+    rows += [("gpu", str(gpu)) for gpu in (gpus if isinstance(gpus, list) else [])]
+    if 0 <= began_s < _YEAR_3000_S:
+        rows.insert(0, ("begun", f"{datetime.fromtimestamp(began_s, UTC):%Y-%m-%d %H:%M:%S} UTC"))
+    return [(name, text) for name, text in rows if text]
+
+
+def _cards(run: RunRecords) -> list[Card]:
+    step, idle, rate = step_times(run), idle_shares(run), rate_field(run)
+    losses = [number(record, "loss") for record in run.steps] or [math.nan]
+    evaluated = last_evaluation(run)
+    details = f"from {known(losses[0], '{:.4f}'.format)}"
+    if math.isfinite(evaluated):
+        details += f", evaluated {evaluated:.4f}"
+    memory = [row.process_bytes for row in rank_memory(run)]
+    return [
+        _card("Training loss", losses[-1], "{:.4f}".format, details),
+        _card(
+            "Throughput",
+            rate_of(run),
+            write_count,
+            f"{UNITS.get(rate, rate)}, after the first step",
+        ),
+        _card("A step", step.measured, write_ms, _simulated(step, write_ms)),
+        _card("Ranks idle", idle.measured, write_share, _simulated(idle, write_share)),
+        _card("Fullest rank", max(memory, default=math.nan), write_bytes, "the whole process"),
+        _card("Time", last(run, "elapsed_s"), write_duration, _length(run)),
+    ]
+
+
+def _length(run: RunRecords) -> str:
+    """`60 steps, 1.2 epochs`."""
+    epochs = known(last(run, "epoch"), ", {:.3g} epochs".format)
+    return counted(run.last_step, "step") + epochs
+
+
+def _card(heading: str, value: float, write: Callable[[float], str], detail: str) -> Card:
+    return Card(heading, known(value, write) or "unknown", detail)
+
+
+def _simulated(compared: Compared, write: Callable[[float], str]) -> str:
+    return f"simulated: {known(compared.predicted, write) or 'unknown'}"
+
+
+def _beside(compared: Compared, write: Callable[[float], str]) -> Sequence[str]:
+    """Predicted, measured, and their ratio."""
+    ratio = known(compared.ratio, "{:.2f}×".format)
+    return known(compared.predicted, write), known(compared.measured, write), ratio
+
+
+def _numbers(record: object) -> list[tuple[str, str]]:
+    """The fields that are numbers."""
+    if not isinstance(record, dict):
+        return []
+    return [
+        (str(name).replace("_", " "), f"{number(record, name):.6g}")
+        for name in record
+        if math.isfinite(number(record, name))
+    ]
+
+
+_MOST = 8
+"""The number of lines for which a chart has colors."""
+
+
+def render_comparison(comparison: RunComparison) -> str:
+    """A self-contained page; draws at most the first eight runs."""
+    charts = [
+        _chart(comparison, "Loss", "loss", "step"),
+        _chart(comparison, "Loss", "loss", "elapsed_s"),
+        _chart(comparison, "Evaluation loss", "loss", "step", evaluated=True),
+        _chart(comparison, "Evaluation loss", "loss", "elapsed_s", evaluated=True),
+        _chart(comparison, "Throughput", "", "step"),
+        _chart(comparison, "Idle share", "idle_share", "step"),
+    ]
+    return render(
+        "run_comparison.html.j2",
+        title=" · ".join(comparison.names),
+        status=f"{len(comparison.runs)} runs",
+        is_good=False,
+        command="",
+        facts=[
+            (name, str(run.folder))
+            for name, run in zip(comparison.names, comparison.runs, strict=True)
+        ],
+        cards=[],
+        headings=("", *comparison.names),
+        drawn=comparison.names[:_MOST],
+        charts=[(drawn, axis) for drawn, axis in charts if drawn is not None],
+        rows=comparison.rows,
+        differences=comparison.differences,
+        comparison_json=in_script(as_json(comparison)),
+    )
+
+
+def _chart(
+    comparison: RunComparison, heading: str, name: str, by: str, *, evaluated: bool = False
+) -> tuple[Chart | None, str]:
+    """A line for each run; an empty name stands for the throughput, whose field depends on
+    the run."""
+    pairs = list(zip(comparison.names, comparison.runs, strict=True))[:_MOST]
+    series = [
+        Series(label, points(run.evals if evaluated else run.steps, name or rate_field(run), by))
+        for label, run in pairs
+    ]
+    write = {"": write_count, "idle_share": write_share}.get(name, "{:.4g}".format)
+    unit = "step" if by == "step" else "s"
+    floor = None if name == "loss" else 0.0
+    axis = "by steps" if by == "step" else "by seconds"
+    return chart(heading, series, x_unit=unit, write=write, floor=floor), axis
+
+
+REPORT, COMPARISON = "report.html", "comparison.html"
+_TROUBLE = "report-error.txt"
+
+
+def write_report(run: RunRecords, file: Path | None = None) -> Path:
+    """Writes the page about a run, by default into its folder. Raises DataError if it cannot."""
+    return _write(file or run.folder / REPORT, render_run(run))
+
+
+def write_comparison(comparison: RunComparison, file: Path | None = None) -> Path:
+    """Writes the page about several runs, by default next to the first one's folder. Raises
+    DataError."""
+    default = comparison.runs[0].folder.resolve().parent / COMPARISON
+    return _write(file or default, render_comparison(comparison))
+
+
+@contextmanager
+def reported(folder: Path) -> Iterator[None]:
+    """Writes the report into a run's folder when the run ends, also by an error, which is then
+    among its records. An error of the report itself is written to a file next to it and ends no
+    run."""
+    try:
+        yield
+    except BaseException as error:
+        _leave(folder, why_ended(error))
+        raise
+    _leave(folder, "")
+
+
+def _leave(folder: Path, failure: str) -> None:
+    if not (folder / METRICS).is_file():
+        return
+    try:
+        if failure and read_run(folder).failure != failure:
+            _add_failure(folder / METRICS, failure)
+        write_report(read_run(folder))
+    except (OSError, DataError):
+        return  # such as a full disk, which the run reports itself
+    except Exception:
+        write_here(folder / _TROUBLE, traceback.format_exc())
+
+
+def _write(file: Path, page: str) -> Path:
+    made = file.with_name(f".{file.name}.made")
+    try:
+        write_here(made, page)
+        made.replace(file)
+    except OSError as error:
+        raise DataError(
+            f"{file} cannot be written: {(error.strerror or str(error)).lower()}.",
+            "Choose another file with --output.",
+        ) from error
+    return file
+
+
+def _add_failure(path: Path, text: str) -> None:
+    """Appends a last record, even after a line that a killed process left unfinished."""
+    record = {"event": "failure", "text": text, "time_s": round(time.time(), 3)}
+    unfinished = not path.read_bytes().endswith(b"\n")
+    append_line(path, "\n" * unfinished + json.dumps(record))

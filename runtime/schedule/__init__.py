@@ -1,0 +1,1 @@
+"""Schedules as data: what each rank does, in order. Nothing here imports torch."""

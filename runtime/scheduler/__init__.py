@@ -1,1 +1,0 @@
-"""A schedule computed from costs: `auto` on the command line."""

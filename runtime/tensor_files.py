@@ -1,0 +1,175 @@
+"""Safetensors files <-> named tensors, one shard a stage, each reader taking only its own names.
+
+A folder holds `model.safetensors`, or shards `model-00001-of-00004.safetensors` with
+`model.safetensors.index.json`: the layout that transformers writes and reads. A generated folder
+and a run's folder hold such a folder, `weights`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from .errors import DataError
+from .serialization import Origin, known_fields, parse_json, read_text, shaped
+
+INDEX = "model.safetensors.index.json"
+
+
+def read_tensors(
+    path: str | Path,
+    names: Iterable[str],
+    aliases: Mapping[str, tuple[str, ...]] | None = None,
+    *,
+    optional: frozenset[str] = frozenset(),
+) -> dict[str, Tensor]:
+    """Reads the tensors called `names` from a safetensors file or folder, and no others.
+
+    A name that the file lacks is looked up under its `aliases` (a tied weight is stored once),
+    then without its first component (a file of the base model). Names in `optional` may be
+    missing. Raises DataError when the path holds no weights or lacks a tensor.
+    """
+    files = _files_by_name(Path(path))
+    found: dict[str, str] = {}
+    missing = []
+    for name in names:
+        full = (name, *(aliases or {}).get(name, ()))
+        for candidate in (*full, *(other.partition(".")[2] for other in full)):
+            if candidate in files:
+                found[name] = candidate
+                break
+        else:
+            if name not in optional:
+                missing.append(name)
+    if missing:
+        raise DataError(
+            f"{path} lacks {len(missing)} of the {len(missing) + len(found)} tensors needed here, "
+            f"the first is {missing[0]}.",
+            "Give a file of the same model, or partition that model again.",
+        )
+    tensors = {}
+    for file in sorted({files[key] for key in found.values()}):
+        with _opened(file) as archive:
+            for name, key in found.items():
+                if files[key] == file:
+                    tensors[name] = archive.get_tensor(key)
+    return tensors
+
+
+def shard_name(shard: int, shards: int) -> str:
+    """The file name of shard number `shard`, counted from 0."""
+    return (
+        "model.safetensors" if shards == 1 else f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
+    )
+
+
+def write_shard(folder: Path, tensors: Mapping[str, Tensor], shard: int, shards: int) -> None:
+    """Writes one shard into `folder`; the tensors may live on any device.
+
+    Tensors that share memory, as tied parameters that no stage uses, are written one by one.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    plain: dict[str, Tensor] = {}
+    storages: set[int] = set()
+    for name, tensor in tensors.items():
+        own = tensor.detach().cpu().contiguous()
+        storage = own.untyped_storage().data_ptr()
+        plain[name] = own.clone() if storage in storages else own
+        storages.add(storage)
+    save_file(plain, folder / shard_name(shard, shards), metadata={"format": "pt"})
+
+
+def write_index(folder: Path, names_of_shard: Iterable[Iterable[str]], total_bytes: int) -> None:
+    """Writes the index of a folder of shards; one shard needs none."""
+    shards = [list(names) for names in names_of_shard]
+    if len(shards) == 1:
+        return
+    weight_map = {
+        name: shard_name(shard, len(shards)) for shard, names in enumerate(shards) for name in names
+    }
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+
+
+def tensor_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def raw_bytes(tensor: Tensor) -> memoryview:
+    """A tensor's content as it lies in memory, row by row."""
+    content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    return content.numpy().data
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """`"float32"` -> `torch.float32`."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise DataError(f"{name!r} is not a dtype of torch.", "Use float32, bfloat16 or float64.")
+    return dtype
+
+
+def check_weights(path: Path) -> None:
+    """Raises DataError when the path holds no weights."""
+    _files_by_name(path)
+
+
+def _files_by_name(path: Path) -> dict[str, Path]:
+    """Every tensor name stored under `path` -> the file that holds it."""
+    if path.is_dir():
+        names = (INDEX, "model.safetensors")
+        if not any((path / name).is_file() for name in names) and (path / "weights").is_dir():
+            path /= "weights"
+        index = path / INDEX
+        if index.is_file():
+            return _indexed(index)
+        path = path / "model.safetensors"
+    if not path.is_file():
+        raise DataError(
+            f"{path} does not exist: no weights to read.",
+            "Give a .safetensors file, a folder with model.safetensors, a generated folder or a "
+            "run's folder.",
+        )
+    with _opened(path) as archive:
+        return {name: path for name in archive.keys()}
+
+
+@dataclass(frozen=True)
+class _Index:
+    weight_map: Mapping[str, str]
+
+
+def _indexed(index: Path) -> dict[str, Path]:
+    """The files that an index names, all in its folder."""
+    origin = Origin(str(index), DataError, "Download or export the weights again.")
+    raw = known_fields(_Index, parse_json(read_text(index, origin), origin))
+    weight_map = shaped(_Index, raw, origin).weight_map
+    there = {path.name for path in index.parent.iterdir()}
+    for name, file in weight_map.items():
+        if file not in there:
+            raise origin.refused(
+                f" says that {name[:60]} is in {file[:60]}, which is not in its folder."
+            )
+    return {name: index.parent / file for name, file in weight_map.items()}
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A safetensors file; DataError for one that is damaged, or is none."""
+    try:
+        with safe_open(path, framework="pt") as archive:
+            yield archive
+    except (SafetensorError, OSError) as error:
+        raise DataError(
+            f"{path} is not a safetensors file, or damaged: {error}.",
+            "Download or export the weights again.",
+        ) from error

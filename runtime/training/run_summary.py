@@ -1,0 +1,451 @@
+"""A run's plan and settings -> the lines that describe it at its start, and the summary at its end.
+
+The transfer times of a plan hold for its sizes and dtypes. A run may have others; beyond its
+latency, the time of a transfer scales with its bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from ..checkpoint.storage import copy_configuration, write_weights
+from ..config.asynchronous_options import (
+    delays_of,
+    describe_copies,
+    describe_delays,
+    longest_segment,
+    steps_of_start,
+)
+from ..config.batch_layout import describe_stages, in_words
+from ..config.mixed_precision import describe_memory, describe_precision, precision_warning
+from ..config.resolve import batch_identity, costs_at_sizes
+from ..config.segments import make_segment, waiting_stages
+from ..config.settings import Settings
+from ..data.task import TARGET
+from ..distributed.cpu_affinity import Machine
+from ..distributed.process_groups import World
+from ..distributed.ranks import describe_placement, describe_ranks, grid_of, placement_warning
+from ..executor.instrumented import Activities, Activity
+from ..executor.precision import BoundaryDtypes
+from ..executor.run import needed_inputs
+from ..monitoring.idle import simulated_step, split_of_run
+from ..monitoring.records import EvalRecord, PredictedStep, Reporter, StartRecord, Summary
+from ..monitoring.trace import Tracing
+from ..optimizers.facts import OPTIMIZERS
+from ..optimizers.soap import refresh_periods
+from ..plan.forecast import Forecast, few_micro_batches_warning, forecast_step, spec_bytes
+from ..plan.plan import Boundary, Plan, StageMemory, StageSpec, TensorSpec
+from ..process import describe_environment
+from ..schedule.asynchronous import KEEPS
+from ..schedule.builders import AUTO
+from ..schedule.schedule import Schedule
+from ..transports.choose import TransportChoice
+from .batches import Data
+from .remeasure import when_measured
+from .step_records import Watch
+
+if TYPE_CHECKING:
+    from .setup import Job, Setup
+
+
+def with_transfers_of_run(plan: Plan, planned: Plan, dtypes: BoundaryDtypes) -> Plan:
+    """The plan with the transfers of the run.
+
+    plan: the plan at the sizes of the run.
+    planned: the plan at the sizes for which the transfer times hold.
+    dtypes: the dtypes of tensors between ranks.
+    """
+    latency_ms = plan.setting.latency_ms
+
+    def before(tensor: TensorSpec) -> float:
+        return spec_bytes(tensor, planned.sizes)
+
+    def now(tensor: TensorSpec) -> float:
+        return math.prod(tensor.resolve(plan.sizes)) * dtypes.between_ranks(tensor).itemsize
+
+    def scaled(time_ms: float, crossing: Collection[Boundary]) -> float:
+        fixed_ms = min(time_ms, latency_ms * len(crossing))
+        planned_bytes = _total(before, crossing)
+        share = _total(now, crossing) / planned_bytes if planned_bytes else 1.0
+        return fixed_ms + (time_ms - fixed_ms) * share
+
+    def talking(stage: StageSpec) -> StageSpec:
+        rank_of = plan.device_of_stage
+        crossing = [*_leaving(stage.sends, rank_of), *_leaving(stage.receives, rank_of)]
+        returning = [boundary for boundary in crossing if boundary.tensor.requires_grad]
+        return replace(
+            stage,
+            forward_talk_ms=scaled(stage.forward_talk_ms, crossing),
+            backward_talk_ms=scaled(stage.backward_talk_ms, returning),
+        )
+
+    def over(source: int, target: int) -> list[Boundary]:
+        return [each for each in plan.stages[source].sends if target in each.targets]
+
+    transfer_ms = tuple(
+        (source, target, scaled(time_ms, over(source, target)))
+        for source, target, time_ms in plan.setting.transfer_ms
+    )
+    return replace(
+        plan,
+        stages=tuple(map(talking, plan.stages)),
+        setting=replace(plan.setting, transfer_ms=transfer_ms),
+    )
+
+
+def _total(size: Callable[[TensorSpec], float], crossing: Iterable[Boundary]) -> float:
+    return sum(size(boundary.tensor) for boundary in crossing)
+
+
+def _leaving(boundaries: Iterable[Boundary], rank_of: tuple[int, ...]) -> Iterable[Boundary]:
+    """The boundaries that go to another rank."""
+    for boundary in boundaries:
+        if {rank_of[target] for target in boundary.targets} != {rank_of[boundary.source]}:
+            yield boundary
+
+
+_CLIPPED = {
+    "stage": "of each stage",
+    "proportion": "of each stage, in proportion to its weights,",
+    "global": "over all stages",
+    "known": "over all stages, as far as known,",
+}
+
+
+def forecast_run(
+    plan: Plan,
+    planned: Plan,
+    settings: Settings,
+    cores: int,
+    schedule: Schedule,
+    dtypes: BoundaryDtypes,
+    *,
+    optimizer_ms: Sequence[float] | None = None,
+) -> Forecast | None:
+    """The simulated step, with the plan's costs scaled to the run's sizes and the transfers of its
+    `dtypes`; None without costs.
+
+    On CPUs, ranks and replicas share the cores. `optimizer_ms` are the milliseconds of each stage's
+    optimizer, which the plan does not contain; without them optimizer steps cost nothing.
+    """
+    if not all(stage.forward_ms > 0 for stage in plan.stages):
+        return None
+    steps = max(1, min(settings.steps, 8))
+    return forecast_step(
+        with_transfers_of_run(costs_at_sizes(plan, planned), planned, dtypes),
+        schedule if schedule.synchronous else make_segment(plan, settings, steps=steps),
+        settings.micro_batches or 1,
+        processors=max(1, cores // (settings.replicas or 1)) if settings.device == "cpu" else None,
+        steps=steps,
+        step_ms=optimizer_ms,
+        shared_stages=waiting_stages(plan, settings),
+    )
+
+
+def announce(
+    reporter: Reporter,
+    job: Job,
+    schedule: Schedule,
+    machine: Machine,
+    *,
+    transport: TransportChoice,
+    data: str,
+    forecast: Forecast | None,
+    dtypes: BoundaryDtypes,
+) -> None:
+    """Reports the setup of the run, with warnings of legal but probably unintended options."""
+    settings, plan = job.settings, job.plan
+    facts = [
+        ("plan", f"{plan.name} · {len(plan.stages)} stages · {plan.method}"),
+        ("ranks", describe_ranks(grid_of(schedule, settings.replicas), transport, machine)),
+        ("algorithm", describe_algorithm(schedule, settings)),
+        *describe_schedule(schedule, settings),
+        *describe_staleness(plan, schedule, settings),
+        ("batch", batch_identity(settings, job.task)),
+        ("data", data),
+        ("optimizer", describe_optimizer(settings, schedule.delays)),
+    ]
+    if placed := describe_placement(plan, schedule, machine):
+        facts.insert(2, ("placement", placed))
+    if precision := describe_precision(settings, plan, dtypes):
+        facts.append(("precision", precision))
+    if forecast is not None:
+        text = (
+            f"{forecast.step_ms:.0f} ms a step without the optimizer, "
+            f"ranks idle {forecast.idle_share:.0%}"
+        )
+        facts.append(("simulated", text))
+    if memory := describe_memory(settings, plan):
+        facts.append(("memory", memory))
+    facts.append(("output", str(job.folder)))
+    reporter.on_start(
+        StartRecord(
+            tuple(facts),
+            predict(costs_at_sizes(plan, job.planned), schedule, forecast),
+            settings.micro_batches or 1,
+            settings.replicas or 1,
+            tuple(schedule.stages_of(rank) for rank in range(len(schedule.ranks))),
+            describe_environment(),
+            tuple((settings.staleness or "none").split("+")) if settings.is_async else (),
+        )
+    )
+    for warning in _warnings(job, schedule, machine):
+        reporter.on_warning(warning)
+
+
+def _warnings(job: Job, schedule: Schedule, machine: Machine) -> Iterator[str]:
+    """Warnings of legal but probably unintended options."""
+    settings, plan = job.settings, job.plan
+    few = few_micro_batches_warning(
+        settings.schedule,
+        ranks=min(len(schedule.ranks), schedule.stages),
+        micro_batches=settings.micro_batches or 1,
+    )
+    if few:
+        yield few
+    if other := precision_warning(settings, plan):
+        yield other
+    copies = replicas_warning(plan, settings.replicas or 1)
+    if copies and not schedule.replicas:
+        yield copies
+    if misplaced := placement_warning(plan, machine):
+        yield misplaced
+
+
+def predict(plan: Plan, schedule: Schedule, forecast: Forecast | None) -> PredictedStep:
+    """The plan's predictions, at the sizes of the run, for steps, stages and ranks."""
+    has_times = all(stage.forward_ms > 0 for stage in plan.stages)
+    has_memory = all(stage.peak_bytes for stage in plan.stages)
+    memory = [
+        [plan.stages[stage].memory for stage in schedule.stages_of(rank)]
+        for rank in range(len(schedule.ranks))
+    ]
+    return PredictedStep(
+        step_ms=forecast.step_ms if forecast else None,
+        idle_share=forecast.idle_share if forecast else None,
+        forward_ms=tuple(stage.forward_ms for stage in plan.stages) if has_times else (),
+        backward_ms=tuple(stage.backward_ms for stage in plan.stages) if has_times else (),
+        peak_bytes=tuple(map(together, memory)) if has_memory else (),
+    )
+
+
+def together(stages: Sequence[StageMemory]) -> int:
+    """The memory of a rank with these stages in bytes; transient memory is shared between
+    stages."""
+    kept = sum(memory.total - memory.transient for memory in stages)
+    return kept + max((memory.transient for memory in stages), default=0)
+
+
+def replicas_warning(plan: Plan, replicas: int) -> str:
+    """A warning for a plan with replicated stages when the run replicates whole pipelines; ""
+    otherwise."""
+    replicated = [stage for stage in plan.stages if len(stage.ranks) not in (1, replicas)]
+    if not replicated:
+        return ""
+    stages = ", ".join(f"stage {stage.index} on {len(stage.ranks)} ranks" for stage in replicated)
+    return (
+        f"the plan has {stages}, but training runs {in_words(replicas)} of each stage, so a step "
+        "takes longer than planned."
+    )
+
+
+def describe_data(data: Data, plan: Plan, schedule: Schedule, settings: Settings) -> str:
+    """The data, and the ranks that read inputs and labels."""
+    labels = "labels" if plan.loss is not None else "targets"
+    ranks = range(len(schedule.ranks))
+    inputs, answers = [], []
+    for rank in ranks:
+        own = schedule.stages_of(rank)
+        read = set(needed_inputs(plan, own, criterion=settings.criterion is not None))
+        if read - {"labels", TARGET}:
+            inputs.append(str(rank))
+        if read & {"labels", TARGET}:
+            answers.append(str(rank))
+    if len(ranks) == 1 or not answers:
+        return data.description
+    return f"{data.description} · {_readers(inputs)} inputs, {_readers(answers)} {labels}"
+
+
+def describe_algorithm(schedule: Schedule, settings: Settings) -> str:
+    """The effect of the schedule on the weights, in one sentence."""
+    if schedule.synchronous:
+        text = f"{schedule.name}, synchronous: the gradients of the plain model"
+        if (replicas := settings.replicas or 1) > 1:
+            text += f", averaged over {in_words(replicas)}"
+        if schedule.replicas:
+            text += f", summed over {describe_stages(schedule.replicas)}"
+        return text
+    delays = delays_of(schedule, settings)
+    worst = max(range(schedule.stages), key=delays.most)
+    late = f"{delays.most(worst)} step{'' if delays.most(worst) == 1 else 's'}"
+    names = (settings.staleness or "none").split("+")
+    if not delays.most(worst):
+        way = "no weights are stale: one micro-batch at a time goes through all stages"
+    elif "2bw" in names:
+        way = "two versions of the weights: every stage computes on those of the step before"
+    elif "stash" in names:
+        way = (
+            f"weight stashing: stage {worst} computes on weights at most {late} old, forward and "
+            "backward alike"
+        )
+    elif "pipemare" in names:
+        way = f"pipemare: a backward meets an estimate of the weights of up to {late} before"
+    elif any(KEEPS[name].predicted for name in names):
+        way = f"predicted weights: a forward looks up to {late} ahead"
+    else:
+        way = f"live weights: a backward meets weights up to {late} newer than its forward"
+    if others := [name for name in names if name not in ("2bw", "stash", "pipemare", "none")]:
+        way += f", with {' and '.join(others)}"
+    return f"{schedule.name}, {way}; {_when_drained(settings)}"
+
+
+def _when_drained(settings: Settings) -> str:
+    longest = min(longest_segment(settings), settings.flush_every or settings.steps)
+    often = f" and every {longest} steps" if settings.steps > longest else ""
+    borders = "evaluations and checkpoints" if settings.save_every else "evaluations"
+    text = f"drained at {borders}{often}"
+    if first := steps_of_start(settings):
+        text += f"; the first {first} steps are synchronous 1f1b"
+    if settings.left_over:
+        text += f"; the last step has {settings.left_over} micro-batches, and as much less weight"
+    return text
+
+
+def describe_staleness(plan: Plan, schedule: Schedule, settings: Settings) -> list[tuple[str, str]]:
+    """The staleness of an asynchronous run's weights, and the copies that ranks keep."""
+    if not settings.is_async:
+        return []
+    facts = [("staleness", describe_delays(schedule, settings))]
+    if copies := describe_copies(plan, schedule, settings):
+        facts.append(("versions", copies))
+    return facts
+
+
+def describe_schedule(schedule: Schedule, settings: Settings) -> list[tuple[str, str]]:
+    """The origin of a schedule without a name, and each rank's stages if some have several."""
+    parts = []
+    if settings.schedule_file:
+        parts.append(f"from {settings.schedule_file}")
+    if settings.schedule == AUTO:
+        parts.append(f"computed from the plan's costs, {when_measured(settings)}")
+    if 1 < len(schedule.ranks) < schedule.stages:
+        own: list[list[str]] = [[] for _ in schedule.ranks]
+        for stage, rank in enumerate(schedule.rank_of_stage):
+            own[rank].append(str(stage))
+        of_ranks = (f"{' '.join(stages)} on rank {rank}" for rank, stages in enumerate(own))
+        parts.append(f"stages {', '.join(of_ranks)}")
+    return [("schedule", "; ".join(parts))] if parts else []
+
+
+def describe_optimizer(settings: Settings, delays: Sequence[int] = (0,)) -> str:
+    """The optimizer, its parameters, its learning rate over time and the clipping."""
+    name = str(settings.optimizer)
+    if OPTIMIZERS[name].hidden_matrices_only:
+        name += " of hidden matrices and adamw of the rest"
+    parts = [f"{name}, lr {settings.lr:g}"]
+    if settings.momentum:
+        parts.append(f"momentum {settings.momentum:g}")
+    if settings.refresh_every:
+        periods = sorted({*refresh_periods(delays, settings.refresh_every)})
+        by_stage = f" to {periods[-1]}" if periods[1:] else ""
+        parts.append(f"new bases every {periods[0]}{by_stage} steps")
+    if settings.weight_decay:
+        parts.append(f"weight decay {settings.weight_decay:g} on matrices")
+    if settings.warmup:
+        parts.append(f"{settings.warmup} step{'s' if settings.warmup > 1 else ''} of warm-up")
+    if settings.decay not in (None, "none"):
+        parts.append(f"{settings.decay} decay to {settings.final_lr_ratio or 0:.0%}")
+    if settings.clip:
+        scope = _CLIPPED[settings.clip_by or "global"]
+        parts.append(f"gradient norm {scope} at most {settings.clip:g}")
+    return ", ".join(parts)
+
+
+def _readers(ranks: list[str]) -> str:
+    return f"rank {ranks[0]} reads" if len(ranks) == 1 else f"ranks {', '.join(ranks)} read"
+
+
+def save_weights(
+    plan: Plan,
+    settings: Settings,
+    folder: Path,
+    modules: Mapping[int, nn.Module],
+    unused: Mapping[str, Tensor],
+    world: World,
+    activities: Activities,
+) -> None:
+    """Writes the first replica's weights, and exports them if requested; every rank calls it.
+    `unused` are as for `write_weights`."""
+    targets = [folder / "weights", *([Path(settings.export_hf)] if settings.export_hf else [])]
+    for target in targets:
+        with activities.during(Activity("other", "writes the weights")):
+            write_weights(target, plan, modules if world.copy == 0 else {}, unused, world)
+    if settings.export_hf and world.rank == 0:
+        copy_configuration(Path(settings.export_hf), Path(settings.folder))
+    with activities.during(Activity("meet", "the weights are written")):
+        world.meet()
+
+
+def report_end(
+    setup: Setup,
+    schedule: Schedule,
+    tracing: Tracing,
+    *,
+    watch: Watch | None,
+    evaluated: EvalRecord | None,
+) -> None:
+    """Merges the ranks' traces, and reports the end of the run on rank 0; every rank calls it."""
+    job, reporter = setup.job, setup.reporter
+    plan, settings, folder = job.plan, job.settings, job.folder
+    traced = tracing.write(setup.world, schedule, folder)
+    if watch is None or reporter is None:
+        return
+    if not watch.records:
+        exported = f", {settings.export_hf}" if settings.export_hf else ""
+        reporter.on_note("weights", f"{folder / 'weights'}{exported} · no steps were left to run")
+        return
+    # Stages take the same time in all replicas; the first replica's ranks come first.
+    optimizer_ms = watch.optimizer_ms
+    by_stage = [
+        optimizer_ms[rank] / schedule.rank_of_stage.count(rank) for rank in schedule.rank_of_stage
+    ]
+    cores, dtypes = setup.world.machine.cores, setup.dtypes
+    forecast = forecast_run(
+        plan, job.planned, settings, cores, schedule, dtypes, optimizer_ms=by_stage
+    )
+    first, last = watch.records[0], watch.records[-1]
+    whole, by_rank = split_of_run(plan, settings, schedule, watch.times)
+    if traced and traced[1].events:
+        in_pipeline = watch.times[: len(schedule.ranks)]
+        costs, simulated = simulated_step(plan, settings, schedule, forecast, in_pipeline)
+        reporter.on_timelines(costs, simulated, traced[1])
+    reporter.on_end(
+        Summary(
+            steps=settings.steps,
+            seconds=last.elapsed_s,
+            first_loss=first.loss,
+            last_loss=last.loss,
+            eval_loss=evaluated.loss if evaluated else None,
+            accuracy=evaluated.accuracy if evaluated else None,
+            idle=whole.total,
+            idle_parts=whole,
+            idle_parts_by_rank=by_rank,
+            simulated_idle=forecast.idle_share if forecast else None,
+            step_ms=watch.step_ms,
+            simulated_step_ms=forecast.step_ms if forecast else None,
+            output=str(folder),
+            weights=str(folder / "weights"),
+            exported=settings.export_hf,
+            trace=traced[0] if traced else None,
+            staleness=watch.staleness,
+            epoch=last.epoch,
+            rate=watch.rate,
+            unit=last.unit,
+        )
+    )

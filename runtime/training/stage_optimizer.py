@@ -1,0 +1,268 @@
+"""A stage's parameters and settings -> its optimizer and learning-rate schedule.
+
+`uncompiled` unwraps methods of torch's optimizers: torch excludes them from its compiler, and for
+that loads the compiler at their first call, which costs about a second of a rank's start and up
+to 80 MB. No rank compiles its optimizer.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from inspect import unwrap
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from ..config.settings import Settings
+from ..optimizers.facts import OPTIMIZERS, OptimizerFacts
+from ..optimizers.param_groups import Joint
+
+_KEPT_OUT = ("add_param_group", "load_state_dict", "state_dict", "zero_grad")
+
+
+@cache
+def uncompiled(kind: type[Optimizer]) -> Callable[..., Optimizer]:
+    """A class of the same name and behavior whose methods are unwrapped."""
+    plain = {name: unwrap(getattr(kind, name)) for name in _KEPT_OUT}
+    step = torch.no_grad()(unwrap(kind.step))
+    return type(kind.__name__, (kind,), {**plain, "step": step})
+
+
+def lr_factor(
+    step: int, *, steps: int, warmup: int = 0, decay: str = "none", final_ratio: float = 0.0
+) -> float:
+    """The factor of the learning rate at `step`, counted from 0.
+
+    It rises linearly over `warmup` steps, then falls to `final_ratio` at `steps`, linearly or as
+    half a cosine, or stays constant.
+
+    >>> [round(lr_factor(s, steps=10, warmup=2, decay="linear"), 3) for s in (0, 1, 2, 6, 10)]
+    [0.5, 1.0, 1.0, 0.5, 0.0]
+    """
+    if step < warmup:
+        return (step + 1) / warmup
+    done = min(1.0, (step - warmup) / max(1, steps - warmup))
+    if decay == "linear":
+        return 1 + (final_ratio - 1) * done
+    if decay == "cosine":
+        return final_ratio + (1 - final_ratio) * (1 + math.cos(math.pi * done)) / 2
+    return 1.0
+
+
+class StageOptimizer:
+    """The optimizer and the learning-rate schedule of one stage, stepped together.
+
+    Weight decay applies to matrices only, not to biases, scales of norms and other vectors. For a
+    stage without parameters, a step does nothing.
+
+    Arguments:
+    hidden, shared, refresh_every: as for `make_optimizer`.
+    clip_factor: the factor by which a coming step would clip; without it nothing is clipped.
+    """
+
+    def __init__(
+        self,
+        stage: nn.Module,
+        settings: Settings,
+        *,
+        hidden: Sequence[Tensor] = (),
+        shared: Mapping[str, Tensor] | None = None,
+        refresh_every: int | None = None,
+        clip_factor: Callable[[Sequence[Tensor], float], float] | None = None,
+    ) -> None:
+        trainable = [parameter for parameter in stage.parameters() if parameter.requires_grad]
+        self._settings = settings
+        self._clip_factor = clip_factor
+        self.optimizer = (
+            make_optimizer(
+                trainable, settings, hidden=hidden, shared=shared, refresh_every=refresh_every
+            )
+            if trainable
+            else None
+        )
+        if self.optimizer is not None:
+            self._scheduler = LambdaLR(self.optimizer, self._factor)
+
+    def _factor(self, step: int) -> float:
+        return lr_factor(
+            step,
+            steps=self._settings.steps,
+            warmup=self._settings.warmup or 0,
+            decay=self._settings.decay or "none",
+            final_ratio=self._settings.final_lr_ratio or 0.0,
+        )
+
+    def future_lr(self, steps: int) -> tuple[float, ...]:
+        """The factors of the base learning rate in the next `steps` optimizer steps; empty for a
+        stage without parameters."""
+        if self.optimizer is None:
+            return ()
+        done = self._scheduler.last_epoch
+        return tuple(self._factor(done + ahead) for ahead in range(steps))
+
+    @property
+    def annealing_steps(self) -> int:
+        """The steps over which `pipemare-rate` returns to the scheduled learning rate."""
+        return self._settings.annealing_steps or 1
+
+    def clip_factor(self, gradients: Sequence[Tensor], scale: float) -> float:
+        """The factor by which the coming step would clip gradients that are `scale` times these."""
+        return 1.0 if self._clip_factor is None else self._clip_factor(gradients, scale)
+
+    def state_of(self, parameter: Tensor) -> dict[str, Tensor]:
+        """The optimizer's state of a parameter."""
+        state = self.optimizer.state.get(parameter, {}) if self.optimizer is not None else {}
+        return {key: value for key, value in state.items() if isinstance(value, Tensor)}
+
+    def load(self, states: Mapping[Tensor, Mapping[str, Tensor]], steps: int) -> None:
+        """Restores the states that `state_of` returned, after `steps` steps; ignores states of
+        another optimizer.
+
+        torch's `load_state_dict` would also cast the counters to the dtype of the weights.
+        """
+        if self.optimizer is None:
+            return
+        self._scheduler.last_epoch = steps
+        for group, base_lr in zip(
+            self.optimizer.param_groups, self._scheduler.base_lrs, strict=True
+        ):
+            group["lr"] = base_lr * self._factor(steps)
+            counts_there = group.get("fused") or group.get("capturable")
+            for parameter in group["params"]:
+                state = states.get(parameter, {})
+                if state.keys() >= _kept_by(self.optimizer, group):
+                    self.optimizer.state[parameter] = {
+                        key: value.to(parameter.device if counts_there else "cpu", copy=True)
+                        if key in _NUMBERS
+                        else value.to(parameter.device, parameter.dtype, copy=True)
+                        for key, value in state.items()
+                    }
+
+    def step(self, lr_scale: float = 1.0, shared: Mapping[str, float] | None = None) -> None:
+        """Makes one optimizer step, at the scheduled learning rate times `lr_scale`, or for a tied
+        parameter times its scale in `shared`."""
+        if self.optimizer is None:
+            return
+        groups = self.optimizer.param_groups
+        scheduled = [group["lr"] for group in groups]
+        for group, lr in zip(groups, scheduled, strict=True):
+            scale = (shared or {}).get(group.get("shared", ""), lr_scale)
+            if scale != 1.0:
+                group["lr"] = lr * scale
+        self.optimizer.step()
+        for group, lr in zip(groups, scheduled, strict=True):
+            group["lr"] = lr
+        self._scheduler.step()
+
+    def skip(self) -> None:
+        """Skips a step; the learning rate still advances, as in a loop that steps its scheduler."""
+        if self.optimizer is None:
+            return
+        with warnings.catch_warnings():
+            # torch warns of a scheduler that steps before the optimizer's first step.
+            warnings.simplefilter("ignore", UserWarning)
+            self._scheduler.step()
+
+
+_NUMBERS = ("step", "mu_product")
+"""State of optimizers that is not as large as the weights."""
+
+
+def _kept_by(optimizer: Optimizer, group: Mapping[str, Any]) -> set[str]:
+    """The names of the optimizer's state of every parameter of a group that it has stepped."""
+    parts = optimizer.parts if isinstance(optimizer, Joint) else (optimizer,)
+    (part,) = (part for part in parts if any(each is group for each in part.param_groups))
+    return set(_facts_of(part).state)
+
+
+def _facts_of(optimizer: Optimizer) -> OptimizerFacts:
+    """The facts of an optimizer by the name of its class."""
+    name = type(optimizer).__name__
+    return next(facts for facts in OPTIMIZERS.values() if facts.code.endswith(f":{name}"))
+
+
+def make_optimizer(
+    parameters: Iterable[Tensor],
+    settings: Settings,
+    *,
+    hidden: Sequence[Tensor] = (),
+    shared: Mapping[str, Tensor] | None = None,
+    refresh_every: int | None = None,
+) -> Optimizer:
+    """The optimizer of the settings, with weight decay for matrices and without for vectors.
+
+    An optimizer of hidden matrices steps those in `hidden`, and AdamW everything else. Each of the
+    `shared`, by name, has its own group, whose option `shared` is that name. `refresh_every` is in
+    steps, by default that of the settings.
+    """
+    given, apart = list(parameters), shared or {}
+    facts = OPTIMIZERS[str(settings.optimizer)]
+    if not facts.hidden_matrices_only:
+        return _plain(given, settings, facts, apart)
+    own = {id(matrix) for matrix in hidden}
+    matrices = [parameter for parameter in given if id(parameter) in own]
+    others = [parameter for parameter in given if id(parameter) not in own]
+    parts = []
+    if matrices:
+        part = uncompiled(facts.load())(
+            matrices,
+            lr=float(settings.lr or 0.0),
+            weight_decay=settings.weight_decay or 0.0,
+            **_arguments(facts, settings, refresh_every),
+        )
+        parts.append(part)
+    if others:
+        parts.append(_plain(others, settings, OPTIMIZERS["adamw"], apart))
+    return parts[0] if len(parts) == 1 else uncompiled(Joint)(parts)
+
+
+def _arguments(
+    facts: OptimizerFacts, settings: Settings, refresh_every: int | None = None
+) -> dict[str, Any]:
+    """The arguments of the optimizer's class besides the learning rate and the weight decay."""
+    values = {
+        "momentum": settings.momentum or 0.0,
+        "betas": settings.betas,
+        "refresh_every": refresh_every or settings.refresh_every or facts.refresh_every,
+    }
+    return {**{name: values[name] for name in facts.takes}, **facts.arguments}
+
+
+def _plain(
+    parameters: Sequence[Tensor],
+    settings: Settings,
+    facts: OptimizerFacts,
+    shared: Mapping[str, Tensor],
+) -> Optimizer:
+    """An optimizer of all parameters, which differ only in their weight decay."""
+    name_of = {id(parameter): own for own, parameter in shared.items()}
+    own = [parameter for parameter in parameters if id(parameter) not in name_of]
+    decay = settings.weight_decay or 0.0
+    groups: list[dict[str, Any]] = [
+        {"params": [each for each in own if each.ndim >= 2], "weight_decay": decay},
+        {"params": [each for each in own if each.ndim < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    groups += [
+        {
+            "params": [parameter],
+            "weight_decay": decay if parameter.ndim >= 2 else 0.0,
+            "shared": name_of[id(parameter)],
+        }
+        for parameter in parameters
+        if id(parameter) in name_of
+    ]
+    arguments = _arguments(facts, settings)
+    if facts.fused:
+        arguments["fused"] = all(_can_fuse(parameter) for parameter in parameters)
+    return uncompiled(facts.load())(groups, lr=float(settings.lr or 0.0), **arguments)
+
+
+def _can_fuse(parameter: Tensor) -> bool:
+    return parameter.device.type in ("cpu", "cuda") and torch.is_floating_point(parameter)

@@ -1,0 +1,233 @@
+"""Metrics of all ranks -> step records for the reporter, on rank 0."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from statistics import median
+from time import perf_counter
+
+from ..config.batch_layout import StepBatch, consumed
+from ..config.settings import Settings
+from ..data.task import Task
+from ..executor.instrumented import COMPUTING, Kind
+from ..monitoring.gather import Gather, RankFigures
+from ..monitoring.idle import RankTime
+from ..monitoring.records import PARTS_OF_TIME, Reporter, StalenessSummary, StepRecord
+from .optimizer_step import is_logged
+from .stage_optimizer import lr_factor
+
+_STEADY = 1000
+
+
+class Watch:
+    """Combines the metrics of all ranks for a step into a record, and reports it.
+
+    Rates, idle shares and step times of a record cover the steps since the last logged one; those
+    of the run cover its last 1000 steps. The first step of a process is a warm-up and counts only
+    in its own record.
+
+    Arguments:
+    batch: the samples of each step.
+    length: the samples of an epoch.
+    seconds: the duration of the run before it was resumed.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        task: Task,
+        gather: Gather,
+        reporter: Reporter,
+        batch: StepBatch,
+        *,
+        length: int,
+        seconds: float = 0.0,
+    ) -> None:
+        self._settings = settings
+        self._gather = gather
+        self._reporter = reporter
+        self._batch, self._length, self._before_s = batch, length, seconds
+        size = batch.samples
+        self._unit = "tok" if task.kind == "text" else "samples"
+        self._per_step = size * (settings.seq or 1) if task.kind == "text" else size
+        self._started_s = perf_counter()
+        self._interval: list[list[RankFigures]] = []
+        self.staleness = StalenessSummary() if settings.is_async else None
+        self._steady: deque[list[RankFigures]] = deque(maxlen=_STEADY)
+        self.records: list[StepRecord] = []
+        self.step = batch.first_step
+
+    def poll(self) -> None:
+        """Reports every step for which all ranks have sent their metrics."""
+        while (figures := self._gather.take()) is not None:
+            self._take(figures)
+
+    def drain(self, step: int) -> None:
+        """Reports the steps up to `step`, and waits for metrics that are missing."""
+        while self.step < step:
+            figures = self._gather.take(wait_s=self._settings.patience_s)
+            assert figures is not None
+            self._take(figures)
+
+    @property
+    def times(self) -> tuple[RankTime, ...]:
+        """How each rank spends its time in a typical step: the mean of the middle half of the steps
+        by duration."""
+        by_length = sorted(self._steady, key=lambda ranks: max(rank.wall_s for rank in ranks))
+        aside = len(by_length) // 4
+        usual = by_length[aside : len(by_length) - aside]
+        return tuple(_mean_time(figures) for figures in zip(*usual, strict=True))
+
+    @property
+    def steady(self) -> Sequence[Sequence[RankFigures]]:
+        """The metrics of every rank for the last steps, without the first one of the run."""
+        return tuple(self._steady)
+
+    @property
+    def elapsed_s(self) -> float:
+        """The duration of the run, without the pause before it was resumed."""
+        return self._before_s + perf_counter() - self._started_s
+
+    @property
+    def rate(self) -> float:
+        """Samples or tokens per second in a typical step."""
+        return 1000 * self._per_step / self.step_ms if self.step_ms else 0.0
+
+    @property
+    def step_ms(self) -> float:
+        """The milliseconds of a step: the median over steps of the slowest rank."""
+        walls = [max(rank.wall_s for rank in ranks) for ranks in self._steady]
+        return 1000 * median(walls) if walls else 0.0
+
+    @property
+    def optimizer_ms(self) -> tuple[float, ...]:
+        """The milliseconds of each rank's optimizers: the median over steps."""
+        by_rank = zip(*self._steady, strict=True)
+        return tuple(1000 * median(step.optimizer_s for step in steps) for steps in by_rank)
+
+    def _take(self, figures: list[RankFigures]) -> None:
+        self._interval.append(figures)
+        self.step = step = int(figures[0].step)
+        is_first = step == self._batch.first_step + 1
+        if not is_first or self._settings.steps == step:
+            self._steady.append(figures)
+        record = self._record(step, figures)
+        if self.staleness is not None:
+            self.staleness = _with_delays(self.staleness, figures)
+        if record.logged or is_first:
+            self._interval.clear()
+        if record.logged or not self.records:
+            self.records = [*self.records[:1], record]
+        self._reporter.on_step(record)
+
+    def _record(self, step: int, figures: list[RankFigures]) -> StepRecord:
+        settings = self._settings
+        late = _with_delays(StalenessSummary(), figures) if settings.is_async else None
+        losses = [rank.loss for rank in figures if not math.isnan(rank.loss)]
+        squares = [rank.squared_norm for rank in figures]
+        walls = [max(rank.wall_s for rank in ranks) for ranks in self._interval]
+        wall_s = max(sum(walls), 1e-9)
+        factor = lr_factor(
+            step - 1,
+            steps=settings.steps,
+            warmup=settings.warmup or 0,
+            decay=settings.decay or "none",
+            final_ratio=settings.final_lr_ratio or 0.0,
+        )
+        return StepRecord(
+            step=step,
+            steps=settings.steps,
+            loss=sum(losses) if losses else math.nan,
+            lr=(settings.lr or 0.0) * factor,
+            grad_norm=None if any(map(math.isnan, squares)) else math.sqrt(sum(squares)),
+            rate=self._per_step * len(walls) / wall_s,
+            unit=self._unit,
+            idle=tuple(self._share_of(rank, "idle_s") for rank in range(len(figures))),
+            time={
+                part: tuple(self._share_of(rank, f"{part}_s") for rank in range(len(figures)))
+                for part in PARTS_OF_TIME
+            },
+            mem_bytes=int(max(rank.mem_bytes for rank in figures)),
+            step_ms=wall_s * 1000 / len(walls),
+            elapsed_s=self.elapsed_s,
+            logged=is_logged(step, settings),
+            epoch=consumed(settings, self._batch, step) / self._length,
+            loss_scale=figures[0].loss_scale if settings.is_scaled else None,
+            skipped=int(figures[0].skipped),
+            delay_mean=round(late.delay_mean, 4) if late else None,
+            delay_max=late.delay_max if late else None,
+            gap=_gap(figures) if late else None,
+            mem_bytes_by_rank=tuple(int(rank.mem_bytes) for rank in figures),
+            base_bytes_by_rank=tuple(int(rank.base_bytes) for rank in figures),
+            action_ms=self._action_ms(),
+        )
+
+    def _action_ms(self) -> dict[str, tuple[float, ...]]:
+        """The time of one action of each kind at each stage since the last logged step. Each rank
+        of a stage runs some of its micro-batches; all of them make its optimizer steps."""
+        settings, interval = self._settings, self._interval
+        stages = len(interval[0][0].stage_s) // len(COMPUTING)
+        in_step = (settings.micro_batches or 1) * (settings.replicas or 1)
+
+        def by_rank(stage: int, *kinds: Kind) -> list[float]:
+            places = [COMPUTING.index(kind) * stages + stage for kind in kinds]
+            return [
+                1000 * sum(figures.stage_s[place] for figures in steps for place in places)
+                for steps in zip(*interval, strict=True)
+            ]
+
+        def of_one(kind: Kind, stage: int) -> float:
+            if kind != "S":
+                return sum(by_rank(stage, kind)) / in_step / len(interval)
+            times = by_rank(stage, "S", "norm")
+            return sum(times) / max(1, sum(ms > 0 for ms in times)) / len(interval)
+
+        kinds: tuple[Kind, ...] = ("F", "B", "W", "S")
+        found = {kind: tuple(of_one(kind, stage) for stage in range(stages)) for kind in kinds}
+        return {kind: times for kind, times in found.items() if any(times)}
+
+    def _share_of(self, rank: int, part: str) -> float:
+        """The share of a part in the rank's time, since the last logged step."""
+        part_s = sum(getattr(figures[rank], part) for figures in self._interval)
+        wall_s = sum(figures[rank].wall_s for figures in self._interval)
+        return part_s / wall_s if wall_s else 0.0
+
+
+def _with_delays(before: StalenessSummary, figures: Sequence[RankFigures]) -> StalenessSummary:
+    """The delays so far, including those of one more step."""
+    passages = before.passages + int(sum(rank.passages for rank in figures))
+    delays = before.delay_mean * before.passages + sum(rank.delays for rank in figures)
+    return StalenessSummary(
+        passages,
+        delays / passages,
+        max(before.delay_max, *(int(rank.worst_delay) for rank in figures)),
+        before.unexpected + int(sum(rank.unexpected for rank in figures)),
+    )
+
+
+def _gap(figures: Sequence[RankFigures]) -> float:
+    """The weight gap of a logged step, as in StepRecord."""
+    squared = sum(rank.gap_squared for rank in figures)
+    return float(f"{math.sqrt(squared / max(sum(r.weights_squared for r in figures), 1e-300)):.4g}")
+
+
+def _mean_time(figures: Sequence[RankFigures]) -> RankTime:
+    """The mean of one rank's metrics over some steps, in milliseconds."""
+
+    def mean_ms(values: Iterable[float]) -> float:
+        return 1000 * sum(values) / len(figures)
+
+    stages = len(figures[0].stage_s) // len(COMPUTING)
+    places = [(kind, stage) for kind in COMPUTING for stage in range(stages)]
+    stage_ms = {
+        place: mean_ms(step.stage_s[at] for step in figures) for at, place in enumerate(places)
+    }
+    return RankTime(
+        {place: ms for place, ms in stage_ms.items() if ms},
+        waiting_ms=mean_ms(step.waiting_s for step in figures),
+        sending_ms=mean_ms(step.sending_s for step in figures),
+        data_ms=mean_ms(step.data_s for step in figures),
+        overhead_ms=mean_ms(step.overhead_s for step in figures),
+    )

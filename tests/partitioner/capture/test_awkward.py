@@ -1,0 +1,106 @@
+"""Models that change tensors in place are exact wherever they are cut."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from asyncpipe.partitioner.capture import Capture, capture, run
+from asyncpipe.tests.support.models.inplace import AWKWARD, build, example
+from asyncpipe.tests.support.oracles.stage_chain import (
+    Chain,
+    computed,
+    stages_cut_before,
+    tensors_in,
+)
+from asyncpipe.tests.support.oracles.stage_equality import assert_same
+
+# Positions that cannot be cut. The parts of a tuple stay with it; state, with what read it before,
+# stays where it is changed; and together stays what no copy would do for: a change of shape, one
+# behind autograd's back, a gradient that only one of two names has, a copy made only for how its
+# source lies in memory, a tensor that is another one in one of the two modes.
+NOT_CUT = {
+    "Chunks": [2, 3],
+    "Splits": [2, 3, 4],
+    "Unbound": [2, 3, 4, 5, 6, 7, 8, 9],
+    "CopiedByReshape": [1, 2, 3, 4, 5],
+    "Masked": [5, 6],
+    "Running": [2, 3, 4],
+    "Reassigned": [1, 2, 3, 4],
+    "Memory": [1, 2, 3, 4, 5, 6, 7, 8, 9],
+    "NormTwice": [1, 2],
+    "DetachedWithGradient": [2, 3, 4],
+    "Data": [2, 3],
+    "InMetadata": [1, 2, 3],
+    "DropoutThenChange": [2],
+    "InTraining": [3, 4],
+}
+
+
+@cache
+def captured(name: str) -> Capture:
+    torch.set_num_threads(1)
+    return capture(build(name), example(), check=False)
+
+
+def larger() -> dict[str, Tensor]:
+    x = example()["x"]
+    return {"x": torch.cat([x, 2 * x[:2]])}
+
+
+def assert_exact(chain: Chain) -> None:
+    assert_same(chain, larger(), training=True)
+    assert_same(chain, example(), training=False, by_value=True)
+
+
+@pytest.mark.parametrize("name", AWKWARD)
+def test_every_cut_is_exact_or_known_to_be_impossible(name: str, tmp_path: Path) -> None:
+    found = captured(name)
+    refused = []
+    for place in range(1, len(computed(found))):
+        stage_of = stages_cut_before(found, [place])
+        if stage_of is None:
+            refused.append(place)
+        else:
+            assert_exact(Chain.of(found, stage_of, tmp_path / f"cut_{place}"))
+    assert refused == NOT_CUT.get(name, [])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", AWKWARD)
+def test_two_cuts_are_exact(name: str, tmp_path: Path) -> None:
+    found = captured(name)
+    places = range(1, len(computed(found)))
+    pairs = [(first, second) for first in places for second in places if first < second]
+    random.Random(name).shuffle(pairs)
+    for number, pair in enumerate(pairs[:5]):
+        stage_of = stages_cut_before(found, pair)
+        if stage_of is None:
+            continue
+        assert_exact(Chain.of(found, stage_of, tmp_path / f"cuts_{number}"))
+
+
+# What torch.export cannot trace: a leaf changed under no_grad, `.data`.
+NOT_EXPORTED = ("ClampedWeight", "Data")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", [name for name in AWKWARD if name not in NOT_EXPORTED])
+def test_a_capture_computes_what_the_functionalised_export_does(name: str) -> None:
+    program = torch.export.export(build(name), (), example()).run_decompositions({})
+    functional, found = program.module(), capture(build(name), example(), check=False)
+    torch.manual_seed(3)
+    expected = tensors_in(functional(**example()))
+    torch.manual_seed(3)
+    actual = tensors_in(run(found, example(), training=True))
+    for one, other in zip(expected, actual, strict=True):
+        torch.testing.assert_close(other, one)
+    buffers = dict(found.model.named_buffers())
+    for path, buffer in functional.named_buffers():
+        torch.testing.assert_close(buffers[path], buffer)

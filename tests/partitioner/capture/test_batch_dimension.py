@@ -1,0 +1,215 @@
+"""The batch dimension of each input: how it is found and reported, and which cases are refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import asyncpipe
+from asyncpipe.partitioner.capture import Capture, capture, read_arguments
+from asyncpipe.partitioner.capture.batch_dimension import find_batch
+from asyncpipe.partitioner.capture.sizes import read_said
+from asyncpipe.runtime.errors import CaptureError
+from asyncpipe.tests.support.models.batch_dimensions import edges, example
+from asyncpipe.tests.support.oracles.captures import assert_graph_is_model
+
+
+def shapes(captured: Capture) -> list[str]:
+    return [str(spec) for spec in captured.inputs]
+
+
+FOUND = {
+    "graph": ["f32[x_rows, 5]", "i64[2, edge_index_columns]"],
+    "dense_graph": ["f32[x_rows, 5]", "f32[x_rows, x_rows]"],
+    "gru_batch_first": ["f32[batch, 3, 5]", "f32[2, batch, 6]"],
+    "gru_time_first": ["f32[3, batch, 5]", "f32[2, batch, 6]"],
+    "gru_equal_sizes": ["f32[batch, 3, 5]", "f32[2, batch, 6]"],
+    "lstm_batch_first": ["f32[batch, 3, 5]", "f32[2, batch, 6]", "f32[2, batch, 6]"],
+    "word_model": ["i64[3, batch]", "f32[2, batch, 6]", "f32[2, batch, 6]"],
+    "time_first": ["f32[sequence, batch, 5]"],
+    "one_state": ["f32[12]"],
+    "bags": ["i64[text_rows]", "i64[offsets_rows]"],
+    "tagger": ["f32[batch, 7, 8]", "i64[batch, sequence]", "bool[batch, sequence]"],
+    "shared": ["f32[batch, 6, 5]", "f32[adjacency_rows, 6]"],
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_the_batch_is_found_and_stages_are_the_model(name: str, tmp_path: Path) -> None:
+    model, inputs = example(name)
+    told: list[str] = []
+    folder = tmp_path / "made"
+    plan = asyncpipe.partition(
+        model,
+        inputs,
+        stages=2,
+        output=folder,
+        profile="analytic",
+        on_tick=lambda step, detail, *_: told.append(detail) if step == "verify" else None,
+    )
+    assert [str(spec) for spec in plan.inputs] == FOUND[name]
+    assert "equal the original's" in told[0]
+    pipe = asyncpipe.load(folder)
+    for module in (model, *pipe.stages):
+        module.eval()
+    for larger in LARGER.get(name, ()):
+        torch.testing.assert_close(pipe(**larger), model(**larger), rtol=0, atol=0)
+
+
+LARGER: dict[str, list[dict[str, Any]]] = {
+    "graph": [{"x": torch.randn(23, 5), "edge_index": edges(23, 61)}],
+    "dense_graph": [{"x": torch.randn(17, 5), "adjacency": (torch.rand(17, 17) > 0.5).float()}],
+    "gru_time_first": [{"x": torch.randn(3, 11, 5), "hidden": torch.randn(2, 11, 6)}],
+    "gru_equal_sizes": [{"x": torch.randn(5, 3, 5), "hidden": torch.randn(2, 5, 6)}],
+    "word_model": [
+        {"tokens": torch.randint(31, (3, 9)), "hidden": (torch.ones(2, 9, 6), torch.ones(2, 9, 6))}
+    ],
+    "time_first": [{"src": torch.randn(15, 9, 5)}, {"src": torch.randn(3, 2, 5)}],
+    "bags": [{"text": torch.arange(28), "offsets": torch.tensor([0, 2, 3, 11, 19, 20])}],
+}
+
+
+def test_what_was_chosen_is_a_note_that_names_the_option() -> None:
+    time_first = capture(*example("time_first"), check=False).notes
+    assert any("the batch is dimension 1 of src" in note for note in time_first)
+    graph = " ".join(capture(*example("graph"), check=False).notes)
+    assert "the model has no batch" in graph and "--batch-dim INPUT=DIMENSION" in graph
+    assert "dimension 0 of edge_index is fixed: GraphConvolution.forward at" in graph
+    assert "batch_dimensions.py" in graph and "works for 2 only" in graph
+    dense = " ".join(capture(*example("dense_graph"), check=False).notes)
+    assert "dimension 1 of adjacency equals dimension 0 of x" in dense
+
+
+def test_a_usual_model_has_no_note() -> None:
+    class Usual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(11, 4), nn.Linear(4, 2)
+
+        def forward(self, ids: Tensor, position: Tensor) -> Tensor:
+            return self.head(self.embed(ids) + self.embed(position))
+
+    inputs = {"ids": torch.randint(11, (4, 7)), "position": torch.arange(7)[None]}
+    captured = capture(Usual(), inputs)
+    assert captured.notes == ()
+    assert shapes(captured) == ["i64[batch, sequence]", "i64[1, sequence]"]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"batch_dim": {"src": 0}}, ["f32[batch, 4, 5]"]),
+        ({"batch_dim": 1}, ["f32[sequence, batch, 5]"]),
+        ({"batch_dim": None}, ["f32[src_rows, 4, 5]"]),
+        ({"sequence_dim": None}, ["f32[7, batch, 5]"]),
+        ({"batch_dim": 0, "sequence_dim": 1}, ["f32[batch, sequence, 5]"]),
+        ({"batch_dim": {"src": 1}, "sequence_dim": {"src": 0}}, ["f32[sequence, batch, 5]"]),
+    ],
+)
+def test_what_is_said_holds(options: dict[str, Any], expected: list[str]) -> None:
+    model, inputs = example("time_first")
+    captured = capture(model, inputs, check=False, **options)
+    assert shapes(captured) == expected
+    assert "batch_dim" not in options or not any("batch" in note for note in captured.notes)
+    assert_graph_is_model(captured, inputs)
+
+
+def test_one_input_that_is_said_tells_of_the_others() -> None:
+    model, inputs = example("gru_equal_sizes")
+    captured = capture(model, inputs, check=False, batch_dim={"x": 0, "hidden": 1})
+    assert shapes(captured) == FOUND["gru_equal_sizes"]
+    model, inputs = example("graph")
+    captured = capture(model, inputs, check=False, batch_dim={"edge_index": None})
+    assert shapes(captured) == ["f32[batch, 5]", "i64[2, edge_index_columns]"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"batch_dim": {"scr": 1}},
+            "--batch-dim scr=1, but the inputs are src.\nDid you mean src?",
+        ),
+        ({"batch_dim": {"src": 3}}, r"--batch-dim src=3, but src has 3 dimensions \(\[7, 4, 5\]\)"),
+        ({"batch_dim": 4}, r"--batch-dim 4, but no input has a dimension 4: src \[7, 4, 5\]"),
+        ({"sequence_dim": {"src": -1}}, "--sequence-dim src=-1, but src has 3 dimensions"),
+        ({"batch_dim": "first"}, "--batch-dim 'first' is not a dimension"),
+        ({"batch_dim": 2}, "always be 5. It is dimension 2 of src.\n.*--batch-dim src=none"),
+        ({"sequence_dim": {"src": 2}}, "--sequence-dim src=DIMENSION, or --sequence-dim src=none"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_a_sentence(options: dict[str, Any], message: str) -> None:
+    model, inputs = example("time_first")
+    with pytest.raises(CaptureError, match=message):
+        capture(model, inputs, check=False, **options)
+
+
+def test_batches_of_different_sizes_are_a_sentence() -> None:
+    model, inputs = example("gru_batch_first")
+    with pytest.raises(CaptureError, match="different sizes: 4 of x=0 and 2 of hidden=0"):
+        capture(model, inputs, batch_dim={"x": 0, "hidden": 0})
+
+
+@pytest.mark.parametrize("texts", [["x=one"], ["x"], ["-1"], ["x=-1"], ["none", "x=1"], ["x="]])
+def test_an_option_that_is_no_dimension_is_a_sentence(texts: list[str]) -> None:
+    with pytest.raises(CaptureError, match="--batch-dim"):
+        read_said("--batch-dim", texts)
+
+
+class Contrast(nn.Module):
+    """A loss that compares the samples of a batch, which has its samples first all the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(5, 4)
+
+    def forward(self, views: Tensor) -> Tensor:
+        one, two = self.embed(views).unbind(1)
+        logits = one @ two.T
+        return nn.functional.cross_entropy(logits, torch.arange(views.shape[0]))
+
+
+class Noise(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(5, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.embed(x) + torch.rand(x.shape[0], x.shape[1], 4)
+
+
+class Remembers(nn.Module):
+    """Keeps what it made of the first sizes that it saw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(5, 4)
+        self.calls: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.append(len(self.calls))
+        return self.embed(x)
+
+
+@pytest.mark.parametrize("kind", [Contrast, Noise, Remembers])
+def test_the_first_dimension_stays_the_batch_where_nothing_speaks_for_another(kind: Any) -> None:
+    name = "views" if kind is Contrast else "x"
+    captured = capture(kind(), {name: torch.randn(4, 2, 5)}, check=False)
+    assert shapes(captured) == ["f32[batch, 2, 5]"]
+
+
+def test_a_head_of_zeros_hides_nothing() -> None:
+    model, inputs = example("time_first")
+    nn.init.zeros_(model.head.weight)
+    batch, _ = find_batch(model, read_arguments(model, inputs))
+    assert batch == {"src": 1}
+
+
+def test_to_find_out_leaves_the_model_as_it_was() -> None:
+    model = Remembers()
+    given = read_arguments(model, {"x": torch.randn(4, 2, 5)})
+    before = torch.get_rng_state()
+    find_batch(model, given)
+    assert model.calls == [] and torch.equal(torch.get_rng_state(), before)

@@ -1,0 +1,168 @@
+"""Errors for a forward that cannot be captured: the line, its text, the ways out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from asyncpipe.partitioner.capture import capture
+from asyncpipe.runtime.errors import CaptureError
+
+HERE = r"test_diagnostics.py:\d+"
+
+
+class Inner(nn.Module):
+    def __init__(self, work: Callable[[nn.Module, Tensor], Any]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.work = work
+
+    def forward(self, x: Tensor) -> Any:
+        return self.work(self, x)
+
+
+class Outer(nn.Module):
+    def __init__(self, work: Callable[[nn.Module, Tensor], Any]) -> None:
+        super().__init__()
+        self.inner = Inner(work)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x)
+
+
+ONES = torch.ones(3, 4)
+
+
+def told(model: nn.Module, **inputs: Any) -> CaptureError:
+    with pytest.raises(CaptureError) as caught:
+        capture(model, inputs or {"x": ONES}, check=False)
+    return caught.value
+
+
+def branches(module: Any, x: Tensor) -> Tensor:
+    # So for three samples of ones, and not for two.
+    if x.sum() > 10:
+        return module.linear(x)
+    return x
+
+
+def counts(module: Any, x: Tensor) -> Tensor:
+    while x.norm() > 1:
+        x = x / 2
+    return x
+
+
+def repeats(module: Any, x: Tensor) -> Tensor:
+    for _ in range(int(x.sum())):
+        x = module.linear(x)
+    return x
+
+
+VALUES = [
+    (branches, "if x.sum() > 10:"),
+    (counts, "while x.norm() > 1:"),
+    (repeats, "for _ in range(int(x.sum())):"),
+]
+
+
+@pytest.mark.parametrize(("work", "text"), VALUES)
+def test_a_line_that_depends_on_values_is_quoted_with_the_ways_out(work: Any, text: str) -> None:
+    error = told(Inner(work))
+    assert f'"{text}" depends on tensor values' in error.what
+    assert f"cannot trace {work.__name__} at " in error.what
+    assert "move it into a module of its own" in error.cure and "torch.where" in error.cure
+
+
+@pytest.mark.parametrize(("work", "text"), VALUES)
+def test_a_module_of_its_own_is_kept_whole_with_a_note_that_quotes_it(work: Any, text: str) -> None:
+    (note,) = capture(Outer(work), {"x": ONES}, check=False).notes
+    assert note.startswith("Inner is kept as one operation: ") and f'"{text}"' in note
+
+
+def loops_over_samples(module: Any, x: Tensor) -> Tensor:
+    return torch.stack([module.linear(row) for row in x])
+
+
+def makes_a_list(module: Any, x: Tensor) -> Tensor:
+    return module.linear(x) * x[:, 0].tolist()[0]
+
+
+@pytest.mark.parametrize("work", [loops_over_samples, makes_a_list])
+def test_a_loop_over_the_samples_is_told_with_its_line(work: Any) -> None:
+    error = told(Inner(work))
+    assert "works for one batch size only: batch would always be 3" in error.what
+    assert "loop over samples" in error.cure or "a loop over samples" in error.cure
+
+
+def calls_backward(module: Any, x: Tensor) -> Tensor:
+    loss = module.linear(x).sum()
+    loss.backward()
+    return loss
+
+
+def asks_for_a_gradient(module: Any, x: Tensor) -> Tensor:
+    x = x.requires_grad_()
+    return torch.autograd.grad(module.linear(x).sum(), x)[0]
+
+
+def assigns_data(module: Any, x: Tensor) -> Tensor:
+    module.linear.weight.data = module.linear.weight.data * 0.9
+    return module.linear(x)
+
+
+def registers_a_hook(module: Any, x: Tensor) -> Tensor:
+    y = module.linear(x)
+    y.register_hook(lambda gradient: 2 * gradient)
+    return y
+
+
+@pytest.mark.parametrize(
+    ("work", "text"),
+    [
+        (calls_backward, "calls backward inside forward"),
+        (asks_for_a_gradient, "computes a gradient inside forward"),
+        (assigns_data, "assigns the data or the gradient of a tensor"),
+        (registers_a_hook, "registers a hook"),
+    ],
+)
+def test_what_no_graph_can_hold_is_told_with_its_line(work: Any, text: str) -> None:
+    error = told(Outer(work))
+    assert text in error.what and "test_diagnostics.py:" in error.what
+    assert error.cure
+
+
+def test_inputs_that_forward_does_not_take_are_told_with_what_it_takes() -> None:
+    error = told(Outer(branches), y=torch.randn(3, 4))
+    assert "the example inputs do not fit Outer.forward" in error.what
+    assert error.cure == "It takes x: 'Tensor'; given: y."
+
+
+def test_inputs_of_a_wrong_shape_are_told_with_it_and_nothing_is_logged(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    error = told(nn.Sequential(nn.Linear(4, 4)), input=torch.randn(3, 5))
+    assert "must have same reduction dim" in error.what
+    assert error.cure == "Does it run on inputs like these? input f32[3, 5]"
+    assert capfd.readouterr().err == ""
+
+
+def fails(module: Any, x: Tensor) -> Tensor:
+    return module.missing(x)
+
+
+def test_an_exception_of_the_model_is_told_with_its_line_and_the_inputs() -> None:
+    error = told(Outer(fails))
+    assert '"return module.missing(x)" raised AttributeError' in error.what
+    assert "x f32[3, 4]" in error.cure and "--leaf Inner" in error.cure
+
+
+def returns_nothing(module: Any, x: Tensor) -> None:
+    module.linear(x)
+
+
+def test_a_forward_that_returns_nothing_is_told() -> None:
+    assert told(Outer(returns_nothing)).what == "Outer.forward returns no tensor."

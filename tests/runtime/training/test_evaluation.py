@@ -1,0 +1,78 @@
+"""What counts as a right answer, and which runs have an accuracy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncpipe.runtime.config.settings import Settings
+from asyncpipe.runtime.training.evaluation import right_answers
+from asyncpipe.tests.support.models.hand_folders import CLASSES, WIDTH, write_mlp
+from asyncpipe.tests.support.processes.quick_python import run
+from asyncpipe.tests.support.processes.silent_reporter import FACTORY
+
+LOGITS = st.lists(st.floats(-9, 9, width=32), min_size=3, max_size=3)
+LABELS = st.integers(-2, 2) | st.just(-100)
+SAMPLES = st.lists(st.tuples(LOGITS, LABELS), min_size=1, max_size=12)
+
+
+@given(SAMPLES)
+def test_an_answer_is_right_where_its_logit_is_the_largest(
+    samples: list[tuple[list[float], int]],
+) -> None:
+    logits = torch.tensor([row for row, _ in samples])
+    labels = torch.tensor([label for _, label in samples])
+    asked = [(row, label) for row, label in samples if label >= 0]
+    right = sum(row.index(max(row)) == label for row, label in asked)
+    assert right_answers(logits, labels) == (right, len(asked))
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [torch.ones(5), torch.ones(5, 3), torch.ones(5, 3, dtype=torch.int64), torch.ones(5, 1).long()],
+    ids=["numbers", "probabilities", "flags", "column"],
+)
+def test_labels_that_are_no_classes_have_no_right_answer(labels: torch.Tensor) -> None:
+    assert right_answers(torch.randn(5, 3), labels) == (0, 0)
+
+
+OWN = f"""
+import torch
+
+def classes():
+    data = {{"x": torch.randn(24, {WIDTH}), "target": torch.arange(24) % {CLASSES}}}
+    return data, data
+
+def values():
+    data = {{"x": torch.randn(24, {WIDTH}), "target": torch.randn(24, {CLASSES})}}
+    return data, data
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "criterion", "counted"),
+    [("classes", "cross_entropy", True), ("values", "mse", False)],
+)
+def test_only_a_classifier_has_an_accuracy(
+    tmp_path: Path, function: str, criterion: str, counted: bool
+) -> None:
+    write_mlp(tmp_path / "mlp")
+    (tmp_path / "own.py").write_text(OWN)
+    options = Settings(
+        folder=str(tmp_path / "mlp"),
+        output=str(tmp_path / "run"),
+        data=f"{tmp_path / 'own.py'}:{function}",
+        criterion=criterion,
+        schedule="single",
+        steps=1,
+        threads=1,
+    )
+    run(options, FACTORY)
+    lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    (evaluated,) = [line for line in lines if line["event"] == "eval"]
+    assert (evaluated["accuracy"] is not None) == counted

@@ -1,0 +1,265 @@
+"""An interpreter for tests whose imports are already done: a process of it is a fork.
+
+A process that trains or cuts a model imports for seconds and then works for a fraction of one, and
+tests start hundreds. `bin_folder()` has a `python`, a `torchrun` and our commands that take a
+fork of one server with torch loaded: each is a process of its own, with the environment, folder,
+files, host (namespaces) and exit code or signal of the command that asked for it. The command
+stands for the process in the process tree; tests that look there, or at imports, take the real
+interpreter, and so do MPI's ranks that end with MPI_Finalize.
+
+`python -m asyncpipe.tests.support.processes.quick_python SOCKET` is the server, and with more
+arguments its client.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from functools import cache
+
+_PRELOADED = (
+    "asyncpipe.cli",
+    "asyncpipe.commands.partition",
+    "asyncpipe.commands.train",
+    "asyncpipe.partitioner.compile",
+    "asyncpipe.runtime.checkpoint.storage",
+    "asyncpipe.runtime.launch.launch",
+    "asyncpipe.runtime.launch.job",
+    "asyncpipe.commands.run_display",
+    "asyncpipe.tests.support.processes.gloo_ranks",
+    "torch._dynamo",
+    "transformers.models.gpt2.modeling_gpt2",
+)
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+_NAMESPACES = ("user", "net", "uts", "mnt")
+_WORD = 8
+
+
+def bin_folder():
+    """A folder as the interpreter's own, of the server of this process, which ends with it."""
+    return _start()[0]
+
+
+def run(settings, reporter: str) -> int:
+    """`launch.run`, whose ranks are such processes."""
+    from asyncpipe.runtime.launch import launch
+
+    real, sys.executable = sys.executable, str(bin_folder() / "python")
+    try:
+        return launch.run(settings, reporter)
+    finally:
+        sys.executable = real
+
+
+@cache
+def _start():
+    """The folder, and the server, which ends when nothing holds its standard input open."""
+    import subprocess  # here, for the client is to start at once
+    import tempfile
+    from pathlib import Path
+
+    real, folder = Path(sys.executable).parent, Path(tempfile.mkdtemp(prefix="quick-"))
+    python = folder / "python"
+    client = f"{sys.executable} -I -S {__file__} {folder / 'socket'}"
+    scripts = {python: f'#!/bin/sh\nexec {client} "$@"\n'}
+    commands = ("partition", "train", "inspect", "compare", "info")
+    for name in (*(f"asyncpipe-{command}" for command in commands), "torchrun"):
+        _, _, body = (real / name).read_text().partition("\n")
+        scripts[folder / name] = f"#!{python}\n{body}"
+    for name in ("mpiexec", "mpirun"):  # no links: it looks for a helper beside itself
+        if (real / name).is_file():
+            scripts[folder / name] = f'#!/bin/sh\nexec {real / name} "$@"\n'
+    for path, text in scripts.items():
+        path.write_text(text)
+        path.chmod(0o755)
+    server = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "asyncpipe.tests.support.processes.quick_python",
+            str(folder / "socket"),
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    while not (folder / "socket").exists():
+        assert server.poll() is None
+        time.sleep(0.01)
+    return folder, server
+
+
+# The client: what stands for the process where it was asked for
+
+
+def _stand_for(address: str, arguments: list[str]) -> None:
+    descriptors = [0, 1, 2]
+    if "PMI_FD" in os.environ:  # through which mpiexec talks to its rank
+        descriptors.append(int(os.environ["PMI_FD"]))
+    call = {
+        "process": os.getpid(),
+        "arguments": arguments,
+        "environment": dict(os.environ),
+        "folder": os.getcwd(),
+        "descriptors": descriptors,
+    }
+    content = json.dumps(call).encode()
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(address)
+        socket.send_fds(connection, [len(content).to_bytes(_WORD, "little")], descriptors)
+        connection.sendall(content)
+        process = int.from_bytes(_read(connection, _WORD), "little")
+        for number in _FORWARDED:
+            signal.signal(number, lambda number, frame: os.kill(process, number))
+        status = int.from_bytes(_read(connection, _WORD), "little")
+    if os.WIFSIGNALED(status):
+        for number in _FORWARDED:
+            signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), os.WTERMSIG(status))
+    os._exit(os.WEXITSTATUS(status))
+
+
+def _read(connection: socket.socket, count: int) -> bytes:
+    content = b""
+    while len(content) < count:
+        part = connection.recv(count - len(content))
+        if not part:
+            sys.exit("the server of processes has ended")
+        content += part
+    return content
+
+
+# The server
+
+
+def _serve(address: str) -> list[str]:
+    """Forks a process for each client, until standard input ends; in a fork, its arguments."""
+    import gc
+    import importlib
+    import shutil
+
+    sys.path.pop(0)
+    sys.executable = os.path.join(os.path.dirname(address), "python")
+    for name in _PRELOADED:
+        importlib.import_module(name)
+    gc.freeze()  # a collection in a fork would copy all that is shared
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(f"{address}.new")
+    listener.listen(64)
+    os.rename(f"{address}.new", address)
+    while True:
+        ready, _, _ = select.select([listener, sys.stdin], [], [], 1.0)
+        while _reap():
+            pass
+        if sys.stdin in ready:
+            shutil.rmtree(os.path.dirname(address))
+            sys.exit()
+        if listener in ready:
+            connection, _ = listener.accept()
+            if os.fork() == 0:
+                listener.close()
+                return _keep(connection)
+            connection.close()
+
+
+def _reap() -> bool:
+    try:
+        return os.waitpid(-1, os.WNOHANG)[0] != 0
+    except ChildProcessError:
+        return False
+
+
+def _keep(connection: socket.socket) -> list[str]:
+    """Starts the process, tells its client how it ended, and kills it when the client is gone."""
+    length, received, _, _ = socket.recv_fds(connection, _WORD, 16)
+    call = json.loads(_read(connection, int.from_bytes(length, "little")))
+    process = os.fork()
+    if process == 0:
+        connection.close()
+        _settle(call, received)
+        return call["arguments"]
+    for descriptor in received:
+        os.close(descriptor)
+    handle = os.pidfd_open(process)
+    try:
+        connection.sendall(process.to_bytes(_WORD, "little"))
+        ready, _, _ = select.select([handle, connection], [], [])
+        if handle not in ready:
+            os.kill(process, signal.SIGKILL)
+        _, status = os.waitpid(process, 0)
+        connection.sendall(status.to_bytes(_WORD, "little"))
+    finally:
+        os._exit(0)
+
+
+def _settle(call: dict, received: list[int]) -> None:
+    """Takes over the client's files, namespaces, folder and environment."""
+    import fcntl
+    import random
+
+    moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 500) for descriptor in received]
+    for descriptor in received:
+        os.close(descriptor)
+    for descriptor, number in zip(moved, call["descriptors"], strict=True):
+        os.dup2(descriptor, number, inheritable=True)
+        os.close(descriptor)
+    _enter_namespaces_of(call["process"])
+    os.chdir(call["folder"])
+    os.environ.clear()
+    os.environ.update(call["environment"])
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:0] = [entry for entry in given if entry and entry not in sys.path]
+    random.seed()
+
+
+def _enter_namespaces_of(process: int) -> None:
+    import ctypes
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    for name in _NAMESPACES:
+        own, other = (f"/proc/{who}/ns/{name}" for who in ("self", process))
+        if os.readlink(own) != os.readlink(other):
+            with open(other) as namespace:
+                if libc.setns(namespace.fileno(), 0) != 0:
+                    raise OSError(ctypes.get_errno(), "setns", other)
+
+
+def _run(arguments: list[str]) -> None:
+    import runpy
+    import types
+
+    is_safe = bool(os.environ.get("PYTHONSAFEPATH"))
+    while arguments[0] in ("-u", "-P"):
+        is_safe |= arguments[0] == "-P"
+        arguments = arguments[1:]
+    match arguments:
+        case ["-c", program, *rest]:
+            sys.argv = ["-c", *rest]
+            first = ""
+        case ["-m", name, *rest]:
+            sys.argv = [name, *rest]
+            first = os.getcwd()
+        case [script, *rest]:
+            sys.argv = [script, *rest]
+            first = os.path.dirname(os.path.abspath(script))
+    # `isolate` cannot see that this is as with -P, and takes the first entry away.
+    sys.path.insert(0, os.devnull if is_safe else first)
+    if arguments[0] == "-c":
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(compile(program, "<string>", "exec"), main.__dict__)
+    elif arguments[0] == "-m":
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    if sys.argv[2:]:
+        _stand_for(sys.argv[1], sys.argv[2:])
+    else:
+        _run(_serve(sys.argv[1]))
