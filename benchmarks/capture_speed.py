@@ -34,13 +34,13 @@ def partition(model: str) -> dict[str, Any]:
 
     steps: dict[str, float] = {"import": time.perf_counter() - started}
 
-    def tick(step: str, _detail: str, took: float, _following: str) -> None:
+    def end_phase(step: str, _detail: str, took: float, _following: str) -> None:
         steps[step] = took
 
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / "made"
         options = PartitionOptions(stages=STAGES, output=made, meta=True)
-        plan = partition_spec(model, options, on_tick=tick)
+        plan = partition_spec(model, options, on_phase=end_phase)
         lines = [len((made / stage.file).read_text().splitlines()) for stage in plan.stages]
     return {
         "made": steps["capture"] + steps["generate"],

@@ -34,11 +34,11 @@ def partition(model: str, meta: bool, output: Path, cache: Path) -> dict[str, fl
 
     seconds = {"start": round(time.perf_counter() - began, 2)}
 
-    def tick(step: str, _detail: str, took: float, _following: str) -> None:
+    def end_phase(step: str, _detail: str, took: float, _following: str) -> None:
         seconds[step] = round(took, 2)
 
     options = PartitionOptions(stages=4, output=output, meta=meta)
-    partition_spec(model, options, on_tick=tick)
+    partition_spec(model, options, on_phase=end_phase)
     return seconds | {"total": round(sum(seconds.values()), 2)}
 
 

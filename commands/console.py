@@ -1,4 +1,4 @@
-"""How plans look on a terminal and in a log: ticks, tables, findings.
+"""How plans look on a terminal and in a log: phases, tables, findings.
 
 How a comparison looks on a terminal: a line a run, then the table.
 
@@ -168,7 +168,7 @@ def make_console(*, quiet: bool = False) -> Console:
 # ---------------------------------------------------------------------- a partition
 
 
-class Ticks:
+class PhaseDisplay:
     """Prints one line for each finished step, and a spinner during a step, with a bar if the step
     reports its progress."""
 
@@ -185,7 +185,7 @@ class Ticks:
             self._bar = Progress(*columns, console=console, transient=True)
             self._task = self._bar.add_task("load", total=None)
 
-    def __enter__(self) -> Ticks:
+    def __enter__(self) -> PhaseDisplay:
         if self._bar:
             self._bar.start()
         return self
@@ -194,7 +194,7 @@ class Ticks:
         if self._bar:
             self._bar.stop()
 
-    def tick(self, name: str, detail: str, seconds: float, following: str) -> None:
+    def end_phase(self, name: str, detail: str, seconds: float, following: str) -> None:
         if self._silent:
             return
         self._console.print(

@@ -16,7 +16,7 @@ from ..runtime import __version__
 from ..runtime.limits import flag_of
 from ..runtime.plan.plan import portable
 from .console import (
-    Ticks,
+    PhaseDisplay,
     make_console,
     print_candidates,
     print_facts,
@@ -66,13 +66,13 @@ def _partition(model: str, options: CommandOptions, chosen: PartitionOptions) ->
     from ..partitioner.compile import partition_spec
 
     console = make_console()
-    with Ticks(console, silent=options.json or options.quiet) as ticks:
+    with PhaseDisplay(console, silent=options.json or options.quiet) as display:
         plan = partition_spec(
             model,
             chosen,
             command=_command_line("asyncpipe-partition"),
-            on_tick=ticks.tick,
-            on_progress=ticks.progress,
+            on_phase=display.end_phase,
+            on_progress=display.progress,
         )
     folder = Path(
         chosen.output
@@ -100,13 +100,13 @@ def _outline(model: str, options: CommandOptions, chosen: PartitionOptions) -> i
     from ..partitioner.outline import outline_spec
 
     console = make_console()
-    with Ticks(console, silent=options.json or options.quiet) as ticks:
+    with PhaseDisplay(console, silent=options.json or options.quiet) as display:
         outline = outline_spec(
             model,
             chosen,
             with_profile=chosen.stop_after == "profile",
-            on_tick=ticks.tick,
-            on_progress=ticks.progress,
+            on_phase=display.end_phase,
+            on_progress=display.progress,
         )
     if options.json:
         print(outline.to_json(), end="")

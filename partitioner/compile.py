@@ -61,7 +61,7 @@ from .split.split import crossing_if_sent, homes_of
 from .verify import verify
 
 
-class OnTick(Protocol):
+class OnPhase(Protocol):
     """Called at the end of each phase with its name, a summary, its seconds and the next phase."""
 
     def __call__(self, name: str, detail: str, seconds: float, following: str, /) -> None: ...
@@ -73,7 +73,7 @@ def partition(
     example_inputs: Mapping[str, Any] | tuple[Any, ...],
     *,
     name: str | None = None,
-    on_tick: OnTick | None = None,
+    on_phase: OnPhase | None = None,
     on_progress: OnProgress | None = None,
     **options: Any,
 ) -> Plan:
@@ -83,7 +83,7 @@ def partition(
     at the size of one micro-batch: tensors, nested structures of them, constants. `name` is the
     name of the plan, by default the model's class. `options` are those of `PartitionOptions`,
     which are also those of `asyncpipe-partition --help`. With `stop_after="plan"` nothing is
-    written. `on_tick` is called after each phase, `on_progress` within the long ones.
+    written. `on_phase` is called after each phase, `on_progress` within the long ones.
 
     Raises CaptureError when the model cannot be captured as a graph, PlanError when no plan
     satisfies the options, TypeError for an unknown option.
@@ -91,7 +91,7 @@ def partition(
     chosen = options_for("model", options)
     source = given_source(model, example_inputs, name)
     with unchanged(model):
-        return partition_source(source, chosen, on_tick=on_tick, on_progress=on_progress)
+        return partition_source(source, chosen, on_phase=on_phase, on_progress=on_progress)
 
 
 def partition_spec(
@@ -99,15 +99,15 @@ def partition_spec(
     options: PartitionOptions,
     *,
     command: str = "",
-    on_tick: OnTick | None = None,
+    on_phase: OnPhase | None = None,
     on_progress: OnProgress | None = None,
 ) -> Plan:
     """Loads the model that `spec` names, then `partition_source`."""
     stages = options.stages or options.ranks or 1
     make_setting(stages, **options.running)  # reports errors before the model is loaded
-    source = load(spec, options, on_tick)
+    source = load(spec, options, on_phase)
     return partition_source(
-        source, options, command=command, on_tick=on_tick, on_progress=on_progress
+        source, options, command=command, on_phase=on_phase, on_progress=on_progress
     )
 
 
@@ -120,7 +120,7 @@ class Compilation:
     cluster: the devices that the plan may use; None for equal ranks
     ranks: how many ranks the options name, at least one stage on each
     command: the command that the plan records; "" has it written from the options
-    tick: reports the end of a phase
+    end_phase: reports the end of a phase
     on_progress: reports progress within a phase
     """
 
@@ -129,7 +129,7 @@ class Compilation:
     cluster: Cluster | None
     ranks: int
     command: str
-    tick: PhaseTimer
+    end_phase: PhaseTimer
     on_progress: OnProgress | None
 
     @property
@@ -161,7 +161,7 @@ def partition_source(
     options: PartitionOptions,
     *,
     command: str = "",
-    on_tick: OnTick | None = None,
+    on_phase: OnPhase | None = None,
     on_progress: OnProgress | None = None,
 ) -> Plan:
     """Captures, profiles, plans, generates and verifies; writes the folder whole or not at all.
@@ -174,7 +174,7 @@ def partition_source(
     if options.stages or cluster:
         make_setting(options.stages or ranks, **options.running)  # reports errors before the work
     check_profile(options)
-    job = Compilation(source, options, cluster, ranks, command, PhaseTimer(on_tick), on_progress)
+    job = Compilation(source, options, cluster, ranks, command, PhaseTimer(on_phase), on_progress)
     captured = capture_phase(job)
     profile = profile_phase(job, captured)
     planned = plan_phase(job, captured, profile)
@@ -188,7 +188,7 @@ def partition_source(
 # --- load, capture, profile -----------------------------------------------------------------
 
 
-def load(spec: str, options: PartitionOptions, on_tick: OnTick | None) -> ModelSource:
+def load(spec: str, options: PartitionOptions, on_phase: OnPhase | None) -> ModelSource:
     """Builds the model that `spec` names, the first phase."""
     start = time.perf_counter()
     source = load_model(
@@ -200,10 +200,10 @@ def load(spec: str, options: PartitionOptions, on_tick: OnTick | None) -> ModelS
         meta=options.meta,
         inputs=options.inputs,
     )
-    if on_tick:
+    if on_phase:
         number = sum(parameter.numel() for parameter in source.model.parameters())
         detail = f"{spec} · {number / 1e6:.1f} M parameters · weights {source.weights}"
-        on_tick("load", detail, time.perf_counter() - start, "capture")
+        on_phase("load", detail, time.perf_counter() - start, "capture")
     return source
 
 
@@ -245,7 +245,7 @@ def capture_phase(job: Compilation) -> Captured:
     demands = find_demands(
         capture, options.cut_at, options.keep_together, options.stages or job.ranks
     )
-    job.tick("capture", describe_capture(capture), "profile")
+    job.end_phase("capture", describe_capture(capture), "profile")
     return Captured(capture, digest, demands)
 
 
@@ -255,7 +255,7 @@ def profile_phase(job: Compilation, captured: Captured) -> Profile:
         profile = profile_capture(
             captured.capture, job.options, job.ranks, whole=False, on_progress=job.on_progress
         )
-    job.tick("profile", profile.summary, "plan")
+    job.end_phase("profile", profile.summary, "plan")
     return profile
 
 
@@ -316,14 +316,15 @@ def plan_phase(job: Compilation, captured: Captured, profile: Profile) -> Planne
     )
     if wrong := contradiction(plan):
         raise PlanError(f"the plan could not be read again: {wrong}.", "Give it another name.")
-    job.tick("plan", solution.summary, "explain" if options.explain else "generate")
+    job.end_phase("plan", solution.summary, "explain" if options.explain else "generate")
     # Alternatives use a single method: with all methods each would take as long as the plan.
     solving["method"] = "auto" if options.method == ALL else options.method
     resolve = partial(solve, **solving) if options.explain else None
     findings = explain_plan(chosen.graph, solution, planner.link, resolve)
     plan = replace(plan, findings=(*findings, *explain_micro_batches(plan)))
     if options.explain:
-        job.tick("explain", f"{len(plan.findings)} findings, each evaluated or solved", "generate")
+        detail = f"{len(plan.findings)} findings, each evaluated or solved"
+        job.end_phase("explain", detail, "generate")
     return Planned(plan, chosen, folder, captured.graph_hash)
 
 
@@ -375,7 +376,7 @@ def generate_phase(job: Compilation, planned: Planned) -> Generated:
     files |= {f"hf/{name}": text for name, text in job.source.files.items()}
     files["plan.json"] = plan.to_json()
     detail = f"{len(plan.stages)} stages, {_lines(files)} lines of Python"
-    job.tick("generate", detail, "verify")
+    job.end_phase("generate", detail, "verify")
     return Generated(plan, files, constants)
 
 
@@ -395,7 +396,7 @@ def write_phase(job: Compilation, planned: Planned, generated: Generated) -> Non
                 changing=captured.changed,
                 refused=partial(refused_sizes, captured.graph),
             )
-        job.tick("verify", verified.summary, "write")
+        job.end_phase("verify", verified.summary, "write")
 
     write_weights = None
     if job.options.save_weights and not job.is_on_meta:
@@ -403,7 +404,7 @@ def write_phase(job: Compilation, planned: Planned, generated: Generated) -> Non
         write_weights = partial(write_weights_of, state=state, plan=plan, constants=constants)
     write_folder(planned.folder, generated.files, write_weights, check)
     remember(planned.folder)
-    job.tick("write", str(planned.folder), "")
+    job.end_phase("write", str(planned.folder), "")
 
 
 # --- reports --------------------------------------------------------------------------------
@@ -412,14 +413,14 @@ def write_phase(job: Compilation, planned: Planned, generated: Generated) -> Non
 class PhaseTimer:
     """Reports each finished phase with the seconds since the one before."""
 
-    def __init__(self, on_tick: OnTick | None) -> None:
-        self._on_tick = on_tick
+    def __init__(self, on_phase: OnPhase | None) -> None:
+        self._on_phase = on_phase
         self._last = time.perf_counter()
 
     def __call__(self, name: str, detail: str, following: str) -> None:
         now = time.perf_counter()
-        if self._on_tick:
-            self._on_tick(name, detail, now - self._last, following)
+        if self._on_phase:
+            self._on_phase(name, detail, now - self._last, following)
         self._last = now
 
 

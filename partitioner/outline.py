@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from .capture import Capture, ModuleCall
-from .compile import OnTick, PhaseTimer, capture_source, describe_capture, load
+from .compile import OnPhase, PhaseTimer, capture_source, describe_capture, load
 from .models.load import ModelSource, given_source
 from .planning.options import PartitionOptions, options_for, shows_options
 from .profile.operation_costs import NodeCost, OnProgress
@@ -181,14 +181,14 @@ def outline(
     example_inputs: Mapping[str, Any] | tuple[Any, ...],
     *,
     name: str | None = None,
-    on_tick: OnTick | None = None,
+    on_phase: OnPhase | None = None,
     on_progress: OnProgress | None = None,
     **options: Any,
 ) -> Outline:
     """Captures a model and shows its graph by module; with `profile`, "measured" or "analytic",
     also the milliseconds.
 
-    `options` are those of `PartitionOptions` that capture and profile a model. `on_tick` is called
+    `options` are those of `PartitionOptions` that capture and profile a model. `on_phase` is called
     after each phase, `on_progress` while the profile is made.
     """
     chosen = options_for("outline", options)
@@ -197,7 +197,7 @@ def outline(
         source,
         chosen,
         with_profile=chosen.profile is not None,
-        on_tick=on_tick,
+        on_phase=on_phase,
         on_progress=on_progress,
     )
 
@@ -207,13 +207,13 @@ def outline_spec(
     options: PartitionOptions,
     *,
     with_profile: bool,
-    on_tick: OnTick | None = None,
+    on_phase: OnPhase | None = None,
     on_progress: OnProgress | None = None,
 ) -> Outline:
     """Loads the model that `spec` names, then `outline_source`."""
-    source = load(spec, options, on_tick)
+    source = load(spec, options, on_phase)
     return outline_source(
-        source, options, with_profile=with_profile, on_tick=on_tick, on_progress=on_progress
+        source, options, with_profile=with_profile, on_phase=on_phase, on_progress=on_progress
     )
 
 
@@ -222,17 +222,17 @@ def outline_source(
     options: PartitionOptions,
     *,
     with_profile: bool,
-    on_tick: OnTick | None = None,
+    on_phase: OnPhase | None = None,
     on_progress: OnProgress | None = None,
 ) -> Outline:
     """Captures the model, profiles it if `with_profile`, and writes nothing."""
-    tick = PhaseTimer(on_tick)
+    end_phase = PhaseTimer(on_phase)
     captured = capture_source(source, options)
-    tick("capture", describe_capture(captured), "profile" if with_profile else "")
+    end_phase("capture", describe_capture(captured), "profile" if with_profile else "")
     costs: Mapping[str, NodeCost] = {}
     if with_profile:
         profile = profile_capture(captured, options, stages=1, on_progress=on_progress)
-        tick("profile", profile.summary, "")
+        end_phase("profile", profile.summary, "")
         costs = profile.nodes
     return outline_of(captured, source.name, costs)
 

@@ -56,10 +56,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_partition_ticks_each_step_and_says_what_to_do_next(tmp_path: Path) -> None:
+def test_partition_reports_each_phase_and_says_what_to_do_next(tmp_path: Path) -> None:
     result = run(tmp_path, "partition", *MLP, "--stages", "2", scripts=SCRIPTS)
-    ticks = re.findall(r"^✓ (\w+)", result.stdout, re.MULTILINE)
-    assert ticks == ["load", "capture", "profile", "plan", "generate", "verify", "write"]
+    phases = re.findall(r"^✓ (\w+)", result.stdout, re.MULTILINE)
+    assert phases == ["load", "capture", "profile", "plan", "generate", "verify", "write"]
     assert "weights as build made them, seed 0" in result.stdout
     assert "an even split of the blocks takes" in result.stdout
     assert "asyncpipe-train generated_models/residual_mlp_2p" in result.stdout

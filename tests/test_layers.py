@@ -137,7 +137,7 @@ def test_only_the_command_line_prints(path: Path) -> None:
         ("runtime/executor/loading.py", "from ... import cli"),
         ("runtime/executor/loading.py", "from ...commands.running import run"),
         ("runtime/errors.py", "from .plan import plan"),
-        ("partitioner/compile.py", "from ..commands.console import Ticks"),
+        ("partitioner/compile.py", "from ..commands.console import PhaseDisplay"),
     ],
 )
 def test_an_import_that_points_up_is_found(file: str, line: str) -> None:

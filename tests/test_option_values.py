@@ -214,7 +214,7 @@ def test_every_argument_of_a_function_has_a_limit() -> None:
     objects = {
         *("model", "example_inputs", "source", "spec", "graph", "name", "options", "running"),
         *("model_args", "inputs", "devices", "link", "setting", "cut_before", "command"),
-        *("on_tick", "on_progress", "overlap", "with_profile"),
+        *("on_phase", "on_progress", "overlap", "with_profile"),
     }
     functions = (partition, partition_source, partition_spec, plan_graph, outline, outline_spec)
     for function in (*functions, outline_source, make_setting, solve):

@@ -5,20 +5,20 @@ import re
 
 from rich.console import Console
 
-from asyncpipe.commands.console import Ticks
+from asyncpipe.commands.console import PhaseDisplay
 
 
 def shown(*, terminal: bool, silent: bool = False) -> str:
     console = Console(file=io.StringIO(), force_terminal=terminal, width=80, highlight=False)
-    with Ticks(console, silent=silent) as ticks:
-        ticks.tick("capture", "7 operations", 0.5, "profile")
+    with PhaseDisplay(console, silent=silent) as display:
+        display.end_phase("capture", "7 operations", 0.5, "profile")
         for done in range(1, 4):
-            ticks.progress(done, 4)
-        if ticks._bar:
-            ticks._bar.refresh()
-        ticks.tick("profile", "7 operators", 1.5, "plan")
-        if ticks._bar:
-            ticks._bar.refresh()
+            display.progress(done, 4)
+        if display._bar:
+            display._bar.refresh()
+        display.end_phase("profile", "7 operators", 1.5, "plan")
+        if display._bar:
+            display._bar.refresh()
     text = console.file.getvalue()  # type: ignore[attr-defined]
     return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
 

@@ -190,8 +190,8 @@ class Scope:
 
     def opened_items(self, path: str, *, is_opened: bool) -> Iterator[tuple[str, str]]:
         """The items of lists and the members whose names are not Python's on the way to `path`,
-        outermost first, each with its type; includes `path` itself if it `is_opened`. A type checker
-        knows only that each is a module."""
+        outermost first, each with its type; includes `path` itself if it `is_opened`. A type
+        checker knows only that each is a module."""
         member = self._root
         names = self._relative(path)
         for position, name in enumerate(names):

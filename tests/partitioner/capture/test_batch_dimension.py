@@ -47,7 +47,7 @@ def test_the_batch_is_found_and_stages_are_the_model(name: str, tmp_path: Path) 
         stages=2,
         output=folder,
         profile="analytic",
-        on_tick=lambda step, detail, *_: told.append(detail) if step == "verify" else None,
+        on_phase=lambda step, detail, *_: told.append(detail) if step == "verify" else None,
     )
     assert [str(spec) for spec in plan.inputs] == FOUND[name]
     assert "equal the original's" in told[0]

@@ -38,7 +38,7 @@ def cut(model: nn.Module, inputs: dict[str, Any], folder: Path) -> str:
     """The line that verify prints of a model cut in two."""
     told: list[str] = []
 
-    def on_tick(name: str, detail: str, seconds: float, following: str) -> None:
+    def on_phase(name: str, detail: str, seconds: float, following: str) -> None:
         if name == "verify":
             told.append(detail)
 
@@ -49,7 +49,7 @@ def cut(model: nn.Module, inputs: dict[str, Any], folder: Path) -> str:
         output=folder,
         profile="analytic",
         save_weights=False,
-        on_tick=on_tick,
+        on_phase=on_phase,
     )
     return told[0]
 

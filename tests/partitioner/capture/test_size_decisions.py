@@ -156,7 +156,7 @@ def test_generated_stages_refuse_what_was_decided_otherwise(tmp_path: Path) -> N
         stages=2,
         output=tmp_path / "window",
         profile="analytic",
-        on_tick=lambda step, text, *_: told.setdefault(step, text),
+        on_phase=lambda step, text, *_: told.setdefault(step, text),
     )
     assert "; captured for sequence <= 8 " in told["verify"]
     (note,) = plan.notes
