@@ -231,9 +231,9 @@ def test_hosts_with_other_versions_are_told_when_they_meet(folder: Path) -> None
     program = folder / "newer.py"
     program.write_text(
         "import sys\n"
-        "import asyncpipe.runtime.distributed.cpu_affinity as seats\n"
+        "import asyncpipe.runtime.distributed.cpu_affinity as module\n"
         "from asyncpipe import cli\n"
-        "seats.__version__ = '0.9'\n"
+        "module.__version__ = '0.9'\n"
         "sys.argv = ['asyncpipe-train', 'mlp', '--timeout-s', '20']\n"
         "cli.train()\n"
     )

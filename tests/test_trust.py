@@ -14,7 +14,7 @@ import asyncpipe
 from asyncpipe.runtime.config.option_files import check_code, read_config
 from asyncpipe.runtime.config.settings import Settings
 from asyncpipe.runtime.distributed import process_groups
-from asyncpipe.runtime.distributed.cpu_affinity import RankResources, check_alike, own_seat
+from asyncpipe.runtime.distributed.cpu_affinity import RankResources, check_alike, find_resources
 from asyncpipe.runtime.distributed.ranks import RankInfo
 from asyncpipe.runtime.errors import AsyncPipeError
 from asyncpipe.runtime.experiments.compare import compare
@@ -273,11 +273,11 @@ def test_ranks_on_other_hosts_trust_what_one_of_them_does(
     strange: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The code is compared when ranks meet, so that one answer is enough for all."""
-    plan, place = read_plan(strange), RankInfo(0, 2, 0, 2)
+    plan, info = read_plan(strange), RankInfo(0, 2, 0, 2)
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "0")
     monkeypatch.setattr(process_groups, "name_interface", lambda *_, **__: None)
-    for name in ("open_store", "call_roll"):
+    for name in ("open_store", "wait_for_all"):
         monkeypatch.setattr(process_groups, name, lambda *_: None)
     monkeypatch.setattr(process_groups.dist, "init_process_group", lambda *_, **__: None)
 
@@ -286,17 +286,21 @@ def test_ranks_on_other_hosts_trust_what_one_of_them_does(
 
     monkeypatch.setattr(process_groups, "find_machine", met)
     for trusted in ((True, False), (False, True)):
-        seats = [
+        resources = [
             RankResources(host, trusted=each) for host, each in zip("ab", trusted, strict=True)
         ]
-        monkeypatch.setattr(process_groups, "_seats", lambda own, ranks, seats=seats: seats)
+        monkeypatch.setattr(
+            process_groups, "_gather_resources", lambda own, ranks, resources=resources: resources
+        )
         with pytest.raises(InterruptedError):
-            process_groups.join(place, Settings(folder=str(strange)), plan, {})
+            process_groups.join(info, Settings(folder=str(strange)), plan, {})
     monkeypatch.setattr(
-        process_groups, "_seats", lambda own, ranks: [RankResources("a"), RankResources("b")]
+        process_groups,
+        "_gather_resources",
+        lambda own, ranks: [RankResources("a"), RankResources("b")],
     )
     with pytest.raises(TrustError):
-        process_groups.join(place, Settings(folder=str(strange)), plan, {})
+        process_groups.join(info, Settings(folder=str(strange)), plan, {})
 
 
 # What is run is what was checked
@@ -371,12 +375,12 @@ def test_ranks_whose_files_of_data_differ_are_refused(tmp_path: Path) -> None:
     plan = write_mlp(tmp_path / "made")
     (data := tmp_path / "own.py").write_text("one = 1")
     settings = Settings(folder="made", data=f"{data}:load", criterion=f"{tmp_path}/there.py:loss")
-    own = own_seat(settings, plan, {})
+    own = find_resources(settings, plan, {})
     data.write_text("one = 2")
-    other = replace(own_seat(settings, plan, {}), host="b")
+    other = replace(find_resources(settings, plan, {}), host="b")
     check_alike([own, own])
     with pytest.raises(AsyncPipeError) as refused:
         check_alike([own, own, other])
     assert f"rank 2 on b has --data {data}:load, a file" in str(refused.value)
     data.unlink()
-    check_alike([own, own_seat(settings, plan, {})])  # a rank that reads none needs none
+    check_alike([own, find_resources(settings, plan, {})])  # a rank that reads none needs none

@@ -283,7 +283,7 @@ class RankResources:
         return json.dumps(asdict(self)).encode()
 
 
-def seat_from(content: bytes) -> RankResources:
+def resources_from(content: bytes) -> RankResources:
     """Reads the output of `to_bytes`, also of another version; ignores trailing spaces."""
     origin = Origin("another rank's resources", TransportError)
     return shaped(
@@ -291,7 +291,7 @@ def seat_from(content: bytes) -> RankResources:
     )
 
 
-def own_seat(settings: Settings, plan: Plan, code: Mapping[str, str]) -> RankResources:
+def find_resources(settings: Settings, plan: Plan, code: Mapping[str, str]) -> RankResources:
     """The resources of this process; `code` has the SHA-256 of its stages' files.
 
     Reads GPUs only if the run computes on them.
@@ -326,21 +326,21 @@ def _short(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:8]
 
 
-def check_alike(seats: Sequence[RankResources]) -> None:
+def check_alike(resources: Sequence[RankResources]) -> None:
     """Raises SettingsError, the same on all ranks, if a rank has other versions than most."""
-    for name in dict.fromkeys(name for seat in seats for name, _ in seat.versions):
-        found = [dict(seat.versions).get(name, "none") for seat in seats]
+    for name in dict.fromkeys(name for of_rank in resources for name, _ in of_rank.versions):
+        found = [dict(of_rank.versions).get(name, "none") for of_rank in resources]
         counted = Counter(filter(None, found)).most_common()
         if len(counted) < 2:
             continue
         usual, times = counted[0]  # of two alike rank 0's
         rank = next(rank for rank, value in enumerate(found) if value not in (usual, ""))
         other = found.index(usual)
-        others = f"rank {other} on {seats[other].host} has {usual}"
+        others = f"rank {other} on {resources[other].host} has {usual}"
         if times > 1:
-            others = f"{times} ranks have {usual}, such as rank {other} on {seats[other].host}"
+            others = f"{times} ranks have {usual}, such as rank {other} on {resources[other].host}"
         raise SettingsError(
-            f"rank {rank} on {seats[rank].host} has {name} {found[rank]}, {others}.",
+            f"rank {rank} on {resources[rank].host} has {name} {found[rank]}, {others}.",
             "All ranks need the same: use one folder and one environment on all hosts.",
         )
 
@@ -375,23 +375,25 @@ class Machine:
 
 
 def find_machine(
-    settings: Settings, plan: Plan, seats: Sequence[RankResources], rank: int
+    settings: Settings, plan: Plan, resources: Sequence[RankResources], rank: int
 ) -> Machine:
     """The hardware that `rank` computes with, from resolved settings.
 
     Raises SettingsError when its host has too few GPUs.
     """
-    local = [other for other, seat in enumerate(seats) if seat.host == seats[rank].host]
-    return machine_with(settings, seats, rank, _gpus_of(settings, plan, seats, local))
+    local = [
+        other for other, of_rank in enumerate(resources) if of_rank.host == resources[rank].host
+    ]
+    return machine_with(settings, resources, rank, _gpus_of(settings, plan, resources, local))
 
 
 def machine_with(
-    settings: Settings, seats: Sequence[RankResources], rank: int, gpus: Mapping[int, Gpu]
+    settings: Settings, resources: Sequence[RankResources], rank: int, gpus: Mapping[int, Gpu]
 ) -> Machine:
     """As `find_machine`, with the GPUs of the ranks of its host given (none on CPUs)."""
-    own = seats[rank]
-    local = [other for other, seat in enumerate(seats) if seat.host == own.host]
-    sharing = [other for other in local if seats[other].cpus == own.cpus]
+    own = resources[rank]
+    local = [other for other, of_rank in enumerate(resources) if of_rank.host == own.host]
+    sharing = [other for other in local if resources[other].cpus == own.cpus]
     topology = read_topology(parse_cpus(own.cpus))
     near = [gpus[other].node if other in gpus else None for other in sharing]
     shares = share_cores(topology, len(sharing), near)
@@ -411,10 +413,10 @@ def machine_with(
         shares = None
     pins = shares or ()
     return Machine(
-        cores=sum({(seat.host, seat.cpus): seat.cores for seat in seats}.values()),
+        cores=sum({(of_rank.host, of_rank.cpus): of_rank.cores for of_rank in resources}.values()),
         threads=threads,
         threads_from=origin,
-        host_of_rank=tuple(seat.host for seat in seats),
+        host_of_rank=tuple(of_rank.host for of_rank in resources),
         pins=tuple(map(format_cpus, pins)),
         own=pins[sharing.index(rank)] if pins else frozenset(),
         device="cpu" if settings.device == "cpu" else f"cuda:{_index_of(gpus[rank], own)}",
@@ -422,22 +424,22 @@ def machine_with(
 
 
 def _gpus_of(
-    settings: Settings, plan: Plan, seats: Sequence[RankResources], local: Sequence[int]
+    settings: Settings, plan: Plan, resources: Sequence[RankResources], local: Sequence[int]
 ) -> dict[int, Gpu]:
     """The GPU of each rank of one host; ranks that see the same GPUs divide them."""
     if settings.device == "cpu":
         return {}
     found = {}
     for rank in local:
-        sharing = [other for other in local if seats[other].gpus == seats[rank].gpus]
-        check_devices(settings, plan, len(sharing), len(seats[rank].gpus))
+        sharing = [other for other in local if resources[other].gpus == resources[rank].gpus]
+        check_devices(settings, plan, len(sharing), len(resources[rank].gpus))
         index = gpu_of_rank(plan, len(sharing), settings.ranks_per_gpu)[sharing.index(rank)]
-        found[rank] = seats[rank].gpus[index]
+        found[rank] = resources[rank].gpus[index]
     return found
 
 
-def _index_of(gpu: Gpu, seat: RankResources) -> int:
-    return [each.uuid for each in seat.gpus].index(gpu.uuid)
+def _index_of(gpu: Gpu, of_rank: RankResources) -> int:
+    return [each.uuid for each in of_rank.gpus].index(gpu.uuid)
 
 
 def _visible_gpus() -> tuple[Gpu, ...]:

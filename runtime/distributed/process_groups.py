@@ -28,16 +28,23 @@ from ..errors import TransportError
 from ..plan.plan import Plan
 from ..plan.trust import untrusted
 from ..transports.mpi import forget_segments, share_store
-from .cpu_affinity import Machine, RankResources, check_alike, find_machine, own_seat, seat_from
+from .cpu_affinity import (
+    Machine,
+    RankResources,
+    check_alike,
+    find_machine,
+    find_resources,
+    resources_from,
+)
 from .ranks import ALONE, Grid, RankInfo
 from .rendezvous import (
     VARIABLES,
     address_of,
-    call_roll,
     choose_interface,
     joining_error,
     name_interface,
     open_store,
+    wait_for_all,
 )
 
 
@@ -45,7 +52,7 @@ from .rendezvous import (
 class World:
     """The ranks of a run, and the process groups of this rank.
 
-    place: this rank among the others.
+    info: this rank among the others.
     control: group of all ranks, for collectives between segments; None for a lone rank.
     metrics: group of all ranks, for metrics on their way to rank 0; None for a lone rank.
     machine: the cores, threads and device of this rank.
@@ -57,7 +64,7 @@ class World:
         single stages have replicas.
     """
 
-    place: RankInfo = ALONE
+    info: RankInfo = ALONE
     control: dist.ProcessGroup | None = None
     metrics: dist.ProcessGroup | None = field(default=None)
     machine: Machine = field(default_factory=Machine)
@@ -69,11 +76,11 @@ class World:
 
     @property
     def rank(self) -> int:
-        return self.place.rank
+        return self.info.rank
 
     @property
     def ranks(self) -> int:
-        return self.place.ranks
+        return self.info.ranks
 
     @property
     def grid(self) -> Grid:
@@ -134,7 +141,7 @@ class World:
         self.sums([0.0])
 
 
-def join(place: RankInfo, settings: Settings, plan: Plan, code: Mapping[str, str]) -> World:
+def join(info: RankInfo, settings: Settings, plan: Plan, code: Mapping[str, str]) -> World:
     """Connects to the other ranks over gloo and pins this rank to its cores.
 
     With the transport `mpi`, the ranks exchange rank 0's address over MPI. `code` has the SHA-256
@@ -145,45 +152,45 @@ def join(place: RankInfo, settings: Settings, plan: Plan, code: Mapping[str, str
     TrustError when no host trusts the folder's code.
     """
     over_mpi = settings.transport == "mpi"
-    if not place.head and not over_mpi:
+    if not info.head and not over_mpi:
         raise SettingsError(
-            f"the address of rank 0 is unknown: {place.launcher} does not provide it, and the "
-            f"{place.ranks} ranks are on several hosts.",
+            f"the address of rank 0 is unknown: {info.launcher} does not provide it, and the "
+            f"{info.ranks} ranks are on several hosts.",
             "Give --master-addr HOST, the name or address of the first host.",
         )
-    interface = choose_interface(place, settings.interface)
+    interface = choose_interface(info, settings.interface)
     name_interface(interface, asked=settings.interface is not None)
     timeout_s = settings.patience_s
     try:
         if over_mpi:
-            head = place.head or address_of(interface) or socket.gethostname()
-            store = share_store(place.rank, place.ranks, head, timeout_s)
+            head = info.head or address_of(interface) or socket.gethostname()
+            store = share_store(info.rank, info.ranks, head, timeout_s)
         else:
-            store = open_store(place, timeout_s)
-        store = call_roll(store, place, timeout_s)
+            store = open_store(info, timeout_s)
+        store = wait_for_all(store, info, timeout_s)
         if over_mpi:
             forget_segments()
         dist.init_process_group(
             "gloo",
             store=store,
-            rank=place.rank,
-            world_size=place.ranks,
+            rank=info.rank,
+            world_size=info.ranks,
             timeout=datetime.timedelta(seconds=timeout_s),
         )
-        seats = _seats(own_seat(settings, plan, code), place.ranks)
+        resources = _gather_resources(find_resources(settings, plan, code), info.ranks)
     except (dist.DistError, RuntimeError, ValueError) as error:
-        raise joining_error(place, timeout_s, str(error)) from error
-    check_alike(seats)
-    if not any(seat.trusted for seat in seats):  # they all have the same code
+        raise joining_error(info, timeout_s, str(error)) from error
+    check_alike(resources)
+    if not any(of_rank.trusted for of_rank in resources):  # they all have the same code
         raise untrusted(settings.folder)
-    machine = find_machine(settings, plan, seats, place.rank)
+    machine = find_machine(settings, plan, resources, info.rank)
     # Metrics may wait for as long as a step takes; the pipeline's own timeouts end a hang.
     patient = datetime.timedelta(days=1)
     metrics = dist.new_group(timeout=patient, backend="gloo")
     machine.pin()
-    machine = replace(machine, launcher=place.launcher, interface=os.environ.get(VARIABLES[0], ""))
+    machine = replace(machine, launcher=info.launcher, interface=os.environ.get(VARIABLES[0], ""))
     world = World(
-        place,
+        info,
         dist.group.WORLD,
         metrics,
         machine,
@@ -195,7 +202,7 @@ def join(place: RankInfo, settings: Settings, plan: Plan, code: Mapping[str, str
 
 def stay_alone(settings: Settings, plan: Plan, code: Mapping[str, str]) -> World:
     """The world of a lone rank."""
-    return World(machine=find_machine(settings, plan, [own_seat(settings, plan, code)], 0))
+    return World(machine=find_machine(settings, plan, [find_resources(settings, plan, code)], 0))
 
 
 def leave() -> None:
@@ -204,12 +211,12 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def _seats(own: RankResources, ranks: int) -> list[RankResources]:
+def _gather_resources(own: RankResources, ranks: int) -> list[RankResources]:
     content = own.to_bytes()
     longest = max(
         int.from_bytes(size, "big") for size in gather_alike(len(content).to_bytes(4, "big"), ranks)
     )
-    return [seat_from(part) for part in gather_alike(content.ljust(longest), ranks)]
+    return [resources_from(part) for part in gather_alike(content.ljust(longest), ranks)]
 
 
 def _in_groups(world: World, plan: Plan, timeout: datetime.timedelta) -> World:

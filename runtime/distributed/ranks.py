@@ -117,7 +117,7 @@ _LAUNCHERS = (
 )
 
 
-def find_place(
+def find_rank_info(
     environment: Mapping[str, str],
     *,
     master_addr: str | None = None,
@@ -129,7 +129,7 @@ def find_place(
     ranks there. `master_addr` and `master_port` override the launcher's. The head is "" if there
     are several hosts and rank 0's address is unknown.
 
-    >>> find_place({"RANK": "1", "WORLD_SIZE": "4", "MASTER_PORT": "29500"}).rank
+    >>> find_rank_info({"RANK": "1", "WORLD_SIZE": "4", "MASTER_PORT": "29500"}).rank
     1
     """
     for launcher in _LAUNCHERS:
@@ -139,11 +139,11 @@ def find_place(
         if needed <= environment.keys():
             if launcher.name == "srun" and environment[launcher.ranks] == "1":
                 return None
-            return _place(launcher, environment, master_addr, master_port)
+            return _rank_info(launcher, environment, master_addr, master_port)
     return None
 
 
-def _place(
+def _rank_info(
     launcher: _Launcher,
     environment: Mapping[str, str],
     master_addr: str | None,

@@ -67,7 +67,7 @@ def check_interface(asked: str) -> None:
         )
 
 
-def choose_interface(place: RankInfo, asked: str | None = None) -> str | None:
+def choose_interface(info: RankInfo, asked: str | None = None) -> str | None:
     """The interface over which this rank connects to the others; None leaves it to the backends.
 
     `asked` is the user's choice. Raises SettingsError when it does not exist, or when several
@@ -77,9 +77,9 @@ def choose_interface(place: RankInfo, asked: str | None = None) -> str | None:
         check_interface(asked)
         return asked
     have = interfaces()
-    if place.all_local:
+    if info.all_local:
         return next((each.name for each in have if each.is_loopback), None)
-    for address in resolve_host(place.head) if place.head else ():
+    for address in resolve_host(info.head) if info.head else ():
         towards = source_towards(address)
         for each in have:
             if each.address == towards and not each.is_loopback:
@@ -89,7 +89,7 @@ def choose_interface(place: RankInfo, asked: str | None = None) -> str | None:
         raise SettingsError(
             f"cannot determine the network over which {socket.gethostname()} reaches the other "
             f"hosts: it has {_listed(outside)}, and rank 0 is at "
-            f"{place.head or 'an unknown address'}.",
+            f"{info.head or 'an unknown address'}.",
             f"Give --interface {outside[0].name}, or --master-addr with an address that all reach.",
         )
     return outside[0].name if outside else None
@@ -144,18 +144,18 @@ def source_towards(address: str) -> str | None:
         return str(probe.getsockname()[0])
 
 
-def unreachable(place: RankInfo, seconds: float) -> TransportError:
+def unreachable(info: RankInfo, seconds: float) -> TransportError:
     """The error of a rank that cannot reach rank 0, after one more attempt at each of its
     addresses."""
-    here, addresses = socket.gethostname(), resolve_host(place.head)
-    tried = [f"{address}: {_attempt(address, place.port)}" for address in addresses]
-    about = "; ".join(tried) if tried else f"{here} cannot resolve the name {place.head}"
+    here, addresses = socket.gethostname(), resolve_host(info.head)
+    tried = [f"{address}: {_attempt(address, info.port)}" for address in addresses]
+    about = "; ".join(tried) if tried else f"{here} cannot resolve the name {info.head}"
     own = [each for each in addresses if ipaddress.ip_address(each.split("%")[0]).is_loopback]
-    if own and place.head not in own:
-        about += f"; on {here} {place.head} is {own[0]}, its own loopback"
+    if own and info.head not in own:
+        about += f"; on {here} {info.head} is {own[0]}, its own loopback"
     outside = _listed([each for each in interfaces() if not each.is_loopback])
     return TransportError(
-        f"rank {place.rank} on {here} cannot reach rank 0 at {place.head}:{place.port} in "
+        f"rank {info.rank} on {here} cannot reach rank 0 at {info.head}:{info.port} in "
         f"{seconds:g} s ({about}).",
         f"--master-addr with an address of rank 0's host that {here} reaches, or --interface with "
         f"the network between them; {here} has {outside}.",
@@ -203,26 +203,26 @@ def _listed(have: Sequence[Interface]) -> str:
 
 
 _HEAD = "head"
-_ROLL_CALL_S = 0.02
+_POLL_S = 0.02
 
 
-def open_store(place: RankInfo, seconds: float) -> Store:
+def open_store(info: RankInfo, seconds: float) -> Store:
     """The store at rank 0's address, which torch's agent or rank 0 itself serves.
 
     Raises torch's own errors when it cannot be opened or reached.
     """
     return TCPStore(
-        place.head,
-        place.port,
-        place.ranks,
-        place.rank == 0 and not place.shares_store,
+        info.head,
+        info.port,
+        info.ranks,
+        info.rank == 0 and not info.shares_store,
         datetime.timedelta(seconds=seconds),
         wait_for_workers=False,
-        multi_tenant=not place.shares_store,
+        multi_tenant=not info.shares_store,
     )
 
 
-def call_roll(store: Store, place: RankInfo, seconds: float) -> Store:
+def wait_for_all(store: Store, info: RankInfo, seconds: float) -> Store:
     """Waits until every rank has called it; returns the part of the store for these ranks alone.
 
     torch's agent has one store for all attempts, and the agents of several hosts count attempts
@@ -232,20 +232,20 @@ def call_roll(store: Store, place: RankInfo, seconds: float) -> Store:
     Raises TransportError that names the ranks missing after the timeout.
     """
     own, entered = secrets.token_hex(8), ""
-    if place.rank == 0:
+    if info.rank == 0:
         store.set(_HEAD, own)
     end_s = time.monotonic() + seconds
     while time.monotonic() < end_s:
         head = _read(store, _HEAD)
         if head != entered:
-            store.set(f"{head}/{place.rank}", f"{own} {socket.gethostname()}")
+            store.set(f"{head}/{info.rank}", f"{own} {socket.gethostname()}")
             entered = head
-        if place.rank == 0 and len(here := _here(store, head, place.ranks)) == place.ranks:
+        if info.rank == 0 and len(here := _here(store, head, info.ranks)) == info.ranks:
             store.set(f"{head}/closed", " ".join(here.values()))
         if own in _read(store, f"{head}/closed").split():
             return PrefixStore(head, store)
-        time.sleep(_ROLL_CALL_S)
-    raise _missing(place, _here(store, entered, place.ranks), seconds)
+        time.sleep(_POLL_S)
+    raise _missing(info, _here(store, entered, info.ranks), seconds)
 
 
 def _here(store: Store, head: str, ranks: int) -> dict[int, str]:
@@ -262,34 +262,34 @@ def _read(store: Store, key: str) -> str:
     return content.decode()
 
 
-def joining_error(place: RankInfo, seconds: float, text: str) -> TransportError:
+def joining_error(info: RankInfo, seconds: float, text: str) -> TransportError:
     """The error for an exception of torch.distributed during the rendezvous."""
-    at = f"{place.head}:{place.port}"
+    at = f"{info.head}:{info.port}"
     if "EADDRINUSE" in text:
         return TransportError(
             f"rank 0 cannot open {at}: another program has this port.",
-            f"Give --master-port {place.port + 1}, the same on all hosts.",
+            f"Give --master-port {info.port + 1}, the same on all hosts.",
         )
     if "full mesh" in text.lower() or "gloo" in text.lower():
         interface = os.environ.get(VARIABLES[0], "the interface that gloo chose")
         return TransportError(
-            f"rank {place.rank} found the others at {at}, and cannot connect to them over "
+            f"rank {info.rank} found the others at {at}, and cannot connect to them over "
             f"{interface}: {text.splitlines()[0]}",
             "Give --interface NAME, of a network that all hosts share.",
         )
-    return unreachable(place, seconds)
+    return unreachable(info, seconds)
 
 
-def _missing(place: RankInfo, here: Mapping[int, str], seconds: float) -> TransportError:
+def _missing(info: RankInfo, here: Mapping[int, str], seconds: float) -> TransportError:
     # Without rank 0 there is no list of the others.
-    missing = [rank for rank in range(place.ranks) if rank not in here] if here else [0]
-    at = f" at {place.head}:{place.port}" if place.head and place.port else ""
+    missing = [rank for rank in range(info.ranks) if rank not in here] if here else [0]
+    at = f" at {info.head}:{info.port}" if info.head and info.port else ""
     by_host: dict[str, list[int]] = defaultdict(list)
     for rank, entry in here.items():
         by_host[entry.split()[1]].append(rank)
     there = ", ".join(f"{_ranks(ranks)} on {host}" for host, ranks in by_host.items())
     return TransportError(
-        f"rank {place.rank} timed out{at} after {seconds:g} s waiting for {_ranks(missing)}"
+        f"rank {info.rank} timed out{at} after {seconds:g} s waiting for {_ranks(missing)}"
         f"{'; present: ' if there else ''}{there}.",
         f"Check the output of {_ranks(missing)}, or allow more time with --timeout-s.",
     )

@@ -27,7 +27,7 @@ from ..checkpoint.folders import FolderLock, checkpoints_in
 from ..config.option_files import code_of, settings_from
 from ..config.settings import Settings, SettingsError
 from ..distributed.cpu_affinity import read_topology
-from ..distributed.ranks import find_place
+from ..distributed.ranks import find_rank_info
 from ..errors import AsyncPipeError, DataError
 from ..formatting import in_markdown
 from ..launch.job import make_job
@@ -203,10 +203,10 @@ def plan_sweep(options: Mapping[str, Any], lists: Mapping[str, Sequence[Any]]) -
     Raises AsyncPipeError when the options of a run do not fit each other or its plan, or its folder
     holds another run.
     """
-    place = find_place(os.environ)
-    if place is not None and place.ranks > 1:
+    info = find_rank_info(os.environ)
+    if info is not None and info.ranks > 1:
         raise SettingsError(
-            f"a sweep starts its runs itself, but this is one of {place.ranks} ranks.",
+            f"a sweep starts its runs itself, but this is one of {info.ranks} ranks.",
             "Start it without a launcher, or each of its runs under one.",
         )
     jobs: dict[str, Job] = {}

@@ -35,7 +35,7 @@ from ..distributed.cpu_affinity import (
     machine_with,
     read_topology,
 )
-from ..distributed.ranks import find_place
+from ..distributed.ranks import find_rank_info
 from ..distributed.rendezvous import interfaces
 from ..errors import AsyncPipeError, TransportError
 from ..formatting import counted, write_bytes
@@ -223,15 +223,15 @@ def would_use(ranks: int) -> dict[str, str]:
 
 def machine_of(topology: Topology, ranks: int) -> Machine:
     """The hardware of the first of this number of ranks on this host."""
-    seat = RankResources(socket.gethostname(), format_cpus(topology.cpus), topology.usable)
-    return machine_with(Settings(folder="."), [seat] * ranks, 0, {})
+    first = RankResources(socket.gethostname(), format_cpus(topology.cpus), topology.usable)
+    return machine_with(Settings(folder="."), [first] * ranks, 0, {})
 
 
 def _started_by() -> str:
-    place = find_place(os.environ)
-    if place is None:
+    info = find_rank_info(os.environ)
+    if info is None:
         return "started by asyncpipe-train itself"
-    return f"though this process is rank {place.rank} of {place.ranks} of {place.launcher}"
+    return f"though this process is rank {info.rank} of {info.ranks} of {info.launcher}"
 
 
 def _threads_reason(machine: Machine, topology: Topology, ranks: int) -> str:

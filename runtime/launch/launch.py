@@ -19,10 +19,10 @@ from ..config.batch_layout import as_started, check_ranks
 from ..config.mixed_precision import find_boundary_dtypes
 from ..config.segments import make_segment
 from ..config.settings import Settings, SettingsError
-from ..distributed.cpu_affinity import find_machine, own_seat
+from ..distributed.cpu_affinity import find_machine, find_resources
 from ..distributed.failure import RankError, RankFolder, disk_error, failure_of
 from ..distributed.process_groups import World, join, leave, stay_alone
-from ..distributed.ranks import RankInfo, find_place, grid_of
+from ..distributed.ranks import RankInfo, find_rank_info, grid_of
 from ..errors import AsyncPipeError, root_of
 from ..monitoring.records import Reporter
 from ..plan.trust import is_trusted, remember, untrusted
@@ -55,10 +55,10 @@ def run(settings: Settings, reporter: str) -> int:
     cause, once all ranks have ended, when a rank fails; KeyboardInterrupt, with the step, after
     Ctrl-C.
     """
-    place = find_place(
+    info = find_rank_info(
         os.environ, master_addr=settings.master_addr, master_port=settings.master_port
     )
-    job = make_job(settings if place is None else as_started(settings, place.ranks))
+    job = make_job(settings if info is None else as_started(settings, info.ranks))
     check_job(job)
     if settings.trust:
         remember(settings.folder)
@@ -68,14 +68,14 @@ def run(settings: Settings, reporter: str) -> int:
         _show(job, reporter_factory(reporter)(job.settings))
         return 0
     if finished := nothing_left_to_do(job.settings, job.folder):
-        if place is None or place.rank == 0:
+        if info is None or info.rank == 0:
             reporter_factory(reporter)(job.settings).on_note("finished", finished)
         return 0
     # The end of one rank ends all.
-    limit_s = settings.max_run_s if place is None or place.rank == 0 else None
+    limit_s = settings.max_run_s if info is None or info.rank == 0 else None
     with ended_after(limit_s), job.lock:
-        if place is not None and (place.ranks > 1 or not alone):
-            _join(job, place, reporter)  # trust on one of the hosts is enough
+        if info is not None and (info.ranks > 1 or not alone):
+            _join(job, info, reporter)  # trust on one of the hosts is enough
         else:
             _check_trust(settings)
             in_this_process = alone and not job.settings.restarts
@@ -103,8 +103,8 @@ def _show(job: Job, reporter: Reporter) -> None:
     check_unstarted(job)
     schedule = make_segment(plan, settings, steps=1)
     grid = grid_of(schedule, settings.replicas)
-    seats = (own_seat(settings, plan, job.code),) * grid.processes
-    machine = find_machine(settings, plan, seats, 0)
+    resources = (find_resources(settings, plan, job.code),) * grid.processes
+    machine = find_machine(settings, plan, resources, 0)
     dtypes = find_boundary_dtypes(settings, plan, job.code)
     forecast = forecast_run(plan, job.planned, settings, machine.cores, schedule, dtypes)
     data = f"{settings.data} ({settings.tokenizer})" if settings.tokenizer else str(settings.data)
@@ -141,43 +141,43 @@ def _run_alone(job: Job, reporter: str) -> None:
     shutil.rmtree(ranks.path)
 
 
-def _join(job: Job, place: RankInfo, reporter: str) -> None:
+def _join(job: Job, info: RankInfo, reporter: str) -> None:
     schedule = make_segment(job.plan, job.settings, steps=1)
-    check_ranks(job.planned, schedule, place.ranks, job.settings.replicas or 1)
-    _check_restarts(job.settings, place)
+    check_ranks(job.planned, schedule, info.ranks, job.settings.replicas or 1)
+    _check_restarts(job.settings, info)
     left: RankFolder | None = None
     try:
-        world = join(place, job.settings, job.plan, job.code)
+        world = join(info, job.settings, job.plan, job.code)
         job = _in_one_folder(job, world)
         left = RankFolder(job.folder)
         stopped: Stopped | None = None
         try:
-            with reported(job.folder) if place.rank == 0 else nullcontext():
+            with reported(job.folder) if info.rank == 0 else nullcontext():
                 run_rank(job, world, reporter)
         except Stopped as asked:
             stopped = asked
         world.meet()
-        if place.rank == 0:
+        if info.rank == 0:
             shutil.rmtree(left.path)
         leave()
     except Exception as error:
-        stages = stages_of_ranks(schedule, job.settings.replicas)[place.rank]
-        raise _own_error(error, place.rank, stages, left) from error
+        stages = stages_of_ranks(schedule, job.settings.replicas)[info.rank]
+        raise _own_error(error, info.rank, stages, left) from error
     if stopped is not None:
         raise stopped
 
 
-def _check_restarts(settings: Settings, place: RankInfo) -> None:
+def _check_restarts(settings: Settings, info: RankInfo) -> None:
     if settings.restarts:
         again = f"torchrun --max-restarts {settings.restarts}, with --output FOLDER"
         raise SettingsError(
             f"--restarts {settings.restarts} applies only to ranks that asyncpipe-train starts, "
-            f"but {place.launcher} started these.",
-            again if place.launcher == "torchrun" else "Start the job again.",
+            f"but {info.launcher} started these.",
+            again if info.launcher == "torchrun" else "Start the job again.",
         )
-    if place.restarts and settings.output is None:
+    if info.restarts and settings.output is None:
         raise SettingsError(
-            f"torchrun --max-restarts {place.restarts} restarts this run, which "
+            f"torchrun --max-restarts {info.restarts} restarts this run, which "
             "needs a fixed folder.",
             "--output FOLDER",
         )
@@ -187,7 +187,7 @@ def _in_one_folder(job: Job, world: World) -> Job:
     """The job with the folder that rank 0 creates for all; all ranks raise an error of rank 0."""
     answer: dict[str, str] = {}
     # The agents of several hosts count their attempts independently.
-    again = world.sums([float(world.place.attempt)]) != [0.0]
+    again = world.sums([float(world.info.attempt)]) != [0.0]
     if world.rank == 0:
         try:
             answer = {"folder": str((reopen_folder if again else make_folder)(job).folder)}

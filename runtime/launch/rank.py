@@ -19,7 +19,7 @@ from typing import NoReturn
 
 from ..config.settings import Settings
 from ..distributed.failure import CANNOT_WRITE, RankFolder, end_process, failure_of
-from ..distributed.ranks import find_place
+from ..distributed.ranks import find_rank_info
 from ..process import die_with_parent
 from ..training.checkpointing import Stopped
 from ..transports.mpi import mpiexec
@@ -108,14 +108,14 @@ def run(options: str, folder: str, reporter: str) -> NoReturn:
     # The launcher ends its ranks by signal, which needs no traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    place = find_place(os.environ)
-    assert place is not None
-    rank = place.rank
+    info = find_rank_info(os.environ)
+    assert info is not None
+    rank = info.rank
     left = RankFolder(Path(folder))
     left.mark_process(rank)
     if "RANK" not in os.environ:  # torch's agent captures its ranks' output
         keep_output(Path(folder) / "logs", rank)
-    stages = f" (stage {rank})" if place.ranks > 1 else ""
+    stages = f" (stage {rank})" if info.ranks > 1 else ""
     try:
         from ..distributed.process_groups import join, leave, stay_alone
         from .job import make_job, run_rank
@@ -123,8 +123,8 @@ def run(options: str, folder: str, reporter: str) -> NoReturn:
         raw = json.loads(options)
         settings = Settings(**{**raw["settings"], "betas": tuple(raw["settings"]["betas"])})
         job = make_job(settings, Path(folder), raw["code"])
-        if place.ranks > 1:
-            world = join(replace(place, launcher=""), job.settings, job.plan, job.code)
+        if info.ranks > 1:
+            world = join(replace(info, launcher=""), job.settings, job.plan, job.code)
         else:
             world = stay_alone(job.settings, job.plan, job.code)
         if world.replicas > 1:

@@ -9,7 +9,7 @@ import pytest
 from asyncpipe.runtime.distributed.ranks import (
     DEFAULT_PORT,
     RankInfo,
-    find_place,
+    find_rank_info,
     first_host,
     tasks_per_node,
 )
@@ -34,43 +34,43 @@ def srun_task(rank: int, per_node: str = "2(x2)", **more: str) -> dict[str, str]
     }
 
 
-def test_no_launcher_no_place() -> None:
-    assert find_place({}) is None
+def test_no_launcher_no_rank() -> None:
+    assert find_rank_info({}) is None
 
 
-def test_the_place_under_torchrun() -> None:
+def test_the_rank_under_torchrun() -> None:
     torchrun = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-    assert find_place(torchrun | {"MASTER_ADDR": "a", "MASTER_PORT": "5"}) == RankInfo(
+    assert find_rank_info(torchrun | {"MASTER_ADDR": "a", "MASTER_PORT": "5"}) == RankInfo(
         3, 4, 1, 2, "a", 5, "torchrun"
     )
 
 
 def test_the_places_of_a_step_of_slurm() -> None:
-    places = [find_place(srun_task(rank)) for rank in range(4)]
-    assert [place and (place.rank, place.local_rank, place.local_ranks) for place in places] == [
+    infos = [find_rank_info(srun_task(rank)) for rank in range(4)]
+    assert [info and (info.rank, info.local_rank, info.local_ranks) for info in infos] == [
         (0, 0, 2), (1, 1, 2), (2, 0, 2), (3, 1, 2)
     ]  # fmt: skip
-    assert len({place and place.port for place in places}) == 1
-    assert {place and place.head for place in places} == {"gpu-a03"}
-    assert {place and place.all_local for place in places} == {False}
+    assert len({info and info.port for info in infos}) == 1
+    assert {info and info.head for info in infos} == {"gpu-a03"}
+    assert {info and info.all_local for info in infos} == {False}
 
 
 def test_hosts_of_slurm_may_have_unequal_numbers_of_tasks() -> None:
-    places = [find_place(srun_task(rank, "2,1")) for rank in range(3)]
-    assert [place and place.local_ranks for place in places] == [2, 2, 1]
+    infos = [find_rank_info(srun_task(rank, "2,1")) for rank in range(3)]
+    assert [info and info.local_ranks for info in infos] == [2, 2, 1]
     option = {k: v for k, v in srun_task(0).items() if "TASKS_PER_NODE" not in k}
-    place = find_place(option | {"SLURM_NTASKS_PER_NODE": "2"})
-    assert place is not None and place.local_ranks == 2
+    info = find_rank_info(option | {"SLURM_NTASKS_PER_NODE": "2"})
+    assert info is not None and info.local_ranks == 2
 
 
 def test_two_steps_of_one_job_meet_at_two_ports() -> None:
-    first, second = (find_place(srun_task(0, SLURM_STEP_ID=step)) for step in "01")
+    first, second = (find_rank_info(srun_task(0, SLURM_STEP_ID=step)) for step in "01")
     assert first is not None and second is not None and first.port != second.port
 
 
 def test_a_batch_script_of_slurm_is_not_a_rank_and_neither_is_a_lone_task() -> None:
-    assert find_place(SLURM_SCRIPT) is None
-    assert find_place(srun_task(0, "1")) is None
+    assert find_rank_info(SLURM_SCRIPT) is None
+    assert find_rank_info(srun_task(0, "1")) is None
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def mpich(rank: int, local_rank: int = 0) -> dict[str, str]:
     }
 
 
-def test_the_place_under_open_mpi() -> None:
+def test_the_rank_under_open_mpi() -> None:
     open_mpi = {
         "OMPI_COMM_WORLD_RANK": "3",
         "OMPI_COMM_WORLD_SIZE": "4",
@@ -108,32 +108,32 @@ def test_the_place_under_open_mpi() -> None:
         "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
         "PMIX_NAMESPACE": "prterun-a-17@1",
     }
-    found = find_place(open_mpi)
+    found = find_rank_info(open_mpi)
     assert found is not None
     assert (found.rank, found.local_rank, found.head) == (3, 1, "127.0.0.1")
-    other = find_place(open_mpi | {"OMPI_COMM_WORLD_RANK": "0"})
+    other = find_rank_info(open_mpi | {"OMPI_COMM_WORLD_RANK": "0"})
     assert other is not None and other.port == found.port
 
 
-def test_the_place_under_mpich_on_two_hosts() -> None:
-    found = find_place(mpich(3, 1))
+def test_the_rank_under_mpich_on_two_hosts() -> None:
+    found = find_rank_info(mpich(3, 1))
     assert found == RankInfo(3, 4, 1, 2, "", DEFAULT_PORT, "mpirun")
-    named = find_place(mpich(3, 1), master_addr="a", master_port=77)
+    named = find_rank_info(mpich(3, 1), master_addr="a", master_port=77)
     assert named is not None and (named.head, named.port) == ("a", 77)
 
 
 def test_what_the_user_names_comes_before_what_the_launcher_says() -> None:
-    found = find_place(srun_task(1), master_addr="gpu-a03-ib0", master_port=5)
+    found = find_rank_info(srun_task(1), master_addr="gpu-a03-ib0", master_port=5)
     assert found is not None and (found.head, found.port) == ("gpu-a03-ib0", 5)
 
 
 def test_ranks_of_mpich_within_slurm_are_its_own() -> None:
     # mpirun has one task a node of Slurm's, whose children the ranks are.
-    found = find_place(srun_task(1, "1(x2)") | mpich(3, 1))
+    found = find_rank_info(srun_task(1, "1(x2)") | mpich(3, 1))
     assert found is not None and (found.rank, found.ranks, found.launcher) == (3, 4, "mpirun")
 
 
 def test_ranks_of_slurm_with_pmi_are_slurms() -> None:
     # srun --mpi=pmi2 sets these, but knows nothing of MPI_LOCALRANKID.
-    found = find_place(srun_task(3) | {"PMI_RANK": "3", "PMI_SIZE": "4"})
+    found = find_rank_info(srun_task(3) | {"PMI_RANK": "3", "PMI_SIZE": "4"})
     assert found is not None and (found.local_rank, found.launcher) == (1, "srun")

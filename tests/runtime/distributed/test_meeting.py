@@ -12,13 +12,13 @@ import pytest
 import torch.distributed as dist
 
 from asyncpipe.runtime.distributed.ranks import RankInfo
-from asyncpipe.runtime.distributed.rendezvous import call_roll, open_store
+from asyncpipe.runtime.distributed.rendezvous import open_store, wait_for_all
 from asyncpipe.runtime.errors import TransportError
 
 RANKS = 4
 
 
-def place(rank: int, port: int = 26914) -> RankInfo:
+def rank_info(rank: int, port: int = 26914) -> RankInfo:
     return RankInfo(rank, RANKS, rank, RANKS, "127.0.0.1", port)
 
 
@@ -27,7 +27,7 @@ def told(store: dist.Store, there: Collection[int]) -> dict[int, str]:
 
     def wait(rank: int) -> str:
         with pytest.raises(TransportError) as missing:
-            call_roll(store, place(rank), 0.3)
+            wait_for_all(store, rank_info(rank), 0.3)
         assert "--timeout-s" in missing.value.cure
         return missing.value.what
 
@@ -59,7 +59,7 @@ def test_every_attempt_has_a_part_of_the_store_of_its_own() -> None:
 
         def meet(rank: int, attempt: int = attempt) -> list[bytes]:
             time.sleep(0.1 * chance.random())
-            own = call_roll(store, place(rank), 20.0)
+            own = wait_for_all(store, rank_info(rank), 20.0)
             own.set(f"attempt of {rank}", str(attempt))
             names = [f"attempt of {other}" for other in range(RANKS)]
             own.wait(names)
@@ -76,7 +76,7 @@ def test_ranks_find_each_other_at_the_address_of_the_first() -> None:
         port = probe.getsockname()[1]
 
     def meet(rank: int) -> dist.Store:
-        return call_roll(open_store(place(rank, port), 20.0), place(rank, port), 20.0)
+        return wait_for_all(open_store(rank_info(rank, port), 20.0), rank_info(rank, port), 20.0)
 
     with ThreadPoolExecutor(RANKS) as threads:
         stores = list(threads.map(meet, range(RANKS)))

@@ -95,8 +95,8 @@ def expected(by: str, step_every: int, fault: str = "", kind: str = "chain") -> 
 
 def train(rank: int, runs: list[tuple[str, str, int]]) -> list[dict[str, Any]]:
     """The states of this rank's stage after each run."""
-    place = RankInfo(rank, STAGES, rank, STAGES)
-    world, transport = World(place, control=dist.group.WORLD), GlooTransport()
+    info = RankInfo(rank, STAGES, rank, STAGES)
+    world, transport = World(info, control=dist.group.WORLD), GlooTransport()
     states = []
     for kind, by, step_every in runs:
         model = MODELS[kind](STAGES)
@@ -185,8 +185,8 @@ def test_a_prediction_expects_the_factor_of_the_step(by: str) -> None:
     modules = model.build()
     settings = Settings(folder="x", schedule="async-1f1b", clip=LIMIT, clip_by=by)
     shares = {j: share_of(model.plan, j, module) for j, module in enumerate(modules)}
-    place = RankInfo(0, STAGES, 0, STAGES)
-    norms = StageNorms(settings, World(place), STAGES, shares, Activities())
+    info = RankInfo(0, STAGES, 0, STAGES)
+    norms = StageNorms(settings, World(info), STAGES, shares, Activities())
     if by in ("global", "known"):
         norms.load({"last": [9.0, 4.0, 1.0]})
     for parameter in modules[1].parameters():

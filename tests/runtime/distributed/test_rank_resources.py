@@ -1,4 +1,4 @@
-"""The cores and devices of a rank, derived from the seats of all ranks, and their description."""
+"""The cores and devices of a rank, from the resources of all, and their description."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from asyncpipe.runtime.distributed.cpu_affinity import (
     Topology,
     check_alike,
     find_machine,
-    own_seat,
-    seat_from,
+    find_resources,
+    resources_from,
 )
 from asyncpipe.runtime.distributed.ranks import (
     Grid,
@@ -127,8 +127,8 @@ def test_a_rank_that_sees_one_gpu_of_its_own_takes_it(mlp4: Plan) -> None:
 
 
 def test_a_seat_is_told_as_it_is(mlp4: Plan) -> None:
-    seat = replace(ON_A, gpus=GPUS, versions=(("torch", "2.13"), ("the plan", "ab")))
-    assert seat_from(seat.to_bytes() + b"   ") == seat
+    own = replace(ON_A, gpus=GPUS, versions=(("torch", "2.13"), ("the plan", "ab")))
+    assert resources_from(own.to_bytes() + b"   ") == own
 
 
 def test_ranks_with_another_plan_or_torch_are_refused(mlp4: Plan) -> None:
@@ -149,8 +149,8 @@ def test_the_odd_one_of_several_hosts_is_named_even_if_it_is_the_first() -> None
 
 
 def test_a_seat_of_a_later_version_can_be_read() -> None:
-    seat = seat_from(b'{"host": "c", "versions": [["asyncpipe", "0.9"]], "moons": 2}')
-    assert (seat.host, dict(seat.versions)) == ("c", {"asyncpipe": "0.9"})
+    own = resources_from(b'{"host": "c", "versions": [["asyncpipe", "0.9"]], "moons": 2}')
+    assert (own.host, dict(own.versions)) == ("c", {"asyncpipe": "0.9"})
 
 
 def test_a_plan_with_other_cuts_is_another_plan(
@@ -158,8 +158,8 @@ def test_a_plan_with_other_cuts_is_another_plan(
 ) -> None:
     monkeypatch.undo()
     other = replace(mlp4, bottleneck_ms=9.0)
-    seats = [own_seat(settings(), plan, {}) for plan in (mlp4, mlp4, other)]
-    assert seats[0] == seats[1] != seats[2]
+    resources = [find_resources(settings(), plan, {}) for plan in (mlp4, mlp4, other)]
+    assert resources[0] == resources[1] != resources[2]
 
 
 # What is said
