@@ -121,7 +121,7 @@ def assemble(
 
 def _with_written_step(plan: Plan, solution: Solution) -> Plan:
     """The plan with the simulated step of its stages as generated: some stages recompute values
-    instead of receiving them, which the planner does not count."""
+    instead of receiving them; the planner counts them as received."""
     placement = solution.placement
     is_trained = not placement.is_replicated or has_replicas(solution.problem, placement)
     if not is_simulated(solution.problem, placement) or not is_trained:

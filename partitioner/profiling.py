@@ -200,7 +200,7 @@ _HERE = ("cpu", "cuda")
 
 
 def check_profile(options: PartitionOptions) -> None:
-    """Raises PlanError if the device is unknown or does not compute in the dtype."""
+    """Raises PlanError if the device is unknown or cannot compute in the dtype."""
     if options.device not in (None, *_HERE):
         device_spec(options.device).flops(options.dtype)
 
@@ -331,7 +331,7 @@ def _spec(options: PartitionOptions, threads: int) -> DeviceSpec:
             return calibrated(this_cpu(), torch.device("cpu"), options.dtype, threads)
         case "cuda":
             raise PlanError(
-                "--device cuda does not say which device to predict for.",
+                "a prediction needs the name of a device; --device cuda could be any GPU.",
                 "Name it: --device a100-80g",
             )
     spec = device_spec(options.device)

@@ -91,8 +91,8 @@ class Verified:
 
 _LESS_NOISE = {
     Noise.ALL: "",
-    Noise.PARAMETERS: "; its buffers as they are: it does not compute with others",
-    Noise.NONE: "; its weights as they are: it does not compute with others",
+    Noise.PARAMETERS: "; compared with the original buffers, since the model fails with others",
+    Noise.NONE: "; compared with the original weights, since the model fails with others",
 }
 
 
@@ -118,7 +118,7 @@ def verify(
     changes; even a large model needs copies of these. `refused` gives the reason why stages refuse
     sizes; nothing is compared at such sizes. Raises PlanError with the name of the first value
     that differs by more than `tolerance` (relative to the largest magnitude in it), and where the
-    model itself does not run.
+    model itself fails.
     """
     given = read_arguments(model, example_inputs)
     with unchanged(model):
@@ -190,7 +190,7 @@ def _sample_of(
     refused: Refused,
 ) -> Sample[Attempted]:
     """Inputs at `sizes`, by default at sizes that differ from the captured ones, with which
-    `attempt` runs and which the stages do not refuse."""
+    `attempt` runs and which the stages accept."""
 
     def attempted(inputs: Tensors) -> Attempted:
         if why := refused(sizes_in(inputs, dynamic_of(plan.inputs))):

@@ -45,7 +45,7 @@ _OF_MPI = {"send", "isend", "recv", "irecv", "bcast", "ibcast", "gather", "scatt
 ALLOWED = {
     ("partitioner/capture/values.py", "eval"): "a size that the capture itself has written",
     ("partitioner/capture/values.py", "compile"): "the same",
-    ("runtime/user_code.py", "import_module"): "what the user has named",
+    ("runtime/user_code.py", "import_module"): "code that the user has named",
     ("runtime/user_code.py", "exec_module"): "a file that the user has named or trusts",
     ("runtime/import_path.py", "sys.path"): "the one place that says where modules come from",
     ("__init__.py", "import_module"): "public names of our own",

@@ -27,9 +27,9 @@ def test_a_process_has_its_commands_environment_folder_files_and_exit_code(tmp_p
     )
     environment = {"ONLY": "this", "PATH": os.environ["PATH"]}
     process = start(program, "a", "b c", cwd=tmp_path, env=environment)
-    out, error = process.communicate("to be told\n", timeout=60)
+    out, error = process.communicate("to be printed\n", timeout=60)
     assert out == f"this False {tmp_path} ['-c', 'a', 'b c']\n"
-    assert (error, process.returncode) == ("to be told\n", 3)
+    assert (error, process.returncode) == ("to be printed\n", 3)
 
 
 def test_imports_are_done_and_nothing_is_left_of_another_process() -> None:

@@ -27,7 +27,7 @@ Readers = Mapping[fx.Node, Set[fx.Node | None]]
 
 
 def decided(regions: Iterable[Region]) -> frozenset[Region]:
-    """The regions in which a statement does not always run."""
+    """The regions in which a statement runs only sometimes."""
     return frozenset(region for region in regions if region.is_decided)
 
 

@@ -283,7 +283,7 @@ def open_block(region: Region, names: FunctionNames, decided: Mapping[int, fx.No
 
 
 def is_branch(block: Opener) -> bool:
-    """Returns whether the block does not always run."""
+    """Returns whether the block runs only sometimes."""
     return isinstance(block.key, Region) and block.key.is_decided
 
 

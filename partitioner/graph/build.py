@@ -2,7 +2,7 @@
 
 A group holds nodes that no cut may separate, or need separate. Reductions, in this order:
 
-- parameters, buffers and inputs do not form groups: they belong to their readers
+- parameters, buffers and inputs belong to their readers and form no groups
 - nodes that every stage computes for itself (`Recomputation.free`) have no group and cost nothing
 - nodes that in-place changes of memory tie together, and several results of one call, are one group
 - a view joins its base, unless the base is changed in place; a view of a parameter or input joins
@@ -295,14 +295,14 @@ class _TensorNames:
         return self._found(nodes, parameters=True)
 
     def frozen_of(self, names: Iterable[str]) -> list[str]:
-        """Those of the names whose parameters do not require a gradient."""
+        """The names of the parameters that are frozen (`requires_grad` is False)."""
         return [name for name in names if not self.by_name[name].requires_grad]
 
     def buffers_of(self, nodes: Iterable[fx.Node]) -> Iterator[tuple[str, int]]:
         return self._found(nodes, parameters=False)
 
     def linear_maps_of(self, nodes: Iterable[fx.Node]) -> Collection[Tensor]:
-        """The parameters that do not belong to an embedding, each once."""
+        """The parameters outside embeddings, each once."""
         found = {id(tensor): tensor for node in nodes for tensor in self._read(node)}
         return [
             tensor

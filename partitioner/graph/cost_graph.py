@@ -188,7 +188,7 @@ def _times_on(graph: nx.DiGraph, groups: Sequence[Any]) -> dict[str, tuple[Float
 def _cost(group: object, node: Mapping[str, Any], key: str) -> float:
     cost = node.get(key, 0.0)
     if not isinstance(cost, int | float) or not 0 <= cost < math.inf:
-        raise PlanError(f"node {group} has {key} = {cost!r}, which is no time.")
+        raise PlanError(f"node {group} has {key} = {cost!r}, which is not a valid time.")
     return float(cost)
 
 
@@ -232,7 +232,7 @@ def _values(
 
 
 LARGEST = 8192
-"""SOAP does not precondition larger sides (`runtime/optimizers/soap.py`)."""
+"""SOAP leaves larger sides without a preconditioner (`runtime/optimizers/soap.py`)."""
 
 
 def rotation_bytes(matrices: Iterable[Tensor]) -> int:

@@ -128,7 +128,7 @@ class Costs:
     edges: pairs of positions, the first before the second, whose order a cut has to preserve
     send_ms, receive_ms: time of each value at its owner's and at its readers' end
     parameters: those that require a gradient
-    frozen: those that do not
+    frozen: the parameters that require none
     times_on: forward and backward times of all groups on devices of other kinds
     update_ms: the part of `backward_ms` that is the optimizer's step (`with_updates`)
     """

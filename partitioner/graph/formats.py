@@ -37,7 +37,7 @@ def checked(kind: type[T], raw: Any, origin: Origin, place: str) -> T:
         numbers = value.values() if isinstance(value, Mapping) else [value]
         for number in numbers:
             if isinstance(number, int | float) and not 0 <= number < MOST:
-                raise there.refused(f": {name} has {number:g}, which is no cost.")
+                raise there.refused(f": {name} has {number:g}, which is not a valid cost.")
     made: T = found
     return made
 
@@ -63,10 +63,10 @@ def from_pipedream(text: str, name: str, origin: Origin) -> nx.DiGraph:
                 continue
             graph.add_node(node, **_pipedream_costs(costs, number, origin), names=[description])
     if not len(graph):
-        raise origin.refused(" is no cost graph, or damaged: it has no nodes.")
+        raise origin.refused(" is not a cost graph, or is damaged: it has no nodes.")
     unknown = [node for node, data in graph.nodes(data=True) if not data]
     if unknown:
-        raise origin.refused(f": edges name {unknown[0]}, which is no node.")
+        raise origin.refused(f": an edge names {unknown[0]}, which is not a node of the graph.")
     return _in_topological_order(graph)
 
 

@@ -289,7 +289,7 @@ def _recomputing(
 
 def crossing_bytes(costs: Costs, placement: Placement) -> int:
     """Bytes sent between ranks for one micro-batch, in both directions together. Each reading rank
-    counts; transfers within a rank do not."""
+    counts; transfers within a rank are free."""
     first_rank = [ranks[0] for ranks in placement.ranks_of_stage]
     at = [first_rank[stage] for stage in placement.stage_of]
     total = 0.0

@@ -284,7 +284,7 @@ class RankConfig:
         return np.maximum(busy_ms, sums.talk_ms) if overlaps else busy_ms
 
     def _busy_ms(self, position: int, sums: StageSums, *, again: Bools | bool) -> Floats:
-        """Milliseconds in which the rank is busy: work and the transfers that do not overlap."""
+        """Milliseconds of work and of the transfers that cannot overlap with it."""
         work_ms = sums.work_ms + np.where(again, sums.forward_ms, 0.0)
         busy_ms = work_ms + sums.talk_ms if self.talks_in_turn(position) else work_ms
         shared_by = self.micro_batches if self.is_asynchronous else self.shared_micro_batches

@@ -79,8 +79,8 @@ class DeviceChoice:
         return self.found.solution
 
     def least_ms(self, cluster: Cluster) -> float | None:
-        """The time of the chosen shape on the best layout of other devices, None if it does not
-        fit.
+        """The time of the chosen shape on the best layout of other devices, None if
+        nothing fits.
         """
         search = replace(self.search, cluster=cluster, method="chain")
         try:
@@ -174,7 +174,7 @@ def shapes(devices: int, stages: int | None = None, *, unequal: bool = True) -> 
     ones.
 
     With `stages`, other numbers of stages appear only with equal replicas. `unequal`: single stages
-    may be replicated, which the schedule of a synchronous pipeline does not support.
+    may be replicated, which only asynchronous schedules support.
     """
     found: dict[Shape, None] = {}
     for depth in range(1, devices + 1):

@@ -174,7 +174,7 @@ def cluster_of_hosts(text: str, memory_bytes: float = math.inf) -> Cluster:
     for part in text.split(","):
         match = re.fullmatch(r"\s*([^\s:,]+)\s*:\s*(\d{1,9})\s*", part)
         if not match or not 1 <= int(match[2]) <= MOST_DEVICES:
-            raise PlanError(f"--hosts {text}: {part!r} is no host and number of ranks.", HOSTS_CURE)
+            raise PlanError(f"--hosts {text}: {part!r} is not HOST:RANKS.", HOSTS_CURE)
         host, count = match[1], int(match[2])
         if any(device.host == host for device in devices):
             raise PlanError(f"--hosts {text}: {host} is named twice.", HOSTS_CURE)
@@ -307,7 +307,7 @@ def _link(table: Mapping[str, Any], where: str) -> Link:
 def _tables(raw: Mapping[str, Any], name: str, where: str) -> list[Mapping[str, Any]]:
     tables = raw.get(name, [])
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
-        raise PlanError(f"{where}: {name} is no list of tables.", f"Write [[{name}]], twice [.")
+        raise PlanError(f"{where}: {name} is not a list of tables.", f"Write [[{name}]], twice [.")
     return tables
 
 

@@ -3,10 +3,9 @@
 The one evaluator computes the cost of all plans, so the rows are comparable, whatever a method
 assumes (an order, one stage per rank). Among plans that are equal up to the share that may be given
 up for tidy cuts, the plan of the first method is chosen, and `auto` is the first. Two kinds of
-plans are listed, but chosen only if there is no other: those with replicated stages under a
-schedule that does not train them, and those with several stages on a rank where a synchronous
-schedule does not put them; no step is simulated for the latter, so their time does not include
-waiting.
+plans are listed, but chosen only if no other exists: those with replicated stages under a schedule
+that cannot train them, and those with several stages on a rank where no synchronous schedule puts
+them. No step is simulated for the latter, so their time excludes waiting.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ def or_all(solve: Callable[P, Solution]) -> Callable[P, Solution]:
 def best_of(by: Callable[[str], Solution], methods: Collection[str]) -> Solution:
     """The best solution of all `methods`, each run once, and one candidate for each.
 
-    A method that does not support the request is a candidate with its reason. Raises the PlanError
+    A method that cannot serve the request is a candidate with its reason. Raises the PlanError
     of the first method when every method fails.
     """
     found: dict[str, Solution] = {}

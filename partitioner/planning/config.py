@@ -75,8 +75,8 @@ def make_setting(
         )
     if schedule == "virtual-stages-1f1b":
         raise PlanError(
-            "virtual-stages-1f1b leaves ranks idle for the sake of fresh weights: no cut suits it "
-            "better than another.",
+            "virtual-stages-1f1b leaves ranks idle to keep weights fresh, so no cut is better than "
+            "another.",
             "Plan for async-1f1b; asyncpipe-train --schedule virtual-stages-1f1b runs any plan.",
         )
     if schedule == "2bw":

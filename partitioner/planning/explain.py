@@ -258,7 +258,7 @@ def _update_ms(solution: Solution, stages: list[int]) -> float:
 
 
 def _waiting_ms(solution: Solution, stages: list[int]) -> float:
-    """The part of the time of `stages` in which their rank does not compute."""
+    """The part of the time of `stages` in which their rank waits or transfers."""
     load_ms = sum(solution.loads[stage].load_ms for stage in stages)
     return max(0.0, load_ms - _work_ms(solution, stages) - _update_ms(solution, stages))
 
@@ -291,7 +291,7 @@ def _tightest_bound(solution: Solution) -> Finding:
         above_ms = bound_ms - max(share_ms, largest_ms)
         nearest = f"{name} alone" if largest_ms > share_ms else "the equal share"
         decides = (
-            f"what has to be together and what has to be sent decide, {write_ms(above_ms)} above "
+            f"operations that must stay together and transfers decide, {write_ms(above_ms)} above "
             f"{nearest}"
         )
     return Finding("bound", "the lower bound", f"{parts}; {decides}.", round(bound_ms, 6))

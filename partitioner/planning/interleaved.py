@@ -242,7 +242,7 @@ def _further(problem: Problem, place: Place, stages: int) -> Placement:
     coarse = np.asarray(place(alone).stage_of)
     parts, may_cut = stages // problem.stages, problem.rules.may_cut
     if stages % problem.stages or (np.diff(coarse) < 0).any():
-        raise PlanError("there are no equal parts.")
+        raise PlanError("these stages cannot be cut into equal numbers of parts.")
     cuts: list[int] = []
     for stage in range(problem.stages):
         own = np.flatnonzero(coarse == stage)

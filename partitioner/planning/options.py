@@ -171,7 +171,7 @@ class PartitionOptions:
     loss: str | None = option(
         None,
         Text("cross_entropy, mse or FILE.py:FUNCTION", "cross_entropy"),
-        "The loss, if the model does not return one: cross_entropy, mse or path/file.py:function.",
+        "The loss, if the model returns none: cross_entropy, mse or path/file.py:function.",
         group=MODEL,
     )
     seed: int = _loads(0, Whole(0, 2**53, 0), "Seed of the random weights.")

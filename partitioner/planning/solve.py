@@ -25,7 +25,7 @@ from ..graph.problem import (
     evaluate,
 )
 from ..graph.rank_model import RankConfig
-from ..solvers import HEEDS_CUTS, HEEDS_RANKS, METHODS
+from ..solvers import METHODS, SUPPORTS_CUTS, SUPPORTS_RANKS
 from .compare_methods import or_all
 from .config import make_setting
 from .infeasible import NothingFits
@@ -147,7 +147,7 @@ def solve(
     plan without demanded cuts.
 
     Raises PlanError for a graph without legal costs, an unknown method or granularity, more stages
-    than pieces, and demanded cuts that the method or the number of stages does not support.
+    than pieces, and demanded cuts that are too many, or that the method cannot use.
     """
     started = time.perf_counter()
     check_options({"method": method, "granularity": granularity, "prefer_modules": prefer_modules})
@@ -239,9 +239,9 @@ def _one_a_rank(problem: Problem, demanding: Problem, method: str) -> _Found:
 
 def _folded(problem: Problem, demanding: Problem, stages: int, method: str) -> _Found:
     """More stages than ranks, so that each has several."""
-    if METHODS[method] not in HEEDS_RANKS:
+    if METHODS[method] not in SUPPORTS_RANKS:
         raise PlanError(
-            f"--method {method} chooses the ranks of stages itself and heeds no --ranks.",
+            f"--method {method} assigns stages to ranks itself and cannot use --ranks.",
             "--method auto plans several stages a rank for the schedule.",
         )
     if problem.setting.is_asynchronous:
@@ -290,10 +290,10 @@ def _demanded_cuts(costs: Costs, cut_before: Collection[str]) -> tuple[int, ...]
 
 
 def _check_demands(stages: int, must_cut: tuple[int, ...], method: str) -> None:
-    if must_cut and METHODS[method] not in HEEDS_CUTS:
+    if must_cut and METHODS[method] not in SUPPORTS_CUTS:
         raise PlanError(
-            f"--method {method} chooses all cuts itself and heeds no --cut-at.",
-            "--method auto places the other cuts well beside the demanded ones.",
+            f"--method {method} chooses all cuts itself and cannot use --cut-at.",
+            "--method auto keeps the demanded cuts and optimizes the others.",
         )
     if len(must_cut) >= stages:
         raise PlanError(

@@ -6,7 +6,7 @@ replicas. Otherwise replicas of a stage, and whole parallel pipelines, count as 
 combined speed. `auto` is made for these costs as in a run, with backwards in one part. Its number
 of micro-batches in flight is known only then, so its stages are evaluated again with that number;
 its step is one of several consecutive steps, without a wait in between. For asynchronous schedules,
-and for a schedule that does not put stages on the placement's ranks, a step is the slowest rank's
+and for a schedule that puts stages on other ranks than the placement, a step is the slowest rank's
 time for all its micro-batches.
 """
 
@@ -73,7 +73,7 @@ def step_of(
     known: Sequence[Schedule] = (),
 ) -> Step:
     """The time of one optimizer step of the placement. With `effort` below 1, the schedule made for
-    it is worse than that of a run; with `known` schedules it is no worse than these.
+    it is worse than that of a run; with `known` schedules it is at least as good as these.
     """
     setting = problem.setting
     if not is_simulated(problem, placement):

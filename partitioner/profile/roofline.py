@@ -68,7 +68,7 @@ class DeviceSpec:
         """Reached FLOP/s. Raises PlanError for an unsupported dtype."""
         if dtype not in self.flops_per_s:
             raise PlanError(
-                f"{self.name} does not compute in {dtype}.",
+                f"{self.name} cannot compute in {dtype}.",
                 f"Choose {', '.join(self.flops_per_s)}.",
             )
         return self.compute_efficiency * self.flops_per_s[dtype]

@@ -57,7 +57,7 @@ MEANINGS = {
     "buffers": "buffers",
     "activations": "activations of all micro-batches in flight",
     "transport": "boundary tensors sent, or to be received",
-    "transient": "the most that one operation needs beside",
+    "transient": "the most that one operation needs in addition",
 }
 
 
@@ -218,7 +218,7 @@ def _limits_note(limits: Sequence[int | None], scale: float) -> str:
     if far:
         names = " and ".join(write_bytes(limit) for limit in sorted(far))
         return f"The limit of {names} is beyond the scale."
-    return "The line is what the device has; what is beyond it would run out of memory."
+    return "The line is the memory of the device; a stage beyond it would run out of memory."
 
 
 _MOST = 16  # micro-batches that are drawn
@@ -285,7 +285,7 @@ def _summary(plan: Plan, schedule: str, step: OneStep, count: int) -> str:
         stale = -(-(stages - 1) // count)
         text += f"; weights at most {counted(stale, 'step')} old" if stale else "; weights are new"
     if schedule in (*ASYNCHRONOUS, AUTO):
-        text += ". A step out of the middle of a run: what is cut off belongs to its neighbours"
+        text += ". The step is from the middle of a run; its neighbors own the work at its edges"
     return text + "."
 
 

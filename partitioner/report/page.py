@@ -349,7 +349,7 @@ class CandidateRow:
 
 
 def _candidate_row(candidate: Candidate) -> CandidateRow:
-    """A candidate without stages stands for a plan that does not exist; its note says why."""
+    """A candidate without stages stands for a plan that could not be made; its note says why."""
     if not candidate.stages:
         return CandidateRow(candidate.name, *("none", "", "", "", "", ""), candidate.note)
     return CandidateRow(

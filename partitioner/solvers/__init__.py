@@ -24,13 +24,13 @@ METHODS: Mapping[str, PlanningMethod] = MappingProxyType(
 )
 
 # Methods that cut the given order and accept demanded cuts.
-HEEDS_CUTS = frozenset({METHODS["auto"], METHODS["chain"], METHODS["pipedream"]})
+SUPPORTS_CUTS = frozenset({METHODS["auto"], METHODS["chain"], METHODS["pipedream"]})
 
 # Methods that cut for given ranks of the stages and do not choose the ranks themselves.
-HEEDS_RANKS = frozenset(METHODS.values()) - {
+SUPPORTS_RANKS = frozenset(METHODS.values()) - {
     METHODS["mpipe"],
     METHODS["2dbin"],
     METHODS["pipedream"],
 }
 
-__all__ = ["HEEDS_CUTS", "HEEDS_RANKS", "METHODS", "PlanningMethod"]
+__all__ = ["SUPPORTS_CUTS", "SUPPORTS_RANKS", "METHODS", "PlanningMethod"]

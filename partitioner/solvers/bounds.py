@@ -82,7 +82,7 @@ def ratios(problem: Problem) -> Floats:
 
 
 def _order_ms(problem: Problem, placement: Placement) -> float:
-    """The proved optimum of the given order, if there is no other order."""
+    """The proved optimum of the given order, if it is the only order."""
     proved = placement.order_optimum_ms
     if proved is None or not problem.rules.may_cut.all() or not all(_is_fixed(problem.costs)):
         return 0.0

@@ -12,7 +12,7 @@ renumbers the stages. The method proves no bound.
 
 FTPipe's planner of this kind omits transfers and restarts for 20 seconds of wall time in four
 processes. Here the evaluator's load, with memory and unequal devices, decides all moves, and
-restarts and trials are counted, so that a plan does not depend on the machine.
+restarts and trials are counted, so that a plan is the same on every machine.
 
 `on_units` turns a problem and units of its groups into the problem of the units: another order, or
 a coarser graph. Under the cost model of `partitioner/graph/costs.py` a unit costs exactly as much

@@ -175,7 +175,7 @@ def without_memory(problem: Problem) -> Problem:
 
 def cautious(problem: Problem) -> Problem:
     """The problem in which as many stages exchange the gradient of a parameter as could hold it, a
-    number that a search over single stages does not know. A plan that fits here also fits in the
+    number that a search over single stages cannot know. A plan that fits here also fits in the
     original problem.
     """
     values = (

@@ -79,7 +79,7 @@ class Location:
     patience_s: float = PATIENCE_S
 
     def check_name(self) -> None:
-        """Raises LocationError when fsspec does not support the URL; does not connect."""
+        """Raises LocationError for a URL that fsspec cannot open. Makes no connection."""
         self._opened()
 
     def check(self) -> None:
@@ -103,7 +103,7 @@ class Location:
             self._tried("written", files.put_file, str(checkpoint / file), f"{there}/{file}")
 
     def get(self, name: str, target: Path) -> None:
-        """Copies a checkpoint to `target`, which does not exist until it is complete.
+        """Copies a checkpoint to `target`, which appears only when it is complete.
 
         Raises LocationError also when a file differs from the manifest.
         """
@@ -305,7 +305,7 @@ def options_at(url: str) -> dict[str, Any]:
     """The options of the run whose checkpoint a URL names, except those that apply to a single
     call.
 
-    Raises LocationError when there is no checkpoint, SettingsError for an unknown option.
+    Raises LocationError when the checkpoint is missing, SettingsError for an unknown option.
     """
     location, name = _newest(url)
     with TemporaryDirectory() as aside:

@@ -1,7 +1,7 @@
 """Settings -> the samples of each micro-batch of a step, and the number of replicas.
 
-All micro-batches have the same size, except that the last one is smaller if the size does not
-divide the samples. The first replica has the first micro-batches of every step, and so on, so a
+All micro-batches have the same size, except that the last one is smaller if the samples leave a
+remainder. The first replica has the first micro-batches of every step, and so on, so a
 step is the same as that of one pipeline with all micro-batches.
 
 A replica is a copy of the whole pipeline with its own micro-batches. `ddp` is replicas of a

@@ -79,7 +79,7 @@ class Pipeline:
     - `replicas`: as for Schedule; the observer sums gradients of replicas, and with them those of
       parameters that stages share
     - `staleness`: names in `staleness.METHODS`, joined by +; `attach` gives them the optimizers
-    - `criterion`: computes the loss if the model does not, at the last stage that makes a model
+    - `criterion`: computes the loss if the model returns none, at the last stage that makes a model
       output
     - `precision`: the precision of forwards
     - `dtypes`: the dtypes of boundary tensors
@@ -169,8 +169,8 @@ class Pipeline:
         `feed` is called once for each micro-batch whose inputs a stage of this rank reads, with its
         number from `first_micro_batch` on.
 
-        Raises StageError for an exception in a stage's code, TransportError if a tensor does not
-        arrive, PlanError if shared parameters differ at the start, DataError if the feed lacks an
+        Raises StageError for an exception in a stage's code, TransportError if a tensor never
+        arrives, PlanError if shared parameters differ at the start, DataError if the feed lacks an
         input, ScheduleError if the schedule does not fit the stages or ranks.
         """
         steps = self.steps(schedule, feed, **options)
@@ -188,7 +188,7 @@ class Pipeline:
     def steps(
         self, schedule: Schedule, feed: Feed, **options: Unpack[RunOptions]
     ) -> Generator[Handle, None, RunReport]:
-        """`run` as a generator that yields while a tensor has not arrived, for `run_together`."""
+        """`run` as a generator that yields while it waits for a tensor, for `run_together`."""
         run = self._prepare(schedule, feed, options)
         yield from self.shared.verify_equal()
         ends = window_ends(run.program)

@@ -319,7 +319,7 @@ class PipelineRun:
     may: May | None
 
     def leaves_out(self, action: Action) -> bool:
-        """True for an action of a step that does not run."""
+        """True for an action of a step that is left out."""
         if self.may is None:
             return False
         is_step = action.kind == "S"

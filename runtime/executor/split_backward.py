@@ -14,7 +14,7 @@ Pipeline Parallelism" (ICLR 2024).
 
 A rule takes the arguments of its function. The gradients are autograd's: the same kernels on
 operands of the same strides, so they agree with it to the last bit. A rule returns None for
-arguments that it does not cover; autograd then handles the call.
+arguments outside its scope; autograd then handles the call.
 """
 
 from __future__ import annotations

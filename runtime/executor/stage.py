@@ -319,7 +319,7 @@ class Stage:
         if isinstance(error, AsyncPipeError):
             what, cure = error.what, error.cure
         told = StageError(
-            f"Stage {self.spec.index} failed in the {action} of micro-batch {micro_batch}: {what}",
+            f"stage {self.spec.index} failed in the {action} of micro-batch {micro_batch}: {what}",
             cure,
         )
         # Kept with the error, since only its sentence may reach the terminal.

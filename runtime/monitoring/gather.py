@@ -1,7 +1,7 @@
 """Metrics of every rank, step by step -> records on rank 0, without a barrier; and clock offsets.
 
 After each step a rank sends a few numbers to rank 0 and continues; a thread of rank 0 receives them
-in the order of steps. So monitoring does not delay an asynchronous pipeline.
+in the order of steps. So monitoring never delays an asynchronous pipeline.
 
 Clocks: `time.perf_counter` is one clock for all processes of a Linux host. Between hosts a rank
 asks rank 0 for its time repeatedly, as NTP does, and uses the answer with the shortest round trip,

@@ -65,7 +65,7 @@ def check_log(settings: Settings) -> None:
 def open_trackers(settings: Settings, folder: Path) -> dict[str, Reporter]:
     """The reporters that `--log` lists, by name, for the run in `folder`.
 
-    Raises SettingsError for a user's factory that fails or does not return a Reporter.
+    Raises SettingsError for a user's factory that fails or returns something else.
     """
     with drawing_from(settings.seed, "trackers"):
         return {name: _opened(name, settings, folder) for name in names_of(settings)}

@@ -1,4 +1,4 @@
-"""Checks that a plan that was read does not contradict itself.
+"""Checks that a plan that was read agrees with itself.
 
 Its types are already checked (`serialization.py`). Here: stages are numbered and in files of their
 own folder, each reads values that exist by then, every tensor has a size, and no cost is negative.

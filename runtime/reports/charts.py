@@ -438,7 +438,7 @@ _NO_CHARACTERS = re.compile(
 
 
 def render(template: str, **values: object) -> str:
-    """The page that a template makes of values. Characters that HTML does not allow, such as
+    """The page that a template makes of values. Characters that HTML forbids, such as
     control characters, are replaced, and those that would hide text are spelled out: texts come
     from records and names of others."""
     page = TEMPLATES.get_template(template).render(**values)

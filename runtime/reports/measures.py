@@ -52,7 +52,7 @@ class StageTimes:
     """The times of a stage in milliseconds.
 
     forward, backward: of a micro-batch; a split backward counts with both parts.
-    optimizer_ms: of an optimizer step, which a plan does not predict.
+    optimizer_ms: of an optimizer step, which no plan predicts.
     """
 
     stage: int

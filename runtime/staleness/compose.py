@@ -113,7 +113,7 @@ class Conditions:
     recomputes: bool = False
     """True if every stage with late gradients recomputes."""
     without_recompute: tuple[int, ...] = ()
-    """The stages with late gradients that do not recompute."""
+    """The stages with late gradients and without recomputation."""
     step_every: int = 1
     """The number of micro-batches in a step."""
     ahead: int = 0

@@ -112,7 +112,7 @@ class Steps(Protocol):
 
     def clip_factor(self, gradients: Sequence[Tensor], scale: float) -> float:
         """The factor by which the next step would clip the stage's gradients if they were
-        `gradients` times `scale`; an estimate that does not wait for other stages."""
+        `gradients` times `scale`; an estimate made without waiting for other stages."""
         ...
 
 

@@ -132,7 +132,7 @@ def forecast_run(
     `dtypes`; None without costs.
 
     On CPUs, ranks and replicas share the cores. `optimizer_ms` are the milliseconds of each stage's
-    optimizer, which the plan does not contain; without them optimizer steps cost nothing.
+    optimizer, which the plan lacks; without them optimizer steps cost nothing.
     """
     if not all(stage.forward_ms > 0 for stage in plan.stages):
         return None

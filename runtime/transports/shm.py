@@ -56,7 +56,7 @@ _Key = tuple[int, int, int]
 """The origin of a message: peer, tag and index."""
 
 _UnderWay = deque[tuple[Channel, int]]
-"""The sends of a channel that have not arrived, with their indices."""
+"""The sends of a channel that are still under way, with their indices."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -313,11 +313,11 @@ def test_what_is_measured_keeps_the_memory_that_it_frees(monkeypatch: pytest.Mon
     [
         ({"profile": "measured", "device": "h100"}, "h100 is not here to be measured"),
         ({"calibrate": True}, "--calibrate fits a predicted profile"),
-        ({"profile": "analytic", "device": "cuda"}, "does not say which device"),
+        ({"profile": "analytic", "device": "cuda"}, "needs the name of a device"),
         ({"device": "cuda"}, "finds no CUDA device"),
         ({"device": "h100", "calibrate": True}, "--calibrate measures NVIDIA H100"),
         ({"device": "h1000"}, "no device is called h1000"),
-        ({"device": "v100-16g", "dtype": "bfloat16"}, "does not compute in bfloat16"),
+        ({"device": "v100-16g", "dtype": "bfloat16"}, "cannot compute in bfloat16"),
         ({"dtype": "float8"}, "--dtype float8 is not one of"),
     ],
 )

@@ -240,7 +240,7 @@ def test_a_line_that_runs_at_several_places_is_told_with_their_names() -> None:
         stages("same line", 2, cut_at=(f"test_demands.py:{line}",))
 
 
-def test_a_method_that_counts_blocks_heeds_no_cuts() -> None:
+def test_a_method_that_counts_blocks_refuses_demanded_cuts() -> None:
     with pytest.raises(PlanError, match="--method uniform chooses all cuts itself"):
         solve(chain_graph(1, 1, 1), stages=2, method="uniform", cut_before=["n1"])
     with pytest.raises(PlanError, match="no cut can be before n0"):

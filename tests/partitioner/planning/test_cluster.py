@@ -84,7 +84,7 @@ def test_hosts_in_short_are_equal_devices() -> None:
         ("", "has no devices", "[[devices]]"),
         ("[[devices", "is not TOML", ""),
         ("[[device]]\n", "the file has no device", "Did you mean devices?"),
-        ("devices = 4\n", "devices is no list of tables", "[[devices]]"),
+        ("devices = 4\n", "devices is not a list of tables", "[[devices]]"),
         (DEVICE + "memory = 24\n", "device 1: a device has no memory", "memory_gib?"),
         ("[[devices]]\ncount = 2\n", "device 1 has no name", "name ="),
         ('[[devices]]\nname = ""\n', "name = '' is not a name", "name ="),

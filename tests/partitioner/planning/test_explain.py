@@ -181,7 +181,7 @@ def bound_of(*works: float, stages: int) -> str:
 def test_the_bound_that_decides_is_named():
     assert "the equal share decides" in bound_of(1, 1, 1, 1, stages=2)
     assert "2.0 decides: it is never cut" in bound_of(1, 1, 5, stages=3)
-    assert "what has to be together" in bound_of(2, 3, 2, stages=2)
+    assert "operations that must stay together" in bound_of(2, 3, 2, stages=2)
     assert "one stage does all the work" in bound_of(1, 2, stages=1)
     assert "no plan of 3 stages can be below 15.00 ms" in bound_of(1, 1, 5, stages=3)
 

@@ -190,7 +190,7 @@ def test_what_does_not_fit_on_the_ranks_is_refused() -> None:
         ({"ranks": 3, "schedule": "interleaved"}, "equally many stages on every rank"),
         ({"ranks": 8, "schedule": AUTO}, "4 stages cannot be on 8 ranks"),
         ({"ranks": 0, "schedule": "interleaved"}, "--ranks 0 is not a whole number"),
-        ({"ranks": 2, "schedule": AUTO, "method": "mpipe"}, "heeds no --ranks"),
+        ({"ranks": 2, "schedule": AUTO, "method": "mpipe"}, "cannot use --ranks"),
     ],
 )
 def test_ranks_that_cannot_be_are_told_in_one_sentence(options: dict, sentence: str) -> None:

@@ -97,7 +97,7 @@ def test_evaluator_pays_a_value_once_a_stage():
 
 
 def test_evaluator_that_forgets_transfers_would_choose_another_cut():
-    """Negative control: with free transfers the balanced cut wins, with real ones it does not."""
+    """Negative control: with free transfers the balanced cut wins, with real ones it loses."""
     graph = chain_graph(4, 3, 3, 2, sizes=(1, 10_000, 1, 1))
     free = solve(graph, stages=2, prefer_modules=0)
     real = solve(graph, stages=2, link=Link(bytes_per_s=1e6), prefer_modules=0)

@@ -48,7 +48,7 @@ def test_a_near_miss_is_suggested() -> None:
 
 
 def test_a_dtype_without_units_is_refused_with_those_there_are() -> None:
-    with pytest.raises(PlanError, match=r"does not compute in bfloat16.\nChoose float64, float32"):
+    with pytest.raises(PlanError, match=r"cannot compute in bfloat16.\nChoose float64, float32"):
         device_spec("v100-16g").flops("bfloat16")
 
 

@@ -17,7 +17,7 @@ from asyncpipe.partitioner.graph.costs import Link, StageSums, stage_sums, with_
 from asyncpipe.partitioner.graph.problem import Placement, Problem, evaluate
 from asyncpipe.partitioner.graph.rank_model import Device, RankConfig
 from asyncpipe.partitioner.planning.solve import solve
-from asyncpipe.partitioner.solvers import HEEDS_CUTS, METHODS
+from asyncpipe.partitioner.solvers import METHODS, SUPPORTS_CUTS
 from asyncpipe.partitioner.solvers.baselines import clusters_of
 from asyncpipe.partitioner.solvers.chain import interval_sums
 from asyncpipe.partitioner.solvers.coarsening import BlockGraph
@@ -272,7 +272,7 @@ def test_packing_the_smallest_first_is_worse():
     assert smallest_first.max() == 6
 
 
-def test_packing_heeds_memory():
+def test_packing_respects_memory():
     work_ms = np.ones((3, 2))
     num_bytes = np.array([[6.0, 6.0]] * 3)
     assert sorted(largest_first(work_ms, num_bytes, np.array([6.0, 12.0]))) == [0, 1, 1]
@@ -328,8 +328,8 @@ def test_replicas_stay_within_a_host_when_the_link_between_hosts_is_slow():
 @pytest.mark.parametrize("method", sorted(METHODS))
 def test_demanded_cuts_are_heeded_or_refused(method):
     graph = line(1, 5, 1, 1, 5, 1)
-    if METHODS[method] not in HEEDS_CUTS:
-        with pytest.raises(PlanError, match="heeds no --cut-at"):
+    if METHODS[method] not in SUPPORTS_CUTS:
+        with pytest.raises(PlanError, match="cannot use --cut-at"):
             solve(graph, stages=3, method=method, cut_before=["n1"])
         return
     stage_of = solve(graph, stages=3, method=method, cut_before=["n1"]).stage_of

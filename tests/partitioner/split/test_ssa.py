@@ -134,7 +134,7 @@ def test_a_model_that_changes_tensors_is_partitioned(name: str, tmp_path: Path) 
 
 
 def captured_program(operations: tuple[Operation, ...]) -> Capture:
-    """The program's capture; rejects examples that eager autograd does not permit."""
+    """The program's capture; rejects examples that eager autograd forbids."""
     try:
         outputs = [out for out in Program(operations)(data()) if out.requires_grad]
         torch.autograd.backward(outputs, [torch.ones_like(out) for out in outputs])

@@ -1,4 +1,4 @@
-"""The network between the ranks, and the error when it does not lead to rank 0."""
+"""The network between the ranks, and the error when rank 0 is out of its reach."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def test_a_failing_stage_is_told_in_a_sentence_and_with_v_by_its_line(
         )
         assert result.returncode == 1
         *detail, last = result.stderr.strip().splitlines()
-        sentence = "error: Stage 1 failed in the forward of micro-batch 0: RuntimeError: "
+        sentence = "error: stage 1 failed in the forward of micro-batch 0: RuntimeError: "
         assert last.startswith(sentence)
         wanted = "stage_1.py:45 in forward (residual_mlp.py:34): return self.head(hidden.flatten())"
         assert (wanted in map(str.strip, detail)) == bool(verbose)

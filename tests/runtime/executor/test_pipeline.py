@@ -276,7 +276,7 @@ def test_an_exception_in_a_stage_names_stage_micro_batch_and_cause() -> None:
     modules = [model.build()[0], Broken()]
     with pytest.raises(StageError) as raised:
         train_together(model, lowered(model, "1f1b", 3), modules=modules)
-    assert "Stage 1 failed in the forward of micro-batch 0: ValueError: no such luck" in str(
+    assert "stage 1 failed in the forward of micro-batch 0: ValueError: no such luck" in str(
         raised.value
     )
     assert isinstance(raised.value.__cause__, ValueError)
@@ -286,7 +286,7 @@ def test_an_exception_in_a_backward_is_named_too() -> None:
     model = chain(2)
     modules = model.build()
     modules[0].matrix.register_hook(lambda gradient: 1 / 0)
-    with pytest.raises(StageError, match="Stage 0 failed in the backward of micro-batch 0: Zero"):
+    with pytest.raises(StageError, match="stage 0 failed in the backward of micro-batch 0: Zero"):
         train_together(model, lowered(model, "1f1b", 3), modules=modules)
 
 

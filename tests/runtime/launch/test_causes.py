@@ -56,10 +56,10 @@ def too_much(where: str) -> BaseException:
 @pytest.mark.parametrize("where", ["torch", "python", "system"])
 def test_an_error_for_want_of_memory_is_known_wherever_it_comes_from(where: str) -> None:
     cause = too_much(where)
-    around = StageError("Stage 0 failed")
+    around = StageError("stage 0 failed")
     around.__cause__ = cause
     assert memory_error(around) is cause
-    assert memory_error(StageError("Stage 0 failed")) is None
+    assert memory_error(StageError("stage 0 failed")) is None
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_the_sentence_says_who_wanted_how_much_for_what_and_what_there_is(
         pytest.raises(OutOfMemory) as raised,
         memory_watched(replace(plan, stages=stages), SETTINGS, World(), activities),
     ):
-        raise StageError("Stage 1 failed") from error
+        raise StageError("stage 1 failed") from error
     assert raised.value.what == (
         f"rank 0 ran out of memory at {told}: wanted 1.2 GiB, 512 MiB of 24.0 GiB free. The plan's "
         "peak of stage 1 is 22.0 GiB."
@@ -167,7 +167,7 @@ def test_an_error_that_would_come_again_is_not_tried_again(left: RankFolder) -> 
     for error, comes_again in (
         (PlanError("the plan has no loss"), True),
         (TransportError("rank 1 is gone"), False),
-        (StageError("Stage 0 failed"), False),
+        (StageError("stage 0 failed"), False),
         (ValueError("who knows"), False),
     ):
         left.write(failure_of(error, 0, "", 0))

@@ -50,7 +50,7 @@ def test_every_stage_keeps_its_order_and_so_its_versions() -> None:
 
 @pytest.mark.parametrize("stages", range(1, 6))
 def test_nothing_waits_in_a_circle_whichever_stages_share_a_parameter(stages: int) -> None:
-    """`validate` plays every schedule with sends that block and with sends that do not."""
+    """`validate` plays every schedule with blocking and with buffered sends."""
     pairs = [*combinations(range(stages), 2), tuple(range(stages))]
     for number, (made, placed) in enumerate(each for each in small() if each[0].stages == stages):
         validate(fold(made, placed), shared_stages=[pairs[number % len(pairs)]])

@@ -1,4 +1,4 @@
-"""Models whose inputs do not all have their samples in dimension 0, with example inputs."""
+"""Models with inputs whose samples are in other dimensions than 0, and their example inputs."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ class State(_Two):
 
 
 class Noisy(_Two):
-    """Statements that do not concern tensors, and regions."""
+    """Statements without tensors, and regions."""
 
     def forward(self, x: Tensor) -> Tensor:
         warnings.warn("a warning of forward", stacklevel=2)
