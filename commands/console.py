@@ -32,8 +32,9 @@ from rich.segment import Segment
 from rich.table import Table
 
 from ..runtime.formatting import visible
+from ..runtime.plan.findings import TOPICS, Candidate, Finding
 from ..runtime.plan.forecast import spec_bytes, traffic
-from ..runtime.plan.plan import TOPICS, Candidate, Finding, Plan, file_hash
+from ..runtime.plan.plan import Plan, file_hash
 from ..runtime.plan.trust import is_trusted
 from ..runtime.schedule.asynchronous import ASYNCHRONOUS
 

@@ -79,14 +79,18 @@ def partition(
 ) -> Plan:
     """Cuts `model` into stages and writes them to a folder; the model itself is left as it is.
 
-    `example_inputs` are arguments of the model's forward by name (or a tuple of positional ones),
-    at the size of one micro-batch: tensors, nested structures of them, constants. `name` is the
-    name of the plan, by default the model's class. `options` are those of `PartitionOptions`,
-    which are also those of `asyncpipe-partition --help`. With `stop_after="plan"` nothing is
-    written. `on_phase` is called after each phase, `on_progress` within the long ones.
+    - `model`: a module with its weights, or on meta for a folder without weights.
+    - `example_inputs`: the arguments of the model's forward by name (or a tuple of positional
+      ones): tensors, nested structures of them, constants. Tensors have the size of one
+      micro-batch, `[batch, ...]` unless `batch_dim` says otherwise.
+    - `name`: the name of the plan, by default the model's class.
+    - `on_phase`: called after each phase with its name, a summary, its seconds and the next phase.
+    - `on_progress`: called within the long phases.
+    - `options`: those of `PartitionOptions`, which are also those of `asyncpipe-partition --help`.
 
-    Raises CaptureError when the model cannot be captured as a graph, PlanError when no plan
-    satisfies the options, TypeError for an unknown option.
+    Returns the plan; the folder is `output`, by default `generated_models/NAME_STAGESp`. With
+    `stop_after="plan"` nothing is written. Raises CaptureError when the model cannot be captured as
+    a graph, PlanError when no plan satisfies the options, TypeError for an unknown option.
     """
     chosen = options_for("model", options)
     source = given_source(model, example_inputs, name)

@@ -27,10 +27,11 @@ from .profiling import profile_capture
 class OutlineOperation:
     """One node of the graph.
 
-    name, module: its name, and the module that calls it
+    name: its name
     does: a short description of the operation
     value: the dtype and shape of its result
     source: the file and line of the original
+    module: the module that calls it
     ms: forward and backward of one micro-batch, if they are known
     """
 
@@ -44,7 +45,12 @@ class OutlineOperation:
 
 @dataclass(frozen=True, slots=True)
 class OutlineModule:
-    """One call of a module that is not a leaf, and the operations and calls in it."""
+    """One call of a module that is not a leaf, and the operations and calls in it.
+
+    path, type_name: the path and the class of the module
+    call: the number of the call, if forward calls the module several times
+    items: its operations and calls, in the order of the program
+    """
 
     path: str
     type_name: str
@@ -53,6 +59,7 @@ class OutlineModule:
 
     @property
     def operations(self) -> Iterator[OutlineOperation]:
+        """All operations in it, also those of inner calls."""
         for item in self.items:
             if isinstance(item, OutlineModule):
                 yield from item.operations
@@ -143,7 +150,14 @@ def _shape(part: OutlineModule) -> Hashable:
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """A captured graph by module; `str` is the tree."""
+    """A captured graph by module; `str` is the tree.
+
+    name: the name of the model
+    root: the call of the model itself
+    inputs: the model's inputs, each with its dtype and shape
+    sizes: the sizes of the example inputs by symbol
+    notes: remarks of the capture
+    """
 
     name: str
     root: OutlineModule
@@ -185,11 +199,15 @@ def outline(
     on_progress: OnProgress | None = None,
     **options: Any,
 ) -> Outline:
-    """Captures a model and shows its graph by module; with `profile`, "measured" or "analytic",
-    also the milliseconds.
+    """Captures a model and shows its graph by module.
 
-    `options` are those of `PartitionOptions` that capture and profile a model. `on_phase` is called
-    after each phase, `on_progress` while the profile is made.
+    - `model`, `example_inputs`, `name`: as for `partition`.
+    - `on_phase`, `on_progress`: as for `partition`.
+    - `options`: those of `PartitionOptions` that capture and profile a model. With `profile`,
+      "measured" or "analytic", operations have milliseconds.
+
+    Raises CaptureError when the model cannot be captured as a graph, PlanError for an illegal value
+    of an option, TypeError for an unknown option.
     """
     chosen = options_for("outline", options)
     source = given_source(model, example_inputs, name)

@@ -8,10 +8,13 @@ from .process import Ended
 
 
 class AsyncPipeError(Exception):
-    """One sentence that says what does not fit, with both values, and a cure as a command.
+    """One sentence that says what is wrong, with both values, and a cure as a command.
 
-    The command line prints `error: <what>` and the cure below it, and exits with 1. `comes_again`
-    is True if the same run would fail again, so that another attempt is useless.
+    The command line prints `error: <what>` and the cure below it, and exits with 1.
+
+    what: the sentence
+    cure: a command or an option that helps; "" if none is known
+    comes_again: True if the same run would fail again, so that another attempt is useless
     """
 
     comes_again = True
@@ -39,7 +42,10 @@ class ScheduleError(AsyncPipeError):
 
 
 class TransportError(AsyncPipeError):
-    """A tensor that did not arrive, or arrived in another shape."""
+    """A tensor that did not arrive, or arrived in another shape.
+
+    comes_again: False: a restart may succeed
+    """
 
     comes_again = False
 

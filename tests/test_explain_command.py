@@ -7,7 +7,8 @@ import networkx as nx
 import pytest
 
 from asyncpipe.partitioner.graph.formats import write_graph
-from asyncpipe.runtime.plan.plan import TOPICS, read_plan
+from asyncpipe.runtime.plan.findings import TOPICS
+from asyncpipe.runtime.plan.plan import read_plan
 from asyncpipe.tests.test_cli import MLP, run
 
 FAST = ("--profile", "analytic", "--no-weights")

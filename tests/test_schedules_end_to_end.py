@@ -109,8 +109,8 @@ def plan_and_settings(folder: Path, **options: Any) -> tuple[Plan, Settings]:
     ("text", "options", "what", "cure"),
     [
         ("rank 0: 0F0 0B0 0S1", {"micro_batches": 1}, "of 1 stages, but the plan has 4", "Print"),
-        ("{}", {"micro_batches": 5}, "is of 4 micro-batches, but a step has 5", "-batches 4"),
-        ("{}", {"ranks": 4}, "is of 2 ranks, but --ranks is 4", "--ranks 2"),
+        ("{}", {"micro_batches": 5}, "has 4 micro-batches, but a step has 5", "-batches 4"),
+        ("{}", {"ranks": 4}, "has 2 ranks, but --ranks is 4", "--ranks 2"),
         ("rank 0: hello", {}, "'hello' is not an action", "Actions look like"),
     ],
 )

@@ -35,6 +35,7 @@ Bools = NDArray[np.bool_]
 class Link:
     """The connection of two ranks, with the same speed in both directions.
 
+    latency_ms: the time of a message without bytes
     bytes_per_s: bandwidth of one direction
     overlap: transfers of a micro-batch overlap with the computation of another one
     """

@@ -243,13 +243,18 @@ def _in_topological_order(graph: nx.DiGraph) -> nx.DiGraph:
 
 _FORMAT = "asyncpipe cost graph"
 _SCHEMA = 1
-_CURE = "Read are: asyncpipe's cost graph JSON, dnn-partitioning's JSON, PipeDream's graph.txt."
+_CURE = "Give a cost graph of asyncpipe (JSON), dnn-partitioning (JSON) or PipeDream (graph.txt)."
 
 
 def read_graph(path: str | Path) -> nx.DiGraph:
-    """Reads a cost graph, in whichever of the three formats the file is.
+    """Reads a cost graph.
 
-    Raises PlanError when the file is missing, is none of them, or is damaged.
+    - `path`: a file in one of three formats, recognized by its content: asyncpipe's own JSON,
+      the JSON of dnn-partitioning (Tarnawski et al., NeurIPS 2020), or PipeDream's `graph.txt`
+      (Narayanan et al., SOSP 2019).
+
+    Returns a graph for `plan_graph`, with the attributes of `costs_of`. Raises PlanError when the
+    file is missing, is in none of these formats, or is damaged.
     """
     path = Path(path)
     if not path.is_file():

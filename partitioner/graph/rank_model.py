@@ -80,6 +80,7 @@ DEPTH = 4
 class Device:
     """The device of one rank.
 
+    name: a name for people
     speed: without a `kind`, times are 1 / `speed` of the graph's own
     memory_bytes: its memory limit
     host: the name of its host

@@ -28,7 +28,8 @@ from typing import Any
 import networkx as nx
 
 from ...runtime.errors import PlanError
-from ...runtime.plan.plan import Candidate, RankSpec
+from ...runtime.plan.findings import Candidate
+from ...runtime.plan.plan import RankSpec
 from ..graph.rank_model import RankConfig
 from .cluster import Cluster
 from .config import make_setting

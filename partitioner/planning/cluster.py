@@ -52,6 +52,7 @@ HOSTS_CURE = "--hosts h1:4,h2:2 (four ranks on host h1, two on h2)"
 class Cluster:
     """Devices in the order of their file, and their links.
 
+    devices: the devices, of all hosts
     within: the links between devices of one host
     between: the links between two hosts, by their names in rising order; `ANY_HOST` stands for
         hosts without an entry, and the most specific entry applies
@@ -65,6 +66,7 @@ class Cluster:
 
     @cached_property
     def hosts(self) -> tuple[str, ...]:
+        """The names of the hosts, each once."""
         return tuple(dict.fromkeys(device.host for device in self.devices))
 
     @cached_property

@@ -16,7 +16,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, ParamSpec
 
 from ...runtime.errors import PlanError
-from ...runtime.plan.plan import Candidate
+from ...runtime.plan.findings import Candidate
 from ..solvers import METHODS
 from .step_time import has_replicas, is_simulated
 

@@ -25,8 +25,9 @@ from ...runtime.formatting import (
     write_ms,
     write_share,
 )
+from ...runtime.plan.findings import Finding
 from ...runtime.plan.forecast import compared_schedules, forecast_one_step
-from ...runtime.plan.plan import Finding, Plan
+from ...runtime.plan.plan import Plan
 from ...runtime.schedule.builders import AUTO
 from ..graph.costs import Floats, Link
 from ..graph.problem import Problem

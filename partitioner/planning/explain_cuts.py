@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ...runtime.formatting import counted, write_bytes, write_change, write_ms, write_share
-from ...runtime.plan.plan import Finding
+from ...runtime.plan.findings import Finding
 from ..graph.costs import Costs
 from ..graph.problem import Placement, Problem
 from .solve import Solution

@@ -21,7 +21,7 @@ from typing import Any, Unpack
 import networkx as nx
 
 from ...runtime.errors import AsyncPipeError, PlanError
-from ...runtime.plan.plan import Candidate, Finding
+from ...runtime.plan.findings import Candidate, Finding
 from ...runtime.schedule.builders import AUTO, VIRTUAL
 from ..graph.cost_graph import costs_of
 from ..graph.costs import LOCALHOST, Link, Value
@@ -240,9 +240,13 @@ def with_times_on(graph: nx.DiGraph, others: Mapping[str, nx.DiGraph]) -> nx.DiG
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """A value that leaves stage `source` for the stages `targets`; its gradient comes back.
+    """A value that leaves a stage; its gradient comes back.
 
     A gradient that the graph has as a value of its own goes from a later stage to earlier ones.
+
+    name: the name of the value
+    source, targets: the stage that makes it, and those that read it
+    forward_bytes, backward_bytes: bytes of the value and of its gradient, for one micro-batch
     """
 
     name: str
@@ -254,7 +258,17 @@ class Crossing:
 
 @dataclass(frozen=True, slots=True)
 class GraphStage:
-    """The costs of one stage of a planned graph for one micro-batch."""
+    """The costs of one stage of a planned graph for one micro-batch.
+
+    index: the number of the stage, from 0
+    groups: its nodes of the graph
+    load_ms: its whole time, with transfers
+    forward_ms, backward_ms: its computation; the backward includes a recomputed forward
+    param_bytes, activation_bytes: bytes of its parameters, and kept for one micro-batch
+    peak_bytes: its peak memory with all micro-batches in flight
+    recompute: the backward runs the forward again
+    sends, receives: the values that leave and enter it
+    """
 
     index: int
     groups: tuple[str, ...]
@@ -271,7 +285,22 @@ class GraphStage:
 
 @dataclass(frozen=True, slots=True)
 class GraphPlan:
-    """The stages of a planned cost graph, with the same interface as a model's plan."""
+    """The stages of a planned cost graph, with the same interface as a model's plan.
+
+    name: the name of the graph
+    stages: the stages in order
+    stage_of: the stage of each node of the graph
+    ranks_of_stage: the ranks of each stage, several if it is replicated
+    bottleneck_ms, lower_bound_ms: the slowest rank for one micro-batch, and its proved bound
+    step_ms, step_bound_ms: an optimizer step under the schedule, and its proved bound
+    gap: the share by which the objective is above its proved bound (0.02 is 2 %)
+    optimal: the objective reaches its bound
+    method: the planning method
+    seconds: the duration of the search
+    explanation: why the cuts are where they are, in a few clauses
+    findings: the long explanation, with `explain=True`
+    candidates: other plans that were considered
+    """
 
     name: str
     stages: tuple[GraphStage, ...]
@@ -295,6 +324,7 @@ class GraphPlan:
         return tuple(ranks[0] for ranks in self.ranks_of_stage)
 
     def to_json(self) -> str:
+        """The plan as JSON, with the names of the fields."""
         return json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n"
 
 
@@ -313,13 +343,24 @@ def plan_graph(
     explain: bool = False,
     **running: Unpack[PlanConfig],
 ) -> GraphPlan:
-    """Plans a cost graph: see `costs_of` for the attributes of its nodes and edges.
+    """Plans a cost graph, such as another tool's.
 
-    Without `link` transfers are free, unless the graph's edges give times; `running` describes the
-    intended run, as for `solve`. With `devices`, or a file that describes them, the planner chooses
-    among them, and also chooses the number of stages if none is given. With `explain` the plan
-    includes the reasons for its cuts, its bounds, and the effect of other settings. Raises
-    PlanError as `solve` and `choose` do.
+    - `graph`: a directed graph without cycles; see `costs_of` for the attributes of its nodes and
+      edges.
+    - `stages`: the number of stages, each on one rank; not needed with `devices` or `ranks`.
+    - `method`, `prefer_modules`, `granularity`: the options of `PartitionOptions`.
+    - `devices`: a `Cluster` or its TOML file. The planner chooses among the devices, and the number
+      of stages if none is given.
+    - `link`: the connection of consecutive stages. Without one transfers are free, unless the
+      graph's edges give times.
+    - `setting`: the ranks in detail, in place of `running`.
+    - `cut_before`: nodes before which the plan must cut.
+    - `explain`: adds the reasons for the cuts, the bounds, and the effect of other settings.
+    - `running`: the intended run: `schedule`, `ranks`, `micro_batches`, `recompute`,
+      `memory_limit`, `optimizer` and `staleness` of `PartitionOptions`.
+
+    Raises PlanError for a graph with a cycle or an illegal cost, an illegal value of an option,
+    and when no plan satisfies the options.
     """
     options: dict[str, Any] = {
         "method": method,

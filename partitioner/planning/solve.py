@@ -11,7 +11,8 @@ import networkx as nx
 import numpy as np
 
 from ...runtime.errors import PlanError
-from ...runtime.plan.plan import Candidate, RankSpec
+from ...runtime.plan.findings import Candidate
+from ...runtime.plan.plan import RankSpec
 from ..graph.cost_graph import costs_of, with_rotations
 from ..graph.costs import Bools, Costs, Link, with_exchanges, with_updates
 from ..graph.problem import (

@@ -18,8 +18,9 @@ from pygments.token import Comment, Keyword, Name, Number, String
 
 from ...runtime import __version__
 from ...runtime.formatting import counted, write_bytes, write_gap, write_ms, write_share
+from ...runtime.plan.findings import TOPICS, Candidate, Finding
 from ...runtime.plan.forecast import forecast_one_step, spec_bytes, traffic
-from ...runtime.plan.plan import TOPICS, Candidate, Finding, Plan, StageSpec, TensorSpec
+from ...runtime.plan.plan import Plan, StageSpec, TensorSpec
 from ...runtime.reports.charts import Card, in_script, render
 from ..codegen.documentation import shared_sentences, title_of
 from .charts import cost_bars, curves, drawn_schedules, gantts, memory_bars

@@ -184,7 +184,7 @@ def _read(path: str, plan: Plan, settings: Settings) -> Schedule:
     again = f"Print one that does: --schedule {made.name} --print-schedule"
     if made.stages != len(plan.stages):
         raise ScheduleError(
-            f"{path} is of {made.stages} stages, but the plan has {len(plan.stages)}.", again
+            f"{path} has {made.stages} stages, but the plan has {len(plan.stages)}.", again
         )
     if not made.synchronous:
         raise ScheduleError(
@@ -193,7 +193,7 @@ def _read(path: str, plan: Plan, settings: Settings) -> Schedule:
         )
     if made.micro_batches != (settings.micro_batches or 1):
         raise ScheduleError(
-            f"{path} is of {made.micro_batches} micro-batches, but a step has "
+            f"{path} has {made.micro_batches} micro-batches, but a step has "
             f"{settings.micro_batches or 1}.",
             f"--micro-batches {made.micro_batches}",
         )
@@ -205,7 +205,7 @@ def _read(path: str, plan: Plan, settings: Settings) -> Schedule:
         )
     if settings.ranks not in (None, len(made.ranks)):
         raise ScheduleError(
-            f"{path} is of {len(made.ranks)} ranks, but --ranks is {settings.ranks}.",
+            f"{path} has {len(made.ranks)} ranks, but --ranks is {settings.ranks}.",
             f"--ranks {len(made.ranks)}, or leave it out.",
         )
     return made.compute

@@ -193,7 +193,12 @@ class Pipe:
     """The stages of a plan, chained; tied weights are one parameter again.
 
     Called as the original is, it returns the original's output structure: a dict of its named
-    outputs, a tensor or a tuple.
+    outputs, a tensor or a tuple. Inputs have the shapes of `Plan.inputs`, for any batch. A call
+    raises DataError for inputs of other names, dtypes or sizes.
+
+    plan: the plan of the folder
+    stages: the modules of the stages, in order
+    unused: the tensors of the original's state_dict that no stage needs
     """
 
     def __init__(
@@ -220,9 +225,11 @@ class Pipe:
         return self
 
     def eval(self) -> Pipe:
+        """The same as `train(False)`."""
         return self.train(False)
 
     def to(self, *args: Any, **kwargs: Any) -> Pipe:
+        """Moves or casts every stage, as `nn.Module.to` does."""
         for stage in self.stages:
             stage.to(*args, **kwargs)
         _tie(self.plan, self.stages)
@@ -244,6 +251,7 @@ class Pipe:
                     yield first.get(name, name), parameter
 
     def parameters(self) -> Iterator[nn.Parameter]:
+        """Every parameter once, for an optimizer."""
         return (parameter for _, parameter in self.named_parameters())
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -298,10 +306,14 @@ def load(
     weights: str | Path | None = None,
     device: str | torch.device = "cpu",
 ) -> Pipe:
-    """Loads a generated folder with all its stages in this process.
+    """Loads a generated folder with all its stages in this process, and runs its code.
 
-    Raises PlanError when the folder is not a generated model, DataError when `weights` are of
-    another model.
+    - `folder`: a folder that `partition` made.
+    - `weights`: a safetensors file or folder of the original model, in place of the folder's own.
+    - `device`: where the stages are put.
+
+    Raises PlanError when the folder is not a generated model or has no weights, DataError when
+    `weights` belong to another model.
     """
     plan = read_plan(folder)
     stages = [

@@ -60,16 +60,25 @@ class RankTime:
 
     @property
     def idle_ms(self) -> float:
+        """The sum of the four idle times."""
         return self.waiting_ms + self.sending_ms + self.data_ms + self.overhead_ms
 
     @property
     def wall_ms(self) -> float:
+        """Computation and idle time together."""
         return sum(self.stage_ms.values()) + self.idle_ms
 
 
 @dataclass(frozen=True, slots=True)
 class IdleSplit:
-    """The parts of an idle share, each a share of the whole time from 0 to 1."""
+    """The parts of an idle share, each a share of the whole time from 0 to 1.
+
+    bubble: the schedule leaves the rank nothing to do, even if all ranks cost the same.
+    imbalance: the rank waits because others take longer.
+    communication: transfers, wake-ups and sends.
+    data: reading micro-batches, here or on the ranks that it waits for.
+    overhead: the executor between actions, here or on the ranks that it waits for.
+    """
 
     bubble: float
     imbalance: float
@@ -79,6 +88,7 @@ class IdleSplit:
 
     @property
     def total(self) -> float:
+        """The idle share."""
         return self.bubble + self.imbalance + self.communication + self.data + self.overhead
 
 

@@ -59,6 +59,7 @@ class StartRecord:
     methods: tuple[str, ...] = ()
 
     def to_json(self) -> str:
+        """Its line of metrics.jsonl."""
         return _line("start", asdict(self) | {"facts": dict(self.facts), "time_s": _now_s()})
 
 
@@ -70,7 +71,8 @@ class StepRecord:
     step, steps: the step, counted from 1, and the number of steps of the run.
     loss, lr: the mean loss and the learning rate.
     grad_norm: the norm of all gradients; None if it was not computed.
-    rate: `unit` ("tok" or "samples") per second.
+    rate, unit: `unit` ("tok" or "samples") per second.
+    step_ms: the time of a step.
     idle: the idle share of each rank.
     time: the shares of each rank's time, for each of PARTS_OF_TIME.
     mem_bytes: the largest peak memory of any rank.
@@ -78,8 +80,7 @@ class StepRecord:
     logged: True if a line is due.
     epoch: the samples consumed so far, relative to those of the data set.
     loss_scale, skipped: under float16, the loss scale of the next step, and the number of steps
-        that
-        were skipped so far because a gradient overflowed.
+        that were skipped so far because a gradient overflowed.
     delay_mean, delay_max: in an asynchronous run, the mean and maximum number of steps between the
         forward and the backward of the step's micro-batches, at all stages, from the ranks'
         ledgers.
@@ -121,6 +122,7 @@ class StepRecord:
         return sum(self.idle) / len(self.idle)
 
     def to_json(self) -> str:
+        """Its line of metrics.jsonl."""
         record = asdict(self) | {"idle_share": round(self.idle_share, 4)}
         for part, shares in record.pop("time").items():
             record[f"{part}_shares"] = [round(share, 4) for share in shares]
@@ -152,6 +154,7 @@ class EvalRecord:
     batches: int
 
     def to_json(self) -> str:
+        """Its line of metrics.jsonl."""
         return _line("eval", asdict(self))
 
 
@@ -174,10 +177,16 @@ class StalenessSummary:
 class Summary:
     """The results of a run.
 
+    steps, seconds: the steps of the run and its duration.
+    first_loss, last_loss: the mean losses of the first and the last step.
+    eval_loss, accuracy: those of the last evaluation; None without one or for no classifier.
+    output: the folder of the run.
     idle: the share of all ranks' time in which they did not compute, in typical steps.
     idle_parts, idle_parts_by_rank: its parts over all ranks, and for each rank's own time.
-    simulated_idle, simulated_step_ms: simulated values; None if the plan has no measured costs.
-    step_ms, rate: time of a step, and `unit` per second; both without the first step.
+    simulated_idle: the same of a simulated step; None if the plan has no measured costs.
+    simulated_step_ms: the simulated time of a step; None if the plan has no measured costs.
+    step_ms: the time of a step, without the first one.
+    rate, unit: `unit` per second, without the first step.
     weights, exported: the folders of the weights, and of their export if there is one.
     trace: the file of the measured timeline, if requested.
     staleness: the delays of an asynchronous run.
@@ -206,6 +215,7 @@ class Summary:
     unit: str = ""
 
     def to_json(self) -> str:
+        """Its line of metrics.jsonl."""
         return _line("end", asdict(self))
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from ..errors import PlanError
 from ..schedule.asynchronous import ASYNCHRONOUS
 from ..serialization import Origin, parse_json, read_text, shaped
+from .findings import Candidate, Finding
 from .structure import evaluate_size
 from .validate import COMMAND, contradiction, is_command
 
@@ -30,8 +31,14 @@ _SHORT_DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Name, dtype and shape of a tensor; a size is a number or an expression of the plan's symbols,
-    such as `"batch"` or `"batch*sequence"`."""
+    """A tensor of the model at a boundary, an input or an output.
+
+    name: its name in the generated forwards
+    dtype: without `torch.`, such as "float32"
+    shape: each size is a number or an expression of the plan's symbols, such as `"batch"` or
+        `"batch*sequence"`
+    requires_grad: a gradient comes back for it
+    """
 
     name: str
     dtype: str
@@ -66,7 +73,12 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """A tensor made by stage `source` and read by the later stages `targets`."""
+    """A tensor that crosses stages.
+
+    tensor: its name, dtype and shape
+    source: the stage that makes it
+    targets: the later stages that read it
+    """
 
     tensor: TensorSpec
     source: int
@@ -75,8 +87,16 @@ class Boundary:
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
-    """Bytes of a rank at its peak, by purpose; activations are those of all micro-batches in
-    flight."""
+    """Bytes of a stage at its peak, by purpose.
+
+    parameters, gradients: of the stage's parameters
+    optimizer: the optimizer's state
+    versions: older or predicted weights of an asynchronous run
+    buffers: the stage's buffers
+    activations: those of all micro-batches in flight
+    transport: boundary tensors that are sent or about to be received
+    transient: the most that one operation needs in addition
+    """
 
     parameters: int = 0
     gradients: int = 0
@@ -89,23 +109,36 @@ class StageMemory:
 
     @property
     def total(self) -> int:
+        """The sum of all parts."""
         return sum(getattr(self, part.name) for part in fields(self))
 
 
 @dataclass(frozen=True, slots=True)
 class RankSpec:
-    """A rank as the plan assumes it."""
+    """A rank as the plan assumes it.
+
+    device: the name of its device
+    memory_bytes: the memory of the device; None for no limit
+    host: the host of the rank; "" if all ranks are on one
+    """
 
     device: str
     memory_bytes: int | None = None
-    """The memory of the device; None for no limit."""
     host: str = ""
-    """The host of the rank; "" if all ranks are on one."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanSetting:
-    """The configuration of the run that the plan's costs and cuts were computed for."""
+    """The configuration of the run that the plan's costs and cuts were computed for.
+
+    schedule, micro_batches, recompute, staleness, optimizer: the options of those names
+    memory_limit: bytes of each rank; None for no limit
+    ranks: the ranks in order; empty for equal ranks on this host
+    transfer_ms: (source, target, milliseconds) of transfers that overlap with computation
+    latency_ms: the part of every transfer's time that is independent of its bytes
+    step_ms: the time of a step of `micro_batches` under the schedule
+    step_bound_ms: a proved lower bound of `step_ms` for all plans
+    """
 
     schedule: str = "async-1f1b"
     micro_batches: int = 8
@@ -115,56 +148,18 @@ class PlanSetting:
     memory_limit: int | None = None
     ranks: tuple[RankSpec, ...] = ()
     transfer_ms: tuple[tuple[int, int, float], ...] = ()
-    """(source, target, milliseconds) of transfers that overlap with computation."""
     latency_ms: float = 0.0
-    """The part of every transfer's time that is independent of its bytes."""
     step_ms: float = 0.0
-    """The time of a step of `micro_batches` under the schedule."""
     step_bound_ms: float = 0.0
-    """A proved lower bound of `step_ms` for all plans."""
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """Another plan that was considered, and why it was not chosen."""
-
-    name: str
-    stages: int
-    bottleneck_ms: float
-    step_ms: float
-    peak_bytes: int
-    crossing_bytes: int
-    gap: float
-    seconds: float = 0.0
-    """The duration of the search for it; not written to plan.json."""
-    note: str = ""
-
-
-TOPICS = {
-    "cut": "Why each cut is where it is",
-    "bound": "What bounds the plan",
-    "change": "What would change it",
-}
-"""The topics of an explanation, with their headings."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One answer of the explanation: a sentence with its numbers."""
-
-    topic: str
-    """A key of `TOPICS`."""
-    about: str
-    """The name of the cut, bound or change."""
-    text: str
-    bottleneck_ms: float | None = None
-    """The slowest stage of the plan that the sentence describes, or the bound if it describes
-    one."""
 
 
 @dataclass(frozen=True, slots=True)
 class StagePart:
-    """A module of a stage, or its other operations together, with the times of a micro-batch."""
+    """A module of a stage, or its other operations together.
+
+    name: the path of the module
+    forward_ms, backward_ms: its times for one micro-batch
+    """
 
     name: str
     forward_ms: float
@@ -182,6 +177,34 @@ class StageSpec:
     """One generated stage: its file, its forward's arguments and results in order, its costs.
 
     Costs are for one micro-batch of the sizes in `Plan.sizes`; times in milliseconds.
+
+    index: the number of the stage, from 0
+    file, class_name: the stage's file in the folder, and the class in it
+    modules: the modules of the original in it, rows of equal ones as one
+    inputs: the positional arguments of forward, each the name of a model input or boundary tensor
+    outputs: the values that forward returns (one: the value itself, several: a tuple, none: None),
+        each the name of a boundary tensor or of a model output
+    parameters, buffers: their names in the original
+    draws_random: it draws random numbers, as dropout does
+    forward_ms, backward_ms: times; a backward includes a recomputed forward
+    param_bytes: bytes of the parameters
+    activation_bytes: bytes kept for the backward of one micro-batch
+    peak_bytes: the sum of `memory`
+    sends, receives: the boundary tensors that it makes and that it reads
+    memory: its memory with `in_flight` micro-batches
+    in_flight: the most micro-batches between their forward and backward
+    load_ms: its whole time, with transfers and, if asynchronous, its share of the optimizer
+    forward_talk_ms, backward_talk_ms: additional time of the rank for transfers
+    exchange_ms: the time of exchanging gradients of shared parameters, once a step
+    weight_ms: the part of `backward_ms` that makes weight gradients, which a schedule may delay
+    update_ms: the time of the optimizer, once a step, if the load counts it
+    recompute: the backward runs the forward again
+    ranks: several if the stage is replicated; several stages may have the same rank
+    parts: the parts of the stage; their times add up to those of the stage
+    sha256: the hash of the generated file
+    draws_numbers: it draws from Python's or NumPy's generator; `draws_random` is true as well
+    changes: the parameters that forward writes to
+    changes_trained: those of `changes` that need a gradient
     """
 
     index: int
@@ -189,50 +212,32 @@ class StageSpec:
     class_name: str
     modules: tuple[str, ...]
     inputs: tuple[str, ...]
-    """The positional arguments of forward, each the name of a model input or of a boundary
-    tensor."""
     outputs: tuple[str, ...]
-    """The values that forward returns (one: the value itself, several: a tuple, none: None), each
-    the name of a boundary tensor or of a model output."""
     parameters: tuple[str, ...]
     buffers: tuple[str, ...]
     draws_random: bool
     forward_ms: float
     backward_ms: float
-    """With the recomputed forward if the stage has `recompute`."""
     param_bytes: int
     activation_bytes: int
     peak_bytes: int
-    """The sum of `memory`."""
     sends: tuple[Boundary, ...]
     receives: tuple[Boundary, ...]
     memory: StageMemory
-    """The memory with `in_flight` micro-batches."""
     in_flight: int
     load_ms: float
     forward_talk_ms: float = 0.0
-    """The time that the rank spends on transfers of a forward, in addition to `forward_ms`."""
     backward_talk_ms: float = 0.0
-    """The same of a backward."""
     exchange_ms: float = 0.0
-    """The time of exchanging gradients of shared parameters, once a step."""
     weight_ms: float = 0.0
-    """The part of `backward_ms` that makes weight gradients, which a schedule may delay."""
     update_ms: float = 0.0
-    """The time of the optimizer, once a step, if the load counts it."""
     recompute: bool = False
     ranks: tuple[int, ...] = ()
-    """Several if the stage is replicated; several stages may have the same rank."""
     parts: tuple[StagePart, ...] = ()
-    """The parts of the stage; their times add up to those of the stage."""
     sha256: str = ""
     draws_numbers: bool = False
-    """The stage draws from the global generator of Python or NumPy; then `draws_random` is true as
-    well."""
     changes: tuple[str, ...] = ()
-    """The parameters that forward writes to."""
     changes_trained: tuple[str, ...] = ()
-    """Those of `changes` that need a gradient."""
 
     def named_outputs(self, result: Any) -> dict[str, Any]:
         """The result of forward, by name."""
@@ -242,21 +247,59 @@ class StageSpec:
 
 @dataclass(frozen=True, slots=True)
 class SharedParameter:
-    """A parameter of the original with several names or on several stages."""
+    """A parameter of the original with several names or on several stages.
+
+    names: all names of the parameter, the owner's first
+    holders: each stage that holds it, with its name there
+    """
 
     names: tuple[str, ...]
-    """All names of the parameter, the owner's first."""
     holders: tuple[tuple[int, str], ...]
-    """Each stage that holds it, with its name there."""
 
     @property
     def stages(self) -> tuple[int, ...]:
+        """The stages that hold it."""
         return tuple(stage for stage, _ in self.holders)
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The partition of a model, with everything that the runtime needs to run it."""
+    """The partition of a model, with everything that the runtime needs to run it.
+
+    name: the name of the model, as in the name of the folder
+    model, model_args: the model as the command or the caller named it, and its arguments
+    command: the command that makes the folder again
+    sizes: the sizes of the example inputs by symbol: `batch`, `sequence`
+    inputs: the inputs of the model
+    values: all boundary tensors and outputs
+    outputs: the structure of the original's output, as `structure.py` writes it: a tensor's name, a
+        list, or an object that keeps the original's keys; constants stand for themselves
+    loss: the name of the output value that is the loss; None with a criterion outside the model
+    criterion: the criterion outside the model
+    stages: the stages in order
+    shared: the parameters with several names or on several stages
+    method: the planning method
+    bottleneck_ms: the slowest stage or rank, for one micro-batch
+    lower_bound_ms: a proved lower bound of `bottleneck_ms` for all plans
+    even_split_ms: the slowest stage of an even split by blocks
+    optimal: the objective reaches its lower bound
+    setting: the run that the plan is for
+    profile: facts about the profile, such as its device and dtype
+    hashes: SHA-256 of the graph
+    weights: the origin of the weights
+    state_keys: the keys of the original's state_dict, in its order
+    unused: those of `state_keys` that no stage needs, because forward never reads them
+    notes: remarks of the capture and about the loss
+    explanation: why the cuts are where they are, in a few clauses
+    findings: the long explanation, with possible changes
+    even_split: forward and backward milliseconds of the stages of an even split by blocks
+    candidates: other plans that were considered
+    if_sent: the boundaries if no stage recomputed an earlier one's value; empty if equal
+    arguments: the structure of forward's arguments, as in `outputs`; None if they are the inputs
+    constants: tensors outside the state_dict, stored with the weights
+    mode: "both", or "train" for stages without an evaluation mode
+    schema: the version of the format of plan.json
+    """
 
     name: str
     model: str
@@ -266,13 +309,8 @@ class Plan:
     inputs: tuple[TensorSpec, ...]
     values: tuple[TensorSpec, ...]
     outputs: Any
-    """The structure of the original's output, as `structure.py` writes it: a tensor's name, a list,
-    or an object that keeps the original's keys; constants stand for themselves."""
     loss: str | None
-    """The name of the output value that is the loss; None if a criterion outside the model computes
-    it."""
     criterion: str | None
-    """The criterion outside the model."""
     stages: tuple[StageSpec, ...]
     shared: tuple[SharedParameter, ...]
     method: str
@@ -285,27 +323,16 @@ class Plan:
     hashes: Mapping[str, str]
     weights: str
     state_keys: tuple[str, ...] = ()
-    """The keys of the original's state_dict, in its order."""
     unused: tuple[str, ...] = ()
-    """Those of `state_keys` that no stage needs, because forward never reads them."""
     notes: tuple[str, ...] = ()
     explanation: tuple[str, ...] = ()
-    """Why the cuts are where they are, in a few clauses."""
     findings: tuple[Finding, ...] = ()
-    """The long explanation, with possible changes."""
     even_split: tuple[tuple[float, float], ...] = ()
-    """Forward and backward milliseconds of the stages of an even split by blocks."""
     candidates: tuple[Candidate, ...] = ()
-    """Other plans that were considered."""
     if_sent: tuple[Boundary, ...] = ()
-    """The boundaries if no stage recomputed a value of an earlier one; empty if they are the
-    same."""
     arguments: Mapping[str, Any] | None = None
-    """The structure of forward's arguments, as in `outputs`; None if they are just the inputs."""
     constants: tuple[str, ...] = ()
-    """Tensors outside the state_dict, stored with the weights."""
     mode: str = "both"
-    """"both", or "train" for stages without an evaluation mode."""
     schema: int = field(default=SCHEMA)
 
     @property
@@ -345,6 +372,7 @@ class Plan:
 
     @property
     def boundaries(self) -> tuple[Boundary, ...]:
+        """All tensors that cross stages, by the stage that makes them."""
         return tuple(boundary for stage in self.stages for boundary in stage.sends)
 
     def input_stages(self, name: str) -> tuple[int, ...]:
@@ -352,9 +380,10 @@ class Plan:
         return tuple(stage.index for stage in self.stages if name in stage.inputs)
 
     def to_json(self) -> str:
+        """The text of plan.json; the same plan is the same text."""
         document = asdict(self)
         for candidate in document["candidates"]:
-            del candidate["seconds"]  # the same plan is the same text
+            del candidate["seconds"]
         if self.mode == "both":
             del document["mode"]
         for stage in document["stages"]:

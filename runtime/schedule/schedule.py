@@ -42,6 +42,9 @@ class Action(NamedTuple):
 
     >>> print(Action(2, "F", 3, version=1), Action(2, "SEND_F", 3, peer=3), Action(2, "S", 4))
     2F3@v1 2SEND_F3>3 2S4
+
+    stage: the stage of the action
+    kind: F, B, W or S, or a message: SEND_F, RECV_F, SEND_B, RECV_B
     """
 
     stage: int
@@ -91,6 +94,10 @@ class Schedule:
     """The actions of every rank over one segment.
 
     Micro-batch i of a stage with r replicas runs on its replica i mod r.
+
+    name: as `--schedule` names it
+    stages: the number of stages
+    micro_batches: the number of micro-batches of the segment
     """
 
     name: str
@@ -131,6 +138,7 @@ class Schedule:
 
     @property
     def steps(self) -> int:
+        """The number of optimizer steps of each stage."""
         return self.micro_batches // self.step_every
 
     @property
@@ -145,6 +153,7 @@ class Schedule:
 
     @property
     def is_lowered(self) -> bool:
+        """True with messages between ranks, as `lower` adds them."""
         return any(action.peer is not None for row in self.ranks for action in row)
 
     @property

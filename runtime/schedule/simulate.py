@@ -171,7 +171,10 @@ _Link = tuple[int, int, int, int]
 @dataclass(frozen=True, slots=True)
 class ActionCosts:
     """The costs of each stage's actions for one micro-batch, and of each edge's transfers, in
-    milliseconds."""
+    milliseconds.
+
+    forward_ms, backward_ms, step_ms: of F, of B with W, and of S, for each stage
+    """
 
     forward_ms: tuple[float, ...]
     backward_ms: tuple[float, ...]

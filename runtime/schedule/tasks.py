@@ -141,15 +141,19 @@ class Tasks:
             self.needs.append(tuple(waits))
 
     def number(self, kind: int, stage: int, index: int) -> int:
+        """The task of an action."""
         return kind * self.count + stage * self.micro_batches + index
 
     def kind(self, task: int) -> int:
+        """The kind of a task."""
         return task // self.count
 
     def stage(self, task: int) -> int:
+        """The stage of a task."""
         return task % self.count // self.micro_batches
 
     def index(self, task: int) -> int:
+        """The micro-batch of a task."""
         return task % self.micro_batches
 
     def is_fixed(self, task: int, other: int) -> bool:
@@ -190,6 +194,7 @@ class Tasks:
         ]
 
     def schedule_of(self, rows: Rows, name: str) -> Schedule:
+        """The schedule that runs these tasks, an order for each rank."""
         actions = (
             [Action(self.stage(t), _LETTERS[self.kind(t)], self.index(t)) for t in row]
             for row in rows
@@ -277,6 +282,7 @@ class Tasks:
         return [self.peak(row) for row in rows]
 
     def peak(self, row: Sequence[int]) -> float:
+        """The most that a rank holds between forwards and backwards of this order."""
         held = most = 0.0
         for task in row:
             kind = self.kind(task)

@@ -23,8 +23,8 @@ from asyncpipe.partitioner.planning.explain import (
 from asyncpipe.partitioner.planning.explain_cuts import explain_cuts, moved_to, moves
 from asyncpipe.partitioner.planning.solve import Solution, solve
 from asyncpipe.runtime.formatting import write_bytes, write_ms, write_share
+from asyncpipe.runtime.plan.findings import Finding
 from asyncpipe.runtime.plan.forecast import forecast_one_step
-from asyncpipe.runtime.plan.plan import Finding
 from asyncpipe.tests.support.models.hand_plans import chain
 from asyncpipe.tests.support.models.placements import LINKS, graphs, problem_of
 

@@ -16,8 +16,9 @@ from asyncpipe.partitioner.report import render_report
 from asyncpipe.partitioner.report.charts import cost_bars, curves, gantts, memory_bars
 from asyncpipe.partitioner.report.stage_graph import stage_graph
 from asyncpipe.runtime.formatting import write_bytes, write_gap, write_ms, write_share
+from asyncpipe.runtime.plan.findings import Candidate
 from asyncpipe.runtime.plan.forecast import compared_schedules, forecast_one_step, spec_bytes
-from asyncpipe.runtime.plan.plan import Boundary, Candidate, Plan, TensorSpec, read_plan
+from asyncpipe.runtime.plan.plan import Boundary, Plan, TensorSpec, read_plan
 from asyncpipe.tests.support.oracles.html_pages import all_of, by_id, check_alone, parsed, text_of
 
 
