@@ -191,7 +191,7 @@ def markdown(paragraphs: list[str]) -> Iterator[str]:
     """Paragraphs of a docstring, with examples in code blocks and names in lists."""
     for paragraph in paragraphs:
         if paragraph.lstrip().startswith(">>>"):
-            yield f"```pycon\n{paragraph}\n```"
+            yield f"```text\n{paragraph}\n```"
         elif named := named_lines(paragraph):
             yield "\n".join(f"- `{'`, `'.join(names)}`: {text}" for names, text in named)
         else:

@@ -194,7 +194,7 @@ class Pipe:
 
     Called as the original is, it returns the original's output structure: a dict of its named
     outputs, a tensor or a tuple. Inputs have the shapes of `Plan.inputs`, for any batch. A call
-    raises DataError for inputs of other names, dtypes or sizes.
+    raises DataError for inputs of other names or sizes.
 
     plan: the plan of the folder
     stages: the modules of the stages, in order
