@@ -183,7 +183,7 @@ def test_a_run_of_two_stages_is_continued_by_four_from_the_command_line(tmp_path
         "analytic",
     ]
     sizes = {
-        "num_layers": 2, "num_decoder_layers": 2, "d_model": 16, "num_heads": 2, "d_kv": 8,
+        "num_layers": 1, "num_decoder_layers": 1, "d_model": 16, "num_heads": 2, "d_kv": 8,
         "d_ff": 24, "vocab_size": 300, "dropout_rate": 0,
     }  # fmt: skip
     model += [word for key, value in sizes.items() for word in ("--model-arg", f"{key}={value}")]

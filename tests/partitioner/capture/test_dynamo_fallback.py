@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,12 @@ from torch import nn
 
 import asyncpipe
 from asyncpipe.partitioner.capture import Capture, IfTraining, Region, capture, dynamo
+from asyncpipe.partitioner.codegen import generate
 from asyncpipe.runtime.errors import CaptureError
 from asyncpipe.tests.support.models import dynamo_cases as unseen
 from asyncpipe.tests.support.models import zoo
+from asyncpipe.tests.support.oracles import stage_chain
+from asyncpipe.tests.support.oracles.stage_chain import HEADER, stages_at
 from asyncpipe.tests.test_cli import run
 
 
@@ -91,12 +95,17 @@ def test_modes_regions_and_sizes_are_as_the_tracer_has_them() -> None:
     assert regions == {"no_grad", "autocast"} and Region("no_grad").kind in regions
 
 
+@cache
+def with_both(name: str) -> tuple[Capture, Capture]:
+    """A model of the zoo as the tracer and as Dynamo capture it."""
+    make: Callable[[], tuple[nn.Module, dict[str, Any]]] = getattr(zoo, name)
+    return capture(*make(), method="tracer"), capture(*make(), method="dynamo")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "bert", "t5"])
 def test_transformers_come_out_as_with_the_tracer(name: str) -> None:
-    make: Callable[[], tuple[nn.Module, dict[str, Any]]] = getattr(zoo, name)
-    with_tracer = capture(*make(), method="tracer")
-    with_dynamo = capture(*make(), method="dynamo")
+    with_tracer, with_dynamo = with_both(name)
     assert kinds(with_dynamo) == kinds(with_tracer)
     assert list(with_dynamo.calls) == list(with_tracer.calls)
     assert leaves(with_dynamo) == leaves(with_tracer)
@@ -105,14 +114,15 @@ def test_transformers_come_out_as_with_the_tracer(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_classes_are_written_as_with_the_tracer(tmp_path: Path) -> None:
+def test_classes_are_written_as_with_the_tracer() -> None:
     classes = [
         [
             line
-            for line in cut(*zoo.bert(), tmp_path / method, capture=method).splitlines()
+            for text in generate(*stage_chain.cut(found, stages_at(found, (0.5,))), HEADER).values()
+            for line in text.splitlines()
             if line.startswith(("class ", "    for "))
         ]
-        for method in ("tracer", "dynamo")
+        for found in with_both("bert")
     ]
     assert classes[0] == classes[1]
 

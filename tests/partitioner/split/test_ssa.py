@@ -189,7 +189,7 @@ def test_any_program_is_exact_wherever_it_can_be_cut(
 
 
 @pytest.mark.slow
-@settings(ANY, max_examples=80)
+@settings(ANY, max_examples=30)
 @given(programs(14), SHARES)
 def test_any_longer_program_is_exact_wherever_it_can_be_cut(
     operations: tuple[Operation, ...], cuts: list[float]

@@ -272,8 +272,7 @@ def test_gathered_gradients_are_clipped_before_they_predict(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", REFERENCES)
-@pytest.mark.parametrize("step_every", [1, 2, 4, 8])
-@pytest.mark.parametrize("stages", [2, 4, 8])
+@pytest.mark.parametrize(("stages", "step_every"), [(2, 8), (4, 2), (8, 1), (8, 2)])
 def test_every_size_equals_the_recurrence(method: str, stages: int, step_every: int) -> None:
     optimizer = "adamw" if fits(method, "adamw") else "sgd with decay"
     for recompute in (False, True):

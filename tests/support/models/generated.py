@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
-import shutil
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +15,7 @@ from torch import Tensor, nn
 import asyncpipe
 from asyncpipe.partitioner.models.builtin import ResNet
 from asyncpipe.partitioner.models.load import load_model
+from asyncpipe.tests.support.models.copies import made_once
 
 Inputs = dict[str, Tensor]
 
@@ -129,26 +127,22 @@ LARGER: Mapping[str, Case] = {
 
 
 def cut(case: Case, stages: int, folder: Path, **running: Any) -> Path:
-    """Partitions the case into `folder`, to run so; what this process made before is copied."""
-    shutil.copytree(_partitioned(case, stages, tuple(sorted(running.items()))), folder)
-    return folder
-
-
-@cache
-def _partitioned(case: Case, stages: int, running: tuple[tuple[str, Any], ...]) -> Path:
-    home = tempfile.mkdtemp(prefix="cut-")
-    atexit.register(shutil.rmtree, home)
-    asyncpipe.partition(
-        case.build(),
-        case.example_inputs,
-        stages=stages,
-        output=Path(home) / "case",
-        name="case",
-        loss=case.criterion,
-        profile="analytic",
-        **dict(running),
+    """Partitions a case of the tables above into `folder`, to run with these options."""
+    (name,) = (name for name, known in {**CASES, **LARGER}.items() if known is case)
+    return made_once(
+        f"{name} in {stages} stages, {sorted(running.items())}",
+        folder,
+        lambda: asyncpipe.partition(
+            case.build(),
+            case.example_inputs,
+            stages=stages,
+            output=folder,
+            name="case",
+            loss=case.criterion,
+            profile="analytic",
+            **running,
+        ),
     )
-    return Path(home) / "case"
 
 
 def loss_of(case: Case, model: Callable[..., Any], inputs: Inputs) -> Tensor:
