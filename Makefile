@@ -1,6 +1,7 @@
 # make quickstart   a fresh machine to a training pipeline: gpt2 in four stages on real text
 # make install      asyncpipe into .venv; EXTRAS=hf,data,s3 for more than its own needs
 # make test         installs what the tests need and runs them
+# make quick        the essential ones, in under three minutes
 # make check        what CI runs: test, lint, types
 # make audit        asks for known vulnerabilities of what is installed; without a network it says so
 #
@@ -14,7 +15,7 @@ BIN := $(VENV)/bin
 
 EXTRAS ?= hf,data
 
-.PHONY: quickstart install test check lint types audit clean
+.PHONY: quickstart install test quick check lint types audit clean
 
 quickstart: $(VENV)/.demo
 	$(BIN)/asyncpipe-partition --model gpt2 --stages 4 --seq 64 --micro-batch-size 1 --force
@@ -23,8 +24,29 @@ quickstart: $(VENV)/.demo
 
 install: $(VENV)/.demo
 
+# Three workers for two cores: some tests wait for most of their time, for ranks that end or time out.
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 --dist worksteal -q
+	$(BIN)/python -m pytest -n 3 --dist worksteal -q
+
+# One test or file for each step from a model to its training, and the rules of the code and pages.
+QUICK := \
+	tests/test_layers.py tests/test_api_reference.py \
+	tests/partitioner/capture/test_capture.py::test_graph_equals_the_model_at_other_sizes \
+	tests/partitioner/planning/test_solve.py \
+	tests/partitioner/solvers/test_exact.py::test_no_other_method_is_better \
+	tests/partitioner/codegen/test_generate.py \
+	tests/partitioner/test_verify.py \
+	tests/runtime/schedule/test_schedules.py \
+	tests/runtime/executor/test_pipeline.py \
+	tests/runtime/staleness/test_async.py::test_async_1f1b_equals_the_oracle \
+	tests/runtime/staleness/test_async.py::test_real_processes_equal_the_oracle \
+	tests/runtime/training/test_training_loop.py \
+	tests/runtime/training/test_asynchronous_runs.py \
+	'tests/test_transparency.py::test_a_pipeline_of_processes_equals_the_plain_model[gpt2-2]' \
+	tests/test_docs.py --deselect tests/test_docs.py::test_every_command_shown_runs
+
+quick: $(VENV)/.dev
+	$(BIN)/python -m pytest -n 2 --dist worksteal -q $(QUICK)
 
 check: test lint types
 
