@@ -21,7 +21,7 @@ from typing import Any
 
 from machine import write_result
 
-from asyncpipe.runtime.config.settings import Settings
+from asyncpipe.runtime.config.execution_options import ExecutionOptions
 from asyncpipe.runtime.distributed.process_groups import World
 from asyncpipe.runtime.executor.instrumented import Activities, Activity, StageMessage
 from asyncpipe.runtime.monitoring.watchdog import Watchdog
@@ -60,7 +60,7 @@ def cost_of_an_activity(*, recorded: bool) -> float:
 
 def cost_of_a_beat(folder: Path) -> float:
     (folder / "ranks").mkdir()
-    watchdog = Watchdog(Settings(folder="x"), folder, World(), Activities())
+    watchdog = Watchdog(ExecutionOptions(), folder, World(), Activities())
     return cpu_us(watchdog._publish, 500)
 
 

@@ -26,6 +26,7 @@ import torch
 from machine import write_result
 
 import asyncpipe
+from asyncpipe.runtime.config.resolve import resolve
 from asyncpipe.runtime.config.settings import Settings
 from asyncpipe.runtime.executor.instrumented import StepOptimizers
 from asyncpipe.runtime.executor.loading import load_stage
@@ -89,8 +90,10 @@ class Training:
             lr=1e-4,
             momentum=0.9 if made.optimizer in ("sgd", "sutskever") else 0.0,
             weight_decay=0.01,
+            warmup=0,
         )
-        self._optimizers = {j: StageOptimizer(module, settings) for j, module in modules.items()}
+        config, _ = resolve(settings, plan)
+        self._optimizers = {j: StageOptimizer(module, config) for j, module in modules.items()}
         self.pipe = Pipeline(
             plan,
             modules,

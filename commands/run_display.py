@@ -14,7 +14,7 @@ from ..runtime.monitoring.records import Reporter
 from .console import make_console
 
 if TYPE_CHECKING:
-    from ..runtime.config.settings import Settings
+    from ..runtime.config.settings import RunConfig
     from ..runtime.monitoring.idle import IdleSplit
     from ..runtime.monitoring.records import EvalRecord, StartRecord, StepRecord, Summary
     from ..runtime.schedule.simulate import Timeline
@@ -23,7 +23,7 @@ _WIDTH = 72
 """Columns of the longer of two timelines."""
 
 
-def make_reporter(settings: Settings) -> Reporter:
+def make_reporter(settings: RunConfig) -> Reporter:
     """The reporter of a run: JSON lines, nothing, a progress bar or one line per interval."""
     if settings.json:
         return _JsonReporter()

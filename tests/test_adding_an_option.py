@@ -20,8 +20,10 @@ from asyncpipe.commands.training_options import ComparedOptions
 from asyncpipe.partitioner.planning.options import OPTIONS
 from asyncpipe.runtime.checkpoint.resuming import differences
 from asyncpipe.runtime.config.option_files import read_config
+from asyncpipe.runtime.config.resolve import resolve
 from asyncpipe.runtime.config.settings import Settings
 from asyncpipe.runtime.experiments.variants import lists_from_texts
+from asyncpipe.runtime.plan.plan import read_plan
 import asyncpipe
 
 assert asyncpipe.__file__.startswith(os.getcwd()), asyncpipe.__file__
@@ -36,17 +38,20 @@ arguments = ["asyncpipe/generated_models/residual_mlp_2p", "--optimizer", "adagr
 arguments += ["--data", "asyncpipe/examples/residual_mlp.py:data", "--label", "baseline", "--json"]
 assert app(arguments, exit_on_error=False, result_action="return_value") in (0, None)
 
-settings = Settings(folder="x", optimizer="adagrad", lr=0.01, label="baseline")
+folder = "asyncpipe/generated_models/residual_mlp_2p"
+given = {"optimizer": "adagrad", "lr": 0.01, "label": "baseline", "data": "x.py:data"}
+settings = Settings(folder=folder, **given)
 open("run.toml", "w").write(settings.to_toml())
 assert read_config("run.toml")["label"] == "baseline"
 assert lists_from_texts(["label=a,b"]) == {"label": ("a", "b")}
-assert not differences({"label": "other"}, settings)
+config, _ = resolve(settings, read_plan(folder))
+assert not differences({"label": "other"}, config)
 
 import torch
 from asyncpipe.runtime.training.stage_optimizer import make_optimizer
 weight = torch.ones(2, 2, requires_grad=True)
 weight.grad = torch.ones(2, 2)
-make_optimizer([weight], settings).step()
+make_optimizer([weight], config).step()
 assert weight.max() < 1
 print("works")
 """

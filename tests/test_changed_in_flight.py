@@ -15,12 +15,13 @@ from torch.nn import functional as F
 
 import asyncpipe
 from asyncpipe.runtime.config.asynchronous_options import check_methods
-from asyncpipe.runtime.config.settings import Settings, SettingsError
+from asyncpipe.runtime.config.settings import SettingsError
 from asyncpipe.runtime.executor.loading import load_stage
 from asyncpipe.runtime.plan.plan import read_plan
 from asyncpipe.tests.support.models.hand_plans import HandModel, HandStage
 from asyncpipe.tests.support.oracles.async_simulation import REFERENCES, async_run
 from asyncpipe.tests.support.processes.executor import lowered, train_together
+from asyncpipe.tests.support.run_configs import run_config
 
 STEPS = 6
 
@@ -153,7 +154,7 @@ def test_what_forward_changes_is_that_of_the_plain_model(
 
 def test_trained_parameters_that_forward_changes_are_refused_in_asynchronous_runs() -> None:
     plan = pipeline_of(Unit, "none").plan
-    settings = Settings(
+    settings = run_config(
         folder="made", output="run", schedule="async-1f1b", staleness="stash", optimizer="sgd",
         micro_batches=1,
     )  # fmt: skip

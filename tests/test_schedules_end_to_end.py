@@ -11,8 +11,9 @@ import pytest
 
 import asyncpipe
 from asyncpipe.partitioner.models.load import load_model
+from asyncpipe.runtime.config.resolve import resolve
 from asyncpipe.runtime.config.segments import make_segment
-from asyncpipe.runtime.config.settings import Settings, SettingsError
+from asyncpipe.runtime.config.settings import RunConfig, Settings, SettingsError
 from asyncpipe.runtime.distributed.process_groups import World
 from asyncpipe.runtime.errors import AsyncPipeError, ScheduleError
 from asyncpipe.runtime.launch.launch import schedule_text
@@ -101,8 +102,9 @@ def test_a_printed_schedule_is_edited_and_run(folder: Path, tmp_path: Path) -> N
     assert (tmp_path / "ranks" / "schedule.txt").read_text().startswith("name: mine\n")
 
 
-def plan_and_settings(folder: Path, **options: Any) -> tuple[Plan, Settings]:
-    return read_plan(folder), settings_of(folder, **options)
+def plan_and_config(folder: Path, **options: Any) -> tuple[Plan, RunConfig]:
+    plan = read_plan(folder)
+    return plan, resolve(settings_of(folder, **options), plan)[0]
 
 
 @pytest.mark.parametrize(
@@ -119,9 +121,9 @@ def test_a_file_that_is_not_of_this_run_is_refused(
 ) -> None:
     own = schedule_text(settings_of(folder, schedule="interleaved"))
     (tmp_path / "x.txt").write_text(text.format(own))
-    plan, settings = plan_and_settings(folder, schedule=str(tmp_path / "x.txt"), **options)
+    plan, config = plan_and_config(folder, schedule=str(tmp_path / "x.txt"), **options)
     with pytest.raises(ScheduleError) as caught:
-        make_segment(plan, settings, steps=1)
+        make_segment(plan, config, steps=1)
     assert what in caught.value.what and cure in caught.value.cure
 
 
@@ -130,9 +132,9 @@ def test_an_asynchronous_file_and_one_that_is_not_there_are_refused(
 ) -> None:
     rows = [f"rank {j}: {j}F0 {j}B0 {j}S1 {j}F1 {j}B1 {j}S2" for j in range(4)]
     (tmp_path / "x.txt").write_text("\n".join(rows))
-    plan, settings = plan_and_settings(folder, schedule=str(tmp_path / "x.txt"), micro_batches=2)
+    plan, config = plan_and_config(folder, schedule=str(tmp_path / "x.txt"), micro_batches=2)
     with pytest.raises(ScheduleError, match="has 2 steps, but a schedule from a file makes one"):
-        make_segment(plan, settings, steps=1)
+        make_segment(plan, config, steps=1)
     with pytest.raises(SettingsError, match="there is no such file"):
         Settings(folder="x", schedule="no/such.txt")
     with pytest.raises(AsyncPipeError, match="Did you mean interleaved"):
@@ -141,22 +143,22 @@ def test_an_asynchronous_file_and_one_that_is_not_there_are_refused(
 
 def test_auto_puts_stages_on_as_many_ranks_as_asked(folder: Path) -> None:
     for ranks in (1, 2, 3, 4):
-        plan, settings = plan_and_settings(folder, schedule="auto", ranks=ranks)
-        made = make_segment(plan, settings, steps=1)
+        plan, config = plan_and_config(folder, schedule="auto", ranks=ranks)
+        made = make_segment(plan, config, steps=1)
         assert len(made.ranks) == ranks and not made.split
-        assert made == make_segment(plan, settings, steps=1)
+        assert made == make_segment(plan, config, steps=1)
 
 
 def test_auto_keeps_to_the_memory_of_the_plans_ranks(folder: Path) -> None:
-    plan, settings = plan_and_settings(folder, schedule="auto", micro_batches=8)
-    assert max(make_segment(plan, settings, steps=1).in_flight) > 2
+    plan, config = plan_and_config(folder, schedule="auto", micro_batches=8)
+    assert max(make_segment(plan, config, steps=1).in_flight) > 2
     small = []
     for stage in plan.stages:
         each = stage.memory.activations / stage.in_flight
         fixed = stage.memory.total - stage.memory.activations
         small.append(RankSpec("small", int(fixed + 2.5 * each)))
     limited = replace(plan, setting=replace(plan.setting, ranks=tuple(small)))
-    assert max(make_segment(limited, settings, steps=1).in_flight) == 2
+    assert max(make_segment(limited, config, steps=1).in_flight) == 2
 
 
 def figures(step: int, whole: bool) -> list[RankFigures]:
@@ -182,16 +184,16 @@ def test_costs_are_read_off_the_measured_steps() -> None:
 
 
 def test_the_schedule_is_computed_again_once_and_only_in_a_long_run(folder: Path) -> None:
-    plan, settings = plan_and_settings(folder, schedule="auto", ranks=1, steps=20)
-    first = make_segment(plan, settings, steps=1)
+    plan, config = plan_and_config(folder, schedule="auto", ranks=1, steps=20)
+    first = make_segment(plan, config, steps=1)
     told: list[str] = []
     stage_s = tuple(1e-3 * (1 + kind) for kind in range(4) for _ in range(4))
     seen = [[RankFigures(step, stage_s=stage_s)] for step in range(2, 8)]
 
-    def steps_of(settings: Settings) -> Remeasuring:
+    def steps_of(config: RunConfig) -> Remeasuring:
         return Remeasuring(
             plan,
-            settings,
+            config,
             World(),
             first,
             figures=lambda step: seen,
@@ -199,25 +201,25 @@ def test_the_schedule_is_computed_again_once_and_only_in_a_long_run(folder: Path
             tell=lambda text, schedule: told.append(text),
         )
 
-    steps = steps_of(settings)
+    steps = steps_of(config)
     taken = [steps.of_step(step) for step in range(1, 21)]
     assert [made.compute.ranks for made in taken[:5]] == [first.compute.ranks] * 5
     split = with_split_backwards(first.compute)
     assert [made.compute.ranks for made in taken[5:7]] == [split.ranks] * 2
     assert len(set(map(str, taken[7:]))) == 1 and len(told) == 1
-    assert "after step 7" in when_measured(settings)
-    short = settings_of(folder, schedule="auto", ranks=1, steps=13)
+    assert "after step 7" in when_measured(config)
+    _, short = plan_and_config(folder, schedule="auto", ranks=1, steps=13)
     assert {str(steps_of(short).of_step(step)) for step in range(1, 14)} == {str(first)}
     assert "fewer than 14" in when_measured(short)
     assert len(told) == 1
 
 
 def test_whole_backwards_are_measured_whatever_the_first_schedule_splits(folder: Path) -> None:
-    plan, settings = plan_and_settings(folder, schedule="auto", ranks=1, steps=20)
-    split = with_split_backwards(make_segment(plan, settings, steps=1))
+    plan, config = plan_and_config(folder, schedule="auto", ranks=1, steps=20)
+    split = with_split_backwards(make_segment(plan, config, steps=1))
     steps = Remeasuring(
         plan,
-        settings,
+        config,
         World(),
         split,
         figures=lambda step: [],

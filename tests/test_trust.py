@@ -12,7 +12,6 @@ import pytest
 
 import asyncpipe
 from asyncpipe.runtime.config.option_files import check_code, read_config
-from asyncpipe.runtime.config.settings import Settings
 from asyncpipe.runtime.distributed import process_groups
 from asyncpipe.runtime.distributed.cpu_affinity import RankResources, check_alike, find_resources
 from asyncpipe.runtime.distributed.ranks import RankInfo
@@ -33,6 +32,7 @@ from asyncpipe.tests.support.models.hand_folders import WIDTH, exact_settings, w
 from asyncpipe.tests.support.processes.in_process import command, error_of
 from asyncpipe.tests.support.processes.quick_python import run
 from asyncpipe.tests.support.processes.silent_reporter import FACTORY
+from asyncpipe.tests.support.run_configs import run_config
 
 ROOT = Path(__file__).parent.parent
 THEIRS = """
@@ -293,14 +293,14 @@ def test_ranks_on_other_hosts_trust_what_one_of_them_does(
             process_groups, "_gather_resources", lambda own, ranks, resources=resources: resources
         )
         with pytest.raises(InterruptedError):
-            process_groups.join(info, Settings(folder=str(strange)), plan, {})
+            process_groups.join(info, run_config(folder=str(strange)), plan, {})
     monkeypatch.setattr(
         process_groups,
         "_gather_resources",
         lambda own, ranks: [RankResources("a"), RankResources("b")],
     )
     with pytest.raises(TrustError):
-        process_groups.join(info, Settings(folder=str(strange)), plan, {})
+        process_groups.join(info, run_config(folder=str(strange)), plan, {})
 
 
 # What is run is what was checked
@@ -374,7 +374,7 @@ def test_the_runs_of_a_comparison_have_the_stages_that_were_checked(
 def test_ranks_whose_files_of_data_differ_are_refused(tmp_path: Path) -> None:
     plan = write_mlp(tmp_path / "made")
     (data := tmp_path / "own.py").write_text("one = 1")
-    settings = Settings(folder="made", data=f"{data}:load", criterion=f"{tmp_path}/there.py:loss")
+    settings = run_config(folder="made", data=f"{data}:load", criterion=f"{tmp_path}/there.py:loss")
     own = find_resources(settings, plan, {})
     data.write_text("one = 2")
     other = replace(find_resources(settings, plan, {}), host="b")

@@ -29,6 +29,7 @@ from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
+from ..config.execution_options import ExecutionOptions
 from ..config.option_files import checked
 from ..config.options import options_of
 from ..config.settings import Settings
@@ -262,7 +263,7 @@ INITIAL = "initial"
 """The subfolder of a run with the checkpoint whose weights it starts from."""
 
 
-def bring(settings: Settings, run: Path) -> None:
+def bring(settings: ExecutionOptions, run: Path) -> None:
     """Fetches the checkpoint that a run starts from into its folder; one process of the run calls
     it.
 
@@ -318,7 +319,7 @@ def options_at(url: str) -> dict[str, Any]:
     }
 
 
-def initial_weights(settings: Settings, run: Path) -> str | None:
+def initial_weights(settings: ExecutionOptions, run: Path) -> str | None:
     """The location of a run's initial weights, if not in its generated folder."""
     if settings.init_from is None or not is_url(settings.init_from):
         return settings.init_from

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from ..config.option_files import is_all_known, read_config
 from ..config.options import options_of
-from ..config.settings import Settings, SettingsError
+from ..config.settings import RunConfig, Settings, SettingsError
 from ..errors import AsyncPipeError
 from ..monitoring.run_files import METRICS
 from ..schedule.asynchronous import ASYNCHRONOUS
@@ -106,7 +106,7 @@ def _over(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     return {**kept, **given}
 
 
-def differences(before: Mapping[str, Any], settings: Settings) -> list[str]:
+def differences(before: Mapping[str, Any], settings: RunConfig) -> list[str]:
     """The changed options to report when a run resumes, as phrases."""
     now = json.loads(json.dumps(asdict(settings)))
     declared = options_of(Settings)
@@ -162,7 +162,7 @@ def _record(line: bytes) -> Mapping[str, Any]:
     return record if isinstance(record, dict) and isinstance(record.get("event"), str) else {}
 
 
-def nothing_left_to_do(settings: Settings, folder: Path) -> str:
+def nothing_left_to_do(settings: RunConfig, folder: Path) -> str:
     """The message when `--resume auto` finds a run that has made all its steps; "" when steps are
     left.
 

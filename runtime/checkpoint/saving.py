@@ -20,7 +20,7 @@ from pathlib import Path
 from torch import Tensor
 from torch.distributed import DistError
 
-from ..config.settings import Settings
+from ..config.settings import RunConfig
 from ..distributed.process_groups import SharedStore, World
 from ..errors import AsyncPipeError, TransportError
 from ..executor.instrumented import Activities, Activity
@@ -79,7 +79,7 @@ class Saver:
         world: World,
         board: SharedStore,
         activities: Activities,
-        settings: Settings,
+        settings: RunConfig,
         *,
         tell: Callable[[str], None],
         unused: Collection[str] = (),

@@ -17,9 +17,10 @@ from ..staleness import Conditions, parse
 from ..staleness import check as check_staleness
 from ..staleness.compose import AUTO as AUTO_METHODS
 from ..staleness.compose import recommended
+from .batch_layout import StepBatch
 from .mixed_precision import format_bytes, with_recompute
 from .options import options_of
-from .settings import Settings, SettingsError
+from .settings import RunConfig, Settings, SettingsError, left_over
 
 MICRO_BATCHES_PER_SEGMENT = 4096
 """The most in an asynchronous segment, whose actions are listed in advance."""
@@ -63,18 +64,19 @@ def resolve_asynchronous(settings: Settings) -> dict[str, Any]:
     return {"staleness": methods, "staleness_cap": cap}
 
 
-def chosen_methods(settings: Settings, plan: Plan) -> str | None:
-    """The staleness methods of settings that are resolved except for `auto`."""
-    if settings.staleness != AUTO_METHODS:
-        return settings.staleness
-    ahead = max(depths(len(plan.stages), settings.ahead))
-    delay = -(-ahead // (settings.micro_batches or 1))
-    if settings.staleness_cap is not None:
-        delay = min(delay, settings.staleness_cap)
-    return recommended(settings.optimizer or "", delay, momentum=settings.momentum or 0.0)
+def with_methods(config: RunConfig, plan: Plan) -> RunConfig:
+    """The options with the recommended staleness methods in place of `auto`."""
+    if config.staleness != AUTO_METHODS:
+        return config
+    ahead = max(depths(len(plan.stages), config.ahead))
+    delay = -(-ahead // config.micro_batches)
+    if config.staleness_cap is not None:
+        delay = min(delay, config.staleness_cap)
+    methods = recommended(config.optimizer, delay, momentum=config.momentum)
+    return replace(config, staleness=methods)
 
 
-def check_methods(settings: Settings, plan: Plan) -> None:
+def check_methods(settings: RunConfig, plan: Plan) -> None:
     """Raises ScheduleError unless the staleness methods fit each other, the optimizer, the steps
     and the recomputation."""
     if settings.staleness is None:
@@ -83,11 +85,11 @@ def check_methods(settings: Settings, plan: Plan) -> None:
     lacking = tuple(stage.index for stage in chosen[:-1] if not stage.recompute)
     ahead = max(depths(len(chosen), settings.ahead))
     conditions = Conditions(
-        optimizer=settings.optimizer or "",
-        momentum=settings.momentum or 0.0,
+        optimizer=settings.optimizer,
+        momentum=settings.momentum,
         recomputes=not lacking,
         without_recompute=lacking,
-        step_every=settings.micro_batches or 1,
+        step_every=settings.micro_batches,
         ahead=ahead,
     )
     check_staleness(settings.staleness, conditions)
@@ -99,12 +101,12 @@ def check_methods(settings: Settings, plan: Plan) -> None:
                 "it, and only one could be written to.",
                 "--schedule 1f1b",
             )
-    if settings.staleness_cap == 0 and "2bw" in settings.staleness.split("+"):
+    if settings.staleness_cap == 0 and "2bw" in parse(settings.methods):
         raise SettingsError(
             "--staleness-cap 0, but under 2bw the weights of all stages are one step old.",
             "--staleness-cap 1, or --schedule async-1f1b --staleness stash",
         )
-    longest = longest_segment(settings) * (settings.micro_batches or 1)
+    longest = longest_segment(settings) * settings.micro_batches
     if ahead > longest:
         raise SettingsError(
             f"--ahead {settings.ahead} lets a stage run {ahead} forwards ahead, but the pipeline "
@@ -113,11 +115,11 @@ def check_methods(settings: Settings, plan: Plan) -> None:
         )
 
 
-def longest_segment(settings: Settings) -> int:
+def longest_segment(settings: RunConfig) -> int:
     """The most steps of one segment."""
     if not settings.is_async:
         return 1
-    return max(1, MICRO_BATCHES_PER_SEGMENT // (settings.micro_batches or 1))
+    return max(1, MICRO_BATCHES_PER_SEGMENT // settings.micro_batches)
 
 
 def steps_of_start(settings: Settings) -> int:
@@ -136,8 +138,8 @@ def steps_of_start(settings: Settings) -> int:
     return steps
 
 
-def resolve_samples(settings: Settings) -> Settings:
-    """Settings with a resolved batch -> the settings with as many steps as `samples` make.
+def resolve_steps(settings: Settings, batch: StepBatch) -> int:
+    """The number of steps: as given, or as many as `samples` make of this batch.
 
     Raises SettingsError if they make no step, or if a short last step is impossible.
     """
@@ -146,12 +148,10 @@ def resolve_samples(settings: Settings) -> Settings:
             raise SettingsError(
                 f"--remainder {settings.remainder}, but --steps leaves none.", "--samples 10000"
             )
-        return settings
-    size = settings.micro_batch_size or 1
-    whole = (settings.micro_batches or 1) * size * (settings.replicas or 1)
-    steps = settings.samples // (settings.global_batch_size or whole)
-    if settings.left_over:
-        _check_short_step(settings)
+        return settings.steps
+    steps = settings.samples // batch.samples
+    if left := left_over(settings, batch.sizes[0], batch.in_replica):
+        _check_short_step(settings, batch, left)
         steps += 1
     if settings.steps not in (Settings.steps, steps):
         raise SettingsError(
@@ -160,15 +160,15 @@ def resolve_samples(settings: Settings) -> Settings:
         )
     if not steps:
         raise SettingsError(
-            f"--samples {settings.samples} are fewer than the {whole} of one step.",
-            f"--samples {whole}",
+            f"--samples {settings.samples} are fewer than the {batch.samples} of one step.",
+            f"--samples {batch.samples}",
         )
-    return replace(settings, steps=steps)
+    return steps
 
 
-def _check_short_step(settings: Settings) -> None:
+def _check_short_step(settings: Settings, batch: StepBatch, left: int) -> None:
     is_made = settings.schedule == AUTO or settings.schedule_file
-    is_shared = settings.global_batch_size or (settings.replicas or 1) > 1
+    is_shared = settings.global_batch_size or batch.replicas > 1
     per_step = settings.batch_norm == "mini-batch"
     for is_so, words in (
         (is_made, "a schedule that is computed or read from a file has none"),
@@ -177,15 +177,14 @@ def _check_short_step(settings: Settings) -> None:
     ):
         if is_so:
             raise SettingsError(
-                f"--remainder proportional makes a last step of {settings.left_over} "
-                f"micro-batches, but {words}.",
+                f"--remainder proportional makes a last step of {left} micro-batches, but {words}.",
                 "--remainder drop",
             )
 
 
 def delays_of(
     schedule: Schedule,
-    settings: Settings | None = None,
+    settings: RunConfig | None = None,
     first_micro_batch: int = 0,
     first_version: int = 0,
 ) -> Delays:
@@ -194,12 +193,12 @@ def delays_of(
     if schedule.synchronous:
         ahead = (0,) * schedule.stages
     two_from = None
-    if settings and not schedule.synchronous and "2bw" in (settings.staleness or "").split("+"):
+    if settings and not schedule.synchronous and "2bw" in parse(settings.methods):
         two_from = steps_of_start(settings)
     return Delays(ahead, schedule.step_every, first_micro_batch, first_version, two_from)
 
 
-def describe_delays(schedule: Schedule, settings: Settings | None = None) -> str:
+def describe_delays(schedule: Schedule, settings: RunConfig | None = None) -> str:
     """The staleness of the weights of each stage, as a phrase.
 
     >>> from asyncpipe.runtime.schedule.asynchronous import async_1f1b
@@ -222,13 +221,13 @@ def describe_delays(schedule: Schedule, settings: Settings | None = None) -> str
     )
 
 
-def describe_copies(plan: Plan, schedule: Schedule, settings: Settings) -> str:
+def describe_copies(plan: Plan, schedule: Schedule, settings: RunConfig) -> str:
     """The copies of weights that each rank keeps for its staleness methods, as a phrase with
     bytes; "" if there are none."""
     copies, kept_bytes = Counter[int](), Counter[int]()
     for stage, rank in zip(plan.stages, schedule.rank_of_stage, strict=True):
         count = weight_copies(
-            settings.staleness or "none",
+            settings.methods,
             schedule.in_flight[stage.index] - 1,
             schedule.step_every,
             recomputes=stage.recompute,

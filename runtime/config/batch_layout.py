@@ -1,4 +1,4 @@
-"""Settings -> the samples of each micro-batch of a step, and the number of replicas.
+"""RunConfig -> the samples of each micro-batch of a step, and the number of replicas.
 
 All micro-batches have the same size, except that the last one is smaller if the samples leave a
 remainder. The first replica has the first micro-batches of every step, and so on, so a
@@ -19,7 +19,7 @@ from ..plan.plan import Plan
 from ..schedule.interleaved import REPLICATED
 from ..schedule.schedule import Schedule
 from .learning_options import DDP
-from .settings import Settings, SettingsError
+from .settings import RunConfig, Settings, SettingsError
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +40,29 @@ class StepBatch:
     first_sample: int = 0
 
     @classmethod
-    def of(cls, settings: Settings, *, first_step: int = 0, first_sample: int = 0) -> StepBatch:
-        replicas = settings.replicas or 1
-        count, size = replicas * (settings.micro_batches or 1), settings.micro_batch_size or 1
-        total = settings.global_batch_size or count * size
-        sizes = (*(size for _ in range(count - 1)), total - (count - 1) * size)
-        return cls(sizes, replicas, first_step, first_sample)
+    def of(cls, config: RunConfig, *, first_step: int = 0, first_sample: int = 0) -> StepBatch:
+        batch = cls.divided(
+            config.micro_batches,
+            config.micro_batch_size,
+            config.global_batch_size,
+            replicas=config.pipelines,
+        )
+        return replace(batch, first_step=first_step, first_sample=first_sample)
+
+    @classmethod
+    def divided(
+        cls,
+        micro_batches: int,
+        micro_batch_size: int,
+        global_batch_size: int | None,
+        *,
+        replicas: int = 1,
+    ) -> StepBatch:
+        """As the options of these names; None stands for micro-batches that are all equal."""
+        count = micro_batches * replicas
+        total = global_batch_size or count * micro_batch_size
+        equal = (micro_batch_size,) * (count - 1)
+        return cls((*equal, total - sum(equal)), replicas)
 
     @property
     def samples(self) -> int:
@@ -79,16 +96,10 @@ class StepBatch:
         return self.first_sample + (step - self.first_step) * self.samples
 
 
-def consumed(settings: Settings, batch: StepBatch, step: int) -> int:
-    """The samples of the first steps of a run, whose last may be a short one.
-
-    >>> settings = Settings(folder="x", samples=30, remainder="proportional", steps=2,
-    ...     micro_batches=4, micro_batch_size=4)
-    >>> consumed(settings, StepBatch.of(settings), 1), consumed(settings, StepBatch.of(settings), 2)
-    (16, 28)
-    """
-    if settings.left_over and step == settings.steps:
-        return batch.position(step - 1) + settings.left_over * (settings.micro_batch_size or 1)
+def consumed(config: RunConfig, batch: StepBatch, step: int) -> int:
+    """The samples of the first steps of a run, whose last may be a short one."""
+    if config.left_over and step == config.steps:
+        return batch.position(step - 1) + config.left_over * config.micro_batch_size
     return batch.position(step)
 
 

@@ -256,3 +256,22 @@ class ExecutionOptions:
     quiet: bool = option(
         False, Flag(), "Print errors only.", scope="call", compared=True, short="-q"
     )
+
+    @property
+    def max_run_s(self) -> int | None:
+        """The longest duration of the command, in seconds."""
+        return None if self.max_run is None else seconds_of(self.max_run)
+
+    @property
+    def is_scaled(self) -> bool:
+        """True when the loss is scaled for the backward and steps with an overflow are skipped."""
+        return self.precision == "float16"
+
+    @property
+    def patience_s(self) -> float:
+        """Seconds that a rank waits: `timeout_s`, or a week while a debugger may stop another."""
+        return self.timeout_s if self.debug is None else 7 * 86_400.0
+
+    def is_debugged(self, rank: int) -> bool:
+        """True when the rank waits for a debugger."""
+        return self.debug == "all" or str(rank) in (self.debug or "").split(",")

@@ -13,10 +13,11 @@ from ..executor.precision import FULL, BoundaryDtypes, Precision, dtypes_of_fold
 from ..plan.plan import Plan, StageSpec, TensorSpec
 from ..staleness import has_other_backward
 from ..tensor_files import dtype_of
-from .settings import Settings, SettingsError
+from .execution_options import ExecutionOptions
+from .settings import RunConfig, SettingsError
 
 
-def check_precision(settings: Settings) -> None:
+def check_precision(settings: RunConfig) -> None:
     """Raises SettingsError for a precision that does not fit the weights or the schedule."""
     precision = f"--precision {settings.precision}"
     if settings.precision == "full":
@@ -42,7 +43,7 @@ def check_precision(settings: Settings) -> None:
             f"--loss-scale {settings.loss_scale:g}, but under {precision} losses are not scaled.",
             "Leave it out.",
         )
-    elif settings.is_async and has_other_backward(settings.staleness or "none"):
+    elif settings.is_async and has_other_backward(settings.methods):
         raise SettingsError(
             f"--staleness {settings.staleness} is a backward on other weights than its forward's, "
             f"but under {precision} it reads what its forward cast.",
@@ -55,13 +56,15 @@ def check_precision(settings: Settings) -> None:
         )
 
 
-def precision_of(settings: Settings) -> Precision:
-    if settings.precision == "full":
+def precision_of(options: ExecutionOptions) -> Precision:
+    if options.precision == "full":
         return FULL
-    return Precision(dtype_of(settings.precision), settings.device)
+    return Precision(dtype_of(options.precision), options.device)
 
 
-def find_boundary_dtypes(settings: Settings, plan: Plan, code: Mapping[str, str]) -> BoundaryDtypes:
+def find_boundary_dtypes(
+    settings: RunConfig, plan: Plan, code: Mapping[str, str]
+) -> BoundaryDtypes:
     """The dtypes of boundaries at their stages and between ranks; `code` has the SHA-256 of the
     stages' files. Raises PlanError."""
     crossing = settings.boundary_dtype
@@ -72,7 +75,7 @@ def find_boundary_dtypes(settings: Settings, plan: Plan, code: Mapping[str, str]
     )
 
 
-def describe_precision(settings: Settings, plan: Plan, dtypes: BoundaryDtypes) -> str:
+def describe_precision(settings: RunConfig, plan: Plan, dtypes: BoundaryDtypes) -> str:
     """The dtypes of a run and the size of its boundaries, as a phrase; "" for float32."""
     parts = []
     if settings.dtype != "float32":
@@ -88,29 +91,29 @@ def describe_precision(settings: Settings, plan: Plan, dtypes: BoundaryDtypes) -
     return " · ".join(parts)
 
 
-def describe_memory(settings: Settings, plan: Plan) -> str:
+def describe_memory(options: ExecutionOptions, plan: Plan) -> str:
     """The planned memory and the effect of the run's precision on it; "" if it is unknown."""
     needed = sum(stage.peak_bytes for stage in plan.stages)
     if not needed:
         return ""
-    if not _is_other_precision(settings, plan) or settings.precision == "full":
+    if not _is_other_precision(options, plan) or options.precision == "full":
         return f"{format_bytes(needed)} over all stages, as planned"
     activations = sum(stage.memory.activations for stage in plan.stages)
     return (
         f"{format_bytes(needed)} over all stages, as planned in float32, of it activations "
-        f"{format_bytes(activations)}, which take about half under {settings.precision}"
+        f"{format_bytes(activations)}, which take about half under {options.precision}"
     )
 
 
-def precision_warning(settings: Settings, plan: Plan) -> str:
+def precision_warning(options: ExecutionOptions, plan: Plan) -> str:
     """The warning for a plan with costs of another precision; "" if they match."""
-    if not _is_other_precision(settings, plan):
+    if not _is_other_precision(options, plan):
         return ""
     planned = plan.profile["dtype"]
-    computed = "bfloat16" if settings.precision != "full" else "float32"
+    computed = "bfloat16" if options.precision != "full" else "float32"
     command = re.sub(r" --dtype[ =]\S+", "", plan.command)
     again = f"{command} --dtype {computed}" if computed != "float32" else command
-    running = settings.precision if settings.precision != "full" else settings.dtype
+    running = options.precision if options.precision != "full" else options.dtype
     return (
         f"the plan was profiled in {planned}, this run computes in {running}: cuts and predictions "
         f"are those of {planned}. {again}"
@@ -122,10 +125,10 @@ def format_bytes(number: int) -> str:
     return f"{gib:.1f} GiB" if gib >= 1 else f"{mib:.0f} MiB"
 
 
-def _is_other_precision(settings: Settings, plan: Plan) -> bool:
+def _is_other_precision(options: ExecutionOptions, plan: Plan) -> bool:
     """True if run and profile differ in element size; both half precisions have the same one."""
     planned = plan.profile.get("dtype")
-    return planned is not None and (planned == "float32") != (settings.precision == "full")
+    return planned is not None and (planned == "float32") != (options.precision == "full")
 
 
 def _crossing_bytes(plan: Plan, dtype: Callable[[TensorSpec], torch.dtype]) -> int:

@@ -1,14 +1,15 @@
-"""Settings + Plan -> settings with every option resolved, or the error that names a conflict."""
+"""Settings + Plan -> the RunConfig of a run, or the error that names a conflict."""
 
 from __future__ import annotations
 
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from math import log
 from typing import Any
 
+from ..data.datasets import default_data
 from ..data.task import Task, find_task
 from ..errors import PlanError
 from ..limits import typed
@@ -17,14 +18,15 @@ from ..optimizers.param_groups import INITIAL
 from ..plan.plan import Plan, verify_evaluates
 from .asynchronous_options import (
     check_methods,
-    chosen_methods,
     resolve_asynchronous,
-    resolve_samples,
+    resolve_steps,
+    with_methods,
 )
 from .batch_layout import StepBatch, in_words, with_replicas
+from .execution_options import ExecutionOptions
 from .mixed_precision import check_precision, with_recompute
 from .options import options_of
-from .settings import Settings, SettingsError
+from .settings import RunConfig, Settings, SettingsError
 
 _TEACHING: Mapping[str, Any] = {
     "optimizer": "sgd",
@@ -50,12 +52,12 @@ _OTHER: Mapping[str, Any] = {
 }
 
 
-def resolve(settings: Settings, plan: Plan, *, architecture: str = "") -> tuple[Settings, Task]:
-    """Fills every option that was left open, for this plan; `data` and `output` stay.
+def resolve(settings: Settings, plan: Plan, *, architecture: str = "") -> tuple[RunConfig, Task]:
+    """Fills every option that was left open, for this plan; `output` stays.
 
     Raises SettingsError (a batch or a length that does not fit, a staleness without an
-    asynchronous schedule), ScheduleError (staleness methods that do not fit) and PlanError (a plan
-    without a loss).
+    asynchronous schedule), ScheduleError (staleness methods that do not fit), PlanError (a plan
+    without a loss) and DataError (no built-in data fits).
     """
     if settings.criterion is not None and plan.loss is not None:
         raise SettingsError(
@@ -73,24 +75,25 @@ def resolve(settings: Settings, plan: Plan, *, architecture: str = "") -> tuple[
     _check_batch_norm(settings, plan)
     task = find_task(plan, criterion=criterion, architecture=architecture)
     settings = with_replicas(settings, plan)
-    settings = resolve_samples(replace(settings, **_batch(settings, plan)))
+    sizes = _batch(settings, plan)
+    batch = StepBatch.divided(**sizes, replicas=settings.replicas or 1)
+    settings = replace(settings, **sizes)
+    settings = replace(settings, steps=resolve_steps(settings, batch))
     step = _optimization(settings, plan, task)
-    filled = replace(
-        settings,
-        criterion=criterion,
-        loss_scale=INITIAL
-        if settings.is_scaled and not settings.loss_scale
-        else settings.loss_scale,
-        annealing_steps=_annealing_steps(settings, step["warmup"]),
-        clip_by=_clip_by(settings, step["clip"]),
-        seq=_sequence(settings, plan),
+    chosen = {
+        "data": settings.data or default_data(task, plan),
+        "criterion": criterion,
+        "loss_scale": settings.loss_scale or (INITIAL if settings.is_scaled else None),
+        "annealing_steps": _annealing_steps(settings, step["warmup"]),
+        "clip_by": _clip_by(settings, step["clip"]),
+        "seq": _sequence(settings, plan),
         **resolve_asynchronous(settings),
         **step,
-    )
-    filled = replace(filled, staleness=chosen_methods(filled, plan))
-    check_precision(filled)
-    check_methods(filled, plan)
-    return filled, task
+    }
+    config = with_methods(RunConfig(**(asdict(settings) | chosen)), plan)
+    check_precision(config)
+    check_methods(config, plan)
+    return config, task
 
 
 def _evaluations(settings: Settings, plan: Plan) -> Settings:
@@ -102,11 +105,9 @@ def _evaluations(settings: Settings, plan: Plan) -> Settings:
     return replace(settings, eval_batches=0)
 
 
-def sized_plan(plan: Plan, settings: Settings) -> Plan:
-    """The plan for the micro-batch, sequence length and recomputation of resolved settings."""
-    sizes = dict(plan.sizes)
-    if settings.micro_batch_size is not None:
-        sizes["batch"] = settings.micro_batch_size
+def sized_plan(plan: Plan, settings: RunConfig) -> Plan:
+    """The plan for the micro-batch, sequence length and recomputation of a run."""
+    sizes = {**plan.sizes, "batch": settings.micro_batch_size}
     if settings.seq is not None:
         sizes["sequence"] = settings.seq
     return with_recompute(replace(plan, sizes=sizes), settings.recompute)
@@ -124,7 +125,7 @@ def costs_at_sizes(plan: Plan, planned: Plan) -> Plan:
     return replace(plan, stages=stages)
 
 
-def batch_identity(settings: Settings, task: Task) -> str:
+def batch_identity(settings: RunConfig, task: Task) -> str:
     """One optimizer step in words, as a product that can be checked.
 
     `64 sequences per step = 8 micro-batches × 8 sequences × 1 replica`
@@ -155,12 +156,12 @@ def gpu_of_rank(plan: Plan, ranks: int, ranks_per_gpu: int = 1) -> tuple[int, ..
     return tuple(gpu // ranks_per_gpu for gpu in gpus)
 
 
-def check_devices(settings: Settings, plan: Plan, ranks: int, gpus: int) -> None:
+def check_devices(options: ExecutionOptions, plan: Plan, ranks: int, gpus: int) -> None:
     """Raises SettingsError when the ranks of this machine need more GPUs than there are."""
-    if settings.device == "cpu":
+    if options.device == "cpu":
         return
     unshared = 1 + max(gpu_of_rank(plan, ranks))
-    if 1 + max(gpu_of_rank(plan, ranks, settings.ranks_per_gpu)) <= gpus:
+    if 1 + max(gpu_of_rank(plan, ranks, options.ranks_per_gpu)) <= gpus:
         return
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     shown = f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else ""

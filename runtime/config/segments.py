@@ -1,4 +1,4 @@
-"""Settings -> the segments of a run between two drains of the pipeline, and their schedules.
+"""RunConfig -> the segments of a run between two drains of the pipeline, and their schedules.
 
 A segment of a synchronous schedule is one step; of an asynchronous schedule it is the steps up to
 the next evaluation, checkpoint or flush, for which the pipeline drains. The synchronous steps at
@@ -26,7 +26,7 @@ from ..schedule.validation import validate
 from ..serialization import Origin, read_text
 from .asynchronous_options import longest_segment, steps_of_start
 from .batch_layout import describe_stages, stage_replicas
-from .settings import Settings
+from .settings import RunConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +43,14 @@ class RunSegment:
     synchronous: bool
 
 
-def make_segment(plan: Plan, settings: Settings, *, steps: int) -> Schedule:
+def make_segment(plan: Plan, settings: RunConfig, *, steps: int) -> Schedule:
     """The lowered schedule of `steps` optimizer steps (1 when synchronous); a single step is
     validated. Of a computed schedule it is the first, from the plan's costs. Raises ScheduleError.
     """
     return lowered(plan, _schedule(plan, settings, steps), check=steps == 1)
 
 
-def make_flushed_step(plan: Plan, settings: Settings, micro_batches: int) -> Schedule:
+def make_flushed_step(plan: Plan, settings: RunConfig, micro_batches: int) -> Schedule:
     """The lowered schedule of one synchronous step of so many micro-batches, on the same ranks: of
     an asynchronous schedule it is 1f1b. Raises ScheduleError."""
     if not settings.is_async:
@@ -71,8 +71,8 @@ def lowered(plan: Plan, schedule: Schedule, *, check: bool) -> Schedule:
     return made
 
 
-def _schedule(plan: Plan, settings: Settings, steps: int) -> Schedule:
-    every = settings.micro_batches or 1
+def _schedule(plan: Plan, settings: RunConfig, steps: int) -> Schedule:
+    every = settings.micro_batches
     if settings.schedule_file:
         return _read(settings.schedule_file, plan, settings)
     if replicas := stage_replicas(plan, settings):
@@ -93,7 +93,7 @@ def _schedule(plan: Plan, settings: Settings, steps: int) -> Schedule:
     )
 
 
-def ranks_of_plan(plan: Plan, settings: Settings) -> int | None:
+def ranks_of_plan(plan: Plan, settings: RunConfig) -> int | None:
     """The ranks that were asked for, or those that the plan puts several stages on; None where
     the schedule is to say."""
     if settings.ranks is not None:
@@ -104,7 +104,7 @@ def ranks_of_plan(plan: Plan, settings: Settings) -> int | None:
     return planned if several and (is_planned or planned < len(plan.stages)) else None
 
 
-def first_fit(plan: Plan, settings: Settings) -> Schedule:
+def first_fit(plan: Plan, settings: RunConfig) -> Schedule:
     """The computed schedule to begin with; its backwards are whole until it is known what parting
     them costs."""
     costs = costs_of_plan(plan) or ActionCosts.equal(len(plan.stages))
@@ -113,7 +113,7 @@ def first_fit(plan: Plan, settings: Settings) -> Schedule:
 
 def fit(
     plan: Plan,
-    settings: Settings,
+    settings: RunConfig,
     costs: ActionCosts,
     *,
     may_split: bool = True,
@@ -126,7 +126,7 @@ def fit(
     limit, weights = _memory(plan, ranks)
     found = fit_auto(
         costs,
-        settings.micro_batches or 1,
+        settings.micro_batches,
         ranks=ranks,
         rank_of_stage=rank_of_stage,
         edges=forward_edges(plan),
@@ -139,7 +139,7 @@ def fit(
     return found.schedule
 
 
-def waiting_stages(plan: Plan, settings: Settings) -> tuple[tuple[int, ...], ...]:
+def waiting_stages(plan: Plan, settings: RunConfig) -> tuple[tuple[int, ...], ...]:
     """The groups of stages each of which steps when all of its group have their gradients.
 
     Clipping by the norm of all stages makes every stage wait for all others, and so does a loss
@@ -174,7 +174,7 @@ def _ranks_of_stages(plan: Plan) -> tuple[int, ...]:
     return tuple(map(planned.index, plan.device_of_stage))
 
 
-def _read(path: str, plan: Plan, settings: Settings) -> Schedule:
+def _read(path: str, plan: Plan, settings: RunConfig) -> Schedule:
     """The schedule of a text file. Raises ScheduleError where it is not of this plan and run."""
     origin = Origin(
         f"--schedule {path}", ScheduleError, "--print-schedule shows what such a file looks like."
@@ -191,10 +191,10 @@ def _read(path: str, plan: Plan, settings: Settings) -> Schedule:
             f"{path} has {made.steps} steps, but a schedule from a file makes one, at its end.",
             "Use --schedule async-1f1b for an asynchronous run.",
         )
-    if made.micro_batches != (settings.micro_batches or 1):
+    if made.micro_batches != settings.micro_batches:
         raise ScheduleError(
             f"{path} has {made.micro_batches} micro-batches, but a step has "
-            f"{settings.micro_batches or 1}.",
+            f"{settings.micro_batches}.",
             f"--micro-batches {made.micro_batches}",
         )
     if made.replicas != (asked := stage_replicas(plan, settings)):
@@ -211,14 +211,9 @@ def _read(path: str, plan: Plan, settings: Settings) -> Schedule:
     return made.compute
 
 
-def segments(settings: Settings, start: int = 0) -> Iterator[RunSegment]:
-    """The segments of a run after its first `start` steps.
-
-    >>> settings = Settings(folder="x", schedule="2bw", steps=6, sync_start="1", eval_every=3)
-    >>> [(piece.steps, piece.synchronous) for piece in segments(settings)]
-    [(range(0, 1), True), (range(1, 3), False), (range(3, 6), False)]
-    """
-    every = settings.micro_batches or 1
+def segments(settings: RunConfig, start: int = 0) -> Iterator[RunSegment]:
+    """The segments of a run after its first `start` steps."""
+    every = settings.micro_batches
     whole = settings.steps - (settings.left_over > 0)
     while start < whole:
         is_sync = not settings.is_async or start < steps_of_start(settings)

@@ -1,13 +1,13 @@
-"""All options of `asyncpipe-train` as one frozen value.
+"""All options of `asyncpipe-train` as one frozen value: as asked for, and as resolved for a plan.
 
 A field has one spelling as flag (`--micro-batches 8`), as field and in TOML (`micro_batches = 8`).
-None means that it is chosen for the plan at hand (`resolve.py`). Nothing here imports torch.
+Nothing here imports torch.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..errors import AsyncPipeError
@@ -15,7 +15,7 @@ from ..formatting import did_you_mean
 from ..limits import refusal
 from ..schedule.asynchronous import ASYNCHRONOUS
 from ..schedule.builders import AUTO, SCHEDULES, spelled
-from .execution_options import ExecutionOptions, seconds_of
+from .execution_options import ExecutionOptions
 from .learning_options import DDP, LearningOptions
 from .options import options_of
 
@@ -26,8 +26,12 @@ class SettingsError(AsyncPipeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(ExecutionOptions, LearningOptions):
-    """All options of a run: `LearningOptions` decide what it computes, `ExecutionOptions` where and
-    how. Times are in seconds, sizes in samples or tokens."""
+    """All options of a run as asked for: `LearningOptions` decide what it computes,
+    `ExecutionOptions` where and how.
+
+    Times are in seconds, sizes in samples or tokens. None means that the value is chosen for the
+    plan at hand (`resolve.py`).
+    """
 
     def __post_init__(self) -> None:
         for name, option in options_of(Settings).items():
@@ -51,16 +55,6 @@ class Settings(ExecutionOptions, LearningOptions):
         return self.schedule if is_path else None
 
     @property
-    def max_run_s(self) -> int | None:
-        """The longest duration of the command, in seconds."""
-        return None if self.max_run is None else seconds_of(self.max_run)
-
-    @property
-    def is_scaled(self) -> bool:
-        """True when the loss is scaled for the backward and steps with an overflow are skipped."""
-        return self.precision == "float16"
-
-    @property
     def trace_steps(self) -> range:
         """The steps to record, counted from 1."""
         if self.trace is None:
@@ -69,23 +63,6 @@ class Settings(ExecutionOptions, LearningOptions):
         if dash:
             return range(int(first), int(last) + 1)
         return range(max(1, self.steps - int(first) + 1), self.steps + 1)
-
-    @property
-    def left_over(self) -> int:
-        """The micro-batches of a short last step; 0 when all steps are whole."""
-        if self.samples is None or self.remainder == "drop":
-            return 0
-        size = self.micro_batch_size or 1
-        return self.samples // size % (self.micro_batches or 1)
-
-    @property
-    def patience_s(self) -> float:
-        """Seconds that a rank waits: `timeout_s`, or a week while a debugger may stop another."""
-        return self.timeout_s if self.debug is None else 7 * 86_400.0
-
-    def is_debugged(self, rank: int) -> bool:
-        """True when the rank waits for a debugger."""
-        return self.debug == "all" or str(rank) in (self.debug or "").split(",")
 
     def _check_schedule(self) -> None:
         legal = (*SCHEDULES, AUTO, DDP)
@@ -135,3 +112,55 @@ class Settings(ExecutionOptions, LearningOptions):
                 # JSON's strings, numbers, booleans and lists are TOML's.
                 lines.append(f"{name} = {json.dumps(value, ensure_ascii=False)}")
         return "\n".join(lines) + "\n"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(Settings):
+    """The options of a run as resolved for its plan; `resolve` makes it.
+
+    The fields below have a value in every run; they are declared as options above. Any other
+    option that is None has no meaning for this run: `clip_by` of a run that clips nothing, for
+    example.
+    """
+
+    micro_batches: int = field()
+    micro_batch_size: int = field()
+    data: str = field()
+    optimizer: str = field()
+    lr: float = field()
+    momentum: float = field()
+    weight_decay: float = field()
+    warmup: int = field()
+    decay: str = field()
+    final_lr_ratio: float = field()
+    clip: float = field()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if unresolved := [name for name in _RESOLVED if getattr(self, name) is None]:
+            raise TypeError(f"not resolved: {', '.join(unresolved)}")
+
+    @property
+    def pipelines(self) -> int:
+        """The copies of the whole pipeline; 1 where only single stages have replicas."""
+        return 1 if self.replicas is None else self.replicas
+
+    @property
+    def methods(self) -> str:
+        """The staleness methods, joined by +; `none` in a synchronous run."""
+        return "none" if self.staleness is None else self.staleness
+
+    @property
+    def left_over(self) -> int:
+        """The micro-batches of a short last step; 0 when all steps are whole."""
+        return left_over(self, self.micro_batch_size, self.micro_batches)
+
+
+_RESOLVED = tuple(RunConfig.__annotations__)
+
+
+def left_over(settings: Settings, micro_batch_size: int, micro_batches: int) -> int:
+    """The micro-batches of a short last step for a batch of these sizes; 0 when all are whole."""
+    if settings.samples is None or settings.remainder == "drop":
+        return 0
+    return settings.samples // micro_batch_size % micro_batches

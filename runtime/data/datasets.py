@@ -14,11 +14,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..errors import DataError
+from ..plan.plan import Plan
 from ..plan.structure import names_in, tensors_by_name
 from ..rng import drawing_from, import_seeded
 from ..tensor_files import raw_bytes
 from ..user_code import told_as
 from .task import Task
+from .tokens import default_corpus
 
 _DIGESTED_BYTES = 1 << 26
 """The most bytes of a column that its digest reads, in pieces over its whole length."""
@@ -335,3 +337,26 @@ class Clusters:
 
 def _generator(name: str) -> torch.Generator:
     return torch.Generator().manual_seed(_SEED + sum(map(ord, name)))
+
+
+def default_data(task: Task, plan: Plan) -> str:
+    """The built-in data for a task. Raises DataError when none fits."""
+    if task.kind == "text":
+        return default_corpus()
+    if task.label is not None and len(plan.inputs) <= 2:
+        if task.kind == "image":
+            return "digits"
+        if task.kind == "features" and _labels_are_classes(task, plan):
+            return "clusters"
+    inputs = ", ".join(f"{spec.name}: {spec}" for spec in plan.inputs)
+    raise DataError(
+        f"no built-in data fits the inputs of {plan.name} ({inputs}).",
+        "Give --data my_file.py:function, which returns a sequence of samples.",
+    )
+
+
+def _labels_are_classes(task: Task, plan: Plan) -> bool:
+    labels = next((spec for spec in plan.inputs if spec.name == task.label), None)
+    return task.classes is not None and (
+        labels is None or (labels.dtype == "int64" and len(labels.shape) == 1)
+    )

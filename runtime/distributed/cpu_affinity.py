@@ -24,9 +24,10 @@ from typing import Any, TypeVar
 import torch
 
 from .. import __version__
+from ..config.execution_options import ExecutionOptions
 from ..config.option_files import code_of
 from ..config.resolve import check_devices, gpu_of_rank
-from ..config.settings import Settings, SettingsError
+from ..config.settings import RunConfig, SettingsError
 from ..errors import TransportError
 from ..plan.plan import Plan
 from ..plan.trust import is_trusted
@@ -291,7 +292,7 @@ def resources_from(content: bytes) -> RankResources:
     )
 
 
-def find_resources(settings: Settings, plan: Plan, code: Mapping[str, str]) -> RankResources:
+def find_resources(settings: RunConfig, plan: Plan, code: Mapping[str, str]) -> RankResources:
     """The resources of this process; `code` has the SHA-256 of its stages' files.
 
     Reads GPUs only if the run computes on them.
@@ -313,7 +314,7 @@ def find_resources(settings: Settings, plan: Plan, code: Mapping[str, str]) -> R
     )
 
 
-def _own_files(settings: Settings) -> Iterator[tuple[str, str]]:
+def _own_files(settings: RunConfig) -> Iterator[tuple[str, str]]:
     """The user's files with data and criterion, and their checksums; "" for a file that is not on
     this host, as not every rank needs each."""
     for option, spec in code_of(asdict(settings)):
@@ -375,20 +376,23 @@ class Machine:
 
 
 def find_machine(
-    settings: Settings, plan: Plan, resources: Sequence[RankResources], rank: int
+    options: ExecutionOptions, plan: Plan, resources: Sequence[RankResources], rank: int
 ) -> Machine:
-    """The hardware that `rank` computes with, from resolved settings.
+    """The hardware that `rank` computes with, by these options.
 
     Raises SettingsError when its host has too few GPUs.
     """
     local = [
         other for other, of_rank in enumerate(resources) if of_rank.host == resources[rank].host
     ]
-    return machine_with(settings, resources, rank, _gpus_of(settings, plan, resources, local))
+    return machine_with(options, resources, rank, _gpus_of(options, plan, resources, local))
 
 
 def machine_with(
-    settings: Settings, resources: Sequence[RankResources], rank: int, gpus: Mapping[int, Gpu]
+    options: ExecutionOptions,
+    resources: Sequence[RankResources],
+    rank: int,
+    gpus: Mapping[int, Gpu],
 ) -> Machine:
     """As `find_machine`, with the GPUs of the ranks of its host given (none on CPUs)."""
     own = resources[rank]
@@ -402,14 +406,14 @@ def machine_with(
         fair = min(sum(1 for core in topology.cores if set(core.cpus) <= cpus) for cpus in shares)
     given = os.environ.get("OMP_NUM_THREADS", "")
     threads, origin = fair, "cores"
-    if settings.threads is not None:
-        threads, origin = settings.threads, "--threads"
+    if options.threads is not None:
+        threads, origin = options.threads, "--threads"
     elif given.isdigit():
         threads, origin = int(given), "OMP_NUM_THREADS"
-    if shares is not None and settings.pin == "numa":
+    if shares is not None and options.pin == "numa":
         shares = near_cores(topology, shares)
         shares = shares if len(set(shares)) > 1 else None
-    elif settings.pin == "none" or threads > fair:
+    elif options.pin == "none" or threads > fair:
         shares = None
     pins = shares or ()
     return Machine(
@@ -419,21 +423,21 @@ def machine_with(
         host_of_rank=tuple(of_rank.host for of_rank in resources),
         pins=tuple(map(format_cpus, pins)),
         own=pins[sharing.index(rank)] if pins else frozenset(),
-        device="cpu" if settings.device == "cpu" else f"cuda:{_index_of(gpus[rank], own)}",
+        device="cpu" if options.device == "cpu" else f"cuda:{_index_of(gpus[rank], own)}",
     )
 
 
 def _gpus_of(
-    settings: Settings, plan: Plan, resources: Sequence[RankResources], local: Sequence[int]
+    options: ExecutionOptions, plan: Plan, resources: Sequence[RankResources], local: Sequence[int]
 ) -> dict[int, Gpu]:
     """The GPU of each rank of one host; ranks that see the same GPUs divide them."""
-    if settings.device == "cpu":
+    if options.device == "cpu":
         return {}
     found = {}
     for rank in local:
         sharing = [other for other in local if resources[other].gpus == resources[rank].gpus]
-        check_devices(settings, plan, len(sharing), len(resources[rank].gpus))
-        index = gpu_of_rank(plan, len(sharing), settings.ranks_per_gpu)[sharing.index(rank)]
+        check_devices(options, plan, len(sharing), len(resources[rank].gpus))
+        index = gpu_of_rank(plan, len(sharing), options.ranks_per_gpu)[sharing.index(rank)]
         found[rank] = resources[rank].gpus[index]
     return found
 

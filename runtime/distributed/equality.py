@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..config.settings import Settings
+from ..config.settings import RunConfig
 from ..errors import AsyncPipeError
 from ..plan.plan import Plan
 from ..tensor_files import raw_bytes
@@ -43,7 +43,7 @@ class Equality:
     def __init__(
         self,
         modules: Mapping[int, nn.Module],
-        settings: Settings,
+        settings: RunConfig,
         world: World,
         held: Iterable[TiedParameter] = (),
     ) -> None:

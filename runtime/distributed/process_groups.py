@@ -23,7 +23,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ..config.batch_layout import stage_replicas
-from ..config.settings import Settings, SettingsError
+from ..config.settings import RunConfig, SettingsError
 from ..errors import TransportError
 from ..plan.plan import Plan
 from ..plan.trust import untrusted
@@ -141,7 +141,7 @@ class World:
         self.sums([0.0])
 
 
-def join(info: RankInfo, settings: Settings, plan: Plan, code: Mapping[str, str]) -> World:
+def join(info: RankInfo, settings: RunConfig, plan: Plan, code: Mapping[str, str]) -> World:
     """Connects to the other ranks over gloo and pins this rank to its cores.
 
     With the transport `mpi`, the ranks exchange rank 0's address over MPI. `code` has the SHA-256
@@ -194,13 +194,13 @@ def join(info: RankInfo, settings: Settings, plan: Plan, code: Mapping[str, str]
         dist.group.WORLD,
         metrics,
         machine,
-        settings.replicas or 1,
+        settings.pipelines,
         ranks_of_stage=stage_replicas(plan, settings),
     )
     return _in_groups(world, plan, datetime.timedelta(seconds=timeout_s))
 
 
-def stay_alone(settings: Settings, plan: Plan, code: Mapping[str, str]) -> World:
+def stay_alone(settings: RunConfig, plan: Plan, code: Mapping[str, str]) -> World:
     """The world of a lone rank."""
     return World(machine=find_machine(settings, plan, [find_resources(settings, plan, code)], 0))
 

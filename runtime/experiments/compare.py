@@ -126,11 +126,11 @@ def make_runs(
         run = ComparedRun(
             known,
             str(arm.method),
-            str(job.settings.optimizer),
-            float(job.settings.lr or 0.0),
+            job.settings.optimizer,
+            job.settings.lr,
             job.settings.seed,
             len(job.plan.stages),
-            job.settings.micro_batches or 1,
+            job.settings.micro_batches,
             job.settings.steps,
             curve,
         )

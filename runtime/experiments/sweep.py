@@ -25,7 +25,7 @@ from typing import Any
 
 from ..checkpoint.folders import FolderLock, checkpoints_in
 from ..config.option_files import code_of, settings_from
-from ..config.settings import Settings, SettingsError
+from ..config.settings import RunConfig, SettingsError
 from ..distributed.cpu_affinity import read_topology
 from ..distributed.ranks import find_rank_info
 from ..errors import AsyncPipeError, DataError
@@ -329,11 +329,11 @@ def _key(job: Job) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
-def _ranks(settings: Settings, plan: Plan) -> int:
+def _ranks(settings: RunConfig, plan: Plan) -> int:
     """The most ranks of a run."""
     alone = settings.schedule == "single"
     ranks = 1 if alone else settings.ranks or len(plan.stages)
-    return ranks * (settings.replicas or 1)
+    return ranks * settings.pipelines
 
 
 def _gpus(sweep: Sweep) -> list[str] | None:

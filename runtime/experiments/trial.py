@@ -37,7 +37,7 @@ from ..config.option_files import checked
 from ..config.options import options_of
 from ..config.resolve import costs_at_sizes
 from ..config.segments import RunSegment, make_flushed_step, make_segment, segments
-from ..config.settings import Settings, SettingsError
+from ..config.settings import RunConfig, Settings, SettingsError
 from ..data.task import SampleOrder
 from ..distributed.process_groups import World
 from ..executor.instrumented import Activities
@@ -112,7 +112,7 @@ class _Trial:
             .train()
             for j in stages
         }
-        self._pipeline = self._make_pipeline(self._modules, settings.staleness or "none")
+        self._pipeline = self._make_pipeline(self._modules, settings.methods)
         batch = StepBatch.of(settings)
         fields = needed_inputs(plan, stages, criterion=settings.criterion is not None)
         order = SampleOrder(len(data.train), settings.seed)
@@ -131,7 +131,7 @@ class _Trial:
         self._trainer.after_step = self._keep_weights
         self._pipeline.attach(self._trainer.optimizers)
         assert data.evaluation is not None
-        size = settings.micro_batch_size or 1
+        size = settings.micro_batch_size
         self._evaluation = Evaluator(
             plan,
             job.task,
@@ -277,7 +277,7 @@ def step_ends_ms(job: Job) -> tuple[float, ...]:
     return tuple(ends)
 
 
-def _ends(plan: Plan, settings: Settings, segment: RunSegment) -> list[float]:
+def _ends(plan: Plan, settings: RunConfig, segment: RunSegment) -> list[float]:
     if segment.synchronous:
         return [forecast_step(plan, _FLUSHED, segment.micro_batches).step_ms]
     steps, stages = len(segment.steps), len(plan.stages)

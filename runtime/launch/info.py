@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..config.settings import Settings
+from ..config.execution_options import ExecutionOptions
 from ..distributed.cpu_affinity import (
     SYS,
     Machine,
@@ -224,7 +224,7 @@ def would_use(ranks: int) -> dict[str, str]:
 def machine_of(topology: Topology, ranks: int) -> Machine:
     """The hardware of the first of this number of ranks on this host."""
     first = RankResources(socket.gethostname(), format_cpus(topology.cpus), topology.usable)
-    return machine_with(Settings(folder="."), [first] * ranks, 0, {})
+    return machine_with(ExecutionOptions(), [first] * ranks, 0, {})
 
 
 def _started_by() -> str:

@@ -19,7 +19,7 @@ from ..checkpoint.storage import check_exportable
 from ..config.option_files import remember_code_of
 from ..config.resolve import resolve, sized_plan
 from ..config.segments import make_segment
-from ..config.settings import Settings, SettingsError
+from ..config.settings import RunConfig, Settings, SettingsError
 from ..data.task import architecture_of
 from ..distributed.failure import RankFolder, disk_error
 from ..distributed.process_groups import World
@@ -32,7 +32,7 @@ from ..monitoring.trackers import check_log
 from ..plan.plan import read_plan
 from ..plan.trust import code_hashes
 from ..tensor_files import check_weights
-from ..training.batches import default_data, needs_encoding, open_data
+from ..training.batches import needs_encoding, open_data
 from ..training.clipping import check_clipping_ranks
 from ..training.evaluation import check_name
 from ..training.loop import train
@@ -50,7 +50,7 @@ def check_job(job: Job) -> None:
     if settings.criterion is not None:
         check_name(settings.criterion)
         check_own_file(settings.criterion, "--criterion", SettingsError)
-    check_own_file(str(settings.data), "--data", DataError)
+    check_own_file(settings.data, "--data", DataError)
     if settings.init_from is not None and not is_url(settings.init_from):
         check_weights(Path(settings.init_from))
     if settings.save_to is not None:
@@ -64,7 +64,7 @@ def check_unstarted(job: Job) -> None:
     to be tokenized, which takes long."""
     check_folder(job)
     settings = job.settings
-    if not names_object(str(settings.data)) and not needs_encoding(settings):
+    if not names_object(settings.data) and not needs_encoding(settings):
         open_data(settings, job.task, job.plan, job.folder)
 
 
@@ -100,9 +100,6 @@ def make_job(
     planned = read_plan(settings.folder)
     architecture = architecture_of(settings.folder)
     resolved, task = resolve(settings, planned, architecture=architecture)
-    if resolved.data is None:
-        data = default_data(task, sized_plan(planned, resolved))
-        resolved = replace(resolved, data=data)
     if resolved.debug is not None:
         schedule = make_segment(sized_plan(planned, resolved), resolved, steps=1)
         check_debugger(resolved, grid_of(schedule, resolved.replicas).processes)
@@ -171,9 +168,9 @@ def _alone(job: Job) -> Job:
             return job
 
 
-def reporter_factory(spec: str) -> Callable[[Settings], Reporter]:
+def reporter_factory(spec: str) -> Callable[[RunConfig], Reporter]:
     """The object that `module:function` names."""
-    made: Callable[[Settings], Reporter] = import_object(spec, "reporter", AsyncPipeError)
+    made: Callable[[RunConfig], Reporter] = import_object(spec, "reporter", AsyncPipeError)
     return made
 
 

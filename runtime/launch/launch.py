@@ -107,7 +107,7 @@ def _show(job: Job, reporter: Reporter) -> None:
     machine = find_machine(settings, plan, resources, 0)
     dtypes = find_boundary_dtypes(settings, plan, job.code)
     forecast = forecast_run(plan, job.planned, settings, machine.cores, schedule, dtypes)
-    data = f"{settings.data} ({settings.tokenizer})" if settings.tokenizer else str(settings.data)
+    data = f"{settings.data} ({settings.tokenizer})" if settings.tokenizer else settings.data
     announce(
         reporter,
         job,
@@ -143,7 +143,7 @@ def _run_alone(job: Job, reporter: str) -> None:
 
 def _join(job: Job, info: RankInfo, reporter: str) -> None:
     schedule = make_segment(job.plan, job.settings, steps=1)
-    check_ranks(job.planned, schedule, info.ranks, job.settings.replicas or 1)
+    check_ranks(job.planned, schedule, info.ranks, job.settings.pipelines)
     _check_restarts(job.settings, info)
     left: RankFolder | None = None
     try:

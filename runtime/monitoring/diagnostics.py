@@ -23,8 +23,9 @@ from pathlib import Path
 
 import torch
 
+from ..config.execution_options import ExecutionOptions
 from ..config.mixed_precision import format_bytes
-from ..config.settings import Settings, SettingsError
+from ..config.settings import RunConfig, SettingsError
 from ..distributed.process_groups import World
 from ..errors import AsyncPipeError, is_out_of_memory
 from ..executor.instrumented import Activities, Activity
@@ -44,7 +45,7 @@ class OutOfMemory(AsyncPipeError):
 
 @contextmanager
 def memory_watched(
-    plan: Plan, settings: Settings, world: World, activities: Activities
+    plan: Plan, settings: RunConfig, world: World, activities: Activities
 ) -> Iterator[None]:
     """Within it, out-of-memory errors become OutOfMemory."""
     try:
@@ -69,7 +70,7 @@ def memory_error(error: BaseException) -> BaseException | None:
 
 
 def describe(
-    error: BaseException, plan: Plan, settings: Settings, world: World, activities: Activities
+    error: BaseException, plan: Plan, settings: RunConfig, world: World, activities: Activities
 ) -> OutOfMemory:
     """The error with rank, step, action, requested, free and planned memory, and remedies."""
     activity, _ = activities.now
@@ -88,11 +89,11 @@ def describe(
     )
 
 
-def _step(activity: Activity, activities: Activities, settings: Settings) -> int:
+def _step(activity: Activity, activities: Activities, settings: RunConfig) -> int:
     """The step, counted from 1, of an activity; a segment has one or several steps."""
     if activity.kind in ("S", "norm"):
         return activities.step + activity.index - 1
-    return activities.step + activity.index // (settings.micro_batches or 1)
+    return activities.step + activity.index // settings.micro_batches
 
 
 def _room(device: torch.device | str) -> tuple[int, int]:
@@ -108,8 +109,8 @@ def _room(device: torch.device | str) -> tuple[int, int]:
     return kib["MemAvailable"] << 10, kib["MemTotal"] << 10
 
 
-def _cures(plan: Plan, settings: Settings, whole: int) -> Iterator[str]:
-    size, count = settings.micro_batch_size or 1, settings.micro_batches or 1
+def _cures(plan: Plan, settings: RunConfig, whole: int) -> Iterator[str]:
+    size, count = settings.micro_batch_size, settings.micro_batches
     if size > 1:
         again = f"--micro-batch-size {size // 2} --micro-batches {count * 2}"
         yield f"{again} (half the activations)"
@@ -124,26 +125,26 @@ FIRST_PORT = 5678
 """Rank r listens on FIRST_PORT + r, or on any free port if that one is taken."""
 
 
-def check_debugger(settings: Settings, ranks: int) -> None:
+def check_debugger(options: ExecutionOptions, ranks: int) -> None:
     """Raises SettingsError when debugpy is missing, or for a rank that does not exist."""
-    if settings.debug is None:
+    if options.debug is None:
         return
     if importlib.util.find_spec("debugpy") is None:
         raise SettingsError(
-            f"--debug {settings.debug} needs debugpy, which is not installed.",
+            f"--debug {options.debug} needs debugpy, which is not installed.",
             'pip install "asyncpipe[debug]"',
         )
-    named = [] if settings.debug == "all" else [int(rank) for rank in settings.debug.split(",")]
+    named = [] if options.debug == "all" else [int(rank) for rank in options.debug.split(",")]
     for rank in named:
         if rank >= ranks:
             last = f"ranks 0 to {ranks - 1}" if ranks > 1 else "rank 0 only"
-            raise SettingsError(f"--debug {settings.debug}, but the run has {last}.", "--debug all")
+            raise SettingsError(f"--debug {options.debug}, but the run has {last}.", "--debug all")
 
 
-def wait_for_debugger(settings: Settings, world: World, reporter: Reporter | None) -> None:
+def wait_for_debugger(options: ExecutionOptions, world: World, reporter: Reporter | None) -> None:
     """Reports, on rank 0, the address at which each rank waits; returns once a debugger has
     attached to this rank. Every rank calls it."""
-    is_debugged = settings.is_debugged(world.rank)
+    is_debugged = options.is_debugged(world.rank)
     port = _listen(world.rank) if is_debugged else 0
     ports = [struct.unpack("<q", part)[0] for part in world.gathered(struct.pack("<q", port))]
     if reporter is not None:

@@ -35,7 +35,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 from ..config.segments import make_segment
-from ..config.settings import Settings
+from ..config.settings import RunConfig
 from ..executor.mailbox import forward_edges, gradient_edges, shared_stages
 from ..plan.forecast import Forecast
 from ..plan.plan import Plan
@@ -272,7 +272,7 @@ def _shares(parts: Sequence[Mapping[str, float]], wall_ms: float) -> IdleSplit:
 
 
 def split_of_run(
-    plan: Plan, settings: Settings, schedule: Schedule, times: Sequence[RankTime]
+    plan: Plan, settings: RunConfig, schedule: Schedule, times: Sequence[RankTime]
 ) -> tuple[IdleSplit, tuple[IdleSplit, ...]]:
     """The parts of the idle share in a typical step, over all ranks and for each.
 
@@ -297,7 +297,7 @@ def split_of_run(
 
 def simulated_step(
     plan: Plan,
-    settings: Settings,
+    settings: RunConfig,
     schedule: Schedule,
     forecast: Forecast | None,
     times: Sequence[RankTime],
@@ -319,9 +319,9 @@ def simulated_step(
     return costs, timeline.between(*timeline.steady_step) if settings.is_async else timeline
 
 
-def _enough_steps(plan: Plan, settings: Settings, schedule: Schedule) -> Schedule:
+def _enough_steps(plan: Plan, settings: RunConfig, schedule: Schedule) -> Schedule:
     """The synchronous step, or enough asynchronous ones for every rank's steady state."""
     if not settings.is_async:
         return schedule
-    ahead = -(-2 * len(plan.stages) // (settings.micro_batches or 1))
+    ahead = -(-2 * len(plan.stages) // settings.micro_batches)
     return make_segment(plan, settings, steps=3 + ahead)

@@ -23,7 +23,7 @@ from time import perf_counter
 from typing import Any
 
 from ..config.segments import segments
-from ..config.settings import Settings
+from ..config.settings import RunConfig
 from ..distributed.process_groups import World
 from ..executor.instrumented import COMPUTING, Activities, Activity, Kind, Span, StageMessage
 from ..schedule.schedule import Action, Schedule
@@ -236,25 +236,20 @@ def _numbers(message: StageMessage) -> tuple[int, ...]:
     return message.source, message.target, *ranks, message.size_bytes
 
 
-def drawn_steps(settings: Settings, stages: int) -> range:
+def drawn_steps(settings: RunConfig, stages: int) -> range:
     """The steps, counted from 1, that are recorded without `--trace`: the last, or in an
     asynchronous run two and those by which the last stage is ahead of the first."""
     if not settings.is_async:
         return range(settings.steps, settings.steps + 1)
-    ahead = -(-stages // (settings.micro_batches or 1))
+    ahead = -(-stages // settings.micro_batches)
     first = max(1, settings.steps - 1 - ahead)
     return range(first, min(first + 1 + ahead, settings.steps) + 1)
 
 
-def steady_steps(settings: Settings, schedule: Schedule, start: int = 0) -> range:
+def steady_steps(settings: RunConfig, schedule: Schedule, start: int = 0) -> range:
     """The last n steps of rank 0, as `--trace` requests, with all ranks at work: after the first
     step of a segment and before it drains. Fewer if no segment has as many; none if `--trace` is a
     range. The run begins after step `start`.
-
-    >>> from ..schedule.asynchronous import async_1f1b
-    >>> settings = Settings(folder="x", schedule="async-1f1b", steps=20, trace="3", eval_every=16)
-    >>> steady_steps(settings, async_1f1b(4, 1, step_every=1))
-    range(10, 13)
     """
     if not settings.is_async or not settings.trace or "-" in settings.trace:
         return range(0)
@@ -282,7 +277,7 @@ class Tracing:
     """Records some steps on one rank; only steps after `start`, where the run begins."""
 
     def __init__(
-        self, settings: Settings, activities: Activities, schedule: Schedule, start: int = 0
+        self, settings: RunConfig, activities: Activities, schedule: Schedule, start: int = 0
     ) -> None:
         wanted = settings.trace_steps or drawn_steps(settings, schedule.stages)
         self._shown = steady_steps(settings, schedule, start)

@@ -25,7 +25,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from ..config.settings import Settings, SettingsError
+from ..config.execution_options import ExecutionOptions
+from ..config.settings import RunConfig, SettingsError
 from ..distributed.process_groups import World
 from ..errors import why_ended
 from ..process import STOPPED, Ended
@@ -39,14 +40,14 @@ TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 """The trackers; their packages and the extras that install these have the same names."""
 
 
-def names_of(settings: Settings) -> tuple[str, ...]:
+def names_of(options: ExecutionOptions) -> tuple[str, ...]:
     """The names in `--log`."""
-    return tuple(name.strip() for name in (settings.log or "").split(",") if name.strip())
+    return tuple(name.strip() for name in (options.log or "").split(",") if name.strip())
 
 
-def check_log(settings: Settings) -> None:
+def check_log(options: ExecutionOptions) -> None:
     """Raises SettingsError for an unknown tracker, or one whose package is missing."""
-    for name in names_of(settings):
+    for name in names_of(options):
         if name in TRACKERS:
             if find_spec(name) is None:
                 raise SettingsError(
@@ -62,7 +63,7 @@ def check_log(settings: Settings) -> None:
             )
 
 
-def open_trackers(settings: Settings, folder: Path) -> dict[str, Reporter]:
+def open_trackers(settings: RunConfig, folder: Path) -> dict[str, Reporter]:
     """The reporters that `--log` lists, by name, for the run in `folder`.
 
     Raises SettingsError for a user's factory that fails or returns something else.
@@ -71,7 +72,7 @@ def open_trackers(settings: Settings, folder: Path) -> dict[str, Reporter]:
         return {name: _opened(name, settings, folder) for name in names_of(settings)}
 
 
-def _opened(name: str, settings: Settings, folder: Path) -> Reporter:
+def _opened(name: str, settings: RunConfig, folder: Path) -> Reporter:
     with told_as(SettingsError, f"--log {name}"):
         if name in TRACKERS:
             factory = _OPEN[name]
@@ -139,7 +140,7 @@ def _flat(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
         yield name, float(value)
 
 
-def project_of(settings: Settings) -> str:
+def project_of(settings: RunConfig) -> str:
     """The name under which the runs of a model are grouped: that of the generated folder."""
     return Path(settings.folder).resolve().name
 
@@ -155,7 +156,7 @@ _STATES = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 class MlFlow(Tracker):
     """Logs metrics by step, the options as parameters, and the file that repeats the run."""
 
-    def __init__(self, mlflow: Any, settings: Settings, folder: Path) -> None:
+    def __init__(self, mlflow: Any, settings: RunConfig, folder: Path) -> None:
         self._mlflow = mlflow
         mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME") or project_of(settings))
         mlflow.start_run(run_name=folder.name)
@@ -173,7 +174,7 @@ class MlFlow(Tracker):
         self._mlflow.set_tag("mlflow.note.content", facts_of(start))
 
 
-def open_mlflow(settings: Settings, folder: Path) -> MlFlow:
+def open_mlflow(settings: RunConfig, folder: Path) -> MlFlow:
     """Opens the tracker of a run."""
     import mlflow
 
@@ -210,7 +211,7 @@ class TensorBoard(Tracker):
         self._writer.add_text("warning", text, self._step)
 
 
-def open_tensorboard(settings: Settings, folder: Path) -> TensorBoard:
+def open_tensorboard(settings: RunConfig, folder: Path) -> TensorBoard:
     """Opens the tracker of a run."""
     from torch.utils.tensorboard import SummaryWriter
 
@@ -222,7 +223,7 @@ class Trackio(Tracker):
     """Logs numbers by step; the options and facts as configuration, once the run begins. Its own
     output goes to standard error, as standard output belongs to the run."""
 
-    def __init__(self, trackio: Any, settings: Settings, folder: Path) -> None:
+    def __init__(self, trackio: Any, settings: RunConfig, folder: Path) -> None:
         self._trackio, self._settings, self._folder = trackio, settings, folder
         self._run: Any = None
 
@@ -243,7 +244,7 @@ class Trackio(Tracker):
             )
 
 
-def open_trackio(settings: Settings, folder: Path) -> Trackio:
+def open_trackio(settings: RunConfig, folder: Path) -> Trackio:
     """Opens the tracker of a run."""
     import trackio
 
@@ -272,7 +273,7 @@ class WeightsAndBiases(Tracker):
         self._run.config.update({"environment": dict(start.environment)})
 
 
-def open_wandb(settings: Settings, folder: Path) -> WeightsAndBiases:
+def open_wandb(settings: RunConfig, folder: Path) -> WeightsAndBiases:
     """Opens the tracker of a run."""
     import wandb
 
@@ -350,7 +351,7 @@ class CompositeReporter(Reporter):
 
 @contextmanager
 def reporting(
-    settings: Settings, folder: Path, world: World, make_shown: Callable[[Settings], Reporter]
+    settings: RunConfig, folder: Path, world: World, make_shown: Callable[[RunConfig], Reporter]
 ) -> Iterator[Reporter | None]:
     """The reporters of a run on rank 0, None on the others; errors are reported and raised
     again."""
@@ -369,7 +370,7 @@ def reporting(
         raise
 
 
-_OPEN: Mapping[str, Callable[[Settings, Path], Reporter]] = {
+_OPEN: Mapping[str, Callable[[RunConfig, Path], Reporter]] = {
     "tensorboard": open_tensorboard,
     "wandb": open_wandb,
     "mlflow": open_mlflow,

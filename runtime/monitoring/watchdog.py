@@ -32,7 +32,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
-from ..config.settings import Settings
+from ..config.execution_options import ExecutionOptions
 from ..distributed.failure import RankFolder, end_process, is_consequence
 from ..distributed.process_groups import World
 from ..errors import AsyncPipeError
@@ -220,10 +220,10 @@ class Watchdog:
     """
 
     def __init__(
-        self, settings: Settings, folder: Path, world: World, activities: Activities
+        self, options: ExecutionOptions, folder: Path, world: World, activities: Activities
     ) -> None:
         self.tell: Callable[[str], None] = lambda text: None
-        self._settings = settings
+        self._options = options
         self._left = RankFolder(folder)
         self._world = world
         self._activities = activities
@@ -234,7 +234,7 @@ class Watchdog:
         self._held: IO[str] | None = None
 
     def __enter__(self) -> Watchdog:
-        if self._settings.debug is None:
+        if self._options.debug is None:
             self._held = self._path("held").open("w", encoding="utf-8")
             faulthandler.register(_STACK_SIGNAL, self._held, all_threads=False)
             self._publish()
@@ -263,13 +263,13 @@ class Watchdog:
 
     @property
     def _limit_s(self) -> float:
-        return self._settings.patience_s
+        return self._options.patience_s
 
     def _watch(self) -> None:
-        beat_s = min(_BEAT_S, (self._settings.stall_s or self._limit_s) / 4)
+        beat_s = min(_BEAT_S, (self._options.stall_s or self._limit_s) / 4)
         while not self._ended.wait(beat_s):
             idle_s = self._publish()
-            stall_s = self._settings.stall_s or self._limit_s
+            stall_s = self._options.stall_s or self._limit_s
             if idle_s < min(stall_s, self._limit_s):
                 self._has_reported = False
                 continue
@@ -278,7 +278,7 @@ class Watchdog:
             seen = self._look()
             stalled_s = min(sighting.idle_s for sighting in seen.values())
             is_loading = any(sighting.is_elsewhere for sighting in seen.values())
-            if stalled_s >= stall_s and self._settings.stall_s and not self._has_reported:
+            if stalled_s >= stall_s and self._options.stall_s and not self._has_reported:
                 self._has_reported = True
                 self._report(seen, stalled_s)
             # The lowest rank that can still act ends the run.

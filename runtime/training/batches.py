@@ -1,4 +1,4 @@
-"""Settings and plan -> training and evaluation data, and the feed of micro-batches of one rank.
+"""RunConfig and plan -> training and evaluation data, and the feed of micro-batches of one rank.
 
 Each rank opens the data for the fields that its stages read: inputs on the first stage, labels on
 the last. A rank whose stages read no field reads no data.
@@ -19,14 +19,13 @@ import torch
 from torch import Tensor
 
 from ..config.batch_layout import StepBatch
-from ..config.settings import Settings
+from ..config.settings import RunConfig
 from ..data.datasets import Clusters, Columns, Digits, OwnDataset, own_parts
 from ..data.task import BatchDims, SampleOrder, Task, batch_dims, laid_out
 from ..data.text import TextWindows
 from ..data.tokens import (
     BYTES,
     Tokens,
-    default_corpus,
     encode_bytes,
     make_tokens,
     read_bin,
@@ -180,29 +179,13 @@ def feed_nothing(micro_batch: int) -> dict[str, Tensor]:
     return {}
 
 
-def default_data(task: Task, plan: Plan) -> str:
-    """The built-in data for a task. Raises DataError when none fits."""
-    if task.kind == "text":
-        return default_corpus()
-    if task.label is not None and len(plan.inputs) <= 2:
-        if task.kind == "image":
-            return "digits"
-        if task.kind == "features" and _labels_are_classes(task, plan):
-            return "clusters"
-    inputs = ", ".join(f"{spec.name}: {spec}" for spec in plan.inputs)
-    raise DataError(
-        f"no built-in data fits the inputs of {plan.name} ({inputs}).",
-        "Give --data my_file.py:function, which returns a sequence of samples.",
-    )
-
-
-def prepare_data(settings: Settings, task: Task, folder: Path) -> None:
+def prepare_data(settings: RunConfig, task: Task, folder: Path) -> None:
     """Does the slow part once for all ranks: trains a tokenizer and encodes the text."""
     if task.kind == "text" and needs_encoding(settings):
-        make_tokens(str(settings.data), str(settings.tokenizer), folder / "data")
+        make_tokens(settings.data, str(settings.tokenizer), folder / "data")
 
 
-def open_data(settings: Settings, task: Task, plan: Plan, folder: Path) -> Data:
+def open_data(settings: RunConfig, task: Task, plan: Plan, folder: Path) -> Data:
     """Opens the data of resolved settings; `folder` is the run's, `plan` the sized one.
 
     Raises DataError when the data cannot be read or does not fit the plan.
@@ -210,8 +193,8 @@ def open_data(settings: Settings, task: Task, plan: Plan, folder: Path) -> Data:
     return replace(_opened(settings, task, plan, folder), dims=batch_dims(plan))
 
 
-def _opened(settings: Settings, task: Task, plan: Plan, folder: Path) -> Data:
-    source, dtype = str(settings.data), dtype_of(settings.dtype)
+def _opened(settings: RunConfig, task: Task, plan: Plan, folder: Path) -> Data:
+    source, dtype = settings.data, dtype_of(settings.dtype)
     if names_object(source):
         return _open_own(source, task, dtype, settings.seed)
     if task.kind == "text":
@@ -260,8 +243,8 @@ def _open_own(source: str, task: Task, dtype: torch.dtype, seed: int) -> Data:
     )
 
 
-def _open_text(settings: Settings, task: Task, plan: Plan, folder: Path) -> Data:
-    source = str(settings.data)
+def _open_text(settings: RunConfig, task: Task, plan: Plan, folder: Path) -> Data:
+    source = settings.data
     if files := token_files(source):
         tokens = read_token_files(files)
     elif needs_encoding(settings):
@@ -289,9 +272,9 @@ def _open_text(settings: Settings, task: Task, plan: Plan, folder: Path) -> Data
     )
 
 
-def needs_encoding(settings: Settings) -> bool:
+def needs_encoding(settings: RunConfig) -> bool:
     """True if the data is text that a tokenizer encodes."""
-    source = str(settings.data)
+    source = settings.data
     own = names_object(source) or bool(token_files(source))
     return not own and settings.tokenizer not in (None, BYTES)
 
@@ -302,10 +285,3 @@ def _digest(tokens: Tokens, sample: int = 1 << 20) -> bytes:
     for part in (tokens.ids[:sample], tokens.ids[-sample:]):
         found.update(part.tobytes())
     return found.digest()
-
-
-def _labels_are_classes(task: Task, plan: Plan) -> bool:
-    labels = next((spec for spec in plan.inputs if spec.name == task.label), None)
-    return task.classes is not None and (
-        labels is None or (labels.dtype == "int64" and len(labels.shape) == 1)
-    )

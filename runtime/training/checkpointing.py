@@ -26,7 +26,7 @@ from ..checkpoint.contents import FoundCheckpoint, Rank, Wanted, put, state_of, 
 from ..checkpoint.folders import STATE, WEIGHTS, CheckpointError, Facts
 from ..checkpoint.resuming import differences
 from ..checkpoint.saving import CheckpointPart, Saver
-from ..config.settings import Settings
+from ..config.settings import RunConfig
 from ..distributed.process_groups import SharedStore
 from ..errors import PlanError, TransportError
 from ..executor.instrumented import Activities, Activity
@@ -44,7 +44,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: RunConfig,
         rank: Rank,
         saver: Saver,
         activities: Activities,
@@ -108,7 +108,7 @@ class Checkpoints:
 
 
 def resume(
-    rank: Rank, found: FoundCheckpoint, settings: Settings, trainer: OptimizerStepper
+    rank: Rank, found: FoundCheckpoint, settings: RunConfig, trainer: OptimizerStepper
 ) -> None:
     """Restores the state of a checkpoint on a rank whose stages already have its weights.
 
@@ -164,7 +164,7 @@ def check_model(plan: Plan, folder: Path, found: FoundCheckpoint) -> None:
     )
 
 
-def check_steps(settings: Settings, found: FoundCheckpoint) -> None:
+def check_steps(settings: RunConfig, found: FoundCheckpoint) -> None:
     """Raises PlanError for a checkpoint that is beyond the run's last step."""
     if found.facts.step > settings.steps:
         raise PlanError(
@@ -173,7 +173,7 @@ def check_steps(settings: Settings, found: FoundCheckpoint) -> None:
         )
 
 
-def describe_resumption(found: FoundCheckpoint, settings: Settings, length: int) -> list[str]:
+def describe_resumption(found: FoundCheckpoint, settings: RunConfig, length: int) -> list[str]:
     """The step from which a run resumes, in data of `length` samples, and the changes since."""
     facts = found.facts
     lines = [

@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..config.settings import Settings, SettingsError
+from ..config.settings import RunConfig, SettingsError
 from ..distributed.process_groups import World
 from ..errors import AsyncPipeError
 from ..executor.instrumented import Activities, Activity
@@ -189,7 +189,7 @@ class Norm(NamedTuple):
         return clip_factor(self.norm, self.bound)
 
 
-def check_clipping_ranks(settings: Settings, stages: int, ranks: int) -> None:
+def check_clipping_ranks(settings: RunConfig, stages: int, ranks: int) -> None:
     """Raises SettingsError where ranks with several stages would wait for themselves."""
     if settings.clip_by in ("global", "known") and ranks != stages:
         raise SettingsError(
@@ -208,14 +208,14 @@ class StageNorms:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: RunConfig,
         world: World,
         stages: int,
         shares: Mapping[int, NormShare],
         activities: Activities,
     ) -> None:
         check_clipping_ranks(settings, stages, world.ranks)
-        self._by, self._limit = settings.clip_by or "stage", settings.clip or 0.0
+        self._by, self._limit = settings.clip_by, settings.clip
         self._world, self._stages, self._shares = world, stages, shares
         self._activities = activities
         self._messages: dict[int, StepMessage | Agreed] = {}
@@ -325,7 +325,7 @@ class Finite:
     Every check raises LossError.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: RunConfig) -> None:
         self._settings = settings
         self._norm = ""
         self._step = 0
@@ -368,7 +368,7 @@ class Finite:
 
     @property
     def _cure(self) -> str:
-        lr = self._settings.lr or 0.0
+        lr = self._settings.lr
         other = "--precision bfloat16, or " if self._settings.is_scaled else ""
         clip = "" if self._settings.clip else ", or --clip 1"
         start = ", or --sync-start 5%" if self._settings.is_async else ""

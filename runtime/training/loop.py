@@ -13,7 +13,7 @@ from ..checkpoint.saving import Saver
 from ..config.asynchronous_options import delays_of
 from ..config.batch_layout import StepBatch, consumed
 from ..config.segments import RunSegment, make_flushed_step, make_segment, segments
-from ..config.settings import Settings
+from ..config.settings import RunConfig
 from ..data.task import SampleOrder
 from ..distributed.equality import Equality, SharedParameterError, find_difference, held_parameters
 from ..distributed.process_groups import SharedStore, World
@@ -44,7 +44,7 @@ from .step_records import Watch
 def train(
     job: Job,
     world: World,
-    make_reporter: Callable[[Settings], Reporter],
+    make_reporter: Callable[[RunConfig], Reporter],
     on_step: Callable[[int], None] = lambda step: None,
 ) -> None:
     """Trains this rank's stages; every rank calls it.
@@ -146,7 +146,7 @@ class _Run:
             self._world,
             self._setup.data,
             order,
-            size=settings.micro_batch_size or 1,
+            size=settings.micro_batch_size,
             batches=settings.eval_batches,
             first=first,
             fields=needed_inputs(self._plan, stages, criterion=settings.criterion is not None),
@@ -154,7 +154,7 @@ class _Run:
         )
 
     def _make_evaluator(self) -> Evaluator:
-        data, batch = self._setup.data, StepBatch((self._settings.micro_batch_size or 1,))
+        data, batch = self._setup.data, StepBatch((self._settings.micro_batch_size,))
         samples = data.evaluation if data and data.evaluation else None
         return Evaluator(
             self._plan,

@@ -17,13 +17,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..config.batch_layout import StepBatch
-from ..config.settings import Settings
+from ..config.settings import RunConfig
 from ..distributed.equality import TiedParameter, held_parameters
 from ..distributed.process_groups import World
 from ..executor.instrumented import ActionObserver, Activities, Activity
 from ..executor.weight_binding import Gap
 from ..monitoring.gather import RankFigures, figures_of
-from ..optimizers.param_groups import INITIAL, LossScale, hidden_matrices
+from ..optimizers.param_groups import LossScale, hidden_matrices
 from ..optimizers.soap import refresh_periods
 from ..plan.plan import Plan
 from ..schedule.asynchronous import Delays
@@ -66,7 +66,7 @@ class OptimizerStepper(ActionObserver):
         self,
         plan: Plan,
         modules: Mapping[int, nn.Module],
-        settings: Settings,
+        settings: RunConfig,
         world: World,
         report: Callable[[RankFigures], None],
         *,
@@ -101,7 +101,7 @@ class OptimizerStepper(ActionObserver):
             )
             for j, module in modules.items()
         }
-        self._scale = LossScale(settings.loss_scale or INITIAL) if settings.is_scaled else None
+        self._scale = None if settings.loss_scale is None else LossScale(settings.loss_scale)
         self._gradients: dict[int, list[Tensor | None]] = {}
         self._batch = StepBatch.of(settings)
         # The share of this replica's samples in those of a step.
@@ -309,7 +309,7 @@ class OptimizerStepper(ActionObserver):
             for name, parameter in share.shared_by_name.items():
                 scale_gradients([parameter], (of_shared or {}).get(name, factor))
             if self._settings.left_over and version == self._settings.steps:
-                whole = self._settings.left_over / (self._settings.micro_batches or 1)
+                whole = self._settings.left_over / self._settings.micro_batches
             self._optimizers[stage].step(
                 whole * self._lr_scale(stage, version, None),
                 {
@@ -388,7 +388,7 @@ def _mean(losses: list[tuple[Tensor, int]]) -> float:
     return float((values * shares).sum() / shares.sum())
 
 
-def is_logged(step: int, settings: Settings) -> bool:
+def is_logged(step: int, settings: RunConfig) -> bool:
     """True if a line is due after this step."""
     return step % settings.log_every == 0 or step in (1, settings.steps)
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from statistics import median
 
 from ..config.segments import fit, lowered, waiting_stages
-from ..config.settings import Settings
+from ..config.settings import RunConfig
 from ..distributed.process_groups import World
 from ..executor.instrumented import COMPUTING
 from ..executor.mailbox import forward_edges, gradient_edges
@@ -34,7 +34,7 @@ _ENOUGH = 2 * _LAST
 """The steps below which a run keeps the first schedule."""
 
 
-def when_measured(settings: Settings) -> str:
+def when_measured(settings: RunConfig) -> str:
     """When the schedule of the run is computed again, if it is."""
     if settings.steps < _ENOUGH:
         return f"and kept, since the run has fewer than {_ENOUGH} steps"
@@ -57,7 +57,7 @@ class Remeasuring:
     def __init__(
         self,
         plan: Plan,
-        settings: Settings,
+        settings: RunConfig,
         world: World,
         first: Schedule,
         *,

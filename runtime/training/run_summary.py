@@ -26,7 +26,7 @@ from ..config.batch_layout import describe_stages, in_words
 from ..config.mixed_precision import describe_memory, describe_precision, precision_warning
 from ..config.resolve import batch_identity, costs_at_sizes
 from ..config.segments import make_segment, waiting_stages
-from ..config.settings import Settings
+from ..config.settings import RunConfig
 from ..data.task import TARGET
 from ..distributed.cpu_affinity import Machine
 from ..distributed.process_groups import World
@@ -45,6 +45,7 @@ from ..process import describe_environment
 from ..schedule.asynchronous import KEEPS
 from ..schedule.builders import AUTO
 from ..schedule.schedule import Schedule
+from ..staleness import parse
 from ..transports.choose import TransportChoice
 from .batches import Data
 from .remeasure import when_measured
@@ -121,7 +122,7 @@ _CLIPPED = {
 def forecast_run(
     plan: Plan,
     planned: Plan,
-    settings: Settings,
+    settings: RunConfig,
     cores: int,
     schedule: Schedule,
     dtypes: BoundaryDtypes,
@@ -140,8 +141,8 @@ def forecast_run(
     return forecast_step(
         with_transfers_of_run(costs_at_sizes(plan, planned), planned, dtypes),
         schedule if schedule.synchronous else make_segment(plan, settings, steps=steps),
-        settings.micro_batches or 1,
-        processors=max(1, cores // (settings.replicas or 1)) if settings.device == "cpu" else None,
+        settings.micro_batches,
+        processors=max(1, cores // settings.pipelines) if settings.device == "cpu" else None,
         steps=steps,
         step_ms=optimizer_ms,
         shared_stages=waiting_stages(plan, settings),
@@ -188,11 +189,11 @@ def announce(
         StartRecord(
             tuple(facts),
             predict(costs_at_sizes(plan, job.planned), schedule, forecast),
-            settings.micro_batches or 1,
-            settings.replicas or 1,
+            settings.micro_batches,
+            settings.pipelines,
             tuple(schedule.stages_of(rank) for rank in range(len(schedule.ranks))),
             describe_environment(),
-            tuple((settings.staleness or "none").split("+")) if settings.is_async else (),
+            parse(settings.methods) if settings.is_async else (),
         )
     )
     for warning in _warnings(job, schedule, machine):
@@ -205,13 +206,13 @@ def _warnings(job: Job, schedule: Schedule, machine: Machine) -> Iterator[str]:
     few = few_micro_batches_warning(
         settings.schedule,
         ranks=min(len(schedule.ranks), schedule.stages),
-        micro_batches=settings.micro_batches or 1,
+        micro_batches=settings.micro_batches,
     )
     if few:
         yield few
     if other := precision_warning(settings, plan):
         yield other
-    copies = replicas_warning(plan, settings.replicas or 1)
+    copies = replicas_warning(plan, settings.pipelines)
     if copies and not schedule.replicas:
         yield copies
     if misplaced := placement_warning(plan, machine):
@@ -255,7 +256,7 @@ def replicas_warning(plan: Plan, replicas: int) -> str:
     )
 
 
-def describe_data(data: Data, plan: Plan, schedule: Schedule, settings: Settings) -> str:
+def describe_data(data: Data, plan: Plan, schedule: Schedule, settings: RunConfig) -> str:
     """The data, and the ranks that read inputs and labels."""
     labels = "labels" if plan.loss is not None else "targets"
     ranks = range(len(schedule.ranks))
@@ -272,11 +273,11 @@ def describe_data(data: Data, plan: Plan, schedule: Schedule, settings: Settings
     return f"{data.description} · {_readers(inputs)} inputs, {_readers(answers)} {labels}"
 
 
-def describe_algorithm(schedule: Schedule, settings: Settings) -> str:
+def describe_algorithm(schedule: Schedule, settings: RunConfig) -> str:
     """The effect of the schedule on the weights, in one sentence."""
     if schedule.synchronous:
         text = f"{schedule.name}, synchronous: the gradients of the plain model"
-        if (replicas := settings.replicas or 1) > 1:
+        if (replicas := settings.pipelines) > 1:
             text += f", averaged over {in_words(replicas)}"
         if schedule.replicas:
             text += f", summed over {describe_stages(schedule.replicas)}"
@@ -284,7 +285,7 @@ def describe_algorithm(schedule: Schedule, settings: Settings) -> str:
     delays = delays_of(schedule, settings)
     worst = max(range(schedule.stages), key=delays.most)
     late = f"{delays.most(worst)} step{'' if delays.most(worst) == 1 else 's'}"
-    names = (settings.staleness or "none").split("+")
+    names = parse(settings.methods)
     if not delays.most(worst):
         way = "no weights are stale: one micro-batch at a time goes through all stages"
     elif "2bw" in names:
@@ -305,7 +306,7 @@ def describe_algorithm(schedule: Schedule, settings: Settings) -> str:
     return f"{schedule.name}, {way}; {_when_drained(settings)}"
 
 
-def _when_drained(settings: Settings) -> str:
+def _when_drained(settings: RunConfig) -> str:
     longest = min(longest_segment(settings), settings.flush_every or settings.steps)
     often = f" and every {longest} steps" if settings.steps > longest else ""
     borders = "evaluations and checkpoints" if settings.save_every else "evaluations"
@@ -317,7 +318,9 @@ def _when_drained(settings: Settings) -> str:
     return text
 
 
-def describe_staleness(plan: Plan, schedule: Schedule, settings: Settings) -> list[tuple[str, str]]:
+def describe_staleness(
+    plan: Plan, schedule: Schedule, settings: RunConfig
+) -> list[tuple[str, str]]:
     """The staleness of an asynchronous run's weights, and the copies that ranks keep."""
     if not settings.is_async:
         return []
@@ -327,7 +330,7 @@ def describe_staleness(plan: Plan, schedule: Schedule, settings: Settings) -> li
     return facts
 
 
-def describe_schedule(schedule: Schedule, settings: Settings) -> list[tuple[str, str]]:
+def describe_schedule(schedule: Schedule, settings: RunConfig) -> list[tuple[str, str]]:
     """The origin of a schedule without a name, and each rank's stages if some have several."""
     parts = []
     if settings.schedule_file:
@@ -343,7 +346,7 @@ def describe_schedule(schedule: Schedule, settings: Settings) -> list[tuple[str,
     return [("schedule", "; ".join(parts))] if parts else []
 
 
-def describe_optimizer(settings: Settings, delays: Sequence[int] = (0,)) -> str:
+def describe_optimizer(settings: RunConfig, delays: Sequence[int] = (0,)) -> str:
     """The optimizer, its parameters, its learning rate over time and the clipping."""
     name = str(settings.optimizer)
     if OPTIMIZERS[name].hidden_matrices_only:
@@ -360,7 +363,7 @@ def describe_optimizer(settings: Settings, delays: Sequence[int] = (0,)) -> str:
     if settings.warmup:
         parts.append(f"{settings.warmup} step{'s' if settings.warmup > 1 else ''} of warm-up")
     if settings.decay not in (None, "none"):
-        parts.append(f"{settings.decay} decay to {settings.final_lr_ratio or 0:.0%}")
+        parts.append(f"{settings.decay} decay to {settings.final_lr_ratio:.0%}")
     if settings.clip:
         scope = _CLIPPED[settings.clip_by or "global"]
         parts.append(f"gradient norm {scope} at most {settings.clip:g}")
@@ -373,7 +376,7 @@ def _readers(ranks: list[str]) -> str:
 
 def save_weights(
     plan: Plan,
-    settings: Settings,
+    settings: RunConfig,
     folder: Path,
     modules: Mapping[int, nn.Module],
     unused: Mapping[str, Tensor],

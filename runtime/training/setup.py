@@ -16,10 +16,11 @@ from ..checkpoint.folders import WEIGHTS, FolderLock, clear_unfinished
 from ..checkpoint.remote import initial_weights
 from ..checkpoint.resuming import candidates, keep_records_until
 from ..checkpoint.storage import check_exportable
+from ..config.execution_options import ExecutionOptions
 from ..config.mixed_precision import find_boundary_dtypes
 from ..config.resolve import gpu_of_rank, sized_plan
 from ..config.segments import make_segment
-from ..config.settings import Settings
+from ..config.settings import RunConfig
 from ..data.task import Task
 from ..distributed.failure import RankFolder
 from ..distributed.process_groups import SharedStore, World
@@ -51,19 +52,21 @@ from .checkpointing import check_model, check_steps
 from .run_summary import announce, describe_data, forecast_run
 
 
-def agree_on_transport(world: World, settings: Settings, device: str) -> TransportChoice:
+def agree_on_transport(world: World, options: ExecutionOptions, device: str) -> TransportChoice:
     """The transport that rank 0 was asked for, or the fastest one for this pipeline's ranks; the
     same on all of them.
 
     Raises TransportError, on all of them, for a transport that cannot work there.
     """
-    asked = world.text_of_first(settings.transport)
+    asked = world.text_of_first(options.transport)
     places = world.gathered(whereabouts(torch.device(device)))
     own = [places[rank] for rank in world.grid.pipeline_of(world.rank)]
     return choose(asked, find_circumstances(world.pipeline, own))
 
 
-def group_of_gradients(world: World, settings: Settings, device: str) -> dist.ProcessGroup | None:
+def group_of_gradients(
+    world: World, options: ExecutionOptions, device: str
+) -> dist.ProcessGroup | None:
     """The group of the ranks with the same stages, which sum gradients; None without replicas.
 
     Uses NCCL if each rank has a GPU of its own. Collective.
@@ -76,7 +79,7 @@ def group_of_gradients(world: World, settings: Settings, device: str) -> dist.Pr
     if all(answer == b"1" for answer in world.gathered(b"1" if is_able else b"0")):
         group: dist.ProcessGroup = dist.new_group(
             list(world.grid.copies_of(world.rank)),
-            timeout=datetime.timedelta(seconds=settings.patience_s),
+            timeout=datetime.timedelta(seconds=options.patience_s),
             backend="nccl",
             use_local_synchronization=True,
         )
@@ -84,22 +87,22 @@ def group_of_gradients(world: World, settings: Settings, device: str) -> dist.Pr
     return world.copies
 
 
-def expect_transport(settings: Settings, plan: Plan, ranks: int) -> TransportChoice:
+def expect_transport(options: ExecutionOptions, plan: Plan, ranks: int) -> TransportChoice:
     """The transport that ranks started on this machine would agree on."""
-    on_gpus = settings.device == "cuda"
+    on_gpus = options.device == "cuda"
     where = Circumstances(
         ranks,
         on_gpus=on_gpus,
-        own_gpus=on_gpus and len(set(gpu_of_rank(plan, ranks, settings.ranks_per_gpu))) == ranks,
+        own_gpus=on_gpus and len(set(gpu_of_rank(plan, ranks, options.ranks_per_gpu))) == ranks,
         has_nccl=on_gpus and has_nccl(),
     )
-    return choose(settings.transport, where)
+    return choose(options.transport, where)
 
 
 def make_transport(
     choice: TransportChoice,
     world: World,
-    settings: Settings,
+    options: ExecutionOptions,
     plan: Plan,
     schedule: Schedule,
     device: str,
@@ -108,7 +111,7 @@ def make_transport(
     return open_transport(
         choice.name,
         world.pipeline,
-        timeout_s=settings.patience_s,
+        timeout_s=options.patience_s,
         device=device,
         lanes=frozenset().union(*(lanes_of_plan(plan, ranks) for ranks in schedule.placements)),
     )
@@ -139,7 +142,7 @@ class Job:
     lock: the lock of the folder, which the process that leads the run holds.
     """
 
-    settings: Settings
+    settings: RunConfig
     task: Task
     planned: Plan
     folder: Path

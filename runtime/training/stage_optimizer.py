@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from ..config.settings import Settings
+from ..config.settings import RunConfig
 from ..optimizers.facts import OPTIMIZERS, OptimizerFacts
 from ..optimizers.param_groups import Joint
 
@@ -69,7 +69,7 @@ class StageOptimizer:
     def __init__(
         self,
         stage: nn.Module,
-        settings: Settings,
+        settings: RunConfig,
         *,
         hidden: Sequence[Tensor] = (),
         shared: Mapping[str, Tensor] | None = None,
@@ -93,9 +93,9 @@ class StageOptimizer:
         return lr_factor(
             step,
             steps=self._settings.steps,
-            warmup=self._settings.warmup or 0,
-            decay=self._settings.decay or "none",
-            final_ratio=self._settings.final_lr_ratio or 0.0,
+            warmup=self._settings.warmup,
+            decay=self._settings.decay,
+            final_ratio=self._settings.final_lr_ratio,
         )
 
     def future_lr(self, steps: int) -> tuple[float, ...]:
@@ -189,7 +189,7 @@ def _facts_of(optimizer: Optimizer) -> OptimizerFacts:
 
 def make_optimizer(
     parameters: Iterable[Tensor],
-    settings: Settings,
+    settings: RunConfig,
     *,
     hidden: Sequence[Tensor] = (),
     shared: Mapping[str, Tensor] | None = None,
@@ -202,7 +202,7 @@ def make_optimizer(
     steps, by default that of the settings.
     """
     given, apart = list(parameters), shared or {}
-    facts = OPTIMIZERS[str(settings.optimizer)]
+    facts = OPTIMIZERS[settings.optimizer]
     if not facts.hidden_matrices_only:
         return _plain(given, settings, facts, apart)
     own = {id(matrix) for matrix in hidden}
@@ -212,8 +212,8 @@ def make_optimizer(
     if matrices:
         part = uncompiled(facts.load())(
             matrices,
-            lr=float(settings.lr or 0.0),
-            weight_decay=settings.weight_decay or 0.0,
+            lr=settings.lr,
+            weight_decay=settings.weight_decay,
             **_arguments(facts, settings, refresh_every),
         )
         parts.append(part)
@@ -223,27 +223,27 @@ def make_optimizer(
 
 
 def _arguments(
-    facts: OptimizerFacts, settings: Settings, refresh_every: int | None = None
+    facts: OptimizerFacts, settings: RunConfig, refresh_every: int | None = None
 ) -> dict[str, Any]:
     """The arguments of the optimizer's class besides the learning rate and the weight decay."""
     values = {
-        "momentum": settings.momentum or 0.0,
+        "momentum": settings.momentum,
         "betas": settings.betas,
-        "refresh_every": refresh_every or settings.refresh_every or facts.refresh_every,
+        "refresh_every": refresh_every or settings.refresh_every,
     }
     return {**{name: values[name] for name in facts.takes}, **facts.arguments}
 
 
 def _plain(
     parameters: Sequence[Tensor],
-    settings: Settings,
+    settings: RunConfig,
     facts: OptimizerFacts,
     shared: Mapping[str, Tensor],
 ) -> Optimizer:
     """An optimizer of all parameters, which differ only in their weight decay."""
     name_of = {id(parameter): own for own, parameter in shared.items()}
     own = [parameter for parameter in parameters if id(parameter) not in name_of]
-    decay = settings.weight_decay or 0.0
+    decay = settings.weight_decay
     groups: list[dict[str, Any]] = [
         {"params": [each for each in own if each.ndim >= 2], "weight_decay": decay},
         {"params": [each for each in own if each.ndim < 2], "weight_decay": 0.0},
@@ -261,7 +261,7 @@ def _plain(
     arguments = _arguments(facts, settings)
     if facts.fused:
         arguments["fused"] = all(_can_fuse(parameter) for parameter in parameters)
-    return uncompiled(facts.load())(groups, lr=float(settings.lr or 0.0), **arguments)
+    return uncompiled(facts.load())(groups, lr=settings.lr, **arguments)
 
 
 def _can_fuse(parameter: Tensor) -> bool:

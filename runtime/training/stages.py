@@ -47,7 +47,7 @@ def make_pipeline(setup: Setup, modules: Mapping[int, nn.Module]) -> Pipeline:
         ),
         rank_of_stage=schedule.rank_of_stage,
         replicas=schedule.replicas,
-        staleness=settings.staleness or "none",
+        staleness=settings.methods,
         criterion=criterion,
         device=device,
         precision=precision_of(settings),

@@ -9,7 +9,7 @@ from statistics import median
 from time import perf_counter
 
 from ..config.batch_layout import StepBatch, consumed
-from ..config.settings import Settings
+from ..config.settings import RunConfig
 from ..data.task import Task
 from ..executor.instrumented import COMPUTING, Kind
 from ..monitoring.gather import Gather, RankFigures
@@ -36,7 +36,7 @@ class Watch:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: RunConfig,
         task: Task,
         gather: Gather,
         reporter: Reporter,
@@ -132,15 +132,15 @@ class Watch:
         factor = lr_factor(
             step - 1,
             steps=settings.steps,
-            warmup=settings.warmup or 0,
-            decay=settings.decay or "none",
-            final_ratio=settings.final_lr_ratio or 0.0,
+            warmup=settings.warmup,
+            decay=settings.decay,
+            final_ratio=settings.final_lr_ratio,
         )
         return StepRecord(
             step=step,
             steps=settings.steps,
             loss=sum(losses) if losses else math.nan,
-            lr=(settings.lr or 0.0) * factor,
+            lr=settings.lr * factor,
             grad_norm=None if any(map(math.isnan, squares)) else math.sqrt(sum(squares)),
             rate=self._per_step * len(walls) / wall_s,
             unit=self._unit,
@@ -169,7 +169,7 @@ class Watch:
         of a stage runs some of its micro-batches; all of them make its optimizer steps."""
         settings, interval = self._settings, self._interval
         stages = len(interval[0][0].stage_s) // len(COMPUTING)
-        in_step = (settings.micro_batches or 1) * (settings.replicas or 1)
+        in_step = settings.micro_batches * settings.pipelines
 
         def by_rank(stage: int, *kinds: Kind) -> list[float]:
             places = [COMPUTING.index(kind) * stages + stage for kind in kinds]

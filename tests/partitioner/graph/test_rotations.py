@@ -10,10 +10,10 @@ from torch import nn
 
 import asyncpipe
 from asyncpipe.partitioner.graph import cost_graph
-from asyncpipe.runtime.config.settings import Settings
 from asyncpipe.runtime.optimizers import soap
 from asyncpipe.runtime.plan.plan import Plan
 from asyncpipe.runtime.training.stage_optimizer import make_optimizer
+from asyncpipe.tests.support.run_configs import run_config
 
 
 class Words(nn.Module):
@@ -42,7 +42,7 @@ def planned(optimizer: str, folder: Path) -> Plan:
 def kept_bytes(stage: nn.Module, optimizer: str) -> int:
     """Bytes that the optimizer keeps in tensors after a step; all but the table are hidden."""
     hidden = [p for name, p in stage.named_parameters() if p.ndim == 2 and "table" not in name]
-    settings = Settings(folder="x", optimizer=optimizer, lr=0.1, momentum=0.9)
+    settings = run_config(optimizer=optimizer, lr=0.1, momentum=0.9)
     made = make_optimizer(stage.parameters(), settings, hidden=hidden)
     for parameter in stage.parameters():
         parameter.grad = torch.ones_like(parameter)

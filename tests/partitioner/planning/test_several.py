@@ -23,7 +23,6 @@ from asyncpipe.partitioner.planning.solve import solve
 from asyncpipe.partitioner.planning.step_time import LITTLE, StepTimer, schedule_of, step_of
 from asyncpipe.partitioner.solvers import METHODS
 from asyncpipe.runtime.config.segments import make_segment
-from asyncpipe.runtime.config.settings import Settings
 from asyncpipe.runtime.errors import AsyncPipeError, PlanError
 from asyncpipe.runtime.plan.forecast import compared_schedules, forecast_one_step, forecast_step
 from asyncpipe.runtime.plan.plan import read_plan
@@ -33,6 +32,7 @@ from asyncpipe.runtime.schedule.simulate import ActionCosts, simulate
 from asyncpipe.tests.support.models.generated import CASES, cut
 from asyncpipe.tests.support.models.placements import LINKS, contiguous, problem_of
 from asyncpipe.tests.support.models.small_schedules import ranks_for
+from asyncpipe.tests.support.run_configs import run_config
 
 SEVERAL = ["interleaved", "looped-bfs", "zb-v"]
 MS = st.integers(1, 9)
@@ -252,7 +252,7 @@ def test_one_stage_a_rank_may_be_planned_for_a_schedule_of_several(tmp_path) -> 
     plan = read_plan(folder)
     assert forecast_step(plan, "interleaved", 8).timeline.ranks == 2
     assert make_segment(
-        plan, Settings(folder="x", schedule="interleaved", micro_batches=8), steps=1
+        plan, run_config(schedule="interleaved", micro_batches=8), steps=1
     ).rank_of_stage == (0, 1)
     assert forecast_step(plan, "looped-bfs", 8).timeline.ranks == 1
 

@@ -17,7 +17,7 @@ from asyncpipe.runtime.config.batch_layout import StepBatch
 from asyncpipe.runtime.config.resolve import resolve
 from asyncpipe.runtime.config.settings import Settings
 from asyncpipe.runtime.data import tokens as corpora
-from asyncpipe.runtime.data.datasets import Clusters, Digits
+from asyncpipe.runtime.data.datasets import Clusters, Digits, default_data
 from asyncpipe.runtime.data.task import SampleOrder, Task, find_task
 from asyncpipe.runtime.data.text import IGNORED, TextWindows
 from asyncpipe.runtime.data.tokens import (
@@ -33,7 +33,7 @@ from asyncpipe.runtime.data.tokens import (
 from asyncpipe.runtime.distributed.process_groups import World
 from asyncpipe.runtime.errors import DataError
 from asyncpipe.runtime.plan.plan import Plan, TensorSpec
-from asyncpipe.runtime.training.batches import Data, Feed, default_data, open_data, prepare_data
+from asyncpipe.runtime.training.batches import Data, Feed, open_data, prepare_data
 from asyncpipe.runtime.training.data_consistency import Agreement
 from asyncpipe.tests.support.models.hand_folders import CLASSES, WIDTH, write_mlp, write_text
 

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from asyncpipe.runtime.config.settings import Settings
 from asyncpipe.runtime.distributed.equality import Equality, TiedParameter
 from asyncpipe.runtime.distributed.process_groups import World
 from asyncpipe.runtime.distributed.ranks import RankInfo
 from asyncpipe.runtime.training.clipping import NormShare
 from asyncpipe.runtime.training.replica_gradients import GradientSums, first_buffers, make_buckets
 from asyncpipe.tests.support.processes.gloo_ranks import run_processes
+from asyncpipe.tests.support.run_configs import run_config
 
 WIDTH = 8
 LAYER_BYTES = WIDTH * WIDTH * 8
@@ -199,7 +199,7 @@ def compare_held(rank: int) -> str:
     group = dist.group.WORLD
     assert group is not None
     world = World(RankInfo(rank, 3, rank, 3), group)
-    Equality({}, Settings(folder="x"), world, [TiedParameter("wte", held, (0, 1, 2), group)])
+    Equality({}, run_config(), world, [TiedParameter("wte", held, (0, 1, 2), group)])
     return "equal"
 
 
@@ -214,7 +214,7 @@ def compare(rank: int, what: str) -> str:
     module = nn.Sequential(*chain(2), nn.BatchNorm1d(WIDTH))
     if rank == 1 and what == "start":
         module[2].running_mean.add_(1)
-    equality = Equality({3: module}, Settings(folder="x", check_replicas=5), world)
+    equality = Equality({3: module}, run_config(check_replicas=5), world)
     module[2].running_mean.add_(rank)
     if rank == 1 and what == "weight":
         with torch.no_grad():

@@ -7,7 +7,7 @@ from math import inf
 
 import pytest
 
-from asyncpipe.runtime.config.settings import Settings, SettingsError
+from asyncpipe.runtime.config.settings import RunConfig, SettingsError
 from asyncpipe.runtime.distributed import cpu_affinity
 from asyncpipe.runtime.distributed.cpu_affinity import (
     Core,
@@ -30,6 +30,7 @@ from asyncpipe.runtime.plan.plan import Plan, RankSpec
 from asyncpipe.runtime.schedule.builders import make_schedule
 from asyncpipe.runtime.transports.choose import TransportChoice
 from asyncpipe.tests.support.models.hand_folders import write_mlp
+from asyncpipe.tests.support.run_configs import run_config
 
 GPUS = (Gpu("a", 0), Gpu("b", 1))
 
@@ -48,12 +49,12 @@ def eight_cores_on_two_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
 
-def settings(**given: object) -> Settings:
-    return Settings(folder="x", **given)  # type: ignore[arg-type]
+def settings(**given: object) -> RunConfig:
+    return run_config(**given)
 
 
 def machine_of(
-    plan: Plan, rank: int, *where: RankResources, given: Settings | None = None
+    plan: Plan, rank: int, *where: RankResources, given: RunConfig | None = None
 ) -> Machine:
     return find_machine(given or settings(), plan, where, rank)
 

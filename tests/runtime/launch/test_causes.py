@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from asyncpipe.runtime.config.settings import Settings
 from asyncpipe.runtime.distributed.failure import (
     CANNOT_WRITE,
     RankFolder,
@@ -26,9 +25,10 @@ from asyncpipe.runtime.monitoring import diagnostics
 from asyncpipe.runtime.monitoring.diagnostics import OutOfMemory, memory_error, memory_watched
 from asyncpipe.runtime.schedule.schedule import Action
 from asyncpipe.tests.support.models.hand_folders import write_mlp
+from asyncpipe.tests.support.run_configs import run_config
 
 GIB = 1 << 30
-SETTINGS = Settings(folder="x", micro_batches=8, micro_batch_size=4)
+SETTINGS = run_config(micro_batches=8, micro_batch_size=4)
 
 
 @pytest.fixture

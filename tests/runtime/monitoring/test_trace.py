@@ -31,6 +31,7 @@ from asyncpipe.tests.support.models.hand_folders import write_mlp, write_text
 from asyncpipe.tests.support.processes.gloo_ranks import run_processes
 from asyncpipe.tests.support.processes.quick_python import run
 from asyncpipe.tests.support.processes.silent_reporter import FACTORY, events_of
+from asyncpipe.tests.support.run_configs import run_config
 
 Events = list[dict[str, Any]]
 PART_OF_KIND = {
@@ -139,7 +140,7 @@ def test_steady_steps_are_the_last_before_a_drain(
     given: dict[str, Any], stages: int, every: int, steps: range
 ) -> None:
     usual = {"steps": 100, "trace": "3", "schedule": "async-1f1b", "micro_batches": every}
-    settings = Settings(folder="x", **usual | {"micro_batch_size": 2} | given)
+    settings = run_config(**usual | {"micro_batch_size": 2} | given)
     found = steady_steps(settings, async_1f1b(stages, every, step_every=every))
     assert list(found) == list(steps)
 

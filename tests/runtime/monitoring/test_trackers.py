@@ -17,6 +17,7 @@ from asyncpipe.runtime.monitoring.records import HOOKS, EvalRecord, Reporter
 from asyncpipe.runtime.monitoring.trackers import CompositeReporter, numbers_of
 from asyncpipe.tests.support.models.hand_folders import write_mlp
 from asyncpipe.tests.support.processes.silent_reporter import FACTORY, events_of
+from asyncpipe.tests.support.run_configs import run_config
 
 OWN = """
 import asyncpipe
@@ -96,7 +97,7 @@ def test_a_tracker_that_fails_is_told_no_more_and_the_run_goes_on(made: Path) ->
 def test_what_is_no_reporter_is_refused_before_a_step(made: Path) -> None:
     for name, words in (("poor", "lacks on_start, on_step"), ("broken", "ValueError: not here")):
         with pytest.raises(SettingsError, match=words):
-            trackers.open_trackers(Settings(folder="x", log=f"{made / 'own.py'}:{name}"), made)
+            trackers.open_trackers(run_config(log=f"{made / 'own.py'}:{name}"), made)
 
 
 @pytest.mark.parametrize("name", trackers.TRACKERS)

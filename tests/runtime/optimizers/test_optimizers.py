@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import AdamW, Muon, NAdam, Optimizer
 
-from asyncpipe.runtime.config.settings import Settings
+from asyncpipe.runtime.config.settings import RunConfig, Settings
 from asyncpipe.runtime.optimizers.facts import OPTIMIZERS
 from asyncpipe.runtime.optimizers.param_groups import Joint
 from asyncpipe.runtime.optimizers.soap import Soap, refresh_periods
@@ -26,13 +26,14 @@ from asyncpipe.runtime.training.stage_optimizer import StageOptimizer, make_opti
 from asyncpipe.tests.support.models.hand_folders import write_text
 from asyncpipe.tests.support.processes.quick_python import run
 from asyncpipe.tests.support.processes.silent_reporter import FACTORY
+from asyncpipe.tests.support.run_configs import run_config
 
 Array = np.ndarray
 
 
-def settings(name: str, **options: object) -> Settings:
+def settings(name: str, **options: object) -> RunConfig:
     chosen = {"optimizer": name, "lr": 0.1, "momentum": 0.9, "weight_decay": 0.25} | options
-    return Settings(folder="x", **chosen)  # type: ignore[arg-type]
+    return run_config(**chosen)
 
 
 def gradients(*shape: int, steps: int = 7, seed: int = 0) -> list[Tensor]:

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from asyncpipe.runtime.config.settings import Settings
 from asyncpipe.runtime.optimizers.param_groups import INITIAL, LossScale
 from asyncpipe.runtime.training.clipping import Finite, LossError
 from asyncpipe.runtime.training.stage_optimizer import StageOptimizer
+from asyncpipe.tests.support.run_configs import run_config
 
 
 def gradients(step: int, *, bad: float | None) -> list[Tensor]:
@@ -27,7 +27,7 @@ def gradients(step: int, *, bad: float | None) -> list[Tensor]:
 def test_scale_skips_and_weights_are_those_of_gradscaler(initial: float) -> None:
     ours, theirs = nn.Linear(4, 3), nn.Linear(4, 3)
     theirs.load_state_dict(ours.state_dict())
-    settings = Settings(folder="x", optimizer="adamw", lr=0.01, weight_decay=0.0, steps=20)
+    settings = run_config(optimizer="adamw", lr=0.01, weight_decay=0.0, steps=20)
     optimizer = StageOptimizer(ours, settings)
     assert optimizer.optimizer is not None
     reference = torch.optim.AdamW(theirs.parameters(), lr=0.01, weight_decay=0.0, fused=True)
@@ -88,7 +88,7 @@ def test_a_scale_goes_on_from_its_state() -> None:
 def test_skipped_steps_move_the_learning_rate_without_a_warning(
     recwarn: pytest.WarningsRecorder,
 ) -> None:
-    settings = Settings(folder="x", optimizer="sgd", lr=1.0, steps=4, decay="linear")
+    settings = run_config(optimizer="sgd", lr=1.0, steps=4, decay="linear")
     module = nn.Linear(1, 1)
     optimizer = StageOptimizer(module, settings)
     optimizer.skip()
@@ -99,7 +99,7 @@ def test_skipped_steps_move_the_learning_rate_without_a_warning(
 
 
 def test_a_scale_below_one_ends_the_run() -> None:
-    finite = Finite(Settings(folder="x", precision="float16"))
+    finite = Finite(run_config(precision="float16"))
     finite.check_scale(3, 1.0)
     with pytest.raises(LossError, match="overflow in float16 at step 3") as error:
         finite.check_scale(3, 0.5)

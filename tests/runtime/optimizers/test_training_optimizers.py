@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from asyncpipe.runtime.config.settings import Settings
+from asyncpipe.runtime.config.settings import RunConfig
 from asyncpipe.runtime.distributed.process_groups import World
 from asyncpipe.runtime.executor.loading import load_stage
 from asyncpipe.runtime.monitoring.gather import RankFigures
@@ -26,11 +26,12 @@ from asyncpipe.runtime.training.clipping import (
 from asyncpipe.runtime.training.optimizer_step import OptimizerStepper
 from asyncpipe.runtime.training.stage_optimizer import StageOptimizer, lr_factor, make_optimizer
 from asyncpipe.tests.support.models.hand_folders import PlainText, write_text
+from asyncpipe.tests.support.run_configs import run_config
 
 
-def settings(**options: object) -> Settings:
+def settings(**options: object) -> RunConfig:
     given = {"optimizer": "adamw", "lr": 0.1, "weight_decay": 0.5, "micro_batches": 2} | options
-    return Settings(folder="x", **given)  # type: ignore[arg-type]
+    return run_config(**given)
 
 
 def test_the_learning_rate_rises_and_falls() -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from asyncpipe.runtime.config.settings import Settings, SettingsError
+from asyncpipe.runtime.config.settings import SettingsError
 from asyncpipe.runtime.distributed.process_groups import World
 from asyncpipe.runtime.distributed.ranks import RankInfo
 from asyncpipe.runtime.executor.instrumented import Activities
@@ -30,6 +30,7 @@ from asyncpipe.tests.support.oracles.async_simulation import (
 )
 from asyncpipe.tests.support.processes.executor import lowered, make_pipeline
 from asyncpipe.tests.support.processes.gloo_ranks import run_processes
+from asyncpipe.tests.support.run_configs import run_config
 
 STAGES, STEPS, LIMIT = 3, 6, 0.05
 BY = ("stage", "proportion", "global", "known")
@@ -109,8 +110,7 @@ def train(rank: int, runs: list[tuple[str, str, int]]) -> list[dict[str, Any]]:
             ),
         )
         module = model.build()[rank]
-        settings = Settings(
-            folder="x",
+        settings = run_config(
             schedule="async-1f1b",
             micro_batches=step_every,
             steps=STEPS,
@@ -167,7 +167,7 @@ def test_the_comparison_would_see_norms_of_another_step() -> None:
 @pytest.mark.parametrize("kind", MODELS)
 def test_the_bounds_of_all_stages_add_up_to_the_bound(kind: str) -> None:
     model = MODELS[kind](STAGES)
-    settings = Settings(folder="x", schedule="async-1f1b", clip=2.0, clip_by="proportion")
+    settings = run_config(schedule="async-1f1b", clip=2.0, clip_by="proportion")
     shares = {j: share_of(model.plan, j, module) for j, module in enumerate(model.build())}
     for share in shares.values():
         for parameter in share.shared:
@@ -183,7 +183,7 @@ def test_a_prediction_expects_the_factor_of_the_step(by: str) -> None:
     """With the gradients of the step itself, and the other stages' squares of the step before."""
     model = chain(STAGES)
     modules = model.build()
-    settings = Settings(folder="x", schedule="async-1f1b", clip=LIMIT, clip_by=by)
+    settings = run_config(schedule="async-1f1b", clip=LIMIT, clip_by=by)
     shares = {j: share_of(model.plan, j, module) for j, module in enumerate(modules)}
     info = RankInfo(0, STAGES, 0, STAGES)
     norms = StageNorms(settings, World(info), STAGES, shares, Activities())
@@ -204,7 +204,7 @@ def test_a_prediction_expects_the_factor_of_the_step(by: str) -> None:
 
 @pytest.mark.parametrize("by", ["global", "known"])
 def test_ranks_with_several_stages_cannot_wait_for_all_stages(by: str) -> None:
-    settings = Settings(folder="x", schedule="async-1f1b", clip=2.0, clip_by=by)
+    settings = run_config(schedule="async-1f1b", clip=2.0, clip_by=by)
     with pytest.raises(SettingsError, match="needs a rank for each of the 3 stages"):
         StageNorms(settings, World(), STAGES, {}, Activities())
 

@@ -30,6 +30,7 @@ from asyncpipe.runtime.training.run_summary import describe_algorithm
 from asyncpipe.tests.support.models.hand_folders import PlainMlp, write_mlp
 from asyncpipe.tests.support.processes.quick_python import run
 from asyncpipe.tests.support.processes.silent_reporter import FACTORY, events_of
+from asyncpipe.tests.support.run_configs import run_config
 
 STAGES, EVERY = 4, 2
 
@@ -184,7 +185,7 @@ def test_the_copies_of_weights_are_told_before_the_run(folder: Path) -> None:
             replace(stage, memory=StageMemory(gradients=2**20)) for stage in planned.stages
         ),
     )
-    settings = Settings(folder=str(folder), **options({"staleness": "stash"}))
+    settings = run_config(folder=str(folder), **options({"staleness": "stash"}))
     one_each = async_1f1b(4, 4, step_every=1)
     assert describe_copies(plan, one_each, settings) == (
         "rank 0: 4 copies, 4 MiB, rank 1: 3 copies, 3 MiB, rank 2: 2 copies, 2 MiB"

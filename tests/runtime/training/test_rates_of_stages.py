@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from asyncpipe.runtime.config.settings import Settings
 from asyncpipe.runtime.distributed.process_groups import World
 from asyncpipe.runtime.training.optimizer_step import OptimizerStepper
 from asyncpipe.runtime.training.stage_optimizer import lr_factor
 from asyncpipe.runtime.transports import LocalHub, run_together
 from asyncpipe.tests.support.models.hand_plans import HandModel, chain
 from asyncpipe.tests.support.processes.executor import lowered, make_pipeline
+from asyncpipe.tests.support.run_configs import run_config
 
 STAGES, STEPS = 3, 6
 
@@ -29,7 +29,7 @@ def with_names(model: HandModel) -> HandModel:
 @pytest.mark.parametrize("step_every", [1, 4])
 def test_each_stage_counts_its_own_steps(step_every: int) -> None:
     model = with_names(chain(STAGES))
-    settings = Settings(
+    settings = run_config(
         folder="x",
         schedule="async-1f1b",
         micro_batches=step_every,

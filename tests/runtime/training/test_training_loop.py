@@ -29,6 +29,7 @@ from asyncpipe.runtime.training.stage_optimizer import lr_factor, make_optimizer
 from asyncpipe.tests.support.models.hand_folders import PlainMlp, PlainText, write_mlp, write_text
 from asyncpipe.tests.support.processes.quick_python import run
 from asyncpipe.tests.support.processes.silent_reporter import FACTORY, events_of
+from asyncpipe.tests.support.run_configs import run_config
 
 
 @pytest.fixture(scope="module")
@@ -322,7 +323,7 @@ def test_a_folder_that_is_not_generated_is_named(tmp_path: Path) -> None:
 
 def test_asynchronous_segments_end_at_evaluations_and_before_they_grow_long() -> None:
     def ends(**options: Any) -> list[int]:
-        settings = Settings(folder="x", schedule="async-1f1b", **options)
+        settings = run_config(schedule="async-1f1b", **options)
         return [segment.steps.stop for segment in segments(settings)]
 
     assert ends(steps=10, eval_every=4, micro_batches=1) == [4, 8, 10]
@@ -330,5 +331,5 @@ def test_asynchronous_segments_end_at_evaluations_and_before_they_grow_long() ->
     assert ends(steps=2, micro_batches=8192) == [1, 2]
     assert ends(steps=10, flush_every=3, eval_every=5, micro_batches=1) == [3, 5, 6, 9, 10]
     assert ends(steps=20, sync_start="10%", micro_batches=1) == [1, 2, 20]
-    synchronous = [segment.steps for segment in segments(Settings(folder="x", steps=3))]
+    synchronous = [segment.steps for segment in segments(run_config(steps=3))]
     assert synchronous == [range(0, 1), range(1, 2), range(2, 3)]

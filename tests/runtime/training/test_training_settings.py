@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import tomllib
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
-from asyncpipe.runtime.config.batch_layout import StepBatch, as_started, check_ranks
+from asyncpipe.runtime.config.batch_layout import StepBatch, as_started, check_ranks, consumed
 from asyncpipe.runtime.config.option_files import read_config
 from asyncpipe.runtime.config.options import options_of
 from asyncpipe.runtime.config.resolve import (
@@ -18,12 +18,13 @@ from asyncpipe.runtime.config.resolve import (
     resolve,
     sized_plan,
 )
-from asyncpipe.runtime.config.settings import Settings, SettingsError
+from asyncpipe.runtime.config.settings import RunConfig, Settings, SettingsError
 from asyncpipe.runtime.errors import AsyncPipeError
 from asyncpipe.runtime.plan.plan import Plan, TensorSpec
 from asyncpipe.runtime.schedule.builders import make_schedule
 from asyncpipe.runtime.training.run_summary import describe_optimizer, replicas_warning
 from asyncpipe.tests.support.models.hand_folders import write_mlp, write_text
+from asyncpipe.tests.support.run_configs import run_config
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +37,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     return write_text(tmp_path_factory.mktemp("plans") / "text")
 
 
-def resolved(plan: Plan, **options: object) -> Settings:
+def resolved(plan: Plan, **options: object) -> RunConfig:
     return resolve(Settings(folder="x", **options), plan)[0]  # type: ignore[arg-type]
 
 
@@ -48,8 +49,21 @@ def test_a_written_config_gives_the_same_settings(text: Plan, tmp_path: Path) ->
     settings = resolved(text, schedule="async-1f1b", lr=1e-5, data='a "quoted" name')
     (tmp_path / "config.toml").write_text(settings.to_toml())
     again = Settings(**read_config(tmp_path / "config.toml"))
-    assert again == settings
+    assert asdict(again) == asdict(settings)
     assert resolve(again, text)[0] == settings
+
+
+def test_a_config_with_an_open_option_is_refused(text: Plan) -> None:
+    settings = Settings(folder="x", lr=0.1)
+    with pytest.raises(TypeError, match="not resolved: micro_batches, .*, optimizer, momentum"):
+        RunConfig(**asdict(settings))
+
+
+def test_a_short_last_step_consumes_fewer_samples() -> None:
+    sizes = {"micro_batches": 4, "micro_batch_size": 4, "steps": 2}
+    config = run_config(samples=30, remainder="proportional", **sizes)
+    batch = StepBatch.of(config)
+    assert [consumed(config, batch, step) for step in (1, 2)] == [16, 28]
 
 
 def test_the_config_leaves_out_what_concerns_one_call() -> None:
@@ -206,7 +220,7 @@ def test_a_global_batch_that_its_micro_batches_do_not_divide_has_a_smaller_last_
     expected = "30 sequences per step = (3 micro-batches × 8 + 6) sequences × 1 replica"
     assert batch_identity(settings, task) == expected
     again, _ = resolve(settings, text)
-    assert again == settings
+    assert asdict(again) == asdict(settings)
 
 
 def test_a_global_batch_with_another_number_of_micro_batches_has_no_answer(text: Plan) -> None:
@@ -287,15 +301,15 @@ def test_stages_recompute_as_planned_or_as_asked(text: Plan) -> None:
     text = replace(text, stages=stages)
 
     def seen(chosen: str) -> list[tuple[bool, float]]:
-        plan = sized_plan(text, Settings(folder="x", recompute=chosen))
+        plan = sized_plan(text, run_config(recompute=chosen))
         return [(stage.recompute, stage.backward_ms) for stage in plan.stages]
 
     assert seen("auto") == seen("none") == [(False, 2.0), (False, 2.0)]
     assert seen("all") == [(True, 3.0), (True, 2.0)]  # nothing is in flight at the last stage
     assert seen("0") == [(True, 3.0), (False, 2.0)]
     assert seen("1, 0") == seen("all")
-    planned = sized_plan(text, Settings(folder="x", recompute="all"))
-    again = sized_plan(planned, Settings(folder="x", recompute="none"))
+    planned = sized_plan(text, run_config(recompute="all"))
+    again = sized_plan(planned, run_config(recompute="none"))
     assert again.stages == text.stages
 
 

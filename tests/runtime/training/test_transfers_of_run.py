@@ -17,6 +17,7 @@ from asyncpipe.runtime.plan.forecast import Forecast, forecast_step
 from asyncpipe.runtime.plan.plan import Plan, read_plan
 from asyncpipe.runtime.training.run_summary import forecast_run, with_transfers_of_run
 from asyncpipe.tests.support.models.generated import CASES, cut
+from asyncpipe.tests.support.run_configs import run_config
 
 HALF = BoundaryDtypes(crossing=torch.bfloat16)
 
@@ -100,7 +101,7 @@ def test_a_stage_that_clips_with_others_steps_later_in_the_forecast(folder: Path
     plan = replace(slow(read_plan(folder)), shared=())
 
     def step_ms(clip: float) -> float:
-        settings = Settings(folder=str(folder), schedule="1f1b", clip=clip)
+        settings = run_config(schedule="1f1b", clip=clip)
         return forecast_step(
             plan,
             "1f1b",
@@ -115,7 +116,7 @@ def test_a_stage_that_clips_with_others_steps_later_in_the_forecast(folder: Path
 def test_ranks_that_clip_together_wait_for_each_other(folder: Path) -> None:
     plan = read_plan(folder)
     for schedule, clip, all_wait in (("1f1b", 1.0, True), ("1f1b", 0.0, False)):
-        settings = Settings(folder=str(folder), schedule=schedule, clip=clip)
+        settings = run_config(schedule=schedule, clip=clip)
         assert (waiting_stages(plan, settings) == ((0, 1, 2),)) == all_wait
-    asynchronous = Settings(folder=str(folder), schedule="async-1f1b", clip=1.0)
+    asynchronous = run_config(schedule="async-1f1b", clip=1.0)
     assert waiting_stages(plan, asynchronous) != ((0, 1, 2),)
