@@ -62,7 +62,7 @@ from .profile.profiler import (
 from .profile.roofline import DeviceSpec, calibrated, device_spec, this_cpu
 from .split.split import StageGraph, split
 from .split.ssa import separated
-from .stage_timing import rescaled, time_stages
+from .stage_timing import StageTiming, rescaled, time_stages
 
 _WORTH = 0.02
 """The gain, as a share of the objective, that a new plan must promise before it is timed."""
@@ -280,19 +280,16 @@ def cut_and_time(
     )
 
     def time(made: Cut) -> Sequence[WholeTimes]:
-        return time_stages(
-            made.captured,
-            made.stages,
-            made.captured.arguments.tensors,
-            # A stage that recomputes keeps the activations of one micro-batch.
-            in_flight=[1 if load.recomputes else load.in_flight for load in made.solution.loads],
+        timing = StageTiming(
             at_once=_at_once(made, measured),
             threads=measured.threads,
             dtype=measured.dtype,
-            content=measured.content,
             cache=cache,
-            on_progress=on_progress,
+            content=measured.content,
         )
+        # A stage that recomputes keeps the activations of one micro-batch.
+        in_flight = [1 if load.recomputes else load.in_flight for load in made.solution.loads]
+        return time_stages(made.captured, made.stages, in_flight, timing, on_progress=on_progress)
 
     try:
         costs, chosen = refined(cut, measured, time)

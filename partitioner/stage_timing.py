@@ -15,9 +15,10 @@ import os
 import statistics
 import tempfile
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -28,6 +29,7 @@ from torch import Tensor, fx, nn
 from ..runtime.executor.loading import SkipRandomInit
 from ..runtime.user_code import hashed_name, import_file
 from .capture import Capture
+from .capture.model_state import adopt
 from .codegen import Header, extra_tensors, generate
 from .profile.cache import (
     ProfileCache,
@@ -40,66 +42,97 @@ from .profile.measure import Clock, clock_of
 from .profile.operation_costs import NodeCost, OnProgress
 from .profile.profiler import Profile, WholeTimes, state_kept
 from .split.split import StageGraph, names_of_outputs
-from .verify import adopt
 
 _LAPS = 4
 _LEAST, _MOST = 2, 24  # micro-batches of a lap
 
 
+@dataclass(frozen=True)
+class StageTiming:
+    """The conditions under which stages are timed.
+
+    at_once: the number of stages that compute at the same time on this machine's cores
+    threads: threads of each stage; None for torch's own number
+    dtype: the dtype of a rank's computations
+    enough_ms: the milliseconds after which a stage has been timed for long enough
+    cache: stages in it are not timed again
+    content: identifies the computation of each node in the cache
+    """
+
+    at_once: int = 1
+    threads: int | None = None
+    dtype: str = "float32"
+    enough_ms: float = 4000.0
+    cache: ProfileCache | None = None
+    content: Mapping[str, str] = field(default_factory=dict)
+
+
 def time_stages(
     captured: Capture,
     stages: Sequence[StageGraph],
-    inputs: Mapping[str, Any],
-    *,
     in_flight: Sequence[int],
-    at_once: int = 1,
-    threads: int | None = None,
-    dtype: str = "float32",
-    content: Mapping[str, str] | None = None,
-    cache: ProfileCache | None = None,
+    timing: StageTiming | None = None,
+    *,
     on_progress: OnProgress | None = None,
-    enough_ms: float = 4000.0,
 ) -> tuple[WholeTimes, ...]:
     """Runs each stage on the model's device, and returns the first quartile of its times.
 
-    `inputs` are forward's tensors by name at the size of one micro-batch, `in_flight` the number
-    of micro-batches that each stage holds between forward and backward, `at_once` the number of
-    stages of the plan that compute at the same time on this machine's cores. After a warm-up round
-    a stage is timed until `enough_ms` have passed. Stages in the `cache` are not timed again;
-    `content` identifies the computation of each node. If there are more stages than `at_once`,
-    groups of stages alternate. The model is unchanged afterwards.
+    The inputs are those of the capture, at the size of one micro-batch. `in_flight` is the number
+    of micro-batches that each stage holds between forward and backward. The model is unchanged
+    afterwards.
     """
+    timing = timing or StageTiming()
+    cache = timing.cache
     keys = [
-        _key(stage, held, at_once, content or {}) if cache else None
+        _key(stage, held, timing) if cache else None
         for stage, held in zip(stages, in_flight, strict=True)
     ]
     known = [_known(cache, key) for key in keys]
     if None not in known:
         return tuple(times for times in known if times)
-    device = next(captured.model.parameters()).device
-    with threads_set(threads), state_kept(captured):
-        modules = _modules(captured, stages)
-        values = {name: value.clone() for name, value in inputs.items()}
-        benches = []
-        for stage, module in zip(stages, modules, strict=True):
-            benches.append(_Bench(captured, stage, module, values, device, dtype))
-            values |= benches[-1].sent()
-        taken: list[list[WholeTimes]] = [[] for _ in stages]
-        for lap in range(_LAPS):
-            for first in range(0, len(stages), at_once):
-                group = [(first + ahead) % len(stages) for ahead in range(at_once)]
-                if any(known[index] is None for index in group):
-                    runs = [benches[index].run(in_flight[index]) for index in group]
-                    of_group = together(runs, enough_ms / _LAPS, threads, turn=lap)
-                    for index, times_of_one in zip(group, of_group, strict=True):
-                        taken[index] += times_of_one
-                if on_progress and lap == _LAPS - 1:
-                    on_progress(min(first + at_once, len(stages)), len(stages))
+    with threads_set(timing.threads), state_kept(captured):
+        benches = _benches(captured, stages, timing)
+        begin = [partial(bench.run, held) for bench, held in zip(benches, in_flight, strict=True)]
+        taken = _taken(begin, [found is None for found in known], timing, on_progress)
     times = tuple(found or first_quartile(each) for found, each in zip(known, taken, strict=True))
     for key, each in zip(keys, times, strict=True):
         if cache and key:
             cache.put(key, [each.forward_ms, each.backward_ms])
     return times
+
+
+def _benches(captured: Capture, stages: Sequence[StageGraph], timing: StageTiming) -> list[_Bench]:
+    """The stages, each with the inputs that it receives."""
+    device = next(captured.model.parameters()).device
+    values = {name: value.clone() for name, value in captured.arguments.tensors.items()}
+    benches = []
+    for stage, module in zip(stages, _modules(captured, stages), strict=True):
+        benches.append(_Bench(captured, stage, module, values, device, timing.dtype))
+        values |= benches[-1].sent()
+    return benches
+
+
+def _taken(
+    begin: Sequence[Callable[[], Iterator[WholeTimes]]],
+    is_new: Sequence[bool],
+    timing: StageTiming,
+    on_progress: OnProgress | None,
+) -> list[list[WholeTimes]]:
+    """The times of each stage, groups of `at_once` stages by turns; `begin` begins the runs of each
+    stage with a warm-up round. Groups without a new stage are left out.
+    """
+    taken: list[list[WholeTimes]] = [[] for _ in begin]
+    for lap in range(_LAPS):
+        for first in range(0, len(begin), timing.at_once):
+            group = [(first + ahead) % len(begin) for ahead in range(timing.at_once)]
+            if any(is_new[index] for index in group):
+                runs = [begin[index]() for index in group]
+                of_group = together(runs, timing.enough_ms / _LAPS, timing.threads, turn=lap)
+                for index, times_of_one in zip(group, of_group, strict=True):
+                    taken[index] += times_of_one
+            if on_progress and lap == _LAPS - 1:
+                on_progress(min(first + timing.at_once, len(begin)), len(begin))
+    return taken
 
 
 def first_quartile(times: Sequence[WholeTimes]) -> WholeTimes:
@@ -149,11 +182,11 @@ def _known(cache: ProfileCache | None, key: str | None) -> WholeTimes | None:
     return None if found is None else WholeTimes(*found)
 
 
-def _key(stage: StageGraph, in_flight: int, at_once: int, content: Mapping[str, str]) -> str | None:
+def _key(stage: StageGraph, in_flight: int, timing: StageTiming) -> str | None:
     """A stable cache key for the times of the stage, if all of its operations have one."""
     outputs = [node.name for node in stage.outputs]
-    lines = [f"one of {at_once} stages at once, with {in_flight} in flight of {outputs}"]
-    lines += [f"{node.format_node()} {content.get(node.name, '')}" for node in stage.nodes]
+    lines = [f"one of {timing.at_once} stages at once, with {in_flight} in flight of {outputs}"]
+    lines += [f"{node.format_node()} {timing.content.get(node.name, '')}" for node in stage.nodes]
     text = "\n".join(lines)
     return content_key(text) if is_lasting(text) else None
 

@@ -29,6 +29,7 @@ from .capture.model_state import (
     Noise,
     UnfitNoise,
     WorkingCopies,
+    adopt,
     seed_all,
     state_between_calls,
     unchanged,
@@ -54,6 +55,7 @@ from .capture.sizes import (
 
 Refused = Callable[[Mapping[str, int]], str]
 """The reason why the stages refuse sizes; empty if they accept them."""
+TOLERANCE = 1e-4
 _MANY = 100_000
 """The number of input elements above which a large model is not run at larger sizes."""
 
@@ -103,7 +105,6 @@ def verify(
     example_inputs: Mapping[str, Any],
     *,
     sizes: Mapping[str, int] | None = None,
-    tolerance: float = 1e-4,
     constants: Mapping[str, Tensor] | None = None,
     changing: Collection[str] | None = None,
     refused: Refused = lambda sizes: "",
@@ -117,7 +118,7 @@ def verify(
     where the model can compute with moved ones. `changing` are the parameters that forward
     changes; even a large model needs copies of these. `refused` gives the reason why stages refuse
     sizes; nothing is compared at such sizes. Raises PlanError with the name of the first value
-    that differs by more than `tolerance` (relative to the largest magnitude in it), and where the
+    that differs by more than `TOLERANCE` (relative to the largest magnitude in it), and where the
     model itself fails.
     """
     given = read_arguments(model, example_inputs)
@@ -126,23 +127,13 @@ def verify(
         with torch.device("meta" if on_meta else "cpu"), SkipRandomInit():
             stages = [load_stage_class(folder, spec)() for spec in plan.stages]
         verify_names(model, plan, stages)
+        pair = _Pair(model, plan, stages, given, constants or {}, refused)
         if on_meta:
-            return _verify_shapes(model, plan, stages, given, sizes, refused)
+            return _verify_shapes(pair, sizes)
         for noise in Noise:
             with working_copies(model, noise, changing) as copies:
                 try:
-                    return _verify_numbers(
-                        model,
-                        plan,
-                        stages,
-                        given,
-                        sizes,
-                        tolerance,
-                        copies,
-                        noise,
-                        refused,
-                        constants or {},
-                    )
+                    return _Comparison(pair, copies, noise).verified(sizes)
                 except UnfitNoise:
                     continue
         raise AssertionError("without noise the model is what it is")
@@ -181,71 +172,105 @@ def _modes(plan: Plan) -> tuple[bool, ...]:
     return (True,) if plan.mode == "train" else (False, True)
 
 
-def _sample_of(
-    model: nn.Module,
-    plan: Plan,
-    given: Arguments,
-    sizes: Mapping[str, int] | None,
-    attempt: Callable[[Tensors], Attempted],
-    refused: Refused,
-) -> Sample[Attempted]:
-    """Inputs at `sizes`, by default at sizes that differ from the captured ones, with which
-    `attempt` runs and which the stages accept."""
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """A model and its stages.
 
-    def attempted(inputs: Tensors) -> Attempted:
-        if why := refused(sizes_in(inputs, dynamic_of(plan.inputs))):
-            raise PlanError(why)
-        return attempt(inputs)
+    given: the model's example inputs
+    constants: tensors that the stages hold as buffers and that are not buffers of the model
+    refused: gives the reason why the stages refuse sizes
+    """
 
-    choices = (smaller_sizes(plan.sizes), nearby_sizes(plan.sizes)) if sizes is None else ()
-    wanted = plan.sizes if sizes is None else sizes
-    try:
-        return first_taken(attempted, given.tensors, dynamic_of(plan.inputs), wanted, choices)
-    except Exception as error:
-        raise PlanError(*refused_by_model(model, wanted, error)) from error
+    model: nn.Module
+    plan: Plan
+    stages: list[nn.Module]
+    given: Arguments
+    constants: Mapping[str, Tensor]
+    refused: Refused
+
+    def sample(
+        self, sizes: Mapping[str, int] | None, attempt: Callable[[Tensors], Attempted]
+    ) -> Sample[Attempted]:
+        """Inputs at `sizes`, by default at sizes that differ from the captured ones, with which
+        `attempt` runs and which the stages accept."""
+        plan, dims = self.plan, dynamic_of(self.plan.inputs)
+
+        def attempted(inputs: Tensors) -> Attempted:
+            if why := self.refused(sizes_in(inputs, dims)):
+                raise PlanError(why)
+            return attempt(inputs)
+
+        choices = (smaller_sizes(plan.sizes), nearby_sizes(plan.sizes)) if sizes is None else ()
+        wanted = plan.sizes if sizes is None else sizes
+        try:
+            return first_taken(attempted, self.given.tensors, dims, wanted, choices)
+        except Exception as error:
+            raise PlanError(*refused_by_model(self.model, wanted, error)) from error
 
 
-def _verify_numbers(
-    model: nn.Module,
-    plan: Plan,
-    stages: list[nn.Module],
-    given: Arguments,
-    sizes: Mapping[str, int] | None,
-    tolerance: float,
-    copies: WorkingCopies,
-    noise: Noise,
-    refused: Refused,
-    constants: Mapping[str, Tensor],
-) -> Verified:
-    def original(inputs: Tensors, modes: tuple[bool, ...] = _modes(plan)) -> dict[bool, _Seen]:
+@dataclass(frozen=True, slots=True)
+class _Comparison:
+    """A model and its stages with one kind of noise in the copies of the model's values.
+
+    pair: the model, its stages and its inputs
+    copies: the copies that both run with
+    noise: the values that noise moved; without noise a failure is the stages' own
+    """
+
+    pair: _Pair
+    copies: WorkingCopies
+    noise: Noise
+
+    def verified(self, sizes: Mapping[str, int] | None) -> Verified:
+        """Compares at `sizes`; without these also at larger ones."""
+        plan = self.pair.plan
+        sample = self._sample(sizes)
+        self._verify_state(sample)
+        trained = sample.result[True]
+        verified = Verified(
+            sample.sizes,
+            plan.sizes,
+            len(trained.outputs),
+            len(trained.gradients),
+            self._largest_difference(sample),
+            self.noise,
+        )
+        return self._at_larger_sizes(verified) if sizes is None else verified
+
+    def _sample(self, sizes: Mapping[str, int] | None) -> Sample[dict[bool, _Seen]]:
+        """The results of the model. Raises UnfitNoise if it does not compute with the noise."""
+        try:
+            sample = self.pair.sample(sizes, self._original)
+        except PlanError as error:
+            if self.noise is Noise.NONE:
+                raise
+            raise UnfitNoise from error
+        if self.noise is not Noise.NONE:
+            for seen in sample.result.values():
+                verify_finite((*seen.outputs.values(), *seen.gradients.values()))
+        return sample
+
+    def _verify_state(self, sample: Sample[dict[bool, _Seen]]) -> None:
+        """Raises PlanError if a call of the model depends on the call before."""
+        model = self.pair.model
         with unchanged(model):
-            copies.reset()
-            return {mode: _run_model(model, given, inputs, mode, copies) for mode in modes}
+            why = state_between_calls(model, partial(self._outputs, sample.inputs))
+        if why:
+            raise PlanError(*why)
 
-    def results(inputs: Tensors, gradients: bool | None = None) -> Mapping[str, Tensor]:
-        copies.reset()
-        return _run_model(model, given, inputs, _modes(plan)[0], copies, gradients).outputs
-
-    def explained(inputs: Tensors, error: PlanError) -> PlanError:
-        if plan.mode == "train":
-            return error
-        with unchanged(model):
-            why = gradients_asked(model, partial(results, inputs))
-        return PlanError(*why) if why else error
-
-    def compared(sample: Sample[dict[bool, _Seen]]) -> float:
+    def _largest_difference(self, sample: Sample[dict[bool, _Seen]]) -> float:
         """The largest difference of the stages from the original."""
-        copies.reset()
-        for stage in stages:
-            adopt(stage, model, constants)
+        self.copies.reset()
+        for stage in self.pair.stages:
+            adopt(stage, self.pair.model, self.pair.constants)
         largest = 0.0
         for training, expected in sample.result.items():
-            for stage in stages:
+            for stage in self.pair.stages:
                 stage.train(training)
             try:
-                actual = _run_stages(plan, stages, sample, model, training, copies)
+                actual = self._run_stages(sample, training)
             except PlanError as error:
-                if is_own:
+                if self.noise is Noise.NONE:
                     raise
                 raise UnfitNoise from error  # a guard, perhaps: other numbers take another branch
             buffers = {name: expected.buffers[name] for name in actual.buffers}
@@ -257,112 +282,107 @@ def _verify_numbers(
                 ("input", expected.inputs, actual.inputs),
             ):
                 try:
-                    largest = max(largest, compare(theirs, ours, tolerance, what))
+                    largest = max(largest, compare(theirs, ours, TOLERANCE, what))
                 except PlanError as error:
-                    raise explained(sample.inputs, error) from error.__cause__
+                    raise self._explained(sample.inputs, error) from error.__cause__
         return largest
 
-    is_own = noise is Noise.NONE
-    try:
-        sample = _sample_of(model, plan, given, sizes, original, refused)
-    except PlanError as error:
-        if is_own:
-            raise
-        raise UnfitNoise from error
-    if not is_own:
-        for seen in sample.result.values():
-            verify_finite((*seen.outputs.values(), *seen.gradients.values()))
-    with unchanged(model):
-        why = state_between_calls(model, partial(results, sample.inputs))
-    if why:
-        raise PlanError(*why)
-    trained = sample.result[True]
-    verified = Verified(
-        sample.sizes,
-        plan.sizes,
-        len(trained.outputs),
-        len(trained.gradients),
-        compared(sample),
-        noise,
-    )
-    if sizes is not None:
+    def _at_larger_sizes(self, verified: Verified) -> Verified:
+        """The result with that of a comparison at sizes above the captured ones, where the model
+        and the stages accept some."""
+        model, plan = self.pair.model, self.pair.plan
+        dims, modes = dynamic_of(plan.inputs), _modes(plan)
+        is_small = sum(p.numel() for p in model.parameters()) < MAX_PARAMETERS_WITH_GRADIENTS
+        for larger in larger_sizes(plan.sizes, all_of_them=is_small):
+            if refusal := self.pair.refused(larger):
+                verified = replace(verified, refused=verified.refused or refusal)
+                continue
+            if not is_small and sum(math.prod(it.resolve(larger)) for it in plan.inputs) > _MANY:
+                continue
+            attempt = partial(self._original, modes=modes if is_small else modes[:1])
+            if (further := taken(attempt, self.pair.given.tensors, dims, larger)) is not None:
+                try:
+                    difference = self._largest_difference(further)
+                except (PlanError, UnfitNoise) as error:
+                    if not is_refusal(error):
+                        raise
+                    continue  # Other values may take another branch, at any size.
+                return replace(
+                    verified, largest_difference=max(verified.largest_difference, difference)
+                )
         return verified
-    is_small = sum(p.numel() for p in model.parameters()) < MAX_PARAMETERS_WITH_GRADIENTS
-    for larger in larger_sizes(plan.sizes, all_of_them=is_small):
-        if refusal := refused(larger):
-            verified = replace(verified, refused=verified.refused or refusal)
-            continue
-        if not is_small and sum(math.prod(it.resolve(larger)) for it in plan.inputs) > _MANY:
-            continue
-        attempt = partial(original, modes=_modes(plan) if is_small else _modes(plan)[:1])
-        dims = dynamic_of(plan.inputs)
-        if (further := taken(attempt, given.tensors, dims, larger)) is not None:
-            try:
-                difference = max(verified.largest_difference, compared(further))
-            except (PlanError, UnfitNoise) as error:
-                if not is_refusal(error):
-                    raise
-                continue  # Other values may take another branch, at any size.
-            return replace(verified, largest_difference=difference)
-    return verified
 
+    def _original(
+        self, inputs: Tensors, modes: tuple[bool, ...] | None = None
+    ) -> dict[bool, _Seen]:
+        """The results of the model, by mode."""
+        with unchanged(self.pair.model):
+            self.copies.reset()
+            return {mode: self._run_model(inputs, mode) for mode in modes or _modes(self.pair.plan)}
 
-def _run_model(
-    model: nn.Module,
-    given: Arguments,
-    inputs: Mapping[str, Tensor],
-    training: bool,
-    copies: WorkingCopies,
-    gradients: bool | None = None,
-) -> _Seen:
-    own = _copied(inputs)  # A model may change its inputs.
-    model.train(training)
-    seed_all(1)
-    gradients = training if gradients is None else gradients
-    with torch.set_grad_enabled(gradients), without_cache(model):
-        outputs = leaves_of(given.call(model, own))
-    if training:
-        torch.autograd.backward(total_of(outputs))
-    buffers = _copied(dict(model.named_buffers(remove_duplicate=False)))
-    return _Seen(detached(outputs), _take_gradients(model), buffers, copies.changed(), own)
+    def _outputs(self, inputs: Tensors, gradients: bool | None = None) -> Mapping[str, Tensor]:
+        self.copies.reset()
+        return self._run_model(inputs, _modes(self.pair.plan)[0], gradients).outputs
 
+    def _explained(self, inputs: Tensors, error: PlanError) -> PlanError:
+        """The error, or its cause if forward asks whether gradients are recorded."""
+        if self.pair.plan.mode == "train":
+            return error
+        with unchanged(self.pair.model):
+            why = gradients_asked(self.pair.model, partial(self._outputs, inputs))
+        return PlanError(*why) if why else error
 
-def _run_stages(
-    plan: Plan,
-    stages: list[nn.Module],
-    sample: Sample[Any],
-    model: nn.Module,
-    training: bool,
-    copies: WorkingCopies,
-) -> _Seen:
-    seed_all(1)
-    inputs, sizes = _copied(sample.inputs), sample.sizes
-    values: dict[str, Tensor] = dict(inputs)
-    leaves: dict[str, list[Tensor]] = {}  # for each value one leaf a reader
+    def _run_model(
+        self, inputs: Mapping[str, Tensor], training: bool, gradients: bool | None = None
+    ) -> _Seen:
+        model = self.pair.model
+        own = _copied(inputs)  # A model may change its inputs.
+        model.train(training)
+        seed_all(1)
+        gradients = training if gradients is None else gradients
+        with torch.set_grad_enabled(gradients), without_cache(model):
+            outputs = leaves_of(self.pair.given.call(model, own))
+        if training:
+            torch.autograd.backward(total_of(outputs))
+        buffers = _copied(dict(model.named_buffers(remove_duplicate=False)))
+        changed = self.copies.changed
+        return _Seen(detached(outputs), _take_gradients(model), buffers, changed(), own)
 
-    def read(name: str) -> Tensor:
-        copy = values[name].detach().requires_grad_(values[name].requires_grad)
-        leaves.setdefault(name, []).append(copy)
-        return copy
+    def _run_stages(self, sample: Sample[Any], training: bool) -> _Seen:
+        plan, stages = self.pair.plan, self.pair.stages
+        seed_all(1)
+        inputs, sizes = _copied(sample.inputs), sample.sizes
+        values: dict[str, Tensor] = dict(inputs)
+        leaves: dict[str, list[Tensor]] = {}  # for each value one leaf a reader
 
-    with torch.set_grad_enabled(training):
-        for spec, stage in zip(plan.stages, stages, strict=True):
-            values |= _run_stage(spec, stage, {name: read(name) for name in spec.inputs}, sizes)
-        result = rebuilt(plan.outputs, {name: read(name) for name in values}, sizes)
-        outputs = leaves_of(result)
-    if training:
-        torch.autograd.backward(total_of(outputs))
-        for spec in reversed(plan.stages):
-            pairs = [(values[name], _sum_of_gradients(leaves[name])) for name in spec.outputs]
-            ready = [(value, gradient) for value, gradient in pairs if gradient is not None]
-            torch.autograd.backward(
-                [value for value, _ in ready], [gradient for _, gradient in ready]
-            )
-    own = dict(model.named_buffers(remove_duplicate=False))
-    buffers = {
-        name: buffer for stage in stages for name, buffer in stage.named_buffers() if name in own
-    }
-    return _Seen(detached(outputs), _take_gradients(model), buffers, copies.changed(), inputs)
+        def read(name: str) -> Tensor:
+            copy = values[name].detach().requires_grad_(values[name].requires_grad)
+            leaves.setdefault(name, []).append(copy)
+            return copy
+
+        with torch.set_grad_enabled(training):
+            for spec, stage in zip(plan.stages, stages, strict=True):
+                values |= _run_stage(spec, stage, {name: read(name) for name in spec.inputs}, sizes)
+            result = rebuilt(plan.outputs, {name: read(name) for name in values}, sizes)
+            outputs = leaves_of(result)
+        if training:
+            torch.autograd.backward(total_of(outputs))
+            for spec in reversed(plan.stages):
+                pairs = [(values[name], _sum_of_gradients(leaves[name])) for name in spec.outputs]
+                ready = [(value, gradient) for value, gradient in pairs if gradient is not None]
+                torch.autograd.backward(
+                    [value for value, _ in ready], [gradient for _, gradient in ready]
+                )
+        model = self.pair.model
+        own = dict(model.named_buffers(remove_duplicate=False))
+        buffers = {
+            name: buffer
+            for stage in stages
+            for name, buffer in stage.named_buffers()
+            if name in own
+        }
+        changed = self.copies.changed
+        return _Seen(detached(outputs), _take_gradients(model), buffers, changed(), inputs)
 
 
 def _run_stage(
@@ -403,25 +423,19 @@ def _take_gradients(model: nn.Module) -> dict[str, Tensor]:
     return taken
 
 
-def _verify_shapes(
-    model: nn.Module,
-    plan: Plan,
-    stages: list[nn.Module],
-    given: Arguments,
-    sizes: Mapping[str, int] | None,
-    refused: Refused,
-) -> Verified:
+def _verify_shapes(pair: _Pair, sizes: Mapping[str, int] | None) -> Verified:
     """Compares shapes and dtypes of the outputs, the only values on meta."""
+    model, plan = pair.model, pair.plan
 
     def original(inputs: Tensors) -> dict[str, Tensor]:
         return leaves_of(
-            given.call(model, {name: each.to("meta") for name, each in inputs.items()})
+            pair.given.call(model, {name: each.to("meta") for name, each in inputs.items()})
         )
 
     with torch.no_grad():
-        sample = _sample_of(model, plan, given, sizes, original, refused)
+        sample = pair.sample(sizes, original)
         values: dict[str, Any] = {name: each.to("meta") for name, each in sample.inputs.items()}
-        for spec, stage in zip(plan.stages, stages, strict=True):
+        for spec, stage in zip(plan.stages, pair.stages, strict=True):
             values |= _run_stage(spec, stage.train(model.training), values, sample.sizes)
     actual = leaves_of(rebuilt(plan.outputs, values, sample.sizes))
     for name, wanted in sample.result.items():
@@ -431,20 +445,3 @@ def _verify_shapes(
                 f"{tuple(actual[name].shape)} in the stages."
             )
     return Verified(sample.sizes, plan.sizes, len(sample.result), 0, 0.0)
-
-
-def adopt(stage: nn.Module, model: nn.Module, constants: Mapping[str, Tensor]) -> None:
-    """Gives the stage the model's own parameters and copies of its buffers and constants."""
-    for name, _ in list(stage.named_parameters(remove_duplicate=False)):
-        path, _, leaf = name.rpartition(".")
-        setattr(stage.get_submodule(path), leaf, model.get_parameter(name))
-    given = {**dict(model.named_buffers(remove_duplicate=False)), **constants}
-    with torch.no_grad():
-        for name, buffer in list(stage.named_buffers()):
-            if name not in given:  # the stage's constructor makes it
-                continue
-            if buffer.shape != given[name].shape:  # a forward has replaced it
-                path, _, leaf = name.rpartition(".")
-                setattr(stage.get_submodule(path), leaf, given[name].clone())
-            else:
-                buffer.copy_(given[name])

@@ -23,7 +23,7 @@ from torch import Tensor, fx, nn
 
 from .bindings import Bindings
 from .graph import Capture, is_external
-from .values import copied_for_its_layout, viewed
+from .values import CallSite, copied_for_its_layout, viewed
 
 Item = TypeVar("Item", int, fx.Node)
 
@@ -324,7 +324,6 @@ class AssignedBuffers:
                 self._bindings.add(
                     ("call_method", "copy_", (node, source)),
                     buffer,
-                    calls=source.meta["calls"],
-                    regions=source.meta["regions"],
+                    CallSite(calls=source.meta["calls"], regions=source.meta["regions"]),
                     changed=[buffer],
                 )

@@ -24,7 +24,7 @@ from .check import MAX_PARAMETERS_WITH_GRADIENTS
 from .fake_inputs import Dynamic, FakeWorld, PinnedSizeError
 from .leaf_modules import FailedTrace, LeafRule
 from .model_state import in_mode, is_on_meta, silent, unchanged, without_cache
-from .modes import trace_forward
+from .modes import TracedMode, trace_forward
 from .sizes import (
     BATCH,
     SEQUENCE,
@@ -248,7 +248,7 @@ def corrected(
     pins = world.env.pins = {}
     large = replace(given, tensors=enlarged(given.tensors, apart))
     try:
-        trace_forward(model, world, large, apart, is_leaf, training=True)
+        trace_forward(model, world, large, apart, is_leaf, TracedMode(training=True))
     except FailedTrace:
         pass  # The part before the failure is enough.
     known = {name: world.env.replace(size.node.expr) for name, size in world.symbols.items()}

@@ -25,7 +25,15 @@ from ...runtime.errors import CaptureError
 from .arguments import map_leaves, tensors_in
 from .fake_inputs import FakeWorld, UnseenError, ValuesError
 from .source_lines import assigned_names, is_good_name, short_path, user_frames, where
-from .values import CallRecord, LocalDevice, ModuleCall, Recompute, Region, follows_from_sizes
+from .values import (
+    NOWHERE,
+    CallRecord,
+    CallSite,
+    LocalDevice,
+    ModuleCall,
+    Region,
+    follows_from_sizes,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,27 +74,25 @@ class Bindings:
         self,
         call: tuple[Any, ...],
         value: Any,
+        site: CallSite = NOWHERE,
         *,
-        frames: Sequence[FrameType] = (),
-        calls: Sequence[ModuleCall] = (),
-        regions: Sequence[Region] = (),
-        recomputes: Sequence[Recompute] = (),
         changed: Collection[Tensor] = (),
         touched: Collection[Tensor] = (),
         random: bool = False,
     ) -> fx.Node:
-        """Adds a node for the call (op, target, arguments, keyword arguments) that made `value`.
+        """Adds a node for the call (op, target, arguments, keyword arguments) that made `value` at
+        `site`.
 
         `changed` are the tensors that it changed in place, `touched` those that it reaches without
         having them as arguments.
         """
         node = self.graph.create_node(*call)
-        frame = frames[0] if frames else None
+        frame = site.frames[0] if site.frames else None
         node.meta.update(
-            calls=tuple(calls),
+            calls=tuple(site.calls),
             source=(short_path(frame), frame.f_lineno) if frame else None,
-            regions=tuple(regions),
-            recomputes=tuple(recomputes),
+            regions=tuple(site.regions),
+            recomputes=tuple(site.recomputes),
             random=random,
             mutates=frozenset(map(self.storage, changed)),
             touches=frozenset(map(self.storage, touched)),

@@ -405,3 +405,20 @@ def _line(model: nn.Module, name: str) -> str:
     writes = re.compile(rf"\bself\.{re.escape(attribute)}\b(?:\[.*\])?(?:\s*[-+*/]?=[^=]|\.)")
     found = [number for number, line in enumerate(lines) if writes.search(line)]
     return f" ({Path(file).name}:{start + found[-1]})" if found else ""
+
+
+def adopt(stage: nn.Module, model: nn.Module, constants: Mapping[str, Tensor]) -> None:
+    """Gives the stage the model's own parameters and copies of its buffers and constants."""
+    for name, _ in list(stage.named_parameters(remove_duplicate=False)):
+        path, _, leaf = name.rpartition(".")
+        setattr(stage.get_submodule(path), leaf, model.get_parameter(name))
+    given = {**dict(model.named_buffers(remove_duplicate=False)), **constants}
+    with torch.no_grad():
+        for name, buffer in list(stage.named_buffers()):
+            if name not in given:  # the stage's constructor makes it
+                continue
+            if buffer.shape != given[name].shape:  # a forward has replaced it
+                path, _, leaf = name.rpartition(".")
+                setattr(stage.get_submodule(path), leaf, given[name].clone())
+            else:
+                buffer.copy_(given[name])

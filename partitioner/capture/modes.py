@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -100,10 +100,8 @@ class _ModeCapture:
         def run(true: frozenset[int], gradients: bool = training) -> Tracer:
             # A new world: answers about sizes in one trace must not carry over to the next.
             world = FakeWorld(self._model)
-            return self._trace(
-                self._model, world, self._large, self._dims, self._is_leaf,
-                training=training, true=true, gradients=gradients,
-            )  # fmt: skip
+            mode = TracedMode(training, true, gradients)
+            return self._trace(self._model, world, self._large, self._dims, self._is_leaf, mode)
 
         ways = both_ways(run)
         asked = ways.tracer.asks_gradients
@@ -131,7 +129,7 @@ class _ModeCapture:
         sized = replace(self._given, tensors=resized(self._given.tensors, self._dims, sizes))
         world = FakeWorld(self._model)
         try:
-            self._trace(self._model, world, sized, {}, self._is_leaf, training=training)
+            self._trace(self._model, world, sized, {}, self._is_leaf, TracedMode(training))
         except FailedTrace:
             return False
         return True
@@ -199,6 +197,20 @@ def _same_bits(value: Tensor, other: Tensor) -> bool:
     return alike and not value.is_meta and torch.equal(value, other)
 
 
+@dataclass(frozen=True, slots=True)
+class TracedMode:
+    """The mode of one traced run, and the answers to the questions of its forward.
+
+    training: training mode
+    true: the numbers of the random decisions that are true
+    gradients: whether gradients are recorded
+    """
+
+    training: bool
+    true: Collection[int] = ()
+    gradients: bool = True
+
+
 class Trace(Protocol):
     """A function that records one run of a model's forward in one mode."""
 
@@ -209,16 +221,9 @@ class Trace(Protocol):
         given: Arguments,
         dims: Dynamic,
         is_leaf: LeafRule,
-        *,
-        training: bool,
-        true: Collection[int] = (),
-        gradients: bool = True,
+        mode: TracedMode,
     ) -> Tracer:
-        """The tracer of one run.
-
-        `true` are the numbers of the random decisions that are true, `gradients` is the answer to
-        forward's question whether gradients are recorded.
-        """
+        """The tracer of one run."""
 
 
 def trace_forward(
@@ -227,10 +232,8 @@ def trace_forward(
     given: Arguments,
     dims: Dynamic,
     is_leaf: LeafRule,
+    mode: TracedMode,
     *,
-    training: bool,
-    true: Collection[int] = (),
-    gradients: bool = True,
     forward: Callable[[Tracer, Mapping[str, Any]], Any] | None = None,
 ) -> Tracer:
     """One run of forward, or of `forward` in its place, in one mode. It is repeated for every
@@ -238,11 +241,11 @@ def trace_forward(
     scopes: list[dict[str, Any]] = []
     modules = list(model.modules())
     while True:
-        shadow = Shadow(world, given, _others(given.tensors, dims), training)
-        tracer = Tracer(model, world, is_leaf, shadow, true, gradients)
+        shadow = Shadow(world, given, _others(given.tensors, dims), mode.training)
+        tracer = Tracer(model, world, is_leaf, shadow, mode.true, mode.gradients)
         try:
             with (
-                in_mode(model, training),
+                in_mode(model, mode.training),
                 without_cache(model),
                 silent(),
                 torch.enable_grad(),
@@ -287,10 +290,7 @@ def trace_dynamo(
     given: Arguments,
     dims: Dynamic,
     is_leaf: LeafRule,
-    *,
-    training: bool,
-    true: Collection[int] = (),
-    gradients: bool = True,
+    mode: TracedMode,
 ) -> Tracer:
     """One run of Dynamo's graph in place of forward."""
 
@@ -298,7 +298,7 @@ def trace_dynamo(
         return given.call(model, tensors)
 
     try:
-        found = torch_graph(model, call, given.tensors, dims, is_leaf, training=training)
+        found = torch_graph(model, call, given.tensors, dims, is_leaf, training=mode.training)
     except Exception as error:
         what = pinned(error, given, dims) or explained(error, model, given)
         raise FailedTrace(what, ()) from error
@@ -306,17 +306,7 @@ def trace_dynamo(
     def forward(tracer: Tracer, fakes: Mapping[str, Any]) -> Any:
         return replay(found, model, world, tracer, [fakes[name] for name in given.tensors])
 
-    return trace_forward(
-        model,
-        world,
-        given,
-        dims,
-        is_leaf,
-        training=training,
-        true=true,
-        gradients=gradients,
-        forward=forward,
-    )
+    return trace_forward(model, world, given, dims, is_leaf, mode, forward=forward)
 
 
 def _others(inputs: Mapping[str, Tensor], dims: Dynamic) -> list[dict[str, Tensor]]:

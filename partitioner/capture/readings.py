@@ -30,7 +30,7 @@ from .graph import Capture, must_fail, must_hold, run, tensor_spec
 from .mode_merge import is_drawn, is_never_true
 from .model_state import seed_all, unchanged
 from .source_lines import short_path, source_text
-from .values import known_answer
+from .values import CallSite, known_answer
 
 _RELATIONS: Mapping[type, Callable[..., Any]] = {
     sympy.Eq: operator.eq, sympy.Ne: operator.ne, sympy.Lt: operator.lt, sympy.Le: operator.le,
@@ -48,7 +48,7 @@ class Readings:
     decisions: the conditions on random numbers, in order
     notes: remarks for the user
 
-    `place` gives the frames, module calls and regions of the current line; `true` are the numbers
+    `site` gives the frames, module calls and regions of the current line; `true` are the numbers
     of the decisions that are true.
     """
 
@@ -57,13 +57,13 @@ class Readings:
         bindings: Bindings,
         world: FakeWorld,
         shadow: Shadow,
-        place: Callable[[], dict[str, Any]],
+        site: Callable[[], CallSite],
         true: Collection[int],
     ) -> None:
         self.decisions: list[fx.Node] = []
         self._true = true
         self.notes: list[str] = []
-        self._bindings, self._world, self._shadow, self._place = bindings, world, shadow, place
+        self._bindings, self._world, self._shadow, self._site = bindings, world, shadow, site
         self._made: dict[sympy.Expr, fx.Node] = {}
         self._decided: dict[fx.Node, bool] = {}
 
@@ -103,7 +103,7 @@ class Readings:
         env = self._world.env
         is_float = kind is float
         value: Any = env.create_unbacked_symfloat() if is_float else env.create_unbacked_symint()
-        node = self._bindings.add(call, value, **self._place())
+        node = self._bindings.add(call, value, self._site())
         self._made[value.node.expr] = node
         return value, node
 
@@ -165,11 +165,11 @@ class Readings:
         return answer
 
     def _guard(self, condition: fx.Node, answer: bool) -> None:
-        place = self._place()
-        frame = place["frames"][0]
+        site = self._site()
+        frame = site.frames[0]
         where = f"{short_path(frame).rpartition('/')[2]}:{frame.f_lineno}"
         guard = must_hold if answer else must_fail
-        self._bindings.add(("call_function", guard, (condition, where)), None, **place)
+        self._bindings.add(("call_function", guard, (condition, where)), None, site)
         self.notes.append(
             f'"{source_text(frame, frame.f_lineno)}" ({where}) takes the branch of the example '
             "inputs; inputs that take another branch are refused at run time"
@@ -184,7 +184,7 @@ class Readings:
             for dimension, size in enumerate(bound.tensor.shape):
                 if isinstance(size, torch.SymInt) and size.node.expr == symbol:
                     call = ("call_method", "size", (bound.node, dimension))
-                    return self._bindings.add(call, size, **self._place())
+                    return self._bindings.add(call, size, self._site())
         return None
 
     def _operation(self, expression: sympy.Basic) -> fx.Node | None:
@@ -197,7 +197,7 @@ class Readings:
 
         def apply(left: Any, right: Any) -> fx.Node:
             call = ("call_function", function, (left, right))
-            return self._bindings.add(call, 0, **self._place())
+            return self._bindings.add(call, 0, self._site())
 
         made: fx.Node = reduce(apply, arguments)
         return made

@@ -54,7 +54,7 @@ from .random_numbers import Draw, RandomDraws, has_hidden_draws, number_kind
 from .readings import Readings, Shadow
 from .size_guards import SizeDecisions
 from .source_lines import is_user_file, place, user_frames, where
-from .values import READERS, CallRecord, ModuleCall, Region
+from .values import READERS, CallRecord, CallSite, ModuleCall, Region
 
 
 class Tracer(TorchFunctionMode):
@@ -94,7 +94,7 @@ class Tracer(TorchFunctionMode):
         self._bindings = Bindings(model, world, self._top)
         self._names = NodeHints(self._top, self._bindings.bound)
         self._assigned = AssignedBuffers(self._bindings)
-        self._readings = Readings(self._bindings, world, shadow, self._place, true)
+        self._readings = Readings(self._bindings, world, shadow, self._site, true)
         self._bindings.node_of_expression = self._readings.node
         self.is_known = self._readings.is_known
         world.env.decide = self._relation
@@ -249,13 +249,10 @@ class Tracer(TorchFunctionMode):
         with self.quiet():
             return self._readings.relation(expression)
 
-    def _place(self) -> dict[str, Any]:
+    def _site(self) -> CallSite:
         """The current place in forward, for nodes without a call in it."""
-        return {
-            "frames": user_frames(self._top),
-            "calls": self._stack,
-            "regions": self._bindings.current_regions(self.regions),
-        }
+        regions = self._bindings.current_regions(self.regions)
+        return CallSite(user_frames(self._top), self._stack, regions)
 
     # Modules and autograd functions
 
@@ -416,13 +413,11 @@ class Tracer(TorchFunctionMode):
             self._names.look(frames)
             call = make(self._bindings.arguments(args), self._bindings.arguments(kwargs))
             value = fresh(value, {id(t) for t in given} - {id(t) for t in changed})
+            regions = self._bindings.current_regions(self.regions)
             node = self._bindings.add(
                 call,
                 value,
-                frames=frames,
-                calls=self._stack,
-                regions=self._bindings.current_regions(self.regions),
-                recomputes=self._recomputes.open,
+                CallSite(frames, self._stack, regions, self._recomputes.open),
                 changed=changed,
                 touched=own,
                 random=self.random.drawn or self._drew_numbers,

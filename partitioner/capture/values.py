@@ -18,10 +18,10 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 import sympy
@@ -238,6 +238,26 @@ class ModuleCall:
 
     path: str
     index: int
+
+
+@dataclass(frozen=True)
+class CallSite:
+    """The place in the author's code from which a node is computed.
+
+    frames: the frames of the author's code, the innermost first
+    calls: the module calls around it
+    regions: the regions around it
+    recomputes: the recomputed parts around it
+    """
+
+    frames: Sequence[FrameType] = ()
+    calls: Sequence[ModuleCall] = ()
+    regions: Sequence[Region] = ()
+    recomputes: Sequence[Recompute] = ()
+
+
+NOWHERE = CallSite()
+"""The place of inputs, constants and the output."""
 
 
 @dataclass(frozen=True)

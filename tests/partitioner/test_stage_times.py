@@ -25,7 +25,13 @@ from asyncpipe.partitioner.profile.profiler import Profile, WholeTimes, profile_
 from asyncpipe.partitioner.profiling import Cut, refined
 from asyncpipe.partitioner.split.split import split
 from asyncpipe.partitioner.split.ssa import separated
-from asyncpipe.partitioner.stage_timing import first_quartile, rescaled, time_stages, together
+from asyncpipe.partitioner.stage_timing import (
+    StageTiming,
+    first_quartile,
+    rescaled,
+    time_stages,
+    together,
+)
 from asyncpipe.runtime.errors import PlanError
 from asyncpipe.tests.support.models.zoo import ZOO
 
@@ -105,10 +111,8 @@ def test_every_stage_is_timed_and_the_model_left_as_it_was(name: str, at_once: i
     times = time_stages(
         cut.captured,
         cut.stages,
-        given,
-        in_flight=(3, 2, 1),
-        at_once=at_once,
-        enough_ms=0.0,
+        (3, 2, 1),
+        StageTiming(at_once=at_once, enough_ms=0.0),
         on_progress=lambda number, total: done.append((number, total)),
     )
     assert all(time.forward_ms > 0 and time.backward_ms > 0 for time in times)
@@ -126,9 +130,8 @@ def test_a_stage_is_timed_again_where_another_number_computes_beside_it(tmp_path
     cache = ProfileCache(tmp_path / "costs.json", {})
 
     def timed(at_once: int) -> Sequence[WholeTimes]:
-        return time_stages(
-            cut.captured, cut.stages, given, in_flight=(2, 1), at_once=at_once, cache=cache
-        )
+        timing = StageTiming(at_once=at_once, cache=cache)
+        return time_stages(cut.captured, cut.stages, (2, 1), timing)
 
     alone, at_once = timed(1), timed(2)
     assert timed(1) == alone and timed(2) == at_once
@@ -158,9 +161,7 @@ def test_a_stage_that_waits_inside_is_told_by_its_time_and_not_by_its_parts() ->
     analytic = profile_analytic(captured, captured.arguments.tensors)
     costs = Profile(**{**vars(analytic), "nodes": nodes})
     cut = cutter(captured, 2)(costs)
-    times = time_stages(
-        cut.captured, cut.stages, captured.arguments.tensors, in_flight=(2, 1), enough_ms=20.0
-    )
+    times = time_stages(cut.captured, cut.stages, (2, 1), StageTiming(enough_ms=20.0))
     (slow,) = (
         stage.index
         for stage in cut.stages
