@@ -26,14 +26,32 @@ from ..runtime.plan.plan import (
 from ..runtime.plan.structure import described, names_in
 from .capture import Capture, IfTraining, ModuleCall, Size
 from .graph.problem import StageLoad
-from .planning.boundaries import written_exchanges_ms, written_talk
 from .planning.solve import Solution
-from .planning.step_time import Communication, has_replicas, is_simulated
+from .planning.step_time import has_replicas, is_simulated
+from .planning.transfers import (
+    Communication,
+    communication_of_boundaries,
+    exchanges_of_stages_ms,
+)
 from .profile.operation_costs import NodeCost, weight_ms
 from .profile.profiler import Profile
 from .split.split import StageGraph, StageTensors, stage_tensors, unused_tensors
 
 _NO_MODULE = "other operations"
+
+
+@dataclass(frozen=True, slots=True)
+class _Transfers:
+    """What the generated stages send.
+
+    boundaries: the tensors that cross
+    communication: the times of a micro-batch
+    exchange_ms: the time of each stage's optimizer step for parameters of several stages
+    """
+
+    boundaries: Sequence[Boundary]
+    communication: Communication
+    exchange_ms: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,21 +84,9 @@ def assemble(
     all_sent = _if_sent(capture, stage_graphs, if_sent or {})
     outputs = _output_structure(capture.graph)
     shared = _shared_parameters(capture, tensors)
-    talk, exchanges_ms = _transfers(capture, solution, boundaries, shared, profile.sizes)
-    crossing = [boundary.tensor for boundary in boundaries]
-    returned = [spec for spec in _returned(capture, stage_graphs) if spec not in crossing]
-    values = (*crossing, *returned)
-    stages = tuple(
-        replace(
-            _stage(capture, stage, own, profile, solution, boundaries, labels),
-            forward_talk_ms=talk.forward_ms[stage.index],
-            backward_talk_ms=talk.backward_ms[stage.index],
-            exchange_ms=exchanges_ms[stage.index],
-        )
-        for stage, own, labels in zip(
-            stage_graphs, tensors, _node_labels(stage_graphs), strict=True
-        )
-    )
+    transfers = _transfers(capture, solution, boundaries, shared, profile.sizes)
+    values = _values(capture, stage_graphs, boundaries)
+    even = solution.even_split
     notes = (*capture.notes, *_notes_of_loss(facts.criterion, outputs, values))
     plan = Plan(
         name=facts.name,
@@ -94,14 +100,19 @@ def assemble(
         outputs=outputs,
         loss=_loss(outputs, values),
         criterion=facts.criterion,
-        stages=stages,
+        stages=tuple(
+            _stage(capture, stage, own, profile, solution, transfers, labels)
+            for stage, own, labels in zip(
+                stage_graphs, tensors, _node_labels(stage_graphs), strict=True
+            )
+        ),
         shared=shared,
         method=solution.method,
         bottleneck_ms=solution.bottleneck_ms,
         lower_bound_ms=solution.lower_bound_ms,
         even_split_ms=solution.even_split_ms,
         optimal=solution.optimal,
-        setting=_setting(solution, talk),
+        setting=_setting(solution, transfers),
         profile=profile.facts,
         hashes={},
         weights=facts.weights,
@@ -111,9 +122,7 @@ def assemble(
         mode="both" if False in capture.modes else "train",
         explanation=solution.explanation,
         candidates=solution.candidates,
-        even_split=tuple(
-            (load.forward_ms, load.backward_ms) for load in solution.even_split.stages
-        ),
+        even_split=tuple((load.forward_ms, load.backward_ms) for load in even.stages),
         if_sent=all_sent if set(all_sent) != set(boundaries) else (),
     )
     return plan if solution.setting.is_asynchronous else _with_written_step(plan, solution)
@@ -141,9 +150,10 @@ def _stage(
     held: StageTensors,
     profile: Profile,
     solution: Solution,
-    boundaries: Sequence[Boundary],
+    transfers: _Transfers,
     labels: Sequence[str | None],
 ) -> StageSpec:
+    boundaries, communication = transfers.boundaries, transfers.communication
     load = solution.loads[stage.index]
     costs = [profile.nodes[node.name] for node in stage.nodes]
     if not solution.setting.is_of_profile:
@@ -177,6 +187,9 @@ def _stage(
             for node, cost in zip(stage.nodes, costs, strict=True)
         ),
         update_ms=load.update_ms * solution.setting.micro_batches,
+        forward_talk_ms=communication.forward_ms[stage.index],
+        backward_talk_ms=communication.backward_ms[stage.index],
+        exchange_ms=transfers.exchange_ms[stage.index],
         recompute=again,
         ranks=solution.ranks_of_stage[stage.index],
         parts=_parts(labels, costs, again=again),
@@ -220,8 +233,7 @@ def _transfers(
     boundaries: Sequence[Boundary],
     shared: Iterable[SharedParameter],
     sizes: Mapping[str, int],
-) -> tuple[Communication, tuple[float, ...]]:
-    """The transfers of the generated stages for a micro-batch, and those of once a step."""
+) -> _Transfers:
     problem, placement = solution.problem, solution.placement
     parameters = dict(capture.model.named_parameters(remove_duplicate=False))
     held = (
@@ -230,13 +242,14 @@ def _transfers(
         if len(each.stages) > 1
         for name in each.names[:1]
     )
-    return (
-        written_talk(problem, placement, boundaries, sizes),
-        written_exchanges_ms(problem, placement, held),
+    return _Transfers(
+        boundaries,
+        communication_of_boundaries(problem, placement, boundaries, sizes),
+        exchanges_of_stages_ms(problem, placement, held),
     )
 
 
-def _setting(solution: Solution, talk: Communication) -> PlanSetting:
+def _setting(solution: Solution, transfers: _Transfers) -> PlanSetting:
     setting = solution.setting
     limits = [None if math.isinf(d.memory_bytes) else int(d.memory_bytes) for d in setting.devices]
     return PlanSetting(
@@ -252,7 +265,8 @@ def _setting(solution: Solution, talk: Communication) -> PlanSetting:
             for device, limit in zip(setting.devices, limits, strict=True)
         ),
         transfer_ms=tuple(
-            (*edge, transfer_ms) for edge, transfer_ms in sorted(talk.overlapped_ms.items())
+            (*edge, transfer_ms)
+            for edge, transfer_ms in sorted(transfers.communication.overlapped_ms.items())
         ),
         latency_ms=solution.problem.costs.link.latency_ms,
         step_ms=solution.step_ms,
@@ -327,11 +341,15 @@ def _output_structure(graph: fx.Graph) -> Any:
     return described(output.args[0], named)
 
 
-def _returned(capture: Capture, stages: Sequence[StageGraph]) -> Iterable[TensorSpec]:
-    """The outputs of the model, each once."""
+def _values(
+    capture: Capture, stages: Sequence[StageGraph], boundaries: Iterable[Boundary]
+) -> tuple[TensorSpec, ...]:
+    """The tensors that cross and the outputs of the model, each once."""
     names = set(names_in(_output_structure(capture.graph)))
     nodes = dict.fromkeys(node for stage in stages for node in stage.outputs)
-    return [capture.tensor_spec(node) for node in nodes if node.name in names]
+    crossing = [boundary.tensor for boundary in boundaries]
+    returned = [capture.tensor_spec(node) for node in nodes if node.name in names]
+    return (*crossing, *(spec for spec in returned if spec not in crossing))
 
 
 def _loss(outputs: Any, values: Iterable[TensorSpec]) -> str | None:

@@ -56,21 +56,29 @@ def build_graph(
     order = [node for node in capture.graph.nodes if node.op not in (*_EXTERNAL, "output")]
     again = again or Recomputation(capture, Prices.of(profile))
     groups = _ordered_groups(_joined(capture, order, again, together))
-    blocks = _blocks(capture)
-    owners = _TensorNames(capture.model)
-    makers = storage_makers(capture.graph)
-    live = live_bytes(capture, profile.sizes)
-    position = {node: index for index, node in enumerate(order)}
     graph = nx.DiGraph(
         name=name,
         micro_batch_size=profile.sizes.get("batch"),
         update_ms_per_byte=update_ms_per_byte,
     )
-    group_of: dict[fx.Node, str] = {}
+    _add_groups(graph, groups, capture, profile)
+    group_of = {node: members[0].name for members in groups for node in members}
+    _add_values(graph, group_of, order, again, profile.sizes)
+    _add_orders(graph, group_of, capture, profile.sizes)
+    return graph
+
+
+def _add_groups(
+    graph: nx.DiGraph, groups: list[list[fx.Node]], capture: Capture, profile: Profile
+) -> None:
+    """Adds a node with the costs of each group, under the name of its first member."""
+    blocks = _blocks(capture)
+    owners = _TensorNames(capture.model)
+    makers = storage_makers(capture.graph)
+    live = live_bytes(capture, profile.sizes)
     for members in groups:
-        group = members[0].name
         graph.add_node(
-            group,
+            members[0].name,
             label=_called(members, profile),
             **_costs(members, profile, owners, live),
             weight_ms=sum(
@@ -79,14 +87,25 @@ def build_graph(
             saved_as=_saved_as(members, makers),
             **_place(members, blocks),
         )
-        group_of |= dict.fromkeys(members, group)
+
+
+def _add_values(
+    graph: nx.DiGraph,
+    group_of: Mapping[fx.Node, str],
+    order: list[fx.Node],
+    again: Recomputation,
+    sizes: Mapping[str, int],
+) -> None:
+    """Adds an edge from each group to the readers of its values, with what a cut through it sends,
+    and the bytes of all that a group sends."""
+    position = {node: index for index, node in enumerate(order)}
     for node in group_of:
         for reader in node.users:
             if reader in group_of and group_of[reader] != group_of[node]:
-                _carry(graph, group_of[node], group_of[reader], (), profile.sizes)
+                _carry(graph, group_of[node], group_of[reader], (), sizes)
                 for source in sorted(again.sources(node), key=position.__getitem__):
                     if group_of.get(source, group_of[reader]) != group_of[reader]:
-                        _carry(graph, group_of[source], group_of[reader], [source], profile.sizes)
+                        _carry(graph, group_of[source], group_of[reader], [source], sizes)
     for group, data in graph.nodes(data=True):
         sent = {
             tensor: size
@@ -94,18 +113,26 @@ def build_graph(
             for tensor, size in edge["tensors"].items()
         }
         data["output_bytes"] = sum(sent.values())
+
+
+def _add_orders(
+    graph: nx.DiGraph,
+    group_of: Mapping[fx.Node, str],
+    capture: Capture,
+    sizes: Mapping[str, int],
+) -> None:
+    """Adds edges that preserve the order of random numbers and of accesses to changed memory."""
     for first, second in draws_in_order(capture):
         if group_of[first] != group_of[second]:
-            _carry(graph, group_of[first], group_of[second], (), profile.sizes)
+            _carry(graph, group_of[first], group_of[second], (), sizes)
     for node, later in in_order(capture):
         maker, changer = group_of.get(node), group_of.get(later)
         if maker is not None and changer is not None and maker != changer:
-            _carry(graph, maker, changer, (), profile.sizes)
+            _carry(graph, maker, changer, (), sizes)
             if later.meta["mutates"]:
                 # What is received is copied before it is changed: as much as one more transfer.
                 tensors = graph.edges[maker, changer]["tensors"]
-                tensors[f"copy of {node.name}"] = num_bytes(node, profile.sizes)
-    return graph
+                tensors[f"copy of {node.name}"] = num_bytes(node, sizes)
 
 
 def stage_of_nodes(

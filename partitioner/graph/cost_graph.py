@@ -2,7 +2,8 @@
 
 `costs_of` reads and checks a graph.
 
-`with_rotations` adds the memory of SOAP. Every other optimizer keeps copies of the parameters
+`with_updates` and `with_exchanges` add the times of an optimizer step, and `with_rotations` the
+memory of SOAP. Every other optimizer keeps copies of the parameters
 (`optimizers/facts.py`). For a matrix of m rows and n columns SOAP keeps two moments and,
 for either side, a covariance and a basis: 2 (m^2 + n^2) more elements, which depends on the shape.
 A search sums them like buffers.
@@ -35,7 +36,7 @@ from ...runtime.optimizers.facts import PLANNED
 from ..capture import Capture, ModuleCall
 from ..capture.graph import is_external
 from ..profile.operation_costs import storage_makers
-from .costs import Costs, Floats, Link, SharedBytes, Value
+from .costs import Costs, Floats, Link, SharedBytes, Value, times_as_long
 from .rematerialize import num_bytes
 
 
@@ -68,20 +69,16 @@ def costs_of(graph: nx.DiGraph, link: Link | None = None) -> Costs:
 
     Raises PlanError if the graph is empty, has a cycle, or a cost is not a number >= 0.
     """
-    link = link or Link()
-    groups = _program_order(graph)
+    link, groups = link or Link(), _program_order(graph)
     position = {group: index for index, group in enumerate(groups)}
-    nodes = graph.nodes
-    forward, backward, buffers = (
-        np.array([_cost(group, nodes[group], key) for group in groups], dtype=np.float64)
-        for key in ("forward_ms", "backward_ms", "buffer_bytes")
-    )
+    nodes = [graph.nodes[group] for group in groups]
+    forward, backward = _costs(graph, groups, "forward_ms"), _costs(graph, groups, "backward_ms")
     values = _values(graph, position, has_backward=bool(backward.any()))
     transfer_ms = np.array([value.transfer_ms(link) for value in values], dtype=np.float64)
     return Costs(
         name=str(graph.graph.get("name", "the graph")),
         groups=tuple(map(str, groups)),
-        labels=tuple(str(nodes[group].get("label", group)) for group in groups),
+        labels=tuple(str(graph.nodes[group].get("label", group)) for group in groups),
         forward_ms=forward,
         backward_ms=backward,
         weight_ms=_weight_ms(graph, groups, backward),
@@ -89,17 +86,15 @@ def costs_of(graph: nx.DiGraph, link: Link | None = None) -> Costs:
         values=values,
         send_ms=transfer_ms,
         receive_ms=transfer_ms,
-        parameters=_held(_parameters_of(nodes[group]) for group in groups),
-        saved=_held(_saved(nodes[group]) for group in groups),
-        frozen=_held(_frozen(nodes[group]) for group in groups),
-        buffer_bytes=buffers,
-        transient_bytes=np.array([_transient(nodes[group]) for group in groups], dtype=np.float64),
-        live_bytes=np.array([nodes[group].get("live_bytes", 0) for group in groups], np.float64),
-        modules=tuple(tuple(nodes[group].get("modules", ())) for group in groups),
-        blocks=tuple(nodes[group].get("block", "") for group in groups),
-        has_params=np.array(
-            [bool(_parameters_of(nodes[group]) or _frozen(nodes[group])) for group in groups]
-        ),
+        parameters=_held(map(_parameters_of, nodes)),
+        saved=_held(map(_saved, nodes)),
+        frozen=_held(map(_frozen, nodes)),
+        buffer_bytes=_costs(graph, groups, "buffer_bytes"),
+        transient_bytes=np.array([*map(_transient, nodes)], dtype=np.float64),
+        live_bytes=np.array([node.get("live_bytes", 0) for node in nodes], dtype=np.float64),
+        modules=tuple(tuple(node.get("modules", ())) for node in nodes),
+        blocks=tuple(node.get("block", "") for node in nodes),
+        has_params=np.array([bool(_parameters_of(node) or _frozen(node)) for node in nodes]),
         link=link,
         times_on=_times_on(graph, groups),
         update_ms=np.zeros(len(groups)),
@@ -185,6 +180,10 @@ def _times_on(graph: nx.DiGraph, groups: Sequence[Any]) -> dict[str, tuple[Float
     return found
 
 
+def _costs(graph: nx.DiGraph, groups: Sequence[Any], key: str) -> Floats:
+    return np.array([_cost(group, graph.nodes[group], key) for group in groups], dtype=np.float64)
+
+
 def _cost(group: object, node: Mapping[str, Any], key: str) -> float:
     cost = node.get(key, 0.0)
     if not isinstance(cost, int | float) or not 0 <= cost < math.inf:
@@ -241,6 +240,63 @@ def rotation_bytes(matrices: Iterable[Tensor]) -> int:
         2 * matrix.element_size() * sum(size**2 for size in matrix.shape if size <= LARGEST)
         for matrix in matrices
         if matrix.ndim == 2
+    )
+
+
+def with_updates(costs: Costs, ms_per_byte: float, micro_batches: int) -> Costs:
+    """The costs with the optimizer's step of `ms_per_byte` of parameters once in `micro_batches`.
+
+    An m-th of it counts in the backwards of the groups that name a parameter, in equal parts. The
+    additional time of stages that share a parameter is part of their exchange (`with_exchanges`).
+    """
+    update_ms = np.zeros(len(costs.groups))
+    for held in costs.parameters:
+        whole_ms = held.num_bytes * ms_per_byte / micro_batches
+        update_ms[list(held.groups)] += whole_ms / len(held.groups)
+    times_on = {
+        kind: (
+            forward_ms,
+            backward_ms + update_ms * times_as_long(forward_ms + backward_ms, costs.work_ms),
+        )
+        for kind, (forward_ms, backward_ms) in costs.times_on.items()
+    }
+    backward_ms = costs.backward_ms + update_ms
+    return replace(costs, backward_ms=backward_ms, times_on=times_on, update_ms=update_ms)
+
+
+def with_exchanges(
+    costs: Costs, micro_batches: int, link: Link, update_ms_per_byte: float = 0.0
+) -> Costs:
+    """The costs with an exchange over `link` for every parameter that several groups name.
+
+    Once a step each holder sends its gradient and receives the other's, which costs every
+    micro-batch an m-th of two transfers. If the optimizer's step counts, each of two stages has
+    half of it in its group, and the other half, for its own copy, in the exchange. With three or
+    more holders each pays as with two.
+    """
+    exchanges = tuple(
+        Value(
+            name=f"gradient of a parameter of {costs.groups[shared.groups[0]]}",
+            owner=shared.groups[0],
+            readers=shared.groups[1:],
+            forward_bytes=0,
+            backward_bytes=0,
+            known_ms=(
+                link.exchange_ms(shared.num_bytes) + update_ms_per_byte * shared.num_bytes / 2
+            )
+            / micro_batches,
+            is_exchange=True,
+            tied_bytes=shared.num_bytes,
+        )
+        for shared in costs.parameters
+        if len(shared.groups) > 1
+    )
+    times_ms = np.array([value.known_ms for value in exchanges], dtype=np.float64)
+    return replace(
+        costs,
+        values=costs.values + exchanges,
+        send_ms=np.concatenate([costs.send_ms, times_ms]),
+        receive_ms=np.concatenate([costs.receive_ms, times_ms]),
     )
 
 

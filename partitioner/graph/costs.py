@@ -5,7 +5,7 @@ Parameters and tensors saved for the backward count once in a stage, however man
 them. For a stage with the set S of groups, value t computed by group o_t and read by groups M_t,
 and one micro-batch,
 
-    c_t         = latency + bytes_t / bandwidth              forward, and the same for its gradient
+    c_t         = latency + bytes_t / bandwidth    forward (`Link`), and the same for its gradient
     forward(S)  = sum of f_v over v in S                     and backward(S) likewise
     send(S)     = sum over t of c_t where o_t is in S and M_t is not within S
     receive(S)  = sum over t of c_t where o_t is not in S and M_t meets S
@@ -18,7 +18,7 @@ stage that reads it. `rank_model.py` computes the time and memory of a rank from
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
@@ -33,7 +33,8 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The connection of two ranks, with the same speed in both directions.
+    """The connection of two ranks, with the same speed in both directions: only here bytes that
+    are sent become milliseconds.
 
     latency_ms: the time of a message without bytes
     bytes_per_s: bandwidth of one direction
@@ -47,6 +48,25 @@ class Link:
     def transfer_ms(self, num_bytes: float) -> float:
         """Milliseconds of one message; 0 without bytes, because nothing is sent."""
         return self.latency_ms + 1e3 * num_bytes / self.bytes_per_s if num_bytes else 0.0
+
+    @property
+    def megabyte_ms(self) -> float:
+        """The measure by which links are compared."""
+        return self.transfer_ms(1e6)
+
+    def exchange_ms(self, num_bytes: float) -> float:
+        """Milliseconds in which two holders of a parameter send each other its gradient."""
+        return 2 * self.transfer_ms(num_bytes)
+
+    def all_reduce_ms(self, num_bytes: Floats, ranks: int) -> Floats:
+        """Milliseconds of a ring over `ranks` that sums tensors of these bytes (Patarasuk, Yuan:
+        "Bandwidth optimal all-reduce", 2009)."""
+        once_ms = self.latency_ms + 1e3 * (num_bytes / ranks) / self.bytes_per_s
+        return np.where(num_bytes, 2 * (ranks - 1) * once_ms, 0.0)
+
+
+def slowest_link(links: Iterable[Link]) -> Link:
+    return max(links, key=lambda link: link.megabyte_ms)
 
 
 # Gloo between two processes of one host, as measured on loopback with 0.1 to 4 MB.
@@ -364,66 +384,9 @@ def seen_over(costs: Costs, left: Link, right: Link) -> Costs:
     )
 
 
-def with_updates(costs: Costs, ms_per_byte: float, micro_batches: int) -> Costs:
-    """The costs with the optimizer's step of `ms_per_byte` of parameters once in `micro_batches`.
-
-    An m-th of it counts in the backwards of the groups that name a parameter, in equal parts. The
-    additional time of stages that share a parameter is part of their exchange (`with_exchanges`).
-    """
-    update_ms = np.zeros(len(costs.groups))
-    for held in costs.parameters:
-        whole_ms = held.num_bytes * ms_per_byte / micro_batches
-        update_ms[list(held.groups)] += whole_ms / len(held.groups)
-    times_on = {
-        kind: (
-            forward_ms,
-            backward_ms + update_ms * times_as_long(forward_ms + backward_ms, costs.work_ms),
-        )
-        for kind, (forward_ms, backward_ms) in costs.times_on.items()
-    }
-    backward_ms = costs.backward_ms + update_ms
-    return replace(costs, backward_ms=backward_ms, times_on=times_on, update_ms=update_ms)
-
-
 def times_as_long(work_ms: Floats, other_ms: Floats) -> float:
     """The sum of the first as a multiple of the sum of the second."""
     return float(work_ms.sum()) / (float(other_ms.sum()) or 1.0)
-
-
-def with_exchanges(
-    costs: Costs, micro_batches: int, link: Link, update_ms_per_byte: float = 0.0
-) -> Costs:
-    """The costs with an exchange over `link` for every parameter that several groups name.
-
-    Once a step each holder sends its gradient and receives the other's, which costs every
-    micro-batch an m-th of two transfers. If the optimizer's step counts, each of two stages has
-    half of it in its group, and the other half, for its own copy, in the exchange. With three or
-    more holders each pays as with two.
-    """
-    exchanges = tuple(
-        Value(
-            name=f"gradient of a parameter of {costs.groups[shared.groups[0]]}",
-            owner=shared.groups[0],
-            readers=shared.groups[1:],
-            forward_bytes=0,
-            backward_bytes=0,
-            known_ms=(
-                2 * link.transfer_ms(shared.num_bytes) + update_ms_per_byte * shared.num_bytes / 2
-            )
-            / micro_batches,
-            is_exchange=True,
-            tied_bytes=shared.num_bytes,
-        )
-        for shared in costs.parameters
-        if len(shared.groups) > 1
-    )
-    times_ms = np.array([value.known_ms for value in exchanges], dtype=np.float64)
-    return replace(
-        costs,
-        values=costs.values + exchanges,
-        send_ms=np.concatenate([costs.send_ms, times_ms]),
-        receive_ms=np.concatenate([costs.receive_ms, times_ms]),
-    )
 
 
 def _sums(of_groups: Floats, at: Ints, count: int) -> Floats:

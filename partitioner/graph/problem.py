@@ -15,7 +15,7 @@ import numpy as np
 
 from ...runtime.errors import PlanError
 from ...runtime.plan.plan import StageMemory
-from .costs import Bools, Costs, Floats, Link, StageSums, Value, seen_over, stage_sums
+from .costs import Bools, Costs, Floats, Link, StageSums, Value, seen_over, slowest_link, stage_sums
 from .rank_model import RankConfig
 
 
@@ -97,10 +97,11 @@ class Problem:
     def seen_by(self, ranks: Sequence[int]) -> Costs:
         """The costs for consecutive ranks that share a stage: those of the first rank, with
         transfers into the first and out of the last."""
-        first, last, links = ranks[0], ranks[-1], self.setting.links
-        if first == last or not links:
+        first, last, link = ranks[0], ranks[-1], self.costs.link
+        if first == last or not self.setting.links:
             return self.seen[first]
-        key = first, links[max(first - 1, 0)], links[min(last, len(links) - 1)]
+        left, right = self.setting.links_at(first, link)[0], self.setting.links_at(last, link)[1]
+        key = first, left, right
         if key not in self._seen_by_several:
             self._seen_by_several[key] = seen_over(self.seen[first], *key[1:])
         return self._seen_by_several[key]
@@ -112,7 +113,7 @@ class Problem:
     def link_among(self, ranks: Sequence[int]) -> Link:
         """The slowest link between consecutive ranks."""
         links = (self.setting.links or ())[ranks[0] : ranks[-1]]
-        return max(links, key=lambda link: link.transfer_ms(1e6), default=self.costs.link)
+        return slowest_link(links or (self.costs.link,))
 
 
 @dataclass(frozen=True, slots=True)

@@ -371,10 +371,15 @@ class RankConfig:
         return score_ms
 
     def exchange_ms(self, link: Link, param_bytes: Floats, replicas: int) -> Floats:
-        """Milliseconds per micro-batch for summing the gradients of a replicated stage: one ring
-        all-reduce a step (Patarasuk, Yuan: "Bandwidth optimal all-reduce", 2009)."""
-        once_ms = link.latency_ms + 1e3 * (param_bytes / replicas) / link.bytes_per_s
-        return np.where(param_bytes, 2 * (replicas - 1) * once_ms / self.micro_batches, 0.0)
+        """Milliseconds per micro-batch in which the replicas of a stage sum their gradients, once a
+        step."""
+        return link.all_reduce_ms(param_bytes, replicas) / self.micro_batches
+
+    def links_at(self, position: int, default: Link) -> tuple[Link, Link]:
+        """The links to the ranks before and after `position`; a rank at an end has one link."""
+        if not self.links:
+            return default, default
+        return self.links[max(position - 1, 0)], self.links[min(position, len(self.links) - 1)]
 
     def sum_gradients_ms(self, position: int, param_bytes: Floats | float) -> Floats | float:
         """Milliseconds per step in which the replicas at `position` sum their gradients."""
@@ -406,8 +411,7 @@ class RankConfig:
                 update_ms=costs.update_ms / device.speed,
             )
         if self.links:
-            left, right = max(position - 1, 0), min(position, len(self.links) - 1)
-            costs = seen_over(costs, self.links[left], self.links[right])
+            costs = seen_over(costs, *self.links_at(position, costs.link))
         replicas = self.shares_at(position)
         if replicas == 1:
             return costs

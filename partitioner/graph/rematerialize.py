@@ -70,8 +70,8 @@ class Prices:
 
     def holding_ms(self, parameter: Tensor) -> float:
         """One more holder of a parameter: its gradient goes both ways once a step."""
-        exchanged = 2 * self.link.transfer_ms(parameter.numel() * parameter.element_size())
-        return _ENDS * _SLOWER * exchanged / _MICRO_BATCHES_A_STEP
+        exchange_ms = self.link.exchange_ms(parameter.numel() * parameter.element_size())
+        return _ENDS * _SLOWER * exchange_ms / _MICRO_BATCHES_A_STEP
 
 
 def num_bytes(node: fx.Node, sizes: Mapping[str, int]) -> int:

@@ -6,30 +6,21 @@ placement. The search moves all runs of adjacent boundaries, one run after the o
 reverse, and shifts the stages in between. This way work moves from one rank to another where each
 rank has several stages. A move is kept if it reduces the missing memory, or if no memory is missing
 and the step is shorter. If there are few cuts, all are tried. Moves are counted, not timed.
-
-`written_talk` gives the transfer costs of the boundaries of generated stages. A search adds up the
-cost of a cut by value, as in `costs_of`. Generated stages may send something else: recomputation is
-chosen for all values of a stage together, a stage that would send nothing passes on a received
-value, and each reader gets its own message. These are the messages of a run
-(`runtime/executor/mailbox.py`), and a plan reports their cost.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
 
-from ...runtime.plan.forecast import spec_bytes
-from ...runtime.plan.plan import Boundary
-from ..graph.costs import Ints, Link
+from ..graph.costs import Ints
 from ..graph.problem import Evaluation, Placement, Problem
-from .step_time import Communication, Edge, Step, StepTimer
+from .step_time import Step, StepTimer
 
 MOVES = 1_500
 """Placements that are timed; fewer of over a thousand groups or eight stages."""
@@ -185,86 +176,3 @@ def _moves(cuts: list[int], stride: int, num_places: int) -> Iterator[list[int]]
                 rising = all(a < b for a, b in zip(moved, moved[1:], strict=False))
                 if rising and moved[0] >= 0 and moved[-1] < num_places:
                     yield moved
-
-
-@dataclass(frozen=True, slots=True)
-class _Message:
-    """A tensor that is sent to another rank, and whether its gradient comes back."""
-
-    source: int
-    target: int
-    num_bytes: int
-    returns: bool
-
-
-def written_talk(
-    problem: Problem,
-    placement: Placement,
-    boundaries: Iterable[Boundary],
-    sizes: Mapping[str, int],
-) -> Communication:
-    """`talk_of` for these boundaries at these sizes."""
-    setting, stages = problem.setting, placement.stages
-    rank_of = [ranks[0] for ranks in placement.ranks_of_stage]
-    forward_ms, backward_ms = [0.0] * stages, [0.0] * stages
-    on_edge_ms: dict[Edge, float] = defaultdict(float)
-    edges: set[Edge] = set()
-    returning: set[Edge] = set()
-    for message in _messages(boundaries, sizes):
-        edge = message.source, message.target
-        edges.add(edge)
-        if message.returns:
-            returning.add(edge)
-        if rank_of[message.source] == rank_of[message.target]:
-            continue
-        for stage, ahead in ((message.source, True), (message.target, False)):
-            rank = rank_of[stage]
-            once_ms = _link(problem, rank, ahead=ahead).transfer_ms(message.num_bytes)
-            once_ms /= setting.shares_at(rank)
-            if setting.talks_in_turn(rank):
-                forward_ms[stage] += once_ms
-                backward_ms[stage] += once_ms * message.returns
-            if setting.overlap and ahead:
-                on_edge_ms[edge] += once_ms
-    return Communication(
-        tuple(forward_ms),
-        tuple(backward_ms),
-        dict(on_edge_ms),
-        frozenset(edges),
-        frozenset(returning),
-    )
-
-
-def written_exchanges_ms(
-    problem: Problem, placement: Placement, shared: Iterable[tuple[Sequence[int], int]]
-) -> tuple[float, ...]:
-    """Milliseconds of each stage's optimizer step for parameters that stages of other ranks hold
-    too.
-
-    `shared` gives the stages of each parameter and its bytes.
-    """
-    rank_of = [ranks[0] for ranks in placement.ranks_of_stage]
-    links = problem.setting.links or (problem.costs.link,)
-    slowest = max(links, key=lambda link: link.transfer_ms(1e6))
-    total = [0.0] * placement.stages
-    for holders, num_bytes in shared:
-        first_on = {rank_of[stage]: stage for stage in sorted(holders, reverse=True)}
-        for stage in first_on.values() if len(first_on) > 1 else ():
-            total[stage] += 2 * slowest.transfer_ms(num_bytes)
-    return tuple(total)
-
-
-def _messages(boundaries: Iterable[Boundary], sizes: Mapping[str, int]) -> Iterable[_Message]:
-    for boundary in boundaries:
-        for target in boundary.targets:
-            tensor = boundary.tensor
-            num_bytes = spec_bytes(tensor, sizes)
-            yield _Message(boundary.source, target, num_bytes, tensor.requires_grad)
-
-
-def _link(problem: Problem, rank: int, *, ahead: bool) -> Link:
-    """The link to the next or to the previous rank."""
-    links = problem.setting.links
-    if not links:
-        return problem.costs.link
-    return links[min(rank, len(links) - 1) if ahead else max(rank - 1, 0)]

@@ -107,9 +107,7 @@ class Cluster:
         """The links between any two of the devices, the fastest first."""
         pairs = [(a, b) for a in range(len(self.devices)) for b in range(a)]
         distinct = dict.fromkeys(self.link(*pair) for pair in pairs)
-        return sorted(distinct, key=lambda link: link.transfer_ms(1e6)) or [
-            Link(overlap=self.overlap)
-        ]
+        return sorted(distinct, key=lambda link: link.megabyte_ms) or [Link(overlap=self.overlap)]
 
     @property
     def slowest_link(self) -> Link:

@@ -17,7 +17,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any, Unpack, cast
 
 import torch
 
@@ -29,7 +29,7 @@ from ..graph.rank_model import Device, RankConfig, Recompute
 from ..profile.cache import ProfileCache, threads_set
 from ..profile.measure import clock_of
 from ..profile.profiler import Profile
-from .options import bytes_of, check_options
+from .options import PartitionOptions, PlanConfig, bytes_of
 
 _MOST_PASSES = 2**20
 
@@ -39,31 +39,43 @@ def make_setting(
     *,
     overlap: bool = False,
     devices: Sequence[Device] = (),
-    schedule: str | None = None,
-    ranks: int | None = None,
-    micro_batches: int = 8,
-    recompute: str = "auto",
-    memory_limit: int | str | None = None,
-    optimizer: str = "adamw",
-    staleness: str = "none",
+    **running: Unpack[PlanConfig],
 ) -> RankConfig:
     """The configuration of the equal ranks of `stages`, or of `devices`, that run this way.
 
     Raises PlanError for an unknown name and an illegal number.
     """
-    schedule = schedule or "async-1f1b"
-    check_options(
-        {
-            "stages": stages,
-            "ranks": ranks,
-            "schedule": schedule,
-            "recompute": recompute,
-            "optimizer": optimizer,
-            "staleness": staleness,
-            "micro_batches": micro_batches,
-            "memory_limit": memory_limit,
-        }
+    run = PartitionOptions(stages=stages, **running)
+    schedule, staleness, ranks = run.schedule or "async-1f1b", run.staleness, run.ranks
+    if schedule == "2bw" and staleness == "none":
+        staleness = "2bw"
+    _check_schedule(schedule, stages, run.micro_batches, staleness)
+    if ranks is not None and devices:
+        raise PlanError(
+            "ranks are given twice: by number, and as devices.",
+            "Leave --ranks out: every device is a rank.",
+        )
+    if not devices and schedule not in ASYNCHRONOUS:
+        ranks = natural_ranks(schedule, stages) if ranks is None else ranks
+        if schedule != AUTO:  # raises where they do not fit
+            make_schedule(schedule, stages=stages, micro_batches=run.micro_batches, ranks=ranks)
+    most_bytes = math.inf if run.memory_limit is None else bytes_of(run.memory_limit) or math.inf
+    return RankConfig(
+        devices=tuple(
+            replace(device, memory_bytes=min(device.memory_bytes, most_bytes))
+            for device in devices or (Device(),) * (ranks or stages)
+        ),
+        schedule=schedule,
+        micro_batches=run.micro_batches,
+        recompute=cast(Recompute, run.recompute),
+        optimizer=run.optimizer,
+        staleness=staleness,
+        overlap=overlap,
     )
+
+
+def _check_schedule(schedule: str, stages: int, micro_batches: int, staleness: str) -> None:
+    """Raises PlanError for a schedule that a plan cannot balance, or that does not fit the rest."""
     if micro_batches > _MOST_PASSES // stages:
         raise PlanError(
             f"{micro_batches} micro-batches are too many for {stages} stages.", "--micro-batches 8"
@@ -79,35 +91,11 @@ def make_setting(
             "another.",
             "Plan for async-1f1b; asyncpipe-train --schedule virtual-stages-1f1b runs any plan.",
         )
-    if schedule == "2bw":
-        staleness = "2bw" if staleness == "none" else staleness
     if staleness != "none" and schedule not in ASYNCHRONOUS:
         raise PlanError(
             f"--staleness {staleness}, but under {schedule} no weights are stale.",
             "--schedule async-1f1b",
         )
-    if ranks is not None and devices:
-        raise PlanError(
-            "ranks are given twice: by number, and as devices.",
-            "Leave --ranks out: every device is a rank.",
-        )
-    if not devices and schedule not in ASYNCHRONOUS:
-        ranks = natural_ranks(schedule, stages) if ranks is None else ranks
-        if schedule != AUTO:  # raises where they do not fit
-            make_schedule(schedule, stages=stages, micro_batches=micro_batches, ranks=ranks)
-    most_bytes = math.inf if memory_limit is None else bytes_of(memory_limit) or math.inf
-    return RankConfig(
-        devices=tuple(
-            replace(device, memory_bytes=min(device.memory_bytes, most_bytes))
-            for device in devices or (Device(),) * (ranks or stages)
-        ),
-        schedule=schedule,
-        micro_batches=micro_batches,
-        recompute=cast(Recompute, recompute),
-        optimizer=optimizer,
-        staleness=staleness,
-        overlap=overlap,
-    )
 
 
 _SHAPE = (1024, 1024)

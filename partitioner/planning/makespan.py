@@ -29,7 +29,8 @@ from ..graph.problem import DoesNotFit, Placement, Problem
 from ..solvers.bounds import lower_bound_ms
 from ..solvers.chain import place as place_in_order
 from .boundaries import MOVES, with_borders_moved
-from .step_time import LITTLE, Step, StepTimer, forward_share, schedule_of, step_of
+from .step_time import LITTLE, Step, StepTimer, schedule_of, step_of
+from .transfers import forward_share
 
 _THRESHOLDS = (0.01, 0.05)
 _MANY_GROUPS = 3_000  # from this number on no thresholds are tried

@@ -369,9 +369,7 @@ def plan_graph(
         "cut_before": cut_before,
         **running,
     }
-    ranks = running.get("ranks")
-    cluster = cluster_of(devices, stages, ranks)
-    on_link, solve_again = link or Link(), partial(solve, **options)
+    cluster = cluster_of(devices, stages, running.get("ranks"))
     with explained():
         if cluster is not None:
             planner = planner_for(graph, cluster, stages, options)
@@ -379,21 +377,16 @@ def plan_graph(
         else:
             number = stages or choose_stages(graph, options)
             solution = solve(graph, stages=number, link=link, setting=setting, **options)
-    costs = costs_of(graph, link)
-    where = [solution.stage_of[group] for group in costs.groups]
-    crossings = [
-        Crossing(
-            value.name,
-            where[value.owner],
-            targets,
-            int(value.forward_bytes),
-            int(value.backward_bytes),
-        )
-        for value in costs.values
-        if (targets := _targets(value, where))
-    ]
+            on_link = link or Link()
+    resolve = partial(solve, **options)
+    findings = explain_plan(graph, solution, on_link, resolve) if explain else ()
+    return _graph_plan(graph, solution, findings)
+
+
+def _graph_plan(graph: nx.DiGraph, solution: Solution, findings: tuple[Finding, ...]) -> GraphPlan:
+    crossings = _crossings(graph, solution)
     return GraphPlan(
-        name=costs.name,
+        name=solution.problem.costs.name,
         stages=tuple(
             _stage(graph, solution, index, crossings) for index in range(len(solution.loads))
         ),
@@ -408,9 +401,25 @@ def plan_graph(
         method=solution.method,
         seconds=solution.seconds,
         explanation=solution.explanation,
-        findings=explain_plan(graph, solution, on_link, solve_again) if explain else (),
+        findings=findings,
         candidates=solution.candidates,
     )
+
+
+def _crossings(graph: nx.DiGraph, solution: Solution) -> list[Crossing]:
+    costs = costs_of(graph)
+    where = [solution.stage_of[group] for group in costs.groups]
+    return [
+        Crossing(
+            value.name,
+            where[value.owner],
+            targets,
+            int(value.forward_bytes),
+            int(value.backward_bytes),
+        )
+        for value in costs.values
+        if (targets := _targets(value, where))
+    ]
 
 
 def _targets(value: Value, where: list[int]) -> tuple[int, ...]:

@@ -13,8 +13,8 @@ import numpy as np
 from ...runtime.errors import PlanError
 from ...runtime.plan.findings import Candidate
 from ...runtime.plan.plan import RankSpec
-from ..graph.cost_graph import costs_of, with_rotations
-from ..graph.costs import Bools, Costs, Link, with_exchanges, with_updates
+from ..graph.cost_graph import costs_of, with_exchanges, with_rotations, with_updates
+from ..graph.costs import Bools, Costs, Link, slowest_link
 from ..graph.problem import (
     DoesNotFit,
     Evaluation,
@@ -155,11 +155,7 @@ def solve(
     link = link or Link()
     setting = setting or make_setting(stages, overlap=link.overlap, **running)
     _check_ranks(stages, setting)
-    costs = with_rotations(costs_of(graph, link), graph, setting.optimizer)
-    update_ms_per_byte = _update_ms_per_byte(graph, setting)
-    costs = with_updates(costs, update_ms_per_byte, setting.micro_batches)
-    slowest_link = max(setting.links or (link,), key=lambda each: each.transfer_ms(1e6))
-    costs = with_exchanges(costs, setting.micro_batches, slowest_link, update_ms_per_byte)
+    costs = _costs_of_run(graph, link, setting)
     may_cut = _allowed_cuts(costs, granularity)
     must_cut = _demanded_cuts(costs, cut_before)
     _check_demands(stages, must_cut, method)
@@ -173,12 +169,30 @@ def solve(
         if is_folded
         else _one_a_rank(problem, demanding, method)
     )
+    return _solution(problem, found, method, started)
+
+
+def _costs_of_run(graph: nx.DiGraph, link: Link, setting: RankConfig) -> Costs:
+    """The costs of the graph with what an optimizer step adds: memory, updates, exchanges."""
+    costs = with_rotations(costs_of(graph, link), graph, setting.optimizer)
+    update_ms_per_byte = _update_ms_per_byte(graph, setting)
+    costs = with_updates(costs, update_ms_per_byte, setting.micro_batches)
+    slowest = slowest_link(setting.links or (link,))
+    return with_exchanges(costs, setting.micro_batches, slowest, update_ms_per_byte)
+
+
+def _solution(problem: Problem, found: _Found, method: str, started: float) -> Solution:
+    """The solution of a problem that was `started` at that time."""
     placement, evaluation = found.step.placement, found.step.evaluation
+    explanation = explain_shortly(problem, evaluation, placement)
+    if problem.setting.is_asynchronous:
+        price = _price_of_demands(placement.order_optimum_ms, found.order_optimum_ms)
+        explanation = (*explanation, *price)
     return Solution(
-        stage_of=dict(zip(costs.groups, placement.stage_of, strict=True)),
+        stage_of=dict(zip(problem.costs.groups, placement.stage_of, strict=True)),
         problem=problem,
         placement=placement,
-        setting=setting,
+        setting=problem.setting,
         evaluation=evaluation,
         lower_bound_ms=found.bottleneck_bound_ms,
         step_ms=found.step.step_ms,
@@ -186,13 +200,8 @@ def solve(
         even_split=evaluate(problem, found.even),
         method=_method_name(method),
         seconds=time.perf_counter() - started,
-        explanation=(
-            *explain_shortly(problem, evaluation, placement),
-            *_price_of_demands(placement.order_optimum_ms, found.order_optimum_ms),
-        )
-        if setting.is_asynchronous
-        else explain_shortly(problem, evaluation, placement),
-        crossing_bytes=crossing_bytes(costs, placement),
+        explanation=explanation,
+        crossing_bytes=crossing_bytes(problem.costs, placement),
     )
 
 

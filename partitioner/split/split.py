@@ -83,6 +83,14 @@ def split(
         fixed |= own  # no other stage recomputes the fixed nodes
 
 
+@dataclass(frozen=True, slots=True)
+class _Members:
+    """The nodes that each stage computes, and the values that it receives."""
+
+    computed: list[set[fx.Node]]
+    received: list[set[fx.Node]]
+
+
 def _stages(
     capture: Capture,
     homes: Mapping[fx.Node, int],
@@ -94,38 +102,8 @@ def _stages(
     outputs = tuple(dict.fromkeys(model_outputs(capture.graph)))
     returned_from = {node: homes.get(node, count - 1) for node in outputs}
     returned_from |= _homes_of_tensors(outputs, homes)
-    members: list[set[fx.Node]] = [set() for _ in range(count)]
-    received: list[set[fx.Node]] = [set() for _ in range(count)]
-    for stage in reversed(range(count)):
-        sent = {node for values in received for node in values if homes.get(node) == stage}
-        needed = [
-            node
-            for node, home in homes.items()
-            if home == stage
-            and (node in sent or node in outputs or node in fixed or not again.is_makeable(node))
-        ]
-        needed += [node for node in outputs if returned_from[node] == stage and is_external(node)]
-        from_outside: dict[fx.Node, None] = {}
-        while needed:
-            node = needed.pop()
-            if node in members[stage]:
-                continue
-            is_own = homes.get(node) == stage and (
-                node in sent or node in outputs or node in fixed or node not in again.free
-            )
-            if not is_own:
-                from_outside[node] = None
-                continue
-            together = again.together(node)
-            members[stage].update(together)
-            needed += [source for other in together for source in other.all_input_nodes]
-        outside = [node for node in from_outside if node not in members[stage]]
-        own = {node for node, home in homes.items() if home == stage} - {*fixed}
-        received[stage], computed = again.choose(outside, members[stage], fixed, own)
-        members[stage] |= computed
-        if (missing := _input_for_sizes(capture, members[stage], received[stage])) is not None:
-            received[stage].add(missing)
-
+    members = _members(capture, homes, again, fixed, returned_from)
+    received = members.received
     crossing = {node for values in received for node in values if node.op != "placeholder"}
     _verify_boundaries(crossing, homes, received)
     stages = []
@@ -141,7 +119,7 @@ def _stages(
         stages.append(
             StageGraph(
                 index=stage,
-                nodes=tuple(sorted(members[stage], key=order.__getitem__)),
+                nodes=tuple(sorted(members.computed[stage], key=order.__getitem__)),
                 inputs=(
                     *sorted(placeholders, key=order.__getitem__),
                     *sorted(values, key=order.__getitem__),
@@ -150,6 +128,49 @@ def _stages(
             )
         )
     return tuple(stages)
+
+
+def _members(
+    capture: Capture,
+    homes: Mapping[fx.Node, int],
+    again: Recomputation,
+    fixed: Collection[fx.Node],
+    returned_from: Mapping[fx.Node, int],
+) -> _Members:
+    """The members of the stages, the last stage first: a stage computes what its own results and
+    the later stages need. `returned_from` is the stage that returns each output of the model."""
+    count = max(homes.values(), default=0) + 1
+    computed: list[set[fx.Node]] = [set() for _ in range(count)]
+    received: list[set[fx.Node]] = [set() for _ in range(count)]
+    for stage in reversed(range(count)):
+        sent = {node for values in received for node in values if homes.get(node) == stage}
+        kept = sent.union(returned_from, fixed)
+        needed = [
+            node
+            for node, home in homes.items()
+            if home == stage and (node in kept or not again.is_makeable(node))
+        ]
+        needed += [
+            node for node, home in returned_from.items() if home == stage and is_external(node)
+        ]
+        outside: dict[fx.Node, None] = {}
+        while needed:
+            node = needed.pop()
+            if node in computed[stage]:
+                continue
+            if homes.get(node) != stage or (node in again.free and node not in kept):
+                outside[node] = None
+                continue
+            together = again.together(node)
+            computed[stage].update(together)
+            needed += [source for other in together for source in other.all_input_nodes]
+        wanted = [node for node in outside if node not in computed[stage]]
+        own = {node for node, home in homes.items() if home == stage} - {*fixed}
+        received[stage], made = again.choose(wanted, computed[stage], fixed, own)
+        computed[stage] |= made
+        if (missing := _input_for_sizes(capture, computed[stage], received[stage])) is not None:
+            received[stage].add(missing)
+    return _Members(computed, received)
 
 
 def crossing_if_sent(homes: Mapping[fx.Node, int]) -> dict[fx.Node, tuple[int, ...]]:

@@ -16,11 +16,16 @@ from asyncpipe.partitioner.graph.costs import Link
 from asyncpipe.partitioner.graph.problem import Placement
 from asyncpipe.partitioner.planning.boundaries import with_borders_moved
 from asyncpipe.partitioner.planning.config import make_setting
-from asyncpipe.partitioner.planning.critical_path import CriticalPath
 from asyncpipe.partitioner.planning.interleaved import on_ranks, rank_of_stage_in
 from asyncpipe.partitioner.planning.planner import choose_stages, other_ways, plan_graph
 from asyncpipe.partitioner.planning.solve import solve
-from asyncpipe.partitioner.planning.step_time import LITTLE, StepTimer, schedule_of, step_of
+from asyncpipe.partitioner.planning.step_time import (
+    LITTLE,
+    CriticalPath,
+    StepTimer,
+    schedule_of,
+    step_of,
+)
 from asyncpipe.partitioner.solvers import METHODS
 from asyncpipe.runtime.config.segments import make_segment
 from asyncpipe.runtime.errors import AsyncPipeError, PlanError

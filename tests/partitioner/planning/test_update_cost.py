@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import asyncpipe
-from asyncpipe.partitioner.graph.cost_graph import costs_of
-from asyncpipe.partitioner.graph.costs import Link, with_exchanges
+from asyncpipe.partitioner.graph.cost_graph import costs_of, with_exchanges
+from asyncpipe.partitioner.graph.costs import Link
 from asyncpipe.partitioner.graph.rank_model import Device, RankConfig
 from asyncpipe.partitioner.planning import config
 from asyncpipe.partitioner.planning.config import update_ms_per_byte

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncpipe.partitioner.graph.costs import Link, stage_sums, with_exchanges
+from asyncpipe.partitioner.graph.cost_graph import with_exchanges
+from asyncpipe.partitioner.graph.costs import Link, stage_sums
 from asyncpipe.partitioner.graph.problem import Placement, Problem, evaluate
 from asyncpipe.partitioner.graph.rank_model import Device, RankConfig
 from asyncpipe.partitioner.planning.solve import solve
