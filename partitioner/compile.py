@@ -33,9 +33,8 @@ from .graph.costs import LOCALHOST
 from .graph.rematerialize import Prices, Recomputation
 from .models.load import ModelSource, given_source, load_model
 from .output import check_target, command_of, snapshot, write_folder, write_weights_of
-from .planning.cluster import Cluster
+from .planning.cluster import Cluster, make_setting
 from .planning.compare_methods import ALL
-from .planning.config import make_setting, update_ms_per_byte
 from .planning.explain import explain as explain_plan
 from .planning.explain import explain_micro_batches
 from .planning.infeasible import explained
@@ -47,7 +46,7 @@ from .planning.options import (
 from .planning.planner import cluster_of, planner_for
 from .planning.solve import solve
 from .profile.operation_costs import OnProgress
-from .profile.profiler import Profile
+from .profile.profiler import Profile, update_ms_per_byte
 from .profiling import (
     CostGraphs,
     Cut,

@@ -17,7 +17,7 @@ from asyncpipe.commands.options import Reader
 from asyncpipe.partitioner import capture, codegen, solvers
 from asyncpipe.partitioner.compile import partition, partition_source, partition_spec
 from asyncpipe.partitioner.outline import outline, outline_source, outline_spec
-from asyncpipe.partitioner.planning.config import make_setting
+from asyncpipe.partitioner.planning.cluster import make_setting
 from asyncpipe.partitioner.planning.options import (
     METHODS,
     OPTIONS,

@@ -31,8 +31,7 @@ from ...runtime.errors import PlanError
 from ...runtime.plan.findings import Candidate
 from ...runtime.plan.plan import RankSpec
 from ..graph.rank_model import RankConfig
-from .cluster import Cluster
-from .config import make_setting
+from .cluster import Cluster, make_setting
 from .device_layouts import (
     Layout,
     LayoutResult,

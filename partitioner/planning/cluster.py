@@ -1,4 +1,4 @@
-"""Devices on hosts and the links between them -> the setting of a plan on some of them.
+"""Devices on hosts and the links between them -> the configuration of the ranks that run a plan.
 
 A `Cluster` comes from `--hosts`, or from a TOML file of devices and links:
 
@@ -18,6 +18,8 @@ Instead of a speed, a device may name a `spec`: a known device or a file that de
 (`partitioner/profile/roofline.py`), which gives its memory and its predicted times. Or it may name
 a `kind`, under which the nodes of a cost graph list their times. The most specific entry for a link
 applies.
+
+`make_setting` configures ranks for the options of a run.
 """
 
 from __future__ import annotations
@@ -31,18 +33,22 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack, cast
 
 from ...runtime.errors import PlanError
+from ...runtime.schedule.asynchronous import ASYNCHRONOUS
+from ...runtime.schedule.builders import AUTO, make_schedule, natural_ranks
 from ...runtime.serialization import Origin, parse_toml, read_text
 from ..graph.costs import LOCALHOST, Link
-from ..graph.rank_model import Device, RankConfig
+from ..graph.rank_model import Device, RankConfig, Recompute
 from ..profile.roofline import device_spec
+from .options import PartitionOptions, PlanConfig, bytes_of
 
 # Ethernet of 10 Gbit/s with TCP, of which about nine tenths are reached.
 NETWORK = Link(latency_ms=0.2, bytes_per_s=1.1e9)
 ANY_HOST = "*"
 MOST_DEVICES = 4096
+_MOST_PASSES = 2**20
 
 Pair = tuple[str, str]
 HOSTS_CURE = "--hosts h1:4,h2:2 (four ranks on host h1, two on h2)"
@@ -332,3 +338,70 @@ def _meant(word: str, known: Iterable[str], what: str) -> str:
     names = list(known)
     near = difflib.get_close_matches(word, names, n=1)
     return f"Did you mean {near[0]}?" if near else f"{what}: {', '.join(names) or 'none named'}."
+
+
+# --- the configuration for a run ------------------------------------------------------------
+
+
+def make_setting(
+    stages: int,
+    *,
+    overlap: bool = False,
+    devices: Sequence[Device] = (),
+    **running: Unpack[PlanConfig],
+) -> RankConfig:
+    """The configuration of the equal ranks of `stages`, or of `devices`, that run this way.
+
+    Raises PlanError for an unknown name and an illegal number.
+    """
+    run = PartitionOptions(stages=stages, **running)
+    schedule, staleness, ranks = run.schedule or "async-1f1b", run.staleness, run.ranks
+    if schedule == "2bw" and staleness == "none":
+        staleness = "2bw"
+    _check_schedule(schedule, stages, run.micro_batches, staleness)
+    if ranks is not None and devices:
+        raise PlanError(
+            "ranks are given twice: by number, and as devices.",
+            "Leave --ranks out: every device is a rank.",
+        )
+    if not devices and schedule not in ASYNCHRONOUS:
+        ranks = natural_ranks(schedule, stages) if ranks is None else ranks
+        if schedule != AUTO:  # raises where they do not fit
+            make_schedule(schedule, stages=stages, micro_batches=run.micro_batches, ranks=ranks)
+    most_bytes = math.inf if run.memory_limit is None else bytes_of(run.memory_limit) or math.inf
+    return RankConfig(
+        devices=tuple(
+            replace(device, memory_bytes=min(device.memory_bytes, most_bytes))
+            for device in devices or (Device(),) * (ranks or stages)
+        ),
+        schedule=schedule,
+        micro_batches=run.micro_batches,
+        recompute=cast(Recompute, run.recompute),
+        optimizer=run.optimizer,
+        staleness=staleness,
+        overlap=overlap,
+    )
+
+
+def _check_schedule(schedule: str, stages: int, micro_batches: int, staleness: str) -> None:
+    """Raises PlanError for a schedule that a plan cannot balance, or that does not fit the rest."""
+    if micro_batches > _MOST_PASSES // stages:
+        raise PlanError(
+            f"{micro_batches} micro-batches are too many for {stages} stages.", "--micro-batches 8"
+        )
+    if schedule == "single" and stages > 1:
+        raise PlanError(
+            f"single runs all {stages} stages in one process, so nothing is balanced.",
+            "Plan for 1f1b; asyncpipe-train --schedule single runs any plan.",
+        )
+    if schedule == "virtual-stages-1f1b":
+        raise PlanError(
+            "virtual-stages-1f1b leaves ranks idle to keep weights fresh, so no cut is better than "
+            "another.",
+            "Plan for async-1f1b; asyncpipe-train --schedule virtual-stages-1f1b runs any plan.",
+        )
+    if staleness != "none" and schedule not in ASYNCHRONOUS:
+        raise PlanError(
+            f"--staleness {staleness}, but under {schedule} no weights are stale.",
+            "--schedule async-1f1b",
+        )

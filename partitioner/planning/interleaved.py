@@ -9,7 +9,7 @@ each stage. `auto` runs any placement, so three are tried for it:
 
 Neither the sum of a rank nor the time of a stage determines the step time: light stages of a rank
 may compensate for a heavy one, and the waits of the others follow from the schedule's actions. So
-the search for cuts minimizes the step time (`boundaries.py`), from several starts:
+the search for cuts minimizes the step time (`makespan.py`), from several starts:
 
     even      the smallest slowest stage for that number of stages, by the requested method
     counted   the split that counts blocks
@@ -39,8 +39,7 @@ from ...runtime.schedule.schedule import Schedule
 from ..graph.problem import DoesNotFit, Placement, Problem
 from ..graph.rank_model import RankConfig, scheduled
 from ..solvers import METHODS
-from .boundaries import lacking_bytes, shaken, tidied, with_borders_moved
-from .makespan import improved, shortest_step
+from .makespan import improved, lacking_bytes, shaken, shortest_step, tidied, with_borders_moved
 from .step_time import LITTLE, NONE, Step, StepTimer, least_step_ms, schedule_of, step_of
 
 _SHAKES = 4

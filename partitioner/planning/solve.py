@@ -27,8 +27,8 @@ from ..graph.problem import (
 )
 from ..graph.rank_model import RankConfig
 from ..solvers import METHODS, SUPPORTS_CUTS, SUPPORTS_RANKS
+from .cluster import make_setting
 from .compare_methods import or_all
-from .config import make_setting
 from .infeasible import NothingFits
 from .interleaved import on_ranks, place_several, rank_bound_ms, rank_of_stage_in, several_bound_ms
 from .makespan import bottleneck_bound_ms, shortest_step, step_bound_ms

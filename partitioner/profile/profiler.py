@@ -7,6 +7,15 @@ sequence. Therefore the whole model is timed too, and all times are scaled to it
 models are not scaled: those on meta, which never get memory as a whole, and those that take
 seconds, for which caches matter little (factor 1.007 for GPT-2 at 4 x 128 tokens on one core,
 against 1.2 at 1 x 128).
+
+`update_ms_per_byte` gives the time of an optimizer step per byte of parameters, from a profile and
+the optimizer's name. It is measured on the device of the profile, on matrices that together with
+their gradients and moments exceed every cache, because other work runs between two steps. A
+prediction counts the moved bytes: parameters and moments read and written, and gradients read.
+
+Sutskever's momentum counts as torch's. Muon and SOAP count as AdamW, which updates their parameters
+other than hidden matrices: their matrix products grow with a hidden layer's own work, which is
+balanced anyway.
 """
 
 from __future__ import annotations
@@ -17,6 +26,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
@@ -24,6 +34,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ...runtime.optimizers.facts import PLANNED
 from ..capture import Capture, Recompute, run
 from ..capture.graph import sizes_of
 from ..capture.model_state import unchanged
@@ -365,3 +376,45 @@ def state_kept(capture: Capture) -> Iterator[None]:
         for parameter in parameters:
             parameter.grad = None
         yield
+
+
+# --- the optimizer's step -------------------------------------------------------------------
+
+_UPDATED_SHAPE = (1024, 1024)
+_UPDATED_MATRICES = 8
+_UPDATES = 5
+
+
+def update_ms_per_byte(profile: Profile, optimizer: str, *, cached: bool = True) -> float:
+    """Milliseconds of a step for each byte of parameters, on the device of the profile and with its
+    threads; with `cached` an earlier measurement, if there is one.
+    """
+    optimizer = PLANNED[optimizer].timed_as or optimizer
+    if profile.bandwidth is not None:
+        return 1e3 * (3 + 2 * PLANNED[optimizer].copies) / profile.bandwidth
+    device = torch.device(profile.device)
+    known = ProfileCache.of(device, profile.threads, "float32", read=cached)
+    key = f"update of {optimizer}"
+    if (found := known.get(key)) is None:
+        with threads_set(profile.threads), torch.random.fork_rng(devices=[]):
+            found = _measured_update(optimizer, device)
+        known.put(key, found)
+        known.save()
+    return float(found)
+
+
+def _measured_update(optimizer: str, device: torch.device) -> float:
+    matrices = [torch.randn(_UPDATED_SHAPE).to(device) for _ in range(_UPDATED_MATRICES)]
+    for matrix in matrices:
+        matrix.grad = torch.ones_like(matrix)
+    facts = PLANNED[optimizer]
+    fused: dict[str, Any] = {"fused": True} if facts.fused else {}
+    stepping = facts.load()(matrices, **facts.arguments, **fused)
+    stepping.step()  # makes what it keeps
+    clock = clock_of(device)
+    marks = [clock.mark()]
+    for _ in range(_UPDATES):
+        stepping.step()
+        marks.append(clock.mark())
+    num_bytes = sum(matrix.numel() * matrix.element_size() for matrix in matrices)
+    return statistics.median(clock.ms(*pair) for pair in pairwise(marks)) / num_bytes

@@ -7,7 +7,7 @@ the start of an asynchronous run, and a short last step, are separate segments.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from ..schedule.dependencies import lower
 from ..schedule.interleaved import fold, replicated
 from ..schedule.schedule import Schedule
 from ..schedule.simulate import ActionCosts
+from ..schedule.tasks import NO_LIMIT, ActivationLimit
 from ..schedule.text import from_text
 from ..schedule.validation import validate
 from ..serialization import Origin, read_text
@@ -123,7 +124,6 @@ def fit(
     stages = len(plan.stages)
     ranks = ranks_of_plan(plan, settings) or stages
     rank_of_stage = rank_of_stage or _planned_placement(plan, ranks)
-    limit, weights = _memory(plan, ranks)
     found = fit_auto(
         costs,
         settings.micro_batches,
@@ -133,8 +133,7 @@ def fit(
         grad_edges=gradient_edges(plan),
         shared_stages=waiting_stages(plan, settings),
         may_split=may_split,
-        limit=limit,
-        weights=weights,
+        limit=_activation_limit(plan, ranks),
     )
     return found.schedule
 
@@ -149,17 +148,16 @@ def waiting_stages(plan: Plan, settings: RunConfig) -> tuple[tuple[int, ...], ..
     return (tuple(range(len(plan.stages))),) if is_agreed else shared_stages(plan)
 
 
-def _memory(plan: Plan, ranks: int) -> tuple[Sequence[float], Sequence[float]]:
-    """The bytes that each rank of the plan has left for activations, and the activation bytes of a
-    micro-batch at each stage; both empty if the plan has no memory limit."""
+def _activation_limit(plan: Plan, ranks: int) -> ActivationLimit:
+    """The bytes that each rank of the plan has left for activations, if it has a memory limit."""
     room = [rank.memory_bytes for rank in plan.setting.ranks]
     if len(room) != ranks or None in room:
-        return (), ()
+        return NO_LIMIT
     left = [float(size or 0) for size in room]
     for stage, rank in zip(plan.stages, _ranks_of_stages(plan), strict=True):
         left[rank] -= stage.memory.total - stage.memory.activations
-    each = [stage.memory.activations / max(1, stage.in_flight) for stage in plan.stages]
-    return left, each
+    each = (stage.memory.activations / max(1, stage.in_flight) for stage in plan.stages)
+    return ActivationLimit(tuple(left), tuple(each))
 
 
 def _planned_placement(plan: Plan, ranks: int | None) -> tuple[int, ...] | None:

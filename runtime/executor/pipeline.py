@@ -21,17 +21,14 @@ from ..plan.plan import Plan, verify_evaluates
 from ..rng import GeneratorState, micro_batch_seed
 from ..schedule.schedule import Action, Schedule, shared_delay, split_backwards
 from ..staleness import Steps, make_staleness
-from ..staleness.weight_versions import LedgerEntry, Weights, WeightVersions
+from ..staleness.weight_versions import Weights, WeightVersions
 from ..transports.protocol import CastingTransport, Handle, Transport
-from .instrumented import Observer, RunRecorder, RunReport, StepOptimizers
+from .instrumented import Observer, RunRecorder, RunReport
 from .mailbox import (
     GENERATOR_STATE,
     Mailbox,
     Sizes,
     channels_of_each,
-    forward_edges,
-    gradient_edges,
-    shared_stages,
 )
 from .precision import AS_PLANNED, FULL, BoundaryDtypes, Precision
 from .recompute import MiniBatchNorm
@@ -56,19 +53,6 @@ from .run import (
 from .stage import Stage
 from .tied_parameters import SharedGradients, shared_weights
 from .weight_binding import WeightBinder, gap_to, sampled
-
-__all__ = [
-    "LedgerEntry",
-    "Observer",
-    "Pipeline",
-    "RunReport",
-    "StepOptimizers",
-    "forward_edges",
-    "gradient_edges",
-    "micro_batch_seed",
-    "needed_inputs",
-    "shared_stages",
-]
 
 
 class Pipeline:
@@ -314,18 +298,19 @@ class Pipeline:
             stage.spec.recompute and stage.has_backward and where not in run.immediate_backward
         )
         with run.recorder.timing(action):
-            bound = self._forward_weights(run, where, recompute) if run.training else None
-            outputs, loss = stage.forward(
-                micro_batch,
-                inputs,
-                fed,
-                weights=bound,
-                generator=generator,
-                training=run.training,
-                recompute=recompute,
-                split=where in run.split,
-                window=micro_batch // run.schedule.step_every,
-            )
+            if run.training:
+                outputs, loss = stage.forward(
+                    micro_batch,
+                    inputs,
+                    fed,
+                    weights=self._forward_weights(run, where, recompute),
+                    generator=generator,
+                    recompute=recompute,
+                    split=where in run.split,
+                    window=micro_batch // run.schedule.step_every,
+                )
+            else:
+                outputs, loss = stage.evaluate(micro_batch, inputs, fed)
         run.mailbox.made(action)
         for channel in run.mailbox.outgoing("activation", action.stage):
             if generator and channel.name == GENERATOR_STATE:

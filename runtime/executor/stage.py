@@ -135,7 +135,6 @@ class Stage:
         *,
         weights: Weights | None = None,
         generator: GeneratorState | None = None,
-        training: bool = True,
         recompute: bool = False,
         split: bool = False,
         window: int = 0,
@@ -144,28 +143,34 @@ class Stage:
 
         `inputs` are model inputs and boundary tensors by name, `fed` what the feed gave,
         `weights` what to read instead of the module's parameters, `generator` where its random
-        numbers come from, `window` the mini-batch that batch norms count it in. Without
-        `training` nothing is kept for a backward, with `recompute` only what a second forward
-        needs. With `split` a `weight_backward` follows the backward. Raises StageError.
+        numbers come from, `window` the mini-batch that batch norms count it in. With `recompute`
+        only what a second forward needs is kept for the backward. With `split` a
+        `weight_backward` follows the backward. Raises StageError.
         """
-        leaves = {
-            name: inputs[name].detach().requires_grad_() for name in self.grad_inputs if training
-        }
-        values = {**inputs, **leaves}
-        arguments = tuple(values[name] for name in self.spec.inputs)
+        leaves = {name: inputs[name].detach().requires_grad_() for name in self.grad_inputs}
         put_off = SplitBackward(weights) if split else None
+        arguments = self._arguments({**inputs, **leaves})
         forward_inputs = _ForwardInputs(micro_batch, leaves, arguments, fed, weights, put_off)
         try:
-            if training:
-                with self._counting(window):
-                    outputs, loss = self._forward(micro_batch, forward_inputs, generator, recompute)
-            else:
-                with torch.no_grad():
-                    outputs, loss = self._run(forward_inputs, generator)
+            with self._counting(window):
+                outputs, loss = self._forward(micro_batch, forward_inputs, generator, recompute)
         except Exception as error:
             raise self._error("forward", micro_batch, error) from error
-        detached = {name: output.detach() for name, output in outputs.items()}
-        return detached, None if loss is None else loss.detach()
+        return _detached(outputs, loss)
+
+    def evaluate(
+        self, micro_batch: int, inputs: Values, fed: Values
+    ) -> tuple[dict[str, Tensor], Tensor | None]:
+        """The same without gradients, for a micro-batch that has no backward."""
+        forward_inputs = _ForwardInputs(micro_batch, {}, self._arguments(inputs), fed, None, None)
+        try:
+            with torch.no_grad():
+                return _detached(*self._run(forward_inputs, None))
+        except Exception as error:
+            raise self._error("forward", micro_batch, error) from error
+
+    def _arguments(self, values: Values) -> tuple[Tensor, ...]:
+        return tuple(values[name] for name in self.spec.inputs)
 
     def is_repeatable(self, micro_batch: int) -> bool:
         """True if a micro-batch's forward will be recomputed."""
@@ -326,6 +331,13 @@ class Stage:
         detail = "".join(traceback.format_exception(error))
         told.add_note("\n".join(filter(None, [where_in_stage(error, self.module), detail])))
         return told
+
+
+def _detached(
+    outputs: Mapping[str, Tensor], loss: Tensor | None
+) -> tuple[dict[str, Tensor], Tensor | None]:
+    detached = {name: output.detach() for name, output in outputs.items()}
+    return detached, None if loss is None else loss.detach()
 
 
 def _sum(gradients: Sequence[Tensor]) -> Tensor:

@@ -17,7 +17,7 @@ from .fit import Fit, blocks_of, fit_schedule
 from .interleaved import fold, interleaved, looped_bfs, zb_h1, zb_h2, zb_v
 from .schedule import Action, Schedule, alternating, one_step
 from .simulate import ActionCosts
-from .tasks import Tasks
+from .tasks import ActivationLimit, Tasks
 
 __all__ = ["ASYNCHRONOUS", "SCHEDULES", "SYNCHRONOUS", "VIRTUAL", "alternating", "async_1f1b"]
 
@@ -241,10 +241,8 @@ class Model(TypedDict, total=False):
     """The edges whose tensors get a gradient."""
     shared_stages: Iterable[Sequence[int]]
     """The groups of stages that share a parameter."""
-    limit: Sequence[float]
-    """The most live activations of each rank, in units of `weights`."""
-    weights: Sequence[float]
-    """The activations of one micro-batch at each stage (default 1)."""
+    limit: ActivationLimit
+    """The most live activations of each rank."""
     may_split: bool
     """Allow split backwards (default True)."""
 

@@ -30,7 +30,7 @@ from .dependencies import Edge
 from .schedule import Schedule, one_step
 from .search import TaskOrder, improve, merged, orders, policies, timed
 from .simulate import ActionCosts
-from .tasks import Tasks
+from .tasks import ActivationLimit, Tasks
 
 _GREEDY_TASKS = 5_000
 _SEARCHED_TASKS = 250_000
@@ -143,8 +143,7 @@ def blocks_of(tasks: Tasks) -> MergedStages | None:
         edges=between(rule.edges),
         grad_edges=between(rule.grad_edges),
         shared_stages=sorted(group for group in shared if len(group) > 1),
-        limit=tasks.limit,
-        weights=_sums(tasks.weights, blocks),
+        limit=ActivationLimit(tasks.limit, _sums(tasks.weights, blocks)),
         may_split=tasks.may_split,
     )
     return MergedStages(merged, blocks)

@@ -50,13 +50,27 @@ class Steady:
     end_ms: tuple[float, ...]
 
 
+@dataclass(frozen=True)
+class ActivationLimit:
+    """The most live activations of ranks.
+
+    most: the limit of each rank, in units of `weights`; without any there is no limit
+    weights: the activations of one micro-batch at each stage (default 1)
+    """
+
+    most: tuple[float, ...] = ()
+    weights: tuple[float, ...] = ()
+
+
+NO_LIMIT = ActivationLimit()
+
+
 class Tasks:
     """All tasks of one step.
 
     - `costs`, `rank_of_stage`, `micro_batches`: the costs and the placement
     - `edges`, `grad_edges`, `shared_stages`: as for `DependencyRule`
-    - `limit`: the most live activations of each rank, in units of `weights`
-    - `weights`: the activations of one micro-batch at each stage (default 1)
+    - `limit`: the most live activations of each rank
     - `may_split`: allow split backwards
     """
 
@@ -69,8 +83,7 @@ class Tasks:
         edges: Iterable[Edge] | None = None,
         grad_edges: Iterable[Edge] | None = None,
         shared_stages: Iterable[Sequence[int]] = (),
-        limit: Sequence[float] = (),
-        weights: Sequence[float] = (),
+        limit: ActivationLimit = NO_LIMIT,
         may_split: bool = True,
     ) -> None:
         self.costs, self.rank_of_stage = costs, tuple(rank_of_stage)
@@ -78,7 +91,7 @@ class Tasks:
         self.ranks = max(self.rank_of_stage) + 1
         self.count = self.stages * micro_batches
         self.may_split = may_split
-        self.limit, self.weights = tuple(limit), tuple(weights) or (1.0,) * self.stages
+        self.limit, self.weights = limit.most, limit.weights or (1.0,) * self.stages
         self.of_rank = [
             [stage for stage, at in enumerate(self.rank_of_stage) if at == rank]
             for rank in range(self.ranks)

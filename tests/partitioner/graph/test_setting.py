@@ -12,7 +12,7 @@ from torch import nn
 from asyncpipe.partitioner.graph.cost_graph import costs_of
 from asyncpipe.partitioner.graph.costs import stage_sums
 from asyncpipe.partitioner.graph.rank_model import DEPTH
-from asyncpipe.partitioner.planning.config import make_setting
+from asyncpipe.partitioner.planning.cluster import make_setting
 from asyncpipe.runtime.errors import PlanError
 from asyncpipe.runtime.executor.run import version_pairs
 from asyncpipe.runtime.executor.weight_binding import WeightBinder

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from asyncpipe.partitioner.graph.costs import Link
 from asyncpipe.partitioner.graph.problem import Placement
 from asyncpipe.partitioner.graph.rank_model import Device, RankConfig
-from asyncpipe.partitioner.planning.config import make_setting
+from asyncpipe.partitioner.planning.cluster import make_setting
 from asyncpipe.partitioner.planning.planner import plan_graph
 from asyncpipe.partitioner.planning.solve import solve
 from asyncpipe.partitioner.planning.step_time import step_of

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from asyncpipe.partitioner.graph.costs import Link
 from asyncpipe.partitioner.graph.problem import Placement, evaluate
-from asyncpipe.partitioner.planning.config import make_setting
+from asyncpipe.partitioner.planning.cluster import make_setting
 from asyncpipe.partitioner.planning.infeasible import explained, least_memory
 from asyncpipe.partitioner.planning.options import bytes_of, check_options
 from asyncpipe.partitioner.planning.planner import plan_graph

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from asyncpipe.partitioner.graph.costs import Link
 from asyncpipe.partitioner.graph.problem import Placement
-from asyncpipe.partitioner.planning.boundaries import with_borders_moved
-from asyncpipe.partitioner.planning.config import make_setting
+from asyncpipe.partitioner.planning.cluster import make_setting
 from asyncpipe.partitioner.planning.interleaved import on_ranks, rank_of_stage_in
+from asyncpipe.partitioner.planning.makespan import with_borders_moved
 from asyncpipe.partitioner.planning.planner import choose_stages, other_ways, plan_graph
 from asyncpipe.partitioner.planning.solve import solve
 from asyncpipe.partitioner.planning.step_time import (

@@ -16,10 +16,9 @@ import asyncpipe
 from asyncpipe.partitioner.graph.cost_graph import costs_of, with_exchanges
 from asyncpipe.partitioner.graph.costs import Link
 from asyncpipe.partitioner.graph.rank_model import Device, RankConfig
-from asyncpipe.partitioner.planning import config
-from asyncpipe.partitioner.planning.config import update_ms_per_byte
 from asyncpipe.partitioner.planning.solve import solve
-from asyncpipe.partitioner.profile.profiler import CPU_CORE, Profile
+from asyncpipe.partitioner.profile import profiler
+from asyncpipe.partitioner.profile.profiler import CPU_CORE, Profile, update_ms_per_byte
 from asyncpipe.partitioner.profile.roofline import device_spec
 from asyncpipe.runtime.optimizers.facts import PLANNED
 from asyncpipe.tests.support.models.placements import all_ordered, evaluated, graphs, problem_of
@@ -158,8 +157,8 @@ def test_a_step_is_measured_once(
     optimizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ASYNCPIPE_CACHE", str(tmp_path))
-    monkeypatch.setattr(config, "_SHAPE", (64, 64))
+    monkeypatch.setattr(profiler, "_UPDATED_SHAPE", (64, 64))
     found = update_ms_per_byte(of_device(None), optimizer)
     assert 0 < found < 1
-    monkeypatch.setattr(config, "_measured", None)
+    monkeypatch.setattr(profiler, "_measured_update", None)
     assert update_ms_per_byte(of_device(None), optimizer) == found

@@ -68,7 +68,7 @@ def test_readers_gradients_are_added_from_the_last_stage_to_the_first() -> None:
 
 def test_a_stage_without_training_keeps_nothing() -> None:
     stage = Stage(Two(), spec(("a", "b"), ("c", "d")))
-    outputs, _ = stage.forward(0, {"a": torch.ones(2), "b": torch.ones(2)}, {}, training=False)
+    outputs, _ = stage.evaluate(0, {"a": torch.ones(2), "b": torch.ones(2)}, {})
     assert stage.in_flight == 0 and not outputs["c"].requires_grad
 
 

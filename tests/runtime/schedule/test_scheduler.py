@@ -24,7 +24,7 @@ from asyncpipe.runtime.schedule.fit import Fit, blocks_of, fit_schedule
 from asyncpipe.runtime.schedule.schedule import Action, Schedule, count_versions
 from asyncpipe.runtime.schedule.search import improve, merged, orders, policies, timed
 from asyncpipe.runtime.schedule.simulate import ActionCosts, simulate
-from asyncpipe.runtime.schedule.tasks import Tasks
+from asyncpipe.runtime.schedule.tasks import ActivationLimit, Tasks
 from asyncpipe.runtime.schedule.validation import validate
 from asyncpipe.tests.support.models.small_schedules import synchronous
 from asyncpipe.tests.support.oracles.exact_schedule import exact_period_ms
@@ -267,19 +267,20 @@ def test_live_activations_stay_below_the_limit() -> None:
     costs = ActionCosts.equal(4)
     periods = []
     for most in (1.0, 2.0, 3.0, 4.0, 8.0):
-        tasks = Tasks(costs, range(4), 8, limit=[most] * 4)
+        tasks = Tasks(costs, range(4), 8, limit=ActivationLimit((most,) * 4))
         fit = fit_schedule(tasks, named_for(range(4), 8))
         assert max(tasks.peaks(tasks.rows_of(fit.schedule))) <= most
         periods.append(fit.period_ms)
     assert periods == sorted(periods, reverse=True) and periods[0] > periods[-1] == 24
-    sized = Tasks(costs, [0, 1, 0, 1], 8, limit=[300.0, 300.0], weights=[50.0, 50.0, 100.0, 10.0])
+    limit = ActivationLimit((300.0, 300.0), (50.0, 50.0, 100.0, 10.0))
+    sized = Tasks(costs, [0, 1, 0, 1], 8, limit=limit)
     assert sized.peaks(sized.rows_of(fit_schedule(sized).schedule))[0] <= 300
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_the_lowest_limit_leaves_no_rank_waiting_for_ever(placement: list[int]) -> None:
-    limit = [float(placement.count(rank)) for rank in range(max(placement) + 1)]
-    tasks = Tasks(ActionCosts.equal(len(placement)), placement, 5, limit=limit)
+    limit = tuple(float(placement.count(rank)) for rank in range(max(placement) + 1))
+    tasks = Tasks(ActionCosts.equal(len(placement)), placement, 5, limit=ActivationLimit(limit))
     for policy in policies(tasks):
         for rows in orders(tasks, policy):
             order = timed(tasks, rows)
@@ -287,7 +288,7 @@ def test_the_lowest_limit_leaves_no_rank_waiting_for_ever(placement: list[int]) 
 
 
 def test_a_limit_below_one_micro_batch_is_refused() -> None:
-    tasks = Tasks(ActionCosts.equal(4), [0, 1, 0, 1], 4, limit=[2, 1])
+    tasks = Tasks(ActionCosts.equal(4), [0, 1, 0, 1], 4, limit=ActivationLimit((2, 1)))
     with pytest.raises(ScheduleError, match="one micro-batch holds 2 on rank 1, whose limit is 1"):
         fit_schedule(tasks)
 
