@@ -15,12 +15,13 @@ which a search over cuts cannot add up stage by stage. So the method works from 
 
 A plan whose step meets the bound is optimal under the cost model.
 
-`with_borders_moved` searches by the step itself. The stages of a placement are intervals of an order of the groups: the given one, or that of the
-placement. The search moves all runs of adjacent boundaries, one run after the other, by 2^k, .., 4,
-2, 1 groups: a run from boundary a to boundary b extends stage a and shortens stage b + 1, or the
-reverse, and shifts the stages in between. This way work moves from one rank to another where each
-rank has several stages. A move is kept if it reduces the missing memory, or if no memory is missing
-and the step is shorter. If there are few cuts, all are tried. Moves are counted, not timed.
+`with_borders_moved` searches by the step itself. The stages of a placement are intervals of an
+order of the groups: the given one, or that of the placement. The search moves all runs of adjacent
+boundaries, one run after the other, by 2^k, .., 4, 2, 1 groups: a run from boundary a to boundary b
+extends stage a and shortens stage b + 1, or the reverse, and shifts the stages in between. This way
+work moves from one rank to another where each rank has several stages. A move is kept if it reduces
+the missing memory, or if no memory is missing and the step is shorter. If there are few cuts, all
+are tried. Moves are counted, not timed.
 """
 
 from __future__ import annotations
