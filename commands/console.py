@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shlex
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.markup import escape
@@ -49,7 +51,7 @@ if TYPE_CHECKING:
 def print_run(console: Console, run: ComparedRun, number: int, of: int, *, as_json: bool) -> None:
     """One line of a run that is done."""
     if as_json:
-        print(run.to_json(), flush=True)
+        print_text(run.to_json())
         return
     loss = f"loss {run.curve.last:.4f}" if math.isfinite(run.curve.last) else run.curve.end
     console.print(
@@ -94,7 +96,7 @@ def print_info(
 ) -> None:
     """Prints each section under its heading."""
     if as_json:
-        print(json.dumps(sections, indent=1))
+        print_text(json.dumps(sections, indent=1))
         return
     width = max(len(name) for found in sections.values() for name in found)
     for heading, found in sections.items():
@@ -155,6 +157,27 @@ class SafeConsole(Console):
             if style is not None and style.link:  # a text may not lead anywhere else
                 style = style.update_link(None)
             yield segment if control else Segment(visible(text), style)
+
+    def on_broken_pipe(self) -> None:
+        """Goes on without printing."""
+        self.quiet = True
+        _drop_output(self.file)
+
+
+def print_text(text: str) -> None:
+    """Prints a text as it is, at once, and ends its line. If the reader is gone, as after
+    `| head`, the command goes on without printing."""
+    try:
+        print(text, end="" if text.endswith("\n") else "\n", flush=True)
+    except BrokenPipeError:
+        _drop_output(sys.stdout)
+
+
+def _drop_output(file: IO[str]) -> None:
+    """What the file still has to write is dropped."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, file.fileno())
+    os.close(nowhere)
 
 
 _DEFAULT = "1f1b"  # what a run takes

@@ -14,7 +14,7 @@ from ..runtime.formatting import visible
 from ..runtime.limits import Whole, path
 from ..runtime.plan.plan import read_plan
 from ..runtime.user_code import source_of
-from .console import make_console, print_findings, print_folder
+from .console import make_console, print_findings, print_folder, print_text
 from .options import limited
 
 app = App(
@@ -53,7 +53,7 @@ def inspect_command(
     plan = read_plan(folder)
     console = make_console()
     if json:
-        print(plan.to_json(), end="")
+        print_text(plan.to_json())
         return 0
     if stage is not None:
         if stage >= len(plan.stages):

@@ -25,6 +25,7 @@ from .console import (
     print_next,
     print_outline,
     print_plan,
+    print_text,
 )
 from .options import CommandOptions, PartitionFlags
 from .running import usage
@@ -79,9 +80,9 @@ def _partition(model: str, options: CommandOptions, chosen: PartitionOptions) ->
         or Path("generated_models") / f"{plan.name}_{chosen.stages or len(plan.stages)}p"
     )
     if options.json:
-        print(plan.to_json(), end="")
+        print_text(plan.to_json())
     elif options.quiet and chosen.stop_after is None:
-        print(folder)
+        print_text(str(folder))
     else:
         print_plan(console, plan)
         if chosen.explain or chosen.method == "all" or chosen.devices is not None:
@@ -109,7 +110,7 @@ def _outline(model: str, options: CommandOptions, chosen: PartitionOptions) -> i
             on_progress=display.progress,
         )
     if options.json:
-        print(outline.to_json(), end="")
+        print_text(outline.to_json())
     else:
         print_outline(console, outline)
     return 0
@@ -130,7 +131,7 @@ def _plan_graph(path: Path, options: CommandOptions, given: dict[str, Any]) -> i
     cut_before = given.pop("cut_at", ())
     plan = plan_graph(read_graph(path), cut_before=cut_before, **given)
     if options.json:
-        print(plan.to_json(), end="")
+        print_text(plan.to_json())
     else:
         console = make_console()
         print_graph_plan(console, plan)

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..runtime.monitoring.records import Reporter
-from .console import make_console
+from .console import make_console, print_text
 
 if TYPE_CHECKING:
     from ..runtime.config.settings import RunConfig
@@ -36,22 +36,22 @@ class _JsonReporter(Reporter):
     """Prints every event as one JSON line; timelines are in the trace."""
 
     def on_start(self, start: StartRecord) -> None:
-        print(start.to_json(), flush=True)
+        print_text(start.to_json())
 
     def on_warning(self, text: str) -> None:
-        print(json.dumps({"event": "warning", "text": text}), flush=True)
+        print_text(json.dumps({"event": "warning", "text": text}))
 
     def on_note(self, about: str, text: str) -> None:
-        print(json.dumps({"event": "note", "about": about, "text": text}), flush=True)
+        print_text(json.dumps({"event": "note", "about": about, "text": text}))
 
     def on_step(self, record: StepRecord) -> None:
-        print(record.to_json(), flush=True)
+        print_text(record.to_json())
 
     def on_eval(self, record: EvalRecord) -> None:
-        print(record.to_json(), flush=True)
+        print_text(record.to_json())
 
     def on_end(self, summary: Summary) -> None:
-        print(summary.to_json(), flush=True)
+        print_text(summary.to_json())
 
 
 class _LineReporter(Reporter):

@@ -27,6 +27,7 @@ def run(app: App) -> int:
 
     errors = SafeConsole(stderr=True, highlight=False)
     app.suppress_keyboard_interrupt = False  # handled below
+    app.console = SafeConsole()
     try:
         with exits_told():
             ended = app(exit_on_error=False, print_error=False, result_action="return_value")

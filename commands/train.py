@@ -14,7 +14,7 @@ from ..runtime.checkpoint.resuming import with_options_of_run
 from ..runtime.config.option_files import check_code, read_config, settings_from
 from ..runtime.import_path import ISOLATED
 from ..runtime.limits import ListOf, Whole, key_values, path
-from .console import make_console
+from .console import make_console, print_text
 from .options import limited, option, with_limits
 from .running import usage
 from .training_options import TrainOptions
@@ -85,12 +85,12 @@ def train_command(
     if settings.print_sbatch:
         from ..runtime.launch.slurm import batch_script
 
-        print(batch_script(settings), end="")
+        print_text(batch_script(settings))
         return 0
     from ..runtime.launch.launch import run, schedule_text
 
     if settings.print_schedule:
-        print(schedule_text(settings), end="")
+        print_text(schedule_text(settings))
         return 0
     return run(settings, "asyncpipe.commands.run_display:make_reporter")
 
@@ -123,7 +123,7 @@ def _sweep(options: dict[str, Any], lists: dict[str, tuple[Any, ...]], at_once: 
         )
     if as_json:
         for run in sweep.ranked:
-            print(run.to_json())
+            print_text(run.to_json())
     print_sweep(console, sweep)
     check_finished(sweep)
     return 0
@@ -163,12 +163,12 @@ def report_command(
     if len(folders) == 1:
         run = read_run(folders[0])
         if json:
-            print(to_json(run))
+            print_text(to_json(run))
         page = write_report(run, output) if is_written else None
     else:
         comparison = compare(folders)
         if json:
-            print(as_json(comparison))
+            print_text(as_json(comparison))
         else:
             print_run_comparison(console, comparison)
         page = write_comparison(comparison, output) if is_written else None

@@ -411,3 +411,35 @@ def test_a_generated_folder_may_be_called_report(made: Path, tmp_path: Path) -> 
     dry = run(tmp_path, "train", "./report", *DATA, "--dry-run")
     assert dry.returncode == 0, dry.stderr
     assert "residual_mlp" in dry.stdout
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "info",
+        "train --help",
+        "train {model} --data {data} --steps 3",
+        "train {model} --data {data} --steps 3 --json",
+    ],
+)
+def test_a_command_whose_reader_is_gone_goes_on_without_printing(
+    command: str, tmp_path: Path
+) -> None:
+    """As after `| head -1`, which leaves as soon as it has a line."""
+    model = ROOT / "generated_models" / "residual_mlp_2p"
+    data = f"{ROOT / 'examples' / 'residual_mlp.py'}:data"
+    name, *arguments = command.format(model=model, data=data).split()
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [bin_folder() / f"asyncpipe-{name}", *arguments],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
+    if "--steps" in arguments:
+        (metrics,) = tmp_path.rglob("metrics.jsonl")
+        assert json.loads(metrics.read_text().splitlines()[-1])["event"] == "end"
