@@ -1,6 +1,7 @@
 """Imports point down: each package imports only from packages that stand before it in LAYERS."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -104,6 +105,14 @@ def violations(path: Path, source: str) -> list[str]:
         if own in WITHOUT_TORCH and used not in {"runtime", *WITHOUT_TORCH}:
             wrong.append(f"{own} imports {used}")
     return wrong
+
+
+def test_the_architecture_lists_the_layers_in_this_order() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    listed = re.findall(r"^\| `([a-z/]+)`", text.partition("## The layers")[2], re.MULTILINE)
+    assert tuple(listed) == LAYERS[:-1]
+    used = text.partition("The compiler may use ")[2].partition(";")[0]
+    assert set(re.findall(r"`([a-z/]+)`", used)) == USED_BY_THE_PARTITIONER
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
