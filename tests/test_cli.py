@@ -7,6 +7,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -138,8 +139,10 @@ def test_e4_more_stages_than_places_to_cut(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("stage_*.py"))
 
 
-def test_e6_a_plan_of_another_model_is_not_overwritten_without_force(tmp_path: Path) -> None:
-    assert run(tmp_path, "partition", *MLP, "--stages", "2").returncode == 0
+def test_e6_a_plan_of_another_model_is_not_overwritten_without_force(
+    made: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(made / "generated_models", tmp_path / "generated_models")
     deeper = [*MLP, "--model-arg", "depth=6", "--stages", "2"]
     text = error(run(tmp_path, "partition", *deeper))
     assert "was made from another model: depth was the default, is now 6" in text
@@ -147,8 +150,8 @@ def test_e6_a_plan_of_another_model_is_not_overwritten_without_force(tmp_path: P
     assert run(tmp_path, "partition", *deeper, "--force").returncode == 0
 
 
-def test_a_folder_of_another_version_is_written_over_with_force(tmp_path: Path) -> None:
-    assert run(tmp_path, "partition", *MLP, "--stages", "2").returncode == 0
+def test_a_folder_of_another_version_is_written_over_with_force(made: Path, tmp_path: Path) -> None:
+    shutil.copytree(made / "generated_models", tmp_path / "generated_models")
     plan = tmp_path / "generated_models/residual_mlp_2p/plan.json"
     schema = json.loads(plan.read_text())["schema"]
     plan.write_text(json.dumps({"schema": schema - 1, "command": "asyncpipe-partition x"}))
@@ -167,8 +170,8 @@ def test_e7_a_folder_with_foreign_files_is_left_alone(tmp_path: Path) -> None:
     assert [path.name for path in folder.iterdir()] == ["notes.txt"]
 
 
-def test_a_stage_edited_by_hand_is_used_and_not_overwritten(tmp_path: Path) -> None:
-    assert run(tmp_path, "partition", *MLP, "--stages", "2").returncode == 0
+def test_a_stage_edited_by_hand_is_used_and_not_overwritten(made: Path, tmp_path: Path) -> None:
+    shutil.copytree(made / "generated_models", tmp_path / "generated_models")
     stage = tmp_path / "generated_models/residual_mlp_2p/stage_1.py"
     stage.write_text(stage.read_text().replace("return ", "return 2.0 * ", 1))
     text = error(run(tmp_path, "partition", *MLP, "--stages", "2"))

@@ -30,7 +30,7 @@ from asyncpipe.tests.support.oracles.stage_equality import (
     assert_same_gradients,
 )
 
-CUTS = [(), (0.5,), (0.33, 0.6), (0.12, 0.45, 0.81)]
+CUTS = [(), (0.33, 0.6), (0.12, 0.45, 0.81)]
 MODELS = {**ZOO, **HARD, "mixtral": mixtral}
 
 
