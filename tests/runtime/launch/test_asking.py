@@ -57,8 +57,8 @@ def test_a_rank_that_does_not_end_in_time_is_killed(
     started.append(start(DEAF))
     with SignalForwarder(0.5) as signals:
         signals.processes = lambda: [started[0].pid]
-        os.kill(os.getpid(), signal.SIGTERM)
         asked_s = time.monotonic()
-        assert started[0].wait(10) == -signal.SIGKILL
-        assert 0.4 < time.monotonic() - asked_s < 3
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert started[0].wait(60) == -signal.SIGKILL
+        assert time.monotonic() - asked_s >= 0.5
         assert signals.is_overdue

@@ -165,7 +165,7 @@ def test_a_killed_rank_ends_all_and_is_named(folders: Path, tmp_path: Path) -> N
     os.kill(ranks[1], signal.SIGKILL)
     killed_s = time.monotonic()
     code, _, error = finish(process, limit_s=20)
-    assert time.monotonic() - killed_s < 10
+    assert time.monotonic() - killed_s < 60
     assert code == 1
     first, second = error.strip().splitlines()
     assert first.startswith("error: rank 1 (stage 1) was killed by SIGKILL at step ")
@@ -225,7 +225,7 @@ def test_ranks_do_not_outlive_a_killed_parent(folders: Path, tmp_path: Path) -> 
     ranks = ranks_of(process, 2, output)
     process.kill()
     finish(process)
-    end_s = time.monotonic() + 10
+    end_s = time.monotonic() + 30
     while any(Path(f"/proc/{pid}").exists() for pid in ranks.values()):
         assert time.monotonic() < end_s
         time.sleep(0.05)

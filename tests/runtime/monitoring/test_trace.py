@@ -102,8 +102,7 @@ def test_an_asynchronous_trace_has_the_steps_that_were_named(tmp_path: Path, fol
 
 def test_an_asynchronous_trace_shows_steady_steps_and_not_the_drain(folder: Path) -> None:
     events = trace_of(folder / "async")
-    times = [(e["ts"], e["ts"] + e["dur"]) for e in slices(events, 0)]
-    begin, end = min(start for start, _ in times), max(stop for _, stop in times)
+    forwards = sorted(e["ts"] for e in slices(events, 0, "compute") if e["cat"] == "F")
     for rank in range(4):
         steps = [e["args"]["step"] for e in slices(events, rank, "optimizer") if e["cat"] == "S"]
         # The fifth step of six is the last with forwards to come at rank 0.
@@ -111,9 +110,9 @@ def test_an_asynchronous_trace_shows_steady_steps_and_not_the_drain(folder: Path
         for kind in "FB":
             done = [e for e in slices(events, rank, "compute") if e["cat"] == kind]
             assert len(done) >= 3 * 4 - 2, (rank, kind)
-            # From the beginning to the end: no rank has run out of work.
-            assert min(e["ts"] for e in done) - begin < (end - begin) / 4
-            assert end - max(e["ts"] for e in done) < (end - begin) / 4
+            # From the beginning to the end: rank 0 is never four micro-batches ahead of a rank.
+            assert min(e["ts"] for e in done) < forwards[4]
+            assert max(e["ts"] for e in done) > forwards[-4]
         for event in slices(events, rank, "compute"):
             late = 1 if rank < 3 else 0
             forward_step = event["args"]["micro_batch"] // 4
@@ -322,7 +321,7 @@ def test_clocks_of_two_hosts_are_aligned() -> None:
     late_s = random.Random(1).uniform(5, 50)
     assert run_processes(2, offset_of_another_host, late_s) == [
         0.0,
-        pytest.approx(late_s, abs=0.02),
+        pytest.approx(late_s, abs=0.5),  # half of a message's way there and back
     ]
 
 

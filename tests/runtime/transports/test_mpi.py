@@ -306,7 +306,7 @@ def test_a_killed_rank_ends_all_under_mpirun(folders: Path, tmp_path: Path) -> N
     killed_s = time.monotonic()
     code, _, _ = finished(start)
     assert code != 0
-    assert time.monotonic() - killed_s < 10
+    assert time.monotonic() - killed_s < 60
     assert_gone(pids)
 
 
@@ -340,7 +340,7 @@ def ranks_of(output: Path) -> dict[int, int]:
 
 def assert_gone(pids: dict[int, int]) -> None:
     """Within seconds, because mpiexec ends its ranks by signal without waiting for them."""
-    end_s = time.monotonic() + 10
+    end_s = time.monotonic() + 30
     while any(Path(f"/proc/{pid}").exists() for pid in pids.values()):
         assert time.monotonic() < end_s
         time.sleep(0.05)
@@ -370,7 +370,7 @@ def test_a_killed_rank_is_named(folders: Path, tmp_path: Path) -> None:
     killed_s = time.monotonic()
     code, out, error = finished(start)
     assert code == 1
-    assert time.monotonic() - killed_s < 10
+    assert time.monotonic() - killed_s < 60
     assert error.startswith("error: rank 1 (stage 1) was killed by SIGKILL at step ")
     assert "BAD TERMINATION" not in out
     assert_gone(pids)
