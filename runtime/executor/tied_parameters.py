@@ -230,7 +230,7 @@ def _check_separate(held: Mapping[int, list[tuple[SharedParameter, nn.Parameter]
         for shared, parameter in mine:
             if any(parameter is another for _, another in theirs):
                 raise PlanError(
-                    f"Stages {stage} and {other} hold {shared.names[0]} as one tensor; in a "
+                    f"stages {stage} and {other} hold {shared.names[0]} as one tensor; in a "
                     "pipeline each has its own, kept equal.",
                     "Load each stage by itself with load_stage.",
                 )

@@ -67,7 +67,7 @@ class DependencyRule:
                 )
         for edge in backward:
             if edge not in forward:
-                raise ScheduleError(f"Gradients return over {edge}, but no tensors go there.")
+                raise ScheduleError(f"gradients return over {edge}, but no tensors go there.")
         self.schedule, self.edges, self.grad_edges = schedule, forward, backward
         self._sources: dict[tuple[Direction, int], list[int]] = defaultdict(list)
         self._targets: dict[tuple[Direction, int], list[int]] = defaultdict(list)

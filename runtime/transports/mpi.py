@@ -254,7 +254,7 @@ class MpiTransport:
         tag = channel.tag * INDICES + index % INDICES
         if tag > self._largest_tag:
             raise TransportError(
-                f"This MPI numbers messages up to {self._largest_tag}, and "
+                f"this MPI numbers messages up to {self._largest_tag}, and "
                 f"{channel.message(index)} needs {tag}.",
                 "--transport gloo",
             )

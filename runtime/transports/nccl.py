@@ -176,7 +176,7 @@ class NcclTransport:
             size *= length
         if len(content) != size:
             raise TransportError(
-                f"Rank {channel.source_rank} sent {channel.message(index)} with {len(content)} "
+                f"rank {channel.source_rank} sent {channel.message(index)} with {len(content)} "
                 f"bytes, and rank {self.rank} expects {size}."
             )
         return content.view(channel.dtype).reshape(channel.shape)

@@ -101,7 +101,7 @@ class Slots:
         place = self.used_bytes
         if place + capacity > self.size:
             raise TransportError(
-                f"A message of {size} bytes does not fit into the {self.size} bytes of memory for "
+                f"a message of {size} bytes does not fit into the {self.size} bytes of memory for "
                 f"messages, of which {place} are in use."
             )
         self.used_bytes += capacity

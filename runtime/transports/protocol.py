@@ -274,7 +274,7 @@ class LocalTransport:
     def send(self, channel: Channel, tensor: Tensor, index: int) -> None:
         channel.check(tensor, index)
         if (channel, index) in self.hub.messages:
-            raise TransportError(f"Rank {self.rank} sent {channel.message(index)} twice.")
+            raise TransportError(f"rank {self.rank} sent {channel.message(index)} twice.")
         # As it comes out of another process: kernels may round differently for other strides.
         self.hub.messages[channel, index] = tensor.detach().clone(
             memory_format=torch.contiguous_format

@@ -160,7 +160,7 @@ def test_tied_weights_must_be_separate_tensors() -> None:
     model = tied(2)
     modules = model.build()
     modules[1].out.weight = modules[0].table.weight
-    with pytest.raises(PlanError, match="Stages 0 and 1 hold table.weight as one tensor"):
+    with pytest.raises(PlanError, match="stages 0 and 1 hold table.weight as one tensor"):
         train_together(model, lowered(model, "single", 2), modules=modules)
 
 

@@ -146,7 +146,7 @@ def refuse(rank: int) -> str:
 
 def test_a_tag_beyond_what_mpi_numbers_is_refused() -> None:
     assert run_mpi(1, refuse) == [
-        "This MPI numbers messages up to 32767, and "
+        "this MPI numbers messages up to 32767, and "
         'the activation "hidden" of micro-batch 1 needs 32769.\n--transport gloo'
     ]
 
