@@ -23,13 +23,13 @@ _WIDTH = 72
 """Columns of the longer of two timelines."""
 
 
-def make_reporter(settings: RunConfig) -> Reporter:
+def make_reporter(config: RunConfig) -> Reporter:
     """The reporter of a run: JSON lines, nothing, a progress bar or one line per interval."""
-    if settings.json:
+    if config.json:
         return _JsonReporter()
-    console = make_console(quiet=settings.quiet)
+    console = make_console(quiet=config.quiet)
     look = _BarReporter if console.is_terminal else _LineReporter
-    return look(console, draws=settings.trace is not None)
+    return look(console, draws=config.trace is not None)
 
 
 class _JsonReporter(Reporter):

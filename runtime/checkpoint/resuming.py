@@ -106,9 +106,9 @@ def _over(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     return {**kept, **given}
 
 
-def differences(before: Mapping[str, Any], settings: RunConfig) -> list[str]:
+def differences(before: Mapping[str, Any], config: RunConfig) -> list[str]:
     """The changed options to report when a run resumes, as phrases."""
-    now = json.loads(json.dumps(asdict(settings)))
+    now = json.loads(json.dumps(asdict(config)))
     declared = options_of(Settings)
     return [
         f"{name.replace('_', '-')} {now[name]} instead of {before[name]}"
@@ -162,14 +162,14 @@ def _record(line: bytes) -> Mapping[str, Any]:
     return record if isinstance(record, dict) and isinstance(record.get("event"), str) else {}
 
 
-def nothing_left_to_do(settings: RunConfig, folder: Path) -> str:
+def nothing_left_to_do(config: RunConfig, folder: Path) -> str:
     """The message when `--resume auto` finds a run that has made all its steps; "" when steps are
     left.
 
     Raises SettingsError for a finished run without a checkpoint to continue from: starting again
     would overwrite its results.
     """
-    if settings.resume != AUTO or not (folder / WEIGHTS).is_dir():
+    if config.resume != AUTO or not (folder / WEIGHTS).is_dir():
         return ""
     metrics = folder / METRICS
     lines = metrics.read_bytes().splitlines() if metrics.is_file() else []
@@ -177,7 +177,7 @@ def nothing_left_to_do(settings: RunConfig, folder: Path) -> str:
     if not ends:
         return ""
     steps = ends[-1].get("steps")
-    if steps == settings.steps and settings.export_hf is None:
+    if steps == config.steps and config.export_hf is None:
         return f"{folder} has made all {steps} steps; nothing is left to do"
     if checkpoints_in(folder):
         return ""

@@ -67,7 +67,7 @@ class Saver:
     newest: the last checkpoint, on rank 0.
 
     Arguments:
-    settings: the numbers of checkpoints to keep, and the location to copy them to.
+    config: the numbers of checkpoints to keep, and the location to copy them to.
     tell: called on rank 0 with a message for each checkpoint, by the thread that calls `poll`.
     unused: names of the weights that no stage reads, if known.
     """
@@ -79,7 +79,7 @@ class Saver:
         world: World,
         board: SharedStore,
         activities: Activities,
-        settings: RunConfig,
+        config: RunConfig,
         *,
         tell: Callable[[str], None],
         unused: Collection[str] = (),
@@ -87,8 +87,8 @@ class Saver:
         self.newest: Path | None = None
         self._run_folder, self._plan, self._world, self._board = run_folder, plan, world, board
         self._activities, self._tell, self._unused = activities, tell, unused
-        self._last, self._best = settings.keep_last, settings.keep_best
-        self._save_to, self._patience_s = settings.save_to, settings.patience_s
+        self._last, self._best = config.keep_last, config.keep_best
+        self._save_to, self._patience_s = config.save_to, config.patience_s
         self._thread: threading.Thread | None = None
         self._failed: list[AsyncPipeError] = []
         self._notes: queue.SimpleQueue[str] = queue.SimpleQueue()

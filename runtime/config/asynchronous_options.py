@@ -76,50 +76,50 @@ def with_methods(config: RunConfig, plan: Plan) -> RunConfig:
     return replace(config, staleness=methods)
 
 
-def check_methods(settings: RunConfig, plan: Plan) -> None:
+def check_methods(config: RunConfig, plan: Plan) -> None:
     """Raises ScheduleError unless the staleness methods fit each other, the optimizer, the steps
     and the recomputation."""
-    if settings.staleness is None:
+    if config.staleness is None:
         return
-    chosen = with_recompute(plan, settings.recompute).stages
+    chosen = with_recompute(plan, config.recompute).stages
     lacking = tuple(stage.index for stage in chosen[:-1] if not stage.recompute)
-    ahead = max(depths(len(chosen), settings.ahead))
+    ahead = max(depths(len(chosen), config.ahead))
     conditions = Conditions(
-        optimizer=settings.optimizer,
-        momentum=settings.momentum,
+        optimizer=config.optimizer,
+        momentum=config.momentum,
         recomputes=not lacking,
         without_recompute=lacking,
-        step_every=settings.micro_batches,
+        step_every=config.micro_batches,
         ahead=ahead,
     )
-    check_staleness(settings.staleness, conditions)
+    check_staleness(config.staleness, conditions)
     for stage in plan.stages:
         for name in stage.changes_trained:
             raise SettingsError(
-                f"--schedule {settings.schedule}, but the forward of stage {stage.index} writes to "
+                f"--schedule {config.schedule}, but the forward of stage {stage.index} writes to "
                 f"{name}, which is trained: micro-batches in flight would read several versions of "
                 "it, and only one could be written to.",
                 "--schedule 1f1b",
             )
-    if settings.staleness_cap == 0 and "2bw" in parse(settings.methods):
+    if config.staleness_cap == 0 and "2bw" in parse(config.methods):
         raise SettingsError(
             "--staleness-cap 0, but under 2bw the weights of all stages are one step old.",
             "--staleness-cap 1, or --schedule async-1f1b --staleness stash",
         )
-    longest = longest_segment(settings) * settings.micro_batches
+    longest = longest_segment(config) * config.micro_batches
     if ahead > longest:
         raise SettingsError(
-            f"--ahead {settings.ahead} lets a stage run {ahead} forwards ahead, but the pipeline "
+            f"--ahead {config.ahead} lets a stage run {ahead} forwards ahead, but the pipeline "
             f"drains after {longest} micro-batches at the latest.",
             "--ahead 2x",
         )
 
 
-def longest_segment(settings: RunConfig) -> int:
+def longest_segment(config: RunConfig) -> int:
     """The most steps of one segment."""
-    if not settings.is_async:
+    if not config.is_async:
         return 1
-    return max(1, MICRO_BATCHES_PER_SEGMENT // settings.micro_batches)
+    return max(1, MICRO_BATCHES_PER_SEGMENT // config.micro_batches)
 
 
 def steps_of_start(settings: Settings) -> int:
@@ -184,7 +184,7 @@ def _check_short_step(settings: Settings, batch: StepBatch, left: int) -> None:
 
 def delays_of(
     schedule: Schedule,
-    settings: RunConfig | None = None,
+    config: RunConfig | None = None,
     first_micro_batch: int = 0,
     first_version: int = 0,
 ) -> Delays:
@@ -193,12 +193,12 @@ def delays_of(
     if schedule.synchronous:
         ahead = (0,) * schedule.stages
     two_from = None
-    if settings and not schedule.synchronous and "2bw" in parse(settings.methods):
-        two_from = steps_of_start(settings)
+    if config and not schedule.synchronous and "2bw" in parse(config.methods):
+        two_from = steps_of_start(config)
     return Delays(ahead, schedule.step_every, first_micro_batch, first_version, two_from)
 
 
-def describe_delays(schedule: Schedule, settings: RunConfig | None = None) -> str:
+def describe_delays(schedule: Schedule, config: RunConfig | None = None) -> str:
     """The staleness of the weights of each stage, as a phrase.
 
     >>> from asyncpipe.runtime.schedule.asynchronous import async_1f1b
@@ -207,7 +207,7 @@ def describe_delays(schedule: Schedule, settings: RunConfig | None = None) -> st
     >>> describe_delays(async_1f1b(4, 4, step_every=1, warmup=(1, 1, 1, 0)))
     'stages 0-2: 1 step, stage 3: none'
     """
-    delays = delays_of(schedule, settings)
+    delays = delays_of(schedule, config)
     runs: list[tuple[str, int, int]] = []
     for stage in range(schedule.stages):
         mean, most = delays.mean(stage), delays.most(stage)
@@ -221,13 +221,13 @@ def describe_delays(schedule: Schedule, settings: RunConfig | None = None) -> st
     )
 
 
-def describe_copies(plan: Plan, schedule: Schedule, settings: RunConfig) -> str:
+def describe_copies(plan: Plan, schedule: Schedule, config: RunConfig) -> str:
     """The copies of weights that each rank keeps for its staleness methods, as a phrase with
     bytes; "" if there are none."""
     copies, kept_bytes = Counter[int](), Counter[int]()
     for stage, rank in zip(plan.stages, schedule.rank_of_stage, strict=True):
         count = weight_copies(
-            settings.methods,
+            config.methods,
             schedule.in_flight[stage.index] - 1,
             schedule.step_every,
             recomputes=stage.recompute,

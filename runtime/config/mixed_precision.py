@@ -1,4 +1,4 @@
-"""Resolved settings + Plan -> dtypes of computation and boundaries, and recomputation."""
+"""RunConfig + Plan -> dtypes of computation and boundaries, and recomputation."""
 
 from __future__ import annotations
 
@@ -17,41 +17,41 @@ from .execution_options import ExecutionOptions
 from .settings import RunConfig, SettingsError
 
 
-def check_precision(settings: RunConfig) -> None:
+def check_precision(config: RunConfig) -> None:
     """Raises SettingsError for a precision that does not fit the weights or the schedule."""
-    precision = f"--precision {settings.precision}"
-    if settings.precision == "full":
-        if settings.loss_scale is not None:
+    precision = f"--precision {config.precision}"
+    if config.precision == "full":
+        if config.loss_scale is not None:
             raise SettingsError(
-                f"--loss-scale {settings.loss_scale:g}, but nothing overflows under {precision}.",
+                f"--loss-scale {config.loss_scale:g}, but nothing overflows under {precision}.",
                 "--precision float16, or leave it out.",
             )
-    elif settings.dtype != "float32":
+    elif config.dtype != "float32":
         raise SettingsError(
-            f"{precision} casts float32 weights as it computes, --dtype {settings.dtype} are left "
+            f"{precision} casts float32 weights as it computes, --dtype {config.dtype} are left "
             "alone by autocast.",
             "--dtype float32, or --precision full.",
         )
-    elif settings.is_scaled and settings.is_async:
+    elif config.is_scaled and config.is_async:
         raise SettingsError(
             f"{precision} needs all stages to leave out the same steps and to change the loss "
-            f"scale together, and under {settings.schedule} they never meet.",
+            f"scale together, and under {config.schedule} they never meet.",
             "--precision bfloat16, which needs no loss scale, or --schedule 1f1b.",
         )
-    elif settings.loss_scale is not None and not settings.is_scaled:
+    elif config.loss_scale is not None and not config.is_scaled:
         raise SettingsError(
-            f"--loss-scale {settings.loss_scale:g}, but under {precision} losses are not scaled.",
+            f"--loss-scale {config.loss_scale:g}, but under {precision} losses are not scaled.",
             "Leave it out.",
         )
-    elif settings.is_async and has_other_backward(settings.methods):
+    elif config.is_async and has_other_backward(config.methods):
         raise SettingsError(
-            f"--staleness {settings.staleness} is a backward on other weights than its forward's, "
+            f"--staleness {config.staleness} is a backward on other weights than its forward's, "
             f"but under {precision} it reads what its forward cast.",
             "--staleness stash, or --precision full.",
         )
-    if settings.boundary_dtype is not None and settings.schedule == "single":
+    if config.boundary_dtype is not None and config.schedule == "single":
         raise SettingsError(
-            f"--boundary-dtype {settings.boundary_dtype}, but under single nothing is sent.",
+            f"--boundary-dtype {config.boundary_dtype}, but under single nothing is sent.",
             "Leave it out.",
         )
 
@@ -62,31 +62,29 @@ def precision_of(options: ExecutionOptions) -> Precision:
     return Precision(dtype_of(options.precision), options.device)
 
 
-def find_boundary_dtypes(
-    settings: RunConfig, plan: Plan, code: Mapping[str, str]
-) -> BoundaryDtypes:
+def find_boundary_dtypes(config: RunConfig, plan: Plan, code: Mapping[str, str]) -> BoundaryDtypes:
     """The dtypes of boundaries at their stages and between ranks; `code` has the SHA-256 of the
     stages' files. Raises PlanError."""
-    crossing = settings.boundary_dtype
+    crossing = config.boundary_dtype
     return BoundaryDtypes(
-        dtype_of(settings.dtype),
-        dtypes_of_folder(settings.folder, plan, precision_of(settings), code),
+        dtype_of(config.dtype),
+        dtypes_of_folder(config.folder, plan, precision_of(config), code),
         dtype_of(crossing) if crossing else None,
     )
 
 
-def describe_precision(settings: RunConfig, plan: Plan, dtypes: BoundaryDtypes) -> str:
+def describe_precision(config: RunConfig, plan: Plan, dtypes: BoundaryDtypes) -> str:
     """The dtypes of a run and the size of its boundaries, as a phrase; "" for float32."""
     parts = []
-    if settings.dtype != "float32":
-        parts.append(f"{settings.dtype} throughout")
-    if settings.precision != "full":
-        parts.append(f"autocast to {settings.precision}; weights, gradients, optimizer in float32")
-    if settings.is_scaled:
-        parts.append(f"loss scale {settings.loss_scale:g} at first")
+    if config.dtype != "float32":
+        parts.append(f"{config.dtype} throughout")
+    if config.precision != "full":
+        parts.append(f"autocast to {config.precision}; weights, gradients, optimizer in float32")
+    if config.is_scaled:
+        parts.append(f"loss scale {config.loss_scale:g} at first")
     planned = _crossing_bytes(plan, lambda tensor: getattr(torch, tensor.dtype))
     crossing = _crossing_bytes(plan, dtypes.between_ranks)
-    if crossing < planned and settings.schedule != "single":
+    if crossing < planned and config.schedule != "single":
         parts.append(f"boundaries have {crossing / planned:.0%} of the bytes as planned")
     return " · ".join(parts)
 

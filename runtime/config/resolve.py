@@ -105,12 +105,12 @@ def _evaluations(settings: Settings, plan: Plan) -> Settings:
     return replace(settings, eval_batches=0)
 
 
-def sized_plan(plan: Plan, settings: RunConfig) -> Plan:
+def sized_plan(plan: Plan, config: RunConfig) -> Plan:
     """The plan for the micro-batch, sequence length and recomputation of a run."""
-    sizes = {**plan.sizes, "batch": settings.micro_batch_size}
-    if settings.seq is not None:
-        sizes["sequence"] = settings.seq
-    return with_recompute(replace(plan, sizes=sizes), settings.recompute)
+    sizes = {**plan.sizes, "batch": config.micro_batch_size}
+    if config.seq is not None:
+        sizes["sequence"] = config.seq
+    return with_recompute(replace(plan, sizes=sizes), config.recompute)
 
 
 def costs_at_sizes(plan: Plan, planned: Plan) -> Plan:
@@ -125,12 +125,12 @@ def costs_at_sizes(plan: Plan, planned: Plan) -> Plan:
     return replace(plan, stages=stages)
 
 
-def batch_identity(settings: RunConfig, task: Task) -> str:
+def batch_identity(config: RunConfig, task: Task) -> str:
     """One optimizer step in words, as a product that can be checked.
 
     `64 sequences per step = 8 micro-batches × 8 sequences × 1 replica`
     """
-    batch = StepBatch.of(settings)
+    batch = StepBatch.of(config)
     count, size, replicas = batch.in_replica, batch.sizes[0], in_words(batch.replicas)
     product = f"{count} micro-batches × {size} {task.unit} × {replicas}"
     if not batch.is_even and batch.replicas == 1:

@@ -44,19 +44,19 @@ class RunSegment:
     synchronous: bool
 
 
-def make_segment(plan: Plan, settings: RunConfig, *, steps: int) -> Schedule:
+def make_segment(plan: Plan, config: RunConfig, *, steps: int) -> Schedule:
     """The lowered schedule of `steps` optimizer steps (1 when synchronous); a single step is
     validated. Of a computed schedule it is the first, from the plan's costs. Raises ScheduleError.
     """
-    return lowered(plan, _schedule(plan, settings, steps), check=steps == 1)
+    return lowered(plan, _schedule(plan, config, steps), check=steps == 1)
 
 
-def make_flushed_step(plan: Plan, settings: RunConfig, micro_batches: int) -> Schedule:
+def make_flushed_step(plan: Plan, config: RunConfig, micro_batches: int) -> Schedule:
     """The lowered schedule of one synchronous step of so many micro-batches, on the same ranks: of
     an asynchronous schedule it is 1f1b. Raises ScheduleError."""
-    if not settings.is_async:
-        return make_segment(plan, replace(settings, micro_batches=micro_batches), steps=1)
-    placed = _schedule(plan, settings, 1).rank_of_stage
+    if not config.is_async:
+        return make_segment(plan, replace(config, micro_batches=micro_batches), steps=1)
+    placed = _schedule(plan, config, 1).rank_of_stage
     made = one_f_one_b(len(placed), micro_batches)
     if made.rank_of_stage != placed:
         made = fold(made, placed, costs_of_plan(plan))
@@ -72,49 +72,49 @@ def lowered(plan: Plan, schedule: Schedule, *, check: bool) -> Schedule:
     return made
 
 
-def _schedule(plan: Plan, settings: RunConfig, steps: int) -> Schedule:
-    every = settings.micro_batches
-    if settings.schedule_file:
-        return _read(settings.schedule_file, plan, settings)
-    if replicas := stage_replicas(plan, settings):
-        return replicated(settings.schedule, every, replicas)
-    ranks = ranks_of_plan(plan, settings)
-    if settings.schedule == AUTO:
-        return first_fit(plan, settings)
+def _schedule(plan: Plan, config: RunConfig, steps: int) -> Schedule:
+    every = config.micro_batches
+    if config.schedule_file:
+        return _read(config.schedule_file, plan, config)
+    if replicas := stage_replicas(plan, config):
+        return replicated(config.schedule, every, replicas)
+    ranks = ranks_of_plan(plan, config)
+    if config.schedule == AUTO:
+        return first_fit(plan, config)
     return make_schedule(
-        settings.schedule,
+        config.schedule,
         stages=len(plan.stages),
         micro_batches=every * steps,
         step_every=every,
         ranks=ranks,
-        rank_of_stage=_planned_placement(plan, ranks) if settings.is_async else None,
-        ahead=settings.ahead,
-        staleness_cap=settings.staleness_cap,
+        rank_of_stage=_planned_placement(plan, ranks) if config.is_async else None,
+        ahead=config.ahead,
+        staleness_cap=config.staleness_cap,
         costs=costs_of_plan(plan),
     )
 
 
-def ranks_of_plan(plan: Plan, settings: RunConfig) -> int | None:
+def ranks_of_plan(plan: Plan, config: RunConfig) -> int | None:
     """The ranks that were asked for, or those that the plan puts several stages on; None where
     the schedule is to say."""
-    if settings.ranks is not None:
-        return settings.ranks
-    several = settings.schedule in (*VIRTUAL, *ASYNCHRONOUS, AUTO)
+    if config.ranks is not None:
+        return config.ranks
+    several = config.schedule in (*VIRTUAL, *ASYNCHRONOUS, AUTO)
     planned = len(set(plan.device_of_stage))
-    is_planned = settings.schedule == plan.setting.schedule
+    is_planned = config.schedule == plan.setting.schedule
     return planned if several and (is_planned or planned < len(plan.stages)) else None
 
 
-def first_fit(plan: Plan, settings: RunConfig) -> Schedule:
+def first_fit(plan: Plan, config: RunConfig) -> Schedule:
     """The computed schedule to begin with; its backwards are whole until it is known what parting
     them costs."""
     costs = costs_of_plan(plan) or ActionCosts.equal(len(plan.stages))
-    return fit(plan, settings, costs, may_split=False)
+    return fit(plan, config, costs, may_split=False)
 
 
 def fit(
     plan: Plan,
-    settings: RunConfig,
+    config: RunConfig,
     costs: ActionCosts,
     *,
     may_split: bool = True,
@@ -122,29 +122,29 @@ def fit(
 ) -> Schedule:
     """The schedule computed for this plan at these costs, by default where the plan has stages."""
     stages = len(plan.stages)
-    ranks = ranks_of_plan(plan, settings) or stages
+    ranks = ranks_of_plan(plan, config) or stages
     rank_of_stage = rank_of_stage or _planned_placement(plan, ranks)
     found = fit_auto(
         costs,
-        settings.micro_batches,
+        config.micro_batches,
         ranks=ranks,
         rank_of_stage=rank_of_stage,
         edges=forward_edges(plan),
         grad_edges=gradient_edges(plan),
-        shared_stages=waiting_stages(plan, settings),
+        shared_stages=waiting_stages(plan, config),
         may_split=may_split,
         limit=_activation_limit(plan, ranks),
     )
     return found.schedule
 
 
-def waiting_stages(plan: Plan, settings: RunConfig) -> tuple[tuple[int, ...], ...]:
+def waiting_stages(plan: Plan, config: RunConfig) -> tuple[tuple[int, ...], ...]:
     """The groups of stages each of which steps when all of its group have their gradients.
 
     Clipping by the norm of all stages makes every stage wait for all others, and so does a loss
     scale, which may skip the step on all together; in an asynchronous run none of them does.
     """
-    is_agreed = (settings.clip or settings.is_scaled) and not settings.is_async
+    is_agreed = (config.clip or config.is_scaled) and not config.is_async
     return (tuple(range(len(plan.stages))),) if is_agreed else shared_stages(plan)
 
 
@@ -172,7 +172,7 @@ def _ranks_of_stages(plan: Plan) -> tuple[int, ...]:
     return tuple(map(planned.index, plan.device_of_stage))
 
 
-def _read(path: str, plan: Plan, settings: RunConfig) -> Schedule:
+def _read(path: str, plan: Plan, config: RunConfig) -> Schedule:
     """The schedule of a text file. Raises ScheduleError where it is not of this plan and run."""
     origin = Origin(
         f"--schedule {path}", ScheduleError, "--print-schedule shows what such a file looks like."
@@ -189,37 +189,37 @@ def _read(path: str, plan: Plan, settings: RunConfig) -> Schedule:
             f"{path} has {made.steps} steps, but a schedule from a file makes one, at its end.",
             "Use --schedule async-1f1b for an asynchronous run.",
         )
-    if made.micro_batches != settings.micro_batches:
+    if made.micro_batches != config.micro_batches:
         raise ScheduleError(
             f"{path} has {made.micro_batches} micro-batches, but a step has "
-            f"{settings.micro_batches}.",
+            f"{config.micro_batches}.",
             f"--micro-batches {made.micro_batches}",
         )
-    if made.replicas != (asked := stage_replicas(plan, settings)):
+    if made.replicas != (asked := stage_replicas(plan, config)):
         has = describe_stages(made.replicas) or "one rank a stage"
         raise ScheduleError(
             f"{path} has {has}, but the run {describe_stages(asked) or 'one rank a stage'}.",
             "Print it for this plan, or --replicas 1 for one rank a stage.",
         )
-    if settings.ranks not in (None, len(made.ranks)):
+    if config.ranks not in (None, len(made.ranks)):
         raise ScheduleError(
-            f"{path} has {len(made.ranks)} ranks, but --ranks is {settings.ranks}.",
+            f"{path} has {len(made.ranks)} ranks, but --ranks is {config.ranks}.",
             f"--ranks {len(made.ranks)}, or leave it out.",
         )
     return made.compute
 
 
-def segments(settings: RunConfig, start: int = 0) -> Iterator[RunSegment]:
+def segments(config: RunConfig, start: int = 0) -> Iterator[RunSegment]:
     """The segments of a run after its first `start` steps."""
-    every = settings.micro_batches
-    whole = settings.steps - (settings.left_over > 0)
+    every = config.micro_batches
+    whole = config.steps - (config.left_over > 0)
     while start < whole:
-        is_sync = not settings.is_async or start < steps_of_start(settings)
-        end = min(start + (1 if is_sync else longest_segment(settings)), whole)
-        for often in (settings.eval_every, settings.flush_every, settings.save_every):
+        is_sync = not config.is_async or start < steps_of_start(config)
+        end = min(start + (1 if is_sync else longest_segment(config)), whole)
+        for often in (config.eval_every, config.flush_every, config.save_every):
             if often:
                 end = min(end, (start // often + 1) * often)
         yield RunSegment(range(start, end), every, is_sync)
         start = end
-    if settings.left_over and start < settings.steps:
-        yield RunSegment(range(whole, settings.steps), settings.left_over, True)
+    if config.left_over and start < config.steps:
+        yield RunSegment(range(whole, config.steps), config.left_over, True)

@@ -1,4 +1,4 @@
-"""Hardware and settings -> the cores, threads and GPU of each rank.
+"""Hardware and options -> the cores, threads and GPU of each rank.
 
 The kernel's affinity mask gives the logical CPUs of this process, `/sys/devices/system` their cores
 and memory nodes, and the control group a quota of CPU time. Two ranks never share a core: every
@@ -292,7 +292,7 @@ def resources_from(content: bytes) -> RankResources:
     )
 
 
-def find_resources(settings: RunConfig, plan: Plan, code: Mapping[str, str]) -> RankResources:
+def find_resources(config: RunConfig, plan: Plan, code: Mapping[str, str]) -> RankResources:
     """The resources of this process; `code` has the SHA-256 of its stages' files.
 
     Reads GPUs only if the run computes on them.
@@ -302,22 +302,22 @@ def find_resources(settings: RunConfig, plan: Plan, code: Mapping[str, str]) -> 
         host=socket.gethostname(),
         cpus=format_cpus(topology.cpus),
         cores=topology.usable,
-        gpus=_visible_gpus() if settings.device == "cuda" else (),
+        gpus=_visible_gpus() if config.device == "cuda" else (),
         versions=(
             ("asyncpipe", __version__),
             ("torch", torch.__version__),
             ("the plan", _short(plan.to_json().encode())),
             ("the stages", _short(json.dumps(code, sort_keys=True).encode())),
-            *_own_files(settings),
+            *_own_files(config),
         ),
-        trusted=settings.trust or is_trusted(settings.folder),
+        trusted=config.trust or is_trusted(config.folder),
     )
 
 
-def _own_files(settings: RunConfig) -> Iterator[tuple[str, str]]:
+def _own_files(config: RunConfig) -> Iterator[tuple[str, str]]:
     """The user's files with data and criterion, and their checksums; "" for a file that is not on
     this host, as not every rank needs each."""
-    for option, spec in code_of(asdict(settings)):
+    for option, spec in code_of(asdict(config)):
         path = Path(spec.rpartition(":")[0])
         if option != "log" and path.suffix == ".py":
             yield f"--{option} {spec}, a file", _short(path.read_bytes()) if path.is_file() else ""

@@ -43,11 +43,11 @@ class Equality:
     def __init__(
         self,
         modules: Mapping[int, nn.Module],
-        settings: RunConfig,
+        config: RunConfig,
         world: World,
         held: Iterable[TiedParameter] = (),
     ) -> None:
-        self._modules, self._settings, self._world = modules, settings, world
+        self._modules, self._config, self._world = modules, config, world
         self._compare(_named(modules, with_buffers=True), "at the start")
         for tied in held:
             digests = gather_alike(_digest(tied.parameter), len(tied.ranks), tied.group)
@@ -56,7 +56,7 @@ class Equality:
 
     def check(self, step: int) -> None:
         """Compares the parameters if a comparison is due after this step."""
-        every = self._settings.check_replicas
+        every = self._config.check_replicas
         if every and step % every == 0:
             self._compare(_named(self._modules, with_buffers=False), f"after step {step}")
 

@@ -1,4 +1,4 @@
-"""Rank and settings -> the process groups of a run, and a key-value store that its ranks share.
+"""Rank and options -> the process groups of a run, and a key-value store that its ranks share.
 
 `join` connects the ranks over gloo at rank 0's address and exchanges their resources. All ranks
 share two groups; with replicas, each rank also has a group for its pipeline and one for the ranks
@@ -141,7 +141,7 @@ class World:
         self.sums([0.0])
 
 
-def join(info: RankInfo, settings: RunConfig, plan: Plan, code: Mapping[str, str]) -> World:
+def join(info: RankInfo, config: RunConfig, plan: Plan, code: Mapping[str, str]) -> World:
     """Connects to the other ranks over gloo and pins this rank to its cores.
 
     With the transport `mpi`, the ranks exchange rank 0's address over MPI. `code` has the SHA-256
@@ -151,16 +151,16 @@ def join(info: RankInfo, settings: RunConfig, plan: Plan, code: Mapping[str, str
     address is unknown, when the ranks have different versions, or when a host has too few GPUs;
     TrustError when no host trusts the folder's code.
     """
-    over_mpi = settings.transport == "mpi"
+    over_mpi = config.transport == "mpi"
     if not info.head and not over_mpi:
         raise SettingsError(
             f"the address of rank 0 is unknown: {info.launcher} does not provide it, and the "
             f"{info.ranks} ranks are on several hosts.",
             "Give --master-addr HOST, the name or address of the first host.",
         )
-    interface = choose_interface(info, settings.interface)
-    name_interface(interface, asked=settings.interface is not None)
-    timeout_s = settings.patience_s
+    interface = choose_interface(info, config.interface)
+    name_interface(interface, asked=config.interface is not None)
+    timeout_s = config.patience_s
     try:
         if over_mpi:
             head = info.head or address_of(interface) or socket.gethostname()
@@ -177,13 +177,13 @@ def join(info: RankInfo, settings: RunConfig, plan: Plan, code: Mapping[str, str
             world_size=info.ranks,
             timeout=datetime.timedelta(seconds=timeout_s),
         )
-        resources = _gather_resources(find_resources(settings, plan, code), info.ranks)
+        resources = _gather_resources(find_resources(config, plan, code), info.ranks)
     except (dist.DistError, RuntimeError, ValueError) as error:
         raise joining_error(info, timeout_s, str(error)) from error
     check_alike(resources)
     if not any(of_rank.trusted for of_rank in resources):  # they all have the same code
-        raise untrusted(settings.folder)
-    machine = find_machine(settings, plan, resources, info.rank)
+        raise untrusted(config.folder)
+    machine = find_machine(config, plan, resources, info.rank)
     # Metrics may wait for as long as a step takes; the pipeline's own timeouts end a hang.
     patient = datetime.timedelta(days=1)
     metrics = dist.new_group(timeout=patient, backend="gloo")
@@ -194,15 +194,15 @@ def join(info: RankInfo, settings: RunConfig, plan: Plan, code: Mapping[str, str
         dist.group.WORLD,
         metrics,
         machine,
-        settings.pipelines,
-        ranks_of_stage=stage_replicas(plan, settings),
+        config.pipelines,
+        ranks_of_stage=stage_replicas(plan, config),
     )
     return _in_groups(world, plan, datetime.timedelta(seconds=timeout_s))
 
 
-def stay_alone(settings: RunConfig, plan: Plan, code: Mapping[str, str]) -> World:
+def stay_alone(config: RunConfig, plan: Plan, code: Mapping[str, str]) -> World:
     """The world of a lone rank."""
-    return World(machine=find_machine(settings, plan, [find_resources(settings, plan, code)], 0))
+    return World(machine=find_machine(config, plan, [find_resources(config, plan, code)], 0))
 
 
 def leave() -> None:

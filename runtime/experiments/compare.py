@@ -126,12 +126,12 @@ def make_runs(
         run = ComparedRun(
             known,
             str(arm.method),
-            job.settings.optimizer,
-            job.settings.lr,
-            job.settings.seed,
+            job.config.optimizer,
+            job.config.lr,
+            job.config.seed,
             len(job.plan.stages),
-            job.settings.micro_batches,
-            job.settings.steps,
+            job.config.micro_batches,
+            job.config.steps,
             curve,
         )
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -147,7 +147,7 @@ def key_of(arm: Arm, folder: Path, code: Mapping[str, str] | None = None) -> str
     options = {
         name: value
         for name, option in options_of(Settings).items()
-        if option.changes_losses and (value := getattr(job.settings, name)) != option.default
+        if option.changes_losses and (value := getattr(job.config, name)) != option.default
     }
     content = [options, [job.code.get(stage.file) for stage in job.planned.stages]]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]

@@ -257,8 +257,8 @@ def run_sweep(
     untrusted generated folder; KeyboardInterrupt after Ctrl-C and SystemExit after SIGTERM, when
     all runs have ended.
     """
-    one = next(iter(sweep.jobs.values())).settings  # options of the command are equal in all
-    for model in {job.settings.folder for job in sweep.jobs.values()}:
+    one = next(iter(sweep.jobs.values())).config  # options of the command are equal in all
+    for model in {job.config.folder for job in sweep.jobs.values()}:
         if one.trust:
             remember(model)
         elif not is_trusted(model):
@@ -267,7 +267,7 @@ def run_sweep(
     shares = share_machine(
         min(at_once, max(1, len(sweep.waiting))),
         read_topology(),
-        ranks=max(_ranks(job.settings, job.plan) for job in sweep.jobs.values()),
+        ranks=max(_ranks(job.config, job.plan) for job in sweep.jobs.values()),
         gpus=_gpus(sweep),
     )
     children = (_child(sweep.jobs[name], command) for name in sweep.waiting)
@@ -306,10 +306,10 @@ def _child(job: Job, command: Sequence[str]) -> Child:
     if not is_resumed:
         shutil.rmtree(job.folder, ignore_errors=True)
     options = _beside(job.folder, ".toml")
-    options.write_text(job.settings.to_toml(), encoding="utf-8")
+    options.write_text(job.config.to_toml(), encoding="utf-8")
     own = ["--config", str(options), "--output", str(job.folder)]
-    for option in dict(code_of(asdict(job.settings))):  # known here, as no file can say
-        own += [f"--{option}", str(getattr(job.settings, option))]
+    for option in dict(code_of(asdict(job.config))):  # known here, as no file can say
+        own += [f"--{option}", str(getattr(job.config, option))]
     resumed = ("--resume", "auto") if is_resumed else ()
     return Child(job.folder.name, (*command, *own, *resumed), _beside(job.folder, ".log"))
 
@@ -325,20 +325,20 @@ def _write(sweep: Sweep, runs: Mapping[str, SweptRun]) -> None:
 
 
 def _key(job: Job) -> str:
-    content = [job.settings.to_toml(), [stage.sha256 for stage in job.planned.stages]]
+    content = [job.config.to_toml(), [stage.sha256 for stage in job.planned.stages]]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
-def _ranks(settings: RunConfig, plan: Plan) -> int:
+def _ranks(config: RunConfig, plan: Plan) -> int:
     """The most ranks of a run."""
-    alone = settings.schedule == "single"
-    ranks = 1 if alone else settings.ranks or len(plan.stages)
-    return ranks * settings.pipelines
+    alone = config.schedule == "single"
+    ranks = 1 if alone else config.ranks or len(plan.stages)
+    return ranks * config.pipelines
 
 
 def _gpus(sweep: Sweep) -> list[str] | None:
     """The GPUs for concurrent runs to divide; None if no run uses a GPU."""
-    if not any(job.settings.device == "cuda" for job in sweep.jobs.values()):
+    if not any(job.config.device == "cuda" for job in sweep.jobs.values()):
         return None
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:

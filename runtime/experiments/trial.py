@@ -99,30 +99,28 @@ class _Trial:
     """One run: its stages, their optimizers and its losses so far."""
 
     def __init__(self, job: Job) -> None:
-        settings, plan, world = job.settings, job.plan, World()
-        self._settings, self._plan = settings, plan
-        prepare_data(settings, job.task, job.folder)
-        data = open_data(settings, job.task, plan, job.folder)
+        config, plan, world = job.config, job.plan, World()
+        self._config, self._plan = config, plan
+        prepare_data(config, job.task, job.folder)
+        data = open_data(config, job.task, plan, job.folder)
         stages = range(len(plan.stages))
         self._modules: dict[int, nn.Module] = {
-            j: load_stage(
-                settings.folder, job.planned, j, weights=settings.init_from, code=job.code
-            )
-            .to(dtype_of(settings.dtype))
+            j: load_stage(config.folder, job.planned, j, weights=config.init_from, code=job.code)
+            .to(dtype_of(config.dtype))
             .train()
             for j in stages
         }
-        self._pipeline = self._make_pipeline(self._modules, settings.methods)
-        batch = StepBatch.of(settings)
-        fields = needed_inputs(plan, stages, criterion=settings.criterion is not None)
-        order = SampleOrder(len(data.train), settings.seed)
+        self._pipeline = self._make_pipeline(self._modules, config.methods)
+        batch = StepBatch.of(config)
+        fields = needed_inputs(plan, stages, criterion=config.criterion is not None)
+        order = SampleOrder(len(data.train), config.seed)
         self._feed = Feed(data.train, order, batch, fields, seed=data.seed, dims=data.dims)
         self._batch = batch
-        first = make_segment(plan, settings, steps=1)
+        first = make_segment(plan, config, steps=1)
         self._trainer = _Steps(
             plan,
             self._modules,
-            settings,
+            config,
             world,
             self._stepped,
             lr_scale=self._pipeline.lr_scale,
@@ -131,7 +129,7 @@ class _Trial:
         self._trainer.after_step = self._keep_weights
         self._pipeline.attach(self._trainer.optimizers)
         assert data.evaluation is not None
-        size = settings.micro_batch_size
+        size = config.micro_batch_size
         self._evaluation = Evaluator(
             plan,
             job.task,
@@ -139,7 +137,7 @@ class _Trial:
             world,
             Activities(),
             schedule=first,
-            batches=min(settings.eval_batches, len(data.evaluation) // size),
+            batches=min(config.eval_batches, len(data.evaluation) // size),
         )
         self._evaluated = {j: deepcopy(module) for j, module in self._modules.items()}
         self._evaluating = self._make_pipeline(self._evaluated, "none")
@@ -152,7 +150,7 @@ class _Trial:
         """Trains in the segments of asyncpipe-train without evaluations."""
         end = ""
         try:
-            for segment in segments(replace(self._settings, eval_every=0)):
+            for segment in segments(replace(self._config, eval_every=0)):
                 self._train(segment)
         except LossError as error:
             end = error.what
@@ -160,20 +158,20 @@ class _Trial:
         return Curve(steps, evaluated, trained, end)
 
     def _train(self, segment: RunSegment) -> None:
-        steps, is_async = segment.steps, self._settings.is_async
+        steps, is_async = segment.steps, self._config.is_async
         self._is_synchronous = segment.synchronous
         if segment.synchronous and is_async:
-            schedule = make_flushed_step(self._plan, self._settings, segment.micro_batches)
+            schedule = make_flushed_step(self._plan, self._config, segment.micro_batches)
         else:
-            schedule = make_segment(self._plan, self._settings, steps=len(steps))
+            schedule = make_segment(self._plan, self._config, steps=len(steps))
         first = self._batch.first_of(steps.start, 0)
         self._trainer.start_segment(
             steps.start + 1,
             first,
-            delays_of(schedule, self._settings, first, steps.start),
+            delays_of(schedule, self._config, first, steps.start),
             flushed=segment.synchronous,
         )
-        is_short = segment.micro_batches != self._settings.micro_batches
+        is_short = segment.micro_batches != self._config.micro_batches
         self._pipeline.run(
             schedule,
             self._feed,
@@ -189,18 +187,16 @@ class _Trial:
         return [{**self._plan.sizes, "batch": size} for size in self._batch.sizes]
 
     def _make_pipeline(self, modules: Mapping[int, nn.Module], staleness: str) -> Pipeline:
-        settings = self._settings
+        config = self._config
         return Pipeline(
             self._plan,
             modules,
             LocalHub(1).transport(0),
             rank_of_stage=(0,) * len(modules),
             staleness=staleness,
-            criterion=find_criterion(settings.criterion, settings.seed)
-            if settings.criterion
-            else None,
-            seed=settings.seed,
-            batch_norm_per_step=settings.batch_norm == "mini-batch",
+            criterion=find_criterion(config.criterion, config.seed) if config.criterion else None,
+            seed=config.seed,
+            batch_norm_per_step=config.batch_norm == "mini-batch",
         )
 
     def _stepped(self, figures: RankFigures) -> None:
@@ -209,8 +205,8 @@ class _Trial:
 
     def _keep_weights(self, stage: int) -> None:
         """Called after a stage's step; stages that step together have stepped when all have."""
-        step, every = self._pipeline.versions[stage], self._settings.eval_every
-        if step != self._settings.steps and (not every or step % every):
+        step, every = self._pipeline.versions[stage], self._config.eval_every
+        if step != self._config.steps and (not every or step % every):
             return
         kept = self._kept[step]
         # Autograd must not see a change to the weights that micro-batches in flight have read.
@@ -263,21 +259,21 @@ _PACE = 4
 
 def step_ends_ms(job: Job) -> tuple[float, ...]:
     """Milliseconds from the start until all stages have made step 1, 2, ..."""
-    settings = job.settings
+    config = job.config
     sized = costs_at_sizes(job.plan, job.planned)
     plan = with_transfers_of_run(sized, job.planned, AS_PLANNED)
     ends: list[float] = []
     known: dict[RunSegment, list[float]] = {}
-    for segment in segments(replace(settings, eval_every=0)):
+    for segment in segments(replace(config, eval_every=0)):
         alike = replace(segment, steps=range(len(segment.steps)))
         if alike not in known:
-            known[alike] = _ends(plan, settings, alike)
+            known[alike] = _ends(plan, config, alike)
         start = ends[-1] if ends else 0.0
         ends += [start + end for end in known[alike]]
     return tuple(ends)
 
 
-def _ends(plan: Plan, settings: RunConfig, segment: RunSegment) -> list[float]:
+def _ends(plan: Plan, config: RunConfig, segment: RunSegment) -> list[float]:
     if segment.synchronous:
         return [forecast_step(plan, _FLUSHED, segment.micro_batches).step_ms]
     steps, stages = len(segment.steps), len(plan.stages)
@@ -285,12 +281,12 @@ def _ends(plan: Plan, settings: RunConfig, segment: RunSegment) -> list[float]:
     filled = 2 + -(-4 * stages // segment.micro_batches)
     simulated = min(steps, 2 * filled + _PACE)
     schedule = make_schedule(
-        settings.schedule,
+        config.schedule,
         stages=stages,
         micro_batches=segment.micro_batches * simulated,
         step_every=segment.micro_batches,
-        ahead=settings.ahead,
-        staleness_cap=settings.staleness_cap,
+        ahead=config.ahead,
+        staleness_cap=config.staleness_cap,
     )
     ends = [0.0] * simulated
     for event in forecast_step(

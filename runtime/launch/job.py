@@ -1,4 +1,4 @@
-"""Settings -> a job: settings resolved for the plan, checks before the start, and the run's folder.
+"""Settings -> a job: the RunConfig for the plan, checks before the start, and the run's folder.
 
 A run and a dry run make the same checks, so that both refuse the same settings. The checks run no
 user code: for `file.py:name` they only test that the file exists.
@@ -42,36 +42,36 @@ from ..user_code import check_own_file, import_object, names_object
 
 def check_job(job: Job) -> None:
     """Raises the AsyncPipeError that a rank would raise during its setup."""
-    settings = job.settings
-    schedule = make_segment(job.plan, settings, steps=1)
-    check_clipping_ranks(settings, schedule.stages, len(schedule.ranks))
-    if settings.export_hf:
-        check_exportable(Path(settings.folder), settings.export_hf)
-    if settings.criterion is not None:
-        check_name(settings.criterion)
-        check_own_file(settings.criterion, "--criterion", SettingsError)
-    check_own_file(settings.data, "--data", DataError)
-    if settings.init_from is not None and not is_url(settings.init_from):
-        check_weights(Path(settings.init_from))
-    if settings.save_to is not None:
-        Location(settings.save_to).check_name()
-    if settings.interface is not None:
-        check_interface(settings.interface)
+    config = job.config
+    schedule = make_segment(job.plan, config, steps=1)
+    check_clipping_ranks(config, schedule.stages, len(schedule.ranks))
+    if config.export_hf:
+        check_exportable(Path(config.folder), config.export_hf)
+    if config.criterion is not None:
+        check_name(config.criterion)
+        check_own_file(config.criterion, "--criterion", SettingsError)
+    check_own_file(config.data, "--data", DataError)
+    if config.init_from is not None and not is_url(config.init_from):
+        check_weights(Path(config.init_from))
+    if config.save_to is not None:
+        Location(config.save_to).check_name()
+    if config.interface is not None:
+        check_interface(config.interface)
 
 
 def check_unstarted(job: Job) -> None:
     """Raises the errors of creating the run's folder and opening its data, except for text that has
     to be tokenized, which takes long."""
     check_folder(job)
-    settings = job.settings
-    if not names_object(settings.data) and not needs_encoding(settings):
-        open_data(settings, job.task, job.plan, job.folder)
+    config = job.config
+    if not names_object(config.data) and not needs_encoding(config):
+        open_data(config, job.task, job.plan, job.folder)
 
 
 def check_folder(job: Job) -> None:
     """Raises SettingsError when the run's folder belongs to another run, or is a file."""
-    settings, folder = job.settings, job.folder
-    if settings.resume is not None and folder == resumed_run(settings):
+    config, folder = job.config, job.folder
+    if config.resume is not None and folder == resumed_run(config):
         return
     if (folder / CONFIGURATION).exists():
         raise SettingsError(
@@ -91,7 +91,7 @@ def not_of_a_run(place: str) -> SettingsError:
 def make_job(
     settings: Settings, folder: Path | None = None, code: Mapping[str, str] | None = None
 ) -> Job:
-    """The job for the plan that the settings name, with all settings resolved.
+    """The job for the plan that the settings name, with all options resolved.
 
     `folder` is the run's; `code` are the hashes of the stages' files if they were already checked.
 
@@ -99,13 +99,13 @@ def make_job(
     """
     planned = read_plan(settings.folder)
     architecture = architecture_of(settings.folder)
-    resolved, task = resolve(settings, planned, architecture=architecture)
-    if resolved.debug is not None:
-        schedule = make_segment(sized_plan(planned, resolved), resolved, steps=1)
-        check_debugger(resolved, grid_of(schedule, resolved.replicas).processes)
-    check_log(resolved)
+    config, task = resolve(settings, planned, architecture=architecture)
+    if config.debug is not None:
+        schedule = make_segment(sized_plan(planned, config), config, steps=1)
+        check_debugger(config, grid_of(schedule, config.replicas).processes)
+    check_log(config)
     code = code_hashes(settings.folder) if code is None else code
-    return Job(resolved, task, planned, folder or _next_folder(settings), code)
+    return Job(config, task, planned, folder or _next_folder(settings), code)
 
 
 def run_rank(job: Job, world: World, reporter: str) -> None:
@@ -120,7 +120,7 @@ def make_folder(job: Job) -> Job:
     try:
         job = _alone(job)
         ranks = RankFolder(job.folder).path
-        if job.settings.resume is not None and job.folder == resumed_run(job.settings):
+        if job.config.resume is not None and job.folder == resumed_run(job.config):
             shutil.rmtree(ranks, ignore_errors=True)
         check_folder(job)
         with contextlib.suppress(OSError):
@@ -132,10 +132,10 @@ def make_folder(job: Job) -> Job:
         raise disk_error(error, job.folder) or error from None
     new = job.folder / f"{CONFIGURATION}.new"
     try:
-        bring(job.settings, job.folder)
-        new.write_text(job.settings.to_toml(), encoding="utf-8")
+        bring(job.config, job.folder)
+        new.write_text(job.config.to_toml(), encoding="utf-8")
         new.replace(job.folder / CONFIGURATION)
-        remember_code_of(job.settings)
+        remember_code_of(job.config)
     except (AsyncPipeError, OSError) as error:
         shutil.rmtree(job.folder / "ranks")
         new.unlink(missing_ok=True)
@@ -161,7 +161,7 @@ def _alone(job: Job) -> Job:
         try:
             job.lock.take(job.folder)
         except FolderInUse:
-            if (other := _next_folder(job.settings)) == job.folder:
+            if (other := _next_folder(job.config)) == job.folder:
                 raise
             job = replace(job, folder=other)
         else:

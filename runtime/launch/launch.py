@@ -62,14 +62,14 @@ def run(settings: Settings, reporter: str) -> int:
     check_job(job)
     if settings.trust:
         remember(settings.folder)
-    has_one_rank = job.settings.schedule == "single" or job.settings.ranks == 1
-    alone = has_one_rank and job.settings.replicas == 1
+    has_one_rank = job.config.schedule == "single" or job.config.ranks == 1
+    alone = has_one_rank and job.config.replicas == 1
     if settings.dry_run:
-        _show(job, reporter_factory(reporter)(job.settings))
+        _show(job, reporter_factory(reporter)(job.config))
         return 0
-    if finished := nothing_left_to_do(job.settings, job.folder):
+    if finished := nothing_left_to_do(job.config, job.folder):
         if info is None or info.rank == 0:
-            reporter_factory(reporter)(job.settings).on_note("finished", finished)
+            reporter_factory(reporter)(job.config).on_note("finished", finished)
         return 0
     # The end of one rank ends all.
     limit_s = settings.max_run_s if info is None or info.rank == 0 else None
@@ -78,7 +78,7 @@ def run(settings: Settings, reporter: str) -> int:
             _join(job, info, reporter)  # trust on one of the hosts is enough
         else:
             _check_trust(settings)
-            in_this_process = alone and not job.settings.restarts
+            in_this_process = alone and not job.config.restarts
             (_run_alone if in_this_process else start_ranks)(job, reporter)
     return 0
 
@@ -86,7 +86,7 @@ def run(settings: Settings, reporter: str) -> int:
 def schedule_text(settings: Settings) -> str:
     """The schedule of a run, for the plan and sizes in the settings, as a text file."""
     job = make_job(settings)
-    return to_text(make_segment(job.plan, job.settings, steps=1).compute)
+    return to_text(make_segment(job.plan, job.config, steps=1).compute)
 
 
 def _check_trust(settings: Settings) -> None:
@@ -97,23 +97,23 @@ def _check_trust(settings: Settings) -> None:
 
 def _show(job: Job, reporter: Reporter) -> None:
     """A dry run: checks and reports everything; starts and writes nothing."""
-    settings, plan = job.settings, job.plan
-    if settings.precision != "full":  # the boundary dtypes then depend on the stages' code
-        _check_trust(settings)
+    config, plan = job.config, job.plan
+    if config.precision != "full":  # the boundary dtypes then depend on the stages' code
+        _check_trust(config)
     check_unstarted(job)
-    schedule = make_segment(plan, settings, steps=1)
-    grid = grid_of(schedule, settings.replicas)
-    resources = (find_resources(settings, plan, job.code),) * grid.processes
-    machine = find_machine(settings, plan, resources, 0)
-    dtypes = find_boundary_dtypes(settings, plan, job.code)
-    forecast = forecast_run(plan, job.planned, settings, machine.cores, schedule, dtypes)
-    data = f"{settings.data} ({settings.tokenizer})" if settings.tokenizer else settings.data
+    schedule = make_segment(plan, config, steps=1)
+    grid = grid_of(schedule, config.replicas)
+    resources = (find_resources(config, plan, job.code),) * grid.processes
+    machine = find_machine(config, plan, resources, 0)
+    dtypes = find_boundary_dtypes(config, plan, job.code)
+    forecast = forecast_run(plan, job.planned, config, machine.cores, schedule, dtypes)
+    data = f"{config.data} ({config.tokenizer})" if config.tokenizer else config.data
     announce(
         reporter,
         job,
         schedule,
         machine,
-        transport=expect_transport(settings, plan, grid.ranks),
+        transport=expect_transport(config, plan, grid.ranks),
         data=data,
         forecast=forecast,
         dtypes=dtypes,
@@ -121,7 +121,7 @@ def _show(job: Job, reporter: Reporter) -> None:
 
 
 def _run_alone(job: Job, reporter: str) -> None:
-    world = stay_alone(job.settings, job.plan, job.code)
+    world = stay_alone(job.config, job.plan, job.code)
     job = make_folder(job)
     ranks = RankFolder(job.folder)
     with reported(job.folder):
@@ -142,12 +142,12 @@ def _run_alone(job: Job, reporter: str) -> None:
 
 
 def _join(job: Job, info: RankInfo, reporter: str) -> None:
-    schedule = make_segment(job.plan, job.settings, steps=1)
-    check_ranks(job.planned, schedule, info.ranks, job.settings.pipelines)
-    _check_restarts(job.settings, info)
+    schedule = make_segment(job.plan, job.config, steps=1)
+    check_ranks(job.planned, schedule, info.ranks, job.config.pipelines)
+    _check_restarts(job.config, info)
     left: RankFolder | None = None
     try:
-        world = join(info, job.settings, job.plan, job.code)
+        world = join(info, job.config, job.plan, job.code)
         job = _in_one_folder(job, world)
         left = RankFolder(job.folder)
         stopped: Stopped | None = None
@@ -161,7 +161,7 @@ def _join(job: Job, info: RankInfo, reporter: str) -> None:
             shutil.rmtree(left.path)
         leave()
     except Exception as error:
-        stages = stages_of_ranks(schedule, job.settings.replicas)[info.rank]
+        stages = stages_of_ranks(schedule, job.config.replicas)[info.rank]
         raise _own_error(error, info.rank, stages, left) from error
     if stopped is not None:
         raise stopped

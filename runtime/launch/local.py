@@ -213,24 +213,24 @@ def start_ranks(job: Job, reporter: str) -> None:
     Raises RankError with the first cause when a rank fails and no restart is left, Stopped when a
     signal asked the run to stop, Interrupted after Ctrl-C.
     """
-    schedule = make_segment(job.plan, job.settings, steps=1)
-    grid = grid_of(schedule, job.settings.replicas)
-    check_devices(job.settings, job.plan, grid.processes, torch.cuda.device_count())
-    expect_transport(job.settings, job.plan, grid.ranks)
+    schedule = make_segment(job.plan, job.config, steps=1)
+    grid = grid_of(schedule, job.config.replicas)
+    check_devices(job.config, job.plan, grid.processes, torch.cuda.device_count())
+    expect_transport(job.config, job.plan, grid.ranks)
     job = make_folder(job)
     with reported(job.folder):
-        _run_ranks(job, reporter, stages_of_ranks(schedule, job.settings.replicas))
+        _run_ranks(job, reporter, stages_of_ranks(schedule, job.config.replicas))
 
 
 def _run_ranks(job: Job, reporter: str, stages: Mapping[int, str]) -> None:
     left = RankFolder(job.folder)
-    settings = asdict(replace(job.settings, trust=True))  # trust was checked before
+    settings = asdict(replace(job.config, trust=True))  # trust was checked before
     options = json.dumps({"settings": settings, "code": dict(job.code)})
     command = (*ISOLATED, "-m", WORKER, str(os.getpid()), options, str(job.folder), reporter)
     try:
-        with SignalForwarder(job.settings.patience_s) as signals, _sets_in_order(job.settings.seed):
+        with SignalForwarder(job.config.patience_s) as signals, _sets_in_order(job.config.seed):
             attempts = _Attempts(job, stages, signals)
-            if job.settings.transport == "mpi":
+            if job.config.transport == "mpi":
                 attempts.over_mpi(command)
             else:
                 attempts.by_agent(command)
@@ -268,7 +268,7 @@ class _Attempts:
 
     def __init__(self, job: Job, stages: Mapping[int, str], signals: SignalForwarder) -> None:
         self._left = RankFolder(job.folder)
-        self._settings = job.settings
+        self._config = job.config
         self._stages = stages
         self._signals = signals
         self._restarts = 0
@@ -278,7 +278,7 @@ class _Attempts:
             command,
             len(self._stages),
             self._left.path.parent / "logs",
-            restarts=self._settings.restarts,
+            restarts=self._config.restarts,
             on_failure=self._failed,
             unfinished=lambda: self._left.unfinished(len(self._stages)),
         )
@@ -303,16 +303,16 @@ class _Attempts:
         """Prepares the folder for another attempt, or raises the error that ends the run."""
         if (number := self._signals.asked_by) is not None:
             raise self._not_stopped(number, cause)
-        if self._restarts == self._settings.restarts or cause.comes_again:
+        if self._restarts == self._config.restarts or cause.comes_again:
             raise with_way_on(cause, self._left.path.parent)
         self._restarts += 1
-        times = f"{self._restarts} of {self._settings.restarts}"
+        times = f"{self._restarts} of {self._config.restarts}"
         self._left.begin_again(f"{cause.what} Restarted ({times}).")
 
     def _not_stopped(self, number: signal.Signals, cause: RankError) -> BaseException:
         """The error of a run that was asked to stop but whose ranks ended otherwise."""
         if self._signals.is_overdue:
-            limit_s = f"{self._settings.patience_s:g} s"
+            limit_s = f"{self._config.patience_s:g} s"
             return RankError(
                 f"ranks did not stop within {limit_s} after {number.name} and were killed.",
                 "--timeout-s allows more time.",

@@ -124,9 +124,9 @@ def run(options: str, folder: str, reporter: str) -> NoReturn:
         settings = Settings(**{**raw["settings"], "betas": tuple(raw["settings"]["betas"])})
         job = make_job(settings, Path(folder), raw["code"])
         if info.ranks > 1:
-            world = join(replace(info, launcher=""), job.settings, job.plan, job.code)
+            world = join(replace(info, launcher=""), job.config, job.plan, job.code)
         else:
-            world = stay_alone(job.settings, job.plan, job.code)
+            world = stay_alone(job.config, job.plan, job.code)
         if world.replicas > 1:
             stages = f" (rank {world.pipeline_rank} of replica {world.replica})"
         elif world.ranks_of_stage:

@@ -40,8 +40,8 @@ def batch_script(settings: Settings) -> str:
     Raises AsyncPipeError when settings, plan and hosts do not fit together.
     """
     job = make_job(settings)
-    schedule = make_segment(job.plan, job.settings, steps=1)
-    ranks = grid_of(schedule, job.settings.replicas).processes
+    schedule = make_segment(job.plan, job.config, steps=1)
+    ranks = grid_of(schedule, job.config.replicas).processes
     return sbatch_script(settings, job.plan, ranks)
 
 

@@ -45,7 +45,7 @@ class OutOfMemory(AsyncPipeError):
 
 @contextmanager
 def memory_watched(
-    plan: Plan, settings: RunConfig, world: World, activities: Activities
+    plan: Plan, config: RunConfig, world: World, activities: Activities
 ) -> Iterator[None]:
     """Within it, out-of-memory errors become OutOfMemory."""
     try:
@@ -54,7 +54,7 @@ def memory_watched(
         cause = memory_error(error)
         if cause is None:
             raise
-        report = describe(cause, plan, settings, world, activities)
+        report = describe(cause, plan, config, world, activities)
         report.add_note("".join(traceback.format_exception(error)))
         raise report from cause
 
@@ -70,7 +70,7 @@ def memory_error(error: BaseException) -> BaseException | None:
 
 
 def describe(
-    error: BaseException, plan: Plan, settings: RunConfig, world: World, activities: Activities
+    error: BaseException, plan: Plan, config: RunConfig, world: World, activities: Activities
 ) -> OutOfMemory:
     """The error with rank, step, action, requested, free and planned memory, and remedies."""
     activity, _ = activities.now
@@ -82,18 +82,18 @@ def describe(
     if stage is not None and stage.peak_bytes:
         planned = f" The plan's peak of stage {stage.index} is {format_bytes(stage.peak_bytes)}."
     return OutOfMemory(
-        f"rank {world.rank} ran out of memory at step {_step(activity, activities, settings)}, "
+        f"rank {world.rank} ran out of memory at step {_step(activity, activities, config)}, "
         f"when it {in_the_past(str(activity))}: {wanted}{format_bytes(free)} of "
         f"{format_bytes(whole)} free.{planned}",
-        " · ".join(_cures(plan, settings, whole)),
+        " · ".join(_cures(plan, config, whole)),
     )
 
 
-def _step(activity: Activity, activities: Activities, settings: RunConfig) -> int:
+def _step(activity: Activity, activities: Activities, config: RunConfig) -> int:
     """The step, counted from 1, of an activity; a segment has one or several steps."""
     if activity.kind in ("S", "norm"):
         return activities.step + activity.index - 1
-    return activities.step + activity.index // settings.micro_batches
+    return activities.step + activity.index // config.micro_batches
 
 
 def _room(device: torch.device | str) -> tuple[int, int]:
@@ -109,12 +109,12 @@ def _room(device: torch.device | str) -> tuple[int, int]:
     return kib["MemAvailable"] << 10, kib["MemTotal"] << 10
 
 
-def _cures(plan: Plan, settings: RunConfig, whole: int) -> Iterator[str]:
-    size, count = settings.micro_batch_size, settings.micro_batches
+def _cures(plan: Plan, config: RunConfig, whole: int) -> Iterator[str]:
+    size, count = config.micro_batch_size, config.micro_batches
     if size > 1:
         again = f"--micro-batch-size {size // 2} --micro-batches {count * 2}"
         yield f"{again} (half the activations)"
-    if settings.schedule == "gpipe":
+    if config.schedule == "gpipe":
         yield "--schedule 1f1b (fewer micro-batches in flight)"
     if not all(stage.recompute for stage in plan.stages):
         yield "--recompute all"

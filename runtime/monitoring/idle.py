@@ -272,13 +272,13 @@ def _shares(parts: Sequence[Mapping[str, float]], wall_ms: float) -> IdleSplit:
 
 
 def split_of_run(
-    plan: Plan, settings: RunConfig, schedule: Schedule, times: Sequence[RankTime]
+    plan: Plan, config: RunConfig, schedule: Schedule, times: Sequence[RankTime]
 ) -> tuple[IdleSplit, tuple[IdleSplit, ...]]:
     """The parts of the idle share in a typical step, over all ranks and for each.
 
     Replicas are split separately: waiting for other replicas counts as communication.
     """
-    played, ranks = _enough_steps(plan, settings, schedule), len(schedule.ranks)
+    played, ranks = _enough_steps(plan, config, schedule), len(schedule.ranks)
     replicas = [times[first : first + ranks] for first in range(0, len(times), ranks)]
     splits = [
         split_idle(
@@ -297,7 +297,7 @@ def split_of_run(
 
 def simulated_step(
     plan: Plan,
-    settings: RunConfig,
+    config: RunConfig,
     schedule: Schedule,
     forecast: Forecast | None,
     times: Sequence[RankTime],
@@ -307,7 +307,7 @@ def simulated_step(
     if forecast is not None:
         costs, timeline = "the plan's costs, the optimizer as measured", forecast.timeline
     else:
-        schedule = _enough_steps(plan, settings, schedule)
+        schedule = _enough_steps(plan, config, schedule)
         costs = "measured costs"
         timeline = simulate(
             schedule,
@@ -316,12 +316,12 @@ def simulated_step(
             grad_edges=gradient_edges(plan),
             shared_stages=shared_stages(plan),
         )
-    return costs, timeline.between(*timeline.steady_step) if settings.is_async else timeline
+    return costs, timeline.between(*timeline.steady_step) if config.is_async else timeline
 
 
-def _enough_steps(plan: Plan, settings: RunConfig, schedule: Schedule) -> Schedule:
+def _enough_steps(plan: Plan, config: RunConfig, schedule: Schedule) -> Schedule:
     """The synchronous step, or enough asynchronous ones for every rank's steady state."""
-    if not settings.is_async:
+    if not config.is_async:
         return schedule
-    ahead = -(-2 * len(plan.stages) // settings.micro_batches)
-    return make_segment(plan, settings, steps=3 + ahead)
+    ahead = -(-2 * len(plan.stages) // config.micro_batches)
+    return make_segment(plan, config, steps=3 + ahead)

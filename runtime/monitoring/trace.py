@@ -236,30 +236,30 @@ def _numbers(message: StageMessage) -> tuple[int, ...]:
     return message.source, message.target, *ranks, message.size_bytes
 
 
-def drawn_steps(settings: RunConfig, stages: int) -> range:
+def drawn_steps(config: RunConfig, stages: int) -> range:
     """The steps, counted from 1, that are recorded without `--trace`: the last, or in an
     asynchronous run two and those by which the last stage is ahead of the first."""
-    if not settings.is_async:
-        return range(settings.steps, settings.steps + 1)
-    ahead = -(-stages // settings.micro_batches)
-    first = max(1, settings.steps - 1 - ahead)
-    return range(first, min(first + 1 + ahead, settings.steps) + 1)
+    if not config.is_async:
+        return range(config.steps, config.steps + 1)
+    ahead = -(-stages // config.micro_batches)
+    first = max(1, config.steps - 1 - ahead)
+    return range(first, min(first + 1 + ahead, config.steps) + 1)
 
 
-def steady_steps(settings: RunConfig, schedule: Schedule, start: int = 0) -> range:
+def steady_steps(config: RunConfig, schedule: Schedule, start: int = 0) -> range:
     """The last n steps of rank 0, as `--trace` requests, with all ranks at work: after the first
     step of a segment and before it drains. Fewer if no segment has as many; none if `--trace` is a
     range. The run begins after step `start`.
     """
-    if not settings.is_async or not settings.trace or "-" in settings.trace:
+    if not config.is_async or not config.trace or "-" in config.trace:
         return range(0)
-    count, ahead = len(settings.trace_steps), steps_ahead(schedule)
+    count, ahead = len(config.trace_steps), steps_ahead(schedule)
     # A segment begins at every multiple of these, so earlier segments can be skipped.
-    often = settings.eval_every or settings.flush_every or settings.save_every
+    often = config.eval_every or config.flush_every or config.save_every
     if often:
-        start = max(start, (settings.steps // often - 2 - 2**14 // often) * often)
+        start = max(start, (config.steps // often - 2 - 2**14 // often) * often)
     best = range(0)
-    for segment in segments(settings, start):
+    for segment in segments(config, start):
         last = segment.steps.stop - ahead
         steady = range(max(segment.steps.start + 2, last + 1 - count), last + 1)
         if not segment.synchronous and len(steady) >= len(best):
@@ -277,15 +277,15 @@ class Tracing:
     """Records some steps on one rank; only steps after `start`, where the run begins."""
 
     def __init__(
-        self, settings: RunConfig, activities: Activities, schedule: Schedule, start: int = 0
+        self, config: RunConfig, activities: Activities, schedule: Schedule, start: int = 0
     ) -> None:
-        wanted = settings.trace_steps or drawn_steps(settings, schedule.stages)
-        self._shown = steady_steps(settings, schedule, start)
+        wanted = config.trace_steps or drawn_steps(config, schedule.stages)
+        self._shown = steady_steps(config, schedule, start)
         if self._shown:
             wanted = range(self._shown.start, self._shown.stop + steps_ahead(schedule))
         self._shown_until_s = math.inf
         self._steps = range(max(wanted.start, start + 1), wanted.stop)
-        self._is_kept = settings.trace is not None
+        self._is_kept = config.trace is not None
         self._activities = activities
         self._began_s = self._ended_s = 0.0
         self._taken: list[Span] = []

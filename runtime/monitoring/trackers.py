@@ -63,22 +63,22 @@ def check_log(options: ExecutionOptions) -> None:
             )
 
 
-def open_trackers(settings: RunConfig, folder: Path) -> dict[str, Reporter]:
+def open_trackers(config: RunConfig, folder: Path) -> dict[str, Reporter]:
     """The reporters that `--log` lists, by name, for the run in `folder`.
 
     Raises SettingsError for a user's factory that fails or returns something else.
     """
-    with drawing_from(settings.seed, "trackers"):
-        return {name: _opened(name, settings, folder) for name in names_of(settings)}
+    with drawing_from(config.seed, "trackers"):
+        return {name: _opened(name, config, folder) for name in names_of(config)}
 
 
-def _opened(name: str, settings: RunConfig, folder: Path) -> Reporter:
+def _opened(name: str, config: RunConfig, folder: Path) -> Reporter:
     with told_as(SettingsError, f"--log {name}"):
         if name in TRACKERS:
             factory = _OPEN[name]
         else:
-            factory = import_seeded(name, "--log", SettingsError, settings.seed)
-        made: Reporter = factory(settings, folder)
+            factory = import_seeded(name, "--log", SettingsError, config.seed)
+        made: Reporter = factory(config, folder)
     missing = [hook for hook in HOOKS if not callable(getattr(made, hook, None))]
     if missing:
         raise SettingsError(
@@ -140,9 +140,9 @@ def _flat(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
         yield name, float(value)
 
 
-def project_of(settings: RunConfig) -> str:
+def project_of(config: RunConfig) -> str:
     """The name under which the runs of a model are grouped: that of the generated folder."""
-    return Path(settings.folder).resolve().name
+    return Path(config.folder).resolve().name
 
 
 def facts_of(start: StartRecord) -> str:
@@ -156,11 +156,11 @@ _STATES = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 class MlFlow(Tracker):
     """Logs metrics by step, the options as parameters, and the file that repeats the run."""
 
-    def __init__(self, mlflow: Any, settings: RunConfig, folder: Path) -> None:
+    def __init__(self, mlflow: Any, config: RunConfig, folder: Path) -> None:
         self._mlflow = mlflow
-        mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME") or project_of(settings))
+        mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME") or project_of(config))
         mlflow.start_run(run_name=folder.name)
-        given = {name: value for name, value in asdict(settings).items() if value is not None}
+        given = {name: value for name, value in asdict(config).items() if value is not None}
         mlflow.log_params(given)
         mlflow.log_artifact(str(folder / CONFIG))
 
@@ -174,11 +174,11 @@ class MlFlow(Tracker):
         self._mlflow.set_tag("mlflow.note.content", facts_of(start))
 
 
-def open_mlflow(settings: RunConfig, folder: Path) -> MlFlow:
+def open_mlflow(config: RunConfig, folder: Path) -> MlFlow:
     """Opens the tracker of a run."""
     import mlflow
 
-    return MlFlow(mlflow, settings, folder)
+    return MlFlow(mlflow, config, folder)
 
 
 FOLDER = "tensorboard"
@@ -211,7 +211,7 @@ class TensorBoard(Tracker):
         self._writer.add_text("warning", text, self._step)
 
 
-def open_tensorboard(settings: RunConfig, folder: Path) -> TensorBoard:
+def open_tensorboard(config: RunConfig, folder: Path) -> TensorBoard:
     """Opens the tracker of a run."""
     from torch.utils.tensorboard import SummaryWriter
 
@@ -223,8 +223,8 @@ class Trackio(Tracker):
     """Logs numbers by step; the options and facts as configuration, once the run begins. Its own
     output goes to standard error, as standard output belongs to the run."""
 
-    def __init__(self, trackio: Any, settings: RunConfig, folder: Path) -> None:
-        self._trackio, self._settings, self._folder = trackio, settings, folder
+    def __init__(self, trackio: Any, config: RunConfig, folder: Path) -> None:
+        self._trackio, self._config, self._folder = trackio, config, folder
         self._run: Any = None
 
     def log(self, numbers: dict[str, float], step: int) -> None:
@@ -238,17 +238,17 @@ class Trackio(Tracker):
     def on_start(self, start: StartRecord) -> None:
         with redirect_stdout(sys.stderr):
             self._run = self._trackio.init(
-                project=os.environ.get("TRACKIO_PROJECT") or project_of(self._settings),
+                project=os.environ.get("TRACKIO_PROJECT") or project_of(self._config),
                 name=self._folder.name,
-                config=asdict(self._settings) | {"facts": dict(start.facts)},
+                config=asdict(self._config) | {"facts": dict(start.facts)},
             )
 
 
-def open_trackio(settings: RunConfig, folder: Path) -> Trackio:
+def open_trackio(config: RunConfig, folder: Path) -> Trackio:
     """Opens the tracker of a run."""
     import trackio
 
-    return Trackio(trackio, settings, folder)
+    return Trackio(trackio, config, folder)
 
 
 _CODES = {"finished": 0, "stopped": STOPPED, "failed": 1}
@@ -273,17 +273,17 @@ class WeightsAndBiases(Tracker):
         self._run.config.update({"environment": dict(start.environment)})
 
 
-def open_wandb(settings: RunConfig, folder: Path) -> WeightsAndBiases:
+def open_wandb(config: RunConfig, folder: Path) -> WeightsAndBiases:
     """Opens the tracker of a run."""
     import wandb
 
     return WeightsAndBiases(
         wandb.init(
-            project=os.environ.get("WANDB_PROJECT") or project_of(settings),
+            project=os.environ.get("WANDB_PROJECT") or project_of(config),
             name=os.environ.get("WANDB_NAME") or folder.name,
             dir=str(folder),
-            config=asdict(settings),
-            settings=wandb.Settings(silent=settings.quiet or settings.json),
+            config=asdict(config),
+            settings=wandb.Settings(silent=config.quiet or config.json),
         )
     )
 
@@ -351,15 +351,15 @@ class CompositeReporter(Reporter):
 
 @contextmanager
 def reporting(
-    settings: RunConfig, folder: Path, world: World, make_shown: Callable[[RunConfig], Reporter]
+    config: RunConfig, folder: Path, world: World, make_shown: Callable[[RunConfig], Reporter]
 ) -> Iterator[Reporter | None]:
     """The reporters of a run on rank 0, None on the others; errors are reported and raised
     again."""
     if world.rank != 0:
         yield None
         return
-    own = [MetricsFile(folder / METRICS), make_shown(settings)]
-    reporter = CompositeReporter(own, open_trackers(settings, folder), settings.seed)
+    own = [MetricsFile(folder / METRICS), make_shown(config)]
+    reporter = CompositeReporter(own, open_trackers(config, folder), config.seed)
     try:
         yield reporter
     except Ended as stopped:

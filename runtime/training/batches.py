@@ -179,26 +179,26 @@ def feed_nothing(micro_batch: int) -> dict[str, Tensor]:
     return {}
 
 
-def prepare_data(settings: RunConfig, task: Task, folder: Path) -> None:
+def prepare_data(config: RunConfig, task: Task, folder: Path) -> None:
     """Does the slow part once for all ranks: trains a tokenizer and encodes the text."""
-    if task.kind == "text" and needs_encoding(settings):
-        make_tokens(settings.data, str(settings.tokenizer), folder / "data")
+    if task.kind == "text" and needs_encoding(config):
+        make_tokens(config.data, str(config.tokenizer), folder / "data")
 
 
-def open_data(settings: RunConfig, task: Task, plan: Plan, folder: Path) -> Data:
-    """Opens the data of resolved settings; `folder` is the run's, `plan` the sized one.
+def open_data(config: RunConfig, task: Task, plan: Plan, folder: Path) -> Data:
+    """Opens the data of a run; `folder` is the run's, `plan` the sized one.
 
     Raises DataError when the data cannot be read or does not fit the plan.
     """
-    return replace(_opened(settings, task, plan, folder), dims=batch_dims(plan))
+    return replace(_opened(config, task, plan, folder), dims=batch_dims(plan))
 
 
-def _opened(settings: RunConfig, task: Task, plan: Plan, folder: Path) -> Data:
-    source, dtype = settings.data, dtype_of(settings.dtype)
+def _opened(config: RunConfig, task: Task, plan: Plan, folder: Path) -> Data:
+    source, dtype = config.data, dtype_of(config.dtype)
     if names_object(source):
-        return _open_own(source, task, dtype, settings.seed)
+        return _open_own(source, task, dtype, config.seed)
     if task.kind == "text":
-        return _open_text(settings, task, plan, folder)
+        return _open_text(config, task, plan, folder)
     shape = next(spec for spec in plan.inputs if spec.name == task.sample).sample_sizes(plan.sizes)
     if source == "digits" and task.kind == "image":
         images = [Digits(task, shape, evaluation=part, dtype=dtype) for part in (False, True)]
@@ -243,17 +243,16 @@ def _open_own(source: str, task: Task, dtype: torch.dtype, seed: int) -> Data:
     )
 
 
-def _open_text(settings: RunConfig, task: Task, plan: Plan, folder: Path) -> Data:
-    source = settings.data
+def _open_text(config: RunConfig, task: Task, plan: Plan, folder: Path) -> Data:
+    source = config.data
     if files := token_files(source):
         tokens = read_token_files(files)
-    elif needs_encoding(settings):
-        tokens = read_bin(make_tokens(source, str(settings.tokenizer), folder / "data"))
+    elif needs_encoding(config):
+        tokens = read_bin(make_tokens(source, str(config.tokenizer), folder / "data"))
     else:
         tokens = encode_bytes(read_corpus(source))
     parts = [
-        TextWindows(tokens, task, plan, evaluation=part, seed=settings.seed)
-        for part in (False, True)
+        TextWindows(tokens, task, plan, evaluation=part, seed=config.seed) for part in (False, True)
     ]
     several = f"{len(files)} files, " if len(files) > 1 else ""
     description = f"{source} ({several}{len(tokens.ids):,} tokens, {tokens.tokenizer})"
@@ -272,11 +271,11 @@ def _open_text(settings: RunConfig, task: Task, plan: Plan, folder: Path) -> Dat
     )
 
 
-def needs_encoding(settings: RunConfig) -> bool:
+def needs_encoding(config: RunConfig) -> bool:
     """True if the data is text that a tokenizer encodes."""
-    source = settings.data
+    source = config.data
     own = names_object(source) or bool(token_files(source))
-    return not own and settings.tokenizer not in (None, BYTES)
+    return not own and config.tokenizer not in (None, BYTES)
 
 
 def _digest(tokens: Tokens, sample: int = 1 << 20) -> bytes:

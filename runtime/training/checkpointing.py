@@ -44,7 +44,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        settings: RunConfig,
+        config: RunConfig,
         rank: Rank,
         saver: Saver,
         activities: Activities,
@@ -53,15 +53,15 @@ class Checkpoints:
         length: int,
         first_step: int,
     ) -> None:
-        self._settings, self._rank, self._saver = settings, rank, saver
+        self._config, self._rank, self._saver = config, rank, saver
         self._activities, self._unused, self._length = activities, unused, length
         self._saved = first_step
 
     def is_due(self, step: int) -> bool:
         """True if a checkpoint is due after a step: every `--save-every` steps, and after
         the last."""
-        every = self._settings.save_every
-        return every > 0 and (step % every == 0 or step == self._settings.steps)
+        every = self._config.save_every
+        return every > 0 and (step % every == 0 or step == self._config.steps)
 
     def save(
         self,
@@ -94,7 +94,7 @@ class Checkpoints:
             evaluation=evaluation,
             seconds=seconds,
             trainer=trainer,
-            settings=asdict(self._settings),
+            settings=asdict(self._config),
         )
         self._saver.save(part, facts)
 
@@ -108,7 +108,7 @@ class Checkpoints:
 
 
 def resume(
-    rank: Rank, found: FoundCheckpoint, settings: RunConfig, trainer: OptimizerStepper
+    rank: Rank, found: FoundCheckpoint, config: RunConfig, trainer: OptimizerStepper
 ) -> None:
     """Restores the state of a checkpoint on a rank whose stages already have its weights.
 
@@ -118,7 +118,7 @@ def resume(
 
     facts = found.facts
     was_async = facts.settings.get("schedule") in ASYNCHRONOUS
-    has_optimizer = facts.settings.get("optimizer") == settings.optimizer
+    has_optimizer = facts.settings.get("optimizer") == config.optimizer
     each_has_own = rank.is_async and was_async and facts.stages == len(rank.plan.stages)
     wanted = Wanted(rank)
     state = read_tensors(
@@ -164,23 +164,23 @@ def check_model(plan: Plan, folder: Path, found: FoundCheckpoint) -> None:
     )
 
 
-def check_steps(settings: RunConfig, found: FoundCheckpoint) -> None:
+def check_steps(config: RunConfig, found: FoundCheckpoint) -> None:
     """Raises PlanError for a checkpoint that is beyond the run's last step."""
-    if found.facts.step > settings.steps:
+    if found.facts.step > config.steps:
         raise PlanError(
-            f"{found.path} is of step {found.facts.step}, but the run has {settings.steps} steps.",
+            f"{found.path} is of step {found.facts.step}, but the run has {config.steps} steps.",
             f"--steps {found.facts.step} or more, or --init-from {found.path} for a new run.",
         )
 
 
-def describe_resumption(found: FoundCheckpoint, settings: RunConfig, length: int) -> list[str]:
+def describe_resumption(found: FoundCheckpoint, config: RunConfig, length: int) -> list[str]:
     """The step from which a run resumes, in data of `length` samples, and the changes since."""
     facts = found.facts
     lines = [
-        f"after step {facts.step} of {settings.steps}, {facts.samples:,} samples "
+        f"after step {facts.step} of {config.steps}, {facts.samples:,} samples "
         f"({facts.samples / length:.2f} epochs) · {found.path}"
     ]
-    if changed := differences(facts.settings, settings):
+    if changed := differences(facts.settings, config):
         lines.append(f"with {', '.join(changed)}")
     if facts.length != length:
         lines.append(

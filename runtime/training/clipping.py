@@ -189,18 +189,18 @@ class Norm(NamedTuple):
         return clip_factor(self.norm, self.bound)
 
 
-def check_clipping_ranks(settings: RunConfig, stages: int, ranks: int) -> None:
+def check_clipping_ranks(config: RunConfig, stages: int, ranks: int) -> None:
     """Raises SettingsError where ranks with several stages would wait for themselves."""
-    if settings.clip_by in ("global", "known") and ranks != stages:
+    if config.clip_by in ("global", "known") and ranks != stages:
         raise SettingsError(
-            f"--clip-by {settings.clip_by} needs a rank for each of the {stages} stages, and there "
+            f"--clip-by {config.clip_by} needs a rank for each of the {stages} stages, and there "
             f"are {ranks}.",
             "--clip-by proportion",
         )
 
 
 class StageNorms:
-    """The norms of one rank's stages, by the `clip_by` of the settings. All ranks construct it
+    """The norms of one rank's stages, by the `clip_by` of the run. All ranks construct it
     together.
 
     `shares` are the parameters of its stages. Raises SettingsError as `check_clipping_ranks` does.
@@ -208,14 +208,14 @@ class StageNorms:
 
     def __init__(
         self,
-        settings: RunConfig,
+        config: RunConfig,
         world: World,
         stages: int,
         shares: Mapping[int, NormShare],
         activities: Activities,
     ) -> None:
-        check_clipping_ranks(settings, stages, world.ranks)
-        self._by, self._limit = settings.clip_by, settings.clip
+        check_clipping_ranks(config, stages, world.ranks)
+        self._by, self._limit = config.clip_by, config.clip
         self._world, self._stages, self._shares = world, stages, shares
         self._activities = activities
         self._messages: dict[int, StepMessage | Agreed] = {}
@@ -325,8 +325,8 @@ class Finite:
     Every check raises LossError.
     """
 
-    def __init__(self, settings: RunConfig) -> None:
-        self._settings = settings
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
         self._norm = ""
         self._step = 0
         self.loss = math.nan
@@ -368,8 +368,8 @@ class Finite:
 
     @property
     def _cure(self) -> str:
-        lr = self._settings.lr
-        other = "--precision bfloat16, or " if self._settings.is_scaled else ""
-        clip = "" if self._settings.clip else ", or --clip 1"
-        start = ", or --sync-start 5%" if self._settings.is_async else ""
+        lr = self._config.lr
+        other = "--precision bfloat16, or " if self._config.is_scaled else ""
+        clip = "" if self._config.clip else ", or --clip 1"
+        start = ", or --sync-start 5%" if self._config.is_async else ""
         return f"{other}--lr {lr / 3:.1g} instead of {lr:.1g}, or a longer --warmup{clip}{start}."

@@ -56,13 +56,13 @@ def train(
     """
     activities, board = Activities(), SharedStore(world)
     with (
-        drawing_from(job.settings.seed, "run"),
-        Watchdog(job.settings, job.folder, world, activities) as watchdog,
-        memory_watched(job.plan, job.settings, world, activities),
-        Stopping(board, patience_s=job.settings.patience_s) as stopping,
+        drawing_from(job.config.seed, "run"),
+        Watchdog(job.config, job.folder, world, activities) as watchdog,
+        memory_watched(job.plan, job.config, world, activities),
+        Stopping(board, patience_s=job.config.patience_s) as stopping,
     ):
         found, skipped = find_checkpoint(job, world, activities)
-        with reporting(job.settings, job.folder, world, make_reporter) as reporter, exits_told():
+        with reporting(job.config, job.folder, world, make_reporter) as reporter, exits_told():
             if reporter is not None:
                 watchdog.tell = reporter.on_warning
                 for text in skipped:
@@ -79,21 +79,21 @@ class _Run:
 
     def __init__(self, setup: Setup, stopping: Stopping) -> None:
         job, world, schedule = setup.job, setup.world, setup.schedule
-        settings, plan, found = job.settings, job.plan, setup.found
-        self._setup, self._settings, self._plan, self._world = setup, settings, plan, world
+        config, plan, found = job.config, job.plan, setup.found
+        self._setup, self._config, self._plan, self._world = setup, config, plan, world
         self._stopping, self._reporter = stopping, setup.reporter
         self._activities = setup.activities
-        self._tracing = Tracing(settings, self._activities, schedule, setup.start)
+        self._tracing = Tracing(config, self._activities, schedule, setup.start)
         self._modules = load_stages(setup)
         self._unused: Mapping[str, Tensor] = {}
         if world.rank == 0:
-            self._unused = load_unused(settings.folder, plan, weights=setup.weights)
+            self._unused = load_unused(config.folder, plan, weights=setup.weights)
         self._pipeline = make_pipeline(setup, self._modules)
         self._others: dict[RunSegment, Schedule] = {}
         self._trainer = OptimizerStepper(
             plan,
             self._modules,
-            settings,
+            config,
             world,
             self._step_done,
             lr_scale=self._pipeline.lr_scale,
@@ -103,12 +103,12 @@ class _Run:
         )
         self._pipeline.attach(self._trainer.optimizers)
         self._equality = Equality(
-            self._modules, settings, world, held_parameters(plan, self._modules, world)
+            self._modules, config, world, held_parameters(plan, self._modules, world)
         )
         first = found.facts.samples if found else 0
-        self._batch = StepBatch.of(settings, first_step=setup.start, first_sample=first)
+        self._batch = StepBatch.of(config, first_step=setup.start, first_sample=first)
         data = setup.data
-        order = SampleOrder(len(data.train), settings.seed) if data else None
+        order = SampleOrder(len(data.train), config.seed) if data else None
         self._feed = self._make_feed(data.train if data else None, order, self._batch)
         self._agreement = self._compare_data(order, first)
         self._evaluation = self._make_evaluator()
@@ -118,7 +118,7 @@ class _Run:
         self._watch = self._make_watch()
         self._steps = Remeasuring(
             plan,
-            settings,
+            config,
             world,
             schedule,
             figures=self._figures_until,
@@ -141,20 +141,20 @@ class _Run:
 
     def _compare_data(self, order: SampleOrder | None, first: int) -> Agreement:
         """The sizes of the data that all ranks agree on. Collective."""
-        settings, stages = self._settings, range(len(self._plan.stages))
+        config, stages = self._config, range(len(self._plan.stages))
         return Agreement(
             self._world,
             self._setup.data,
             order,
-            size=settings.micro_batch_size,
-            batches=settings.eval_batches,
+            size=config.micro_batch_size,
+            batches=config.eval_batches,
             first=first,
-            fields=needed_inputs(self._plan, stages, criterion=settings.criterion is not None),
+            fields=needed_inputs(self._plan, stages, criterion=config.criterion is not None),
             own_fields=self._setup.fields,
         )
 
     def _make_evaluator(self) -> Evaluator:
-        data, batch = self._setup.data, StepBatch((self._settings.micro_batch_size,))
+        data, batch = self._setup.data, StepBatch((self._config.micro_batch_size,))
         samples = data.evaluation if data and data.evaluation else None
         return Evaluator(
             self._plan,
@@ -172,7 +172,7 @@ class _Run:
         if self._reporter is None:
             return None
         return Watch(
-            self._settings,
+            self._config,
             self._setup.job.task,
             self._gather,
             self._reporter,
@@ -184,23 +184,23 @@ class _Run:
     def train(self) -> None:
         """Runs all segments with the evaluations and checkpoints between them, and a last
         evaluation. Raises Stopped when the run was asked to stop before its end."""
-        settings, made = self._settings, self._setup.start
-        self._gather.start(settings.steps - made)
-        for segment in segments(settings, made):
+        config, made = self._config, self._setup.start
+        self._gather.start(config.steps - made)
+        for segment in segments(config, made):
             if not self._stopping.may(segment.steps.start + 1):
                 break
             made = self._make(segment)
             if made < segment.steps.stop:
                 break
             is_due = self._checkpoints.is_due(made)
-            if settings.eval_every and made % settings.eval_every == 0:
+            if config.eval_every and made % config.eval_every == 0:
                 self._evaluate(made)
-            elif is_due and settings.keep_best:
+            elif is_due and config.keep_best:
                 self._evaluate(made)
             if is_due:
                 self._save(made)
             self._checkpoints.poll()
-        is_stopped = made < settings.steps
+        is_stopped = made < config.steps
         if is_stopped:
             self._save(made)
         elif self._evaluated is None or self._evaluated.step != made:
@@ -220,7 +220,7 @@ class _Run:
         with self._pipeline.eval_weights():
             save_weights(
                 self._plan,
-                self._settings,
+                self._config,
                 setup.job.folder,
                 self._modules,
                 self._unused,
@@ -253,7 +253,7 @@ class _Run:
     def _make(self, segment: RunSegment) -> int:
         """Runs the steps of a segment, up to a stop if there is one; returns the number of steps of
         the run so far."""
-        settings, world, steps = self._settings, self._world, segment.steps
+        config, world, steps = self._config, self._world, segment.steps
         position, samples = self._batch.position(steps.start), self._batch.samples
         reads = Activity("data", "the first samples, which ranks compare")
         with self._activities.during(Activity("meet", "the order of the data")):
@@ -264,9 +264,9 @@ class _Run:
             self._reporter.on_warning(warning)
         first = self._batch.first_of(steps.start, world.replica)
         schedule = self._schedule(segment)
-        delays = delays_of(schedule, settings, first, steps.start)
+        delays = delays_of(schedule, config, first, steps.start)
         self._trainer.start_segment(steps.start + 1, first, delays, flushed=segment.synchronous)
-        is_short = segment.micro_batches != settings.micro_batches
+        is_short = segment.micro_batches != config.micro_batches
         sizes = [
             {**self._plan.sizes, "batch": size} for size in self._batch.sizes_of(world.replica)
         ]
@@ -288,18 +288,18 @@ class _Run:
 
     def _resume(self) -> Checkpoints:
         """Restores the checkpoint if there is one; returns the writer of later checkpoints."""
-        setup, settings, found = self._setup, self._settings, self._setup.found
+        setup, config, found = self._setup, self._config, self._setup.found
         rank = Rank(
             self._plan,
             self._world,
             self._modules,
             self._pipeline,
             self._trainer.optimizers,
-            settings.is_async,
+            config.is_async,
         )
         if found is not None:
-            resume(rank, found, settings, self._trainer)
-            for text in describe_resumption(found, settings, self._agreement.length):
+            resume(rank, found, config, self._trainer)
+            for text in describe_resumption(found, config, self._agreement.length):
                 self._note("resumed", text)
         saver = Saver(
             setup.job.folder,
@@ -307,12 +307,12 @@ class _Run:
             self._world,
             setup.board,
             self._activities,
-            settings,
+            config,
             tell=lambda text: self._note("checkpoint", text),
             unused=self._unused,
         )
         return Checkpoints(
-            settings,
+            config,
             rank,
             saver,
             self._activities,
@@ -327,7 +327,7 @@ class _Run:
         evaluated = self._evaluated
         self._checkpoints.save(
             step,
-            samples=consumed(self._settings, self._batch, step),
+            samples=consumed(self._config, self._batch, step),
             schedule=self._steps.text_after(step),
             trainer=self._trainer.state(),
             evaluation=evaluated.loss if evaluated and evaluated.step == step else None,
@@ -336,7 +336,7 @@ class _Run:
 
     def _stop(self, step: int) -> None:
         """Ends a run that was asked to stop, once all ranks have written their checkpoint."""
-        reason = f"by {self._stopping.reason} after step {step} of {self._settings.steps}"
+        reason = f"by {self._stopping.reason} after step {step} of {self._config.steps}"
         self._note("stopped", reason + how_to_go_on(self._setup.job.folder))
         with self._activities.during(Activity("meet", "the checkpoint is written")):
             self._world.meet()
@@ -368,16 +368,16 @@ class _Run:
             self._reporter.on_eval(self._evaluated)
 
     def _schedule(self, segment: RunSegment) -> Schedule:
-        steps, settings = len(segment.steps), self._settings
-        is_whole = segment.micro_batches == settings.micro_batches
-        if steps == 1 and is_whole and segment.synchronous != settings.is_async:
+        steps, config = len(segment.steps), self._config
+        is_whole = segment.micro_batches == config.micro_batches
+        if steps == 1 and is_whole and segment.synchronous != config.is_async:
             return self._steps.of_step(segment.steps.stop)
         like = replace(segment, steps=range(steps))
         if like not in self._others:
             if segment.synchronous:
-                made = make_flushed_step(self._plan, settings, segment.micro_batches)
+                made = make_flushed_step(self._plan, config, segment.micro_batches)
             else:
-                made = make_segment(self._plan, settings, steps=steps)
+                made = make_segment(self._plan, config, steps=steps)
             self._others = {like: made}
         return self._others[like]
 

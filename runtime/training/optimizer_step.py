@@ -66,7 +66,7 @@ class OptimizerStepper(ActionObserver):
         self,
         plan: Plan,
         modules: Mapping[int, nn.Module],
-        settings: RunConfig,
+        config: RunConfig,
         world: World,
         report: Callable[[RankFigures], None],
         *,
@@ -76,7 +76,7 @@ class OptimizerStepper(ActionObserver):
         delays: Sequence[int] = (),
     ) -> None:
         super().__init__(activities or Activities())
-        self._settings = settings
+        self._config = config
         self._world = world
         self._report = report
         self._lr_scale = lr_scale
@@ -87,23 +87,23 @@ class OptimizerStepper(ActionObserver):
             self._share, held_parameters(plan, modules, world), world, copies
         )
         self._norms: StageNorms | None = None
-        if settings.is_async and settings.clip:
-            self._norms = StageNorms(settings, world, self._stages, self._share, self.activities)
-        periods = refresh_periods(delays or [0] * self._stages, settings.refresh_every or 1)
+        if config.is_async and config.clip:
+            self._norms = StageNorms(config, world, self._stages, self._share, self.activities)
+        periods = refresh_periods(delays or [0] * self._stages, config.refresh_every or 1)
         self._optimizers = {
             j: StageOptimizer(
                 module,
-                settings,
+                config,
                 hidden=hidden_matrices(plan, j, module),
-                shared=self._share[j].shared_by_name if settings.is_async else None,
+                shared=self._share[j].shared_by_name if config.is_async else None,
                 refresh_every=periods[j],
                 clip_factor=partial(self._norms.expected_factor, j) if self._norms else None,
             )
             for j, module in modules.items()
         }
-        self._scale = None if settings.loss_scale is None else LossScale(settings.loss_scale)
+        self._scale = None if config.loss_scale is None else LossScale(config.loss_scale)
         self._gradients: dict[int, list[Tensor | None]] = {}
-        self._batch = StepBatch.of(settings)
+        self._batch = StepBatch.of(config)
         # The share of this replica's samples in those of a step.
         own = world.grid.share_of(world.rank, self._batch.sizes_of(world.replica))
         self._part = sum(own) / self._batch.samples
@@ -111,13 +111,13 @@ class OptimizerStepper(ActionObserver):
         self._passages: dict[int, list[LedgerEntry]] = defaultdict(list)
         self._gaps: dict[int, list[Gap]] = defaultdict(list)
         self._delays = Delays((0,) * self._stages, 1)
-        self._is_synchronous = not settings.is_async
+        self._is_synchronous = not config.is_async
         # By step, as one asynchronous stage may be some steps ahead of another.
         self._squares_of: dict[int, dict[int, Tensor]] = defaultdict(dict)
         self._stepped: Counter[int] = Counter()
         self._complete: set[int] = set()
         self._message: StepMessage | None = None
-        self._finite = Finite(settings)
+        self._finite = Finite(config)
         self._is_skipped = False
         self._optimizer_s = 0.0
         loaded = [tensor for module in modules.values() for tensor in module.state_dict().values()]
@@ -163,7 +163,7 @@ class OptimizerStepper(ActionObserver):
         flushed: True for a synchronous segment in an asynchronous run.
         """
         self._delays = delays or Delays((0,) * self._stages, 1)
-        self._is_synchronous = flushed or not self._settings.is_async
+        self._is_synchronous = flushed or not self._config.is_async
         self.activities.step, self.activities.first_micro_batch = step, first_micro_batch
         self.activities.take()
 
@@ -173,11 +173,11 @@ class OptimizerStepper(ActionObserver):
         self._losses[step].append((loss, samples))
 
     def on_ledger_entry(self, entry: LedgerEntry) -> None:
-        if self._settings.is_async:
+        if self._config.is_async:
             self._passages[entry.backward_version + 1].append(entry)
 
     def wants_gap(self, version: int) -> bool:
-        return self._settings.is_async and is_logged(version, self._settings)
+        return self._config.is_async and is_logged(version, self._config)
 
     def on_gap(self, stage: int, version: int, gap: Gap) -> None:
         self._gaps[version].append(gap)
@@ -289,10 +289,10 @@ class OptimizerStepper(ActionObserver):
         if self._scale:
             self._scale.update(overflowed=agreed.overflowed)
             self._finite.check_scale(version, self.loss_scale)
-        if not self._settings.clip or self._is_skipped:
+        if not self._config.clip or self._is_skipped:
             return 1.0
         self._finite.check_norm(version, agreed.norm, dict(enumerate(agreed.squares)))
-        return clip_factor(agreed.norm, self._settings.clip)
+        return clip_factor(agreed.norm, self._config.clip)
 
     def _step(
         self, stage: int, version: int, factor: float, of_shared: Mapping[str, float] | None = None
@@ -308,8 +308,8 @@ class OptimizerStepper(ActionObserver):
             scale_gradients(share.own, factor)
             for name, parameter in share.shared_by_name.items():
                 scale_gradients([parameter], (of_shared or {}).get(name, factor))
-            if self._settings.left_over and version == self._settings.steps:
-                whole = self._settings.left_over / self._settings.micro_batches
+            if self._config.left_over and version == self._config.steps:
+                whole = self._config.left_over / self._config.micro_batches
             self._optimizers[stage].step(
                 whole * self._lr_scale(stage, version, None),
                 {
@@ -323,10 +323,10 @@ class OptimizerStepper(ActionObserver):
     @property
     def _is_agreed(self) -> bool:
         """True if a step depends on data of other stages."""
-        return bool(self._settings.clip) or self._scale is not None
+        return bool(self._config.clip) or self._scale is not None
 
     def _norm_is_wanted(self, version: int) -> bool:
-        return bool(self._settings.clip) or is_logged(version, self._settings)
+        return bool(self._config.clip) or is_logged(version, self._config)
 
     def _finish_step(self, version: int) -> None:
         spent = self.activities.take()
@@ -337,7 +337,7 @@ class OptimizerStepper(ActionObserver):
         gaps = self._gaps.pop(version, [])
         own_squares = self._squares_of.pop(version, {})
         is_known = bool(own_squares) and not self._is_skipped
-        if is_known and not self._settings.clip:
+        if is_known and not self._config.clip:
             self._finite.note_norm(version, math.sqrt(sum(map(float, own_squares.values()))))
         # Replicas have the same gradients; the first one reports their squares.
         squares = map(float, own_squares.values()) if self._world.copy == 0 else ()
@@ -388,9 +388,9 @@ def _mean(losses: list[tuple[Tensor, int]]) -> float:
     return float((values * shares).sum() / shares.sum())
 
 
-def is_logged(step: int, settings: RunConfig) -> bool:
+def is_logged(step: int, config: RunConfig) -> bool:
     """True if a line is due after this step."""
-    return step % settings.log_every == 0 or step in (1, settings.steps)
+    return step % config.log_every == 0 or step in (1, config.steps)
 
 
 def _peak_memory_bytes() -> float:

@@ -34,9 +34,9 @@ _ENOUGH = 2 * _LAST
 """The steps below which a run keeps the first schedule."""
 
 
-def when_measured(settings: RunConfig) -> str:
+def when_measured(config: RunConfig) -> str:
     """When the schedule of the run is computed again, if it is."""
-    if settings.steps < _ENOUGH:
+    if config.steps < _ENOUGH:
         return f"and kept, since the run has fewer than {_ENOUGH} steps"
     return f"and again from measured ones after step {_LAST}"
 
@@ -57,7 +57,7 @@ class Remeasuring:
     def __init__(
         self,
         plan: Plan,
-        settings: RunConfig,
+        config: RunConfig,
         world: World,
         first: Schedule,
         *,
@@ -66,14 +66,14 @@ class Remeasuring:
         tell: Callable[[str, Schedule], None],
         resumed: str | None = None,
     ) -> None:
-        self._plan, self._settings, self._world = plan, settings, world
+        self._plan, self._config, self._world = plan, config, world
         self._figures, self._optimizer_ms, self._tell = figures, optimizer_ms, tell
         self._first = self.current = first
-        self._is_wanted = settings.schedule == AUTO and settings.steps >= _ENOUGH
+        self._is_wanted = config.schedule == AUTO and config.steps >= _ENOUGH
         if resumed is not None:
             self._is_wanted = False
             made = from_text(resumed, (), grad_edges=()) if resumed else first
-            if settings.schedule == AUTO and _is_like(made, first):
+            if config.schedule == AUTO and _is_like(made, first):
                 self.current = lowered(plan, made.compute, check=True)
         if self._is_wanted:
             self.current = lowered(plan, with_whole_backwards(first.compute), check=False)
@@ -81,7 +81,7 @@ class Remeasuring:
     def text_after(self, step: int) -> str:
         """The schedule with which a run resumed after a step continues: the newest that is not only
         for measurements; "" if it follows from the settings."""
-        if self._settings.schedule != AUTO:
+        if self._config.schedule != AUTO:
             return ""
         is_made = not self._is_wanted or step > _LAST
         return to_text(self.current.compute if is_made else self._first.compute)
@@ -101,9 +101,9 @@ class Remeasuring:
         """The text of the new schedule."""
         plan, first = self._plan, self._first.compute
         costs = costs_of_steps(self._figures(_LAST), self._optimizer_ms(), first)
-        made = fit(plan, self._settings, costs, rank_of_stage=first.rank_of_stage)
+        made = fit(plan, self._config, costs, rank_of_stage=first.rank_of_stage)
         edges, gradients = forward_edges(plan), gradient_edges(plan)
-        waiting = waiting_stages(plan, self._settings)
+        waiting = waiting_stages(plan, self._config)
         before, after = (
             simulate(schedule, costs, edges, grad_edges=gradients, shared_stages=waiting)
             for schedule in (first, made)

@@ -1,4 +1,4 @@
-"""A run's plan and settings -> the lines that describe it at its start, and the summary at its end.
+"""A run's plan and options -> the lines that describe it at its start, and the summary at its end.
 
 The transfer times of a plan hold for its sizes and dtypes. A run may have others; beyond its
 latency, the time of a transfer scales with its bytes.
@@ -122,7 +122,7 @@ _CLIPPED = {
 def forecast_run(
     plan: Plan,
     planned: Plan,
-    settings: RunConfig,
+    config: RunConfig,
     cores: int,
     schedule: Schedule,
     dtypes: BoundaryDtypes,
@@ -137,15 +137,15 @@ def forecast_run(
     """
     if not all(stage.forward_ms > 0 for stage in plan.stages):
         return None
-    steps = max(1, min(settings.steps, 8))
+    steps = max(1, min(config.steps, 8))
     return forecast_step(
         with_transfers_of_run(costs_at_sizes(plan, planned), planned, dtypes),
-        schedule if schedule.synchronous else make_segment(plan, settings, steps=steps),
-        settings.micro_batches,
-        processors=max(1, cores // settings.pipelines) if settings.device == "cpu" else None,
+        schedule if schedule.synchronous else make_segment(plan, config, steps=steps),
+        config.micro_batches,
+        processors=max(1, cores // config.pipelines) if config.device == "cpu" else None,
         steps=steps,
         step_ms=optimizer_ms,
-        shared_stages=waiting_stages(plan, settings),
+        shared_stages=waiting_stages(plan, config),
     )
 
 
@@ -161,20 +161,20 @@ def announce(
     dtypes: BoundaryDtypes,
 ) -> None:
     """Reports the setup of the run, with warnings of legal but probably unintended options."""
-    settings, plan = job.settings, job.plan
+    config, plan = job.config, job.plan
     facts = [
         ("plan", f"{plan.name} · {len(plan.stages)} stages · {plan.method}"),
-        ("ranks", describe_ranks(grid_of(schedule, settings.replicas), transport, machine)),
-        ("algorithm", describe_algorithm(schedule, settings)),
-        *describe_schedule(schedule, settings),
-        *describe_staleness(plan, schedule, settings),
-        ("batch", batch_identity(settings, job.task)),
+        ("ranks", describe_ranks(grid_of(schedule, config.replicas), transport, machine)),
+        ("algorithm", describe_algorithm(schedule, config)),
+        *describe_schedule(schedule, config),
+        *describe_staleness(plan, schedule, config),
+        ("batch", batch_identity(config, job.task)),
         ("data", data),
-        ("optimizer", describe_optimizer(settings, schedule.delays)),
+        ("optimizer", describe_optimizer(config, schedule.delays)),
     ]
     if placed := describe_placement(plan, schedule, machine):
         facts.insert(2, ("placement", placed))
-    if precision := describe_precision(settings, plan, dtypes):
+    if precision := describe_precision(config, plan, dtypes):
         facts.append(("precision", precision))
     if forecast is not None:
         text = (
@@ -182,18 +182,18 @@ def announce(
             f"ranks idle {forecast.idle_share:.0%}"
         )
         facts.append(("simulated", text))
-    if memory := describe_memory(settings, plan):
+    if memory := describe_memory(config, plan):
         facts.append(("memory", memory))
     facts.append(("output", str(job.folder)))
     reporter.on_start(
         StartRecord(
             tuple(facts),
             predict(costs_at_sizes(plan, job.planned), schedule, forecast),
-            settings.micro_batches,
-            settings.pipelines,
+            config.micro_batches,
+            config.pipelines,
             tuple(schedule.stages_of(rank) for rank in range(len(schedule.ranks))),
             describe_environment(),
-            parse(settings.methods) if settings.is_async else (),
+            parse(config.methods) if config.is_async else (),
         )
     )
     for warning in _warnings(job, schedule, machine):
@@ -202,17 +202,17 @@ def announce(
 
 def _warnings(job: Job, schedule: Schedule, machine: Machine) -> Iterator[str]:
     """Warnings of legal but probably unintended options."""
-    settings, plan = job.settings, job.plan
+    config, plan = job.config, job.plan
     few = few_micro_batches_warning(
-        settings.schedule,
+        config.schedule,
         ranks=min(len(schedule.ranks), schedule.stages),
-        micro_batches=settings.micro_batches,
+        micro_batches=config.micro_batches,
     )
     if few:
         yield few
-    if other := precision_warning(settings, plan):
+    if other := precision_warning(config, plan):
         yield other
-    copies = replicas_warning(plan, settings.pipelines)
+    copies = replicas_warning(plan, config.pipelines)
     if copies and not schedule.replicas:
         yield copies
     if misplaced := placement_warning(plan, machine):
@@ -256,14 +256,14 @@ def replicas_warning(plan: Plan, replicas: int) -> str:
     )
 
 
-def describe_data(data: Data, plan: Plan, schedule: Schedule, settings: RunConfig) -> str:
+def describe_data(data: Data, plan: Plan, schedule: Schedule, config: RunConfig) -> str:
     """The data, and the ranks that read inputs and labels."""
     labels = "labels" if plan.loss is not None else "targets"
     ranks = range(len(schedule.ranks))
     inputs, answers = [], []
     for rank in ranks:
         own = schedule.stages_of(rank)
-        read = set(needed_inputs(plan, own, criterion=settings.criterion is not None))
+        read = set(needed_inputs(plan, own, criterion=config.criterion is not None))
         if read - {"labels", TARGET}:
             inputs.append(str(rank))
         if read & {"labels", TARGET}:
@@ -273,19 +273,19 @@ def describe_data(data: Data, plan: Plan, schedule: Schedule, settings: RunConfi
     return f"{data.description} · {_readers(inputs)} inputs, {_readers(answers)} {labels}"
 
 
-def describe_algorithm(schedule: Schedule, settings: RunConfig) -> str:
+def describe_algorithm(schedule: Schedule, config: RunConfig) -> str:
     """The effect of the schedule on the weights, in one sentence."""
     if schedule.synchronous:
         text = f"{schedule.name}, synchronous: the gradients of the plain model"
-        if (replicas := settings.pipelines) > 1:
+        if (replicas := config.pipelines) > 1:
             text += f", averaged over {in_words(replicas)}"
         if schedule.replicas:
             text += f", summed over {describe_stages(schedule.replicas)}"
         return text
-    delays = delays_of(schedule, settings)
+    delays = delays_of(schedule, config)
     worst = max(range(schedule.stages), key=delays.most)
     late = f"{delays.most(worst)} step{'' if delays.most(worst) == 1 else 's'}"
-    names = parse(settings.methods)
+    names = parse(config.methods)
     if not delays.most(worst):
         way = "no weights are stale: one micro-batch at a time goes through all stages"
     elif "2bw" in names:
@@ -303,40 +303,38 @@ def describe_algorithm(schedule: Schedule, settings: RunConfig) -> str:
         way = f"live weights: a backward meets weights up to {late} newer than its forward"
     if others := [name for name in names if name not in ("2bw", "stash", "pipemare", "none")]:
         way += f", with {' and '.join(others)}"
-    return f"{schedule.name}, {way}; {_when_drained(settings)}"
+    return f"{schedule.name}, {way}; {_when_drained(config)}"
 
 
-def _when_drained(settings: RunConfig) -> str:
-    longest = min(longest_segment(settings), settings.flush_every or settings.steps)
-    often = f" and every {longest} steps" if settings.steps > longest else ""
-    borders = "evaluations and checkpoints" if settings.save_every else "evaluations"
+def _when_drained(config: RunConfig) -> str:
+    longest = min(longest_segment(config), config.flush_every or config.steps)
+    often = f" and every {longest} steps" if config.steps > longest else ""
+    borders = "evaluations and checkpoints" if config.save_every else "evaluations"
     text = f"drained at {borders}{often}"
-    if first := steps_of_start(settings):
+    if first := steps_of_start(config):
         text += f"; the first {first} steps are synchronous 1f1b"
-    if settings.left_over:
-        text += f"; the last step has {settings.left_over} micro-batches, and as much less weight"
+    if config.left_over:
+        text += f"; the last step has {config.left_over} micro-batches, and as much less weight"
     return text
 
 
-def describe_staleness(
-    plan: Plan, schedule: Schedule, settings: RunConfig
-) -> list[tuple[str, str]]:
+def describe_staleness(plan: Plan, schedule: Schedule, config: RunConfig) -> list[tuple[str, str]]:
     """The staleness of an asynchronous run's weights, and the copies that ranks keep."""
-    if not settings.is_async:
+    if not config.is_async:
         return []
-    facts = [("staleness", describe_delays(schedule, settings))]
-    if copies := describe_copies(plan, schedule, settings):
+    facts = [("staleness", describe_delays(schedule, config))]
+    if copies := describe_copies(plan, schedule, config):
         facts.append(("versions", copies))
     return facts
 
 
-def describe_schedule(schedule: Schedule, settings: RunConfig) -> list[tuple[str, str]]:
+def describe_schedule(schedule: Schedule, config: RunConfig) -> list[tuple[str, str]]:
     """The origin of a schedule without a name, and each rank's stages if some have several."""
     parts = []
-    if settings.schedule_file:
-        parts.append(f"from {settings.schedule_file}")
-    if settings.schedule == AUTO:
-        parts.append(f"computed from the plan's costs, {when_measured(settings)}")
+    if config.schedule_file:
+        parts.append(f"from {config.schedule_file}")
+    if config.schedule == AUTO:
+        parts.append(f"computed from the plan's costs, {when_measured(config)}")
     if 1 < len(schedule.ranks) < schedule.stages:
         own: list[list[str]] = [[] for _ in schedule.ranks]
         for stage, rank in enumerate(schedule.rank_of_stage):
@@ -346,27 +344,27 @@ def describe_schedule(schedule: Schedule, settings: RunConfig) -> list[tuple[str
     return [("schedule", "; ".join(parts))] if parts else []
 
 
-def describe_optimizer(settings: RunConfig, delays: Sequence[int] = (0,)) -> str:
+def describe_optimizer(config: RunConfig, delays: Sequence[int] = (0,)) -> str:
     """The optimizer, its parameters, its learning rate over time and the clipping."""
-    name = str(settings.optimizer)
+    name = str(config.optimizer)
     if OPTIMIZERS[name].hidden_matrices_only:
         name += " of hidden matrices and adamw of the rest"
-    parts = [f"{name}, lr {settings.lr:g}"]
-    if settings.momentum:
-        parts.append(f"momentum {settings.momentum:g}")
-    if settings.refresh_every:
-        periods = sorted({*refresh_periods(delays, settings.refresh_every)})
+    parts = [f"{name}, lr {config.lr:g}"]
+    if config.momentum:
+        parts.append(f"momentum {config.momentum:g}")
+    if config.refresh_every:
+        periods = sorted({*refresh_periods(delays, config.refresh_every)})
         by_stage = f" to {periods[-1]}" if periods[1:] else ""
         parts.append(f"new bases every {periods[0]}{by_stage} steps")
-    if settings.weight_decay:
-        parts.append(f"weight decay {settings.weight_decay:g} on matrices")
-    if settings.warmup:
-        parts.append(f"{settings.warmup} step{'s' if settings.warmup > 1 else ''} of warm-up")
-    if settings.decay not in (None, "none"):
-        parts.append(f"{settings.decay} decay to {settings.final_lr_ratio:.0%}")
-    if settings.clip:
-        scope = _CLIPPED[settings.clip_by or "global"]
-        parts.append(f"gradient norm {scope} at most {settings.clip:g}")
+    if config.weight_decay:
+        parts.append(f"weight decay {config.weight_decay:g} on matrices")
+    if config.warmup:
+        parts.append(f"{config.warmup} step{'s' if config.warmup > 1 else ''} of warm-up")
+    if config.decay not in (None, "none"):
+        parts.append(f"{config.decay} decay to {config.final_lr_ratio:.0%}")
+    if config.clip:
+        scope = _CLIPPED[config.clip_by or "global"]
+        parts.append(f"gradient norm {scope} at most {config.clip:g}")
     return ", ".join(parts)
 
 
@@ -376,7 +374,7 @@ def _readers(ranks: list[str]) -> str:
 
 def save_weights(
     plan: Plan,
-    settings: RunConfig,
+    config: RunConfig,
     folder: Path,
     modules: Mapping[int, nn.Module],
     unused: Mapping[str, Tensor],
@@ -385,12 +383,12 @@ def save_weights(
 ) -> None:
     """Writes the first replica's weights, and exports them if requested; every rank calls it.
     `unused` are as for `write_weights`."""
-    targets = [folder / "weights", *([Path(settings.export_hf)] if settings.export_hf else [])]
+    targets = [folder / "weights", *([Path(config.export_hf)] if config.export_hf else [])]
     for target in targets:
         with activities.during(Activity("other", "writes the weights")):
             write_weights(target, plan, modules if world.copy == 0 else {}, unused, world)
-    if settings.export_hf and world.rank == 0:
-        copy_configuration(Path(settings.export_hf), Path(settings.folder))
+    if config.export_hf and world.rank == 0:
+        copy_configuration(Path(config.export_hf), Path(config.folder))
     with activities.during(Activity("meet", "the weights are written")):
         world.meet()
 
@@ -405,12 +403,12 @@ def report_end(
 ) -> None:
     """Merges the ranks' traces, and reports the end of the run on rank 0; every rank calls it."""
     job, reporter = setup.job, setup.reporter
-    plan, settings, folder = job.plan, job.settings, job.folder
+    plan, config, folder = job.plan, job.config, job.folder
     traced = tracing.write(setup.world, schedule, folder)
     if watch is None or reporter is None:
         return
     if not watch.records:
-        exported = f", {settings.export_hf}" if settings.export_hf else ""
+        exported = f", {config.export_hf}" if config.export_hf else ""
         reporter.on_note("weights", f"{folder / 'weights'}{exported} · no steps were left to run")
         return
     # Stages take the same time in all replicas; the first replica's ranks come first.
@@ -420,17 +418,17 @@ def report_end(
     ]
     cores, dtypes = setup.world.machine.cores, setup.dtypes
     forecast = forecast_run(
-        plan, job.planned, settings, cores, schedule, dtypes, optimizer_ms=by_stage
+        plan, job.planned, config, cores, schedule, dtypes, optimizer_ms=by_stage
     )
     first, last = watch.records[0], watch.records[-1]
-    whole, by_rank = split_of_run(plan, settings, schedule, watch.times)
+    whole, by_rank = split_of_run(plan, config, schedule, watch.times)
     if traced and traced[1].events:
         in_pipeline = watch.times[: len(schedule.ranks)]
-        costs, simulated = simulated_step(plan, settings, schedule, forecast, in_pipeline)
+        costs, simulated = simulated_step(plan, config, schedule, forecast, in_pipeline)
         reporter.on_timelines(costs, simulated, traced[1])
     reporter.on_end(
         Summary(
-            steps=settings.steps,
+            steps=config.steps,
             seconds=last.elapsed_s,
             first_loss=first.loss,
             last_loss=last.loss,
@@ -444,7 +442,7 @@ def report_end(
             simulated_step_ms=forecast.step_ms if forecast else None,
             output=str(folder),
             weights=str(folder / "weights"),
-            exported=settings.export_hf,
+            exported=config.export_hf,
             trace=traced[0] if traced else None,
             staleness=watch.staleness,
             epoch=last.epoch,

@@ -134,7 +134,7 @@ def lanes_of_plan(plan: Plan, rank_of_stage: Sequence[int]) -> frozenset[Lane]:
 class Job:
     """Everything that a rank needs to start.
 
-    settings: the resolved settings.
+    config: the resolved options of the run.
     task: the task of the model.
     planned: the plan as it was made.
     folder: the run's folder.
@@ -142,7 +142,7 @@ class Job:
     lock: the lock of the folder, which the process that leads the run holds.
     """
 
-    settings: RunConfig
+    config: RunConfig
     task: Task
     planned: Plan
     folder: Path
@@ -152,7 +152,7 @@ class Job:
     @property
     def plan(self) -> Plan:
         """The plan at the sizes of this run."""
-        return sized_plan(self.planned, self.settings)
+        return sized_plan(self.planned, self.config)
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ class Setup:
         """The location of the stages' weights, if not in the generated folder."""
         if self.found is not None:
             return str(self.found.path / WEIGHTS)
-        return initial_weights(self.job.settings, self.job.folder)
+        return initial_weights(self.job.config, self.job.folder)
 
 
 def set_up(
@@ -209,27 +209,27 @@ def set_up(
     board: SharedStore,
 ) -> Setup:
     """Agrees with the other ranks on the setup, and reports it on rank 0; every rank calls it."""
-    settings, plan = job.settings, job.plan
+    config, plan = job.config, job.plan
     machine = world.machine
     torch.set_num_threads(machine.threads)
     keep_freed_memory()
-    if settings.export_hf:
-        check_exportable(Path(settings.folder), settings.export_hf)
-    schedule = make_segment(plan, settings, steps=1)
-    dtypes = find_boundary_dtypes(settings, plan, job.code)
-    forecast = forecast_run(plan, job.planned, settings, machine.cores, schedule, dtypes)
+    if config.export_hf:
+        check_exportable(Path(config.folder), config.export_hf)
+    schedule = make_segment(plan, config, steps=1)
+    dtypes = find_boundary_dtypes(config, plan, job.code)
+    forecast = forecast_run(plan, job.planned, config, machine.cores, schedule, dtypes)
     if reporter is not None:
         write_schedule(job.folder, schedule)
-    wait_for_debugger(settings, world, reporter)
+    wait_for_debugger(config, world, reporter)
     _prepare_together(job, world, activities)
     with activities.during(Activity("meet", "the choice of a transport")):
-        transport = agree_on_transport(world, settings, world.machine.device)
-        copies = group_of_gradients(world, settings, world.machine.device)
+        transport = agree_on_transport(world, config, world.machine.device)
+        copies = group_of_gradients(world, config, world.machine.device)
     own = world.grid.stages_of(world.rank, schedule)
-    fields = needed_inputs(plan, own, criterion=settings.criterion is not None)
-    data = open_data(settings, job.task, plan, job.folder) if fields or reporter else None
+    fields = needed_inputs(plan, own, criterion=config.criterion is not None)
+    data = open_data(config, job.task, plan, job.folder) if fields or reporter else None
     if reporter is not None and data is not None:
-        readers = describe_data(data, plan, schedule, settings)
+        readers = describe_data(data, plan, schedule, config)
         announce(
             reporter,
             job,
@@ -263,7 +263,7 @@ def _prepare_together(job: Job, world: World, activities: Activities) -> None:
     """Rank 0 prepares the data, and all ranks wait for it."""
     if world.rank == 0:
         with activities.during(Activity("other", "prepares the data")):
-            prepare_data(job.settings, job.task, job.folder)
+            prepare_data(job.config, job.task, job.folder)
     with activities.during(Activity("meet", "the data are prepared")):
         world.meet()
 
@@ -273,15 +273,15 @@ def find_checkpoint(
 ) -> tuple[FoundCheckpoint | None, list[str]]:
     """The checkpoint to resume from, and messages about those that were skipped; rank 0 drops the
     folder's later records."""
-    settings = job.settings
-    asked, may_skip = candidates(settings, job.folder)
+    config = job.config
+    asked, may_skip = candidates(config, job.folder)
     if world.rank == 0:
         clear_unfinished(job.folder)
     with activities.during(Activity("meet", "the checkpoint to resume from")):
         found, skipped = first_good(asked, world, may_skip=may_skip)
     if found is not None:
-        check_steps(settings, found)
-        check_model(job.planned, Path(settings.folder), found)
+        check_steps(config, found)
+        check_model(job.planned, Path(config.folder), found)
     if world.rank == 0:
         keep_records_until(job.folder / METRICS, found.facts.step if found else 0)
     return found, skipped

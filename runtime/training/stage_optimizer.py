@@ -1,4 +1,4 @@
-"""A stage's parameters and settings -> its optimizer and learning-rate schedule.
+"""A stage's parameters and options -> its optimizer and learning-rate schedule.
 
 `uncompiled` unwraps methods of torch's optimizers: torch excludes them from its compiler, and for
 that loads the compiler at their first call, which costs about a second of a rank's start and up
@@ -69,7 +69,7 @@ class StageOptimizer:
     def __init__(
         self,
         stage: nn.Module,
-        settings: RunConfig,
+        config: RunConfig,
         *,
         hidden: Sequence[Tensor] = (),
         shared: Mapping[str, Tensor] | None = None,
@@ -77,11 +77,11 @@ class StageOptimizer:
         clip_factor: Callable[[Sequence[Tensor], float], float] | None = None,
     ) -> None:
         trainable = [parameter for parameter in stage.parameters() if parameter.requires_grad]
-        self._settings = settings
+        self._config = config
         self._clip_factor = clip_factor
         self.optimizer = (
             make_optimizer(
-                trainable, settings, hidden=hidden, shared=shared, refresh_every=refresh_every
+                trainable, config, hidden=hidden, shared=shared, refresh_every=refresh_every
             )
             if trainable
             else None
@@ -92,10 +92,10 @@ class StageOptimizer:
     def _factor(self, step: int) -> float:
         return lr_factor(
             step,
-            steps=self._settings.steps,
-            warmup=self._settings.warmup,
-            decay=self._settings.decay,
-            final_ratio=self._settings.final_lr_ratio,
+            steps=self._config.steps,
+            warmup=self._config.warmup,
+            decay=self._config.decay,
+            final_ratio=self._config.final_lr_ratio,
         )
 
     def future_lr(self, steps: int) -> tuple[float, ...]:
@@ -109,7 +109,7 @@ class StageOptimizer:
     @property
     def annealing_steps(self) -> int:
         """The steps over which `pipemare-rate` returns to the scheduled learning rate."""
-        return self._settings.annealing_steps or 1
+        return self._config.annealing_steps or 1
 
     def clip_factor(self, gradients: Sequence[Tensor], scale: float) -> float:
         """The factor by which the coming step would clip gradients that are `scale` times these."""
@@ -189,22 +189,22 @@ def _facts_of(optimizer: Optimizer) -> OptimizerFacts:
 
 def make_optimizer(
     parameters: Iterable[Tensor],
-    settings: RunConfig,
+    config: RunConfig,
     *,
     hidden: Sequence[Tensor] = (),
     shared: Mapping[str, Tensor] | None = None,
     refresh_every: int | None = None,
 ) -> Optimizer:
-    """The optimizer of the settings, with weight decay for matrices and without for vectors.
+    """The optimizer of the run, with weight decay for matrices and without for vectors.
 
     An optimizer of hidden matrices steps those in `hidden`, and AdamW everything else. Each of the
     `shared`, by name, has its own group, whose option `shared` is that name. `refresh_every` is in
-    steps, by default that of the settings.
+    steps, by default that of the run.
     """
     given, apart = list(parameters), shared or {}
-    facts = OPTIMIZERS[settings.optimizer]
+    facts = OPTIMIZERS[config.optimizer]
     if not facts.hidden_matrices_only:
-        return _plain(given, settings, facts, apart)
+        return _plain(given, config, facts, apart)
     own = {id(matrix) for matrix in hidden}
     matrices = [parameter for parameter in given if id(parameter) in own]
     others = [parameter for parameter in given if id(parameter) not in own]
@@ -212,38 +212,38 @@ def make_optimizer(
     if matrices:
         part = uncompiled(facts.load())(
             matrices,
-            lr=settings.lr,
-            weight_decay=settings.weight_decay,
-            **_arguments(facts, settings, refresh_every),
+            lr=config.lr,
+            weight_decay=config.weight_decay,
+            **_arguments(facts, config, refresh_every),
         )
         parts.append(part)
     if others:
-        parts.append(_plain(others, settings, OPTIMIZERS["adamw"], apart))
+        parts.append(_plain(others, config, OPTIMIZERS["adamw"], apart))
     return parts[0] if len(parts) == 1 else uncompiled(Joint)(parts)
 
 
 def _arguments(
-    facts: OptimizerFacts, settings: RunConfig, refresh_every: int | None = None
+    facts: OptimizerFacts, config: RunConfig, refresh_every: int | None = None
 ) -> dict[str, Any]:
     """The arguments of the optimizer's class besides the learning rate and the weight decay."""
     values = {
-        "momentum": settings.momentum,
-        "betas": settings.betas,
-        "refresh_every": refresh_every or settings.refresh_every,
+        "momentum": config.momentum,
+        "betas": config.betas,
+        "refresh_every": refresh_every or config.refresh_every,
     }
     return {**{name: values[name] for name in facts.takes}, **facts.arguments}
 
 
 def _plain(
     parameters: Sequence[Tensor],
-    settings: RunConfig,
+    config: RunConfig,
     facts: OptimizerFacts,
     shared: Mapping[str, Tensor],
 ) -> Optimizer:
     """An optimizer of all parameters, which differ only in their weight decay."""
     name_of = {id(parameter): own for own, parameter in shared.items()}
     own = [parameter for parameter in parameters if id(parameter) not in name_of]
-    decay = settings.weight_decay
+    decay = config.weight_decay
     groups: list[dict[str, Any]] = [
         {"params": [each for each in own if each.ndim >= 2], "weight_decay": decay},
         {"params": [each for each in own if each.ndim < 2], "weight_decay": 0.0},
@@ -258,10 +258,10 @@ def _plain(
         for parameter in parameters
         if id(parameter) in name_of
     ]
-    arguments = _arguments(facts, settings)
+    arguments = _arguments(facts, config)
     if facts.fused:
         arguments["fused"] = all(_can_fuse(parameter) for parameter in parameters)
-    return uncompiled(facts.load())(groups, lr=settings.lr, **arguments)
+    return uncompiled(facts.load())(groups, lr=config.lr, **arguments)
 
 
 def _can_fuse(parameter: Tensor) -> bool:

@@ -18,27 +18,27 @@ from .setup import Setup, make_transport
 
 def load_stages(setup: Setup) -> dict[int, nn.Module]:
     """The stages of this rank by number, on its device, in training mode."""
-    settings, world = setup.job.settings, setup.world
+    config, world = setup.job.config, setup.world
     modules = {}
     for stage in world.grid.stages_of(world.rank, setup.schedule):
         module = load_stage(
-            settings.folder,
+            config.folder,
             setup.job.planned,
             stage,
             weights=setup.weights,
             device=world.machine.device,
             code=setup.job.code,
         )
-        modules[stage] = module.to(dtype_of(settings.dtype)).train()
+        modules[stage] = module.to(dtype_of(config.dtype)).train()
     return modules
 
 
 def make_pipeline(setup: Setup, modules: Mapping[int, nn.Module]) -> Pipeline:
     """The pipeline of this rank's stages; every rank calls it."""
     job, world, schedule = setup.job, setup.world, setup.schedule
-    settings, plan, device = job.settings, job.plan, world.machine.device
-    transport = make_transport(setup.transport, world, settings, plan, schedule, device)
-    criterion = find_criterion(settings.criterion, settings.seed) if settings.criterion else None
+    config, plan, device = job.config, job.plan, world.machine.device
+    transport = make_transport(setup.transport, world, config, plan, schedule, device)
+    criterion = find_criterion(config.criterion, config.seed) if config.criterion else None
     return Pipeline(
         plan,
         modules,
@@ -47,13 +47,13 @@ def make_pipeline(setup: Setup, modules: Mapping[int, nn.Module]) -> Pipeline:
         ),
         rank_of_stage=schedule.rank_of_stage,
         replicas=schedule.replicas,
-        staleness=settings.methods,
+        staleness=config.methods,
         criterion=criterion,
         device=device,
-        precision=precision_of(settings),
+        precision=precision_of(config),
         dtypes=setup.dtypes,
-        seed=settings.seed,
-        batch_norm_per_step=settings.batch_norm == "mini-batch",
+        seed=config.seed,
+        batch_norm_per_step=config.batch_norm == "mini-batch",
     )
 
 

@@ -36,7 +36,7 @@ class Watch:
 
     def __init__(
         self,
-        settings: RunConfig,
+        config: RunConfig,
         task: Task,
         gather: Gather,
         reporter: Reporter,
@@ -45,16 +45,16 @@ class Watch:
         length: int,
         seconds: float = 0.0,
     ) -> None:
-        self._settings = settings
+        self._config = config
         self._gather = gather
         self._reporter = reporter
         self._batch, self._length, self._before_s = batch, length, seconds
         size = batch.samples
         self._unit = "tok" if task.kind == "text" else "samples"
-        self._per_step = size * (settings.seq or 1) if task.kind == "text" else size
+        self._per_step = size * (config.seq or 1) if task.kind == "text" else size
         self._started_s = perf_counter()
         self._interval: list[list[RankFigures]] = []
-        self.staleness = StalenessSummary() if settings.is_async else None
+        self.staleness = StalenessSummary() if config.is_async else None
         self._steady: deque[list[RankFigures]] = deque(maxlen=_STEADY)
         self.records: list[StepRecord] = []
         self.step = batch.first_step
@@ -67,7 +67,7 @@ class Watch:
     def drain(self, step: int) -> None:
         """Reports the steps up to `step`, and waits for metrics that are missing."""
         while self.step < step:
-            figures = self._gather.take(wait_s=self._settings.patience_s)
+            figures = self._gather.take(wait_s=self._config.patience_s)
             assert figures is not None
             self._take(figures)
 
@@ -111,7 +111,7 @@ class Watch:
         self._interval.append(figures)
         self.step = step = int(figures[0].step)
         is_first = step == self._batch.first_step + 1
-        if not is_first or self._settings.steps == step:
+        if not is_first or self._config.steps == step:
             self._steady.append(figures)
         record = self._record(step, figures)
         if self.staleness is not None:
@@ -123,24 +123,24 @@ class Watch:
         self._reporter.on_step(record)
 
     def _record(self, step: int, figures: list[RankFigures]) -> StepRecord:
-        settings = self._settings
-        late = _with_delays(StalenessSummary(), figures) if settings.is_async else None
+        config = self._config
+        late = _with_delays(StalenessSummary(), figures) if config.is_async else None
         losses = [rank.loss for rank in figures if not math.isnan(rank.loss)]
         squares = [rank.squared_norm for rank in figures]
         walls = [max(rank.wall_s for rank in ranks) for ranks in self._interval]
         wall_s = max(sum(walls), 1e-9)
         factor = lr_factor(
             step - 1,
-            steps=settings.steps,
-            warmup=settings.warmup,
-            decay=settings.decay,
-            final_ratio=settings.final_lr_ratio,
+            steps=config.steps,
+            warmup=config.warmup,
+            decay=config.decay,
+            final_ratio=config.final_lr_ratio,
         )
         return StepRecord(
             step=step,
-            steps=settings.steps,
+            steps=config.steps,
             loss=sum(losses) if losses else math.nan,
-            lr=settings.lr * factor,
+            lr=config.lr * factor,
             grad_norm=None if any(map(math.isnan, squares)) else math.sqrt(sum(squares)),
             rate=self._per_step * len(walls) / wall_s,
             unit=self._unit,
@@ -152,9 +152,9 @@ class Watch:
             mem_bytes=int(max(rank.mem_bytes for rank in figures)),
             step_ms=wall_s * 1000 / len(walls),
             elapsed_s=self.elapsed_s,
-            logged=is_logged(step, settings),
-            epoch=consumed(settings, self._batch, step) / self._length,
-            loss_scale=figures[0].loss_scale if settings.is_scaled else None,
+            logged=is_logged(step, config),
+            epoch=consumed(config, self._batch, step) / self._length,
+            loss_scale=figures[0].loss_scale if config.is_scaled else None,
             skipped=int(figures[0].skipped),
             delay_mean=round(late.delay_mean, 4) if late else None,
             delay_max=late.delay_max if late else None,
@@ -167,9 +167,9 @@ class Watch:
     def _action_ms(self) -> dict[str, tuple[float, ...]]:
         """The time of one action of each kind at each stage since the last logged step. Each rank
         of a stage runs some of its micro-batches; all of them make its optimizer steps."""
-        settings, interval = self._settings, self._interval
+        config, interval = self._config, self._interval
         stages = len(interval[0][0].stage_s) // len(COMPUTING)
-        in_step = settings.micro_batches * settings.pipelines
+        in_step = config.micro_batches * config.pipelines
 
         def by_rank(stage: int, *kinds: Kind) -> list[float]:
             places = [COMPUTING.index(kind) * stages + stage for kind in kinds]

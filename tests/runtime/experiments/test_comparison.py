@@ -62,7 +62,7 @@ def loss_of_training(settings: Settings, output: Path) -> float:
     """What asyncpipe-train evaluates to at the end of the same run."""
     settings = replace(settings, output=str(output), eval_every=0, ranks=1, threads=1)
     job = make_folder(make_job(settings))
-    run_rank(job, stay_alone(job.settings, job.plan, job.code), FACTORY)
+    run_rank(job, stay_alone(job.config, job.plan, job.code), FACTORY)
     loss: float = events_of(output, "eval")[-1]["loss"]
     return loss
 
@@ -257,7 +257,7 @@ def test_synchronous_steps_take_those_of_1f1b_and_the_rest_begins_after_them(fol
     flushed = forecast_step(job.planned, "1f1b", 2).step_ms
 
     def ends_of(**options: Any) -> tuple[float, ...]:
-        return step_ends_ms(replace(job, settings=replace(job.settings, **options)))
+        return step_ends_ms(replace(job, config=replace(job.config, **options)))
 
     ends = ends_of()
     assert ends[:3] == pytest.approx([flushed, 2 * flushed, 3 * flushed])
@@ -266,7 +266,7 @@ def test_synchronous_steps_take_those_of_1f1b_and_the_rest_begins_after_them(fol
     sync = ends_of(schedule="single")
     assert sync == pytest.approx([step * flushed for step in range(1, 11)])
     assert ends[-1] < sync[-1]
-    size = job.settings.micro_batch_size or 0
+    size = job.config.micro_batch_size or 0
     assert ends_of(micro_batch_size=2 * size)[0] > 1.9 * ends[0]
 
 

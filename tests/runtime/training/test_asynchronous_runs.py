@@ -143,8 +143,8 @@ def test_a_short_last_step_counts_as_much_less(folder: Path, tmp_path: Path, sch
     lines = train(folder, tmp_path / "short", remainder="proportional", **given)
     assert steps_of(lines, "step") == [1, 2, 3]
     job = make_job(Settings(folder=str(folder), **options(given)))
-    data = open_data(job.settings, job.task, job.plan, Path())
-    order = SampleOrder(len(data.train), job.settings.seed)
+    data = open_data(job.config, job.task, job.plan, Path())
+    order = SampleOrder(len(data.train), job.config.seed)
     last = Feed(data.train, order, StepBatch((4,)), job.task.fields)(2 * EVERY)
     model = PlainMlp()
     model.load_state_dict(weights(tmp_path / "drop"))
@@ -158,10 +158,10 @@ def test_a_short_last_step_counts_as_much_less(folder: Path, tmp_path: Path, sch
 
 def test_samples_make_steps_over_epochs_without_a_drain(folder: Path) -> None:
     job = make_job(Settings(folder=str(folder), **options({"samples": 20_000})))
-    assert job.settings.steps == 20_000 // (4 * EVERY)
-    assert len(list(segments(job.settings))) == 2  # of 4096 micro-batches at most
-    again = make_job(replace(job.settings, output=None))
-    assert again.settings.steps == job.settings.steps
+    assert job.config.steps == 20_000 // (4 * EVERY)
+    assert len(list(segments(job.config))) == 2  # of 4096 micro-batches at most
+    again = make_job(replace(job.config, output=None))
+    assert again.config.steps == job.config.steps
 
 
 def test_staleness_is_told_before_the_run_and_at_its_end(folder: Path, tmp_path: Path) -> None:
@@ -198,24 +198,24 @@ def test_the_copies_of_weights_are_told_before_the_run(folder: Path) -> None:
 
 def test_stages_that_run_far_ahead_are_planned_in_time(folder: Path) -> None:
     job = make_job(Settings(folder=str(folder), **options({"ahead": "1300x"})))
-    schedule = make_segment(job.plan, job.settings, steps=1)
+    schedule = make_segment(job.plan, job.config, steps=1)
     start = time.process_time()
-    describe_copies(job.plan, schedule, job.settings)
+    describe_copies(job.plan, schedule, job.config)
     assert time.process_time() - start < 1.0
 
 
 def test_without_staleness_nothing_is_said_to_be_old(folder: Path) -> None:
     job = make_job(Settings(folder=str(folder), **options({"staleness_cap": 0})))
-    schedule = make_segment(job.plan, job.settings, steps=1)
-    assert "no weights are stale" in describe_algorithm(schedule, job.settings)
+    schedule = make_segment(job.plan, job.config, steps=1)
+    assert "no weights are stale" in describe_algorithm(schedule, job.config)
 
 
 def test_2bw_has_its_own_versions_of_the_weights(folder: Path) -> None:
     resolved = make_job(
         Settings(folder=str(folder), **options({"schedule": "2bw", "micro_batches": 4}))
     )
-    assert resolved.settings.staleness == "2bw"
-    assert make_segment(resolved.plan, resolved.settings, steps=2).name == "2bw"
+    assert resolved.config.staleness == "2bw"
+    assert make_segment(resolved.plan, resolved.config, steps=2).name == "2bw"
 
 
 @pytest.mark.parametrize(
@@ -253,5 +253,5 @@ def test_options_that_do_not_fit_are_refused(
 ) -> None:
     with pytest.raises(AsyncPipeError) as caught:
         job = make_job(Settings(folder=str(folder), **options(given)))
-        make_segment(job.plan, job.settings, steps=1)
+        make_segment(job.plan, job.config, steps=1)
     assert what in caught.value.what and caught.value.cure

@@ -69,7 +69,7 @@ def plain_losses(
 ) -> tuple[list[float], list[float]]:
     """The loop that a person would write: losses and gradient norms before clipping."""
     job = make_job(Settings(folder=str(folder), schedule="single", **options))
-    settings, plan = job.settings, job.plan
+    settings, plan = job.config, job.plan
     data = open_data(settings, job.task, plan, Path())
     order = SampleOrder(len(data.train), settings.seed)
     feed = Feed(data.train, order, StepBatch.of(settings), job.task.fields)
@@ -138,10 +138,10 @@ def test_a_smaller_last_micro_batch_weighs_less(folders: Path, tmp_path: Path) -
     model = PlainMlp().double()
     # The plain model on all 14 samples of a step at once.
     job = make_job(Settings(folder=str(folders / "mlp"), schedule="single", **options))
-    data = open_data(job.settings, job.task, job.plan, Path())
-    order = SampleOrder(len(data.train), job.settings.seed)
+    data = open_data(job.config, job.task, job.plan, Path())
+    order = SampleOrder(len(data.train), job.config.seed)
     feed = Feed(data.train, order, StepBatch((14,)), job.task.fields)
-    optimizer = make_optimizer(model.parameters(), job.settings)
+    optimizer = make_optimizer(model.parameters(), job.config)
     losses = []
     for step in range(5):
         fields = feed(step)
@@ -220,7 +220,7 @@ def test_evaluation_is_the_mean_loss_of_the_trained_model(
 ) -> None:
     lines = train(folders / "text", tmp_path / "run", data=str(text_file), eval_batches=2)
     job = make_job(Settings(folder=str(folders / "text"), data=str(text_file)))
-    data = open_data(job.settings, job.task, job.plan, Path())
+    data = open_data(job.config, job.task, job.plan, Path())
     assert data.evaluation is not None
     pipe = load(folders / "text", weights=tmp_path / "run" / "weights").eval()
     feed = Feed(data.evaluation, None, StepBatch((2,)), job.task.fields)

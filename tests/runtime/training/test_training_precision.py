@@ -62,7 +62,7 @@ def plain(folder: Path, **options: Any) -> tuple[list[float], list[float], list[
     data = str(folder.parent / "words.txt") if folder.name == "text" else None
     asked = Settings(folder=str(folder), schedule="single", steps=STEPS, data=data, **options)
     job = make_job(replace(asked, decay="none", warmup=0))
-    settings = job.settings
+    settings = job.config
     opened = open_data(settings, job.task, job.plan, Path())
     order = SampleOrder(len(opened.train), settings.seed)
     feed = Feed(opened.train, order, StepBatch.of(settings), job.task.fields)

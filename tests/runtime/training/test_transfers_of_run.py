@@ -85,9 +85,9 @@ def test_transfers_grow_with_the_sizes_of_a_run(folder: Path) -> None:
 def foreseen(folder: Path, dtypes: BoundaryDtypes, **options: object) -> Forecast:
     given = {"schedule": "1f1b", "micro_batches": 4, "steps": 2, "clip": 0.0} | options
     job = make_job(Settings(folder=str(folder), data="random", **given))  # type: ignore[arg-type]
-    schedule = make_segment(job.plan, job.settings, steps=1)
+    schedule = make_segment(job.plan, job.config, steps=1)
     plan = replace(slow(job.plan), shared=())  # of tied weights ranks wait anyway
-    found = forecast_run(plan, job.planned, job.settings, 16, schedule, dtypes)
+    found = forecast_run(plan, job.planned, job.config, 16, schedule, dtypes)
     assert found is not None
     return found
 
