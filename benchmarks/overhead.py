@@ -31,17 +31,14 @@ from torch import Tensor, nn
 from asyncpipe.runtime.executor.mailbox import forward_edges, gradient_edges
 from asyncpipe.runtime.executor.pipeline import Pipeline
 from asyncpipe.runtime.plan.plan import (
-    Boundary,
     Plan,
-    PlanSetting,
-    StageMemory,
-    StageSpec,
     TensorSpec,
 )
 from asyncpipe.runtime.schedule.builders import make_schedule
 from asyncpipe.runtime.schedule.dependencies import lower
 from asyncpipe.runtime.transports.choose import open_transport
 from asyncpipe.runtime.transports.protocol import LocalHub, Transport
+from asyncpipe.tests.support.models.plans import connected, plan_by_hand, stage_by_hand
 
 MICRO_BATCHES, STAGES, ROUNDS = 64, 2, 21
 TRANSPORTS, SCHEDULES = ("shm", "gloo"), ("1f1b", "gpipe")
@@ -63,53 +60,15 @@ def empty_plan(stages: int) -> Plan:
     """A chain of stages that pass on one number."""
     names = ["x", *(f"h{j}" for j in range(1, stages)), "loss"]
     tensors = [TensorSpec(name, "float32", (1,), requires_grad=True) for name in names]
-    boundaries = [Boundary(tensors[j], j - 1, (j,)) for j in range(1, stages)]
-    return Plan(
-        name="empty",
-        model="",
-        model_args={},
-        command="",
+    made = [stage_by_hand(j, (names[j],), (names[j + 1],)) for j in range(stages)]
+    return plan_by_hand(
+        "empty",
         sizes={},
         inputs=(tensors[0],),
         values=tuple(tensors),
         outputs="loss",
         loss="loss",
-        criterion=None,
-        stages=tuple(
-            StageSpec(
-                index=j,
-                file="",
-                class_name="",
-                modules=(),
-                inputs=(names[j],),
-                outputs=(names[j + 1],),
-                parameters=(),
-                buffers=(),
-                draws_random=False,
-                forward_ms=0.0,
-                backward_ms=0.0,
-                param_bytes=0,
-                activation_bytes=0,
-                peak_bytes=0,
-                sends=tuple(boundaries[j : j + 1]),
-                receives=tuple(boundaries[j - 1 : j]) if j else (),
-                memory=StageMemory(),
-                in_flight=1,
-                load_ms=0.0,
-                ranks=(j,),
-            )
-            for j in range(stages)
-        ),
-        shared=(),
-        method="",
-        bottleneck_ms=0.0,
-        lower_bound_ms=0.0,
-        even_split_ms=0.0,
-        optimal=True,
-        setting=PlanSetting(),
-        profile={},
-        hashes={},
-        weights="",
+        stages=connected(made, dict(zip(names, tensors, strict=True))),
     )
 
 

@@ -14,16 +14,13 @@ from torch.nn import functional as F
 
 from asyncpipe.runtime.config.settings import Settings
 from asyncpipe.runtime.plan.plan import (
-    Boundary,
     Plan,
-    PlanSetting,
     SharedParameter,
-    StageMemory,
-    StageSpec,
     TensorSpec,
 )
 from asyncpipe.runtime.plan.trust import remember
 from asyncpipe.runtime.tensor_files import write_shard
+from asyncpipe.tests.support.models.plans import connected, plan_by_hand, stage_by_hand
 
 WIDTH = 16
 CLASSES = 4
@@ -136,7 +133,7 @@ def write_mlp(
         running = tuple(name for name in kept if "running" in name or "num" in name)
         names += [name for name in kept if name not in running]
         specs.append(
-            _stage(
+            stage_by_hand(
                 j,
                 inputs=("x" if j == 0 else f"h_{j - 1}",),
                 outputs=("logits" if j == stages - 1 else f"h_{j}",),
@@ -147,7 +144,7 @@ def write_mlp(
         )
     hidden = [TensorSpec(f"h_{j}", "float32", ("batch", WIDTH), True) for j in range(stages - 1)]
     logits = TensorSpec("logits", "float32", ("batch", CLASSES))
-    plan = _plan(
+    plan = plan_by_hand(
         name,
         sizes={"batch": 4},
         inputs=(TensorSpec("x", "float32", ("batch", WIDTH)),),
@@ -155,7 +152,7 @@ def write_mlp(
         outputs="logits",
         loss=None,
         criterion="cross_entropy",
-        stages=_connected(specs, {spec.name: spec for spec in hidden}),
+        stages=connected(specs, {spec.name: spec for spec in hidden}),
         state_keys=(*model.state_dict(), *norms),
     )
     _write(folder, plan, files, model.state_dict() | norms)
@@ -224,13 +221,13 @@ class Stage(nn.Module):
 """
     hidden = TensorSpec("hidden", "float32", ("batch", "sequence", WIDTH), True)
     specs = [
-        _stage(
+        stage_by_hand(
             0,
             inputs=("input_ids",),
             outputs=("hidden",),
             parameters=("wte.weight", "wpe.weight", "inner.weight", "inner.bias"),
         ),
-        _stage(
+        stage_by_hand(
             1,
             inputs=("hidden", "labels"),
             outputs=("loss", "logits"),
@@ -238,7 +235,7 @@ class Stage(nn.Module):
         ),
     ]
     ids = [TensorSpec(key, "int64", ("batch", "sequence")) for key in ("input_ids", "labels")]
-    plan = _plan(
+    plan = plan_by_hand(
         name,
         sizes={"batch": 2, "sequence": 32},
         inputs=tuple(ids),
@@ -249,8 +246,7 @@ class Stage(nn.Module):
         ),
         outputs={"loss": "loss", "logits": "logits"},
         loss="loss",
-        criterion=None,
-        stages=_connected(specs, {"hidden": hidden}),
+        stages=connected(specs, {"hidden": hidden}),
         state_keys=tuple(model.state_dict()),
     )
     tied = SharedParameter(("wte.weight", "head.weight"), ((0, "wte.weight"), (1, "head.weight")))
@@ -258,12 +254,12 @@ class Stage(nn.Module):
     state = {key: value for key, value in model.state_dict().items() if key != "head.weight"}
     if whole:
         names = (*specs[0].parameters, "norm.weight", "norm.bias")
-        spec = _stage(
+        spec = stage_by_hand(
             0, inputs=("input_ids", "labels"), outputs=("loss", "logits"), parameters=names
         )
         plan = replace(
             plan,
-            stages=_connected([spec], {}),
+            stages=connected([spec], {}),
             values=plan.values[1:],
             shared=(replace(tied, holders=((0, "wte.weight"),)),),
         )
@@ -282,80 +278,6 @@ def _write(folder: Path, plan: Plan, files: Mapping[str, str], state: Mapping[st
     (folder / "hf").mkdir()
     (folder / "hf" / "config.json").write_text(json.dumps({"architectures": ["Handmade"]}))
     remember(folder)
-
-
-def _stage(
-    index: int,
-    *,
-    inputs: tuple[str, ...],
-    outputs: tuple[str, ...],
-    parameters: tuple[str, ...],
-    buffers: tuple[str, ...] = (),
-    draws_random: bool = False,
-) -> StageSpec:
-    return StageSpec(
-        index=index,
-        file=f"stage_{index}.py",
-        class_name="Stage",
-        modules=(),
-        inputs=inputs,
-        outputs=outputs,
-        parameters=parameters,
-        buffers=buffers,
-        draws_random=draws_random,
-        forward_ms=1.0,
-        backward_ms=2.0,
-        param_bytes=0,
-        activation_bytes=0,
-        peak_bytes=0,
-        sends=(),
-        receives=(),
-        memory=StageMemory(),
-        in_flight=1,
-        load_ms=3.0,
-        ranks=(index,),
-    )
-
-
-def _connected(specs: list[StageSpec], crossing: Mapping[str, TensorSpec]) -> tuple[StageSpec, ...]:
-    boundaries = [
-        Boundary(
-            crossing[name],
-            source.index,
-            tuple(target.index for target in specs if name in target.inputs),
-        )
-        for source in specs
-        for name in source.outputs
-        if name in crossing
-    ]
-    return tuple(
-        replace(
-            spec,
-            sends=tuple(b for b in boundaries if b.source == spec.index),
-            receives=tuple(b for b in boundaries if spec.index in b.targets),
-        )
-        for spec in specs
-    )
-
-
-def _plan(name: str, **fields: object) -> Plan:
-    return Plan(
-        name=name,
-        model=name,
-        model_args={},
-        command=f"asyncpipe-partition --model {name} --stages 2",
-        shared=(),
-        method="by hand",
-        bottleneck_ms=3.0,
-        lower_bound_ms=3.0,
-        even_split_ms=3.0,
-        optimal=True,
-        setting=PlanSetting(),
-        profile={},
-        hashes={},
-        weights="random",
-        **fields,  # type: ignore[arg-type]
-    )
 
 
 def exact_settings(folder: Path, output: Path, **given: Any) -> Settings:

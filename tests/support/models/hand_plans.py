@@ -6,21 +6,18 @@ Chained in one graph, the stages of a hand model are the plain model.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from asyncpipe.runtime.plan.plan import (
-    Boundary,
     Plan,
-    PlanSetting,
     SharedParameter,
-    StageMemory,
-    StageSpec,
     TensorSpec,
 )
+from asyncpipe.tests.support.models.plans import connected, plan_by_hand, stage_by_hand
 
 BATCH, WIDTH = 3, 4
 
@@ -77,73 +74,26 @@ def hand_model(
     values = model.forward([stage.build().double() for stage in stages], make_inputs(0))
     specs = {name: _spec(name, value) for name, value in values.items() if name != "target"}
     model_inputs = [name for name in make_inputs(0) if name != "target"]
-    source = {name: j for j, stage in enumerate(stages) for name in stage.outputs}
-    boundaries = [
-        Boundary(
-            specs[name],
-            j,
-            tuple(t for t in range(j + 1, len(stages)) if name in stages[t].inputs),
-        )
-        for name, j in source.items()
+    made = [
+        stage_by_hand(j, stage.inputs, stage.outputs, draws_random=stage.draws_random)
+        for j, stage in enumerate(stages)
     ]
-    boundaries = [boundary for boundary in boundaries if boundary.targets]
-    return HandModel(
-        Plan(
-            name="hand",
-            model="",
-            model_args={},
-            command="",
-            sizes={"batch": BATCH},
-            inputs=tuple(specs[name] for name in model_inputs),
-            values=tuple(specs.values()),
-            outputs=outputs,
-            loss=loss,
-            criterion=None,
-            stages=tuple(_stage_spec(j, stage, boundaries) for j, stage in enumerate(stages)),
-            shared=shared,
-            method="hand",
-            bottleneck_ms=1.0,
-            lower_bound_ms=1.0,
-            even_split_ms=1.0,
-            optimal=True,
-            setting=PlanSetting(),
-            profile={},
-            hashes={},
-            weights="",
-        ),
-        tuple(stages),
-        make_inputs,
+    plan = plan_by_hand(
+        "hand",
+        sizes={"batch": BATCH},
+        inputs=tuple(specs[name] for name in model_inputs),
+        values=tuple(specs.values()),
+        outputs=outputs,
+        loss=loss,
+        stages=connected(made, specs),
+        shared=shared,
     )
+    return replace(model, plan=plan)
 
 
 def _spec(name: str, value: Tensor) -> TensorSpec:
     shape = tuple("batch" if d == 0 and n == BATCH else n for d, n in enumerate(value.shape))
     return TensorSpec(name, str(value.dtype).removeprefix("torch."), shape, value.requires_grad)
-
-
-def _stage_spec(index: int, stage: HandStage, boundaries: list[Boundary]) -> StageSpec:
-    return StageSpec(
-        index=index,
-        file="",
-        class_name="",
-        modules=(),
-        inputs=stage.inputs,
-        outputs=stage.outputs,
-        parameters=(),
-        buffers=(),
-        draws_random=stage.draws_random,
-        forward_ms=1.0,
-        backward_ms=2.0,
-        param_bytes=0,
-        activation_bytes=0,
-        peak_bytes=0,
-        sends=tuple(b for b in boundaries if b.source == index),
-        receives=tuple(b for b in boundaries if index in b.targets),
-        memory=StageMemory(),
-        in_flight=1,
-        load_ms=3.0,
-        ranks=(index,),
-    )
 
 
 class Block(nn.Module):
