@@ -1,12 +1,6 @@
-"""How plans look on a terminal and in a log: phases, tables, findings.
+"""What commands print: plans, comparisons, sweeps, runs that are over, and what a machine has.
 
-How a comparison looks on a terminal: a line a run, then the table.
-
-How runs that are over look on a terminal, and what there is here for one.
-
-How a sweep looks on a terminal: a line a run that is over, then the table.
-
-A terminal that shows names and texts of others as what they are.
+`SafeConsole` is a terminal that shows names and texts of others as what they are.
 """
 
 from __future__ import annotations

@@ -42,12 +42,7 @@ _NO_MODULE = "other operations"
 
 @dataclass(frozen=True, slots=True)
 class _Transfers:
-    """What the generated stages send.
-
-    boundaries: the tensors that cross
-    communication: the times of a micro-batch
-    exchange_ms: the time of each stage's optimizer step for parameters of several stages
-    """
+    """The tensors that cross, their times, and those of each stage's exchanges in a step."""
 
     boundaries: Sequence[Boundary]
     communication: Communication

@@ -136,3 +136,12 @@ def code_of(options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         for text in value if isinstance(value, tuple) else (value,):
             specs = map(str.strip, str(text).split(",")) if option == "log" else [str(text)]
             yield from ((option, spec) for spec in specs if names_object(spec))
+
+
+def own_files(options: Mapping[str, Any]) -> Iterator[tuple[str, bytes | None]]:
+    """The user's files with data and criterion: the option that names each, and its content; None
+    for a file that is not on this host, as not every rank needs each."""
+    for option, spec in code_of(options):
+        path = Path(spec.rpartition(":")[0])
+        if option != "log" and path.suffix == ".py":
+            yield f"--{option} {spec}, a file", path.read_bytes() if path.is_file() else None

@@ -14,7 +14,7 @@ import json
 import os
 import socket
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from math import inf
@@ -25,7 +25,7 @@ import torch
 
 from .. import __version__
 from ..config.execution_options import ExecutionOptions
-from ..config.option_files import code_of
+from ..config.option_files import own_files
 from ..config.resolve import check_devices, gpu_of_rank
 from ..config.settings import RunConfig, SettingsError
 from ..errors import TransportError
@@ -308,23 +308,14 @@ def find_resources(config: RunConfig, plan: Plan, code: Mapping[str, str]) -> Ra
             ("torch", torch.__version__),
             ("the plan", _short(plan.to_json().encode())),
             ("the stages", _short(json.dumps(code, sort_keys=True).encode())),
-            *_own_files(config),
+            *((of, _short(data)) for of, data in own_files(asdict(config))),
         ),
         trusted=config.trust or is_trusted(config.folder),
     )
 
 
-def _own_files(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """The user's files with data and criterion, and their checksums; "" for a file that is not on
-    this host, as not every rank needs each."""
-    for option, spec in code_of(asdict(config)):
-        path = Path(spec.rpartition(":")[0])
-        if option != "log" and path.suffix == ".py":
-            yield f"--{option} {spec}, a file", _short(path.read_bytes()) if path.is_file() else ""
-
-
-def _short(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:8]
+def _short(content: bytes | None) -> str:
+    return "" if content is None else hashlib.sha256(content).hexdigest()[:8]
 
 
 def check_alike(resources: Sequence[RankResources]) -> None:

@@ -20,14 +20,15 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..checkpoint.contents import FoundCheckpoint, Rank, Wanted, put, state_of, weights_of
 from ..checkpoint.folders import STATE, WEIGHTS, CheckpointError, Facts
 from ..checkpoint.resuming import differences
 from ..checkpoint.saving import CheckpointPart, Saver
+from ..checkpoint.storage import copy_configuration, write_weights
 from ..config.settings import RunConfig
-from ..distributed.process_groups import SharedStore
+from ..distributed.process_groups import SharedStore, World
 from ..errors import PlanError, TransportError
 from ..executor.instrumented import Activities, Activity
 from ..plan.plan import Plan
@@ -281,3 +282,24 @@ class Stopping:
         if steps:
             self.last = max(map(int, steps))
             self._agreed.set()
+
+
+def save_weights(
+    plan: Plan,
+    config: RunConfig,
+    folder: Path,
+    modules: Mapping[int, nn.Module],
+    unused: Mapping[str, Tensor],
+    world: World,
+    activities: Activities,
+) -> None:
+    """Writes the first replica's weights, and exports them if requested; every rank calls it.
+    `unused` are as for `write_weights`."""
+    targets = [folder / "weights", *([Path(config.export_hf)] if config.export_hf else [])]
+    for target in targets:
+        with activities.during(Activity("other", "writes the weights")):
+            write_weights(target, plan, modules if world.copy == 0 else {}, unused, world)
+    if config.export_hf and world.rank == 0:
+        copy_configuration(Path(config.export_hf), Path(config.folder))
+    with activities.during(Activity("meet", "the weights are written")):
+        world.meet()

@@ -30,12 +30,12 @@ from ..rng import drawing_from
 from ..schedule.schedule import Schedule
 from ..user_code import exits_told
 from .batches import Dataset, Feed, MicroBatches, feed_nothing
-from .checkpointing import Checkpoints, Stopped, Stopping, describe_resumption, resume
+from .checkpointing import Checkpoints, Stopped, Stopping, describe_resumption, resume, save_weights
 from .data_consistency import Agreement
 from .evaluation import Evaluator
 from .optimizer_step import OptimizerStepper
 from .remeasure import Remeasuring
-from .run_summary import report_end, save_weights
+from .run_summary import report_end
 from .setup import Job, Setup, find_checkpoint, set_up, write_schedule
 from .stages import check_tokens, load_stages, make_pipeline
 from .step_records import Watch

@@ -7,14 +7,10 @@ latency, the time of a transfer scales with its bytes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torch import Tensor, nn
-
-from ..checkpoint.storage import copy_configuration, write_weights
 from ..config.asynchronous_options import (
     delays_of,
     describe_copies,
@@ -29,9 +25,7 @@ from ..config.segments import make_segment, waiting_stages
 from ..config.settings import RunConfig
 from ..data.task import TARGET
 from ..distributed.cpu_affinity import Machine
-from ..distributed.process_groups import World
 from ..distributed.ranks import describe_placement, describe_ranks, grid_of, placement_warning
-from ..executor.instrumented import Activities, Activity
 from ..executor.precision import BoundaryDtypes
 from ..executor.run import needed_inputs
 from ..monitoring.idle import simulated_step, split_of_run
@@ -370,27 +364,6 @@ def describe_optimizer(config: RunConfig, delays: Sequence[int] = (0,)) -> str:
 
 def _readers(ranks: list[str]) -> str:
     return f"rank {ranks[0]} reads" if len(ranks) == 1 else f"ranks {', '.join(ranks)} read"
-
-
-def save_weights(
-    plan: Plan,
-    config: RunConfig,
-    folder: Path,
-    modules: Mapping[int, nn.Module],
-    unused: Mapping[str, Tensor],
-    world: World,
-    activities: Activities,
-) -> None:
-    """Writes the first replica's weights, and exports them if requested; every rank calls it.
-    `unused` are as for `write_weights`."""
-    targets = [folder / "weights", *([Path(config.export_hf)] if config.export_hf else [])]
-    for target in targets:
-        with activities.during(Activity("other", "writes the weights")):
-            write_weights(target, plan, modules if world.copy == 0 else {}, unused, world)
-    if config.export_hf and world.rank == 0:
-        copy_configuration(Path(config.export_hf), Path(config.folder))
-    with activities.during(Activity("meet", "the weights are written")):
-        world.meet()
 
 
 def report_end(
