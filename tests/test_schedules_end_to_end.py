@@ -110,7 +110,7 @@ def plan_and_config(folder: Path, **options: Any) -> tuple[Plan, RunConfig]:
 @pytest.mark.parametrize(
     ("text", "options", "what", "cure"),
     [
-        ("rank 0: 0F0 0B0 0S1", {"micro_batches": 1}, "of 1 stages, but the plan has 4", "Print"),
+        ("rank 0: 0F0 0B0 0S1", {"micro_batches": 1}, "has 1 stage, but the plan has 4", "Print"),
         ("{}", {"micro_batches": 5}, "has 4 micro-batches, but a step has 5", "-batches 4"),
         ("{}", {"ranks": 4}, "has 2 ranks, but --ranks is 4", "--ranks 2"),
         ("rank 0: hello", {}, "'hello' is not an action", "Actions look like"),

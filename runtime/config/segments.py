@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ..errors import ScheduleError
 from ..executor.mailbox import forward_edges, gradient_edges, shared_stages
+from ..formatting import counted
 from ..plan.forecast import costs_of_plan
 from ..plan.plan import Plan
 from ..schedule.asynchronous import ASYNCHRONOUS
@@ -182,7 +183,8 @@ def _read(path: str, plan: Plan, config: RunConfig) -> Schedule:
     again = f"Print one that does: --schedule {made.name} --print-schedule"
     if made.stages != len(plan.stages):
         raise ScheduleError(
-            f"{path} has {made.stages} stages, but the plan has {len(plan.stages)}.", again
+            f"{path} has {counted(made.stages, 'stage')}, but the plan has {len(plan.stages)}.",
+            again,
         )
     if not made.synchronous:
         raise ScheduleError(
@@ -203,7 +205,7 @@ def _read(path: str, plan: Plan, config: RunConfig) -> Schedule:
         )
     if config.ranks not in (None, len(made.ranks)):
         raise ScheduleError(
-            f"{path} has {len(made.ranks)} ranks, but --ranks is {config.ranks}.",
+            f"{path} has {counted(len(made.ranks), 'rank')}, but --ranks is {config.ranks}.",
             f"--ranks {len(made.ranks)}, or leave it out.",
         )
     return made.compute
