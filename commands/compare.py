@@ -9,10 +9,10 @@ from typing import Annotated
 from cyclopts import App, Group, Parameter
 
 from ..runtime import __version__
-from ..runtime.config.options import options_of
 from ..runtime.config.settings import Settings
 from ..runtime.limits import Choice, ListOf, Text, path
 from ..runtime.optimizers.facts import OPTIMIZERS
+from ..runtime.options import options_of
 from .console import make_console
 from .options import limited, with_limits
 from .training_options import ComparedOptions

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, make_dataclass
+from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
@@ -13,11 +13,8 @@ from ..partitioner.planning.options import (
     DEVICES,
     GROUPS,
     MODEL,
-    Option,
     PartitionOptions,
-    options_of,
 )
-from ..partitioner.planning.options import option as declare
 from ..runtime.limits import (
     Choice,
     Flag,
@@ -30,6 +27,8 @@ from ..runtime.limits import (
     path,
     refusal,
 )
+from ..runtime.options import Option, options_of
+from ..runtime.options import option as declare
 from .running import usage
 
 T = TypeVar("T")
@@ -87,19 +86,16 @@ PRINTING = "Printing"
 _GROUPS = {name: Group.create_ordered(name) for name in (*GROUPS, PRINTING)}
 
 
-def _flag(name: str, declared: Option, default: Any) -> Any:
+def flag_type(name: str, declared: Option, kind: Any) -> Any:
     """The type of a flag with how cyclopts shows and reads it. None means not given."""
-    is_named = isinstance(default, str | int | float) and not isinstance(default, bool)
-    help = declared.help
-    if is_named and not declared.is_words:
-        help += f" [default: {default}]"
+    group: dict[str, Any] = {"group": _GROUPS[declared.group]} if declared.group else {}
     shown = Parameter(
         name=(flag_of(name), *filter(None, [declared.short])),
-        help=help,
-        group=_GROUPS[declared.group],
+        help=declared.help + declared.shown_default,
         show_default=False,
+        **group,
     )
-    return Annotated[_kind(declared.limit), shown, limited(declared.limit, name)]
+    return Annotated[kind, shown, limited(declared.limit, name)]
 
 
 def _kind(limit: Limit) -> Any:
@@ -121,10 +117,10 @@ def _kind(limit: Limit) -> Any:
 def _flags_of(kind: type[Any]) -> type[Any]:
     """A dataclass of the flags of `kind`, whose fields are declared by `declare`, for cyclopts."""
     entries = []
-    for entry in fields(kind):
-        declared: Option = entry.metadata["option"]
-        name = declared.flag or entry.name
-        entries.append((name, _flag(name, declared, entry.default), field(default=None)))
+    for own, declared in options_of(kind).items():
+        name = declared.flag or own
+        shown = flag_type(name, declared, _kind(declared.limit))
+        entries.append((name, shown, field(default=None)))
     made = make_dataclass(f"{kind.__name__}Flags", entries, frozen=True, kw_only=True)
     made.__module__ = __name__  # cyclopts resolves the annotations there
     return made
@@ -133,7 +129,7 @@ def _flags_of(kind: type[Any]) -> type[Any]:
 def _on_command_line(kind: type[T]) -> type[T]:
     """Makes a class whose fields are declared by `declare` one that cyclopts reads."""
     for name, declared in options_of(kind).items():
-        kind.__annotations__[name] = _flag(name, declared, None)
+        kind.__annotations__[name] = flag_type(name, declared, _kind(declared.limit))
     return kind
 
 

@@ -122,7 +122,7 @@ def _plan_graph(path: Path, options: CommandOptions, given: dict[str, Any]) -> i
     from ..partitioner.planning.planner import plan_graph
 
     for name in given:
-        if "graph" not in OPTIONS[name].applies_to:
+        if "graph" not in OPTIONS[name].read_by:
             flag = flag_of(OPTIONS[name].flag or name)
             raise usage(f"{flag} requires --model: --graph captures and writes nothing.")
     given |= _devices(options, given)

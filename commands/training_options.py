@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, make_dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
-from cyclopts import Parameter
-
-from ..runtime.config.options import Option, options_of
 from ..runtime.config.settings import Settings
-from ..runtime.limits import Choice, flag_of
-from .options import limited
+from ..runtime.limits import Choice
+from ..runtime.options import Option, options_of
+from .options import flag_type
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,12 +31,7 @@ def _given_options(name: str, is_chosen: Callable[[Option], bool]) -> type[Given
             continue
         limit = option.limit
         kind: Any = Literal[limit.names] if isinstance(limit, Choice) else hints[own]
-        parameter = Parameter(
-            name=(flag_of(own), option.short) if option.short else None,
-            help=option.help + option.shown_default,
-            show_default=False,
-        )
-        options.append((own, Annotated[kind, parameter, limited(limit, own)], field(default=None)))
+        options.append((own, flag_type(own, option, kind), field(default=None)))
     made = make_dataclass(name, options, bases=(GivenOptions,), frozen=True, kw_only=True)
     made.__module__ = __name__  # cyclopts resolves the annotations there
     return made

@@ -266,7 +266,7 @@ def options_table() -> Iterator[str]:
     yield "| option | default | read by | meaning |"
     yield "|---|---|---|---|"
     for name, option in OPTIONS.items():
-        readers = [text for call, text in calls.items() if call in option.applies_to]
+        readers = [text for call, text in calls.items() if call in option.read_by]
         flag = option.flag.replace("_", "-") or name.replace("_", "-")
         meaning = f"{option.help} (`--{flag}`)".replace("|", "\\|")
         default = f"`{DEFAULTS[name]!r}`"

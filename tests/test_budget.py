@@ -38,7 +38,6 @@ EXCEPTIONS = {
     ("runtime/schedule/builders.py make_schedule", PARAMETERS): _OPTIONS,
     ("runtime/executor/pipeline.py Pipeline.__init__", PARAMETERS): _OPTIONS,
     ("runtime/reports/charts.py chart", PARAMETERS): "keyword options of a drawing, with defaults",
-    ("runtime/config/options.py option", PARAMETERS): "a declaration: one keyword for each column",
     ("runtime/training/optimizer_step.py OptimizerStepper.__init__", PARAMETERS): (
         "it joins the parts of a rank, which are made one by one"
     ),

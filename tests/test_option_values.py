@@ -28,11 +28,11 @@ from asyncpipe.partitioner.planning.planner import plan_graph
 from asyncpipe.partitioner.planning.solve import solve
 from asyncpipe.partitioner.profile import cache
 from asyncpipe.runtime.config.option_files import checked, read_config
-from asyncpipe.runtime.config.options import options_of
 from asyncpipe.runtime.config.settings import Settings, SettingsError
 from asyncpipe.runtime.errors import PlanError
 from asyncpipe.runtime.experiments.variants import lists_from_texts
 from asyncpipe.runtime.limits import Choice, Either, Flag, Limit, ListOf, Number, Whole
+from asyncpipe.runtime.options import options_of
 from asyncpipe.tests.support.processes.in_process import command
 
 # What options need beside them to be read: they are refused before any of it is looked at.

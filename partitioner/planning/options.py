@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import partial, wraps
 from pathlib import Path
 from types import MappingProxyType
@@ -22,7 +22,6 @@ from ...runtime.limits import (
     Choice,
     Either,
     Flag,
-    Limit,
     ListOf,
     Number,
     Text,
@@ -32,6 +31,7 @@ from ...runtime.limits import (
     refusal,
 )
 from ...runtime.optimizers.facts import PLANNED as PLANNED_OPTIMIZERS
+from ...runtime.options import option, options_of
 from ...runtime.schedule.asynchronous import KEEPS
 from ...runtime.schedule.builders import AUTO, SCHEDULES
 
@@ -68,7 +68,7 @@ def bytes_of(size: int | str) -> int | None:
     return int(float(parts[1]) * unit) if parts and is_size else None
 
 
-# --- how an option is declared --------------------------------------------------------------
+# --- where options apply --------------------------------------------------------------
 
 GROUPS = ("Model", "Plan", "Devices", "Profile", "Output")
 MODEL, PLAN, DEVICES, PROFILE, OUTPUT = GROUPS
@@ -84,43 +84,12 @@ PLANNED = frozenset({"name", "model", "graph"})
 """Read when a model or a cost graph is planned."""
 
 
-@dataclass(frozen=True, slots=True)
-class Option:
-    """The declaration of one option, in addition to its type and default.
-
-    limit: the legal values
-    help: the help text
-    group: the heading in --help
-    applies_to: the calls that read it: "name" (--model), "model" (`partition`), "outline", "graph"
-    flag: the flag without its dashes, if it differs from the name
-    short: the flag's short form
-    is_words: the command line accepts words that are parsed further; `limit` applies to these
-    """
-
-    limit: Limit
-    help: str
-    group: str
-    applies_to: frozenset[str] = PARTITIONED
-    flag: str = ""
-    short: str = ""
-    is_words: bool = False
-
-
-def option(default: Any, limit: Limit, help: str, **more: Any) -> Any:
-    """The field of an option: see `Option`."""
-    return field(default=default, metadata={"option": Option(limit, help, **more)})
-
-
-def options_of(kind: type[Any]) -> Mapping[str, Option]:
-    """The declarations of a dataclass, by the names of its fields."""
-    return MappingProxyType({entry.name: entry.metadata["option"] for entry in fields(kind)})
-
-
-_loads = partial(option, group=MODEL, applies_to=NAMED)
-_captures = partial(option, group=MODEL, applies_to=OUTLINED)
-_plans = partial(option, group=PLAN, applies_to=PLANNED)
-_profiles = partial(option, group=PROFILE, applies_to=OUTLINED)
-_writes = partial(option, group=OUTPUT, applies_to=PARTITIONED)
+_loads = partial(option, group=MODEL, read_by=NAMED)
+_builds = partial(option, group=MODEL, read_by=PARTITIONED)
+_captures = partial(option, group=MODEL, read_by=OUTLINED)
+_plans = partial(option, group=PLAN, read_by=PLANNED)
+_profiles = partial(option, group=PROFILE, read_by=OUTLINED)
+_writes = partial(option, group=OUTPUT, read_by=PARTITIONED)
 
 _DIMENSIONS = ListOf(Text("a dimension, none or INPUT=DIMENSION", "1"))
 
@@ -129,12 +98,11 @@ _DIMENSIONS = ListOf(Text("a dimension, none or INPUT=DIMENSION", "1"))
 class PartitionOptions:
     """The options of a partition. Raises PlanError for a value that is not legal."""
 
-    model_args: Mapping[str, Any] | None = option(
+    model_args: Mapping[str, Any] | None = _builds(
         None,
         key_values("n_layer=4"),
         "KEY=VALUE: overrides a field of the model's configuration, or an argument of your "
         "factory.",
-        group=MODEL,
         flag="model_arg",
         is_words=True,
     )
@@ -168,13 +136,12 @@ class PartitionOptions:
         "1 or none for all inputs. [default: dimension 1 of two-dimensional integer inputs]",
         is_words=True,
     )
-    loss: str | None = option(
+    loss: str | None = _builds(
         None,
         Text("cross_entropy, mse or FILE.py:FUNCTION", "cross_entropy"),
         "The loss, if the model returns none: cross_entropy, mse or path/file.py:function.",
-        group=MODEL,
     )
-    seed: int = _loads(0, Whole(0, 2**53, 0), "Seed of the random weights.")
+    seed: int = _loads(0, Whole(0, 2**53, 0), "Seed of the random weights. [default: 0]")
     meta: bool = _loads(
         False,
         Flag(),
@@ -232,6 +199,7 @@ class PartitionOptions:
         ListOf(Text("a module or the name of a class", "transformer.h.6")),
         "Path or class of modules whose operations stay in one stage.",
         group=PLAN,
+        read_by=PARTITIONED,
     )
     schedule: str | None = _plans(
         None,
@@ -287,7 +255,7 @@ class PartitionOptions:
         path("devices.toml"),
         "TOML file with the devices, hosts and links to plan for.",
         group=DEVICES,
-        applies_to=PLANNED,
+        read_by=PLANNED,
     )
     profile: str | None = _profiles(
         None,
@@ -415,7 +383,7 @@ def options_for(call: str, given: Mapping[str, Any]) -> PartitionOptions:
     """
     check_options(given)
     for name in given:
-        if name not in OPTIONS or call not in OPTIONS[name].applies_to:
+        if name not in OPTIONS or call not in OPTIONS[name].read_by:
             raise TypeError(f"{name!r} is not an option of this function")
     return PartitionOptions(**given)
 
@@ -434,7 +402,7 @@ def shows_options(call: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
                 annotation=entry.type,
             )
             for entry in fields(PartitionOptions)
-            if call in OPTIONS[entry.name].applies_to and entry.name not in signature.parameters
+            if call in OPTIONS[entry.name].read_by and entry.name not in signature.parameters
         ]
         function.__signature__ = signature.replace(parameters=[*own, *shown])  # type: ignore[attr-defined]
         return function

@@ -31,9 +31,9 @@ from typing import Any, TypeVar
 
 from ..config.execution_options import ExecutionOptions
 from ..config.option_files import checked
-from ..config.options import options_of
 from ..config.settings import Settings
 from ..errors import AsyncPipeError
+from ..options import options_of
 from .folders import (
     CHECKPOINTS,
     FACTS,

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..config.option_files import is_all_known, read_config
-from ..config.options import options_of
 from ..config.settings import RunConfig, Settings, SettingsError
 from ..errors import AsyncPipeError
 from ..monitoring.run_files import METRICS
+from ..options import options_of
 from ..schedule.asynchronous import ASYNCHRONOUS
 from ..schedule.builders import spelled
 from .folders import CHECKPOINTS, WEIGHTS, checkpoints_in, is_checkpoint

@@ -9,6 +9,7 @@ from math import ceil
 from typing import Any
 
 from ..limits import flag_of
+from ..options import options_of
 from ..plan.plan import Plan
 from ..schedule.asynchronous import DEFAULT_CAP, Delays, depths, weight_copies
 from ..schedule.builders import AUTO
@@ -19,7 +20,6 @@ from ..staleness.compose import AUTO as AUTO_METHODS
 from ..staleness.compose import recommended
 from .batch_layout import StepBatch
 from .mixed_precision import format_bytes, with_recompute
-from .options import options_of
 from .settings import RunConfig, Settings, SettingsError, left_over
 
 MICRO_BATCHES_PER_SEGMENT = 4096

@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 
 from ..limits import Choice, Flag, Number, Text, Whole, form, path
+from ..options import option
 from .learning_options import POSITIVE_STEPS, STEPS
-from .options import option
 
 TRANSPORTS = ("auto", "local", "shm", "gloo", "nccl", "mpi")
 

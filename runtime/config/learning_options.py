@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from ..limits import Choice, ListOf, Number, Text, Whole, form, path
 from ..optimizers.facts import OPTIMIZERS, defaults_in_words, in_words, that_take
-from .options import option, required
+from ..options import option, required
 
 DDP = "ddp"
 """A schedule: whole models that share the micro-batches, that is replicas of `single`."""

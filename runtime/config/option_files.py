@@ -15,10 +15,10 @@ from typing import Any
 
 from ..formatting import did_you_mean
 from ..limits import ListOf, Number, flag_of, refusal
+from ..options import options_of
 from ..plan.trust import TrustError, is_known_code, is_trusted, remember_code
 from ..serialization import Origin, parse_toml, read_text
 from ..user_code import names_object
-from .options import options_of
 from .settings import Settings, SettingsError
 
 TO_BE_GIVEN = "???"

@@ -15,6 +15,7 @@ from ..errors import PlanError
 from ..limits import typed
 from ..optimizers.facts import OPTIMIZERS, that_take
 from ..optimizers.param_groups import INITIAL
+from ..options import options_of
 from ..plan.plan import Plan, verify_evaluates
 from .asynchronous_options import (
     check_methods,
@@ -25,7 +26,6 @@ from .asynchronous_options import (
 from .batch_layout import StepBatch, in_words, with_replicas
 from .execution_options import ExecutionOptions
 from .mixed_precision import check_precision, with_recompute
-from .options import options_of
 from .settings import RunConfig, Settings, SettingsError
 
 _TEACHING: Mapping[str, Any] = {

@@ -13,11 +13,11 @@ from pathlib import Path
 from ..errors import AsyncPipeError
 from ..formatting import did_you_mean
 from ..limits import refusal
+from ..options import options_of
 from ..schedule.asynchronous import ASYNCHRONOUS
 from ..schedule.builders import AUTO, SCHEDULES, spelled
 from .execution_options import ExecutionOptions
 from .learning_options import DDP, LearningOptions
-from .options import options_of
 
 
 class SettingsError(AsyncPipeError):

@@ -23,11 +23,11 @@ from functools import cache
 from itertools import product
 from pathlib import Path
 
-from ..config.options import options_of
 from ..config.settings import Settings, SettingsError
 from ..errors import DataError
 from ..formatting import in_markdown
 from ..launch.job import make_job
+from ..options import options_of
 from ..plan.plan import read_plan
 from ..plan.trust import code_hashes, is_trusted, remember, untrusted, verify_no_links
 from ..reports.charts import WIDTH, Chart, Series, chart, render

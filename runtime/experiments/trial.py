@@ -34,7 +34,6 @@ from torch import Tensor, nn
 from ..config.asynchronous_options import delays_of
 from ..config.batch_layout import StepBatch
 from ..config.option_files import checked
-from ..config.options import options_of
 from ..config.resolve import costs_at_sizes
 from ..config.segments import RunSegment, make_flushed_step, make_segment, segments
 from ..config.settings import RunConfig, Settings, SettingsError
@@ -49,6 +48,7 @@ from ..formatting import did_you_mean
 from ..launch.job import make_job
 from ..monitoring.gather import RankFigures
 from ..optimizers.facts import OPTIMIZERS
+from ..options import options_of
 from ..plan.forecast import forecast_step
 from ..plan.plan import Plan
 from ..rng import drawing_from

@@ -23,10 +23,10 @@ from types import FrameType
 from typing import Any
 
 from ..config.option_files import SWEEP, checked, read_toml
-from ..config.options import options_of
 from ..config.settings import Settings, SettingsError
 from ..distributed.cpu_affinity import Cpus, Topology, share_cores
 from ..formatting import did_you_mean
+from ..options import options_of
 from ..process import STOPPED, STOPPING, Ended, die_with_parent, handled
 
 Values = Mapping[str, Any]

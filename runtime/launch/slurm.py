@@ -16,12 +16,12 @@ from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
-from ..config.options import options_of
 from ..config.segments import make_segment
 from ..config.settings import Settings, SettingsError
 from ..distributed.ranks import grid_of
 from ..formatting import one_line
 from ..limits import flag_of
+from ..options import options_of
 from ..plan.plan import Plan
 from .job import make_job
 

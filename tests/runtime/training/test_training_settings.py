@@ -10,7 +10,6 @@ import pytest
 
 from asyncpipe.runtime.config.batch_layout import StepBatch, as_started, check_ranks, consumed
 from asyncpipe.runtime.config.option_files import read_config
-from asyncpipe.runtime.config.options import options_of
 from asyncpipe.runtime.config.resolve import (
     batch_identity,
     check_devices,
@@ -20,6 +19,7 @@ from asyncpipe.runtime.config.resolve import (
 )
 from asyncpipe.runtime.config.settings import RunConfig, Settings, SettingsError
 from asyncpipe.runtime.errors import AsyncPipeError
+from asyncpipe.runtime.options import options_of
 from asyncpipe.runtime.plan.plan import Plan, TensorSpec
 from asyncpipe.runtime.schedule.builders import make_schedule
 from asyncpipe.runtime.training.run_summary import describe_optimizer, replicas_warning

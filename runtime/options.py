@@ -3,18 +3,18 @@
     steps: int = option(100, Whole(0, 10**12, 100), "Optimizer steps to train for")
 
 The command line, TOML files, Python, sweeps, comparisons, checkpoints and batch scripts read the
-declarations (`options_of`); none keeps a list of names of its own.
+declarations (`options_of`) of a run (`runtime/config`) and of a partition
+(`partitioner/planning/options.py`); none keeps a list of names of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields, replace
-from functools import cache
-from types import NoneType
-from typing import Any, Literal, get_args, get_type_hints
+from dataclasses import MISSING, dataclass, field, fields
+from types import MappingProxyType
+from typing import Any, Literal
 
-from ..limits import Limit
+from .limits import Limit
 
 Runs = Literal["all", "asynchronous", "some optimizers"]
 """The runs to which an option applies; "some optimizers": those whose facts name the option."""
@@ -41,10 +41,18 @@ class Option:
     """The phrase in --help."""
     default: Any
     """The value of an option that is not given; MISSING for a required one."""
-    optional: bool = False
-    """The value may be None: chosen for the plan at hand (`resolve.py`)."""
+    flag: str = ""
+    """The flag without its dashes, if it differs from the name."""
+    short: str = ""
+    """A second flag of one letter."""
+    group: str = ""
+    """The heading in --help."""
+    is_words: bool = False
+    """The command line accepts words that are parsed further; `limit` applies to these."""
+    read_by: frozenset[str] = frozenset()
+    """The calls that read an option of a partition."""
     applies_to: Runs = "all"
-    """The runs that have the option; others refuse it."""
+    """The runs that have an option of a run; others refuse it."""
     scope: Scope = "run"
     """How long it is in force."""
     on_resume: OnResume = "reported"
@@ -57,14 +65,19 @@ class Option:
     """A method of asyncpipe-compare may set it for its own runs."""
     names_code: bool = False
     """Its value may name Python code, which runs only if a command line or --trust allows it."""
-    short: str = ""
-    """A second flag of one letter."""
+
+    @property
+    def optional(self) -> bool:
+        """True if the value may be None: chosen for the plan or the model at hand."""
+        return self.default is None
 
     @property
     def shown_default(self) -> str:
         """The default as the end of the help; "" where the help states how it is chosen."""
-        is_plain = self.default not in (None, False, MISSING)
-        return f" [default: {self.default}]" if is_plain else ""
+        is_flag = isinstance(self.default, bool)
+        if is_flag or self.is_words or self.default is MISSING or not self.default:
+            return ""
+        return f" [default: {self.default}]"
 
 
 _KEY = "option"
@@ -75,14 +88,10 @@ def option(
     limit: Limit,
     help: str,
     *,
-    applies_to: Runs = "all",
     scope: Scope = "run",
     on_resume: OnResume = "reported",
     changes_losses: bool | None = None,
-    compared: bool = False,
-    of_method: bool = False,
-    names_code: bool = False,
-    short: str = "",
+    **more: Any,
 ) -> Any:
     """A field of a dataclass that declares an option; see `Option` for the arguments.
 
@@ -95,14 +104,10 @@ def option(
         limit=limit,
         help=help,
         default=default,
-        applies_to=applies_to,
         scope=scope,
         on_resume=on_resume,
         changes_losses=on_resume == "reported" if changes_losses is None else changes_losses,
-        compared=compared,
-        of_method=of_method,
-        names_code=names_code,
-        short=short,
+        **more,
     )
     return field(default=default, metadata={_KEY: declared})
 
@@ -119,17 +124,12 @@ def required(limit: Limit, help: str, *, on_resume: OnResume = "reported") -> di
     return {_KEY: declared}
 
 
-@cache
 def options_of(kind: type[Any]) -> Mapping[str, Option]:
     """The declared option of each field of a dataclass, by name and in order.
 
     Raises TypeError for a field that declares none.
     """
-    declared = {}
-    hints = get_type_hints(kind)
     for each in fields(kind):
         if _KEY not in each.metadata:
-            raise TypeError(f"{kind.__name__}.{each.name} declares no option (config/options.py)")
-        optional = NoneType in get_args(hints[each.name])
-        declared[each.name] = replace(each.metadata[_KEY], optional=optional)
-    return declared
+            raise TypeError(f"{kind.__name__}.{each.name} declares no option (runtime/options.py)")
+    return MappingProxyType({each.name: each.metadata[_KEY] for each in fields(kind)})
