@@ -24,9 +24,8 @@ quickstart: $(VENV)/.demo
 
 install: $(VENV)/.demo
 
-# Three workers for two cores: some tests wait for most of their time, for ranks that end or time out.
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 3 --dist worksteal -q
+	$(BIN)/python -m pytest -n 2 --dist worksteal -q
 
 # One test or file for each step from a model to its training, and the rules of the code and pages.
 QUICK := \
