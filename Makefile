@@ -29,7 +29,7 @@ test: $(VENV)/.dev
 
 # One test or file for each step from a model to its training, and the rules of the code and pages.
 QUICK := \
-	tests/test_layers.py tests/test_api_reference.py \
+	tests/test_layers.py tests/test_budget.py tests/test_api_reference.py \
 	tests/partitioner/capture/test_capture.py::test_graph_equals_the_model_at_other_sizes \
 	tests/partitioner/planning/test_solve.py \
 	tests/partitioner/solvers/test_exact.py::test_no_other_method_is_better \
