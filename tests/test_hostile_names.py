@@ -41,7 +41,7 @@ from asyncpipe.runtime.formatting import hiding_in, in_markdown, one_line, visib
 from asyncpipe.runtime.launch.slurm import sbatch_script
 from asyncpipe.runtime.plan.plan import Plan, read_plan
 from asyncpipe.runtime.plan.trust import code_hashes
-from asyncpipe.runtime.reports.charts import _NO_CHARACTERS, render
+from asyncpipe.runtime.reports.rendering import _NO_CHARACTERS, render
 from asyncpipe.tests.support.models.hand_folders import write_mlp
 from asyncpipe.tests.support.oracles.html_pages import all_of, check_alone, parsed, text_of
 from asyncpipe.tests.support.processes.in_process import command, error_of

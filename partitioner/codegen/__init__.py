@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from ...runtime.reports.charts import TEMPLATES
+from ...runtime.reports.rendering import TEMPLATES
 from ..capture import Capture
 from ..split.split import StageGraph
 from .canonical import simplify

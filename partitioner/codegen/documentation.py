@@ -17,7 +17,7 @@ from ...runtime import __version__
 from ...runtime.formatting import write_bytes
 from ...runtime.plan.forecast import traffic
 from ...runtime.plan.plan import Plan, StageSpec, TensorSpec
-from ...runtime.reports.charts import TEMPLATES
+from ...runtime.reports.rendering import TEMPLATES
 from ..capture import Capture
 from ..split.split import StageGraph, stage_tensors
 from .layout import WIDTH, in_docstring

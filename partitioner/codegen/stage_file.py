@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from ...runtime.reports.charts import TEMPLATES
+from ...runtime.reports.rendering import TEMPLATES
 from ..capture import Capture
 from ..split.split import StageGraph, names_of_outputs
 from .canonical import Canonicalizer

@@ -21,7 +21,8 @@ from ...runtime.formatting import counted, write_bytes, write_gap, write_ms, wri
 from ...runtime.plan.findings import TOPICS, Candidate, Finding
 from ...runtime.plan.forecast import forecast_one_step, spec_bytes, traffic
 from ...runtime.plan.plan import Plan, StageSpec, TensorSpec
-from ...runtime.reports.charts import Card, in_script, render
+from ...runtime.reports.charts import Card
+from ...runtime.reports.rendering import in_script, render
 from ..codegen.documentation import shared_sentences, title_of
 from .charts import cost_bars, curves, drawn_schedules, gantts, memory_bars
 from .stage_graph import stage_graph

@@ -14,7 +14,7 @@ from ..data.task import Task, find_task
 from ..errors import PlanError
 from ..limits import typed
 from ..optimizers.facts import OPTIMIZERS, that_take
-from ..optimizers.param_groups import INITIAL
+from ..optimizers.loss_scale import INITIAL
 from ..options import options_of
 from ..plan.plan import Plan, verify_evaluates
 from .asynchronous_options import (

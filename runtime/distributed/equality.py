@@ -61,7 +61,7 @@ class Equality:
             self._compare(_named(self._modules, with_buffers=False), f"after step {step}")
 
     def _compare(self, tensors: Iterable[tuple[str, Tensor]], when: str) -> None:
-        if self._world.copies is None:
+        if self._world.data_parallel_group is None:
             return
         names, digests = [], []
         for name, tensor in tensors:
@@ -118,7 +118,7 @@ def held_parameters(
 ) -> list[TiedParameter]:
     """The tied parameters of this rank; none unless single stages have replicas."""
     found = []
-    for number, group in world.holders.items():
+    for number, group in world.tied_groups.items():
         shared = plan.shared[number]
         (parameter,) = (
             modules[stage].get_parameter(name) for stage, name in shared.holders if stage in modules

@@ -57,10 +57,11 @@ class World:
     metrics: group of all ranks, for metrics on their way to rank 0; None for a lone rank.
     machine: the cores, threads and device of this rank.
     replicas: the number of pipelines.
-    own: group of this rank's pipeline, if there are several replicas; None if it has one rank.
-    copies: group of the ranks with the same stages; None without others.
+    replica_group: group of this rank's pipeline, if there are several replicas; None if it has one
+        rank.
+    data_parallel_group: group of the ranks with the same stages; None without others.
     ranks_of_stage: where single stages have replicas, the ranks of each stage, as for `Grid`.
-    holders: the groups of this rank's tied parameters, by their number in the plan; only where
+    tied_groups: the groups of this rank's tied parameters, by their number in the plan; only where
         single stages have replicas.
     """
 
@@ -69,10 +70,10 @@ class World:
     metrics: dist.ProcessGroup | None = field(default=None)
     machine: Machine = field(default_factory=Machine)
     replicas: int = 1
-    own: dist.ProcessGroup | None = None
-    copies: dist.ProcessGroup | None = None
+    replica_group: dist.ProcessGroup | None = None
+    data_parallel_group: dist.ProcessGroup | None = None
     ranks_of_stage: tuple[tuple[int, ...], ...] = ()
-    holders: Mapping[int, dist.ProcessGroup] = field(default_factory=dict)
+    tied_groups: Mapping[int, dist.ProcessGroup] = field(default_factory=dict)
 
     @property
     def rank(self) -> int:
@@ -101,9 +102,9 @@ class World:
         return self.grid.rank_of(self.rank)
 
     @property
-    def pipeline(self) -> dist.ProcessGroup | None:
+    def pipeline_group(self) -> dist.ProcessGroup | None:
         """The group of this rank's pipeline; None if it has one rank."""
-        return self.own if self.replicas > 1 else self.control
+        return self.replica_group if self.replicas > 1 else self.control
 
     def text_of_first(self, text: str = "") -> str:
         """Broadcasts the text of rank 0 to every rank."""
@@ -132,9 +133,9 @@ class World:
 
     def gathered_from_copies(self, content: bytes) -> list[bytes]:
         """The content of each rank with the same stages, by replica; all of the same length."""
-        if self.copies is None:
+        if self.data_parallel_group is None:
             return [content]
-        return gather_alike(content, len(self.grid.copies_of(self.rank)), self.copies)
+        return gather_alike(content, len(self.grid.copies_of(self.rank)), self.data_parallel_group)
 
     def meet(self) -> None:
         """Returns when every rank has called it."""
@@ -238,7 +239,7 @@ def _in_groups(world: World, plan: Plan, timeout: datetime.timedelta) -> World:
         return world
     if not grid.ranks_of_stage:
         own = group_of(grid.pipeline_of(rank)) if grid.ranks > 1 else None
-        return replace(world, own=own, copies=group_of(grid.copies_of(rank)))
+        return replace(world, replica_group=own, data_parallel_group=group_of(grid.copies_of(rank)))
     copies = group_of(grid.copies_of(rank))
     holders = {
         number: grid.holders_of(shared.stages)
@@ -251,8 +252,8 @@ def _in_groups(world: World, plan: Plan, timeout: datetime.timedelta) -> World:
     }
     return replace(
         world,
-        copies=copies if len(grid.copies_of(rank)) > 1 else None,
-        holders={number: groups[ranks] for number, ranks in holders.items() if rank in ranks},
+        data_parallel_group=copies if len(grid.copies_of(rank)) > 1 else None,
+        tied_groups={number: groups[ranks] for number, ranks in holders.items() if rank in ranks},
     )
 
 

@@ -30,7 +30,8 @@ from ..launch.job import make_job
 from ..options import options_of
 from ..plan.plan import read_plan
 from ..plan.trust import code_hashes, is_trusted, remember, untrusted, verify_no_links
-from ..reports.charts import WIDTH, Chart, Series, chart, render
+from ..reports.charts import WIDTH, Chart, Series, chart
+from ..reports.rendering import render
 from ..serialization import read_json_lines, shaped
 from .trial import ComparedMethod, Curve, read_method, step_ends_ms, train_alone
 

@@ -1,19 +1,15 @@
-"""Numbers and timelines -> charts, bars and step drawings in SVG units, and the page templates.
+"""Numbers and timelines -> charts, bars and step drawings in SVG units.
 
-Templates contain layout, modules contain decisions. Step drawings of one scale are comparable.
+Step drawings of one scale are comparable.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
-
-from ..formatting import in_markdown, visible, write_ms, write_share
+from ..formatting import write_ms, write_share
 from ..schedule.simulate import Event, Timeline
 
 
@@ -417,34 +413,3 @@ def _idle_share(events: Sequence[Event], window: Window) -> float:
         for event in events
     )
     return max(0.0, 1 - busy_ms / window.length_ms) if window.length_ms else 0.0
-
-
-TEMPLATES = Environment(
-    loader=PackageLoader("asyncpipe", "templates"),
-    undefined=StrictUndefined,
-    autoescape=lambda name: name is not None and name.endswith((".html.j2", ".svg.j2")),
-    trim_blocks=True,
-    lstrip_blocks=True,
-    keep_trailing_newline=True,
-)
-TEMPLATES.filters["markdown"] = in_markdown
-_NO_CHARACTERS = re.compile(
-    "[\x00-\x08\x0b\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufdd0-\ufdef"
-    + "".join(
-        f"{chr(plane + 0xFFFE)}{chr(plane + 0xFFFF)}" for plane in range(0, 0x110000, 0x10000)
-    )
-    + "]"
-)
-
-
-def render(template: str, **values: object) -> str:
-    """The page that a template makes of values. Characters that HTML forbids, such as
-    control characters, are replaced, and those that would hide text are spelled out: texts come
-    from records and names of others."""
-    page = TEMPLATES.get_template(template).render(**values)
-    return visible(_NO_CHARACTERS.sub("\ufffd", page))
-
-
-def in_script(text: str) -> Markup:
-    """JSON that is safe within a script element."""
-    return Markup(text.replace("<", "\\u003c"))

@@ -35,8 +35,6 @@ from .charts import (
     Window,
     chart,
     draw,
-    in_script,
-    render,
     scale_of,
     segment,
 )
@@ -60,6 +58,7 @@ from .measures import (
     title_of,
     to_json,
 )
+from .rendering import in_script, render
 
 _LOOKS = {
     "bubble": "transfers",

@@ -98,7 +98,7 @@ class _Run:
             self._step_done,
             lr_scale=self._pipeline.lr_scale,
             activities=self._activities,
-            copies=setup.copies,
+            gradient_group=setup.gradient_group,
             delays=schedule.delays,
         )
         self._pipeline.attach(self._trainer.optimizers)

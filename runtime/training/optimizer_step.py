@@ -23,7 +23,8 @@ from ..distributed.process_groups import World
 from ..executor.instrumented import ActionObserver, Activities, Activity
 from ..executor.weight_binding import Gap
 from ..monitoring.gather import RankFigures, figures_of
-from ..optimizers.param_groups import LossScale, hidden_matrices
+from ..optimizers.loss_scale import LossScale
+from ..optimizers.param_groups import hidden_matrices
 from ..optimizers.soap import refresh_periods
 from ..plan.plan import Plan
 from ..schedule.asynchronous import Delays
@@ -58,7 +59,7 @@ class OptimizerStepper(ActionObserver):
     Arguments:
     report: called with the metrics of a step once all stages of the rank have made it.
     lr_scale: the scale of the learning rate for a stage, a version and a tied parameter's name.
-    copies: the group of the ranks with the same stages.
+    gradient_group: the group of the ranks with the same stages.
     delays: the steps by which the gradients of each of the plan's stages are late (default 0).
     """
 
@@ -72,7 +73,7 @@ class OptimizerStepper(ActionObserver):
         *,
         lr_scale: Callable[[int, int, str | None], float],
         activities: Activities | None = None,
-        copies: dist.ProcessGroup | None = None,
+        gradient_group: dist.ProcessGroup | None = None,
         delays: Sequence[int] = (),
     ) -> None:
         super().__init__(activities or Activities())
@@ -84,7 +85,7 @@ class OptimizerStepper(ActionObserver):
         self._parameters = {j: list(module.parameters()) for j, module in modules.items()}
         self._share = {j: share_of(plan, j, module) for j, module in modules.items()}
         self._sums = _gradient_sums(
-            self._share, held_parameters(plan, modules, world), world, copies
+            self._share, held_parameters(plan, modules, world), world, gradient_group
         )
         self._norms: StageNorms | None = None
         if config.is_async and config.clip:
@@ -371,14 +372,14 @@ def _gradient_sums(
     shares: Mapping[int, NormShare],
     held: Sequence[TiedParameter],
     world: World,
-    copies: dist.ProcessGroup | None,
+    gradient_group: dist.ProcessGroup | None,
 ) -> GradientSums | None:
     """The sums of gradients over replicas; None without any."""
-    if copies is None and not held:
+    if gradient_group is None and not held:
         return None
     peers = {*world.grid.copies_of(world.rank), *(rank for tied in held for rank in tied.ranks)}
     ranks = ", ".join(map(str, sorted(peers)))
-    return GradientSums(shares, copies, f"ranks {ranks}", held=held)
+    return GradientSums(shares, gradient_group, f"ranks {ranks}", held=held)
 
 
 def _mean(losses: list[tuple[Tensor, int]]) -> float:

@@ -213,12 +213,13 @@ def first_buffers(modules: Mapping[int, nn.Module], world: World) -> Iterator[No
     """Within it, this rank's stages have the buffers of the first rank with the same stages.
     Collective among these ranks."""
     buffers = [buffer for module in modules.values() for buffer in module.buffers()]
-    if world.copies is None or not buffers:
+    if world.data_parallel_group is None or not buffers:
         yield
         return
     content = torch.cat([_bytes(buffer) for buffer in buffers])
     own = content.clone()
-    dist.broadcast(content, src=world.grid.copies_of(world.rank)[0], group=world.copies)
+    first = world.grid.copies_of(world.rank)[0]
+    dist.broadcast(content, src=first, group=world.data_parallel_group)
     _put(content, buffers)
     try:
         yield

@@ -61,7 +61,7 @@ def agree_on_transport(world: World, options: ExecutionOptions, device: str) -> 
     asked = world.text_of_first(options.transport)
     places = world.gathered(whereabouts(torch.device(device)))
     own = [places[rank] for rank in world.grid.pipeline_of(world.rank)]
-    return choose(asked, find_circumstances(world.pipeline, own))
+    return choose(asked, find_circumstances(world.pipeline_group, own))
 
 
 def group_of_gradients(
@@ -84,7 +84,7 @@ def group_of_gradients(
             use_local_synchronization=True,
         )
         return group if len(places) > 1 else None
-    return world.copies
+    return world.data_parallel_group
 
 
 def expect_transport(options: ExecutionOptions, plan: Plan, ranks: int) -> TransportChoice:
@@ -110,7 +110,7 @@ def make_transport(
     """This rank's end of its pipeline's transport; every rank calls it."""
     return open_transport(
         choice.name,
-        world.pipeline,
+        world.pipeline_group,
         timeout_s=options.patience_s,
         device=device,
         lanes=frozenset().union(*(lanes_of_plan(plan, ranks) for ranks in schedule.placements)),
@@ -163,7 +163,7 @@ class Setup:
     schedule: the schedule of a step.
     dtypes: the dtypes of tensors between ranks.
     transport: the transport of the pipeline.
-    copies: the group that sums gradients; None without replicas.
+    gradient_group: the group that sums gradients; None without replicas.
     found: the checkpoint to resume from, if there is one.
     data: this rank's data; None if its stages read none.
     fields: the fields of the data that its stages read.
@@ -177,7 +177,7 @@ class Setup:
     schedule: Schedule
     dtypes: BoundaryDtypes
     transport: TransportChoice
-    copies: dist.ProcessGroup | None
+    gradient_group: dist.ProcessGroup | None
     found: FoundCheckpoint | None
     data: Data | None
     fields: tuple[str, ...]
@@ -223,8 +223,7 @@ def set_up(
     wait_for_debugger(config, world, reporter)
     _prepare_together(job, world, activities)
     with activities.during(Activity("meet", "the choice of a transport")):
-        transport = agree_on_transport(world, config, world.machine.device)
-        copies = group_of_gradients(world, config, world.machine.device)
+        gradient_group = group_of_gradients(world, config, world.machine.device)
     own = world.grid.stages_of(world.rank, schedule)
     fields = needed_inputs(plan, own, criterion=config.criterion is not None)
     data = open_data(config, job.task, plan, job.folder) if fields or reporter else None
@@ -248,7 +247,7 @@ def set_up(
         schedule,
         dtypes,
         transport,
-        copies,
+        gradient_group,
         found,
         data if fields else None,
         fields,

@@ -174,7 +174,9 @@ class Statistics(nn.Module):
 
 
 def borrow(rank: int) -> list[dict[str, Tensor]]:
-    world = World(RankInfo(rank, 2, rank, 2), dist.group.WORLD, copies=dist.group.WORLD)
+    world = World(
+        RankInfo(rank, 2, rank, 2), dist.group.WORLD, data_parallel_group=dist.group.WORLD
+    )
     world = replace(world, ranks_of_stage=((0, 1),))
     module = Statistics(rank)
     seen = [{name: buffer.clone() for name, buffer in module.named_buffers()}]
@@ -210,7 +212,12 @@ def test_holders_of_a_parameter_that_differ_at_the_start_are_named() -> None:
 
 def compare(rank: int, what: str) -> str:
     """Rank 1 of two replicas changes a weight, or what batch norm has seen of its data."""
-    world = World(RankInfo(rank, 2, rank, 2), dist.group.WORLD, replicas=2, copies=dist.group.WORLD)
+    world = World(
+        RankInfo(rank, 2, rank, 2),
+        dist.group.WORLD,
+        replicas=2,
+        data_parallel_group=dist.group.WORLD,
+    )
     module = nn.Sequential(*chain(2), nn.BatchNorm1d(WIDTH))
     if rank == 1 and what == "start":
         module[2].running_mean.add_(1)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from asyncpipe.runtime.optimizers.param_groups import INITIAL, LossScale
+from asyncpipe.runtime.optimizers.loss_scale import INITIAL, LossScale
 from asyncpipe.runtime.training.clipping import Finite, LossError
 from asyncpipe.runtime.training.stage_optimizer import StageOptimizer
 from asyncpipe.tests.support.run_configs import run_config
