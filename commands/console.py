@@ -27,7 +27,17 @@ from rich.progress import (
 from rich.segment import Segment
 from rich.table import Table
 
-from ..runtime.formatting import visible
+from ..runtime.formatting import (
+    visible,
+    write_bytes,
+    write_duration,
+    write_gap,
+    write_large_count,
+    write_loss,
+    write_ms,
+    write_ratio,
+    write_share,
+)
 from ..runtime.plan.findings import TOPICS, Candidate, Finding
 from ..runtime.plan.forecast import spec_bytes, traffic
 from ..runtime.plan.plan import Plan, file_hash
@@ -47,7 +57,7 @@ def print_run(console: Console, run: ComparedRun, number: int, of: int, *, as_js
     if as_json:
         print_text(run.to_json())
         return
-    loss = f"loss {run.curve.last:.4f}" if math.isfinite(run.curve.last) else run.curve.end
+    loss = f"loss {write_loss(run.curve.last)}" if math.isfinite(run.curve.last) else run.curve.end
     console.print(
         f"{number:{len(str(of))}}/{of}  {run.name} {run.optimizer}  lr {run.lr:g}  "
         f"seed {run.seed}  {loss}",
@@ -115,8 +125,8 @@ def _print_table(console: Console, names: Sequence[str], rows: Sequence[Sequence
 
 def print_swept_run(console: Console, run: SweptRun, number: int, of: int) -> None:
     """Prints one line for a finished run."""
-    loss = f"{run.state}: {run.error}" if run.loss is None else f"loss {run.loss:.4f}"
-    time = "" if run.seconds is None else f"  {run.seconds:.1f} s"
+    loss = f"{run.state}: {run.error}" if run.loss is None else f"loss {write_loss(run.loss)}"
+    time = "" if run.seconds is None else f"  {write_duration(run.seconds)}"
     console.print(
         f"{number:{len(str(of))}}/{of}  {escape(run.name)}  {escape(loss)}{time}", soft_wrap=True
     )
@@ -216,7 +226,8 @@ class PhaseDisplay:
         if self._silent:
             return
         self._console.print(
-            f"[green]✓[/] {name:9}{escape(detail)} [dim]{seconds:.1f} s[/]", soft_wrap=True
+            f"[green]✓[/] {name:9}{escape(detail)} [dim]{write_duration(seconds)}[/]",
+            soft_wrap=True,
         )
         if self._bar:
             self._bar.remove_task(self._task)
@@ -253,12 +264,12 @@ def print_plan(console: Console, plan: Plan) -> None:
             str(stage.index),
             *(() if plain else (", ".join(map(str, stage.ranks)),)),
             escape(" ".join(stage.modules)),
-            _count(stage.param_bytes // 4),
-            f"{stage.forward_ms:.1f} ms",
-            f"{stage.backward_ms:.1f} ms",
-            f"{'█' * round(20 * share):░<20} {share:4.0%}",
-            _bytes(stage.peak_bytes),
-            _bytes(sum(_boundary_bytes(plan, boundary) for boundary in stage.sends)) or "-",
+            write_large_count(stage.param_bytes // 4),
+            write_ms(stage.forward_ms),
+            write_ms(stage.backward_ms),
+            f"{_bar(share)} {write_share(share):>5}",
+            write_bytes(stage.peak_bytes),
+            _if_any(sum(_boundary_bytes(plan, boundary) for boundary in stage.sends)),
         )
     console.print()
     console.print(table)
@@ -282,12 +293,12 @@ def print_candidates(console: Console, candidates: Sequence[Candidate], taken: s
         table.add_row(
             escape(one.name),
             str(one.stages),
-            f"{one.bottleneck_ms:.2f} ms",
-            f"{one.step_ms:.1f} ms",
-            f"{max(0.0, one.gap):.1%}",
-            _bytes(one.peak_bytes) or "-",
-            _bytes(one.crossing_bytes) or "-",
-            f"{one.seconds:.2f} s",
+            write_ms(one.bottleneck_ms),
+            write_ms(one.step_ms),
+            write_share(max(0.0, one.gap)),
+            _if_any(one.peak_bytes),
+            _if_any(one.crossing_bytes),
+            write_duration(one.seconds),
             escape(one.note),
             style="bold" if one.name == taken else None,
         )
@@ -313,21 +324,21 @@ def print_graph_plan(console: Console, plan: GraphPlan) -> None:
             str(stage.index),
             ", ".join(map(str, plan.ranks_of_stage[stage.index])),
             escape(f"{groups} ({number})"),
-            f"{stage.forward_ms:.2f} ms",
-            f"{stage.backward_ms:.2f} ms",
-            f"{'█' * round(20 * stage.load_ms / slowest):░<20} {stage.load_ms:.2f} ms",
-            _bytes(stage.peak_bytes) or "-",
-            _bytes(sum(one.forward_bytes * len(one.targets) for one in stage.sends)) or "-",
+            write_ms(stage.forward_ms),
+            write_ms(stage.backward_ms),
+            f"{_bar(stage.load_ms / slowest)} {write_ms(stage.load_ms)}",
+            _if_any(stage.peak_bytes),
+            _if_any(sum(one.forward_bytes * len(one.targets) for one in stage.sends)),
         )
     console.print()
     console.print(table)
     console.print()
     print_candidates(console, plan.candidates, plan.method)
-    proved = "proved optimal" if plan.optimal else f"at most {plan.gap:.1%} above the optimum"
+    proved = "proved optimal" if plan.optimal else f"{write_gap(plan.gap)} above the optimum"
     console.print(
-        f"{escape(plan.name)} · {plan.method} · slowest rank {plan.bottleneck_ms:.2f} ms (bound "
-        f"{plan.lower_bound_ms:.2f} ms) · step {plan.step_ms:.1f} ms (bound "
-        f"{plan.step_bound_ms:.1f} ms), {proved} · planned in {plan.seconds:.2f} s",
+        f"{escape(plan.name)} · {plan.method} · slowest rank {write_ms(plan.bottleneck_ms)} (bound "
+        f"{write_ms(plan.lower_bound_ms)}) · step {write_ms(plan.step_ms)} (bound "
+        f"{write_ms(plan.step_bound_ms)}), {proved} · planned in {write_duration(plan.seconds)}",
         soft_wrap=True,
     )
     for note in plan.explanation:
@@ -347,11 +358,11 @@ def print_facts(console: Console, plan: Plan) -> None:
     from ..runtime.plan.forecast import describe_forecast
 
     ratio = plan.even_split_ms / plan.bottleneck_ms if plan.bottleneck_ms else 1.0
-    slower = f" ({ratio:.2f}× as long)" if ratio >= 1 else ""
+    slower = f" ({write_ratio(ratio)} as long)" if ratio >= 1 else ""
     lines = (
-        f"slowest {plan.slowest} {plan.bottleneck_ms:.1f} ms, no cut can be faster than "
-        f"{plan.lower_bound_ms:.1f} ms; an even split of the blocks takes "
-        f"{plan.even_split_ms:.1f} ms{slower}",
+        f"slowest {plan.slowest} {write_ms(plan.bottleneck_ms)}, no cut can be faster than "
+        f"{write_ms(plan.lower_bound_ms)}; an even split of the blocks takes "
+        f"{write_ms(plan.even_split_ms)}{slower}",
         describe_forecast(plan),
         *(f"note    {note}" for note in (*plan.notes, *plan.explanation)),
     )
@@ -407,8 +418,8 @@ def print_folder(console: Console, plan: Plan, folder: Path) -> None:
     if plan.if_sent:
         for flow in traffic(plan):
             console.print(
-                f"sent    stage {flow.source} to {flow.target}: {_bytes(flow.sent) or 0} a "
-                f"micro-batch; {_bytes(flow.if_sent)} if nothing were computed again"
+                f"sent    stage {flow.source} to {flow.target}: {write_bytes(flow.sent)} a "
+                f"micro-batch; {write_bytes(flow.if_sent)} if nothing were computed again"
             )
     for shared in plan.shared:
         holders = ", ".join(f"{name} in stage {stage}" for stage, name in shared.holders)
@@ -428,18 +439,9 @@ def _boundary_bytes(plan: Plan, boundary: Any) -> int:
     return spec_bytes(boundary.tensor, plan.sizes) * len(boundary.targets)
 
 
-def _bytes(count: float) -> str:
-    if not count:
-        return ""
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} GiB"
+def _if_any(num_bytes: float) -> str:
+    return write_bytes(num_bytes) if num_bytes else "-"
 
 
-def _count(number: float) -> str:
-    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= size:
-            return f"{number / size:.1f} {unit}"
-    return f"{number:.0f}"
+def _bar(share: float) -> str:
+    return f"{'█' * round(20 * share):░<20}"

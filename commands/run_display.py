@@ -10,6 +10,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from ..runtime.formatting import (
+    write_accuracy,
+    write_duration,
+    write_loss,
+    write_ms,
+    write_rate,
+    write_share,
+)
 from ..runtime.monitoring.records import Reporter
 from .console import make_console, print_text
 
@@ -82,8 +90,10 @@ class _LineReporter(Reporter):
             self._print(f"step {record.step:{width}}/{record.steps}  {_measures(record)}")
 
     def on_eval(self, record: EvalRecord) -> None:
-        accuracy = f"  accuracy {record.accuracy:.1%}" if record.accuracy is not None else ""
-        self._print(f"eval at step {record.step}  loss {record.loss:.4f}{accuracy}")
+        accuracy = ""
+        if record.accuracy is not None:
+            accuracy = f"  accuracy {write_accuracy(record.accuracy)}"
+        self._print(f"eval at step {record.step}  loss {write_loss(record.loss)}{accuracy}")
 
     def on_timelines(self, costs: str, simulated: Timeline, measured: Timeline) -> None:
         self._drawn = [(f"simulated, {costs}", simulated), ("measured", measured)]
@@ -136,37 +146,39 @@ class _BarReporter(_LineReporter):
 
 
 def _measures(record: StepRecord) -> str:
-    parts = [f"loss {record.loss:.4f}"]
+    parts = [f"loss {write_loss(record.loss)}"]
     if record.grad_norm is not None:
         parts.append(f"grad {record.grad_norm:.2f}")
-    rate = _rate(record.rate, record.unit)
-    parts += [f"lr {record.lr:.1e}", rate, f"{record.step_ms:.0f} ms"]
-    return "  ".join([*parts, f"idle {record.idle_share:.0%}"])
+    rate = write_rate(record.rate, record.unit)
+    parts += [f"lr {record.lr:.1e}", rate, write_ms(record.step_ms)]
+    return "  ".join([*parts, f"idle {write_share(record.idle_share)}"])
 
 
 def _ending(summary: Summary) -> list[str]:
-    evaluation = f" · eval {summary.eval_loss:.3f}" if summary.eval_loss is not None else ""
-    accuracy = f" ({summary.accuracy:.1%} right)" if summary.accuracy is not None else ""
+    evaluation = f" · eval {write_loss(summary.eval_loss)}" if summary.eval_loss is not None else ""
+    accuracy = (
+        f" ({write_accuracy(summary.accuracy)} right)" if summary.accuracy is not None else ""
+    )
     lines = [
-        f"[green]✓[/] {summary.steps} steps in {_duration(summary.seconds)} · loss "
-        f"{summary.first_loss:.3f} → {summary.last_loss:.3f}{evaluation}{accuracy}",
-        f"  measured   {summary.step_ms:.0f} ms a step, ranks idle {summary.idle:.0%}",
+        f"[green]✓[/] {summary.steps} steps in {write_duration(summary.seconds)} · loss "
+        f"{write_loss(summary.first_loss)} → {write_loss(summary.last_loss)}{evaluation}{accuracy}",
+        f"  measured   {write_ms(summary.step_ms)} a step, ranks idle {write_share(summary.idle)}",
         f"  idle       {_parts(summary.idle_parts)}",
-        f"  throughput {_rate(summary.rate, summary.unit)}, the first step left out as a warm-up · "
-        f"{summary.epoch:.3g} epochs",
+        f"  throughput {write_rate(summary.rate, summary.unit)}, the first step left out as a "
+        f"warm-up · {summary.epoch:.3g} epochs",
         f"  output     {summary.output}",
     ]
     if late := summary.staleness:
-        told = f"{late.delay_mean:.3g} steps in the mean, {late.delay_max} at most; the ledger "
-        told += "equals the closed form"
+        delays = f"{late.delay_mean:.3g} steps in the mean, {late.delay_max} at most; the ledger "
+        delays += "equals the closed form"
         if late.unexpected:
-            told = f"{late.unexpected} of {late.passages} passages differ from the closed form"
-        lines.insert(2, f"  staleness  {told}")
-    if summary.simulated_step_ms is not None:
+            delays = f"{late.unexpected} of {late.passages} passages differ from the closed form"
+        lines.insert(2, f"  staleness  {delays}")
+    if summary.simulated_step_ms is not None and summary.simulated_idle is not None:
         lines.insert(
             2,
-            f"  simulated  {summary.simulated_step_ms:.0f} ms a step with the optimizer as "
-            f"measured, ranks idle {summary.simulated_idle:.0%}",
+            f"  simulated  {write_ms(summary.simulated_step_ms)} a step with the optimizer as "
+            f"measured, ranks idle {write_share(summary.simulated_idle)}",
         )
     if summary.trace:
         lines.append(f"  trace      {summary.trace}, for ui.perfetto.dev")
@@ -177,16 +189,7 @@ def _ending(summary: Summary) -> list[str]:
     return lines
 
 
-def _rate(rate: float, unit: str) -> str:
-    return f"{rate:,.0f} {unit}/s".replace(",", " ")
-
-
 def _parts(split: IdleSplit) -> str:
     """`9 % bubble · 4 % imbalance · ..`, the largest first."""
     parts = sorted(asdict(split).items(), key=lambda part: -part[1])
-    return " · ".join(f"{share:.1%} {name}" for name, share in parts)
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} m {rest:02} s" if minutes else f"{seconds:.1f} s"
+    return " · ".join(f"{write_share(share)} {name}" for name, share in parts)

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from ..runtime.errors import PlanError
+from ..runtime.formatting import write_large_count
 from ..runtime.plan.plan import NOT_STORED, ON_META, Plan, portable
 from ..runtime.plan.trust import remember
 from ..runtime.plan.validate import contradiction
@@ -205,7 +206,7 @@ def load(spec: str, options: PartitionOptions, on_phase: OnPhase | None) -> Mode
     )
     if on_phase:
         number = sum(parameter.numel() for parameter in source.model.parameters())
-        detail = f"{spec} · {number / 1e6:.1f} M parameters · weights {source.weights}"
+        detail = f"{spec} · {write_large_count(number)} parameters · weights {source.weights}"
         on_phase("load", detail, time.perf_counter() - start, "capture")
     return source
 

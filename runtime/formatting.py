@@ -41,6 +41,30 @@ def write_share(share: float) -> str:
     return f"{100 * share:.{0 if share >= 0.0995 or not share else 1}f} %"
 
 
+def write_accuracy(share: float) -> str:
+    """
+    >>> write_accuracy(0.976)
+    '97.6 %'
+    """
+    return f"{100 * share:.1f} %"
+
+
+def write_ratio(ratio: float) -> str:
+    """
+    >>> write_ratio(1.5)
+    '1.50×'
+    """
+    return f"{ratio:.2f}×"
+
+
+def write_loss(loss: float) -> str:
+    """
+    >>> write_loss(10.96591)
+    '10.9659'
+    """
+    return f"{loss:.4f}"
+
+
 def write_gap(gap: float) -> str:
     """
     >>> write_gap(0.058), write_gap(0.0002)
@@ -50,7 +74,10 @@ def write_gap(gap: float) -> str:
 
 
 def write_bytes(count: float) -> str:
-    """`19.8 KiB`, `497.8 MiB`."""
+    """
+    >>> write_bytes(12), write_bytes(20300), write_bytes(522e6)
+    ('12 bytes', '19.8 KiB', '497.8 MiB')
+    """
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= size:
             return f"{count / size:.1f} {unit}"
@@ -67,11 +94,11 @@ def counted(number: int, what: str, plural: str = "") -> str:
 
 def write_duration(seconds: float) -> str:
     """
-    >>> write_duration(8.24), write_duration(312), write_duration(7500)
-    ('8.2 s', '5 min 12 s', '2 h 05 min')
+    >>> write_duration(0.034), write_duration(8.24), write_duration(312), write_duration(7500)
+    ('0.03 s', '8.2 s', '5 min 12 s', '2 h 05 min')
     """
     if seconds < 60:
-        return f"{seconds:.1f} s"
+        return f"{seconds:.{1 if seconds >= 1 else 2}f} s"
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:
         return f"{minutes} min {rest} s"
@@ -84,6 +111,25 @@ def write_count(number: float) -> str:
     ('1 234 568', '12.3')
     """
     return f"{number:,.0f}".replace(",", " ") if number >= 100 else f"{number:.3g}"
+
+
+def write_rate(rate: float, unit: str) -> str:
+    """
+    >>> write_rate(10234.5, "tok")
+    '10 234 tok/s'
+    """
+    return f"{write_count(rate)} {unit}/s"
+
+
+def write_large_count(number: float) -> str:
+    """
+    >>> write_large_count(53.6e6), write_large_count(2_100), write_large_count(12)
+    ('53.6 M', '2.1 k', '12')
+    """
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.1f} {unit}"
+    return f"{number:.0f}"
 
 
 def known(value: float, write: Callable[[float], str]) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor, fx
 
 from ...runtime import __version__
-from ...runtime.formatting import write_bytes
+from ...runtime.formatting import write_bytes, write_ms, write_share
 from ...runtime.plan.forecast import traffic
 from ...runtime.plan.plan import Plan, StageSpec, TensorSpec
 from ...runtime.reports.rendering import TEMPLATES
@@ -160,9 +160,9 @@ def _costs(header: Header, index: int) -> list[tuple[str, str]]:
     card = header.stages[index]
     rows = []
     if card.forward_ms is not None and card.backward_ms is not None:
-        share = f" ({card.share:.0%} of the pipeline)" if card.share is not None else ""
+        share = f" ({write_share(card.share)} of the pipeline)" if card.share is not None else ""
         found = f", {header.costs_are}" if header.costs_are else ""
-        cost = f"forward {card.forward_ms:.2f} ms, backward {card.backward_ms:.2f} ms"
+        cost = f"forward {write_ms(card.forward_ms)}, backward {write_ms(card.backward_ms)}"
         rows.append(("cost", cost + share + found))
     sizes = [
         (card.param_bytes, "parameters"),
@@ -287,12 +287,12 @@ def facts_of(plan: Plan) -> list[str]:
         bound = (
             f"no split has a faster slowest {plan.slowest}"
             if plan.optimal
-            else f"no split can be below {plan.lower_bound_ms:.2f} ms"
+            else f"no split can be below {write_ms(plan.lower_bound_ms)}"
         )
         facts.append(
-            f"The slowest {plan.slowest} takes {plan.bottleneck_ms:.2f} ms; {bound} "
+            f"The slowest {plan.slowest} takes {write_ms(plan.bottleneck_ms)}; {bound} "
             f"(method {plan.method}). An even split of the layers would take "
-            f"{plan.even_split_ms:.2f} ms."
+            f"{write_ms(plan.even_split_ms)}."
         )
     if plan.slowest == "rank":
         ranks = (
@@ -319,7 +319,7 @@ def _row(plan: Plan, stage: StageSpec) -> StageRow:
         modules=", ".join(stage.modules) or "none",
         forward=f"{stage.forward_ms:.2f}",
         backward=f"{stage.backward_ms:.2f}",
-        share=f"{_time_ms(stage) / total:.0%}",
+        share=write_share(_time_ms(stage) / total),
         parameters=write_bytes(stage.param_bytes),
         activations=write_bytes(stage.activation_bytes),
         peak=write_bytes(stage.peak_bytes),

@@ -28,6 +28,7 @@ from typing import Any
 import networkx as nx
 
 from ...runtime.errors import PlanError
+from ...runtime.formatting import write_ms, write_share
 from ...runtime.plan.findings import Candidate
 from ...runtime.plan.plan import RankSpec
 from ..graph.rank_model import RankConfig
@@ -283,7 +284,7 @@ def _order(choice: DeviceChoice) -> str:
     order = ", ".join(f"{count} x {name}" if count > 1 else name for name, count in _runs(named))
     return (
         f"the devices are in the order {order}: as listed the slowest stage would take "
-        f"{listed_ms:.2f} ms ({listed_ms / best_ms - 1:.0%} more)"
+        f"{write_ms(listed_ms)} ({write_share(listed_ms / best_ms - 1)} more)"
     )
 
 
@@ -322,8 +323,8 @@ def _lone(choice: DeviceChoice) -> Iterator[str]:
         yield alone
         return
     gain = 1 - other_ms / choice.found.objective_ms
-    than = f"{gain:.0%} less" if gain > _WORTH_SAYING else "no more"
-    yield f"{alone}; --hosts {hosts} has no such rank and takes {than} ({other_ms:.2f} ms)"
+    than = f"{write_share(gain)} less" if gain > _WORTH_SAYING else "no more"
+    yield f"{alone}; --hosts {hosts} has no such rank and takes {than} ({write_ms(other_ms)})"
 
 
 def _without_lone_ranks(cluster: Cluster) -> Cluster | None:
@@ -359,14 +360,14 @@ def shape_sentence(choice: DeviceChoice, stages: int | None) -> str:
         shape = min(others, key=lambda one: others[one].objective_ms)
         return (
             f"{_in_words(taken)} chosen of {len(others) + 1} ways to use the devices; the next is "
-            f"{_in_words(shape)} with {others[shape].objective_ms:.2f} ms a micro-batch"
+            f"{_in_words(shape)} with {write_ms(others[shape].objective_ms)} a micro-batch"
         )
     shape = min(others, key=lambda one: others[one].objective_ms)
     other_ms = others[shape].objective_ms
     if other_ms < best_ms * (1 - _AS_FAST):
         return (
-            f"{_in_words(shape)} would be {1 - other_ms / best_ms:.0%} faster by the same costs: "
-            f"{other_ms:.2f} ms a micro-batch"
+            f"{_in_words(shape)} would be {write_share(1 - other_ms / best_ms)} faster by the same "
+            f"costs: {write_ms(other_ms)} a micro-batch"
         )
     fewer = [
         shape
@@ -377,8 +378,8 @@ def shape_sentence(choice: DeviceChoice, stages: int | None) -> str:
         return ""
     shape = min(fewer, key=lambda one: (sum(one), len(one)))
     return (
-        f"{_in_words(shape)} would be as fast: {others[shape].objective_ms:.2f} ms a micro-batch "
-        f"on {sum(shape)} instead of {sum(taken)} devices"
+        f"{_in_words(shape)} would be as fast: {write_ms(others[shape].objective_ms)} a "
+        f"micro-batch on {sum(shape)} instead of {sum(taken)} devices"
     )
 
 
@@ -399,6 +400,6 @@ def _candidate(choice: DeviceChoice, found: LayoutResult) -> Candidate:
         crossing_bytes=solution.crossing_bytes,
         gap=solution.gap,
         seconds=0.0,
-        note=f"{abs(more):.0%} {'more' if more > 0 else 'less'} time a micro-batch, on {number} "
-        f"device{'s' * (number > 1)}",
+        note=f"{write_share(abs(more))} {'more' if more > 0 else 'less'} time a micro-batch, on "
+        f"{number} device{'s' * (number > 1)}",
     )

@@ -16,6 +16,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, ParamSpec
 
 from ...runtime.errors import PlanError
+from ...runtime.formatting import write_share
 from ...runtime.plan.findings import Candidate
 from ..solvers import METHODS
 from .step_time import has_replicas, is_simulated
@@ -112,7 +113,7 @@ def _candidate(solution: Solution) -> Candidate:
     optimum_ms = solution.placement.order_optimum_ms
     if solution.setting.is_asynchronous and optimum_ms:
         given_up = solution.bottleneck_ms / optimum_ms - 1
-        notes += [f"{given_up:.1%} given up for tidy cuts"] * (given_up > _WORTH_SAYING)
+        notes += [f"{write_share(given_up)} given up for tidy cuts"] * (given_up > _WORTH_SAYING)
     if len({of_stage[0] for of_stage in ranks}) < len(ranks):
         waits = "" if _runs_as_priced(solution) else ", without what they wait"
         notes.append("several stages a rank" + waits)

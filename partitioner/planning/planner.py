@@ -21,6 +21,7 @@ from typing import Any, Unpack
 import networkx as nx
 
 from ...runtime.errors import AsyncPipeError, PlanError
+from ...runtime.formatting import write_share
 from ...runtime.plan.findings import Candidate, Finding
 from ...runtime.schedule.builders import AUTO, VIRTUAL
 from ..graph.cost_graph import costs_of
@@ -109,7 +110,7 @@ def other_ways(
         return [], []
     best = min(ways, key=lambda way: way.step_ms)
     gain = 1 - best.step_ms / taken.step_ms
-    faster = [f"{best.name} would be {gain:.0%} faster"] if gain > _WORTH_SAYING else []
+    faster = [f"{best.name} would be {write_share(gain)} faster"] if gain > _WORTH_SAYING else []
     return faster, [_candidate(way, taken) for way in ways]
 
 
@@ -144,7 +145,7 @@ def _candidate(way: Way, taken: Way) -> Candidate:
         peak_bytes=max(solution.evaluation.rank_bytes),
         crossing_bytes=solution.crossing_bytes,
         gap=solution.gap,
-        note=f"{abs(more):.0%} {'more' if more > 0 else 'less'} time a step",
+        note=f"{write_share(abs(more))} {'more' if more > 0 else 'less'} time a step",
     )
 
 

@@ -11,6 +11,7 @@ import networkx as nx
 import numpy as np
 
 from ...runtime.errors import PlanError
+from ...runtime.formatting import write_gap, write_ms, write_share
 from ...runtime.plan.findings import Candidate
 from ...runtime.plan.plan import RankSpec
 from ..graph.cost_graph import costs_of, with_exchanges, with_rotations, with_updates
@@ -104,12 +105,12 @@ class Solution:
     @property
     def summary(self) -> str:
         """The objective and its proved bound, in one clause."""
-        proved = "proved optimal" if self.optimal else f"at most {self.gap:.1%} above the optimum"
+        proved = "proved optimal" if self.optimal else f"{write_gap(self.gap)} above the optimum"
         several = self.placement.ranks is not None and not self.placement.is_replicated
-        slowest = f"slowest {'rank' if several else 'stage'} {self.bottleneck_ms:.1f} ms"
+        slowest = f"slowest {'rank' if several else 'stage'} {write_ms(self.bottleneck_ms)}"
         if self.setting.is_asynchronous:
             return f"{self.method} · {slowest}, {proved}"
-        step = f"{self.setting.schedule} step {self.step_ms:.1f} ms"
+        step = f"{self.setting.schedule} step {write_ms(self.step_ms)}"
         return f"{self.method} · {step}, {proved}, {slowest}"
 
     @property
@@ -328,8 +329,8 @@ def _price_of_demands(optimum_ms: float | None, free_ms: float | None) -> list[s
     if not optimum_ms or not free_ms or optimum_ms <= free_ms * 1.0005:
         return []
     return [
-        f"the demanded cuts cost {optimum_ms / free_ms - 1:.1%}: without them the slowest stage "
-        f"could take {free_ms:.2f} ms"
+        f"the demanded cuts cost {write_share(optimum_ms / free_ms - 1)}: without them the slowest "
+        f"stage could take {write_ms(free_ms)}"
     ]
 
 
@@ -367,13 +368,13 @@ def explain_shortly(
     work_ms = costs.work_ms[heaviest] / len(placement.ranks_of_stage[stages[0]])
     share = work_ms / slowest_ms if slowest_ms else 0.0
     sentences = [
-        f"{who} is the slowest with {slowest_ms:.2f} ms a micro-batch; its largest part is "
-        f"{costs.labels[heaviest]} with {work_ms:.2f} ms ({share:.0%})",
+        f"{who} is the slowest with {write_ms(slowest_ms)} a micro-batch; its largest part is "
+        f"{costs.labels[heaviest]} with {write_ms(work_ms)} ({write_share(share)})",
     ]
     optimum_ms = placement.order_optimum_ms
     if optimum_ms and slowest_ms > optimum_ms * 1.0005:
         sentences.append(
-            f"{slowest_ms / optimum_ms - 1:.1%} are given up so that the cuts tear "
-            f"fewer modules or carry fewer bytes (best cut anywhere: {optimum_ms:.2f} ms)"
+            f"{write_share(slowest_ms / optimum_ms - 1)} are given up so that the cuts tear "
+            f"fewer modules or carry fewer bytes (best cut anywhere: {write_ms(optimum_ms)})"
         )
     return tuple(sentences)

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ...runtime.formatting import write_ms
 from ...runtime.optimizers.facts import PLANNED
 from ..capture import Capture, Recompute, run
 from ..capture.graph import sizes_of
@@ -123,8 +124,8 @@ class Profile:
         threads += f", {self.dtype}" * (self.dtype != "float32")
         return (
             f"{len(self.nodes)} operators, {self.distinct} distinct, {self.kind} on "
-            f"{self.device}{threads} · forward {self.forward_ms:.1f} ms, backward "
-            f"{self.backward_ms:.1f} ms a micro-batch"
+            f"{self.device}{threads} · forward {write_ms(self.forward_ms)}, backward "
+            f"{write_ms(self.backward_ms)} a micro-batch"
         )
 
 

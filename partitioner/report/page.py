@@ -17,7 +17,14 @@ from pygments.lexers import PythonLexer
 from pygments.token import Comment, Keyword, Name, Number, String
 
 from ...runtime import __version__
-from ...runtime.formatting import counted, write_bytes, write_gap, write_ms, write_share
+from ...runtime.formatting import (
+    counted,
+    write_bytes,
+    write_gap,
+    write_ms,
+    write_ratio,
+    write_share,
+)
 from ...runtime.plan.findings import TOPICS, Candidate, Finding
 from ...runtime.plan.forecast import forecast_one_step, spec_bytes, traffic
 from ...runtime.plan.plan import Plan, StageSpec, TensorSpec
@@ -38,7 +45,7 @@ def cards(plan: Plan) -> tuple[Card, ...]:
 def _gain(plan: Plan) -> Card:
     ratio = plan.even_split_ms / plan.bottleneck_ms if plan.bottleneck_ms else 1.0
     detail = f"counting blocks instead: slowest stage {write_ms(plan.even_split_ms)}"
-    return Card("Faster than an even split", f"{ratio:.2f}×", detail)
+    return Card("Faster than an even split", write_ratio(ratio), detail)
 
 
 def _slowest(plan: Plan) -> Card:

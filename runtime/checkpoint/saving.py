@@ -24,6 +24,7 @@ from ..config.settings import RunConfig
 from ..distributed.process_groups import SharedStore, World
 from ..errors import AsyncPipeError, TransportError
 from ..executor.instrumented import Activities, Activity
+from ..formatting import write_bytes, write_duration
 from ..plan.plan import Plan
 from ..tensor_files import shard_name, write_index
 from .folders import (
@@ -148,8 +149,8 @@ class Saver:
             files |= _checked(text)
         self._complete(target, files, facts)
         self._board.post(_outcome(target), "{}")
-        size = sum(int(entry[0]) for entry in files.values()) / (1 << 20)
-        note = f"{target} ({size:.1f} MiB in {time.perf_counter() - start_s:.1f} s)"
+        size = sum(int(entry[0]) for entry in files.values())
+        note = f"{target} ({write_bytes(size)} in {write_duration(time.perf_counter() - start_s)})"
         if self._save_to is not None:
             note += f" · {copy(target, self._save_to, last=self._last, best=self._best)}"
         self._notes.put(note)

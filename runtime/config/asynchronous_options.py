@@ -8,6 +8,7 @@ from dataclasses import replace
 from math import ceil
 from typing import Any
 
+from ..formatting import counted, write_bytes
 from ..limits import flag_of
 from ..options import options_of
 from ..plan.plan import Plan
@@ -19,7 +20,7 @@ from ..staleness import check as check_staleness
 from ..staleness.compose import AUTO as AUTO_METHODS
 from ..staleness.compose import recommended
 from .batch_layout import StepBatch
-from .mixed_precision import format_bytes, with_recompute
+from .mixed_precision import with_recompute
 from .settings import RunConfig, Settings, SettingsError, left_over
 
 MICRO_BATCHES_PER_SEGMENT = 4096
@@ -211,13 +212,13 @@ def describe_delays(schedule: Schedule, config: RunConfig | None = None) -> str:
     runs: list[tuple[str, int, int]] = []
     for stage in range(schedule.stages):
         mean, most = delays.mean(stage), delays.most(stage)
-        told = f"{float(mean):.3g} step{'' if mean == 1 else 's'}" if most else "none"
-        told += f" ({most} at most)" if most != mean else ""
-        first = runs.pop()[1] if runs and runs[-1][0] == told else stage
-        runs.append((told, first, stage))
+        delay = f"{float(mean):.3g} step{'' if mean == 1 else 's'}" if most else "none"
+        delay += f" ({most} at most)" if most != mean else ""
+        first = runs.pop()[1] if runs and runs[-1][0] == delay else stage
+        runs.append((delay, first, stage))
     return ", ".join(
-        f"stage{'' if first == last else 's'} {first}{'' if first == last else f'-{last}'}: {told}"
-        for told, first, last in runs
+        f"stage{'' if first == last else 's'} {first}{'' if first == last else f'-{last}'}: {delay}"
+        for delay, first, last in runs
     )
 
 
@@ -235,7 +236,7 @@ def describe_copies(plan: Plan, schedule: Schedule, config: RunConfig) -> str:
         copies[rank] += count
         kept_bytes[rank] += count * stage.memory.gradients
     return ", ".join(
-        f"rank {rank}: {count} cop{'y' if count == 1 else 'ies'}, {format_bytes(kept_bytes[rank])}"
+        f"rank {rank}: {counted(count, 'copy', 'copies')}, {write_bytes(kept_bytes[rank])}"
         for rank, count in sorted(copies.items())
         if count
     )

@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 
 from ..executor.precision import FULL, BoundaryDtypes, Precision, dtypes_of_folder
+from ..formatting import write_bytes, write_share
 from ..plan.plan import Plan, StageSpec, TensorSpec
 from ..staleness import has_other_backward
 from ..tensor_files import dtype_of
@@ -85,7 +86,7 @@ def describe_precision(config: RunConfig, plan: Plan, dtypes: BoundaryDtypes) ->
     planned = _crossing_bytes(plan, lambda tensor: getattr(torch, tensor.dtype))
     crossing = _crossing_bytes(plan, dtypes.between_ranks)
     if crossing < planned and config.schedule != "single":
-        parts.append(f"boundaries have {crossing / planned:.0%} of the bytes as planned")
+        parts.append(f"boundaries have {write_share(crossing / planned)} of the bytes as planned")
     return " · ".join(parts)
 
 
@@ -95,11 +96,11 @@ def describe_memory(options: ExecutionOptions, plan: Plan) -> str:
     if not needed:
         return ""
     if not _is_other_precision(options, plan) or options.precision == "full":
-        return f"{format_bytes(needed)} over all stages, as planned"
+        return f"{write_bytes(needed)} over all stages, as planned"
     activations = sum(stage.memory.activations for stage in plan.stages)
     return (
-        f"{format_bytes(needed)} over all stages, as planned in float32, of it activations "
-        f"{format_bytes(activations)}, which take about half under {options.precision}"
+        f"{write_bytes(needed)} over all stages, as planned in float32, of it activations "
+        f"{write_bytes(activations)}, which take about half under {options.precision}"
     )
 
 
@@ -116,11 +117,6 @@ def precision_warning(options: ExecutionOptions, plan: Plan) -> str:
         f"the plan was profiled in {planned}, this run computes in {running}: cuts and predictions "
         f"are those of {planned}. {again}"
     )
-
-
-def format_bytes(number: int) -> str:
-    gib, mib = number / (1 << 30), number / (1 << 20)
-    return f"{gib:.1f} GiB" if gib >= 1 else f"{mib:.0f} MiB"
 
 
 def _is_other_precision(options: ExecutionOptions, plan: Plan) -> bool:

@@ -26,6 +26,7 @@ from typing import NoReturn
 
 from ..errors import AsyncPipeError, TransportError, root_of
 from ..executor.loading import ChangedCodeError
+from ..formatting import write_bytes
 from ..process import is_alive
 from ..transports.mpi import leave_mpi
 from ..user_code import own_line
@@ -357,7 +358,7 @@ def _cannot_write(path: Path, why: str) -> DiskError:
     known = next((each for each in (path, *path.parents) if each.exists()), Path("/"))
     free, whole = shutil.disk_usage(known).free, shutil.disk_usage(known).total
     return DiskError(
-        f"{path} cannot be written: {why.lower()} ({free / 2**20:,.1f} of {whole / 2**20:,.1f} MiB "
+        f"{path} cannot be written: {why.lower()} ({write_bytes(free)} of {write_bytes(whole)} "
         "free).",
         "Free disk space or make the folder writable, or choose another disk with --output.",
     )

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from ..config.settings import Settings, SettingsError
 from ..errors import DataError
-from ..formatting import in_markdown
+from ..formatting import in_markdown, write_duration, write_loss
 from ..launch.job import make_job
 from ..options import options_of
 from ..plan.plan import read_plan
@@ -218,7 +218,6 @@ def cells(row: MethodRow) -> tuple[str, ...]:
     def number(value: float | None, form: str) -> str:
         return "" if value is None else format(value, form) if math.isfinite(value) else "-"
 
-    time = f"{row.minutes:.1f} min" if row.minutes >= 2 else f"{60 * row.minutes:.3g} s"
     return (
         row.method,
         row.optimizer,
@@ -228,7 +227,7 @@ def cells(row: MethodRow) -> tuple[str, ...]:
         number(row.spread, ".4f"),
         number(row.gap, "+.4f"),
         number(row.share, "+.1%"),
-        time,
+        write_duration(60 * row.minutes),
         number(row.speed_up, ".2f"),
         "never" if row.gap is not None and row.sooner is None else number(row.sooner, ".2f"),
     )
@@ -347,7 +346,7 @@ def draw(
 
 
 def _label(row: MethodRow) -> str:
-    return f"{row.method}, {row.optimizer}, lr {row.lr:g}: {row.loss:.3f}"
+    return f"{row.method}, {row.optimizer}, lr {row.lr:g}: {write_loss(row.loss)}"
 
 
 def _series(row: MethodRow, at: Sequence[float] | None) -> Series:

@@ -29,7 +29,7 @@ from ..config.settings import RunConfig, SettingsError
 from ..distributed.cpu_affinity import read_topology
 from ..distributed.ranks import find_rank_info
 from ..errors import AsyncPipeError, DataError
-from ..formatting import in_markdown
+from ..formatting import in_markdown, write_accuracy, write_duration, write_loss
 from ..launch.job import make_job
 from ..launch.local import ended_after
 from ..plan.plan import Plan
@@ -154,11 +154,11 @@ def _cell(run: SweptRun, column: str) -> str:
     match column:
         case "loss" | "train loss":
             number = run.loss if column == "loss" else run.train_loss
-            return "" if number is None else f"{number:.4f}"
+            return "" if number is None else write_loss(number)
         case "accuracy":
-            return "" if run.accuracy is None else f"{run.accuracy:.1%}"
+            return "" if run.accuracy is None else write_accuracy(run.accuracy)
         case "time":
-            return "" if run.seconds is None else f"{run.seconds:.1f} s"
+            return "" if run.seconds is None else write_duration(run.seconds)
         case "":
             return "" if run.state == FINISHED else f"{run.state} {run.error}".strip()
     return in_words(_hashable(run.values[column]))

@@ -24,11 +24,11 @@ from pathlib import Path
 import torch
 
 from ..config.execution_options import ExecutionOptions
-from ..config.mixed_precision import format_bytes
 from ..config.settings import RunConfig, SettingsError
 from ..distributed.process_groups import World
 from ..errors import AsyncPipeError, is_out_of_memory
 from ..executor.instrumented import Activities, Activity
+from ..formatting import write_bytes
 from ..plan.plan import Plan
 from .records import Reporter
 from .watchdog import in_the_past
@@ -76,15 +76,15 @@ def describe(
     activity, _ = activities.now
     free, whole = _room(world.machine.device)
     found = _WANTED.search(str(error))
-    wanted = f"wanted {format_bytes(int(float(found[1]) * _UNITS[found[2]]))}, " if found else ""
+    wanted = f"wanted {write_bytes(int(float(found[1]) * _UNITS[found[2]]))}, " if found else ""
     stage = plan.stages[activity.stage] if activity.stage >= 0 else None
     planned = ""
     if stage is not None and stage.peak_bytes:
-        planned = f" The plan's peak of stage {stage.index} is {format_bytes(stage.peak_bytes)}."
+        planned = f" The plan's peak of stage {stage.index} is {write_bytes(stage.peak_bytes)}."
     return OutOfMemory(
         f"rank {world.rank} ran out of memory at step {_step(activity, activities, config)}, "
-        f"when it {in_the_past(str(activity))}: {wanted}{format_bytes(free)} of "
-        f"{format_bytes(whole)} free.{planned}",
+        f"when it {in_the_past(str(activity))}: {wanted}{write_bytes(free)} of "
+        f"{write_bytes(whole)} free.{planned}",
         " · ".join(_cures(plan, config, whole)),
     )
 

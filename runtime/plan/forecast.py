@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ..formatting import write_ms, write_share
 from ..schedule.asynchronous import ASYNCHRONOUS
 from ..schedule.builders import AUTO, SYNCHRONOUS, VIRTUAL, fit_auto, make_schedule
 from ..schedule.interleaved import REPLICATED, replicated
@@ -258,7 +259,9 @@ def describe_forecast(plan: Plan, micro_batches: tuple[int, ...] = (8, 32)) -> s
     ranks = planned_ranks(plan, name)
     for number in micro_batches:
         step = forecast_step(plan, name, number)
-        parts.append(f"{number} micro-batches {step.step_ms:.0f} ms, {step.idle_share:.0%} idle")
+        parts.append(
+            f"{number} micro-batches {write_ms(step.step_ms)}, {write_share(step.idle_share)} idle"
+        )
     if ranks and ranks < len(plan.stages):
         return f"one {name} step on {ranks} ranks: " + " · ".join(parts)
     ahead = len(plan.stages) - 1
@@ -267,7 +270,7 @@ def describe_forecast(plan: Plan, micro_batches: tuple[int, ...] = (8, 32)) -> s
         on = f"on {sum(map(len, plan.stage_replicas))} ranks"
     steady = forecast_step(plan, "async-1f1b", micro_batches[0], steps=8)
     parts.append(
-        f"async {steady.idle_share:.0%} idle, weights at most "
+        f"async {write_share(steady.idle_share)} idle, weights at most "
         f"{-(-ahead // micro_batches[0])} step old"
     )
     return f"one {name} step {on}: " + " · ".join(parts)

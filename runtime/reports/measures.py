@@ -12,7 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from ..formatting import known, write_bytes, write_count, write_duration, write_ms, write_share
+from ..formatting import (
+    known,
+    write_bytes,
+    write_count,
+    write_duration,
+    write_loss,
+    write_ms,
+    write_share,
+)
 from ..monitoring.run_files import Record, RunRecords, number, numbers, part, read_run
 
 IDLE_PARTS = ("bubble", "imbalance", "communication", "data", "overhead")
@@ -354,14 +362,19 @@ def as_json(comparison: RunComparison) -> str:
 
 
 def _rows(runs: Sequence[RunRecords], step: float, seconds: float) -> list[tuple[str, list[str]]]:
-    four = "{:.4f}".format
     after, within = f"after {step:g} steps", f"after {known(seconds, write_duration)}"
     rates = {UNITS.get(rate_field(run), rate_field(run)) for run in runs}
     return [
         ("ended", [status_of(run) for run in runs]),
-        (f"loss {after}", [known(_at(run.steps, "step", step), four) for run in runs]),
-        (f"evaluation loss {after}", [known(_at(run.evals, "step", step), four) for run in runs]),
-        (f"loss {within}", [known(_at(run.steps, "elapsed_s", seconds), four) for run in runs]),
+        (f"loss {after}", [known(_at(run.steps, "step", step), write_loss) for run in runs]),
+        (
+            f"evaluation loss {after}",
+            [known(_at(run.evals, "step", step), write_loss) for run in runs],
+        ),
+        (
+            f"loss {within}",
+            [known(_at(run.steps, "elapsed_s", seconds), write_loss) for run in runs],
+        ),
         (
             f"steps {within}",
             [known(_at(run.steps, "elapsed_s", seconds, "step"), "{:g}".format) for run in runs],

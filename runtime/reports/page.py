@@ -19,7 +19,9 @@ from ..formatting import (
     write_bytes,
     write_count,
     write_duration,
+    write_loss,
     write_ms,
+    write_ratio,
     write_share,
 )
 from ..monitoring.records import append_line
@@ -284,12 +286,12 @@ def _cards(run: RunRecords) -> list[Card]:
     step, idle, rate = step_times(run), idle_shares(run), rate_field(run)
     losses = [number(record, "loss") for record in run.steps] or [math.nan]
     evaluated = last_evaluation(run)
-    details = f"from {known(losses[0], '{:.4f}'.format)}"
+    details = f"from {known(losses[0], write_loss)}"
     if math.isfinite(evaluated):
-        details += f", evaluated {evaluated:.4f}"
+        details += f", evaluated {write_loss(evaluated)}"
     memory = [row.process_bytes for row in rank_memory(run)]
     return [
-        _card("Training loss", losses[-1], "{:.4f}".format, details),
+        _card("Training loss", losses[-1], write_loss, details),
         _card(
             "Throughput",
             rate_of(run),
@@ -319,7 +321,7 @@ def _simulated(compared: Compared, write: Callable[[float], str]) -> str:
 
 def _beside(compared: Compared, write: Callable[[float], str]) -> Sequence[str]:
     """Predicted, measured, and their ratio."""
-    ratio = known(compared.ratio, "{:.2f}×".format)
+    ratio = known(compared.ratio, write_ratio)
     return known(compared.predicted, write), known(compared.measured, write), ratio
 
 

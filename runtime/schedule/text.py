@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from math import inf
 
 from ..errors import ScheduleError
+from ..formatting import write_ms, write_share
 from .dependencies import Edge
 from .schedule import Action, Kind, Schedule, count_in_flight, count_versions, parse_action
 from .simulate import ActionCosts, Timeline, simulate
@@ -186,10 +187,10 @@ def draw_timeline(timeline: Timeline, *, width: int = 72) -> str:
     >>> from asyncpipe.runtime.schedule.builders import one_f_one_b
     >>> timeline = simulate(one_f_one_b(3, 4), ActionCosts.equal(3, step_ms=1))
     >>> print(draw_timeline(timeline, width=38))
-    rank 0 |░░░░░░        ▓▓▓▓░░▓▓▓▓  ▓▓▓▓  ▓▓▓▓██|  32% idle
-    rank 1 |  ░░░░    ▓▓▓▓░░▓▓▓▓░░▓▓▓▓  ▓▓▓▓██    |  32% idle
-    rank 2 |    ░░▓▓▓▓░░▓▓▓▓░░▓▓▓▓░░▓▓▓▓██        |  32% idle
-            ░ forward  ▓ backward  █ step    19 ms
+    rank 0 |░░░░░░        ▓▓▓▓░░▓▓▓▓  ▓▓▓▓  ▓▓▓▓██|  32 % idle
+    rank 1 |  ░░░░    ▓▓▓▓░░▓▓▓▓░░▓▓▓▓  ▓▓▓▓██    |  32 % idle
+    rank 2 |    ░░▓▓▓▓░░▓▓▓▓░░▓▓▓▓░░▓▓▓▓██        |  32 % idle
+            ░ forward  ▓ backward  █ step 19.00 ms
     """
     bars = [[" "] * width for _ in range(timeline.ranks)]
     columns_per_ms = width / timeline.makespan_ms if timeline.makespan_ms else 0.0
@@ -201,10 +202,10 @@ def draw_timeline(timeline: Timeline, *, width: int = 72) -> str:
             end = max(end, begin + 1)
         bars[event.rank][begin:end] = [_BARS[event.action.kind]] * (end - begin)
     lines = [
-        f"rank {rank} |{''.join(bar)}| {idle:4.0%} idle"
+        f"rank {rank} |{''.join(bar)}| {write_share(idle):>5} idle"
         for rank, (bar, idle) in enumerate(zip(bars, timeline.idle_shares, strict=True))
     ]
-    end_ms = f"{timeline.makespan_ms:.0f} ms"
+    end_ms = write_ms(timeline.makespan_ms)
     has_weights = any(event.action.kind == "W" for event in timeline.events)
     weights = "▒ its weights  " if has_weights else ""
     legend = f"░ forward  ▓ backward  {weights}█ step"

@@ -21,6 +21,7 @@ from ..config.settings import RunConfig
 from ..distributed.process_groups import World
 from ..executor.instrumented import COMPUTING
 from ..executor.mailbox import forward_edges, gradient_edges
+from ..formatting import write_ms
 from ..monitoring.gather import RankFigures
 from ..plan.plan import Plan
 from ..schedule.builders import AUTO
@@ -110,8 +111,8 @@ class Remeasuring:
         )
         split = len(made.split)
         self._tell(
-            f"computed from what steps {_WHOLE[0]} to {_LAST} took: {after.makespan_ms:.0f} ms a "
-            f"step instead of {before.makespan_ms:.0f}; "
+            f"computed from what steps {_WHOLE[0]} to {_LAST} took: "
+            f"{write_ms(after.makespan_ms)} a step instead of {write_ms(before.makespan_ms)}; "
             f"{split or 'none'} of {made.stages * made.micro_batches} backwards in two parts",
             made,
         )

@@ -28,6 +28,7 @@ from ..distributed.cpu_affinity import Machine
 from ..distributed.ranks import describe_placement, describe_ranks, grid_of, placement_warning
 from ..executor.precision import BoundaryDtypes
 from ..executor.run import needed_inputs
+from ..formatting import write_ms, write_share
 from ..monitoring.idle import simulated_step, split_of_run
 from ..monitoring.records import EvalRecord, PredictedStep, Reporter, StartRecord, Summary
 from ..monitoring.trace import Tracing
@@ -172,8 +173,8 @@ def announce(
         facts.append(("precision", precision))
     if forecast is not None:
         text = (
-            f"{forecast.step_ms:.0f} ms a step without the optimizer, "
-            f"ranks idle {forecast.idle_share:.0%}"
+            f"{write_ms(forecast.step_ms)} a step without the optimizer, "
+            f"ranks idle {write_share(forecast.idle_share)}"
         )
         facts.append(("simulated", text))
     if memory := describe_memory(config, plan):
@@ -355,7 +356,7 @@ def describe_optimizer(config: RunConfig, delays: Sequence[int] = (0,)) -> str:
     if config.warmup:
         parts.append(f"{config.warmup} step{'s' if config.warmup > 1 else ''} of warm-up")
     if config.decay not in (None, "none"):
-        parts.append(f"{config.decay} decay to {config.final_lr_ratio:.0%}")
+        parts.append(f"{config.decay} decay to {write_share(config.final_lr_ratio)}")
     if config.clip:
         scope = _CLIPPED[config.clip_by or "global"]
         parts.append(f"gradient norm {scope} at most {config.clip:g}")

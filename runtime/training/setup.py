@@ -223,6 +223,7 @@ def set_up(
     wait_for_debugger(config, world, reporter)
     _prepare_together(job, world, activities)
     with activities.during(Activity("meet", "the choice of a transport")):
+        transport = agree_on_transport(world, config, world.machine.device)
         gradient_group = group_of_gradients(world, config, world.machine.device)
     own = world.grid.stages_of(world.rank, schedule)
     fields = needed_inputs(plan, own, criterion=config.criterion is not None)

@@ -225,7 +225,7 @@ def test_a_full_disk_is_told(folders: Path, tmp_path: Path) -> None:
         assert ended.code == 1 and ended.after_s < SOON_S
         told = re.match(r"error: rank 0 \(stage 0\), step (\d+): ", ended.told)
         assert told and int(told[1]) > 2
-        assert "cannot be written: no space left on device (0.0 of 2.0 MiB free)." in ended.told
+        assert "cannot be written: no space left on device (0 bytes of 2.0 MiB free)." in ended.told
         assert "--output" in ended.error
 
 

@@ -86,8 +86,8 @@ def test_the_sentence_says_who_wanted_how_much_for_what_and_what_there_is(
     ):
         raise StageError("stage 1 failed") from error
     assert raised.value.what == (
-        f"rank 0 ran out of memory at {told}: wanted 1.2 GiB, 512 MiB of 24.0 GiB free. The plan's "
-        "peak of stage 1 is 22.0 GiB."
+        f"rank 0 ran out of memory at {told}: wanted 1.2 GiB, 512.0 MiB of 24.0 GiB free. The "
+        "plan's peak of stage 1 is 22.0 GiB."
     )
     assert raised.value.cure == (
         "--micro-batch-size 2 --micro-batches 16 (half the activations) · --recompute all · "

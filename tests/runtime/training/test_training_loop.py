@@ -198,7 +198,7 @@ def test_what_will_be_done_is_said_first(folders: Path, tmp_path: Path, text_fil
     assert [step["step"] for step in steps] == [1, 2, 3, 4, 5]
     (end,) = events_of(tmp_path / "run", "end")
     assert end["first_loss"] == steps[0]["loss"] and end["last_loss"] == steps[-1]["loss"]
-    assert facts["simulated"].startswith("24 ms a step without the optimizer")
+    assert facts["simulated"].startswith("24.00 ms a step without the optimizer")
     assert 24.0 < end["simulated_step_ms"] < 48.0
 
 

@@ -171,7 +171,7 @@ def test_processes_may_cast_what_they_send(folders: Path, tmp_path: Path) -> Non
     assert column(lines, "loss") != column(exact, "loss")
     assert column(lines, "loss") == pytest.approx(column(exact, "loss"), rel=1e-2)
     (facts,) = events_of(tmp_path / "1", "start")
-    assert facts["precision"] == "boundaries have 50% of the bytes as planned"
+    assert facts["precision"] == "boundaries have 50 % of the bytes as planned"
 
 
 def test_asynchronous_runs_compute_in_bfloat16(folders: Path, tmp_path: Path) -> None:
@@ -225,8 +225,8 @@ def test_a_plan_of_another_precision_is_said(folders: Path) -> None:
     )
     assert precision_warning(full, profiled(plan, "bfloat16")).endswith(f"bfloat16. {command}")
     assert describe_memory(half, profiled(plan, "float32")) == (
-        "6 MiB over all stages, as planned in float32, of it activations 4 MiB, which take about "
-        "half under float16"
+        "6.0 MiB over all stages, as planned in float32, of it activations 4.0 MiB, which take "
+        "about half under float16"
     )
 
 
