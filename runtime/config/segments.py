@@ -64,6 +64,13 @@ def make_flushed_step(plan: Plan, config: RunConfig, micro_batches: int) -> Sche
     return lowered(plan, made, check=True)
 
 
+def schedule_of(plan: Plan, config: RunConfig, segment: RunSegment) -> Schedule:
+    """The lowered schedule of a segment. Raises ScheduleError."""
+    if segment.synchronous:
+        return make_flushed_step(plan, config, segment.micro_batches)
+    return make_segment(plan, config, steps=len(segment.steps))
+
+
 def lowered(plan: Plan, schedule: Schedule, *, check: bool) -> Schedule:
     """The schedule with the plan's messages; validated if asked to."""
     edges, gradients = forward_edges(plan), gradient_edges(plan)

@@ -1,7 +1,7 @@
 """One run of a comparison: its method, its losses and its simulated time.
 
-Losses: the pipeline's executor runs all stages in this process in the order of the schedule, so the
-weights are bitwise those of asyncpipe-train. Evaluations do not drain the pipeline: each stage
+Losses: the `StageTrainer` of asyncpipe-train trains all stages in this process in the order of the
+schedule, so the weights are bitwise the same. Evaluations do not drain the pipeline: each stage
 copies its weights after the step to evaluate, and the copies of all stages are evaluated together.
 
 Time: the end of each optimizer step with one rank for each stage, by the plan's costs without the
@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,19 +31,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..config.asynchronous_options import delays_of
-from ..config.batch_layout import StepBatch
 from ..config.option_files import checked
 from ..config.resolve import costs_at_sizes
-from ..config.segments import RunSegment, make_flushed_step, make_segment, segments
+from ..config.segments import RunSegment, segments
 from ..config.settings import RunConfig, Settings, SettingsError
-from ..data.task import SampleOrder
-from ..distributed.process_groups import World
+from ..distributed.process_groups import SharedStore, World
 from ..executor.instrumented import Activities
-from ..executor.loading import load_stage
-from ..executor.pipeline import Pipeline
 from ..executor.precision import AS_PLANNED
-from ..executor.run import needed_inputs
 from ..formatting import did_you_mean
 from ..launch.job import make_job
 from ..monitoring.gather import RankFigures
@@ -53,16 +47,11 @@ from ..plan.forecast import forecast_step
 from ..plan.plan import Plan
 from ..rng import drawing_from
 from ..schedule.builders import make_schedule
-from ..schedule.schedule import Action
 from ..staleness.compose import AUTO, parse
-from ..tensor_files import dtype_of
-from ..training.batches import Feed, open_data, prepare_data
 from ..training.clipping import LossError
-from ..training.evaluation import Evaluator, find_criterion
-from ..training.optimizer_step import OptimizerStepper
 from ..training.run_summary import with_transfers_of_run
-from ..training.setup import Job
-from ..transports import LocalHub
+from ..training.setup import Job, agree
+from ..training.stages import StageTrainer, make_pipeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,51 +85,17 @@ def train_alone(settings: Settings, folder: Path, code: Mapping[str, str] | None
 
 
 class _Trial:
-    """One run: its stages, their optimizers and its losses so far."""
+    """One run: its stages, their training, and its losses so far."""
 
     def __init__(self, job: Job) -> None:
-        config, plan, world = job.config, job.plan, World()
-        self._config, self._plan = config, plan
-        prepare_data(config, job.task, job.folder)
-        data = open_data(config, job.task, plan, job.folder)
-        stages = range(len(plan.stages))
-        self._modules: dict[int, nn.Module] = {
-            j: load_stage(config.folder, job.planned, j, weights=config.init_from, code=job.code)
-            .to(dtype_of(config.dtype))
-            .train()
-            for j in stages
-        }
-        self._pipeline = self._make_pipeline(self._modules, config.methods)
-        batch = StepBatch.of(config)
-        fields = needed_inputs(plan, stages, criterion=config.criterion is not None)
-        order = SampleOrder(len(data.train), config.seed)
-        self._feed = Feed(data.train, order, batch, fields, seed=data.seed, dims=data.dims)
-        self._batch = batch
-        first = make_segment(plan, config, steps=1)
-        self._trainer = _Steps(
-            plan,
-            self._modules,
-            config,
-            world,
-            self._stepped,
-            lr_scale=self._pipeline.lr_scale,
-            delays=first.delays,
-        )
-        self._trainer.after_step = self._keep_weights
-        self._pipeline.attach(self._trainer.optimizers)
-        assert data.evaluation is not None
-        size = config.micro_batch_size
-        self._evaluation = Evaluator(
-            plan,
-            job.task,
-            Feed(data.evaluation, None, StepBatch((size,)), fields, seed=data.seed, dims=data.dims),
-            world,
-            Activities(),
-            schedule=first,
-            batches=min(config.eval_batches, len(data.evaluation) // size),
-        )
+        world = World()
+        self._config = job.config
+        setup = agree(job, world, Activities(), SharedStore(world))
+        self._trainer = StageTrainer(setup, self._stepped, after_step=self._keep_weights)
+        self._modules, self._pipeline = self._trainer.modules, self._trainer.pipeline
+        self._evaluation = self._trainer.make_evaluator(Activities())
         self._evaluated = {j: deepcopy(module) for j, module in self._modules.items()}
-        self._evaluating = self._make_pipeline(self._evaluated, "none")
+        self._evaluating = make_pipeline(setup, self._evaluated, "none")
         self._losses: list[float] = []
         self._points: list[tuple[int, float, float]] = []
         self._kept: dict[int, dict[int, _State]] = defaultdict(dict)
@@ -151,53 +106,12 @@ class _Trial:
         end = ""
         try:
             for segment in segments(replace(self._config, eval_every=0)):
-                self._train(segment)
+                self._is_synchronous = segment.synchronous
+                self._trainer.run(segment, self._trainer.schedule_of(segment))
         except LossError as error:
             end = error.what
         steps, evaluated, trained = zip(*self._points, strict=True) if self._points else ((),) * 3
         return Curve(steps, evaluated, trained, end)
-
-    def _train(self, segment: RunSegment) -> None:
-        steps, is_async = segment.steps, self._config.is_async
-        self._is_synchronous = segment.synchronous
-        if segment.synchronous and is_async:
-            schedule = make_flushed_step(self._plan, self._config, segment.micro_batches)
-        else:
-            schedule = make_segment(self._plan, self._config, steps=len(steps))
-        first = self._batch.first_of(steps.start, 0)
-        self._trainer.start_segment(
-            steps.start + 1,
-            first,
-            delays_of(schedule, self._config, first, steps.start),
-            flushed=segment.synchronous,
-        )
-        is_short = segment.micro_batches != self._config.micro_batches
-        self._pipeline.run(
-            schedule,
-            self._feed,
-            first_micro_batch=first,
-            observer=self._trainer,
-            sizes=None if self._batch.is_even else self._sizes * len(steps),
-            step_samples=self._batch.samples if is_short else None,
-            loss_scale=self._trainer.loss_scale,
-        )
-
-    @property
-    def _sizes(self) -> list[dict[str, int]]:
-        return [{**self._plan.sizes, "batch": size} for size in self._batch.sizes]
-
-    def _make_pipeline(self, modules: Mapping[int, nn.Module], staleness: str) -> Pipeline:
-        config = self._config
-        return Pipeline(
-            self._plan,
-            modules,
-            LocalHub(1).transport(0),
-            rank_of_stage=(0,) * len(modules),
-            staleness=staleness,
-            criterion=find_criterion(config.criterion, config.seed) if config.criterion else None,
-            seed=config.seed,
-            batch_norm_per_step=config.batch_norm == "mini-batch",
-        )
 
     def _stepped(self, figures: RankFigures) -> None:
         """Called when all stages have made a step."""
@@ -239,17 +153,6 @@ def _state(module: nn.Module) -> _State:
 
 def _copied(state: _State) -> _State:
     return [tensor.detach().clone() for tensor in state]
-
-
-class _Steps(OptimizerStepper):
-    """A stepper that calls `after_step` when a stage's step is over and its weights are final."""
-
-    after_step: Callable[[int], None]
-
-    def on_action(self, action: Action, start_s: float, end_s: float) -> None:
-        super().on_action(action, start_s, end_s)
-        if action.kind == "S":
-            self.after_step(action.stage)
 
 
 _FLUSHED = "1f1b"

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
 from torch import Tensor
 
 from ..checkpoint.contents import Rank
 from ..checkpoint.resuming import how_to_go_on
 from ..checkpoint.saving import Saver
-from ..config.asynchronous_options import delays_of
-from ..config.batch_layout import StepBatch, consumed
-from ..config.segments import RunSegment, make_flushed_step, make_segment, segments
+from ..config.batch_layout import consumed
+from ..config.segments import RunSegment, segments
 from ..config.settings import RunConfig
-from ..data.task import SampleOrder
 from ..distributed.equality import Equality, SharedParameterError, find_difference, held_parameters
 from ..distributed.process_groups import SharedStore, World
-from ..executor.instrumented import Activities, Activity, observed_feed
+from ..executor.instrumented import Activities, Activity
 from ..executor.loading import load_unused
-from ..executor.run import needed_inputs
 from ..monitoring.diagnostics import memory_watched
 from ..monitoring.gather import Gather, RankFigures
 from ..monitoring.records import EvalRecord, Reporter
@@ -29,15 +25,11 @@ from ..monitoring.watchdog import Watchdog
 from ..rng import drawing_from
 from ..schedule.schedule import Schedule
 from ..user_code import exits_told
-from .batches import Dataset, Feed, MicroBatches, feed_nothing
-from .checkpointing import Checkpoints, Stopped, Stopping, describe_resumption, resume, save_weights
-from .data_consistency import Agreement
-from .evaluation import Evaluator
-from .optimizer_step import OptimizerStepper
+from .checkpointing import Checkpoints, Stopped, Stopping, describe_resumption, resume
 from .remeasure import Remeasuring
 from .run_summary import report_end
 from .setup import Job, Setup, find_checkpoint, set_up, write_schedule
-from .stages import check_tokens, load_stages, make_pipeline
+from .stages import StageTrainer, check_tokens
 from .step_records import Watch
 
 
@@ -84,34 +76,15 @@ class _Run:
         self._stopping, self._reporter = stopping, setup.reporter
         self._activities = setup.activities
         self._tracing = Tracing(config, self._activities, schedule, setup.start)
-        self._modules = load_stages(setup)
+        self._trainer = StageTrainer(setup, self._step_done)
+        self._modules, self._pipeline = self._trainer.modules, self._trainer.pipeline
         self._unused: Mapping[str, Tensor] = {}
         if world.rank == 0:
             self._unused = load_unused(config.folder, plan, weights=setup.weights)
-        self._pipeline = make_pipeline(setup, self._modules)
-        self._others: dict[RunSegment, Schedule] = {}
-        self._trainer = OptimizerStepper(
-            plan,
-            self._modules,
-            config,
-            world,
-            self._step_done,
-            lr_scale=self._pipeline.lr_scale,
-            activities=self._activities,
-            gradient_group=setup.gradient_group,
-            delays=schedule.delays,
-        )
-        self._pipeline.attach(self._trainer.optimizers)
         self._equality = Equality(
             self._modules, config, world, held_parameters(plan, self._modules, world)
         )
-        first = found.facts.samples if found else 0
-        self._batch = StepBatch.of(config, first_step=setup.start, first_sample=first)
-        data = setup.data
-        order = SampleOrder(len(data.train), config.seed) if data else None
-        self._feed = self._make_feed(data.train if data else None, order, self._batch)
-        self._agreement = self._compare_data(order, first)
-        self._evaluation = self._make_evaluator()
+        self._evaluation = self._trainer.make_evaluator(self._activities)
         self._evaluated: EvalRecord | None = None
         self._difference: str | None = None
         self._gather = Gather(world, len(plan.stages))
@@ -129,43 +102,6 @@ class _Run:
         check_tokens(setup, self._modules)
         self._checkpoints = self._resume()
 
-    def _make_feed(
-        self, samples: Dataset | None, order: SampleOrder | None, batch: StepBatch
-    ) -> MicroBatches:
-        """The micro-batches of these samples for this rank's stages."""
-        data, fields = self._setup.data, self._setup.fields
-        feed: MicroBatches = feed_nothing
-        if data is not None and samples is not None:
-            feed = Feed(samples, order, batch, fields, seed=data.seed, dims=data.dims)
-        return observed_feed(feed, self._activities)
-
-    def _compare_data(self, order: SampleOrder | None, first: int) -> Agreement:
-        """The sizes of the data that all ranks agree on. Collective."""
-        config, stages = self._config, range(len(self._plan.stages))
-        return Agreement(
-            self._world,
-            self._setup.data,
-            order,
-            size=config.micro_batch_size,
-            batches=config.eval_batches,
-            first=first,
-            fields=needed_inputs(self._plan, stages, criterion=config.criterion is not None),
-            own_fields=self._setup.fields,
-        )
-
-    def _make_evaluator(self) -> Evaluator:
-        data, batch = self._setup.data, StepBatch((self._config.micro_batch_size,))
-        samples = data.evaluation if data and data.evaluation else None
-        return Evaluator(
-            self._plan,
-            self._setup.job.task,
-            self._make_feed(samples, None, batch),
-            self._world,
-            self._activities,
-            schedule=self._setup.schedule,
-            batches=self._agreement.evaluation_batches,
-        )
-
     def _make_watch(self) -> Watch | None:
         """On rank 0, turns the metrics of all ranks into records."""
         found = self._setup.found
@@ -176,8 +112,8 @@ class _Run:
             self._setup.job.task,
             self._gather,
             self._reporter,
-            self._batch,
-            length=self._agreement.length,
+            self._trainer.batch,
+            length=self._trainer.agreement.length,
             seconds=found.facts.seconds if found else 0.0,
         )
 
@@ -253,32 +189,20 @@ class _Run:
     def _make(self, segment: RunSegment) -> int:
         """Runs the steps of a segment, up to a stop if there is one; returns the number of steps of
         the run so far."""
-        config, world, steps = self._config, self._world, segment.steps
-        position, samples = self._batch.position(steps.start), self._batch.samples
+        steps, batch, agreement = segment.steps, self._trainer.batch, self._trainer.agreement
         reads = Activity("data", "the first samples, which ranks compare")
         with self._activities.during(Activity("meet", "the order of the data")):
-            warning = self._agreement.check(
-                position, len(steps) * samples, lambda: self._activities.during(reads)
+            warning = agreement.check(
+                batch.position(steps.start),
+                len(steps) * batch.samples,
+                lambda: self._activities.during(reads),
             )
         if warning and self._reporter is not None:
             self._reporter.on_warning(warning)
-        first = self._batch.first_of(steps.start, world.replica)
-        schedule = self._schedule(segment)
-        delays = delays_of(schedule, config, first, steps.start)
-        self._trainer.start_segment(steps.start + 1, first, delays, flushed=segment.synchronous)
-        is_short = segment.micro_batches != config.micro_batches
-        sizes = [
-            {**self._plan.sizes, "batch": size} for size in self._batch.sizes_of(world.replica)
-        ]
-        self._pipeline.run(
-            schedule,
-            self._feed,
-            first_micro_batch=first,
-            observer=self._trainer,
-            sizes=None if self._batch.is_even else sizes * len(steps),
-            step_samples=samples if world.replicas > 1 or is_short else None,
-            loss_scale=self._trainer.loss_scale,
-            may=(lambda step: self._stopping.may(steps.start + step)) if len(steps) > 1 else None,
+        self._trainer.run(
+            segment,
+            self._schedule(segment),
+            may=lambda step: self._stopping.may(steps.start + step),
         )
         last = self._stopping.last
         made = steps.stop if last is None else min(last, steps.stop)
@@ -294,12 +218,12 @@ class _Run:
             self._world,
             self._modules,
             self._pipeline,
-            self._trainer.optimizers,
+            self._trainer.stepper.optimizers,
             config.is_async,
         )
         if found is not None:
-            resume(rank, found, config, self._trainer)
-            for text in describe_resumption(found, config, self._agreement.length):
+            resume(rank, found, config, self._trainer.stepper)
+            for text in describe_resumption(found, config, self._trainer.agreement.length):
                 self._note("resumed", text)
         saver = Saver(
             setup.job.folder,
@@ -317,7 +241,7 @@ class _Run:
             saver,
             self._activities,
             unused=self._unused,
-            length=self._agreement.length,
+            length=self._trainer.agreement.length,
             first_step=found.facts.step if found else -1,
         )
 
@@ -327,9 +251,9 @@ class _Run:
         evaluated = self._evaluated
         self._checkpoints.save(
             step,
-            samples=consumed(self._config, self._batch, step),
+            samples=consumed(self._config, self._trainer.batch, step),
             schedule=self._steps.text_after(step),
-            trainer=self._trainer.state(),
+            trainer=self._trainer.stepper.state(),
             evaluation=evaluated.loss if evaluated and evaluated.step == step else None,
             seconds=self._watch.elapsed_s if self._watch else 0.0,
         )
@@ -372,14 +296,7 @@ class _Run:
         is_whole = segment.micro_batches == config.micro_batches
         if steps == 1 and is_whole and segment.synchronous != config.is_async:
             return self._steps.of_step(segment.steps.stop)
-        like = replace(segment, steps=range(steps))
-        if like not in self._others:
-            if segment.synchronous:
-                made = make_flushed_step(self._plan, config, segment.micro_batches)
-            else:
-                made = make_segment(self._plan, config, steps=steps)
-            self._others = {like: made}
-        return self._others[like]
+        return self._trainer.schedule_of(segment)
 
     def _figures_until(self, step: int) -> Sequence[Sequence[RankFigures]]:
         assert self._watch is not None

@@ -61,6 +61,7 @@ class OptimizerStepper(ActionObserver):
     lr_scale: the scale of the learning rate for a stage, a version and a tied parameter's name.
     gradient_group: the group of the ranks with the same stages.
     delays: the steps by which the gradients of each of the plan's stages are late (default 0).
+    after_step: called with each stage after its step.
     """
 
     def __init__(
@@ -75,8 +76,10 @@ class OptimizerStepper(ActionObserver):
         activities: Activities | None = None,
         gradient_group: dist.ProcessGroup | None = None,
         delays: Sequence[int] = (),
+        after_step: Callable[[int], None] | None = None,
     ) -> None:
         super().__init__(activities or Activities())
+        self._after_step = after_step
         self._config = config
         self._world = world
         self._report = report
@@ -167,6 +170,11 @@ class OptimizerStepper(ActionObserver):
         self._is_synchronous = flushed or not self._config.is_async
         self.activities.step, self.activities.first_micro_batch = step, first_micro_batch
         self.activities.take()
+
+    def on_action(self, action: Action, start_s: float, end_s: float) -> None:
+        super().on_action(action, start_s, end_s)
+        if action.kind == "S" and self._after_step is not None:
+            self._after_step(action.stage)
 
     def on_loss(self, micro_batch: int, loss: Tensor) -> None:
         _, samples = self._batch.place(micro_batch)

@@ -208,40 +208,55 @@ def set_up(
     activities: Activities,
     board: SharedStore,
 ) -> Setup:
-    """Agrees with the other ranks on the setup, and reports it on rank 0; every rank calls it."""
-    config, plan = job.config, job.plan
-    machine = world.machine
+    """Prepares this process, agrees with the other ranks on the setup, and reports it on rank 0;
+    every rank calls it."""
+    config, plan, machine = job.config, job.plan, world.machine
     torch.set_num_threads(machine.threads)
     keep_freed_memory()
     if config.export_hf:
         check_exportable(Path(config.folder), config.export_hf)
+    wait_for_debugger(config, world, reporter)
+    setup = agree(job, world, activities, board, found=found, reporter=reporter, on_step=on_step)
+    schedule, data = setup.schedule, setup.data
+    if reporter is None:
+        return setup
+    write_schedule(job.folder, schedule)
+    data = data or open_data(config, job.task, plan, job.folder)
+    announce(
+        reporter,
+        job,
+        schedule,
+        machine,
+        transport=setup.transport,
+        data=describe_data(data, plan, schedule, config),
+        forecast=forecast_run(plan, job.planned, config, machine.cores, schedule, setup.dtypes),
+        dtypes=setup.dtypes,
+    )
+    if why := RankFolder(job.folder).why_again:
+        reporter.on_note("restart", why)
+    return setup
+
+
+def agree(
+    job: Job,
+    world: World,
+    activities: Activities,
+    board: SharedStore,
+    *,
+    found: FoundCheckpoint | None = None,
+    reporter: Reporter | None = None,
+    on_step: Callable[[int], None] = lambda step: None,
+) -> Setup:
+    """The setup that all ranks agree on; every rank calls it."""
+    config, plan = job.config, job.plan
     schedule = make_segment(plan, config, steps=1)
     dtypes = find_boundary_dtypes(config, plan, job.code)
-    forecast = forecast_run(plan, job.planned, config, machine.cores, schedule, dtypes)
-    if reporter is not None:
-        write_schedule(job.folder, schedule)
-    wait_for_debugger(config, world, reporter)
     _prepare_together(job, world, activities)
     with activities.during(Activity("meet", "the choice of a transport")):
         transport = agree_on_transport(world, config, world.machine.device)
         gradient_group = group_of_gradients(world, config, world.machine.device)
     own = world.grid.stages_of(world.rank, schedule)
     fields = needed_inputs(plan, own, criterion=config.criterion is not None)
-    data = open_data(config, job.task, plan, job.folder) if fields or reporter else None
-    if reporter is not None and data is not None:
-        readers = describe_data(data, plan, schedule, config)
-        announce(
-            reporter,
-            job,
-            schedule,
-            machine,
-            transport=transport,
-            data=readers,
-            forecast=forecast,
-            dtypes=dtypes,
-        )
-        if why := RankFolder(job.folder).why_again:
-            reporter.on_note("restart", why)
     return Setup(
         job,
         world,
@@ -250,7 +265,7 @@ def set_up(
         transport,
         gradient_group,
         found,
-        data if fields else None,
+        open_data(config, job.task, plan, job.folder) if fields else None,
         fields,
         reporter,
         on_step,

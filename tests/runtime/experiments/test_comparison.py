@@ -205,7 +205,7 @@ def test_the_plot_has_a_line_for_each_method_against_steps_and_against_time(
     sync = [row.method.startswith("sync") for row in comparison.rows]
     assert max(last) == next(x for x, is_sync in zip(last, sync, strict=True) if is_sync)
     assert len(set(last)) == len(comparison.rows)
-    assert all(f"lr {row.lr:g}: {row.loss:.3f}" in text for row in comparison.rows)
+    assert all(f"lr {row.lr:g}: {row.loss:.4f}" in text for row in comparison.rows)
 
 
 def test_nothing_is_drawn_of_runs_that_ended_early() -> None:
