@@ -16,7 +16,7 @@ from asyncpipe.runtime.experiments.compare import (
     Ends,
     MethodRow,
     draw,
-    markdown,
+    method_table,
     rows,
 )
 from asyncpipe.runtime.experiments.trial import step_ends_ms
@@ -66,7 +66,7 @@ def write(found: Mapping[Case, tuple[list[MethodRow], Ends]], folder: Path) -> N
     parts = []
     for case, (table, ends) in found.items():
         (folder / case.file).write_text(draw(table, ends, title=str(case), loss="validation loss"))
-        parts.append(f"## {case}\n\n{markdown(table)}")
+        parts.append(f"## {case}\n\n{method_table(table).to_markdown()}")
     (folder / "convergence.md").write_text("\n".join(parts))
 
 

@@ -1,6 +1,7 @@
 """What commands print: plans, comparisons, sweeps, runs that are over, and what a machine has.
 
-`SafeConsole` is a terminal that shows names and texts of others as what they are.
+`print_table` prints all tables. `SafeConsole` is a terminal that shows names and texts of others as
+what they are.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, Literal
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.markup import escape
@@ -25,9 +26,11 @@ from rich.progress import (
     TextColumn,
 )
 from rich.segment import Segment
-from rich.table import Table
+from rich.table import Table as RichTable
 
 from ..runtime.formatting import (
+    Column,
+    Table,
     visible,
     write_bytes,
     write_duration,
@@ -49,7 +52,7 @@ if TYPE_CHECKING:
     from ..partitioner.planning.planner import GraphPlan
     from ..runtime.experiments.compare import ComparedRun, MethodComparison
     from ..runtime.experiments.sweep import Sweep, SweptRun
-    from ..runtime.reports.measures import RunComparison
+    from ..runtime.reports.comparison import RunComparison
 
 
 def print_run(console: Console, run: ComparedRun, number: int, of: int, *, as_json: bool) -> None:
@@ -67,17 +70,12 @@ def print_run(console: Console, run: ComparedRun, number: int, of: int, *, as_js
 
 def print_comparison(console: Console, comparison: MethodComparison) -> None:
     """The table, and where the files are."""
-    from ..runtime.experiments.compare import COLUMNS, cells
+    from ..runtime.experiments.compare import method_table
 
-    table = Table(box=None, pad_edge=False)
-    for position, column in enumerate(COLUMNS):
-        table.add_column(column, justify="left" if position < 2 else "right", no_wrap=True)
-    for row in comparison.rows:
-        table.add_row(*map(escape, cells(row)))
     console.print()
-    console.print(table)
+    print_table(console, method_table(comparison.rows))
     console.print(
-        f"\n[green]✓[/] {comparison.made} runs made, {comparison.repeated} known from before\n"
+        f"[green]✓[/] {comparison.made} runs made, {comparison.repeated} known from before\n"
         f"  curves     {comparison.folder / 'curves.svg'}\n"
         f"  table      {comparison.folder / 'table.md'}\n"
         f"  runs       {comparison.folder / 'runs.jsonl'}",
@@ -87,8 +85,8 @@ def print_comparison(console: Console, comparison: MethodComparison) -> None:
 
 def print_run_comparison(console: Console, comparison: RunComparison) -> None:
     """Prints the results of the runs and their differences."""
-    _print_table(console, comparison.names, comparison.rows)
-    _print_table(console, comparison.names, comparison.differences)
+    for table in comparison.tables:
+        print_table(console, table)
 
 
 def print_page(console: Console, page: Path) -> None:
@@ -109,17 +107,18 @@ def print_info(
             console.print(f"  [dim]{escape(name):{width}}[/]  {escape(text)}", soft_wrap=True)
 
 
-def _print_table(console: Console, names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Prints a table with one column for each run; prints nothing without rows."""
-    if not rows:
+def print_table(console: Console, table: Table, styles: Mapping[int, str] | None = None) -> None:
+    """Prints a table and an empty line; nothing without rows. `styles` has those of single rows."""
+    if not table.rows:
         return
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("")
-    for name in names:
-        table.add_column(escape(name), justify="right")
-    for row in rows:
-        table.add_row(*map(escape, row))
-    console.print(table)
+    shown = RichTable(box=None, pad_edge=False, header_style="dim")
+    for column in table.columns:
+        is_number = column.kind == "number"
+        justify: Literal["left", "right"] = "right" if is_number else "left"
+        shown.add_column(escape(column.heading), justify=justify, no_wrap=is_number)
+    for position, row in enumerate(table.rows):
+        shown.add_row(*map(escape, row), style=(styles or {}).get(position))
+    console.print(shown)
     console.print()
 
 
@@ -134,19 +133,13 @@ def print_swept_run(console: Console, run: SweptRun, number: int, of: int) -> No
 
 def print_sweep(console: Console, sweep: Sweep) -> None:
     """The table, the best first, and where the files are."""
-    from ..runtime.experiments.sweep import columns, sweep_rows
+    from ..runtime.experiments.sweep import sweep_table
 
-    runs = tuple(sweep.runs.values())
-    table = Table(box=None, pad_edge=False)
-    for column in columns(runs):
-        table.add_column(column, justify="right" if column else "left", no_wrap=True)
-    for row in sweep_rows(runs):
-        table.add_row(*map(escape, row))
     console.print()
-    console.print(table)
+    print_table(console, sweep_table(tuple(sweep.runs.values())))
     best = sweep.ranked[0]
     if best.loss is not None:
-        console.print(f"\n[green]✓[/] best       {escape(str(sweep.folder / best.name))}")
+        console.print(f"[green]✓[/] best       {escape(str(sweep.folder / best.name))}")
     console.print(f"  table      {escape(str(sweep.folder / 'sweep.md'))}", soft_wrap=True)
 
 
@@ -248,91 +241,74 @@ class _BarOnceKnown(BarColumn):
 
 def print_plan(console: Console, plan: Plan) -> None:
     """The stage table, with each stage's share of the slowest one."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    plain = all(stage.ranks == (stage.index,) for stage in plan.stages)
-    for heading in ("stage", "modules") if plain else ("stage", "rank", "modules"):
-        table.add_column(heading)
-    for heading in ("params", "forward", "backward"):
-        table.add_column(heading, justify="right")
-    table.add_column("load")
-    for heading in ("peak memory", "sends"):
-        table.add_column(heading, justify="right")
+    is_plain = all(stage.ranks == (stage.index,) for stage in plan.stages)
     slowest = max(stage.forward_ms + stage.backward_ms for stage in plan.stages) or 1.0
+    columns = (
+        Column("stage", "text"),
+        *(() if is_plain else (Column("rank", "text"),)),
+        Column("modules", "text"),
+        *map(Column, ("params", "forward", "backward")),
+        Column("load", "text"),
+        *map(Column, ("peak memory", "sends")),
+    )
+    rows = []
     for stage in plan.stages:
         share = (stage.forward_ms + stage.backward_ms) / slowest
-        table.add_row(
-            str(stage.index),
-            *(() if plain else (", ".join(map(str, stage.ranks)),)),
-            escape(" ".join(stage.modules)),
-            write_large_count(stage.param_bytes // 4),
-            write_ms(stage.forward_ms),
-            write_ms(stage.backward_ms),
-            f"{_bar(share)} {write_share(share):>5}",
-            write_bytes(stage.peak_bytes),
-            _if_any(sum(_boundary_bytes(plan, boundary) for boundary in stage.sends)),
+        rows.append(
+            (
+                str(stage.index),
+                *(() if is_plain else (", ".join(map(str, stage.ranks)),)),
+                " ".join(stage.modules),
+                write_large_count(stage.param_bytes // 4),
+                write_ms(stage.forward_ms),
+                write_ms(stage.backward_ms),
+                f"{_bar(share)} {write_share(share):>5}",
+                write_bytes(stage.peak_bytes),
+                _if_any(sum(_boundary_bytes(plan, boundary) for boundary in stage.sends)),
+            )
         )
     console.print()
-    console.print(table)
-    console.print()
+    print_table(console, Table(columns, tuple(rows)))
 
 
 def print_candidates(console: Console, candidates: Sequence[Candidate], taken: str) -> None:
     """What each method gave, the one taken in bold; nothing where none were compared."""
-    if not candidates:
-        return
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column("method")
-    numbers = ("stages", "slowest rank", "step", "above bound", "peak memory", "crossing", "in")
-    for heading in numbers:
-        table.add_column(heading, justify="right")
-    table.add_column("")
-    for one in candidates:
-        if not one.stages:
-            table.add_row(escape(one.name), *["-"] * len(numbers), escape(one.note), style="dim")
-            continue
-        table.add_row(
-            escape(one.name),
-            str(one.stages),
-            write_ms(one.bottleneck_ms),
-            write_ms(one.step_ms),
-            write_share(max(0.0, one.gap)),
-            _if_any(one.peak_bytes),
-            _if_any(one.crossing_bytes),
-            write_duration(one.seconds),
-            escape(one.note),
-            style="bold" if one.name == taken else None,
-        )
-    console.print(table)
-    console.print()
+    from ..partitioner.report.page import candidate_table
+
+    styles = {
+        position: "bold" if one.name == taken else "" if one.stages else "dim"
+        for position, one in enumerate(candidates)
+    }
+    print_table(console, candidate_table(candidates, timed=True), styles)
 
 
 def print_graph_plan(console: Console, plan: GraphPlan) -> None:
     """The stages of a planned cost graph, how good they are, and what other methods gave."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for heading in ("stage", "rank", "groups"):
-        table.add_column(heading)
-    for heading in ("forward", "backward"):
-        table.add_column(heading, justify="right")
-    table.add_column("load")
-    for heading in ("peak memory", "sends"):
-        table.add_column(heading, justify="right")
     slowest = max(stage.load_ms for stage in plan.stages) or 1.0
+    columns = (
+        *(Column(heading, "text") for heading in ("stage", "rank", "groups")),
+        *map(Column, ("forward", "backward")),
+        Column("load", "text"),
+        *map(Column, ("peak memory", "sends")),
+    )
+    rows = []
     for stage in plan.stages:
         number = len(stage.groups)
         groups = stage.groups[0] if number == 1 else f"{stage.groups[0]} .. {stage.groups[-1]}"
-        table.add_row(
-            str(stage.index),
-            ", ".join(map(str, plan.ranks_of_stage[stage.index])),
-            escape(f"{groups} ({number})"),
-            write_ms(stage.forward_ms),
-            write_ms(stage.backward_ms),
-            f"{_bar(stage.load_ms / slowest)} {write_ms(stage.load_ms)}",
-            _if_any(stage.peak_bytes),
-            _if_any(sum(one.forward_bytes * len(one.targets) for one in stage.sends)),
+        rows.append(
+            (
+                str(stage.index),
+                ", ".join(map(str, plan.ranks_of_stage[stage.index])),
+                f"{groups} ({number})",
+                write_ms(stage.forward_ms),
+                write_ms(stage.backward_ms),
+                f"{_bar(stage.load_ms / slowest)} {write_ms(stage.load_ms)}",
+                _if_any(stage.peak_bytes),
+                _if_any(sum(one.forward_bytes * len(one.targets) for one in stage.sends)),
+            )
         )
     console.print()
-    console.print(table)
-    console.print()
+    print_table(console, Table(columns, tuple(rows)))
     print_candidates(console, plan.candidates, plan.method)
     proved = "proved optimal" if plan.optimal else f"{write_gap(plan.gap)} above the optimum"
     console.print(
@@ -403,18 +379,19 @@ def print_folder(console: Console, plan: Plan, folder: Path) -> None:
     console.print(escape(head))
     console.print(escape(f"made by {plan.command}"), soft_wrap=True)
     print_plan(console, plan)
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for heading in ("boundary", "from", "to", "shape", "gradient"):
-        table.add_column(heading)
-    for boundary in plan.boundaries:
-        table.add_row(
-            escape(boundary.tensor.name),
+    headings = ("boundary", "from", "to", "shape", "gradient")
+    rows = (
+        (
+            boundary.tensor.name,
             f"stage {boundary.source}",
             "stage " + ", ".join(map(str, boundary.targets)),
-            escape(str(boundary.tensor)),
+            str(boundary.tensor),
             "yes" if boundary.tensor.requires_grad else "no",
         )
-    console.print(table)
+        for boundary in plan.boundaries
+    )
+    columns = tuple(Column(heading, "text") for heading in headings)
+    print_table(console, Table(columns, tuple(rows)))
     if plan.if_sent:
         for flow in traffic(plan):
             console.print(

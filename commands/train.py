@@ -154,8 +154,9 @@ def report_command(
         Show the traceback of an error.
     """
     from ..runtime.monitoring.run_files import read_run
-    from ..runtime.reports.measures import as_json, compare, to_json
-    from ..runtime.reports.page import write_comparison, write_report
+    from ..runtime.reports.comparison import as_json, compare, write_comparison
+    from ..runtime.reports.measures import to_json
+    from ..runtime.reports.page import write_report
     from .console import print_page, print_run_comparison
 
     console = make_console()

@@ -1,5 +1,5 @@
-"""Numbers and texts for people: times, bytes and shares, close matches, and hidden characters made
-visible.
+"""Numbers and texts for people: times, bytes, shares, tables, close matches, and hidden characters
+made visible.
 
 Control characters move the cursor of a terminal and clear its lines. Bidirectional marks, tags and
 characters without width make a text look like another one.
@@ -10,7 +10,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import Literal
 
 
 def write_ms(time_ms: float) -> str:
@@ -139,6 +141,35 @@ def known(value: float, write: Callable[[float], str]) -> str:
     ('50 %', '')
     """
     return write(value) if math.isfinite(value) else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of a table; numbers are aligned to the right."""
+
+    heading: str
+    kind: Literal["number", "text", "code", "note"] = "number"
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows with a cell for each column, to be shown on a terminal, on a page or as Markdown."""
+
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+    def to_markdown(self) -> str:
+        """
+        >>> table = Table((Column("method", "text"), Column("loss")), (("sync", "0.2510"),))
+        >>> print(table.to_markdown(), end="")
+        | method | loss |
+        | --- | ---: |
+        | sync | 0.2510 |
+        """
+        marks = tuple("---:" if column.kind == "number" else "---" for column in self.columns)
+        headings = tuple(column.heading for column in self.columns)
+        lines = [map(in_markdown, headings), marks, *(map(in_markdown, row) for row in self.rows)]
+        return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
-from ...runtime.formatting import counted, write_bytes, write_ms, write_share
+from ...runtime.formatting import Column, Table, counted, write_bytes, write_ms, write_share
 from ...runtime.plan.forecast import (
     OneStep,
     compared_schedules,
@@ -305,20 +305,12 @@ class CurvePoint:
     def each_ms(self) -> float:
         return self.step_ms / self.micro_batches
 
-    @property
-    def step(self) -> str:
-        return write_ms(self.step_ms)
-
-    @property
-    def idle(self) -> str:
-        return write_share(self.idle_share)
-
 
 @dataclass(frozen=True, slots=True)
 class Curves:
     charts: tuple[Chart, ...]
     samples: tuple[CurvePoint, ...]
-    table: tuple[tuple[int, tuple[CurvePoint, ...]], ...]
+    table: Table
     schedules: tuple[str, ...]
 
 
@@ -332,12 +324,26 @@ def curves(plan: Plan) -> Curves:
             _chart("Time of one micro-batch", samples, lambda sample: sample.each_ms, write_ms),
         ),
         samples=samples,
-        table=tuple(
-            (count, tuple(sample for sample in samples if sample.micro_batches == count))
-            for count in _COUNTS
-        ),
+        table=_table(schedules, samples),
         schedules=schedules,
     )
+
+
+def _table(schedules: Sequence[str], samples: Sequence[CurvePoint]) -> Table:
+    headings = (heading for schedule in schedules for heading in (f"step, {schedule}", "idle"))
+    rows = (
+        (
+            str(count),
+            *(
+                cell
+                for sample in samples
+                if sample.micro_batches == count
+                for cell in (write_ms(sample.step_ms), write_share(sample.idle_share))
+            ),
+        )
+        for count in _COUNTS
+    )
+    return Table((Column("micro-batches"), *map(Column, headings)), tuple(rows))
 
 
 def drawn_schedules(plan: Plan) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ HTML spans of the highlighted code; the page sets their colors for light and dar
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any
@@ -18,8 +18,11 @@ from pygments.token import Comment, Keyword, Name, Number, String
 
 from ...runtime import __version__
 from ...runtime.formatting import (
+    Column,
+    Table,
     counted,
     write_bytes,
+    write_duration,
     write_gap,
     write_ms,
     write_ratio,
@@ -137,28 +140,13 @@ class PartRow:
 
 
 @dataclass(frozen=True, slots=True)
-class TensorRow:
-    """One input or output of a stage.
-
-    name, shape, dtype, size: of the tensor
-    beyond: the stages that send or receive it, or the input or output of the model
-    """
-
-    name: str
-    shape: str
-    dtype: str
-    beyond: str
-    size: str
-
-
-@dataclass(frozen=True, slots=True)
 class StageDetails:
     index: int
     modules: str
     summary: str
     parts: tuple[PartRow, ...]
-    inputs: tuple[TensorRow, ...]
-    outputs: tuple[TensorRow, ...]
+    inputs: Table
+    outputs: Table
     file: str
     num_lines: int
     code: Markup
@@ -193,15 +181,27 @@ def _details(plan: Plan, stage: StageSpec, text: str) -> StageDetails:
             for part in stage.parts
             if total_ms
         ),
-        inputs=tuple(_inputs(plan, stage)),
-        outputs=tuple(_outputs(plan, stage)),
+        inputs=_tensor_table("from", _inputs(plan, stage)),
+        outputs=_tensor_table("to", _outputs(plan, stage)),
         file=stage.file,
         num_lines=text.count("\n"),
         code=highlighted(text),
     )
 
 
-def _inputs(plan: Plan, stage: StageSpec) -> Iterable[TensorRow]:
+def _tensor_table(beyond: str, rows: Iterable[tuple[str, ...]]) -> Table:
+    """Inputs or outputs of a stage; `beyond` says what the stages of a tensor are to it."""
+    columns = (
+        Column("name", "code"),
+        Column("shape", "code"),
+        Column("dtype", "text"),
+        Column(beyond, "text"),
+        Column("a micro-batch"),
+    )
+    return Table(columns, tuple(rows))
+
+
+def _inputs(plan: Plan, stage: StageSpec) -> Iterable[tuple[str, ...]]:
     specs = {spec.name: spec for spec in (*plan.inputs, *plan.values)}
     sources = {boundary.tensor.name: boundary.source for boundary in stage.receives}
     for name in stage.inputs:
@@ -209,7 +209,7 @@ def _inputs(plan: Plan, stage: StageSpec) -> Iterable[TensorRow]:
         yield _row(plan, specs[name], beyond)
 
 
-def _outputs(plan: Plan, stage: StageSpec) -> Iterable[TensorRow]:
+def _outputs(plan: Plan, stage: StageSpec) -> Iterable[tuple[str, ...]]:
     specs = {spec.name: spec for spec in plan.values}
     targets = {boundary.tensor.name: boundary.targets for boundary in stage.sends}
     for name in stage.outputs:
@@ -217,10 +217,10 @@ def _outputs(plan: Plan, stage: StageSpec) -> Iterable[TensorRow]:
         yield _row(plan, specs[name], f"stage {stages}" if stages else "output of the model")
 
 
-def _row(plan: Plan, spec: TensorSpec, beyond: str) -> TensorRow:
+def _row(plan: Plan, spec: TensorSpec, beyond: str) -> tuple[str, ...]:
     shape = ", ".join(map(str, spec.shape))
     size = write_bytes(spec_bytes(spec, plan.sizes))
-    return TensorRow(spec.name, f"[{shape}]", spec.dtype, beyond, size)
+    return spec.name, f"[{shape}]", spec.dtype, beyond, size
 
 
 def render_report(plan: Plan, code: Mapping[str, str]) -> str:
@@ -254,7 +254,7 @@ def render_report(plan: Plan, code: Mapping[str, str]) -> str:
         gantts=drawings,
         curves=by_count,
         topics=_topics(plan.findings),
-        candidates=[_candidate_row(candidate) for candidate in plan.candidates],
+        candidates=candidate_table(plan.candidates, timed=False),
         stages=stage_details(plan, code),
         notes=(*shared_sentences(plan), *plan.notes, *plan.explanation),
         plan_json=in_script(plan.to_json()),
@@ -285,37 +285,42 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class BoundaryRow:
-    name: str
-    shape: str
-    source: int
-    targets: str
-    size: str
-    gradient: str
-
-
-def _boundaries(plan: Plan) -> list[BoundaryRow]:
-    return [
-        BoundaryRow(
-            name=boundary.tensor.name,
-            shape=str(boundary.tensor),
-            source=boundary.source,
-            targets=" and ".join(map(str, boundary.targets)),
-            size=write_bytes(spec_bytes(boundary.tensor, plan.sizes)),
-            gradient="comes back" if boundary.tensor.requires_grad else "none",
+def _boundaries(plan: Plan) -> Table:
+    columns = (
+        Column("tensor", "code"),
+        Column("shape", "code"),
+        Column("from", "text"),
+        Column("to", "text"),
+        Column("a micro-batch"),
+        Column("gradient", "text"),
+    )
+    rows = (
+        (
+            boundary.tensor.name,
+            str(boundary.tensor),
+            str(boundary.source),
+            " and ".join(map(str, boundary.targets)),
+            write_bytes(spec_bytes(boundary.tensor, plan.sizes)),
+            "comes back" if boundary.tensor.requires_grad else "none",
         )
         for boundary in plan.boundaries
-    ]
+    )
+    return Table(columns, tuple(rows))
 
 
-def _computed_again(plan: Plan) -> list[tuple[int, int, str, str]]:
-    """From, to, bytes sent, bytes without recomputation; empty where no stage recomputes."""
-    flows = traffic(plan) if plan.if_sent else ()
-    return [
-        (flow.source, flow.target, write_bytes(flow.sent), write_bytes(flow.if_sent))
-        for flow in flows
-    ]
+def _computed_again(plan: Plan) -> Table:
+    """The bytes sent, and those without recomputation; empty where no stage recomputes."""
+    columns = (
+        Column("from", "text"),
+        Column("to", "text"),
+        Column("bytes per micro-batch"),
+        Column("with everything sent"),
+    )
+    rows = (
+        (str(flow.source), str(flow.target), write_bytes(flow.sent), write_bytes(flow.if_sent))
+        for flow in (traffic(plan) if plan.if_sent else ())
+    )
+    return Table(columns, tuple(rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,29 +350,36 @@ def _topics(findings: tuple[Finding, ...]) -> list[Topic]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class CandidateRow:
-    name: str
-    stages: str
-    slowest: str
-    step: str
-    memory: str
-    sent: str
-    gap: str
-    note: str
+def candidate_table(candidates: Sequence[Candidate], *, timed: bool) -> Table:
+    """The plans that were compared; if `timed`, with the time of planning each.
+
+    A candidate without stages stands for a plan that could not be made; its note says why.
+    """
+    headings = (
+        *("stages", "slowest rank", "step", "peak memory", "sent per micro-batch"),
+        "above the bound",
+        *(("planned in",) if timed else ()),
+    )
+    return Table(
+        (Column("plan", "text"), *map(Column, headings), Column("note", "note")),
+        tuple(
+            (
+                candidate.name,
+                *(_cells(candidate, timed=timed) if candidate.stages else ("-",) * len(headings)),
+                candidate.note,
+            )
+            for candidate in candidates
+        ),
+    )
 
 
-def _candidate_row(candidate: Candidate) -> CandidateRow:
-    """A candidate without stages stands for a plan that could not be made; its note says why."""
-    if not candidate.stages:
-        return CandidateRow(candidate.name, *("none", "", "", "", "", ""), candidate.note)
-    return CandidateRow(
-        name=candidate.name,
-        stages=str(candidate.stages),
-        slowest=write_ms(candidate.bottleneck_ms),
-        step=write_ms(candidate.step_ms),
-        memory=write_bytes(candidate.peak_bytes),
-        sent=write_bytes(candidate.crossing_bytes),
-        gap=write_share(candidate.gap),
-        note=candidate.note,
+def _cells(candidate: Candidate, *, timed: bool) -> tuple[str, ...]:
+    return (
+        str(candidate.stages),
+        write_ms(candidate.bottleneck_ms),
+        write_ms(candidate.step_ms),
+        write_bytes(candidate.peak_bytes),
+        write_bytes(candidate.crossing_bytes),
+        write_share(max(0.0, candidate.gap)),
+        *((write_duration(candidate.seconds),) if timed else ()),
     )

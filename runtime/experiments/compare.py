@@ -25,7 +25,7 @@ from pathlib import Path
 
 from ..config.settings import Settings, SettingsError
 from ..errors import DataError
-from ..formatting import in_markdown, write_duration, write_loss
+from ..formatting import Column, Table, write_duration, write_loss
 from ..launch.job import make_job
 from ..options import options_of
 from ..plan.plan import read_plan
@@ -233,10 +233,11 @@ def cells(row: MethodRow) -> tuple[str, ...]:
     )
 
 
-def markdown(found: Sequence[MethodRow]) -> str:
-    """The table in Markdown."""
-    lines = [COLUMNS, ("---",) * 2 + ("---:",) * (len(COLUMNS) - 2), *map(cells, found)]
-    return "".join(f"| {' | '.join(map(in_markdown, line))} |\n" for line in lines)
+def method_table(found: Sequence[MethodRow]) -> Table:
+    """The table of a comparison."""
+    texts = COLUMNS[:2]
+    columns = tuple(Column(name, "text" if name in texts else "number") for name in COLUMNS)
+    return Table(columns, tuple(map(cells, found)))
 
 
 def _row(name: str, optimizer: str, runs: Sequence[ComparedRun], ends: Ends) -> MethodRow:
@@ -434,7 +435,7 @@ def compare(
         on_run(run, len(runs), len(wanted))
     ends = ends_of(settings_of)
     found = rows(runs, ends)
-    (folder / "table.md").write_text(markdown(found), encoding="utf-8")
+    (folder / "table.md").write_text(method_table(found).to_markdown(), encoding="utf-8")
     (folder / "curves.svg").write_text(draw(found, ends, title=plan.name), encoding="utf-8")
     return MethodComparison(tuple(found), folder, made, len(runs) - made)
 

@@ -29,7 +29,7 @@ from ..config.settings import RunConfig, SettingsError
 from ..distributed.cpu_affinity import read_topology
 from ..distributed.ranks import find_rank_info
 from ..errors import AsyncPipeError, DataError
-from ..formatting import in_markdown, write_accuracy, write_duration, write_loss
+from ..formatting import Column, Table, write_accuracy, write_duration, write_loss
 from ..launch.job import make_job
 from ..launch.local import ended_after
 from ..plan.plan import Plan
@@ -125,29 +125,19 @@ def _last_error(log: Path) -> str:
     return str(found[-1]) if found else ""
 
 
-def columns(runs: Sequence[SweptRun]) -> tuple[str, ...]:
-    """The headings of the columns: the options that differ, then the results."""
+def sweep_table(runs: Sequence[SweptRun]) -> Table:
+    """The options that differ, then the results; the lowest loss first."""
     accuracy = ("accuracy",) if any(run.accuracy is not None for run in runs) else ()
-    return (*runs[0].values, "loss", *accuracy, "train loss", "time", "")
-
-
-def sweep_rows(runs: Sequence[SweptRun]) -> list[tuple[str, ...]]:
-    """A row of cells for each run, the lowest loss first."""
-    names = columns(runs)
-    return [tuple(_cell(run, name) for name in names) for run in ranked(runs)]
+    names = (*runs[0].values, "loss", *accuracy, "train loss", "time")
+    return Table(
+        (*map(Column, names), Column("", "text")),
+        tuple((*(_cell(run, name) for name in names), _state(run)) for run in ranked(runs)),
+    )
 
 
 def ranked(runs: Sequence[SweptRun]) -> list[SweptRun]:
     """The lowest loss first; runs without a loss last, in their order."""
     return sorted(runs, key=lambda run: (run.loss is None, run.loss or 0.0))
-
-
-def sweep_markdown(runs: Sequence[SweptRun]) -> str:
-    """The table in Markdown."""
-    names = columns(runs)
-    cells = [list(map(in_markdown, line)) for line in (names, *sweep_rows(runs))]
-    lines = [cells[0], ["---"] * len(names), *cells[1:]]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def _cell(run: SweptRun, column: str) -> str:
@@ -159,9 +149,11 @@ def _cell(run: SweptRun, column: str) -> str:
             return "" if run.accuracy is None else write_accuracy(run.accuracy)
         case "time":
             return "" if run.seconds is None else write_duration(run.seconds)
-        case "":
-            return "" if run.state == FINISHED else f"{run.state} {run.error}".strip()
     return in_words(_hashable(run.values[column]))
+
+
+def _state(run: SweptRun) -> str:
+    return "" if run.state == FINISHED else f"{run.state} {run.error}".strip()
 
 
 def _hashable(value: object) -> object:
@@ -321,7 +313,9 @@ def _beside(folder: Path, suffix: str) -> Path:
 
 def _write(sweep: Sweep, runs: Mapping[str, SweptRun]) -> None:
     write_record(sweep.folder, {**sweep.others, **runs})
-    (sweep.folder / "sweep.md").write_text(sweep_markdown(tuple(runs.values())), encoding="utf-8")
+    (sweep.folder / "sweep.md").write_text(
+        sweep_table(tuple(runs.values())).to_markdown(), encoding="utf-8"
+    )
 
 
 def _key(job: Job) -> str:

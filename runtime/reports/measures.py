@@ -1,7 +1,4 @@
-"""Records of runs -> the numbers of their reports, and comparisons of several runs.
-
-Comparisons are at equal steps and at equal time, and list the options that differ.
-"""
+"""Records of a run -> the numbers of its report."""
 
 from __future__ import annotations
 
@@ -9,19 +6,9 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 
-from ..formatting import (
-    known,
-    write_bytes,
-    write_count,
-    write_duration,
-    write_loss,
-    write_ms,
-    write_share,
-)
-from ..monitoring.run_files import Record, RunRecords, number, numbers, part, read_run
+from ..monitoring.run_files import Record, RunRecords, number, numbers, part
 
 IDLE_PARTS = ("bubble", "imbalance", "communication", "data", "overhead")
 TIME_PARTS = ("waiting", "sending", "data", "overhead")
@@ -297,133 +284,3 @@ def versions_of(run: RunRecords) -> dict[str, str]:
     """Packages and their versions, from the record of the start."""
     versions = part(part(run.start, "environment"), "versions")
     return {str(name): str(version) for name, version in versions.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class RunComparison:
-    """Several runs, compared up to the point that all have reached.
-
-    runs, names: the runs, and distinct names for them.
-    step, seconds: the number of steps and the time that all runs have reached.
-    rows: labels with a cell for each run.
-    differences: options and versions that differ, with a cell for each run.
-    """
-
-    runs: tuple[RunRecords, ...]
-    names: tuple[str, ...]
-    step: float
-    seconds: float
-    rows: tuple[tuple[str, ...], ...]
-    differences: tuple[tuple[str, ...], ...]
-
-
-def compare(folders: Sequence[Path]) -> RunComparison:
-    """Compares the runs of these folders. Raises DataError for a folder without a run."""
-    runs = tuple(read_run(folder) for folder in folders)
-    step = min(float(run.last_step) for run in runs)
-    seconds = min(last(run, "elapsed_s") for run in runs)
-    return RunComparison(
-        runs,
-        _names(runs),
-        step,
-        seconds,
-        tuple((label, *cells) for label, cells in _rows(runs, step, seconds) if any(cells)),
-        tuple((name, *cells) for name, cells in _differences(runs)),
-    )
-
-
-def as_json(comparison: RunComparison) -> str:
-    """Every run's numbers, and those at equal steps and times, as text."""
-    runs = [
-        summary_of(run)
-        | {
-            "name": name,
-            "loss_at_equal_steps": _at(run.steps, "step", comparison.step),
-            "eval_loss_at_equal_steps": _at(run.evals, "step", comparison.step),
-            "loss_at_equal_time": _at(run.steps, "elapsed_s", comparison.seconds),
-            "steps_at_equal_time": _at(run.steps, "elapsed_s", comparison.seconds, "step"),
-        }
-        for run, name in zip(comparison.runs, comparison.names, strict=True)
-    ]
-    plain = {
-        "equal_steps": comparison.step,
-        "equal_seconds": comparison.seconds,
-        "runs": [
-            {
-                name: value
-                for name, value in run.items()
-                if not isinstance(value, float) or math.isfinite(value)
-            }
-            for run in runs
-        ],
-        "differences": {name: cells for name, *cells in comparison.differences},
-    }
-    return json.dumps(plain, indent=1, default=str)
-
-
-def _rows(runs: Sequence[RunRecords], step: float, seconds: float) -> list[tuple[str, list[str]]]:
-    after, within = f"after {step:g} steps", f"after {known(seconds, write_duration)}"
-    rates = {UNITS.get(rate_field(run), rate_field(run)) for run in runs}
-    return [
-        ("ended", [status_of(run) for run in runs]),
-        (f"loss {after}", [known(_at(run.steps, "step", step), write_loss) for run in runs]),
-        (
-            f"evaluation loss {after}",
-            [known(_at(run.evals, "step", step), write_loss) for run in runs],
-        ),
-        (
-            f"loss {within}",
-            [known(_at(run.steps, "elapsed_s", seconds), write_loss) for run in runs],
-        ),
-        (
-            f"steps {within}",
-            [known(_at(run.steps, "elapsed_s", seconds, "step"), "{:g}".format) for run in runs],
-        ),
-        (
-            " or ".join(sorted(rates)),
-            [known(rate_of(run), write_count) for run in runs],
-        ),
-        ("a step", [known(step_times(run).measured, write_ms) for run in runs]),
-        ("a step, simulated", [known(step_times(run).predicted, write_ms) for run in runs]),
-        ("ranks idle", [known(idle_shares(run).measured, write_share) for run in runs]),
-        ("ranks idle, simulated", [known(idle_shares(run).predicted, write_share) for run in runs]),
-        ("fullest rank", [known(_fullest(run), write_bytes) for run in runs]),
-        ("time of all steps", [known(last(run, "elapsed_s"), write_duration) for run in runs]),
-    ]
-
-
-def _fullest(run: RunRecords) -> float:
-    return max((rank.process_bytes for rank in rank_memory(run)), default=last(run, "mem_bytes"))
-
-
-def _at(records: Sequence[Record], by: str, limit: float, name: str = "loss") -> float:
-    """A field of the last record up to a step or a time."""
-    found = [number(record, name) for record in records if number(record, by) <= limit]
-    return found[-1] if found else math.nan
-
-
-def _differences(runs: Sequence[RunRecords]) -> list[tuple[str, list[str]]]:
-    """Options, versions and machines that differ between the runs."""
-    of_runs = [
-        {name: json.dumps(value, default=str) for name, value in run.config.items()}
-        | versions_of(run)
-        | {
-            name: str(part(run.start, "environment").get(name, ""))
-            for name in ("host", "cpu", "cpus", "gpus")
-        }
-        for run in runs
-    ]
-    names = dict.fromkeys(name for values in of_runs for name in values)
-    rows = [(name, [values.get(name, "") for values in of_runs]) for name in names]
-    return [(name, cells) for name, cells in rows if len(set(cells)) > 1]
-
-
-def _names(runs: Sequence[RunRecords]) -> tuple[str, ...]:
-    """The shortest distinct ends of the folders' paths that are more than numbers."""
-    parts = [run.folder.resolve().parts for run in runs]
-    least = 2 if any(own[-1].isdigit() for own in parts) else 1
-    for count in range(least, max(map(len, parts)) + 1):
-        names = ["/".join(own[-count:]) for own in parts]
-        if len(set(names)) == len(names):
-            return tuple(names)
-    return tuple(f"{title_of(run)} ({place})" for place, run in enumerate(runs, 1))

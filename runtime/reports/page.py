@@ -1,4 +1,4 @@
-"""Records of runs -> report.html, which every run writes at its end, and comparison.html."""
+"""Records of a run -> report.html, which every run writes at its end."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from pathlib import Path
 
 from ..errors import DataError, why_ended
 from ..formatting import (
+    Column,
+    Table,
     counted,
     known,
     write_bytes,
@@ -44,8 +46,6 @@ from .measures import (
     UNITS,
     Compared,
     RankIdle,
-    RunComparison,
-    as_json,
     idle_shares,
     last,
     last_evaluation,
@@ -60,7 +60,7 @@ from .measures import (
     title_of,
     to_json,
 )
-from .rendering import in_script, render
+from .rendering import in_script, render, write_page
 
 _LOOKS = {
     "bubble": "transfers",
@@ -231,11 +231,33 @@ def render_run(run: RunRecords) -> str:
         idle=idle_bars(run),
         step=step_drawings(run),
         trace=TRACE if (run.folder / TRACE).is_file() else "",
-        step_rows=[
+        step_table=_step_table(run),
+        stages=_stage_table(run),
+        memory=_memory_table(run),
+        others=other_charts(run),
+        staleness=_numbers(part(run.end, "staleness")),
+        events=_event_table(run),
+        config=[(str(name), json.dumps(value, default=str)) for name, value in run.config.items()],
+        environment=environment_rows(run),
+        run_json=in_script(to_json(run)),
+    )
+
+
+def _step_table(run: RunRecords) -> Table:
+    return _table(
+        ("predicted", "measured", "measured / predicted"),
+        [
             ("a step", *_beside(step_times(run), write_ms)),
             ("ranks idle", *_beside(idle_shares(run), write_share)),
         ],
-        stages=[
+    )
+
+
+def _stage_table(run: RunRecords) -> Table:
+    compared = ("measured", "ratio")
+    return _table(
+        ("forward predicted", *compared, "backward predicted", *compared, "optimizer"),
+        [
             (
                 f"stage {times.stage}",
                 *_beside(times.forward, write_ms),
@@ -244,24 +266,32 @@ def render_run(run: RunRecords) -> str:
             )
             for times in stage_times(run)
         ],
-        memory=[
-            (
-                f"rank {row.rank}",
-                *_beside(row.stages, write_bytes),
-                write_bytes(row.process_bytes),
-            )
+    )
+
+
+def _memory_table(run: RunRecords) -> Table:
+    return _table(
+        ("planned", "measured above the base", "ratio", "whole process"),
+        [
+            (f"rank {row.rank}", *_beside(row.stages, write_bytes), write_bytes(row.process_bytes))
             for row in rank_memory(run)
         ],
-        others=other_charts(run),
-        staleness=_numbers(part(run.end, "staleness")),
-        events=[
-            (event.step, known(event.elapsed_s, write_duration), event.kind, event.text)
-            for event in run.events
-        ],
-        config=[(str(name), json.dumps(value, default=str)) for name, value in run.config.items()],
-        environment=environment_rows(run),
-        run_json=in_script(to_json(run)),
     )
+
+
+def _event_table(run: RunRecords) -> Table:
+    return Table(
+        (Column("after step"), Column("at"), Column("what", "text"), Column("", "note")),
+        tuple(
+            (str(event.step), known(event.elapsed_s, write_duration), event.kind, event.text)
+            for event in run.events
+        ),
+    )
+
+
+def _table(headings: Sequence[str], rows: Sequence[tuple[str, ...]]) -> Table:
+    """Numbers with the name of each row before them."""
+    return Table((Column("", "text"), *map(Column, headings)), tuple(rows))
 
 
 def environment_rows(run: RunRecords) -> list[tuple[str, str]]:
@@ -336,71 +366,13 @@ def _numbers(record: object) -> list[tuple[str, str]]:
     ]
 
 
-_MOST = 8
-"""The number of lines for which a chart has colors."""
-
-
-def render_comparison(comparison: RunComparison) -> str:
-    """A self-contained page; draws at most the first eight runs."""
-    charts = [
-        _chart(comparison, "Loss", "loss", "step"),
-        _chart(comparison, "Loss", "loss", "elapsed_s"),
-        _chart(comparison, "Evaluation loss", "loss", "step", evaluated=True),
-        _chart(comparison, "Evaluation loss", "loss", "elapsed_s", evaluated=True),
-        _chart(comparison, "Throughput", "", "step"),
-        _chart(comparison, "Idle share", "idle_share", "step"),
-    ]
-    return render(
-        "run_comparison.html.j2",
-        title=" · ".join(comparison.names),
-        status=f"{len(comparison.runs)} runs",
-        is_good=False,
-        command="",
-        facts=[
-            (name, str(run.folder))
-            for name, run in zip(comparison.names, comparison.runs, strict=True)
-        ],
-        cards=[],
-        headings=("", *comparison.names),
-        drawn=comparison.names[:_MOST],
-        charts=[(drawn, axis) for drawn, axis in charts if drawn is not None],
-        rows=comparison.rows,
-        differences=comparison.differences,
-        comparison_json=in_script(as_json(comparison)),
-    )
-
-
-def _chart(
-    comparison: RunComparison, heading: str, name: str, by: str, *, evaluated: bool = False
-) -> tuple[Chart | None, str]:
-    """A line for each run; an empty name stands for the throughput, whose field depends on
-    the run."""
-    pairs = list(zip(comparison.names, comparison.runs, strict=True))[:_MOST]
-    series = [
-        Series(label, points(run.evals if evaluated else run.steps, name or rate_field(run), by))
-        for label, run in pairs
-    ]
-    write = {"": write_count, "idle_share": write_share}.get(name, "{:.4g}".format)
-    unit = "step" if by == "step" else "s"
-    floor = None if name == "loss" else 0.0
-    axis = "by steps" if by == "step" else "by seconds"
-    return chart(heading, series, x_unit=unit, write=write, floor=floor), axis
-
-
-REPORT, COMPARISON = "report.html", "comparison.html"
+REPORT = "report.html"
 _TROUBLE = "report-error.txt"
 
 
 def write_report(run: RunRecords, file: Path | None = None) -> Path:
     """Writes the page about a run, by default into its folder. Raises DataError if it cannot."""
-    return _write(file or run.folder / REPORT, render_run(run))
-
-
-def write_comparison(comparison: RunComparison, file: Path | None = None) -> Path:
-    """Writes the page about several runs, by default next to the first one's folder. Raises
-    DataError."""
-    default = comparison.runs[0].folder.resolve().parent / COMPARISON
-    return _write(file or default, render_comparison(comparison))
+    return write_page(file or run.folder / REPORT, render_run(run))
 
 
 @contextmanager
@@ -427,19 +399,6 @@ def _leave(folder: Path, failure: str) -> None:
         return  # such as a full disk, which the run reports itself
     except Exception:
         write_here(folder / _TROUBLE, traceback.format_exc())
-
-
-def _write(file: Path, page: str) -> Path:
-    made = file.with_name(f".{file.name}.made")
-    try:
-        write_here(made, page)
-        made.replace(file)
-    except OSError as error:
-        raise DataError(
-            f"{file} cannot be written: {(error.strerror or str(error)).lower()}.",
-            "Choose another file with --output.",
-        ) from error
-    return file
 
 
 def _add_failure(path: Path, text: str) -> None:

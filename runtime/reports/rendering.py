@@ -6,11 +6,14 @@ Templates contain layout, modules contain decisions.
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from ..errors import DataError
 from ..formatting import in_markdown, visible
+from ..plan.trust import write_here
 
 TEMPLATES = Environment(
     loader=PackageLoader("asyncpipe", "templates"),
@@ -41,3 +44,17 @@ def render(template: str, **values: object) -> str:
 def in_script(text: str) -> Markup:
     """JSON that is safe within a script element."""
     return Markup(text.replace("<", "\\u003c"))
+
+
+def write_page(file: Path, page: str) -> Path:
+    """Writes a page whole or not at all. Raises DataError if it cannot."""
+    made = file.with_name(f".{file.name}.made")
+    try:
+        write_here(made, page)
+        made.replace(file)
+    except OSError as error:
+        raise DataError(
+            f"{file} cannot be written: {(error.strerror or str(error)).lower()}.",
+            "Choose another file with --output.",
+        ) from error
+    return file

@@ -25,7 +25,7 @@ from ..monitoring.watchdog import Watchdog
 from ..rng import drawing_from
 from ..schedule.schedule import Schedule
 from ..user_code import exits_told
-from .checkpointing import Checkpoints, Stopped, Stopping, describe_resumption, resume
+from .checkpointing import Checkpoints, Stopped, Stopping, describe_resumption, resume, save_weights
 from .remeasure import Remeasuring
 from .run_summary import report_end
 from .setup import Job, Setup, find_checkpoint, set_up, write_schedule

@@ -15,10 +15,8 @@ from asyncpipe.runtime.distributed.cpu_affinity import Core, Topology
 from asyncpipe.runtime.errors import DataError
 from asyncpipe.runtime.experiments.sweep import (
     SweptRun,
-    columns,
     read_record,
-    sweep_markdown,
-    sweep_rows,
+    sweep_table,
     write_record,
 )
 from asyncpipe.runtime.experiments.variants import (
@@ -142,16 +140,16 @@ RUNS = (
 
 
 def test_the_table_has_the_best_first_and_what_failed_last() -> None:
-    assert columns(RUNS) == ("lr", "loss", "train loss", "time", "")
-    assert sweep_rows(RUNS) == [
+    table = sweep_table(RUNS)
+    assert [column.heading for column in table.columns] == ["lr", "loss", "train loss", "time", ""]
+    assert table.rows == (
         ("0.3", "1.5000", "1.2500", "11.0 s", ""),
         ("0.1", "2.5000", "2.2500", "10.0 s", ""),
         ("0.2", "", "", "", "failed loss is nan | at step 3"),
-    ]
-    lines = sweep_markdown(RUNS).splitlines()
-    assert {line.replace("\\|", "").count("|") for line in lines} == {6} and lines[
-        1
-    ] == "|" + " --- |" * 5
+    )
+    lines = table.to_markdown().splitlines()
+    assert {line.replace("\\|", "").count("|") for line in lines} == {6}
+    assert lines[1] == "|" + " ---: |" * 4 + " --- |"
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:

@@ -18,10 +18,9 @@ from asyncpipe.runtime.formatting import write_ms
 from asyncpipe.runtime.monitoring.run_files import METRICS, RunRecords, read_run
 from asyncpipe.runtime.plan.plan import read_plan
 from asyncpipe.runtime.reports.charts import HEIGHT, WIDTH, Series, chart, ticks_around, ticks_up_to
+from asyncpipe.runtime.reports.comparison import as_json, compare, render_comparison
 from asyncpipe.runtime.reports.measures import (
     IDLE_PARTS,
-    as_json,
-    compare,
     other_series,
     rank_idle,
     rank_memory,
@@ -30,7 +29,7 @@ from asyncpipe.runtime.reports.measures import (
     step_times,
     summary_of,
 )
-from asyncpipe.runtime.reports.page import REPORT, render_comparison, render_run, reported
+from asyncpipe.runtime.reports.page import REPORT, render_run, reported
 from asyncpipe.tests.support.models.hand_folders import FAILING, write_mlp
 from asyncpipe.tests.support.oracles.html_pages import all_of, by_id, check_alone, parsed, text_of
 from asyncpipe.tests.support.processes.quick_python import run

@@ -1,0 +1,237 @@
+"""Several runs -> a comparison at equal steps and at equal time, and its page.
+
+It lists the options that differ.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..formatting import (
+    Column,
+    Table,
+    known,
+    write_bytes,
+    write_count,
+    write_duration,
+    write_loss,
+    write_ms,
+    write_share,
+)
+from ..monitoring.run_files import Record, RunRecords, number, part, points, read_run
+from .charts import Chart, Series, chart
+from .measures import (
+    UNITS,
+    idle_shares,
+    last,
+    rank_memory,
+    rate_field,
+    rate_of,
+    status_of,
+    step_times,
+    summary_of,
+    title_of,
+    versions_of,
+)
+from .rendering import in_script, render, write_page
+
+
+@dataclass(frozen=True, slots=True)
+class RunComparison:
+    """Several runs, compared up to the point that all have reached.
+
+    runs, names: the runs, and distinct names for them.
+    step, seconds: the number of steps and the time that all runs have reached.
+    rows: labels with a cell for each run.
+    differences: options and versions that differ, with a cell for each run.
+    """
+
+    runs: tuple[RunRecords, ...]
+    names: tuple[str, ...]
+    step: float
+    seconds: float
+    rows: tuple[tuple[str, ...], ...]
+    differences: tuple[tuple[str, ...], ...]
+
+    @property
+    def tables(self) -> tuple[Table, Table]:
+        """The results, and the differences."""
+        columns = (Column("", "text"), *map(Column, self.names))
+        return Table(columns, self.rows), Table(columns, self.differences)
+
+
+def compare(folders: Sequence[Path]) -> RunComparison:
+    """Compares the runs of these folders. Raises DataError for a folder without a run."""
+    runs = tuple(read_run(folder) for folder in folders)
+    step = min(float(run.last_step) for run in runs)
+    seconds = min(last(run, "elapsed_s") for run in runs)
+    return RunComparison(
+        runs,
+        _names(runs),
+        step,
+        seconds,
+        tuple((label, *cells) for label, cells in _rows(runs, step, seconds) if any(cells)),
+        tuple((name, *cells) for name, cells in _differences(runs)),
+    )
+
+
+def as_json(comparison: RunComparison) -> str:
+    """Every run's numbers, and those at equal steps and times, as text."""
+    runs = [
+        summary_of(run)
+        | {
+            "name": name,
+            "loss_at_equal_steps": _at(run.steps, "step", comparison.step),
+            "eval_loss_at_equal_steps": _at(run.evals, "step", comparison.step),
+            "loss_at_equal_time": _at(run.steps, "elapsed_s", comparison.seconds),
+            "steps_at_equal_time": _at(run.steps, "elapsed_s", comparison.seconds, "step"),
+        }
+        for run, name in zip(comparison.runs, comparison.names, strict=True)
+    ]
+    plain = {
+        "equal_steps": comparison.step,
+        "equal_seconds": comparison.seconds,
+        "runs": [
+            {
+                name: value
+                for name, value in run.items()
+                if not isinstance(value, float) or math.isfinite(value)
+            }
+            for run in runs
+        ],
+        "differences": {name: cells for name, *cells in comparison.differences},
+    }
+    return json.dumps(plain, indent=1, default=str)
+
+
+def _rows(runs: Sequence[RunRecords], step: float, seconds: float) -> list[tuple[str, list[str]]]:
+    after, within = f"after {step:g} steps", f"after {known(seconds, write_duration)}"
+    rates = {UNITS.get(rate_field(run), rate_field(run)) for run in runs}
+    return [
+        ("ended", [status_of(run) for run in runs]),
+        (f"loss {after}", [known(_at(run.steps, "step", step), write_loss) for run in runs]),
+        (
+            f"evaluation loss {after}",
+            [known(_at(run.evals, "step", step), write_loss) for run in runs],
+        ),
+        (
+            f"loss {within}",
+            [known(_at(run.steps, "elapsed_s", seconds), write_loss) for run in runs],
+        ),
+        (
+            f"steps {within}",
+            [known(_at(run.steps, "elapsed_s", seconds, "step"), "{:g}".format) for run in runs],
+        ),
+        (
+            " or ".join(sorted(rates)),
+            [known(rate_of(run), write_count) for run in runs],
+        ),
+        ("a step", [known(step_times(run).measured, write_ms) for run in runs]),
+        ("a step, simulated", [known(step_times(run).predicted, write_ms) for run in runs]),
+        ("ranks idle", [known(idle_shares(run).measured, write_share) for run in runs]),
+        ("ranks idle, simulated", [known(idle_shares(run).predicted, write_share) for run in runs]),
+        ("fullest rank", [known(_fullest(run), write_bytes) for run in runs]),
+        ("time of all steps", [known(last(run, "elapsed_s"), write_duration) for run in runs]),
+    ]
+
+
+def _fullest(run: RunRecords) -> float:
+    return max((rank.process_bytes for rank in rank_memory(run)), default=last(run, "mem_bytes"))
+
+
+def _at(records: Sequence[Record], by: str, limit: float, name: str = "loss") -> float:
+    """A field of the last record up to a step or a time."""
+    found = [number(record, name) for record in records if number(record, by) <= limit]
+    return found[-1] if found else math.nan
+
+
+def _differences(runs: Sequence[RunRecords]) -> list[tuple[str, list[str]]]:
+    """Options, versions and machines that differ between the runs."""
+    of_runs = [
+        {name: json.dumps(value, default=str) for name, value in run.config.items()}
+        | versions_of(run)
+        | {
+            name: str(part(run.start, "environment").get(name, ""))
+            for name in ("host", "cpu", "cpus", "gpus")
+        }
+        for run in runs
+    ]
+    names = dict.fromkeys(name for values in of_runs for name in values)
+    rows = [(name, [values.get(name, "") for values in of_runs]) for name in names]
+    return [(name, cells) for name, cells in rows if len(set(cells)) > 1]
+
+
+def _names(runs: Sequence[RunRecords]) -> tuple[str, ...]:
+    """The shortest distinct ends of the folders' paths that are more than numbers."""
+    parts = [run.folder.resolve().parts for run in runs]
+    least = 2 if any(own[-1].isdigit() for own in parts) else 1
+    for count in range(least, max(map(len, parts)) + 1):
+        names = ["/".join(own[-count:]) for own in parts]
+        if len(set(names)) == len(names):
+            return tuple(names)
+    return tuple(f"{title_of(run)} ({place})" for place, run in enumerate(runs, 1))
+
+
+_MOST = 8
+"""The number of lines for which a chart has colors."""
+
+
+def render_comparison(comparison: RunComparison) -> str:
+    """A self-contained page; draws at most the first eight runs."""
+    results, differences = comparison.tables
+    charts = [
+        _chart(comparison, "Loss", "loss", "step"),
+        _chart(comparison, "Loss", "loss", "elapsed_s"),
+        _chart(comparison, "Evaluation loss", "loss", "step", evaluated=True),
+        _chart(comparison, "Evaluation loss", "loss", "elapsed_s", evaluated=True),
+        _chart(comparison, "Throughput", "", "step"),
+        _chart(comparison, "Idle share", "idle_share", "step"),
+    ]
+    return render(
+        "run_comparison.html.j2",
+        title=" · ".join(comparison.names),
+        status=f"{len(comparison.runs)} runs",
+        is_good=False,
+        command="",
+        facts=[
+            (name, str(run.folder))
+            for name, run in zip(comparison.names, comparison.runs, strict=True)
+        ],
+        cards=[],
+        drawn=comparison.names[:_MOST],
+        charts=[(drawn, axis) for drawn, axis in charts if drawn is not None],
+        results=results,
+        differences=differences,
+        comparison_json=in_script(as_json(comparison)),
+    )
+
+
+def _chart(
+    comparison: RunComparison, heading: str, name: str, by: str, *, evaluated: bool = False
+) -> tuple[Chart | None, str]:
+    """A line for each run; an empty name stands for the throughput, whose field depends on
+    the run."""
+    pairs = list(zip(comparison.names, comparison.runs, strict=True))[:_MOST]
+    series = [
+        Series(label, points(run.evals if evaluated else run.steps, name or rate_field(run), by))
+        for label, run in pairs
+    ]
+    write = {"": write_count, "idle_share": write_share}.get(name, "{:.4g}".format)
+    unit = "step" if by == "step" else "s"
+    floor = None if name == "loss" else 0.0
+    axis = "by steps" if by == "step" else "by seconds"
+    return chart(heading, series, x_unit=unit, write=write, floor=floor), axis
+
+
+COMPARISON = "comparison.html"
+
+
+def write_comparison(comparison: RunComparison, file: Path | None = None) -> Path:
+    """Writes the page about several runs, by default next to the first one's folder. Raises
+    DataError."""
+    default = comparison.runs[0].folder.resolve().parent / COMPARISON
+    return write_page(file or default, render_comparison(comparison))
