@@ -80,10 +80,8 @@ class OptimizerStepper(ActionObserver):
     ) -> None:
         super().__init__(activities or Activities())
         self._after_step = after_step
-        self._config = config
-        self._world = world
-        self._report = report
-        self._lr_scale = lr_scale
+        self._config, self._world = config, world
+        self._report, self._lr_scale = report, lr_scale
         self._stages = len(plan.stages)
         self._parameters = {j: list(module.parameters()) for j, module in modules.items()}
         self._share = {j: share_of(plan, j, module) for j, module in modules.items()}
@@ -109,8 +107,8 @@ class OptimizerStepper(ActionObserver):
         self._gradients: dict[int, list[Tensor | None]] = {}
         self._batch = StepBatch.of(config)
         # The share of this replica's samples in those of a step.
-        own = world.grid.share_of(world.rank, self._batch.sizes_of(world.replica))
-        self._part = sum(own) / self._batch.samples
+        own = sum(world.grid.share_of(world.rank, self._batch.sizes_of(world.replica)))
+        self._part = own / self._batch.samples
         self._losses: dict[int, list[tuple[Tensor, int]]] = defaultdict(list)
         self._passages: dict[int, list[LedgerEntry]] = defaultdict(list)
         self._gaps: dict[int, list[Gap]] = defaultdict(list)
@@ -124,8 +122,7 @@ class OptimizerStepper(ActionObserver):
         self._finite = Finite(config)
         self._is_skipped = False
         self._optimizer_s = 0.0
-        loaded = [tensor for module in modules.values() for tensor in module.state_dict().values()]
-        self._base_bytes = max(0.0, _peak_memory_bytes() - sum(each.nbytes for each in loaded))
+        self._base_bytes = _base_bytes(modules)
 
     @property
     def optimizers(self) -> Mapping[int, StageOptimizer]:
@@ -400,6 +397,12 @@ def _mean(losses: list[tuple[Tensor, int]]) -> float:
 def is_logged(step: int, config: RunConfig) -> bool:
     """True if a line is due after this step."""
     return step % config.log_every == 0 or step in (1, config.steps)
+
+
+def _base_bytes(modules: Mapping[int, nn.Module]) -> float:
+    """The peak memory of this process without the tensors of these modules."""
+    loaded = [tensor for module in modules.values() for tensor in module.state_dict().values()]
+    return max(0.0, _peak_memory_bytes() - sum(int(each.nbytes) for each in loaded))
 
 
 def _peak_memory_bytes() -> float:
