@@ -129,7 +129,7 @@ def test_a_write_that_fails_is_told_with_the_disk(
         error = OSError(error.errno, "", error.filename.format(tmp_path))
     told_of = failure_of(error, 2, " (stage 2)", 11, tmp_path)
     assert told_of.what.startswith(f"rank 2 (stage 2), step 12: {tmp_path}")
-    assert f" cannot be written: {told}" in told_of.what and "MiB free" in told_of.what
+    assert f" cannot be written: {told}" in told_of.what and "iB free)." in told_of.what
     assert "--output" in told_of.cure
 
 
