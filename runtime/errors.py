@@ -63,6 +63,17 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or is_told
 
 
+LOADER_HAS_ENDED = (
+    "A data-loading process has ended: out of memory (dmesg | tail), or an error of its own."
+)
+
+
+def is_of_loader(error: BaseException) -> bool:
+    """True if a DataLoader's signal handler raised it, which happens wherever the process is at the
+    time, because a worker has ended."""
+    return isinstance(error, RuntimeError) and "DataLoader worker" in str(error)
+
+
 def root_of(error: BaseException) -> BaseException:
     """The innermost AsyncPipeError that the error comes from, or the error itself."""
     while isinstance(error.__cause__, AsyncPipeError):

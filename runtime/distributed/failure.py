@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from ..errors import AsyncPipeError, TransportError, root_of
+from ..errors import LOADER_HAS_ENDED, AsyncPipeError, TransportError, is_of_loader, root_of
 from ..executor.loading import ChangedCodeError
 from ..formatting import write_bytes
 from ..process import is_alive
@@ -275,7 +275,8 @@ def failure_of(
         comes_again = disk.comes_again
     else:
         at = f" ({place})" if (place := own_line(error)) else ""
-        what = f"{who} failed at step {step + 1}: {type(error).__name__}: {error}{at}"
+        what = f"{who} failed at step {step + 1}: {type(error).__name__}: {str(error).strip()}{at}"
+        cure = LOADER_HAS_ENDED if is_of_loader(error) else ""
     return Failure(
         rank,
         what,

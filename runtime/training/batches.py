@@ -33,7 +33,7 @@ from ..data.tokens import (
     read_token_files,
     token_files,
 )
-from ..errors import AsyncPipeError, DataError
+from ..errors import LOADER_HAS_ENDED, AsyncPipeError, DataError, is_of_loader
 from ..plan.plan import Plan
 from ..rng import drawing_from
 from ..tensor_files import dtype_of
@@ -164,13 +164,10 @@ def _unread(what: str, indices: Sequence[int], error: Exception) -> ReadError:
     # The socket of a worker may be gone with it; the error for a missing file has a name.
     is_socket = isinstance(error, FileNotFoundError) and error.filename is None
     is_pipe = isinstance(error, EOFError | ConnectionError)
-    has_ended = is_socket or is_pipe or "worker" in str(error)
     return ReadError(
         f"the data of {what} (samples {numbers}) could not be read: "
         f"{type(error).__name__}{': ' if str(error) else ''}{error}{at}.",
-        "A data-loading process has ended: out of memory (dmesg | tail), or an error of its own."
-        if has_ended
-        else "",
+        LOADER_HAS_ENDED if is_socket or is_pipe or is_of_loader(error) else "",
     )
 
 
