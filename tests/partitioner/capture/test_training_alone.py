@@ -98,7 +98,7 @@ def test_stages_for_training_alone_do_not_evaluate(tmp_path: Path) -> None:
     ):
         with pytest.raises(PlanError, match="partitioned for training alone"):
             refused()
-    settings, _ = resolve(Settings(folder=str(tmp_path / "cut")), plan)
+    settings, _ = resolve(Settings(folder=str(tmp_path / "cut"), data="clusters"), plan)
     assert settings.eval_batches == 0
 
 
