@@ -21,6 +21,7 @@ from typing import Generic, TypeVar
 
 from torch import Tensor, fx, nn
 
+from ...runtime.errors import CaptureError
 from .bindings import Bindings
 from .graph import Capture, is_external
 from .values import CallSite, copied_for_its_layout, viewed
@@ -291,6 +292,13 @@ class _Groups(Generic[Item]):
         return list(found.values())
 
 
+def _fits(value: Tensor, buffer: Tensor) -> bool:
+    """True if the value can be copied into the buffer, as far as sizes are known."""
+    own, others = reversed(buffer.shape), reversed(value.shape)
+    known = ((a, b) for a, b in zip(own, others, strict=False) if isinstance(b, int))
+    return value.dim() <= buffer.dim() and all(b in (a, 1) for a, b in known)
+
+
 class AssignedBuffers:
     """The assignments of new tensors to buffers in forward; the last one of each buffer counts."""
 
@@ -298,16 +306,27 @@ class AssignedBuffers:
         self._bindings = bindings
         self._last: dict[tuple[int, str], tuple[Tensor, Tensor, fx.Node]] = {}
 
-    def note(self, module: nn.Module, name: str, value: Tensor) -> None:
-        """Records `module.name = value`, before the assignment."""
+    def note(self, module: nn.Module, name: str, value: Tensor, place: str) -> None:
+        """Records `module.name = value`, before the assignment, at this place of the user's code.
+
+        Raises CaptureError for a tensor that does not fit the buffer's shape.
+        """
         current = module._buffers[name]
         assert current is not None
         if value is current or id(value) not in self._bindings.bound:
             return
+        if not _fits(value, current):
+            old, new = (list(tensor.shape) for tensor in (current, value))
+            raise CaptureError(
+                f"{place} replaces the buffer {name} of shape {old} by a tensor of shape {new}, "
+                "and stages keep the shapes of buffers.",
+                "If forward makes it once for inputs of this size, call the model once with the "
+                "example inputs before you partition it.",
+            )
         before = self._last.get((id(module), name))
         buffer = before[0] if before else current
-        place = next(iter(reversed(self._bindings.graph.nodes)))
-        self._last[id(module), name] = (buffer, value, place)
+        last = next(iter(reversed(self._bindings.graph.nodes)))
+        self._last[id(module), name] = (buffer, value, last)
 
     def write(self) -> None:
         """Adds `buffer.copy_(value)` to the graph for each assigned buffer."""

@@ -372,7 +372,7 @@ class Tracer(TorchFunctionMode):
     def assign_buffer(self, module: nn.Module, name: str, value: Tensor) -> None:
         if self._recording and id(module) in self._paths:
             with self.quiet():
-                self._assigned.note(module, name, value)
+                self._assigned.note(module, name, value, where(self._top))
 
     # Recording
 
