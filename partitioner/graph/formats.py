@@ -268,7 +268,7 @@ def read_graph(path: str | Path) -> nx.DiGraph:
         return _from_ours(raw, origin)
     if "maxFPGAs" in raw:
         return from_dnn_partitioning(raw, path.stem, origin)
-    raise PlanError(f"{path} is JSON, but no cost graph.", _CURE)
+    raise PlanError(f"{path} is JSON, but not a cost graph.", _CURE)
 
 
 def write_graph(graph: nx.DiGraph, path: str | Path) -> None:

@@ -111,9 +111,9 @@ def test_dnn_partitioning_devices_are_read_and_backward_nodes_alone_keep_their_o
 @pytest.mark.parametrize(
     ("text", "what"),
     [
-        ('{"a": 1}', "is JSON, but no cost graph"),
+        ('{"a": 1}', "is JSON, but not a cost graph"),
         ('{"a": ', "is not JSON: Expecting value"),
-        ("hello", "no cost graph, or damaged: it has no nodes"),
+        ("hello", "is not a cost graph, or is damaged: it has no nodes"),
         ('{"format": "asyncpipe cost graph", "schema": 9}', "has schema 9"),
         (
             '{"format": "asyncpipe cost graph", "schema": 1, "nodes": [], '

@@ -261,7 +261,7 @@ def test_curves_show_what_the_simulator_finds(page, plan):
     idle = found.charts[0].lines[0].points
     assert idle[0].y < idle[-1].y  # more micro-batches, less idle, further down
     cells = {text_of(cell) for cell in all_of(parsed(page), "td")}
-    assert {sample.step for sample in found.samples} <= cells
+    assert {write_ms(sample.step_ms) for sample in found.samples} <= cells
 
 
 def test_the_graph_has_skips_above_and_tied_weights_below(plan):

@@ -108,5 +108,5 @@ def send_more_bytes(rank: int) -> str:
 
 def test_a_message_of_another_size_is_refused() -> None:
     assert run_processes(2, send_more_bytes)[1] == (
-        'Rank 0 sent the activation "hidden" of micro-batch 0 with 24 bytes, and rank 1 expects 16.'
+        'rank 0 sent the activation "hidden" of micro-batch 0 with 24 bytes, and rank 1 expects 16.'
     )
