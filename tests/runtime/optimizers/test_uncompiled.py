@@ -69,11 +69,11 @@ import sys, torch
 from torch import nn
 from asyncpipe.runtime.training.stage_optimizer import StageOptimizer
 from asyncpipe.runtime.optimizers.facts import OPTIMIZERS
-from asyncpipe.runtime.config.settings import Settings
+from asyncpipe.tests.support.run_configs import run_config
 for name in OPTIMIZERS:
     stage = nn.Linear(3, 2)
-    settings = Settings(folder="x", optimizer=name, lr=0.1, steps=4)
-    optimizer = StageOptimizer(stage, settings, hidden=[stage.weight])
+    config = run_config(optimizer=name, lr=0.1, steps=4)
+    optimizer = StageOptimizer(stage, config, hidden=[stage.weight])
     stage(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     optimizer.optimizer.zero_grad()
