@@ -21,7 +21,7 @@ TIMM = (
     "beit3_base_patch16_224", "beit_base_patch16_224", "caformer_s18", "cait_xxs24_224",
     "coat_tiny", "coatnet_pico_rw_224", "convit_tiny", "convmixer_1024_20_ks9_p14",
     "convnext_atto_rms", "crossvit_tiny_240", "cs3darknet_focus_s", "davit_tiny",
-    "deit_tiny_patch16_224", "densenet264d", "dla102x", "dpn107", "eca_botnext26ts_256",
+    "deit_tiny_patch16_224", "densenet121", "dla102x", "dpn107", "eca_botnext26ts_256",
     "edgenext_xx_small", "efficientformer_l1", "efficientformerv2_s0", "efficientnet_lite0",
     "efficientvit_b0", "efficientvit_m0", "ese_vovnet19b_slim_dw", "eva02_tiny_patch14_224",
     "fasternet_s", "fastvit_t8", "focalnet_tiny_srf", "gcvit_xxtiny", "ghostnet_050",
@@ -39,6 +39,7 @@ TIMM = (
     "vit_srelpos_small_patch16_224", "vit_tiny_r_s16_p8_224", "vitamin_small_224",
     "volo_d1_224", "xception41p", "xcit_nano_12_p8_224",
 )  # fmt: skip
+BLOCKS = 4  # of a family whose blocks are all alike and whose smallest member is large
 IMAGE_SIZES = (64, 96, 128, 160, 224, 256)
 
 
@@ -106,9 +107,12 @@ def timm_models() -> Iterator[Case]:
     import timm
 
     def attempts(name: str) -> Iterator[tuple[int, Callable[[], nn.Module]]]:
+        chosen = ("img_size", "depth", "drop_path_rate"), ("img_size", "depth"), ("img_size",
+                  "drop_path_rate"), ("img_size",), ("drop_path_rate",), ()  # fmt: skip
         for size in IMAGE_SIZES:
-            for more in ({"img_size": size, "drop_path_rate": 0.1}, {"img_size": size},
-                         {"drop_path_rate": 0.1}, {}):  # fmt: skip
+            values = {"img_size": size, "depth": BLOCKS, "drop_path_rate": 0.1}
+            for options in chosen:
+                more = {option: values[option] for option in options}
                 yield size, functools.partial(timm.create_model, name, num_classes=10, **more)
 
     @functools.cache
