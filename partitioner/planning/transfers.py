@@ -106,7 +106,7 @@ def communication_of(problem: Problem, placement: Placement) -> Communication:
             transfers.occupy(stage, share * transfer_ms, (1 - share) * transfer_ms)
         for edge in pairs:
             # The simulator assumes that gradients take as long as the forward tensors.
-            transfers.overlap(edge, max(share, 1 - share) * sending_ms)
+            transfers.overlap(edge, share * sending_ms)
     return transfers.communication()
 
 

@@ -6,13 +6,17 @@ import math
 from collections import defaultdict
 from pathlib import Path
 
+import networkx as nx
 import pytest
 
-from asyncpipe.partitioner.graph.costs import LOCALHOST
+from asyncpipe.partitioner.graph.costs import LOCALHOST, Link
+from asyncpipe.partitioner.graph.problem import Placement
+from asyncpipe.partitioner.planning.transfers import communication_of
 from asyncpipe.runtime.executor.mailbox import plan_channels
 from asyncpipe.runtime.executor.precision import AS_PLANNED
 from asyncpipe.runtime.plan.plan import Plan, read_plan
 from asyncpipe.tests.support.models.generated import CASES, cut
+from asyncpipe.tests.support.models.placements import problem_of
 
 
 def sent_ms(plan: Plan) -> tuple[list[float], list[float]]:
@@ -59,3 +63,26 @@ def test_a_plan_prices_what_is_sent(name: str, stages: int, running: dict, tmp_p
             exchanged[stage] |= len(ranks) > 1
     for stage in plan.stages:
         assert (stage.exchange_ms > 0) <= exchanged[stage.index]
+
+
+@pytest.mark.parametrize(
+    ("tensors", "grads"),
+    [
+        ({"hidden": 100.0}, {"hidden": 100.0}),
+        ({"mask": 100.0}, {}),
+        ({"hidden": 100.0}, {"sum of gradients": 100.0}),
+        ({"hidden": 100.0, "mask": 50.0}, {"hidden": 100.0}),
+    ],
+    ids=["with a gradient", "without", "a gradient of another name", "both kinds"],
+)
+def test_a_transfer_that_overlaps_takes_the_time_of_its_forward_tensors(
+    tensors: dict[str, float], grads: dict[str, float]
+) -> None:
+    """As generated stages send, and as the simulator takes it for both directions."""
+    graph = nx.DiGraph(name="pair")
+    for node in range(2):
+        graph.add_node(node, forward_ms=1.0, backward_ms=1.0)
+    graph.add_edge(0, 1, tensors=tensors, grads=grads)
+    link = Link(bytes_per_s=1e6, overlap=True)
+    talk = communication_of(problem_of(graph, 2, link), Placement((0, 1)))
+    assert talk.overlapped_ms == pytest.approx({(0, 1): link.transfer_ms(sum(tensors.values()))})
