@@ -296,7 +296,9 @@ def _fits(value: Tensor, buffer: Tensor) -> bool:
     """True if the value can be copied into the buffer, as far as sizes are known."""
     own, others = reversed(buffer.shape), reversed(value.shape)
     known = ((a, b) for a, b in zip(own, others, strict=False) if isinstance(b, int))
-    return value.dim() <= buffer.dim() and all(b in (a, 1) for a, b in known)
+    if value.dtype != buffer.dtype or value.dim() > buffer.dim():
+        return False
+    return all(b in (a, 1) for a, b in known)
 
 
 class AssignedBuffers:
@@ -309,17 +311,20 @@ class AssignedBuffers:
     def note(self, module: nn.Module, name: str, value: Tensor, place: str) -> None:
         """Records `module.name = value`, before the assignment, at this place of the user's code.
 
-        Raises CaptureError for a tensor that does not fit the buffer's shape.
+        Raises CaptureError for a tensor that does not fit the buffer's dtype and shape.
         """
         current = module._buffers[name]
         assert current is not None
         if value is current or id(value) not in self._bindings.bound:
             return
         if not _fits(value, current):
-            old, new = (list(tensor.shape) for tensor in (current, value))
+            old, new = (
+                f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+                for tensor in (current, value)
+            )
             raise CaptureError(
-                f"{place} replaces the buffer {name} of shape {old} by a tensor of shape {new}, "
-                "and stages keep the shapes of buffers.",
+                f"{place} replaces the buffer {name} ({old}) by another kind of tensor ({new}), "
+                "and stages keep the dtype and the shape of a buffer.",
                 "If forward makes it once for inputs of this size, call the model once with the "
                 "example inputs before you partition it.",
             )

@@ -171,21 +171,27 @@ def test_a_forward_that_returns_nothing_is_told() -> None:
 class Cached(nn.Module):
     """Makes a table for the inputs that it meets first, as convit's attention does."""
 
-    def __init__(self) -> None:
+    def __init__(self, empty: Tensor) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
-        self.register_buffer("table", torch.zeros(1), persistent=False)
+        self.register_buffer("table", empty, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.table.shape[0] != x.shape[1]:
+        if self.table.shape[0] != x.shape[1] or self.table.dtype != x.dtype:
             self.table = torch.arange(4.0) / 4
         return self.linear(x + self.table)
 
 
-def test_a_buffer_that_changes_its_shape_is_told_with_a_cure_that_works() -> None:
-    model = Cached()
+@pytest.mark.parametrize(
+    ("empty", "kind"),
+    [(torch.zeros(1), "float32 [1]"), (torch.zeros(4, dtype=torch.int64), "int64 [4]")],
+)
+def test_a_buffer_that_becomes_another_kind_of_tensor_is_told_with_a_cure_that_works(
+    empty: Tensor, kind: str
+) -> None:
+    model = Cached(empty)
     error = told(model, x=ONES)
-    assert "replaces the buffer table of shape [1] by a tensor of shape [4]" in error.what
+    assert f"the buffer table ({kind}) by another kind of tensor (float32 [4])" in error.what
     assert "Cached.forward at " in error.what and "call the model once" in error.cure
     model(ONES)
     capture(model, {"x": ONES})  # which compares the graph with the model
