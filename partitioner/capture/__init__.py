@@ -24,11 +24,18 @@ from torch import nn
 
 from ...runtime.errors import CaptureError
 from ...runtime.plan.structure import constants_in
-from .aliasing import colocated, draws_in_order, in_order
+from .aliasing import (
+    RemadeBufferError,
+    colocated,
+    draws_in_order,
+    in_order,
+    make_tables,
+    runs,
+)
 from .arguments import Arguments, read_arguments, verify_arguments, verify_hooks
 from .batch_dimension import corrected, find_batch, fixed, with_places
 from .check import check_capture
-from .fake_inputs import Dynamic, PinnedSizeError, UnseenError, ValuesError, both, runs
+from .fake_inputs import Dynamic, PinnedSizeError, UnseenError, ValuesError, both
 from .graph import Capture, run, tensor_spec
 from .leaf_modules import AutomaticLeaves, FailedTrace, LeafRule, leaf_rule
 from .model_state import in_mode, is_on_meta, unchanged
@@ -114,7 +121,17 @@ def capture(
         modes=MODES[mode],
     )
     by_hand = tuple(modes_by_hand(model))
-    captured = _captured_unchanged(request, method)
+    try:
+        captured = _captured_unchanged(request, method)
+    except RemadeBufferError:
+        tables = make_tables(model, given)
+        if not tables:
+            raise
+        captured = _noted(
+            _captured_unchanged(request, method),
+            f"one call of the model made {tables} for inputs of the example's size; the model "
+            "keeps the result",
+        )
     fixed = [
         f"{where} is fixed at {text}: it is not a tensor"
         for where, text in constants_in(given.structure, "")

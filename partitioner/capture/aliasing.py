@@ -8,7 +8,8 @@ and for state, all changes stay with the nodes before them.
 `AssignedBuffers` handles buffers that forward binds to a new tensor, as in
 `self.mean = 0.9 * self.mean + 0.1 * x.mean(0)`. Only the contents of the buffer outlive forward, so
 the graph copies the new tensor into the buffer: at the earliest place behind all readers of the
-old contents and all later changes of the new ones.
+old contents and all later changes of the new ones. `make_tables` is for forwards that make a buffer
+once for the sizes of their first inputs, which no copy could hold.
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Generic, TypeVar
 
+import torch
 from torch import Tensor, fx, nn
 
 from ...runtime.errors import CaptureError
+from .arguments import Arguments
 from .bindings import Bindings
 from .graph import Capture, is_external
+from .model_state import is_on_meta, unchanged, without_cache
 from .values import CallSite, copied_for_its_layout, viewed
 
 Item = TypeVar("Item", int, fx.Node)
@@ -292,6 +296,10 @@ class _Groups(Generic[Item]):
         return list(found.values())
 
 
+class RemadeBufferError(CaptureError):
+    """A forward that replaces a buffer by a tensor of another dtype or shape."""
+
+
 def _fits(value: Tensor, buffer: Tensor) -> bool:
     """True if the value can be copied into the buffer, as far as sizes are known."""
     own, others = reversed(buffer.shape), reversed(value.shape)
@@ -311,7 +319,7 @@ class AssignedBuffers:
     def note(self, module: nn.Module, name: str, value: Tensor, place: str) -> None:
         """Records `module.name = value`, before the assignment, at this place of the user's code.
 
-        Raises CaptureError for a tensor that does not fit the buffer's dtype and shape.
+        Raises RemadeBufferError for a tensor that does not fit the buffer's dtype and shape.
         """
         current = module._buffers[name]
         assert current is not None
@@ -322,7 +330,7 @@ class AssignedBuffers:
                 f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
                 for tensor in (current, value)
             )
-            raise CaptureError(
+            raise RemadeBufferError(
                 f"{place} replaces the buffer {name} ({old}) by another kind of tensor ({new}), "
                 "and stages keep the dtype and the shape of a buffer.",
                 "If forward makes it once for inputs of this size, call the model once with the "
@@ -351,3 +359,44 @@ class AssignedBuffers:
                     CallSite(calls=source.meta["calls"], regions=source.meta["regions"]),
                     changed=[buffer],
                 )
+
+
+def runs(model: nn.Module, given: Arguments) -> bool:
+    """True if the model itself runs on the example, or is on meta."""
+    return is_on_meta(model) or _tables_made(model, given) is not None
+
+
+def make_tables(model: nn.Module, given: Arguments) -> str:
+    """Gives the model the buffers that its forward makes for inputs like the example where it had
+    others of another dtype or shape; returns their names.
+
+    Buffers that a checkpoint holds keep theirs, and nothing is made for a model on meta.
+    """
+    made = [] if is_on_meta(model) else _tables_made(model, given) or []
+    for module, name, table in made:
+        module._buffers[name] = table
+    return ", ".join(sorted({name for _, name, _ in made}))
+
+
+def _tables_made(model: nn.Module, given: Arguments) -> list[tuple[nn.Module, str, Tensor]] | None:
+    """What one call makes of the buffers that no checkpoint holds and that have another dtype or
+    shape after it; None if forward raises. The model is restored."""
+    device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), None)
+    tensors = {name: tensor.to(device) for name, tensor in given.tensors.items()}
+    buffers = [
+        (module, name, tensor.dtype, tensor.shape)
+        for module in model.modules()
+        for name, tensor in module._buffers.items()
+        if tensor is not None and name in module._non_persistent_buffers_set
+    ]
+    with unchanged(model, dict(model.named_parameters())), without_cache(model), torch.no_grad():
+        try:
+            given.call(model, tensors)
+        except Exception:
+            return None
+        after = [(*before, before[0]._buffers.get(before[1])) for before in buffers]
+    return [
+        (module, name, table)
+        for module, name, dtype, shape, table in after
+        if table is not None and (table.dtype, table.shape) != (dtype, shape)
+    ]

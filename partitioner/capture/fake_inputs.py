@@ -31,7 +31,6 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDepende
 
 from ...runtime.errors import CaptureError
 from .arguments import Arguments, describe_arguments
-from .model_state import is_on_meta, unchanged, without_cache
 from .source_lines import place, source_text, user_frame_of, user_frames, user_lines
 from .values import Size
 
@@ -407,20 +406,6 @@ def pinned(error: Exception, given: Arguments, dims: Dynamic) -> PinnedSizeError
     return PinnedSizeError(
         symbol, where, value, f"Leave {symbol} out of dynamic=... to fix it at {value}."
     )
-
-
-def runs(model: nn.Module, given: Arguments) -> bool:
-    """True if the model itself runs on the example, or is on meta."""
-    if is_on_meta(model):
-        return True
-    device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), None)
-    tensors = {name: tensor.to(device) for name, tensor in given.tensors.items()}
-    with unchanged(model, dict(model.named_parameters())), without_cache(model), torch.no_grad():
-        try:
-            given.call(model, tensors)
-        except Exception:
-            return False
-    return True
 
 
 def both(unseen: CaptureError, error: CaptureError) -> CaptureError:

@@ -171,10 +171,10 @@ def test_a_forward_that_returns_nothing_is_told() -> None:
 class Cached(nn.Module):
     """Makes a table for the inputs that it meets first, as convit's attention does."""
 
-    def __init__(self, empty: Tensor) -> None:
+    def __init__(self, empty: Tensor, persistent: bool = False) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
-        self.register_buffer("table", empty, persistent=False)
+        self.register_buffer("table", empty, persistent)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.table.shape[0] != x.shape[1] or self.table.dtype != x.dtype:
@@ -182,16 +182,39 @@ class Cached(nn.Module):
         return self.linear(x + self.table)
 
 
-@pytest.mark.parametrize(
+EMPTY = pytest.mark.parametrize(
     ("empty", "kind"),
     [(torch.zeros(1), "float32 [1]"), (torch.zeros(4, dtype=torch.int64), "int64 [4]")],
 )
-def test_a_buffer_that_becomes_another_kind_of_tensor_is_told_with_a_cure_that_works(
+
+
+@EMPTY
+def test_a_buffer_that_the_first_call_makes_is_made_before_the_capture(
     empty: Tensor, kind: str
 ) -> None:
     model = Cached(empty)
+    weight = model.linear.weight.detach().clone()
+    captured = capture(model, {"x": ONES})  # which compares the graph with the model
+    assert model.table.tolist() == [0, 0.25, 0.5, 0.75] and torch.equal(model.linear.weight, weight)
+    assert any("one call of the model made table" in note for note in captured.notes), kind
+
+
+@EMPTY
+def test_a_saved_buffer_that_becomes_another_kind_of_tensor_is_told_with_a_cure_that_works(
+    empty: Tensor, kind: str
+) -> None:
+    model = Cached(empty, persistent=True)
     error = told(model, x=ONES)
     assert f"the buffer table ({kind}) by another kind of tensor (float32 [4])" in error.what
     assert "Cached.forward at " in error.what and "call the model once" in error.cure
     model(ONES)
-    capture(model, {"x": ONES})  # which compares the graph with the model
+    capture(model, {"x": ONES})
+
+
+def test_a_buffer_that_grows_at_each_call_is_told() -> None:
+    class Grows(Cached):
+        def forward(self, x: Tensor) -> Tensor:
+            self.table = torch.cat([self.table, x[0, :1]])
+            return self.linear(x + self.table.mean())
+
+    assert "replaces the buffer table" in told(Grows(torch.zeros(1)), x=ONES).what
