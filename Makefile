@@ -36,7 +36,7 @@ QUICK := \
 	tests/partitioner/codegen/test_generate.py \
 	tests/partitioner/test_verify.py \
 	tests/runtime/schedule/test_schedules.py \
-	tests/runtime/executor/test_pipeline.py \
+	tests/runtime/executor/test_executor.py \
 	tests/runtime/staleness/test_async.py::test_async_1f1b_equals_the_oracle \
 	tests/runtime/staleness/test_async.py::test_real_processes_equal_the_oracle \
 	tests/runtime/training/test_training_loop.py \

@@ -28,8 +28,8 @@ import torch.multiprocessing as mp
 from machine import write_result
 from torch import Tensor, nn
 
+from asyncpipe.runtime.executor.executor import Executor
 from asyncpipe.runtime.executor.mailbox import forward_edges, gradient_edges
-from asyncpipe.runtime.executor.pipeline import Pipeline
 from asyncpipe.runtime.plan.plan import (
     Plan,
     TensorSpec,
@@ -89,7 +89,7 @@ def overhead(
     schedule = lower(made, forward_edges(plan), grad_edges=gradient_edges(plan))
     own = [j for j, rank in enumerate(made.rank_of_stage) if rank == transport.rank]
     stages: dict[int, nn.Module] = {j: Last() if j == STAGES - 1 else Empty() for j in own}
-    pipeline = Pipeline(plan, stages, transport, rank_of_stage=made.rank_of_stage)
+    pipeline = Executor(plan, stages, transport, rank_of_stage=made.rank_of_stage)
     inputs, taken = {"x": torch.ones(1)}, []
     for _ in range(ROUNDS + 2):
         meet()

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import asyncpipe
+from asyncpipe.runtime.executor.executor import Executor
 from asyncpipe.runtime.executor.instrumented import StepOptimizers
 from asyncpipe.runtime.executor.loading import load_stage
 from asyncpipe.runtime.executor.mailbox import forward_edges, gradient_edges, shared_stages
-from asyncpipe.runtime.executor.pipeline import Pipeline
 from asyncpipe.runtime.plan.plan import Plan, read_plan
 from asyncpipe.runtime.schedule.asynchronous import ASYNCHRONOUS
 from asyncpipe.runtime.schedule.builders import AUTO, fit_auto, make_schedule
@@ -141,7 +141,7 @@ class Configuration:
         )
         own = [stage for stage, at in enumerate(made.rank_of_stage) if at == rank]
         modules = {stage: load_stage(folder, self._plan, stage).train() for stage in own}
-        self._pipe = Pipeline(
+        self._pipe = Executor(
             self._plan,
             modules,
             open_transport(ours.transport, dist.group.WORLD, timeout_s=300.0, device="cpu"),

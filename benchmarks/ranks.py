@@ -20,10 +20,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from machine import busy_core_seconds
 
+from asyncpipe.runtime.executor.executor import Executor
 from asyncpipe.runtime.executor.instrumented import StepOptimizers
 from asyncpipe.runtime.executor.loading import load_stage
 from asyncpipe.runtime.executor.mailbox import forward_edges, gradient_edges
-from asyncpipe.runtime.executor.pipeline import Pipeline
 from asyncpipe.runtime.plan.plan import read_plan
 from asyncpipe.runtime.schedule.builders import make_schedule
 from asyncpipe.runtime.schedule.dependencies import lower
@@ -70,7 +70,7 @@ def worker(
     stage = load_stage(folder, plan, rank).train()
     made = make_schedule("1f1b", stages=ranks, micro_batches=micro_batches)
     schedule = lower(made, forward_edges(plan), grad_edges=gradient_edges(plan))
-    pipe = Pipeline(plan, {rank: stage}, GlooTransport())
+    pipe = Executor(plan, {rank: stage}, GlooTransport())
     observer = TimedOptimizers(rank, stage)
     samples = []
     for number in range(warm_up + steps):

@@ -28,9 +28,9 @@ from machine import write_result
 import asyncpipe
 from asyncpipe.runtime.config.resolve import resolve
 from asyncpipe.runtime.config.settings import Settings
+from asyncpipe.runtime.executor.executor import Executor
 from asyncpipe.runtime.executor.instrumented import StepOptimizers
 from asyncpipe.runtime.executor.loading import load_stage
-from asyncpipe.runtime.executor.pipeline import Pipeline
 from asyncpipe.runtime.plan.plan import Plan, read_plan
 from asyncpipe.runtime.process import keep_freed_memory
 from asyncpipe.runtime.schedule.asynchronous import weight_copies
@@ -94,7 +94,7 @@ class Training:
         )
         config, _ = resolve(settings, plan)
         self._optimizers = {j: StageOptimizer(module, config) for j, module in modules.items()}
-        self.pipe = Pipeline(
+        self.pipe = Executor(
             plan,
             modules,
             LocalHub(1).transport(0),
@@ -127,7 +127,7 @@ class Training:
 class Stepping(StepOptimizers):
     """Steps the stages' optimizers at the learning rates of the methods."""
 
-    def __init__(self, pipe: Pipeline, optimizers: dict[int, StageOptimizer]) -> None:
+    def __init__(self, pipe: Executor, optimizers: dict[int, StageOptimizer]) -> None:
         super().__init__({})
         self._pipe, self._stages = pipe, optimizers
 

@@ -26,9 +26,9 @@ from asyncpipe.partitioner.capture import capture
 from asyncpipe.partitioner.models.builtin import ResNet
 from asyncpipe.partitioner.profile.operation_costs import weight_ms
 from asyncpipe.partitioner.profile.profiler import profile
+from asyncpipe.runtime.executor.executor import Executor
 from asyncpipe.runtime.executor.loading import load_stage
 from asyncpipe.runtime.executor.mailbox import forward_edges, gradient_edges
-from asyncpipe.runtime.executor.pipeline import Pipeline
 from asyncpipe.runtime.plan.plan import read_plan
 from asyncpipe.runtime.schedule.builders import make_schedule
 from asyncpipe.runtime.schedule.dependencies import lower
@@ -71,7 +71,7 @@ def true_share(model: nn.Module, inputs: dict[str, Tensor]) -> float:
         asyncpipe.partition(model, inputs, stages=1, output=folder, profile="analytic")
         plan = read_plan(folder)
         stages = {0: load_stage(folder, plan, 0).train()}
-    pipe = Pipeline(plan, stages, LocalHub(1).transport(0), rank_of_stage=(0,))
+    pipe = Executor(plan, stages, LocalHub(1).transport(0), rank_of_stage=(0,))
     made = with_split_backwards(make_schedule("single", stages=1, micro_batches=MICRO_BATCHES))
     schedule = lower(made, forward_edges(plan), grad_edges=gradient_edges(plan))
     taken: dict[str, list[float]] = defaultdict(list)

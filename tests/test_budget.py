@@ -35,7 +35,7 @@ EXCEPTIONS = {
     ("partitioner/planning/planner.py plan_graph", PARAMETERS): _OPTIONS,
     ("partitioner/profile/profiler.py profile", PARAMETERS): _OPTIONS,
     ("runtime/schedule/builders.py make_schedule", PARAMETERS): _OPTIONS,
-    ("runtime/executor/pipeline.py Pipeline.__init__", PARAMETERS): _OPTIONS,
+    ("runtime/executor/executor.py Executor.__init__", PARAMETERS): _OPTIONS,
     ("runtime/reports/charts.py chart", PARAMETERS): "keyword options of a drawing, with defaults",
     ("runtime/training/optimizer_step.py OptimizerStepper.__init__", PARAMETERS): (
         "it joins the parts of a rank, which are made one by one"

@@ -19,10 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import asyncpipe
+from asyncpipe.runtime.executor.executor import Executor
 from asyncpipe.runtime.executor.instrumented import Observer
 from asyncpipe.runtime.executor.loading import Pipe, load_stage, run_stage
 from asyncpipe.runtime.executor.mailbox import forward_edges, gradient_edges
-from asyncpipe.runtime.executor.pipeline import Pipeline
 from asyncpipe.runtime.executor.precision import FULL, BoundaryDtypes, Precision, dtypes_of_folder
 from asyncpipe.runtime.plan.plan import Plan, read_plan
 from asyncpipe.runtime.rng import micro_batch_seed
@@ -101,7 +101,7 @@ def pipelined(
     hub = LocalHub(len(actions.ranks))
     collect = Collect(dict(enumerate(stages)))
     pipelines = [
-        Pipeline(
+        Executor(
             plan,
             {j: stages[j] for j, at in enumerate(actions.rank_of_stage) if at == rank},
             hub.transport(rank),
@@ -322,7 +322,7 @@ def on_a_rank(rank: int, folder: Path) -> Found:
     stages = {rank: load_stage(folder, plan, rank).train()}
     collect = Collect(stages)
     found = dtypes_of_folder(folder, plan, precision)
-    pipeline = Pipeline(
+    pipeline = Executor(
         plan,
         stages,
         GlooTransport(),

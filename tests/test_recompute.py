@@ -11,9 +11,9 @@ from torch import nn
 
 import asyncpipe
 from asyncpipe.runtime.config.mixed_precision import with_recompute
+from asyncpipe.runtime.executor.executor import Executor
 from asyncpipe.runtime.executor.loading import load_stage
 from asyncpipe.runtime.executor.mailbox import forward_edges, gradient_edges
-from asyncpipe.runtime.executor.pipeline import Pipeline
 from asyncpipe.runtime.plan.plan import Plan, read_plan
 from asyncpipe.runtime.schedule.builders import make_schedule
 from asyncpipe.runtime.schedule.dependencies import lower
@@ -165,7 +165,7 @@ def test_a_stage_that_trains_nothing_runs_its_forward_once(tmp_path: Path) -> No
     given = {"input": torch.randn(4, 8), "target": torch.randn(4, 8)}
     hub = LocalHub(3)
     pipelines = [
-        Pipeline(plan, {index: stage}, hub.transport(index), criterion=nn.functional.mse_loss)
+        Executor(plan, {index: stage}, hub.transport(index), criterion=nn.functional.mse_loss)
         for index, stage in enumerate(stages)
     ]
     run_together([pipeline.steps(schedule, lambda _: given) for pipeline in pipelines])

@@ -18,10 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from asyncpipe.runtime.executor.executor import Executor
 from asyncpipe.runtime.executor.instrumented import Observer
 from asyncpipe.runtime.executor.loading import load_stage
 from asyncpipe.runtime.executor.mailbox import forward_edges, gradient_edges
-from asyncpipe.runtime.executor.pipeline import Pipeline
 from asyncpipe.runtime.plan.plan import Plan, read_plan
 from asyncpipe.runtime.rng import micro_batch_seed
 from asyncpipe.runtime.schedule.builders import make_schedule
@@ -97,7 +97,7 @@ class Rank:
         mine = [j for j, owner in enumerate(made.rank_of_stage) if owner == rank]
         self.stages = {j: load_stage(folder, plan, j).train() for j in mine}
         self.collect = Collect(self.stages)
-        self.pipeline = Pipeline(
+        self.pipeline = Executor(
             plan,
             self.stages,
             transport,

@@ -121,17 +121,7 @@ def capture(
         modes=MODES[mode],
     )
     by_hand = tuple(modes_by_hand(model))
-    try:
-        captured = _captured_unchanged(request, method)
-    except RemadeBufferError:
-        tables = make_tables(model, given)
-        if not tables:
-            raise
-        captured = _noted(
-            _captured_unchanged(request, method),
-            f"one call of the model made {tables} for inputs of the example's size; the model "
-            "keeps the result",
-        )
+    captured = _with_tables(request, method)
     fixed = [
         f"{where} is fixed at {text}: it is not a tensor"
         for where, text in constants_in(given.structure, "")
@@ -146,6 +136,21 @@ def _verify_options(mode: str, method: str) -> None:
         raise CaptureError(
             f"capture method {method!r} is not known.", f"Known: {', '.join(METHODS)}."
         )
+
+
+def _with_tables(request: Request, method: str) -> Capture:
+    """The capture, if need be with the buffers that the first call of the model makes."""
+    try:
+        return _captured_unchanged(request, method)
+    except RemadeBufferError:
+        tables = make_tables(request.model, request.given)
+        if not tables:
+            raise
+    return _noted(
+        _captured_unchanged(request, method),
+        f"one call of the model made {tables} for inputs of the example's size; the model keeps "
+        "the result",
+    )
 
 
 def _captured_unchanged(request: Request, method: str) -> Capture:

@@ -35,8 +35,8 @@ import torch
 from torch import Tensor, nn
 
 from ..distributed.process_groups import World
+from ..executor.executor import Executor
 from ..executor.loading import shared_names
-from ..executor.pipeline import Pipeline
 from ..plan.plan import Plan
 from .folders import CheckpointError, Facts, damage_of, read_facts
 from .storage import own_names
@@ -90,7 +90,7 @@ class Rank:
     plan: Plan
     world: World
     modules: Mapping[int, nn.Module]
-    pipeline: Pipeline
+    pipeline: Executor
     optimizers: Mapping[int, StageOptimizer]
     is_async: bool
 

@@ -16,9 +16,9 @@ from ..config.settings import SettingsError
 from ..data.task import Task
 from ..distributed.process_groups import World
 from ..errors import DataError
+from ..executor.executor import Executor
 from ..executor.instrumented import ActionObserver, Activities, Activity
 from ..executor.mailbox import forward_edges
-from ..executor.pipeline import Pipeline
 from ..monitoring.records import EvalRecord
 from ..plan.plan import Plan
 from ..rng import import_seeded
@@ -61,7 +61,7 @@ class Evaluator:
         self._first, end = ends[world.replica], ends[world.replica + 1]
         self._schedule = _forward_schedule(plan, schedule, end - self._first)
 
-    def __call__(self, pipeline: Pipeline, step: int) -> EvalRecord:
+    def __call__(self, pipeline: Executor, step: int) -> EvalRecord:
         """Runs every evaluation micro-batch forward; returns the same record on every rank."""
         counts = _Counts(self._logits if self._task.classes else None, self._activities)
 

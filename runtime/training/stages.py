@@ -17,9 +17,9 @@ from ..config.mixed_precision import precision_of
 from ..config.segments import RunSegment, schedule_of
 from ..data.task import SampleOrder
 from ..data.text import check_vocabulary
+from ..executor.executor import Executor
 from ..executor.instrumented import Activities, ObservedTransport, observed_feed
 from ..executor.loading import load_stage
-from ..executor.pipeline import Pipeline
 from ..executor.run import needed_inputs
 from ..monitoring.gather import RankFigures
 from ..schedule.schedule import Schedule
@@ -165,13 +165,13 @@ def load_stages(setup: Setup) -> dict[int, nn.Module]:
     return modules
 
 
-def make_pipeline(setup: Setup, modules: Mapping[int, nn.Module], staleness: str) -> Pipeline:
+def make_pipeline(setup: Setup, modules: Mapping[int, nn.Module], staleness: str) -> Executor:
     """The pipeline of this rank's stages with these staleness methods; every rank calls it."""
     job, world, schedule = setup.job, setup.world, setup.schedule
     config, plan, device = job.config, job.plan, world.machine.device
     transport = make_transport(setup.transport, world, config, plan, schedule, device)
     criterion = find_criterion(config.criterion, config.seed) if config.criterion else None
-    return Pipeline(
+    return Executor(
         plan,
         modules,
         ObservedTransport(

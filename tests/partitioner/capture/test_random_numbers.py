@@ -19,8 +19,8 @@ import asyncpipe
 from asyncpipe.partitioner.capture import capture, random_numbers
 from asyncpipe.partitioner.capture.model_state import seed_all
 from asyncpipe.runtime.errors import CaptureError
+from asyncpipe.runtime.executor.executor import Executor
 from asyncpipe.runtime.executor.mailbox import forward_edges, gradient_edges
-from asyncpipe.runtime.executor.pipeline import Pipeline
 from asyncpipe.runtime.rng import micro_batch_seed, number_state
 from asyncpipe.runtime.schedule.builders import make_schedule
 from asyncpipe.runtime.schedule.dependencies import lower
@@ -165,7 +165,7 @@ def test_the_generators_travel_with_their_micro_batch(recompute: str, tmp_path: 
         grad_edges=gradient_edges(plan),
     )
     ranks = [
-        Pipeline(plan, {j: stages[j]}, hub.transport(j), criterion=nn.functional.mse_loss, seed=7)
+        Executor(plan, {j: stages[j]}, hub.transport(j), criterion=nn.functional.mse_loss, seed=7)
         for j in range(2)
     ]
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import asyncpipe
 from asyncpipe.runtime.errors import ScheduleError
+from asyncpipe.runtime.executor.executor import Executor
 from asyncpipe.runtime.executor.mailbox import forward_edges, gradient_edges
-from asyncpipe.runtime.executor.pipeline import Pipeline
 from asyncpipe.runtime.executor.stage import StageError
 from asyncpipe.runtime.plan.plan import read_plan
 from asyncpipe.runtime.schedule.builders import SYNCHRONOUS, make_schedule
@@ -322,7 +322,7 @@ def test_dicts_none_numbers_ids_and_masks_between_blocks_train_as_in_the_plain_m
     modules = {j: load_stage(folder, plan, j).train() for j in range(stages)}
     seen = Seen(modules)
     pipelines = [
-        Pipeline(plan, {j: modules[j]}, hub.transport(j), criterion=nn.functional.cross_entropy)
+        Executor(plan, {j: modules[j]}, hub.transport(j), criterion=nn.functional.cross_entropy)
         for j in range(stages)
     ]
     run_together([pipeline.steps(schedule, feed, observer=seen) for pipeline in pipelines])

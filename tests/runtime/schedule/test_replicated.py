@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from asyncpipe.runtime.errors import ScheduleError
+from asyncpipe.runtime.executor.executor import Executor
 from asyncpipe.runtime.executor.mailbox import forward_edges, gradient_edges
-from asyncpipe.runtime.executor.pipeline import Pipeline
 from asyncpipe.runtime.schedule.builders import make_schedule
 from asyncpipe.runtime.schedule.dependencies import DependencyRule, Player, lower
 from asyncpipe.runtime.schedule.interleaved import REPLICATED, in_flight, replicated
@@ -178,7 +178,7 @@ def train(
         module = model.build()[stage].double()
         seen.append(Seen(modules={stage: module}))
         pipelines.append(
-            Pipeline(
+            Executor(
                 model.plan,
                 {stage: module},
                 hub.transport(rank),

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from asyncpipe.runtime.executor.executor import Executor
 from asyncpipe.runtime.executor.instrumented import Observer
 from asyncpipe.runtime.executor.loading import load_stage
 from asyncpipe.runtime.executor.mailbox import forward_edges, gradient_edges
-from asyncpipe.runtime.executor.pipeline import Pipeline
 from asyncpipe.runtime.plan.plan import read_plan
 from asyncpipe.runtime.schedule.asynchronous import ASYNCHRONOUS
 from asyncpipe.runtime.schedule.builders import make_schedule
@@ -77,7 +77,7 @@ def peak_of_rank(rank: int, name: str, folder: Path, steps: int = 3) -> int:
     inputs = [case.micro_batch(i) for i in range(steps * setting.micro_batches)]
     with peak_of_allocations() as peak:
         stages = {rank: load_stage(folder, plan, rank).train()}
-        pipeline = Pipeline(
+        pipeline = Executor(
             plan,
             stages,
             GlooTransport(),

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from asyncpipe.runtime.executor.executor import Executor
 from asyncpipe.runtime.executor.instrumented import Observer, RunReport
 from asyncpipe.runtime.executor.mailbox import forward_edges, gradient_edges
-from asyncpipe.runtime.executor.pipeline import Pipeline
 from asyncpipe.runtime.schedule.builders import make_schedule
 from asyncpipe.runtime.schedule.dependencies import lower
 from asyncpipe.runtime.schedule.schedule import Action, Schedule, count_in_flight
@@ -123,7 +123,7 @@ class Trained:
     """What came out of runs of all ranks."""
 
     modules: list[nn.Module]
-    pipelines: list[Pipeline]
+    pipelines: list[Executor]
     seen: Seen
     reports: list[RunReport] = field(default_factory=list)
 
@@ -228,9 +228,9 @@ def make_pipeline(
     staleness: str = "none",
     seed: int = 0,
     **options: Any,
-) -> Pipeline:
+) -> Executor:
     own = [j for j, rank in enumerate(schedule.rank_of_stage) if rank == transport.rank]
-    return Pipeline(
+    return Executor(
         model.plan,
         {j: modules[j] for j in own},
         transport,
@@ -257,7 +257,7 @@ class Planned:
         return tuple(self.factors(self.weights.version + 1 + step) for step in range(steps))
 
 
-def _attach(pipelines: Sequence[Pipeline], seen: Seen, factors: Factors) -> None:
+def _attach(pipelines: Sequence[Executor], seen: Seen, factors: Factors) -> None:
     """Lets staleness methods see the optimizers, and scale their learning rates."""
     home = {stage: pipeline for pipeline in pipelines for stage in pipeline.stages}
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from asyncpipe.runtime.errors import DataError, PlanError, ScheduleError, TransportError
+from asyncpipe.runtime.executor.executor import Executor
 from asyncpipe.runtime.executor.instrumented import Observer, StepOptimizers
 from asyncpipe.runtime.executor.mailbox import forward_edges
-from asyncpipe.runtime.executor.pipeline import Pipeline
 from asyncpipe.runtime.executor.run import needed_inputs
 from asyncpipe.runtime.executor.stage import StageError
 from asyncpipe.runtime.rng import micro_batch_seed
@@ -340,8 +340,8 @@ def test_stages_and_schedules_that_do_not_fit_are_refused() -> None:
     model = chain(3)
     modules = dict(enumerate(model.build()))
     with pytest.raises(PlanError, match=r"given stages \[1\] instead of \[0\]"):
-        Pipeline(model.plan, {1: modules[1]}, LocalHub(3).transport(0))
-    pipeline = Pipeline(model.plan, {0: modules[0]}, LocalHub(3).transport(0))
+        Executor(model.plan, {1: modules[1]}, LocalHub(3).transport(0))
+    pipeline = Executor(model.plan, {0: modules[0]}, LocalHub(3).transport(0))
     with pytest.raises(ScheduleError, match="puts stages on ranks"):
         pipeline.run(lowered(model, "single", 2), regression)
     with pytest.raises(ScheduleError, match="has no messages"):

@@ -55,7 +55,7 @@ from .tied_parameters import SharedGradients, shared_weights
 from .weight_binding import WeightBinder, gap_to, sampled
 
 
-class Pipeline:
+class Executor:
     """One rank of a pipeline: its stages, their weight versions, and its end of the transport.
 
     - `stages`: this rank's modules by stage
