@@ -152,4 +152,4 @@ def test_links_tell_the_speed_that_the_system_knows(
 def test_without_mpi4py_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(info, "find_spec", lambda name: None)
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("something was started"))
-    assert 'pip install "asyncpipe[mpi]"' in info._mpi()
+    assert "not installed: pip install 'mpi4py>=" in info._mpi()

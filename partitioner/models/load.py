@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ...runtime.errors import ModelError
+from ...runtime.extras import install
 from ...runtime.plan.plan import ON_META
 from ...runtime.user_code import import_object, told_as
 from .builtin import BUILTIN, PRESETS
@@ -204,7 +205,7 @@ def _load_transformers(
     except ImportError as error:
         raise ModelError(
             f"--model {spec} needs transformers, which is not installed.",
-            'pip install "asyncpipe[hf]"',
+            install("hf"),
         ) from error
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()

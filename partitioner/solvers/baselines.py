@@ -43,6 +43,7 @@ from types import ModuleType
 import numpy as np
 
 from ...runtime.errors import PlanError
+from ...runtime.extras import install
 from ..graph.costs import Costs, Floats, Ints
 from ..graph.problem import DoesNotFit, Placement, Problem, evaluate
 from . import chain
@@ -201,7 +202,7 @@ def _pymetis() -> ModuleType:
     except ImportError as error:
         raise PlanError(
             "--method metis needs pymetis, which is not installed.",
-            'pip install "asyncpipe[metis]"',
+            install("metis"),
         ) from error
     found: ModuleType = pymetis
     return found

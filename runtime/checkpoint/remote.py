@@ -8,7 +8,7 @@
 
 A location is a URL that fsspec can open:
 
-    s3://bucket/run    with the extra asyncpipe[s3]; AWS_ENDPOINT_URL selects another server
+    s3://bucket/run    with s3fs installed; AWS_ENDPOINT_URL selects another server
     file:///data/run   a folder of this machine
     gs://, abfs://, .. with the package that fsspec names for it
 
@@ -33,6 +33,7 @@ from ..config.execution_options import ExecutionOptions
 from ..config.option_files import checked
 from ..config.settings import Settings
 from ..errors import AsyncPipeError
+from ..extras import install
 from ..options import options_of
 from .folders import (
     CHECKPOINTS,
@@ -188,7 +189,7 @@ class Location:
             if scheme in ("s3", "s3a"):
                 raise LocationError(
                     f"{self.url} needs s3fs, which is not installed.",
-                    'pip install "asyncpipe[s3]"',
+                    install("s3"),
                 ) from error
             raise LocationError(f"{self.url} needs a package: {error}.") from error
         except Exception as error:  # file systems raise any error, some for missing options

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..errors import DataError
+from ..extras import install
 from ..plan.plan import Plan
 from ..plan.structure import names_in, tensors_by_name
 from ..rng import drawing_from, import_seeded
@@ -253,7 +254,7 @@ def _load_digits() -> tuple[Tensor, Tensor]:
     except ImportError as error:
         raise DataError(
             "--data digits needs scikit-learn, which is not installed.",
-            'pip install "asyncpipe[data]"',
+            install("data"),
         ) from error
     digits = load_digits()
     images = torch.from_numpy(digits.images).float() / 16

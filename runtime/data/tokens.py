@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import DataError
+from ..extras import install
 from ..serialization import Origin, known_fields, parse_json, read_text, shaped
 
 SUFFIXES = (".txt", ".md", ".py")
@@ -256,7 +257,7 @@ def _tokenizer(tokenizer: str, documents: list[str], folder: Path) -> Any:
     except ImportError as error:
         raise DataError(
             f"--tokenizer {tokenizer} needs tokenizers, which is not installed.",
-            'pip install "asyncpipe[data]", or --tokenizer bytes',
+            f"{install('data')}, or --tokenizer bytes",
         ) from error
     name, _, size = tokenizer.partition(":")
     if name == "bpe":

@@ -38,6 +38,7 @@ from ..distributed.cpu_affinity import (
 from ..distributed.ranks import find_rank_info
 from ..distributed.rendezvous import interfaces
 from ..errors import AsyncPipeError, TransportError
+from ..extras import install
 from ..formatting import counted, write_bytes
 from ..import_path import ISOLATED
 from ..process import EXTRAS, cpu_model, describe_environment, memory_bytes, version_of
@@ -155,7 +156,7 @@ def _nccl() -> str:
 def _mpi() -> str:
     """Queries MPI in a separate process, as a broken library may end the process."""
     if find_spec("mpi4py") is None:
-        return 'mpi4py is not installed: pip install "asyncpipe[mpi]"'
+        return f"mpi4py is not installed: {install('mpi')}"
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(_OF_LAUNCHERS)
     }

@@ -28,6 +28,7 @@ from ..config.settings import RunConfig, SettingsError
 from ..distributed.process_groups import World
 from ..errors import AsyncPipeError, is_out_of_memory
 from ..executor.instrumented import Activities, Activity
+from ..extras import install
 from ..formatting import write_bytes
 from ..plan.plan import Plan
 from .records import Reporter
@@ -132,7 +133,7 @@ def check_debugger(options: ExecutionOptions, ranks: int) -> None:
     if importlib.util.find_spec("debugpy") is None:
         raise SettingsError(
             f"--debug {options.debug} needs debugpy, which is not installed.",
-            'pip install "asyncpipe[debug]"',
+            install("debug"),
         )
     named = [] if options.debug == "all" else [int(rank) for rank in options.debug.split(",")]
     for rank in named:

@@ -29,6 +29,7 @@ from ..config.execution_options import ExecutionOptions
 from ..config.settings import RunConfig, SettingsError
 from ..distributed.process_groups import World
 from ..errors import why_ended
+from ..extras import install
 from ..process import STOPPED, Ended
 from ..rng import drawing_from, import_seeded
 from ..schedule.simulate import Timeline
@@ -52,7 +53,7 @@ def check_log(options: ExecutionOptions) -> None:
             if find_spec(name) is None:
                 raise SettingsError(
                     f"--log {name} needs {name}, which is not installed.",
-                    f'pip install "asyncpipe[{name}]"',
+                    install(name),
                 )
         elif not names_object(name):
             near = difflib.get_close_matches(name, TRACKERS, 1)

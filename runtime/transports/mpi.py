@@ -33,6 +33,7 @@ from torch import Tensor
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from ..errors import TransportError
+from ..extras import install
 from .device_slots import find_memory
 from .protocol import DIRECTIONS, Channel, Handle, Sends, peer_is_gone, timed_out
 
@@ -267,9 +268,7 @@ def load_mpi() -> Any:
     try:
         from mpi4py import MPI
     except ModuleNotFoundError as error:
-        raise TransportError(
-            "--transport mpi: mpi4py is not installed.", 'pip install "asyncpipe[mpi]"'
-        ) from error
+        raise TransportError("--transport mpi: mpi4py is not installed.", install("mpi")) from error
     except (ImportError, RuntimeError) as error:
         raise TransportError(
             "--transport mpi: mpi4py is installed but finds no MPI library (libmpi.so.12 or .40).",
@@ -362,7 +361,7 @@ def mpiexec() -> str:
     if found is None:
         raise TransportError(
             "--transport mpi: mpiexec, which starts the ranks, was not found.",
-            'pip install "asyncpipe[mpi]", or cluster: module load openmpi',
+            f"{install('mpi')}, or on a cluster: module load openmpi",
         )
     return found
 

@@ -65,7 +65,7 @@ def test_e2_a_missing_extra_is_named_with_its_command(monkeypatch: pytest.Monkey
     with pytest.raises(ModelError) as caught:
         load_model("gpt2")
     assert str(caught.value) == (
-        '--model gpt2 needs transformers, which is not installed.\npip install "asyncpipe[hf]"'
+        "--model gpt2 needs transformers, which is not installed.\npip install 'transformers>=5'"
     )
 
 

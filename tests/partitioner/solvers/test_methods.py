@@ -288,7 +288,7 @@ def test_metis_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "pymetis", None)
     with pytest.raises(PlanError, match="needs pymetis, which is not installed") as raised:
         solve(line(1, 1), stages=2, method="metis")
-    assert raised.value.cure == 'pip install "asyncpipe[metis]"'
+    assert raised.value.cure == "pip install 'pymetis>=2025'"
     compared = solve(line(1, 1), stages=2, method="all").candidates
     assert [one.note for one in compared if one.name == "metis"] == [raised.value.what]
 

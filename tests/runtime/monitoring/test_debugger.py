@@ -132,7 +132,7 @@ def test_a_missing_debugpy_is_told_with_its_cure(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SettingsError, match="--debug 1 needs debugpy") as refused:
         check_debugger(Settings(folder="x", debug="1"), 2)
-    assert refused.value.cure == 'pip install "asyncpipe[debug]"'
+    assert refused.value.cure == "pip install 'debugpy>=1.8'"
 
 
 def test_a_rank_that_there_is_not_is_refused_before_anything_starts(tmp_path: Path) -> None:

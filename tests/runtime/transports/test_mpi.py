@@ -177,7 +177,7 @@ def imported(tmp_path: Path, package: str, **environment: str) -> str:
 def test_a_missing_mpi4py_is_said_with_the_command_that_installs_it(tmp_path: Path) -> None:
     absent = "raise ModuleNotFoundError(\"No module named 'mpi4py'\")"
     assert imported(tmp_path, absent) == (
-        '--transport mpi: mpi4py is not installed.\npip install "asyncpipe[mpi]"\n'
+        "--transport mpi: mpi4py is not installed.\npip install 'mpi4py>=4.1' 'mpich>=5'\n"
     )
 
 
