@@ -278,11 +278,11 @@ def seeded_generator(seed: int, *key: object) -> torch.Generator:
 
 
 class SampleOrder:
-    """The order in which `length` samples are seen, epoch by epoch."""
+    """The order in which `length` samples are seen, epoch by epoch: shuffled, or as they are."""
 
-    def __init__(self, length: int, seed: int) -> None:
+    def __init__(self, length: int, seed: int, *, shuffled: bool = True) -> None:
         self.length = length
-        self._seed = seed
+        self._seed, self._shuffled = seed, shuffled
         self._permutation = lru_cache(maxsize=2)(self._permute)
 
     def samples(self, first: int, count: int) -> list[int]:
@@ -301,7 +301,9 @@ class SampleOrder:
         text = ",".join(map(str, self._permutation(epoch)))
         return hashlib.sha256(text.encode()).digest()
 
-    def _permute(self, epoch: int) -> list[int]:
+    def _permute(self, epoch: int) -> Sequence[int]:
+        if not self._shuffled:
+            return range(self.length)
         generator = seeded_generator(self._seed, "epoch", epoch)
         permutation: list[int] = torch.randperm(self.length, generator=generator).tolist()
         return permutation

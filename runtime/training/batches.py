@@ -13,14 +13,18 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from ..config.batch_layout import StepBatch
 from ..config.settings import RunConfig
-from ..data.datasets import Clusters, Columns, Digits, OwnDataset, own_parts
+from ..data.datasets import Clusters, Digits
+from ..data.own_data import Part, own_parts
+from ..data.sampler_order import order_of
+from ..data.samples import Columns, Naming, OwnDataset
 from ..data.task import BatchDims, SampleOrder, Task, batch_dims, laid_out
 from ..data.text import TextWindows
 from ..data.tokens import (
@@ -70,6 +74,7 @@ class Data:
     seed: if the user's own code makes the samples, the seed of its random numbers, which depend on
         the position too.
     dims: the dimensions of the fields that count samples, where that is not dimension 0.
+    loader: the DataLoader in which the user's training samples came.
     """
 
     train: Dataset
@@ -81,6 +86,11 @@ class Data:
     largest_token: Callable[[], int] | None = None
     seed: int | None = None
     dims: BatchDims = field(default_factory=dict)
+    loader: DataLoader[Any] | None = None
+
+    def order(self, seed: int) -> SampleOrder:
+        """The order of the training samples, by the seed of the run."""
+        return order_of(self.loader, len(self.train), seed, self.source)
 
 
 MicroBatches = Callable[[int], dict[str, Tensor]]
@@ -216,12 +226,8 @@ def _opened(config: RunConfig, task: Task, plan: Plan, folder: Path) -> Data:
 
 def _open_own(source: str, task: Task, dtype: torch.dtype, seed: int) -> Data:
     own = own_parts(source, seed)
-    parts = [
-        part
-        if part is None or hasattr(part, "get")
-        else OwnDataset(part, task, source, dtype=dtype)
-        for part in own
-    ]
+    naming = Naming(task, source, dtype=dtype)
+    parts = [None if part is None else _dataset(part, naming) for part in own]
     for part, use in zip(parts, ("training", "evaluation"), strict=True):
         count = 1 if part is None else len(part)
         if not 1 <= count <= _MOST_SAMPLES:
@@ -229,15 +235,27 @@ def _open_own(source: str, task: Task, dtype: torch.dtype, seed: int) -> Data:
                 f"--data {source} has {count} samples for {use}, not 1 to {_MOST_SAMPLES}.",
                 "Return at least one sample, and a __len__ that is their number.",
             )
-    digests = [part.digest() for part in own if isinstance(part, Columns)]
+    samples = [part.samples for part in own if part is not None]
+    digests = [part.digest() for part in samples if isinstance(part, Columns)]
+    train, held_out = parts
+    assert train is not None
     return Data(
-        parts[0],
-        parts[1],
+        train,
+        held_out,
         source,
-        f"{source} ({len(parts[0]):,} samples)",
+        f"{source} ({len(train):,} samples)",
         hashlib.sha256(b"".join(digests)).digest(),
         seed=seed,
+        loader=own[0].loader,
     )
+
+
+def _dataset(part: Part, naming: Naming) -> Dataset:
+    """The samples of the user, which may make batches themselves (`get`)."""
+    if hasattr(part.samples, "get") and part.loader is None:
+        made: Dataset = part.samples
+        return made
+    return OwnDataset(part.samples, naming, part.collate)
 
 
 def _open_text(config: RunConfig, task: Task, plan: Plan, folder: Path) -> Data:

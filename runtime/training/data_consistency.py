@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..data.datasets import OwnDataset
+from ..data.samples import OwnDataset
 from ..data.task import SampleOrder
 from ..distributed.process_groups import World
 from ..errors import DataError

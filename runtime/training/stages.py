@@ -72,7 +72,7 @@ class StageTrainer:
         self.pipeline.attach(self.stepper.optimizers)
         first = found.facts.samples if found else 0
         self.batch = StepBatch.of(config, first_step=setup.start, first_sample=first)
-        order = SampleOrder(len(data.train), config.seed) if data else None
+        order = data.order(config.seed) if data else None
         samples = data.train if data else None
         self._feed = self._make_feed(samples, order, self.batch, setup.activities)
         self.agreement = Agreement(

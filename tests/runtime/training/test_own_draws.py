@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from asyncpipe.runtime.config.settings import Settings
-from asyncpipe.runtime.data.datasets import own_parts
+from asyncpipe.runtime.data.own_data import own_parts
 from asyncpipe.runtime.distributed.failure import RankError
 from asyncpipe.runtime.launch import launch
 from asyncpipe.runtime.rng import drawing_from
@@ -241,11 +241,14 @@ def test_samples_whose_parts_do_not_belong_together_are_refused(
 
 def test_data_do_not_depend_on_what_was_drawn_before(draws: Path) -> None:
     first, again = (
-        [random.random(), np.random.rand(), torch.rand(1)] and own_parts(f"{draws}:data", 1)[0]
+        [random.random(), np.random.rand(), torch.rand(1)]
+        and own_parts(f"{draws}:data", 1)[0].samples
         for _ in range(2)
     )
-    assert torch.equal(first.points, again.points)
-    assert not torch.equal(first.points, own_parts(f"{draws}:data", 2)[0].points)
+    other = own_parts(f"{draws}:data", 2)
+    points = [made[0].samples.points for made in (first, again, other)]
+    assert torch.equal(points[0], points[1])
+    assert not torch.equal(points[0], points[2])
 
 
 def test_samples_of_several_shapes_are_refused_with_a_cure(folder: Path, tmp_path: Path) -> None:
@@ -256,7 +259,7 @@ def test_samples_of_several_shapes_are_refused_with_a_cure(folder: Path, tmp_pat
         f"    return [{{'x': torch.zeros({WIDTH} + i % 2), 'target': 0}} for i in range(20)]\n"
     )
     with pytest.raises(
-        RankError, match="in another, but all samples of a run have one shape"
+        RankError, match="in another, but all samples of a micro-batch have one shape"
     ) as no:
         train(folder, tmp_path / "run", data=f"{own}:data")
     assert "partition with an example of it" in no.value.cure

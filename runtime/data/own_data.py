@@ -1,0 +1,153 @@
+"""The value of the user's data function -> training and evaluation data.
+
+Accepted are the forms in which people have data: a torch or Hugging Face dataset, a list of
+samples, columns by name, arrays (X, y), a DataLoader; and training and evaluation data as a pair of
+these, as `random_split` gives it or as splits by name (DatasetDict).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate
+
+from ..errors import DataError
+from ..rng import drawing_from, import_seeded
+from ..user_code import told_as
+from .sampler_order import check_sampler, drawn_indices, sampler_of
+from .samples import Collate, Columns
+
+_TRAIN = ("train", "training")
+_HELD_OUT = ("validation", "valid", "val", "dev", "evaluation", "eval", "test")
+
+_FORMS = (
+    "Return a Dataset or DataLoader, a list of samples, a dict of tensors, arrays (X, y), or a "
+    "(train, eval) pair of these."
+)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Training or evaluation samples, and the DataLoader that they came in, if any."""
+
+    samples: Any
+    loader: DataLoader[Any] | None = None
+
+    @property
+    def collate(self) -> Collate | None:
+        """The loader's own function that joins samples; None where tensors are stacked."""
+        loader = self.loader
+        if loader is None or loader.collate_fn is default_collate or not _batches(loader):
+            return None
+        collate: Collate = loader.collate_fn
+        return collate
+
+
+def own_parts(source: str, seed: int) -> tuple[Part, Part | None]:
+    """Calls the user's function; returns its training and its evaluation data (None if there are
+    none). Its random draws depend on the seed alone.
+
+    Raises DataError if it returns something else.
+    """
+    made = import_seeded(source, "--data", DataError, seed)
+    if callable(made):
+        with drawing_from(seed, "data"), told_as(DataError, f"--data {source}"):
+            made = made()
+    pair = _pair(made, source)
+    if pair is None:
+        return _part(made, source), None
+    train, held_out = pair
+    return _part(train, source), None if held_out is None else _part(held_out, source, seed)
+
+
+def _pair(made: Any, source: str) -> tuple[Any, Any] | None:
+    """Training and evaluation data, if the value has both."""
+    if isinstance(made, Mapping) and set(made) <= {*_TRAIN, *_HELD_OUT} and made:
+        train = next((made[name] for name in _TRAIN if name in made), None)
+        if train is None:
+            raise DataError(
+                f"--data {source} gives the splits {', '.join(made)}, but none to train on.",
+                "Name one of them train.",
+            )
+        return train, next((made[name] for name in _HELD_OUT if name in made), None)
+    if not isinstance(made, tuple | list) or not made:
+        return None
+    if all(map(_is_collection, made)):
+        if len(made) != 2:
+            kinds = " and ".join(sorted({type(part).__name__ for part in made}))
+            raise DataError(
+                f"--data {source} gives a {type(made).__name__} of {len(made)} {kinds}.",
+                "Return one of them, or a pair (train, eval).",
+            )
+        return made[0], made[1]
+    if isinstance(made, tuple) and len(made) == 2 and not _are_arrays(made):
+        rows = tuple(_with_rows(part, source) for part in made)
+        if all(map(_is_dataset, rows)):
+            return rows
+    return None
+
+
+def _part(made: Any, source: str, seed: int | None = None) -> Part:
+    """One of the two; a seed is given for evaluation data, whose order is that of their sampler."""
+    if isinstance(made, DataLoader):
+        check_sampler(made, source)
+        samples = made.dataset
+        if seed is not None and (sampler := sampler_of(made)) is not None:
+            samples = Subset(samples, drawn_indices(sampler, seed, 0))
+        return Part(samples, made)
+    rows = _with_rows(made, source)
+    if not _is_dataset(rows):
+        raise DataError(
+            f"--data {source} gives a {type(made).__name__}, not a sequence of samples.", _FORMS
+        )
+    return Part(rows)
+
+
+def _with_rows(made: Any, source: str) -> Any:
+    is_columns = (isinstance(made, Mapping) and made) or _are_arrays(made)
+    return Columns(tuple(made) if isinstance(made, list) else made, source) if is_columns else made
+
+
+def _are_arrays(made: Any) -> bool:
+    """True for (X, y): arrays with a row for each sample. A list of two equal shapes is a list of
+    two samples."""
+    if not isinstance(made, tuple | list) or len(made) < 2 or not _is_array(made[0]):
+        return False
+    if isinstance(made, tuple):
+        return all(_is_array(one) or isinstance(one, list) for one in made)
+    lengths, shapes = (
+        {len(one) for one in made if _is_array(one)},
+        {tuple(one.shape) for one in made if _is_array(one)},
+    )
+    return all(map(_is_array, made)) and len(lengths) == 1 and len(shapes) > 1
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, Tensor | np.ndarray) and value.ndim > 0
+
+
+def _is_collection(value: Any) -> bool:
+    """True for an object that holds samples and cannot be a sample itself."""
+    if isinstance(value, Dataset | DataLoader):
+        return True
+    plain = isinstance(value, tuple | list | Mapping | Tensor | np.ndarray | str | bytes)
+    return not plain and _is_dataset(value)
+
+
+def _is_dataset(value: Any) -> bool:
+    if isinstance(value, DataLoader):
+        return True
+    has_items = hasattr(value, "__len__") and (
+        hasattr(value, "__getitem__") or hasattr(value, "get")
+    )
+    is_stream = isinstance(value, IterableDataset)
+    return has_items and not is_stream and not isinstance(value, Tensor | str | Mapping)
+
+
+def _batches(loader: DataLoader[Any]) -> bool:
+    """Whether a loader joins samples to batches."""
+    return loader.batch_sampler is not None
