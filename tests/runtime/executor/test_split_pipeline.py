@@ -9,7 +9,7 @@ import torch
 
 from asyncpipe.runtime.schedule.asynchronous import async_1f1b
 from asyncpipe.runtime.schedule.text import from_text
-from asyncpipe.tests.runtime.executor.test_pipeline import assert_same, assert_same_losses
+from asyncpipe.tests.runtime.executor.test_executor import assert_same, assert_same_losses
 from asyncpipe.tests.support.models.hand_plans import HandModel, chain, passing, skips, tied
 from asyncpipe.tests.support.oracles.async_simulation import plain_losses_and_gradients
 from asyncpipe.tests.support.processes.executor import (

@@ -19,7 +19,7 @@ from asyncpipe.runtime.plan.plan import read_plan
 from asyncpipe.runtime.schedule.builders import SYNCHRONOUS, make_schedule
 from asyncpipe.runtime.schedule.dependencies import lower
 from asyncpipe.runtime.transports import LocalHub, run_together
-from asyncpipe.tests.runtime.executor.test_pipeline import assert_same, assert_same_losses
+from asyncpipe.tests.runtime.executor.test_executor import assert_same, assert_same_losses
 from asyncpipe.tests.support.models.hand_plans import (
     WIDTH,
     Block,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from asyncpipe.runtime.errors import ScheduleError
 from asyncpipe.runtime.plan.plan import Plan, TensorSpec
 from asyncpipe.runtime.transports import GlooTransport, LocalHub, run_together
-from asyncpipe.tests.runtime.executor.test_pipeline import assert_same, assert_same_losses
+from asyncpipe.tests.runtime.executor.test_executor import assert_same, assert_same_losses
 from asyncpipe.tests.runtime.executor.test_where_others_err import SPLITS, scheduled
 from asyncpipe.tests.support.models.hand_plans import (
     WIDTH,
