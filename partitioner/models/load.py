@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ...runtime.errors import ModelError
 from ...runtime.extras import install
-from ...runtime.plan.plan import ON_META
+from ...runtime.plan.plan import ON_META, READ_FROM
 from ...runtime.user_code import import_object, told_as
 from .builtin import BUILTIN, PRESETS
 
@@ -231,8 +231,8 @@ def _load_transformers(
             model = model_class.from_pretrained(
                 folder, config=config, dtype=torch.float32, use_safetensors=True
             )
-            return model, f"read from {folder.name}", files | _tokenizer_files(folder)
-        return model_class(config), "", files
+            return model, f"{READ_FROM}{folder.name}", files | _tokenizer_files(folder)
+        return model_class(config), "", files | (_tokenizer_files(folder) if local else {})
 
 
 def _read_configuration(transformers: Any, spec: str, local: bool) -> Any:

@@ -145,7 +145,8 @@ class LearningOptions:
     tokenizer: str | None = option(
         None,
         Text("bytes, bpe:SIZE or a file", "bpe:4096"),
-        "Tokenizer for text: bytes, bpe:4096 (trained on the data) or a tokenizer.json file.",
+        "Tokenizer for text: bytes, bpe:4096 (trained on the data) or a tokenizer.json file. "
+        "[default: the tokenizer of the model's folder, otherwise bytes]",
         compared=True,
     )
 

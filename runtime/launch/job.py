@@ -21,6 +21,7 @@ from ..config.resolve import resolve, sized_plan
 from ..config.segments import make_segment
 from ..config.settings import RunConfig, Settings, SettingsError
 from ..data.task import architecture_of
+from ..data.tokens import tokenizer_of
 from ..distributed.failure import RankFolder, disk_error
 from ..distributed.process_groups import World
 from ..distributed.ranks import grid_of
@@ -99,7 +100,8 @@ def make_job(
     """
     planned = read_plan(settings.folder)
     architecture = architecture_of(settings.folder)
-    config, task = resolve(settings, planned, architecture=architecture)
+    tokenizer = tokenizer_of(settings.folder)
+    config, task = resolve(settings, planned, architecture=architecture, tokenizer=tokenizer)
     if config.debug is not None:
         schedule = make_segment(sized_plan(planned, config), config, steps=1)
         check_debugger(config, grid_of(schedule, config.replicas).processes)

@@ -31,6 +31,7 @@ from ..data.tokens import (
     BYTES,
     Tokens,
     encode_bytes,
+    is_plain_text,
     make_tokens,
     read_bin,
     read_corpus,
@@ -288,9 +289,7 @@ def _open_text(config: RunConfig, task: Task, plan: Plan, folder: Path) -> Data:
 
 def needs_encoding(config: RunConfig) -> bool:
     """True if the data is text that a tokenizer encodes."""
-    source = config.data
-    own = names_object(source) or bool(token_files(source))
-    return not own and config.tokenizer not in (None, BYTES)
+    return is_plain_text(config.data) and config.tokenizer not in (None, BYTES)
 
 
 def _digest(tokens: Tokens, sample: int = 1 << 20) -> bytes:

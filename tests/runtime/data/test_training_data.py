@@ -32,9 +32,11 @@ from asyncpipe.runtime.data.tokens import (
 )
 from asyncpipe.runtime.distributed.process_groups import World
 from asyncpipe.runtime.errors import DataError
-from asyncpipe.runtime.plan.plan import Plan, TensorSpec
+from asyncpipe.runtime.launch.job import make_job
+from asyncpipe.runtime.plan.plan import READ_FROM, Plan, TensorSpec
 from asyncpipe.runtime.training.batches import Data, Feed, open_data, prepare_data
 from asyncpipe.runtime.training.data_consistency import Agreement
+from asyncpipe.runtime.training.run_summary import tokenizer_warning
 from asyncpipe.tests.support.models.hand_folders import CLASSES, WIDTH, write_mlp, write_text
 
 LETTERS = "".join(chr(97 + i % 26) for i in range(4000))
@@ -356,6 +358,42 @@ def test_a_trained_tokenizer_is_kept_and_shortens_the_text(text: Plan, tmp_path:
     assert len(read_bin(kept / "tokens.bin").ids) < len(source.read_text()) / 3
     again, _ = open_for(text, str(source), tmp_path / "2", tokenizer=str(kept / "tokenizer.json"))
     assert again.digest == data.digest
+
+
+def test_a_folder_with_its_tokenizer_is_trained_on_it(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    plan = write_text(tmp_path / "text")
+    (source := tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 200)
+    vocabulary = {word: 7 * place for place, word in enumerate("[UNK] to be or not".split())}
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    words.save(str(kept := tmp_path / "text" / "hf" / "tokenizer.json"))
+    settings = Settings(folder=str(tmp_path / "text"), data=str(source))
+    job = make_job(settings, tmp_path / "run")
+    assert job.config.tokenizer == str(kept)
+    prepare_data(job.config, job.task, job.folder)
+    data = open_data(job.config, job.task, job.plan, job.folder)
+    read = data.train.get([0], ["input_ids"])["input_ids"]
+    assert read[0, :6].tolist() == [7, 14, 21, 28, 7, 14]
+    write_bin(tmp_path / "tokens.bin", np.zeros(2000, dtype="uint16"), {"dtype": "uint16"})
+    for other, corpus in ((None, tmp_path / "tokens.bin"), ("bytes", source)):
+        made = make_job(replace(settings, data=str(corpus), tokenizer=other), tmp_path / "run")
+        assert made.config.tokenizer == other
+    assert not tokenizer_warning(job.config, plan, job.task)
+
+
+def test_text_in_bytes_for_trained_weights_is_warned_of(text: Plan, tmp_path: Path) -> None:
+    trained = replace(text, weights=f"{READ_FROM}myhf")
+    (tmp_path / "text.txt").write_text(LETTERS)
+    plain = Settings(folder="x", data=str(tmp_path / "text.txt"))
+    for asked, is_warned in (
+        (plain, True),
+        (replace(plain, tokenizer="bytes"), False),
+        (replace(plain, data="a:b"), False),
+    ):
+        config, task = resolve(asked, text)
+        assert ("read from myhf" in tokenizer_warning(config, trained, task)) == is_warned
+        assert not tokenizer_warning(config, text, task)
 
 
 @pytest.mark.parametrize(
