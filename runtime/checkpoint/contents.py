@@ -42,7 +42,7 @@ from .folders import CheckpointError, Facts, damage_of, read_facts
 from .storage import own_names
 
 if TYPE_CHECKING:
-    from ..training.stage_optimizer import StageOptimizer
+    from ..training.stage_optimizer import StageSteps
 
 _PYTHON_VERSION = 3
 """The version of the state that `random.getstate` returns."""
@@ -85,18 +85,18 @@ Kept = TypeVar("Kept")
 
 @dataclass(frozen=True)
 class Rank:
-    """The parts of a rank whose state is written; `modules` are those of the pipeline."""
+    """The parts of a rank whose state is written; `modules` are those of the executor."""
 
     plan: Plan
     world: World
     modules: Mapping[int, nn.Module]
-    pipeline: Executor
-    optimizers: Mapping[int, StageOptimizer]
+    executor: Executor
+    optimizers: Mapping[int, StageSteps]
     is_async: bool
 
     @property
     def device(self) -> torch.device:
-        return self.pipeline.device
+        return self.executor.device
 
     def key_of(self, stage: int, name: str) -> str | None:
         """The key of a stage's parameter; None where another stage writes it."""
@@ -124,7 +124,7 @@ def weights_of(rank: Rank, unused: Tensors) -> dict[int, dict[str, Tensor]]:
     """Copies of the weights and buffers that each stage of this rank writes, under original names;
     only on the first replica. `unused` are those that no stage reads."""
     found = {}
-    with rank.pipeline.eval_weights():
+    with rank.executor.eval_weights():
         for stage, module in rank.modules.items() if rank.world.copy == 0 else ():
             state = {**unused, **module.state_dict()}
             names = own_names(rank.plan, stage)
@@ -146,14 +146,14 @@ def state_of(rank: Rank) -> dict[str, Tensor]:
                 found[f"buffer.{copy}.{name}"] = buffer
     if rank.world.copy == 0:
         found |= dict(_kept_of_weights(rank))
-        for (name, step), summed in rank.pipeline.shared.state().items():
+        for (name, step), summed in rank.executor.shared.state().items():
             found[f"shared.{name}.{step}"] = summed
     return {name: _copied(tensor) for name, tensor in found.items()}
 
 
 def _kept_of_weights(rank: Rank) -> Iterator[tuple[str, Tensor]]:
     for stage, module in rank.modules.items():
-        binder, optimizer = rank.pipeline.binders[stage], rank.optimizers[stage]
+        binder, optimizer = rank.executor.binders[stage], rank.optimizers[stage]
         of_methods = binder.state()
         for name, parameter in module.named_parameters():
             if (key := rank.key_of(stage, name)) is None:
@@ -202,7 +202,7 @@ def put(rank: Rank, state: Tensors, step: int, *, each_has_own: bool) -> None:
     """
     world = rank.world
     for stage, module in rank.modules.items():
-        rank.pipeline.set_version(stage, step)
+        rank.executor.set_version(stage, step)
         for name, buffer in module.named_buffers():
             for copy in (world.copy, 0):
                 if (kept := state.get(f"buffer.{copy}.{name}")) is not None:
@@ -226,11 +226,11 @@ def _put_pending(rank: Rank, state: Tensors) -> None:
         if key.startswith("shared.")
         for name, _, text in [key.removeprefix("shared.").rpartition(".")]
     }
-    rank.pipeline.shared.load(sums)
+    rank.executor.shared.load(sums)
     for stage, module in rank.modules.items() if rank.world.copy == 0 else ():
         for name, parameter in module.named_parameters():
             names = shared_names(rank.plan).get(name, (name,))
-            if names[0] in rank.pipeline.shared.specs or not rank.is_first(stage, name):
+            if names[0] in rank.executor.shared.specs or not rank.is_first(stage, name):
                 continue
             for _, summed in sorted(each for each in sums.items() if each[0][0] in names):
                 own = parameter.grad
@@ -267,7 +267,7 @@ def _put_of_weights(rank: Rank, state: Tensors, step: int, each_has_own: bool) -
             }
             for part, tensors in of_methods.items()
         }
-        rank.pipeline.binders[stage].load({part: of for part, of in parts.items() if of})
+        rank.executor.binders[stage].load({part: of for part, of in parts.items() if of})
 
 
 def _first(kept: Mapping[str, Kept], keys: Sequence[str]) -> list[Kept]:

@@ -131,6 +131,9 @@ def _unlike(
 TARGET = "target"
 """The field of a micro-batch that a criterion outside the model reads."""
 
+GIVEN = "given"
+"""The name of data, and of a loss function, that the caller has as an object."""
+
 Kind = Literal["text", "image", "features", "other"]
 Objective = Literal["causal", "masked", "seq2seq", "classify"]
 

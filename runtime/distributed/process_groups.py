@@ -129,7 +129,9 @@ class World:
 
     def gathered(self, content: bytes) -> list[bytes]:
         """The content of each rank; all must have the same length."""
-        return [content] if self.control is None else gather_alike(content, self.ranks)
+        return (
+            [content] if self.control is None else gather_alike(content, self.ranks, self.control)
+        )
 
     def gathered_from_copies(self, content: bytes) -> list[bytes]:
         """The content of each rank with the same stages, by replica; all of the same length."""
@@ -162,23 +164,14 @@ def join(info: RankInfo, config: RunConfig, plan: Plan, code: Mapping[str, str])
     interface = choose_interface(info, config.interface)
     name_interface(interface, asked=config.interface is not None)
     timeout_s = config.patience_s
+    timeout = datetime.timedelta(seconds=timeout_s)
     try:
-        if over_mpi:
-            head = info.head or address_of(interface) or socket.gethostname()
-            store = share_store(info.rank, info.ranks, head, timeout_s)
+        if dist.is_initialized():
+            control = dist.new_group(timeout=timeout, backend="gloo")
         else:
-            store = open_store(info, timeout_s)
-        store = wait_for_all(store, info, timeout_s)
-        if over_mpi:
-            forget_segments()
-        dist.init_process_group(
-            "gloo",
-            store=store,
-            rank=info.rank,
-            world_size=info.ranks,
-            timeout=datetime.timedelta(seconds=timeout_s),
-        )
-        resources = _gather_resources(find_resources(config, plan, code), info.ranks)
+            _initialize(info, interface, timeout_s, over_mpi=over_mpi)
+            control = dist.group.WORLD
+        resources = _gather_resources(find_resources(config, plan, code), info.ranks, control)
     except (dist.DistError, RuntimeError, ValueError) as error:
         raise joining_error(info, timeout_s, str(error)) from error
     check_alike(resources)
@@ -192,13 +185,32 @@ def join(info: RankInfo, config: RunConfig, plan: Plan, code: Mapping[str, str])
     machine = replace(machine, launcher=info.launcher, interface=os.environ.get(VARIABLES[0], ""))
     world = World(
         info,
-        dist.group.WORLD,
+        control,
         metrics,
         machine,
         config.pipelines,
         ranks_of_stage=stage_replicas(plan, config),
     )
-    return _in_groups(world, plan, datetime.timedelta(seconds=timeout_s))
+    return _in_groups(world, plan, timeout)
+
+
+def _initialize(info: RankInfo, interface: str | None, timeout_s: float, *, over_mpi: bool) -> None:
+    """Creates the default process group of all ranks."""
+    if over_mpi:
+        head = info.head or address_of(interface) or socket.gethostname()
+        store = share_store(info.rank, info.ranks, head, timeout_s)
+    else:
+        store = open_store(info, timeout_s)
+    store = wait_for_all(store, info, timeout_s)
+    if over_mpi:
+        forget_segments()
+    dist.init_process_group(
+        "gloo",
+        store=store,
+        rank=info.rank,
+        world_size=info.ranks,
+        timeout=datetime.timedelta(seconds=timeout_s),
+    )
 
 
 def stay_alone(config: RunConfig, plan: Plan, code: Mapping[str, str]) -> World:
@@ -212,12 +224,13 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def _gather_resources(own: RankResources, ranks: int) -> list[RankResources]:
+def _gather_resources(
+    own: RankResources, ranks: int, group: dist.ProcessGroup | None
+) -> list[RankResources]:
     content = own.to_bytes()
-    longest = max(
-        int.from_bytes(size, "big") for size in gather_alike(len(content).to_bytes(4, "big"), ranks)
-    )
-    return [resources_from(part) for part in gather_alike(content.ljust(longest), ranks)]
+    lengths = gather_alike(len(content).to_bytes(4, "big"), ranks, group)
+    longest = max(int.from_bytes(length, "big") for length in lengths)
+    return [resources_from(part) for part in gather_alike(content.ljust(longest), ranks, group)]
 
 
 def _in_groups(world: World, plan: Plan, timeout: datetime.timedelta) -> World:
@@ -269,13 +282,14 @@ _LOOK_S = 0.02
 
 
 class SharedStore:
-    """A key-value store of short texts that all ranks of a run share; each key is set once."""
+    """A key-value store of short texts that all ranks of a run share; each key is set once. Stores
+    of other names have keys of their own."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, name: str = "run") -> None:
         self._rank, self._ranks = world.rank, world.ranks
         self._store: Store | None = None
         if world.control is not None:
-            self._store = PrefixStore("asyncpipe", _get_default_store())
+            self._store = PrefixStore(f"asyncpipe {name}", _get_default_store())
         self._own: dict[str, str] = {}
 
     def post(self, key: str, text: str) -> None:

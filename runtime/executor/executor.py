@@ -11,7 +11,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Unpack
+from typing import Unpack, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,15 +24,11 @@ from ..staleness import Steps, make_staleness
 from ..staleness.weight_versions import Weights, WeightVersions
 from ..transports.protocol import CastingTransport, Handle, Transport
 from .instrumented import Observer, RunRecorder, RunReport
-from .mailbox import (
-    GENERATOR_STATE,
-    Mailbox,
-    Sizes,
-    channels_of_each,
-)
+from .mailbox import GENERATOR_STATE, Mailbox, Sizes, channels_of_each
 from .precision import AS_PLANNED, FULL, BoundaryDtypes, Precision
 from .recompute import MiniBatchNorm
 from .run import (
+    TARGET,
     Criterion,
     Feed,
     FeedOnce,
@@ -43,6 +39,7 @@ from .run import (
     immediate_backward,
     loss_divisors,
     loss_of_stage,
+    may_draw,
     needed_inputs,
     output_names,
     sizes_of_each,
@@ -112,7 +109,7 @@ class Executor:
                 loss_of=loss_of_stage(plan, j, criterion),
                 precision=precision,
                 batch_norm=MiniBatchNorm(stages[j]) if batch_norm_per_step else None,
-                loss_seed=seed if _may_draw(criterion) else None,
+                loss_seed=seed if may_draw(criterion) else None,
             )
             for j in expected
         }
@@ -157,22 +154,36 @@ class Executor:
         arrives, PlanError if shared parameters differ at the start, DataError if the feed lacks an
         input, ScheduleError if the schedule does not fit the stages or ranks.
         """
+        paused = self.paused(schedule, feed, **options)
+        while True:
+            try:
+                next(paused)
+            except StopIteration as end:
+                return cast(RunReport, end.value)
+
+    def paused(
+        self, schedule: Schedule, feed: Feed, **options: Unpack[RunOptions]
+    ) -> Generator[None, None, RunReport]:
+        """`run` as a generator that yields after each optimizer step of a stage."""
         steps = self.steps(schedule, feed, **options)
-        try:
-            handle = next(steps)
-        except StopIteration as end:
-            report: RunReport = end.value
-            return report
-        steps.close()
-        raise TransportError(
-            f"{handle.channel.waiting(handle.index)}, which lives in the same process.",
-            "Run the ranks' steps() with run_together.",
-        )
+        while True:
+            try:
+                handle = next(steps)
+            except StopIteration as end:
+                return cast(RunReport, end.value)
+            if handle is not None:
+                steps.close()
+                raise TransportError(
+                    f"{handle.channel.waiting(handle.index)}, which lives in the same process.",
+                    "Run the ranks' steps() with run_together.",
+                )
+            yield None
 
     def steps(
         self, schedule: Schedule, feed: Feed, **options: Unpack[RunOptions]
-    ) -> Generator[Handle, None, RunReport]:
-        """`run` as a generator that yields while it waits for a tensor, for `run_together`."""
+    ) -> Generator[Handle | None, None, RunReport]:
+        """`run` as a generator that yields while it waits for a tensor, for `run_together`, and
+        None after each optimizer step of a stage."""
         run = self._prepare(schedule, feed, options)
         yield from self.shared.verify_equal()
         ends = window_ends(run.program)
@@ -192,6 +203,7 @@ class Executor:
                         self._weight_backward(run, action)
                     case "S":
                         yield from self._step(run, action)
+                        yield None
                     case "SEND_F" | "SEND_B":
                         run.mailbox.send(action)
                     case _:
@@ -227,11 +239,12 @@ class Executor:
         first_micro_batch = options.get("first_micro_batch", 0)
         batches = [own.get("batch", 1) for own in sizes]
         rank, observer = self.transport.rank, options.get("observer") or Observer()
+        needed = [name for name in self._needed if name != TARGET or options.get("losses", True)]
         return PipelineRun(
             schedule=schedule,
             program=program,
             training=training,
-            feed=FeedOnce(self.plan, feed, self._needed, len(self.stages), self.device, rank),
+            feed=FeedOnce(self.plan, feed, needed, len(self.stages), self.device, rank),
             mailbox=self._mailbox(schedule, program, sizes, options),
             recorder=RunRecorder(observer, keep_events=options.get("record", False)),
             version_pairs=version_pairs(program, self.versions, first_micro_batch),
@@ -241,6 +254,7 @@ class Executor:
             immediate_backward=immediate_backward(program),
             first_micro_batch=first_micro_batch,
             loss_scale=options.get("loss_scale", 1.0),
+            losses=options.get("losses", True),
             may=options.get("may"),
         )
 
@@ -307,10 +321,10 @@ class Executor:
                     generator=generator,
                     recompute=recompute,
                     split=where in run.split,
-                    window=micro_batch // run.schedule.step_every,
+                    window=run.window_of(action.index),
                 )
             else:
-                outputs, loss = stage.evaluate(micro_batch, inputs, fed)
+                outputs, loss = stage.evaluate(micro_batch, inputs, fed if run.losses else None)
         run.mailbox.made(action)
         for channel in run.mailbox.outgoing("activation", action.stage):
             if generator and channel.name == GENERATOR_STATE:
@@ -377,7 +391,7 @@ class Executor:
 
     def _step(self, run: PipelineRun, action: Action) -> Generator[Handle, None, None]:
         version = self.weights[action.stage].version + 1
-        window = run.first_micro_batch // run.schedule.step_every + action.index - 1
+        window = run.window_of((action.index - 1) * run.schedule.step_every)
         delay_of = partial(shared_delay, run.schedule)
         yield from self.shared.collect(action.stage, version, delay_of)
         with run.recorder.timing(action):
@@ -432,9 +446,3 @@ class Executor:
                         restored.callback(setattr, module, "training", module.training)
                     stage.module.eval()
             yield
-
-
-def _may_draw(criterion: Criterion | None) -> bool:
-    """True for a criterion of the user's; those of this package draw no random numbers."""
-    own = __name__.partition(".")[0]
-    return criterion is not None and getattr(criterion, "__module__", "").partition(".")[0] != own

@@ -61,8 +61,7 @@ def load_stage(
         )
     with SkipRandomInit():
         module = load_stage_class(folder, spec, code)()
-    aliases = shared_names(plan)
-    _fill(module, weights or own, aliases, plan)
+    fill_stage(module, weights or own, plan)
     _fill_constants(module, own, plan)
     return module.to(device)
 
@@ -143,12 +142,12 @@ class SkipRandomInit(TorchFunctionMode):
 
 
 @torch.no_grad()
-def _fill(
-    module: nn.Module, path: str | Path, aliases: Mapping[str, tuple[str, ...]], plan: Plan
-) -> None:
+def fill_stage(module: nn.Module, path: str | Path, plan: Plan) -> None:
+    """Reads a stage's tensors from weights of the original model. Raises DataError if these belong
+    to another model."""
     own = module.state_dict(keep_vars=True)
     buffers = frozenset(name for name, _ in module.named_buffers())
-    read = read_tensors(path, own, aliases, optional=buffers)
+    read = read_tensors(path, own, shared_names(plan), optional=buffers)
     wrong = [name for name, tensor in read.items() if tensor.shape != own[name].shape]
     if wrong:
         name = wrong[0]

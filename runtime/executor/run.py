@@ -91,6 +91,12 @@ def _verify_loss(loss: Any, needs_gradient: bool) -> None:
         )
 
 
+def may_draw(criterion: Criterion | None) -> bool:
+    """True for a criterion of the user's; those of this package draw no random numbers."""
+    own = __name__.partition(".")[0]
+    return criterion is not None and getattr(criterion, "__module__", "").partition(".")[0] != own
+
+
 def output_names(plan: Plan) -> frozenset[str]:
     """The names of the values in the model's output."""
     return frozenset(names_in(plan.outputs))
@@ -291,6 +297,9 @@ class RunOptions(TypedDict, total=False):
     step: bool
     """Without, a synchronous schedule ends before its steps, and the next run adds to its gradients
     (default True)."""
+    losses: bool
+    """Without, an evaluation reads no target and computes no loss outside the model (default
+    True)."""
     may: May | None
     """Whether a step, counted from 1 in the schedule, runs; after one that does not, no later one
     runs, on any rank."""
@@ -316,7 +325,13 @@ class PipelineRun:
     """The micro-batches that are not recomputed."""
     first_micro_batch: int
     loss_scale: float
+    losses: bool
     may: May | None
+
+    def window_of(self, index: int) -> int:
+        """The number of the step, in all runs, that a micro-batch of the schedule counts for."""
+        every = self.schedule.step_every
+        return self.first_micro_batch // every + index // every
 
     def leaves_out(self, action: Action) -> bool:
         """True for an action of a step that is left out."""

@@ -45,8 +45,8 @@ class _ForwardInputs:
     leaves: dict[str, Tensor]
     """The leaves by input name."""
     arguments: tuple[Tensor, ...]
-    fed: Values
-    """The values of the feed."""
+    fed: Values | None
+    """The values of the feed; None where no loss is to be computed."""
     weights: Weights | None
     """The weights that the forward read, and reads again if it is recomputed."""
     split: SplitBackward | None
@@ -159,9 +159,10 @@ class Stage:
         return _detached(outputs, loss)
 
     def evaluate(
-        self, micro_batch: int, inputs: Values, fed: Values
+        self, micro_batch: int, inputs: Values, fed: Values | None
     ) -> tuple[dict[str, Tensor], Tensor | None]:
-        """The same without gradients, for a micro-batch that has no backward."""
+        """The same without gradients, for a micro-batch that has no backward; without `fed`, no
+        loss is computed outside the model."""
         forward_inputs = _ForwardInputs(micro_batch, {}, self._arguments(inputs), fed, None, None)
         try:
             with torch.no_grad():
@@ -298,7 +299,7 @@ class Stage:
             return outputs, self._loss(forward_inputs, outputs)
 
     def _loss(self, forward_inputs: _ForwardInputs, outputs: Values) -> Tensor | None:
-        if self.loss_of is None:
+        if self.loss_of is None or forward_inputs.fed is None:
             return None
         if self._loss_seed is None:
             return self.loss_of(outputs, forward_inputs.fed)

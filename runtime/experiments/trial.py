@@ -50,8 +50,9 @@ from ..schedule.builders import make_schedule
 from ..staleness.compose import AUTO, parse
 from ..training.clipping import LossError
 from ..training.run_summary import with_transfers_of_run
+from ..training.sample_trainer import StageTrainer
 from ..training.setup import Job, agree
-from ..training.stages import StageTrainer, make_pipeline
+from ..training.stages import make_executor
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +93,11 @@ class _Trial:
         self._config = job.config
         setup = agree(job, world, Activities(), SharedStore(world))
         self._trainer = StageTrainer(setup, self._stepped, after_step=self._keep_weights)
-        self._modules, self._pipeline = self._trainer.modules, self._trainer.pipeline
+        stages = self._trainer.stages
+        self._modules, self._executor = stages.modules, stages.executor
         self._evaluation = self._trainer.make_evaluator(Activities())
         self._evaluated = {j: deepcopy(module) for j, module in self._modules.items()}
-        self._evaluating = make_pipeline(setup, self._evaluated, "none")
+        self._evaluating = make_executor(setup, self._evaluated, "none")
         self._losses: list[float] = []
         self._points: list[tuple[int, float, float]] = []
         self._kept: dict[int, dict[int, _State]] = defaultdict(dict)
@@ -107,7 +109,7 @@ class _Trial:
         try:
             for segment in segments(replace(self._config, eval_every=0)):
                 self._is_synchronous = segment.synchronous
-                self._trainer.run(segment, self._trainer.schedule_of(segment))
+                self._trainer.run(segment, self._trainer.stages.schedule_of(segment))
         except LossError as error:
             end = error.what
         steps, evaluated, trained = zip(*self._points, strict=True) if self._points else ((),) * 3
@@ -119,13 +121,13 @@ class _Trial:
 
     def _keep_weights(self, stage: int) -> None:
         """Called after a stage's step; stages that step together have stepped when all have."""
-        step, every = self._pipeline.versions[stage], self._config.eval_every
+        step, every = self._executor.versions[stage], self._config.eval_every
         if step != self._config.steps and (not every or step % every):
             return
         kept = self._kept[step]
         # Autograd must not see a change to the weights that micro-batches in flight have read.
-        with self._pipeline.weights[stage].unseen_by_autograd():
-            with self._pipeline.binders[stage].eval_weights():
+        with self._executor.weights[stage].unseen_by_autograd():
+            with self._executor.binders[stage].eval_weights():
                 kept[stage] = _copied(_state(self._modules[stage]))
         if len(kept) < len(self._modules):
             return

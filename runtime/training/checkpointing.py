@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -208,9 +208,17 @@ class Stopping:
     board: the store through which the ranks agree.
     patience_s: how long to wait for other ranks.
     beat_s: how often its thread looks for a stop on other ranks.
+    signals: those that ask for a stop.
     """
 
-    def __init__(self, board: SharedStore, *, patience_s: float, beat_s: float = 0.2) -> None:
+    def __init__(
+        self,
+        board: SharedStore,
+        *,
+        patience_s: float,
+        beat_s: float = 0.2,
+        signals: Sequence[signal.Signals] = STOPPING,
+    ) -> None:
         self.last: int | None = None
         self.reason = ""
         self._board, self._patience_s, self._beat_s = board, patience_s, beat_s
@@ -219,7 +227,7 @@ class Stopping:
         self._signal = ""
         self._requested, self._ended, self._agreed = (threading.Event() for _ in range(3))
         self._thread = threading.Thread(target=self._watch, name="stopping", daemon=True)
-        self._handled = handled(STOPPING, self._hear)
+        self._handled = handled(signals, self._hear)
 
     def __enter__(self) -> Stopping:
         self._handled.__enter__()
@@ -258,9 +266,13 @@ class Stopping:
         self._begun = self.last
         return step <= self.last
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
-        self._signal = signal.Signals(number).name
+    def request(self, reason: str) -> None:
+        """Asks all ranks to stop; returns at once."""
+        self._signal = reason
         self._requested.set()
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        self.request(signal.Signals(number).name)
 
     def _watch(self) -> None:
         # The main thread reports a rank that is gone.

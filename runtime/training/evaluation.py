@@ -59,7 +59,8 @@ class Evaluator:
         # Each replica evaluates a contiguous range of micro-batches.
         ends = [batches * part // world.replicas for part in range(world.replicas + 1)]
         self._first, end = ends[world.replica], ends[world.replica + 1]
-        self._schedule = _forward_schedule(plan, schedule, end - self._first)
+        own = end - self._first
+        self._schedule = forward_schedule(plan, schedule, own) if own else None
 
     def __call__(self, pipeline: Executor, step: int) -> EvalRecord:
         """Runs every evaluation micro-batch forward; returns the same record on every rank."""
@@ -89,14 +90,12 @@ class Evaluator:
         return EvalRecord(step, loss / losses, accuracy, self.batches)
 
 
-def _forward_schedule(plan: Plan, of: Schedule, batches: int) -> Schedule | None:
-    """A schedule of forwards alone, on the ranks of another schedule; None without micro-batches.
+def forward_schedule(plan: Plan, of: Schedule, batches: int) -> Schedule:
+    """A schedule of forwards alone, on the ranks of another schedule.
 
     As many micro-batches as there are ranks pass through a rank's stages together. A schedule must
     have backwards, so it has them too; the pipeline skips them.
     """
-    if not batches:
-        return None
     ranks = len(of.ranks)
     kinds: tuple[Kind, Kind] = ("F", "B")
     actions = [

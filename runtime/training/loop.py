@@ -28,8 +28,8 @@ from ..user_code import exits_told
 from .checkpointing import Checkpoints, Stopped, Stopping, describe_resumption, resume, save_weights
 from .remeasure import Remeasuring
 from .run_summary import report_end
+from .sample_trainer import StageTrainer, check_tokens
 from .setup import Job, Setup, find_checkpoint, set_up, write_schedule
-from .stages import StageTrainer, check_tokens
 from .step_records import Watch
 
 
@@ -77,7 +77,12 @@ class _Run:
         self._activities = setup.activities
         self._tracing = Tracing(config, self._activities, schedule, setup.start)
         self._trainer = StageTrainer(setup, self._step_done)
-        self._modules, self._pipeline = self._trainer.modules, self._trainer.pipeline
+        stages = self._trainer.stages
+        self._modules, self._executor, self._stepper = (
+            stages.modules,
+            stages.executor,
+            stages.stepper,
+        )
         self._unused: Mapping[str, Tensor] = {}
         if world.rank == 0:
             self._unused = load_unused(config.folder, plan, weights=setup.weights)
@@ -143,7 +148,7 @@ class _Run:
             self._evaluate(made)
         with self._activities.during(Activity("meet", "the metrics of all steps")):
             self._gather.finish()
-        self._pipeline.close()
+        self._executor.close()
         self._checkpoints.finish()
         if is_stopped:
             self._stop(made)
@@ -153,7 +158,7 @@ class _Run:
         raises SharedParameterError if the holders of a tied parameter differ."""
         setup, world = self._setup, self._world
         difference = self._compare_shared()
-        with self._pipeline.eval_weights():
+        with self._executor.eval_weights():
             save_weights(
                 self._plan,
                 self._config,
@@ -217,12 +222,12 @@ class _Run:
             self._plan,
             self._world,
             self._modules,
-            self._pipeline,
-            self._trainer.stepper.optimizers,
+            self._executor,
+            self._stepper.optimizers,
             config.is_async,
         )
         if found is not None:
-            resume(rank, found, config, self._trainer.stepper)
+            resume(rank, found, config, self._stepper)
             for text in describe_resumption(found, config, self._trainer.agreement.length):
                 self._note("resumed", text)
         saver = Saver(
@@ -253,7 +258,7 @@ class _Run:
             step,
             samples=consumed(self._config, self._trainer.batch, step),
             schedule=self._steps.text_after(step),
-            trainer=self._trainer.stepper.state(),
+            trainer=self._stepper.state(),
             evaluation=evaluated.loss if evaluated and evaluated.step == step else None,
             seconds=self._watch.elapsed_s if self._watch else 0.0,
         )
@@ -287,7 +292,7 @@ class _Run:
         self._drain(step)
         if not self._evaluation.batches:
             return
-        self._evaluated = self._evaluation(self._pipeline, step)
+        self._evaluated = self._evaluation(self._executor, step)
         if self._reporter is not None:
             self._reporter.on_eval(self._evaluated)
 
@@ -296,7 +301,7 @@ class _Run:
         is_whole = segment.micro_batches == config.micro_batches
         if steps == 1 and is_whole and segment.synchronous != config.is_async:
             return self._steps.of_step(segment.steps.stop)
-        return self._trainer.schedule_of(segment)
+        return self._trainer.stages.schedule_of(segment)
 
     def _figures_until(self, step: int) -> Sequence[Sequence[RankFigures]]:
         assert self._watch is not None

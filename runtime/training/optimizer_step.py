@@ -42,8 +42,9 @@ from .clipping import (
     squared_norm,
     steps_until_known,
 )
+from .own_optimizer import OwnOptimizer, StageView
 from .replica_gradients import GradientSums
-from .stage_optimizer import StageOptimizer
+from .stage_optimizer import StageOptimizer, StageSteps
 
 
 class OptimizerStepper(ActionObserver):
@@ -56,12 +57,15 @@ class OptimizerStepper(ActionObserver):
     `StageNorms`. With replicas, gradients are sent as soon as they are final; a stage waits for
     their sums before its step, and then computes its share of the norm.
 
+    outputs: the model's outputs by micro-batch, where a caller wants them kept.
+
     Arguments:
     report: called with the metrics of a step once all stages of the rank have made it.
     lr_scale: the scale of the learning rate for a stage, a version and a tied parameter's name.
     gradient_group: the group of the ranks with the same stages.
     delays: the steps by which the gradients of each of the plan's stages are late (default 0).
     after_step: called with each stage after its step.
+    own: steps the stages in place of the optimizer that the options name.
     """
 
     def __init__(
@@ -77,9 +81,11 @@ class OptimizerStepper(ActionObserver):
         gradient_group: dist.ProcessGroup | None = None,
         delays: Sequence[int] = (),
         after_step: Callable[[int], None] | None = None,
+        own: OwnOptimizer | None = None,
     ) -> None:
         super().__init__(activities or Activities())
         self._after_step = after_step
+        self.outputs: dict[int, dict[str, Tensor]] | None = None
         self._config, self._world = config, world
         self._report, self._lr_scale = report, lr_scale
         self._stages = len(plan.stages)
@@ -92,8 +98,10 @@ class OptimizerStepper(ActionObserver):
         if config.is_async and config.clip:
             self._norms = StageNorms(config, world, self._stages, self._share, self.activities)
         periods = refresh_periods(delays or [0] * self._stages, config.refresh_every or 1)
-        self._optimizers = {
-            j: StageOptimizer(
+        self._optimizers: dict[int, StageSteps] = {
+            j: StageView(module, own, self._share[j].shared_by_name)
+            if own is not None
+            else StageOptimizer(
                 module,
                 config,
                 hidden=hidden_matrices(plan, j, module),
@@ -105,10 +113,8 @@ class OptimizerStepper(ActionObserver):
         }
         self._scale = None if config.loss_scale is None else LossScale(config.loss_scale)
         self._gradients: dict[int, list[Tensor | None]] = {}
-        self._batch = StepBatch.of(config)
-        # The share of this replica's samples in those of a step.
-        own = sum(world.grid.share_of(world.rank, self._batch.sizes_of(world.replica)))
-        self._part = own / self._batch.samples
+        self._first = 0, 1  # The first micro-batch and step of a segment.
+        self._set_batch(StepBatch.of(config))
         self._losses: dict[int, list[tuple[Tensor, int]]] = defaultdict(list)
         self._passages: dict[int, list[LedgerEntry]] = defaultdict(list)
         self._gaps: dict[int, list[Gap]] = defaultdict(list)
@@ -125,7 +131,7 @@ class OptimizerStepper(ActionObserver):
         self._base_bytes = _base_bytes(modules)
 
     @property
-    def optimizers(self) -> Mapping[int, StageOptimizer]:
+    def optimizers(self) -> Mapping[int, StageSteps]:
         """The optimizers of the rank's stages."""
         return self._optimizers
 
@@ -156,17 +162,28 @@ class OptimizerStepper(ActionObserver):
         delays: Delays | None = None,
         *,
         flushed: bool = False,
+        batch: StepBatch | None = None,
     ) -> None:
         """Starts a segment; the time since the last step does not count.
 
         step: the first step of the segment.
         delays: its expected delays.
         flushed: True for a synchronous segment in an asynchronous run.
+        batch: the samples of its micro-batches, if not as before.
         """
+        self._first = first_micro_batch, step
+        if batch is not None:
+            self._set_batch(batch)
         self._delays = delays or Delays((0,) * self._stages, 1)
         self._is_synchronous = flushed or not self._config.is_async
         self.activities.step, self.activities.first_micro_batch = step, first_micro_batch
         self.activities.take()
+
+    def _set_batch(self, batch: StepBatch) -> None:
+        world = self._world
+        self._sizes = batch.sizes_of(world.replica)
+        # The share of this rank's samples in those of a step.
+        self._part = sum(world.grid.share_of(world.rank, self._sizes)) / batch.samples
 
     def on_action(self, action: Action, start_s: float, end_s: float) -> None:
         super().on_action(action, start_s, end_s)
@@ -174,9 +191,13 @@ class OptimizerStepper(ActionObserver):
             self._after_step(action.stage)
 
     def on_loss(self, micro_batch: int, loss: Tensor) -> None:
-        _, samples = self._batch.place(micro_batch)
-        step = micro_batch // len(self._batch.sizes) + 1
-        self._losses[step].append((loss, samples))
+        first, step = self._first
+        ahead, index = divmod(micro_batch - first, len(self._sizes))
+        self._losses[step + ahead].append((loss, self._sizes[index]))
+
+    def on_outputs(self, micro_batch: int, outputs: Mapping[str, Tensor]) -> None:
+        if self.outputs is not None:
+            self.outputs.setdefault(micro_batch, {}).update(outputs)
 
     def on_ledger_entry(self, entry: LedgerEntry) -> None:
         if self._config.is_async:

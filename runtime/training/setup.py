@@ -27,7 +27,7 @@ from ..distributed.process_groups import SharedStore, World
 from ..executor.instrumented import Activities, Activity
 from ..executor.mailbox import plan_channels
 from ..executor.precision import AS_PLANNED, BoundaryDtypes
-from ..executor.run import needed_inputs
+from ..executor.run import Criterion, needed_inputs
 from ..monitoring.diagnostics import wait_for_debugger
 from ..monitoring.records import Reporter
 from ..monitoring.run_files import METRICS
@@ -170,6 +170,7 @@ class Setup:
     reporter: the reporter, on rank 0.
     on_step: called with every step that this rank completes.
     activities, board: the record of this rank's activities, and the shared store.
+    criterion: the loss function, where the caller has given one and no name of one.
     """
 
     job: Job
@@ -185,6 +186,7 @@ class Setup:
     on_step: Callable[[int], None]
     activities: Activities
     board: SharedStore
+    criterion: Criterion | None = None
 
     @property
     def start(self) -> int:
@@ -246,12 +248,18 @@ def agree(
     found: FoundCheckpoint | None = None,
     reporter: Reporter | None = None,
     on_step: Callable[[int], None] = lambda step: None,
+    reads_data: bool = True,
+    criterion: Criterion | None = None,
 ) -> Setup:
-    """The setup that all ranks agree on; every rank calls it."""
+    """The setup that all ranks agree on; every rank calls it.
+
+    Without `reads_data` the caller has the data. `criterion` is as for Setup.
+    """
     config, plan = job.config, job.plan
     schedule = make_segment(plan, config, steps=1)
     dtypes = find_boundary_dtypes(config, plan, job.code)
-    _prepare_together(job, world, activities)
+    if reads_data:
+        _prepare_together(job, world, activities)
     with activities.during(Activity("meet", "the choice of a transport")):
         transport = agree_on_transport(world, config, world.machine.device)
         gradient_group = group_of_gradients(world, config, world.machine.device)
@@ -265,12 +273,13 @@ def agree(
         transport,
         gradient_group,
         found,
-        open_data(config, job.task, plan, job.folder) if fields else None,
+        open_data(config, job.task, plan, job.folder) if fields and reads_data else None,
         fields,
         reporter,
         on_step,
         activities,
         board,
+        criterion,
     )
 
 

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from inspect import unwrap
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from ..config.settings import RunConfig
 from ..optimizers.facts import OPTIMIZERS, OptimizerFacts
 from ..optimizers.param_groups import Joint
+from ..staleness.protocol import Steps
 
 _KEPT_OUT = ("add_param_group", "load_state_dict", "state_dict", "zero_grad")
 
@@ -53,6 +54,27 @@ def lr_factor(
     if decay == "cosine":
         return final_ratio + (1 - final_ratio) * (1 + math.cos(math.pi * done)) / 2
     return 1.0
+
+
+class StageSteps(Steps, Protocol):
+    """The optimizer steps of one stage."""
+
+    def state_of(self, parameter: Tensor) -> dict[str, Tensor]:
+        """The optimizer's state of a parameter."""
+        ...
+
+    def load(self, states: Mapping[Tensor, Mapping[str, Tensor]], steps: int) -> None:
+        """Restores the states that `state_of` returned, after `steps` steps."""
+        ...
+
+    def step(self, lr_scale: float = 1.0, shared: Mapping[str, float] | None = None) -> None:
+        """Makes one step, at the scheduled learning rate times `lr_scale`, or for a tied parameter
+        times its scale in `shared`."""
+        ...
+
+    def skip(self) -> None:
+        """Leaves one step out."""
+        ...
 
 
 class StageOptimizer:

@@ -307,7 +307,7 @@ class LocalTransport:
 class _Turn(Generic[Result]):
     """One rank's generator, the receive that it waits for, and its result."""
 
-    def __init__(self, steps: Generator[Handle, None, Result]) -> None:
+    def __init__(self, steps: Generator[Handle | None, None, Result]) -> None:
         self.steps = steps
         self.waits_for: Handle | None = None
         self.result: list[Result] = []
@@ -319,7 +319,7 @@ class _Turn(Generic[Result]):
             self.result.append(end.value)
 
 
-def run_together(ranks: Sequence[Generator[Handle, None, Result]]) -> list[Result]:
+def run_together(ranks: Sequence[Generator[Handle | None, None, Result]]) -> list[Result]:
     """Runs the ranks' generators round-robin until all are done; returns their results in order.
 
     Raises TransportError if every rank waits for another.

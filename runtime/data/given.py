@@ -1,0 +1,117 @@
+"""A batch as a loop has it -> micro-batches by input name.
+
+A batch is what the model is called with: a mapping of arguments, a tuple in the order of forward's
+arguments, or one tensor; with a loss outside the model the target comes last, or under `target`. It
+has all samples of an optimizer step, in the dimension in which the model has them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import DataError
+from ..plan.plan import Plan
+from ..tensor_files import raw_bytes
+from .task import TARGET, batch_dims, named_inputs, sizes_of
+
+
+@dataclass(frozen=True)
+class GivenBatch:
+    """The micro-batches of a batch.
+
+    parts: the values of each micro-batch by input name.
+    sizes: the numbers that the plan's symbols stand for in each micro-batch.
+    """
+
+    parts: tuple[Mapping[str, Tensor], ...]
+    sizes: tuple[Mapping[str, int], ...]
+
+    @property
+    def samples(self) -> tuple[int, ...]:
+        """The samples of each micro-batch."""
+        return tuple(sizes.get("batch", 1) for sizes in self.sizes)
+
+    def digest(self) -> bytes:
+        """32 bytes that differ when a value does."""
+        found = hashlib.sha256()
+        for part in self.parts:
+            for name in sorted(part):
+                value = part[name].detach().cpu().contiguous()
+                found.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+                found.update(raw_bytes(value))
+        return found.digest()
+
+
+def split_batch(
+    plan: Plan, batch: Any, count: int, *, replicas: int, target: bool, dtype: torch.dtype
+) -> GivenBatch:
+    """A batch in `count` micro-batches for each replica, of sizes as equal as possible, larger ones
+    first; in fewer where it has fewer samples.
+
+    target: a loss outside the model reads a target.
+    dtype: that of floating-point inputs.
+
+    Raises DataError for a batch that does not fit the plan.
+    """
+    values = {
+        name: value.to(dtype) if value.is_floating_point() else value
+        for name, value in named_values(plan, batch, target=target).items()
+    }
+    dims = batch_dims(plan)
+    if TARGET in values and (dim := dims[TARGET]) is not None:
+        dims[TARGET] = min(dim, max(0, values[TARGET].dim() - 1))
+    lengths = {
+        name: value.shape[dim]
+        for name, value in values.items()
+        if (dim := dims.get(name)) is not None and value.dim() > dim
+    }
+    if len(set(lengths.values())) > 1:
+        told = ", ".join(f"{name} {length}" for name, length in lengths.items())
+        raise DataError(f"the inputs of a batch differ in their number of samples: {told}.")
+    samples = next(iter(lengths.values()), 1)
+    parts = min(count * replicas, samples) // replicas * replicas
+    if parts == 0:
+        needed = f"{replicas} replicas need one each" if samples else "a step needs one or more"
+        raise DataError(f"the batch has {samples} samples, but {needed}.")
+    whole, more = divmod(samples, parts)
+    sizes = [whole + (index < more) for index in range(parts)]
+    cut = {
+        name: torch.split(value, sizes, dims[name] or 0) if name in lengths else [value] * parts
+        for name, value in values.items()
+    }
+    pieces = [{name: of[index].contiguous() for name, of in cut.items()} for index in range(parts)]
+    known = [
+        {**sizes_of(plan, {k: v for k, v in piece.items() if k != TARGET}), "batch": size}
+        for piece, size in zip(pieces, sizes, strict=True)
+    ]
+    return GivenBatch(tuple(pieces), tuple(known))
+
+
+def named_values(plan: Plan, batch: Any, *, target: bool) -> dict[str, Tensor]:
+    """The tensors of a batch by input name, and `target`. Raises DataError where one is missing."""
+    if isinstance(batch, Mapping):
+        args: Sequence[Any] = ()
+        kwargs = dict(batch)
+    else:
+        args = (batch,) if isinstance(batch, Tensor) else tuple(batch)
+        kwargs = {}
+        if target:
+            *args, kwargs[TARGET] = args
+    own = kwargs.pop(TARGET, None)
+    values = {
+        name: torch.as_tensor(value) for name, value in named_inputs(plan, args, kwargs).items()
+    }
+    if not target:
+        return values
+    if own is None:
+        raise DataError(
+            f"the batch has {', '.join(values)} and no target for the loss.",
+            "Give it under the name target, or as the last value of a tuple.",
+        )
+    return {**values, TARGET: torch.as_tensor(own)}

@@ -1,0 +1,177 @@
+"""The batches, losses and outputs of the steps of a user's loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..data.given import GivenBatch
+from ..distributed.process_groups import World
+from ..errors import DataError
+from ..executor.instrumented import Observer
+from ..executor.run import output_names
+from ..plan.plan import Plan
+from ..plan.structure import rebuilt
+
+
+@dataclass
+class StepResult:
+    """One optimizer step.
+
+    step: its number, from 1 on.
+    outputs: the model's output for the whole batch in its own structure, where they were asked for
+        and a stage of this rank makes them; None for those of other ranks.
+    """
+
+    step: int
+    outputs: Any = None
+    _loss: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.float64), repr=False)
+    _arrival: dist.Work | None = field(default=None, repr=False)
+
+    @property
+    def loss(self) -> float:
+        """The mean loss of the step's samples, the same on every rank; waits for the slowest."""
+        if self._arrival is not None:
+            self._arrival.wait()
+            self._arrival = None
+        return float(self._loss)
+
+
+def shared_loss(step: int, part: float, group: dist.ProcessGroup | None) -> StepResult:
+    """The result of a step on one rank, whose part of the loss is to be added to the others'."""
+    loss = torch.tensor([part], dtype=torch.float64)
+    arrival = None if group is None else dist.all_reduce(loss, group=group, async_op=True)
+    return StepResult(step, None, loss, arrival)
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """The mean loss over the samples of an evaluation, and their number."""
+
+    loss: float
+    samples: int
+
+
+class Evaluated(Observer):
+    """The losses and the outputs that a rank's stages make in forwards.
+
+    samples: of each micro-batch, by its number.
+    loss: the sum over samples of their micro-batch's mean loss.
+    counted: the samples of these.
+    outputs: the model's outputs by micro-batch, if they are kept.
+    """
+
+    def __init__(self, samples: Mapping[int, int], *, keeps: bool) -> None:
+        self.samples = samples
+        self.loss, self.counted = 0.0, 0
+        self.outputs: dict[int, dict[str, Tensor]] = {}
+        self._keeps = keeps
+
+    def on_loss(self, micro_batch: int, loss: Tensor) -> None:
+        self.loss += float(loss) * self.samples[micro_batch]
+        self.counted += self.samples[micro_batch]
+
+    def on_outputs(self, micro_batch: int, outputs: Mapping[str, Tensor]) -> None:
+        if self._keeps:
+            self.outputs.setdefault(micro_batch, {}).update(outputs)
+
+
+def gather_outputs(
+    plan: Plan, made: Mapping[int, Mapping[str, Tensor]], sizes: Sequence[Mapping[str, int]]
+) -> Any:
+    """The output of a whole batch, in the model's structure, out of those of its micro-batches in
+    their order; None if this rank makes none.
+
+    Tensors with a batch are joined along it; of a loss the result is the mean over samples, and of
+    another tensor without a batch those of all micro-batches, stacked.
+    """
+    if not made:
+        return None
+    dims = {spec.name: spec.batch_dim for spec in plan.values}
+    samples = [size.get("batch", 1) for size in sizes]
+    order = [made[number] for number in sorted(made)]
+    joined: dict[str, Any] = dict.fromkeys(output_names(plan))
+    for name in order[0]:
+        parts = [values[name] for values in order]
+        dim = dims.get(name)
+        if dim is not None:
+            joined[name] = torch.cat(parts, dim)
+        elif name == plan.loss:
+            weights = torch.tensor(samples, dtype=parts[0].dtype, device=parts[0].device)
+            joined[name] = (torch.stack(parts).flatten() * weights).sum() / weights.sum()
+        else:
+            joined[name] = parts[0] if len(parts) == 1 else torch.stack(parts)
+    return rebuilt(plan.outputs, joined, {**plan.sizes, **sizes[0], "batch": sum(samples)})
+
+
+def check_alike(given: GivenBatch, step: int, world: World) -> None:
+    """Compares the batches of all ranks at the first step and at every power of two. Raises
+    DataError where they differ."""
+    if step & (step - 1):
+        return
+    digests = world.gathered(given.digest())
+    for rank, digest in enumerate(digests):
+        if digest != digests[0]:
+            raise DataError(
+                f"rank {rank} has another batch than rank 0 at step {step + 1}, but all ranks run "
+                "the same loop over the same data.",
+                "Seed the loader alike on all ranks, such as DataLoader(..., "
+                "generator=torch.Generator().manual_seed(0)), and use no DistributedSampler.",
+            )
+
+
+class StreamFeed:
+    """The number of a micro-batch -> its values, out of a stream of batches.
+
+    A batch is read when its first micro-batch is asked for, and dropped after its last.
+
+    shape: the first batch; all others have its sizes.
+    """
+
+    def __init__(
+        self,
+        batches: Iterator[Any],
+        split: Callable[[Any], GivenBatch],
+        shape: GivenBatch,
+        first: int,
+    ) -> None:
+        self.shape = shape
+        self._batches, self._split, self._first = batches, split, first
+        self._read = 0
+        self._kept: dict[int, dict[int, Mapping[str, Tensor]]] = {}
+
+    def __call__(self, micro_batch: int) -> Mapping[str, Tensor]:
+        number, index = divmod(micro_batch - self._first, len(self.shape.parts))
+        while self._read <= number:
+            self._kept[self._read] = dict(enumerate(self._next().parts))
+            self._read += 1
+        # Replicas each take some of the micro-batches; older batches are over.
+        for older in [each for each in self._kept if each < number - 1]:
+            del self._kept[older]
+        return self._kept[number][index]
+
+    def _next(self) -> GivenBatch:
+        found = list(islice(self._batches, 1))
+        if not found:
+            raise DataError(
+                f"the stream ended after {self._read} batches, before its last step.",
+                "Give stream(..., steps=N) with the number of batches.",
+            )
+        given = self._split(found[0])
+        if given.sizes != self.shape.sizes:
+            raise DataError(
+                f"batch {self._read + 1} has micro-batches of {_text(given)} samples, the first "
+                f"has {_text(self.shape)}, and in a stream all have the same sizes.",
+                "Give DataLoader(..., drop_last=True) and one length, or use step.",
+            )
+        return given
+
+
+def _text(given: GivenBatch) -> str:
+    return ", ".join(map(str, given.samples))

@@ -1,0 +1,136 @@
+"""A folder and options in Python -> the job and the world of a pipeline in a user's own loop."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypedDict
+
+from ..config.batch_layout import as_started, check_ranks
+from ..config.resolve import resolve
+from ..config.segments import make_segment
+from ..config.settings import Settings, SettingsError
+from ..data.task import GIVEN, architecture_of
+from ..distributed.process_groups import World, join, stay_alone
+from ..distributed.ranks import RankInfo, find_rank_info
+from ..formatting import did_you_mean
+from ..plan.plan import read_plan
+from ..plan.trust import code_hashes, is_trusted, remember, untrusted
+from .setup import Job
+
+
+class PipelineOptions(TypedDict, total=False):
+    """The options of asyncpipe-train that a `Pipeline` takes, by their names there."""
+
+    schedule: str
+    ranks: int | None
+    replicas: int | None
+    staleness: str | None
+    annealing_steps: int | None
+    ahead: str | None
+    staleness_cap: int | None
+    flush_every: int
+    sync_start: str | None
+    micro_batches: int | None
+    micro_batch_size: int | None
+    seq: int | None
+    steps: int
+    optimizer: str | None
+    lr: float | None
+    momentum: float | None
+    betas: tuple[float, float]
+    refresh_every: int | None
+    weight_decay: float | None
+    warmup: int | None
+    decay: str | None
+    final_lr_ratio: float | None
+    clip: float | None
+    clip_by: str | None
+    batch_norm: str
+    recompute: str
+    seed: int
+    init_from: str | None
+    device: str
+    ranks_per_gpu: int
+    threads: int | None
+    pin: str
+    timeout_s: float
+    stall_s: float
+    dtype: str
+    precision: str
+    loss_scale: float | None
+    boundary_dtype: str | None
+    transport: str
+    interface: str | None
+    master_addr: str | None
+    master_port: int | None
+
+
+def joined_job(
+    folder: str | Path, loss: Callable[..., Any] | str | None, options: Mapping[str, Any]
+) -> Job:
+    """The job of a pipeline whose loop has the data. Raises AsyncPipeError where the options do not
+    fit the folder."""
+    known = list(PipelineOptions.__annotations__)
+    for name in options:
+        if name not in known:
+            raise SettingsError(
+                f"Pipeline has no option {name}.",
+                did_you_mean(name, known, f"It has {', '.join(known)}."),
+            )
+    settings = Settings(
+        folder=str(folder),
+        data=GIVEN,
+        criterion=loss if isinstance(loss, str) or loss is None else GIVEN,
+        **{"clip": None if "optimizer" in options else 0.0, **options},
+    )
+    planned = read_plan(str(folder))
+    settings = _as_found(settings, find_rank_info_of(settings))
+    config, task = resolve(settings, planned, architecture=architecture_of(folder))
+    job = Job(config, task, planned, Path(folder), code_hashes(folder))
+    info = find_rank_info_of(settings)
+    if info is not None and info.ranks > 1:
+        schedule = make_segment(job.plan, config, steps=1)
+        check_ranks(planned, schedule, info.ranks, config.pipelines)
+    return job
+
+
+def find_rank_info_of(settings: Settings) -> RankInfo | None:
+    """The rank that a launcher gave this process; None for a process that is alone."""
+    return find_rank_info(
+        os.environ, master_addr=settings.master_addr, master_port=settings.master_port
+    )
+
+
+def _as_found(settings: Settings, info: RankInfo | None) -> Settings:
+    """The settings for the ranks that there are; a process that is alone runs all stages."""
+    if info is not None and info.ranks > 1:
+        return as_started(settings, info.ranks)
+    if settings.ranks not in (None, 1) or settings.replicas not in (None, 1):
+        raise SettingsError(
+            f"{settings.ranks or 1} ranks and {settings.replicas or 1} replicas were asked for, "
+            "but this process is alone.",
+            "Start the script with torchrun --nproc-per-node N, or with asyncpipe.launch.",
+        )
+    if settings.is_async:
+        return replace(settings, ranks=1)
+    return replace(settings, schedule="single", ranks=None)
+
+
+def own_world(job: Job, *, trust: bool) -> World:
+    """The world of this process: with the ranks of its launcher or of the process group that it is
+    in already, or alone.
+
+    Raises TrustError for a folder whose code no rank trusts, and as `join`.
+    """
+    config = job.config
+    if trust:
+        remember(config.folder)
+    info = find_rank_info_of(config)
+    if info is not None and info.ranks > 1:
+        return join(info, config, job.plan, job.code)
+    if not is_trusted(config.folder):
+        raise untrusted(config.folder)
+    return stay_alone(config, job.plan, job.code)

@@ -1,0 +1,136 @@
+"""The state of a pipeline in a user's loop <-> a folder: weights, optimizer, generators, counts.
+
+weights/       safetensors under the original model's names, as a run writes them
+state/         what `checkpoint.contents` names
+loop.json      the number of steps, and what the loop has added
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..checkpoint.contents import Rank, Wanted, put, state_of
+from ..checkpoint.folders import STATE, WEIGHTS, CheckpointError, unfinished
+from ..checkpoint.storage import read_tensors, write_tensors, write_weights
+from ..distributed.process_groups import World, gather_alike
+from ..executor.loading import fill_stage
+from ..plan.plan import Plan
+from ..serialization import Origin, parse_json, read_text
+from ..tensor_files import dtype_of
+
+_FACTS = "loop.json"
+
+
+def full_state(plan: Plan, own: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
+    """The tensors of all ranks on rank 0, in the order of the original's state_dict; tied ones
+    under every name. Collective."""
+    made = {name: tensor.cpu().contiguous() for name, tensor in own.items()}
+    if world.control is not None:
+        made = _gathered(made, world)
+    if world.rank != 0:
+        return {}
+    for shared in plan.shared:
+        first = next((made[name] for name in shared.names if name in made), None)
+        if first is not None:
+            made |= dict.fromkeys(shared.names, first)
+    return {name: made[name] for name in plan.state_keys if name in made}
+
+
+def _gathered(own: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
+    heads = [[name, str(each.dtype), list(each.shape)] for name, each in own.items()]
+    content = json.dumps(heads).encode()
+    lengths = world.gathered(len(content).to_bytes(8, "big"))
+    longest = max(int.from_bytes(length, "big") for length in lengths)
+    texts = gather_alike(content.ljust(longest), world.ranks, world.control)
+    made = dict(own) if world.rank == 0 else {}
+    for rank in range(1, world.ranks):
+        if world.rank == rank:
+            for tensor in own.values():
+                dist.send(_raw(tensor), 0, group=world.control)
+        elif world.rank == 0:
+            for name, dtype, shape in json.loads(texts[rank]):
+                tensor = torch.empty(shape, dtype=dtype_of(dtype.removeprefix("torch.")))
+                dist.recv(_raw(tensor), rank, group=world.control)
+                made[name] = tensor
+    return made
+
+
+def _raw(tensor: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor, in the same memory."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def save_own(
+    folder: Path, rank: Rank, unused: Mapping[str, Tensor], facts: Mapping[str, Any]
+) -> None:
+    """Writes the state of all ranks to a new folder, whole or not at all. Collective.
+
+    Raises CheckpointError, on all ranks, where the folder exists already.
+    """
+    world = rank.world
+    if any(answer == b"1" for answer in world.gathered(b"1" if folder.exists() else b"0")):
+        raise CheckpointError(f"{folder} exists already.", "Give the name of a new folder.")
+    target = unfinished(folder)
+    if world.rank == 0:
+        shutil.rmtree(target, ignore_errors=True)
+        (target / STATE).mkdir(parents=True)
+        (target / _FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    world.meet()
+    modules = rank.modules if world.copy == 0 else {}
+    with rank.executor.eval_weights():
+        write_weights(target / WEIGHTS, rank.plan, modules, unused, world)
+    write_tensors(target / STATE, state_of(rank), lambda name: f"rank-{world.rank:05}.safetensors")
+    world.meet()
+    if world.rank == 0:
+        target.rename(folder)
+    world.meet()
+
+
+def load_own(folder: Path, rank: Rank) -> dict[str, Any]:
+    """Restores what `save_own` wrote; returns its facts. Collective.
+
+    Raises CheckpointError for a folder that is not whole or does not fit this model and optimizer.
+    """
+    origin = Origin(str(folder / _FACTS), CheckpointError, "Give a folder that save() wrote.")
+    facts = parse_json(read_text(folder / _FACTS, origin), origin, finite=False)
+    if not isinstance(facts, dict) or not {*loop_facts(rank, 0, 0, None)} <= facts.keys():
+        raise CheckpointError(f"{folder} is not a saved pipeline.", "Give one that save() wrote.")
+    now = loop_facts(rank, 0, 0, None)
+    if now["optimizer"] not in (None, facts["optimizer"]):
+        raise CheckpointError(
+            f"{folder} has the state of {facts['optimizer']}, and the optimizer is "
+            f"{now['optimizer']}.",
+            "Load it with an optimizer of that class, or without one for the weights alone.",
+        )
+    wanted = Wanted(rank)
+    has_optimizer = now["optimizer"] is not None
+    state = read_tensors(
+        folder / STATE,
+        lambda key: wanted(key) and (has_optimizer or not key.startswith("optimizer.")),
+    )
+    for module in rank.modules.values():
+        fill_stage(module, folder / WEIGHTS, rank.plan)
+    is_alike = all(facts[name] == now[name] for name in ("stages", "asynchronous"))
+    put(rank, state, facts["steps"], each_has_own=is_alike and rank.is_async)
+    return facts
+
+
+def loop_facts(rank: Rank, steps: int, micro_batches: int, extra: Any) -> dict[str, Any]:
+    """What a saved pipeline says about itself besides tensors."""
+    optimizers = [each.optimizer for each in rank.optimizers.values() if each.optimizer is not None]
+    return {
+        "steps": steps,
+        "micro_batches": micro_batches,
+        "stages": len(rank.plan.stages),
+        "asynchronous": rank.is_async,
+        "optimizer": type(optimizers[0]).__name__ if optimizers else None,
+        "extra": extra,
+    }

@@ -1,0 +1,451 @@
+"""A generated folder -> this rank's part of a pipeline, for a training loop of the user's own.
+
+    pipe = asyncpipe.Pipeline("generated_models/gpt2_4p", schedule="1f1b", micro_batches=8)
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=3e-4)
+    for batch in loader:
+        result = pipe.step(batch, optimizer=optimizer)
+
+Every rank runs the same loop over the same batches. asyncpipe-train trains with the same object, in
+segments of steps whose samples it reads itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from dataclasses import replace
+from itertools import chain, count, islice
+from pathlib import Path
+from typing import Any, Unpack
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from ..checkpoint.contents import Rank
+from ..config.batch_layout import StepBatch
+from ..config.segments import RunSegment, segments
+from ..config.settings import SettingsError
+from ..data.given import GivenBatch, split_batch
+from ..distributed.process_groups import SharedStore, leave
+from ..errors import DataError
+from ..executor.instrumented import Activities
+from ..executor.loading import load_unused
+from ..executor.run import Criterion
+from ..monitoring.gather import RankFigures
+from ..process import keep_freed_memory
+from ..tensor_files import dtype_of
+from .checkpointing import Stopping
+from .clipping import clip_factor, gradients_of, scale_gradients, share_of, squared_norm
+from .evaluation import forward_schedule
+from .given_batches import (
+    EvalResult,
+    Evaluated,
+    StepResult,
+    StreamFeed,
+    check_alike,
+    gather_outputs,
+    shared_loss,
+)
+from .joining import PipelineOptions, joined_job, own_world
+from .own_optimizer import OwnOptimizer
+from .own_state import full_state, load_own, loop_facts, save_own
+from .replica_gradients import first_buffers
+from .setup import agree
+from .stages import TrainedStages
+
+_NUMBERS = count()
+"""The number of a pipeline in this process, the same on all ranks."""
+
+
+class Pipeline(TrainedStages):
+    """This rank's stages, and what runs and steps them.
+
+    folder: the generated folder.
+    loss: computes the loss of a model that returns none, as a function of its output and the
+        target, or a name as of --criterion.
+    trust: the folder's code may run although it was generated elsewhere.
+    options: options of asyncpipe-train by name: schedule, micro_batches, ranks, replicas,
+        staleness, clip, precision, device, transport, seed, .. With `optimizer` and `lr`, `step`
+        and `stream` use that built-in optimizer, whose schedule of the learning rate ends after
+        `steps`.
+
+    The rank, and the address of rank 0, come from the environment, as torchrun, srun and mpirun set
+    it, or from a process group that exists already; without either this process runs all stages.
+    Batches are the same on all ranks. Calls are collective, but for those that say otherwise.
+
+    Raises AsyncPipeError where folder, options and ranks do not fit, before anything runs.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        loss: Criterion | str | None = None,
+        trust: bool = False,
+        **options: Unpack[PipelineOptions],
+    ) -> None:
+        job = joined_job(folder, loss, options)
+        self._owns_groups = not dist.is_initialized()
+        world = own_world(job, trust=trust)
+        torch.set_num_threads(world.machine.threads)
+        keep_freed_memory()
+        self._number = next(_NUMBERS)
+        board = SharedStore(world, f"pipeline {self._number}")
+        given = None if isinstance(loss, str) else loss
+        setup = agree(job, world, Activities(), board, reads_data=False, criterion=given)
+        self._forward_like = setup.schedule
+        self._own = None if "optimizer" in options else OwnOptimizer()
+        super().__init__(setup, self._made_step, own=self._own)
+        self._made: deque[StepResult] = deque()
+        self._steps = self._micro_batches = self._streams = 0
+        self._stream: Generator[StepResult, None, None] | None = None
+        self._is_streaming = False
+        self._unused: Mapping[str, Tensor] = {}
+        if world.rank == 0:
+            self._unused = load_unused(folder, job.plan, weights=setup.weights)
+
+    @property
+    def rank(self) -> int:
+        """This process among all ranks."""
+        return self._world.rank
+
+    @property
+    def ranks(self) -> int:
+        """The number of all ranks."""
+        return self._world.ranks
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank's stages."""
+        return self.executor.device
+
+    @property
+    def steps(self) -> int:
+        """The optimizer steps so far."""
+        return self._steps
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters of this rank's stages under the original model's names. Not collective."""
+        return chain.from_iterable(module.named_parameters() for module in self.modules.values())
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of this rank's stages. Not collective."""
+        return (parameter for _, parameter in self.named_parameters())
+
+    def step(
+        self, batch: Any, *, optimizer: Optimizer | None = None, outputs: bool = False
+    ) -> StepResult:
+        """One synchronous step on a batch: forward and backward of its micro-batches, and the
+        optimizer's step.
+
+        batch: all samples of the step, as the model is called with them: a mapping of its
+            arguments, a tuple in their order, or one tensor; a target comes last, or under
+            `target`.
+        optimizer: any optimizer of torch with parameters of this rank. Without one, and without the
+            built-in one, the gradients are left in `.grad` (the mean over the batch; added to those
+            that are there), for `clip_grad_norm_` and a step of the loop's own.
+        outputs: keep the model's outputs in the result, on the ranks that make them.
+
+        An asynchronous schedule is flushed: `stream` is the way to train without flushes. Raises
+        DataError for a batch that does not fit the plan or differs between ranks.
+        """
+        self._check_idle()
+        given = self._split(batch)
+        world, start = self._world, self._steps
+        in_replica = len(given.parts) // world.replicas
+        first = self._micro_batches + world.replica * in_replica
+        check_alike(given, self._steps, world)
+        own = slice(world.replica * in_replica, (world.replica + 1) * in_replica)
+        segment = RunSegment(range(start, start + 1), in_replica, True)
+        before = self._use(optimizer, None)
+        self.stepper.outputs = {} if outputs else None
+        for _ in self.run(
+            segment,
+            self.schedule_of(segment),
+            lambda number: given.parts[number - self._micro_batches],
+            StepBatch(given.samples, world.replicas),
+            first,
+            sizes=given.sizes[own],
+            step_samples=sum(given.samples) if world.replicas > 1 else None,
+        ):
+            pass
+        self._leave_gradients(before)
+        self._steps += 1
+        self._micro_batches += len(given.parts)
+        result = self._made.popleft()
+        if outputs:
+            result.outputs = gather_outputs(self.plan, self.stepper.outputs or {}, given.sizes[own])
+        return result
+
+    def stream(
+        self,
+        batches: Iterable[Any],
+        *,
+        optimizer: Optimizer | None = None,
+        scheduler: LRScheduler | None = None,
+        steps: int | None = None,
+    ) -> Iterator[StepResult]:
+        """Trains a batch a step, without a flush between the steps of an asynchronous schedule.
+
+        batches: as for `step`, all of one size (DataLoader's drop_last=True). Ranks whose stages
+            read no inputs take the first batch alone.
+        optimizer: as for `step`; each stage is stepped at its own time. Not optional without the
+            built-in one.
+        scheduler: stepped after each step of the optimizer; the loop must not step it.
+        steps: how many steps to make (default: the number of batches).
+
+        Yields the result of each step in order, when this rank has made it; later steps may be
+        under way then. A loop that leaves early, and `flush`, complete those that have begun on any
+        rank.
+        """
+        self._check_idle()
+        if steps is None and not hasattr(batches, "__len__"):
+            raise DataError(
+                f"a {type(batches).__name__} does not say how many batches it has.",
+                "Give stream(..., steps=1000).",
+            )
+        if optimizer is None and self._own is not None:
+            raise SettingsError(
+                "stream makes the optimizer's steps, but there is no optimizer.",
+                'Give stream(..., optimizer=...), or Pipeline(..., optimizer="adamw", lr=...).',
+            )
+        made = len(batches) if steps is None else steps  # type: ignore[arg-type]
+        self._use(optimizer, scheduler)
+        self._stream = self._streamed(iter(batches), made)
+        return self._stream
+
+    def flush(self) -> None:
+        """Completes the steps that a `stream` has begun, and ends it."""
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+
+    def _streamed(self, batches: Iterator[Any], steps: int) -> Generator[StepResult, None, None]:
+        world, start = self._world, self._steps
+        head = list(islice(batches, min(1, steps)))
+        given = [self._split(batch) for batch in head]
+        if not given:
+            return
+        self._is_streaming = True
+        check_alike(given[0], self._steps, world)
+        shape = given[0]
+        feed = StreamFeed(chain(head, batches), self._split, shape, self._micro_batches)
+        batch = StepBatch(shape.samples, world.replicas, start)
+        self._streams += 1
+        gate = Stopping(
+            SharedStore(world, f"pipeline {self._number} stream {self._streams}"),
+            patience_s=self.config.patience_s,
+            signals=(),
+        )
+        is_left = False
+        with gate:
+            for segment in segments(replace(self.config, steps=start + steps), start):
+                begin = segment.steps.start
+                if not gate.may(begin + 1):
+                    break
+                for _ in self._segment(segment, feed, batch, gate):
+                    while self._made and not is_left:
+                        try:
+                            yield self._made.popleft()
+                        except GeneratorExit:
+                            is_left = True
+                            gate.request("by the loop")
+                made = segment.steps.stop if gate.last is None else gate.last
+                self._steps = min(made, segment.steps.stop)
+                self._micro_batches += (self._steps - begin) * len(shape.parts)
+                if self._steps < segment.steps.stop:
+                    break
+        self._is_streaming = False
+        self._made.clear()
+        if self._own is not None:
+            self._own.finish()
+
+    def _segment(
+        self, segment: RunSegment, feed: StreamFeed, batch: StepBatch, gate: Stopping
+    ) -> Iterator[None]:
+        shape, world, begin = feed.shape, self._world, segment.steps.start
+        own = len(shape.parts) // world.replicas
+        first = self._micro_batches + world.replica * own
+        sizes = shape.sizes[world.replica * own : (world.replica + 1) * own]
+        yield from self.run(
+            segment,
+            self.schedule_of(replace(segment, micro_batches=own)),
+            feed,
+            batch,
+            first,
+            sizes=sizes * len(segment.steps),
+            step_samples=batch.samples if world.replicas > 1 else None,
+            may=(lambda step: gate.may(begin + step)) if len(segment.steps) > 1 else None,
+        )
+
+    def evaluate(self, batches: Iterable[Any]) -> EvalResult:
+        """The mean loss over all samples of these batches, in evaluation mode and without
+        gradients; the same on every rank."""
+        self._check_idle()
+        loss = counted = 0.0
+        for batch in batches:
+            given = self._split(batch)
+            done = self._forward(given, self._world.replica, self._world.replicas, outputs=False)
+            loss, counted = loss + done.loss, counted + done.counted
+        loss, counted = self._world.sums([loss, counted])
+        if not counted:
+            raise DataError("the evaluation has no batches.")
+        return EvalResult(loss / counted, int(counted))
+
+    def predict(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """The model's output for each batch, in order, in evaluation mode and without gradients:
+        on the ranks whose stages make it, as in `StepResult`; None on the others. No target is
+        needed. Replicas all compute the same."""
+        for batch in batches:
+            self._check_idle()
+            given = self._split(batch, target=False)
+            done = self._forward(given, 0, 1, outputs=True)
+            yield gather_outputs(self.plan, done.outputs, given.sizes)
+
+    def _forward(self, given: GivenBatch, part: int, parts: int, *, outputs: bool) -> Evaluated:
+        """Runs one of several equal parts of a batch forward."""
+        number = len(given.parts) // parts
+        first = part * number
+        done = Evaluated(dict(enumerate(given.samples)), keeps=outputs)
+        with first_buffers(self.modules, self._world):
+            for _ in self.executor.paused(
+                forward_schedule(self.plan, self._forward_like, number),
+                lambda number: given.parts[number],
+                observer=done,
+                training=False,
+                first_micro_batch=first,
+                sizes=given.sizes[first : first + number],
+                losses=not outputs,
+            ):
+                pass
+        return done
+
+    def clip_grad_norm_(self, limit: float) -> float:
+        """Scales the gradients of all stages so that their common norm is at most `limit`; returns
+        the norm before. For gradients that a `step` without an optimizer has left."""
+        shares = [share_of(self.plan, stage, module) for stage, module in self.modules.items()]
+        squares = [float(squared_norm(gradients_of(share.counted))) for share in shares]
+        (square,) = self._world.sums([sum(squares) if self._world.copy == 0 else 0.0])
+        factor = clip_factor(square**0.5, limit)
+        scale_gradients(self.parameters(), factor)
+        return float(square**0.5)
+
+    def state_dict(self, *, full: bool = False) -> dict[str, Tensor]:
+        """The weights and buffers of this rank's stages under the original model's names; with
+        `full` those of the whole model, on rank 0 (empty on the others).
+
+        Without `full` not collective. The weights are those to evaluate and to save.
+        """
+        with self.executor.eval_weights():
+            own = {
+                name: tensor.detach().clone()
+                for module in self.modules.values()
+                for name, tensor in module.state_dict().items()
+            }
+        if not full:
+            return own
+        kept = own if self._world.copy == 0 else {}
+        return full_state(self.plan, kept | dict(self._unused), self._world)
+
+    def save(self, folder: str | Path, *, extra: Any = None) -> None:
+        """Writes weights (safetensors, under the original model's names), optimizer state, random
+        generators and the number of steps to a new folder, whole or not at all.
+
+        extra: anything that JSON can hold, such as the state of a scheduler; `load` returns it.
+        """
+        self._check_idle()
+        rank = self._as_rank()
+        facts = loop_facts(rank, self._steps, self._micro_batches, extra)
+        save_own(Path(folder), rank, self._unused, facts)
+
+    def load(self, folder: str | Path, *, optimizer: Optimizer | None = None) -> Any:
+        """Restores what `save` wrote, also from another number of ranks or another cut of the same
+        model; returns `extra`.
+
+        optimizer: the loop's optimizer, whose state is restored too.
+        """
+        self._check_idle()
+        self._use(optimizer, None)
+        facts = load_own(Path(folder), self._as_rank())
+        self._steps, self._micro_batches = facts["steps"], facts["micro_batches"]
+        return facts["extra"]
+
+    def close(self) -> None:
+        """Ends a stream, and leaves the process groups if this object has created them. Not needed
+        at the end of a program."""
+        self.flush()
+        self.executor.close()
+        if self._owns_groups:
+            leave()
+
+    def __enter__(self) -> Pipeline:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if kind is None:
+            self.close()
+
+    def _as_rank(self) -> Rank:
+        return Rank(
+            self.plan,
+            self._world,
+            self.modules,
+            self.executor,
+            self.stepper.optimizers,
+            self.config.is_async,
+        )
+
+    def _check_idle(self) -> None:
+        if self._is_streaming:
+            raise SettingsError(
+                "a stream of this pipeline is under way.",
+                "Leave its loop or call flush() first.",
+            )
+
+    def _split(self, batch: Any, *, target: bool | None = None) -> GivenBatch:
+        if target is None:
+            target = self.plan.loss is None
+        return split_batch(
+            self.plan,
+            batch,
+            self.config.micro_batches,
+            replicas=self._world.replicas,
+            target=target,
+            dtype=dtype_of(self.config.dtype),
+        )
+
+    def _use(
+        self, optimizer: Optimizer | None, scheduler: LRScheduler | None
+    ) -> dict[nn.Parameter, Tensor]:
+        """Sets the optimizer of the next steps; takes away and returns the gradients so far."""
+        if self._own is None:
+            if optimizer is not None:
+                raise SettingsError(
+                    f"the pipeline has the built-in optimizer {self.config.optimizer}, and was "
+                    f"given a {type(optimizer).__name__}.",
+                    "Leave one of them out.",
+                )
+            return {}
+        self._own.use(optimizer, scheduler, self._steps)
+        before = {each: each.grad for each in self.parameters() if each.grad is not None}
+        for parameter in before:
+            parameter.grad = None
+        return before
+
+    def _leave_gradients(self, before: Mapping[nn.Parameter, Tensor]) -> None:
+        """Leaves the gradients of a step that had no optimizer, added to those before."""
+        if self._own is None or self._own.optimizer is not None:
+            return
+        for parameter, gradient in chain(before.items(), self._own.left.items()):
+            own = parameter.grad
+            parameter.grad = gradient if own is None else own + gradient
+        self._own.left.clear()
+
+    def _made_step(self, figures: RankFigures) -> None:
+        """Called when this rank has completed a step."""
+        part = 0.0 if math.isnan(figures.loss) else figures.loss
+        self._made.append(shared_loss(int(figures.step), part, self._world.metrics))

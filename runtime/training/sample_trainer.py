@@ -1,0 +1,133 @@
+"""The setup of a rank -> its stages, trained on the samples of the run's data.
+
+Runs and comparisons train with the same `StageTrainer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from torch import nn
+
+from ..config.batch_layout import StepBatch
+from ..config.segments import RunSegment
+from ..data.task import SampleOrder
+from ..data.text import check_vocabulary
+from ..executor.instrumented import Activities, observed_feed
+from ..executor.run import needed_inputs
+from ..monitoring.gather import RankFigures
+from ..schedule.schedule import Schedule
+from .batches import Dataset, Feed, MicroBatches, feed_nothing
+from .data_consistency import Agreement
+from .evaluation import Evaluator
+from .setup import Setup
+from .stages import TrainedStages
+
+
+class StageTrainer:
+    """The stages of a rank, and the data that trains them.
+
+    stages: the stages, and what runs and steps them.
+    batch: the layout of a step's samples.
+    agreement: the data that all ranks agree on.
+
+    Arguments:
+    report: called with the metrics of a step once all stages of the rank have made it.
+    after_step: called with each stage after its step.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        report: Callable[[RankFigures], None],
+        after_step: Callable[[int], None] | None = None,
+    ) -> None:
+        job, world, data, found = setup.job, setup.world, setup.data, setup.found
+        config, plan = job.config, job.plan
+        self._setup, self._config, self._plan = setup, config, plan
+        self.stages = TrainedStages(setup, report, after_step)
+        first = found.facts.samples if found else 0
+        self.batch = StepBatch.of(config, first_step=setup.start, first_sample=first)
+        order = data.order(config.seed) if data else None
+        samples = data.train if data else None
+        self._feed = self._make_feed(samples, order, self.batch, setup.activities)
+        self.agreement = Agreement(
+            world,
+            data,
+            order,
+            size=config.micro_batch_size,
+            batches=config.eval_batches,
+            first=first,
+            fields=needed_inputs(
+                plan, range(len(plan.stages)), criterion=config.criterion is not None
+            ),
+            own_fields=setup.fields,
+        )
+
+    def _make_feed(
+        self,
+        samples: Dataset | None,
+        order: SampleOrder | None,
+        batch: StepBatch,
+        activities: Activities,
+    ) -> MicroBatches:
+        """The micro-batches of these samples for this rank's stages."""
+        data, fields = self._setup.data, self._setup.fields
+        feed: MicroBatches = feed_nothing
+        if data is not None and samples is not None:
+            feed = Feed(samples, order, batch, fields, seed=data.seed, dims=data.dims)
+        return observed_feed(feed, activities)
+
+    def make_evaluator(self, activities: Activities) -> Evaluator:
+        """Evaluates the stages' weights on the evaluation data."""
+        data, batch = self._setup.data, StepBatch((self._config.micro_batch_size,))
+        samples = data.evaluation if data else None
+        return Evaluator(
+            self._plan,
+            self._setup.job.task,
+            self._make_feed(samples, None, batch, activities),
+            self._setup.world,
+            activities,
+            schedule=self._setup.schedule,
+            batches=self.agreement.evaluation_batches,
+        )
+
+    def run(
+        self,
+        segment: RunSegment,
+        schedule: Schedule,
+        may: Callable[[int], bool] | None = None,
+    ) -> None:
+        """Trains the steps of a segment; `may` is asked before each step of several."""
+        config, world, steps = self._config, self._setup.world, segment.steps
+        is_short = segment.micro_batches != config.micro_batches
+        sizes = [{**self._plan.sizes, "batch": size} for size in self.batch.sizes_of(world.replica)]
+        for _ in self.stages.run(
+            segment,
+            schedule,
+            self._feed,
+            self.batch,
+            self.batch.first_of(steps.start, world.replica),
+            sizes=None if self.batch.is_even else sizes * len(steps),
+            step_samples=self.batch.samples if world.replicas > 1 or is_short else None,
+            may=may if len(steps) > 1 else None,
+        ):
+            pass
+
+
+def check_tokens(setup: Setup, modules: Mapping[int, nn.Module]) -> None:
+    """Raises DataError for a token of the data that an embedding of these stages lacks."""
+    data = setup.data
+    if data is None or data.largest_token is None:
+        return
+    plan, sample = setup.job.plan, setup.job.task.sample
+    for index, module in modules.items():
+        if sample in plan.stages[index].inputs:
+            check_vocabulary(
+                module,
+                plan.stages[index],
+                sample,
+                data.largest_token(),
+                source=data.source,
+                tokenizer=data.tokenizer,
+            )
