@@ -97,7 +97,7 @@ class OptimizerStepper(ActionObserver):
         self._norms: StageNorms | None = None
         if config.is_async and config.clip:
             self._norms = StageNorms(config, world, self._stages, self._share, self.activities)
-        periods = refresh_periods(delays or [0] * self._stages, config.refresh_every or 1)
+        periods = refresh_periods(delays or [0] * len(plan.stages), config.refresh_every or 1)
         self._optimizers: dict[int, StageSteps] = {
             j: StageView(module, own, self._share[j].shared_by_name)
             if own is not None
@@ -113,7 +113,6 @@ class OptimizerStepper(ActionObserver):
         }
         self._scale = None if config.loss_scale is None else LossScale(config.loss_scale)
         self._gradients: dict[int, list[Tensor | None]] = {}
-        self._first = 0, 1  # The first micro-batch and step of a segment.
         self._set_batch(StepBatch.of(config))
         self._losses: dict[int, list[tuple[Tensor, int]]] = defaultdict(list)
         self._passages: dict[int, list[LedgerEntry]] = defaultdict(list)
@@ -178,6 +177,9 @@ class OptimizerStepper(ActionObserver):
         self._is_synchronous = flushed or not self._config.is_async
         self.activities.step, self.activities.first_micro_batch = step, first_micro_batch
         self.activities.take()
+
+    _first = 0, 1
+    """The first micro-batch and the first step of the segment."""
 
     def _set_batch(self, batch: StepBatch) -> None:
         world = self._world

@@ -88,15 +88,15 @@ class Pipeline(TrainedStages):
         trust: bool = False,
         **options: Unpack[PipelineOptions],
     ) -> None:
-        job = joined_job(folder, loss, options)
         self._owns_groups = not dist.is_initialized()
+        job = joined_job(folder, loss, options)
         world = own_world(job, trust=trust)
         torch.set_num_threads(world.machine.threads)
         keep_freed_memory()
         self._number = next(_NUMBERS)
         board = SharedStore(world, f"pipeline {self._number}")
         given = None if isinstance(loss, str) else loss
-        setup = agree(job, world, Activities(), board, reads_data=False, criterion=given)
+        setup = agree(job, world, Activities(), board, criterion=given)
         self._forward_like = setup.schedule
         self._own = None if "optimizer" in options else OwnOptimizer()
         super().__init__(setup, self._made_step, own=self._own)
@@ -292,9 +292,7 @@ class Pipeline(TrainedStages):
             done = self._forward(given, self._world.replica, self._world.replicas, outputs=False)
             loss, counted = loss + done.loss, counted + done.counted
         loss, counted = self._world.sums([loss, counted])
-        if not counted:
-            raise DataError("the evaluation has no batches.")
-        return EvalResult(loss / counted, int(counted))
+        return EvalResult(loss / counted if counted else math.nan, int(counted))
 
     def predict(self, batches: Iterable[Any]) -> Iterator[Any]:
         """The model's output for each batch, in order, in evaluation mode and without gradients:

@@ -21,7 +21,7 @@ from ..config.mixed_precision import find_boundary_dtypes
 from ..config.resolve import gpu_of_rank, sized_plan
 from ..config.segments import make_segment
 from ..config.settings import RunConfig
-from ..data.task import Task
+from ..data.task import GIVEN, Task
 from ..distributed.failure import RankFolder
 from ..distributed.process_groups import SharedStore, World
 from ..executor.instrumented import Activities, Activity
@@ -248,14 +248,11 @@ def agree(
     found: FoundCheckpoint | None = None,
     reporter: Reporter | None = None,
     on_step: Callable[[int], None] = lambda step: None,
-    reads_data: bool = True,
     criterion: Criterion | None = None,
 ) -> Setup:
-    """The setup that all ranks agree on; every rank calls it.
-
-    Without `reads_data` the caller has the data. `criterion` is as for Setup.
-    """
+    """The setup that all ranks agree on; every rank calls it. `criterion` is as for Setup."""
     config, plan = job.config, job.plan
+    reads_data = config.data != GIVEN
     schedule = make_segment(plan, config, steps=1)
     dtypes = find_boundary_dtypes(config, plan, job.code)
     if reads_data:
