@@ -20,7 +20,7 @@ EXTRAS ?= hf,data
 quickstart: $(VENV)/.demo
 	$(BIN)/asyncpipe-partition --model gpt2 --stages 4 --seq 64 --micro-batch-size 1 --force
 	$(BIN)/asyncpipe-train generated_models/gpt2_4p --steps 36 --micro-batches 4 --log-every 4 \
-		--optimizer adamw --lr 3e-4 --warmup 4 --clip 1.0
+		--optimizer adamw --lr 3e-4 --warmup 4 --clip 1.0 --eval-batches 8
 
 install: $(VENV)/.demo
 

@@ -71,7 +71,18 @@ def traced_run(folder: Path) -> tuple[float, float]:
     cut = [*model, "--model-arg", "n_head=8", "--model-arg", "vocab_size=8192", "--stages", "2"]
     commands = (
         ["asyncpipe-partition", *cut, "--micro-batch-size", "4", "--output", "gpt"],
-        ["asyncpipe-train", "gpt", "--steps", str(STEPS), "--trace", "4", "--output", "run"],
+        [
+            "asyncpipe-train",
+            "gpt",
+            "--steps",
+            str(STEPS),
+            "--trace",
+            "4",
+            "--eval-batches",
+            "8",
+            "--output",
+            "run",
+        ],
     )
     for command in commands:
         subprocess.run([script / command[0], *command[1:], "-q"], cwd=folder, check=True)

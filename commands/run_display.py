@@ -93,7 +93,10 @@ class _LineReporter(Reporter):
         accuracy = ""
         if record.accuracy is not None:
             accuracy = f"  accuracy {write_accuracy(record.accuracy)}"
-        self._print(f"eval at step {record.step}  loss {write_loss(record.loss)}{accuracy}")
+        self._print(
+            f"eval at step {record.step}  loss {write_loss(record.loss)}{accuracy}  "
+            f"{record.samples:,} of {record.length:,} samples"
+        )
 
     def on_timelines(self, costs: str, simulated: Timeline, measured: Timeline) -> None:
         self._drawn = [(f"simulated, {costs}", simulated), ("measured", measured)]

@@ -96,6 +96,56 @@ class StepBatch:
         return self.first_sample + (step - self.first_step) * self.samples
 
 
+@dataclass(frozen=True, slots=True)
+class EvaluationBatch:
+    """The micro-batches of an evaluation. All have one size, except that the last one is smaller if
+    the samples leave a remainder and the model accepts it.
+
+    size: the samples of a micro-batch
+    count: the number of micro-batches
+    samples: the samples that are evaluated
+    length: the samples that there are
+    is_free: True if a micro-batch may be smaller
+
+    >>> whole = EvaluationBatch.of(10, 4)
+    >>> whole.count, whole.samples, whole.place(2), whole.sizes(1, 3)
+    (3, 10, (8, 2), (4, 2))
+    >>> EvaluationBatch.of(10, 4, is_free=False).samples, EvaluationBatch.of(10, 4, most=1).samples
+    (8, 4)
+    """
+
+    size: int
+    count: int
+    samples: int
+    length: int
+    is_free: bool
+
+    @classmethod
+    def of(
+        cls, length: int, size: int, *, most: int | None = None, is_free: bool = True
+    ) -> EvaluationBatch:
+        """The whole data of `length` samples, or at most so many micro-batches."""
+        count = -(-length // size) if is_free else max(length // size, min(length, 1))
+        count = count if most is None else min(count, most)
+        return cls(size, count, min(count * size, length), length, is_free)
+
+    def place(self, micro_batch: int) -> tuple[int, int]:
+        """The first sample of a micro-batch, and how many it has."""
+        first = micro_batch * self.size
+        return first, min(self.size, self.length - first) if self.is_free else self.size
+
+    def sizes(self, first: int, end: int) -> tuple[int, ...]:
+        """The samples of the micro-batches from `first` to `end`."""
+        return tuple(self.place(micro_batch)[1] for micro_batch in range(first, end))
+
+
+def uses_symbol(plan: Plan, symbol: str) -> bool:
+    """True if a size of an input depends on this symbol."""
+    return any(
+        isinstance(size, str) and symbol in size for spec in plan.inputs for size in spec.shape
+    )
+
+
 def consumed(config: RunConfig, batch: StepBatch, step: int) -> int:
     """The samples of the first steps of a run, whose last may be a short one."""
     if config.left_over and step == config.steps:

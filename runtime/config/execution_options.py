@@ -99,10 +99,10 @@ class ExecutionOptions:
         changes_losses=True,
         compared=True,
     )
-    eval_batches: int = option(
-        8,
+    eval_batches: int | None = option(
+        None,
         Whole(0, 10**9, 8),
-        "Micro-batches of an evaluation; 0 turns evaluation off.",
+        "Micro-batches of an evaluation; 0 turns evaluation off. [default: all evaluation data]",
         on_resume="ignored",
         changes_losses=True,
         compared=True,

@@ -24,7 +24,7 @@ from .asynchronous_options import (
     resolve_steps,
     with_methods,
 )
-from .batch_layout import StepBatch, in_words, with_replicas
+from .batch_layout import StepBatch, in_words, uses_symbol, with_replicas
 from .execution_options import ExecutionOptions
 from .mixed_precision import check_precision, with_recompute
 from .settings import RunConfig, Settings, SettingsError
@@ -203,20 +203,20 @@ def _batch(settings: Settings, plan: Plan) -> dict[str, Any]:
             raise _indivisible(total, count, size, replicas)
         size = total // (count * replicas)
     size = size or planned
-    if size > 1 and "batch" not in plan.sizes and not _uses_symbol(plan, "batch"):
+    if size > 1 and "batch" not in plan.sizes and not uses_symbol(plan, "batch"):
         raise SettingsError(
             f"a micro-batch of {size} samples, but {plan.name} has no batch: a micro-batch is one "
             "whole example.",
             "--micro-batch-size 1, and as many --micro-batches as a step has examples",
         )
-    if size != planned and not _uses_symbol(plan, "batch"):
+    if size != planned and not uses_symbol(plan, "batch"):
         raise SettingsError(
             f"--micro-batch-size {size}, but the plan was made for {planned} and no other size.",
             f"{plan.command} --micro-batch-size {size}",
         )
     count = count or 8
     uneven = total if total not in (None, count * size * replicas) else None
-    if uneven and not _uses_symbol(plan, "batch"):
+    if uneven and not uses_symbol(plan, "batch"):
         raise _indivisible(uneven, count, size, replicas)
     return {"micro_batches": count, "micro_batch_size": size, "global_batch_size": uneven}
 
@@ -257,7 +257,7 @@ def _sequence(settings: Settings, plan: Plan) -> int | None:
     asked = settings.seq
     if asked is None or asked == planned:
         return planned
-    if planned is None or not _uses_symbol(plan, "sequence"):
+    if planned is None or not uses_symbol(plan, "sequence"):
         fixed = "has no sequence length" if planned is None else f"was made for {planned} only"
         raise SettingsError(f"--seq {asked}, but the plan {fixed}.", _with_seq(plan.command, asked))
     if asked > planned:
@@ -332,9 +332,3 @@ def _check_optimizer(settings: Settings, optimizer: str) -> None:
                 f"Leave it out, or choose --optimizer {' or '.join(that_take(name))}"
                 f"{near if 'betas' in own else ''}.",
             )
-
-
-def _uses_symbol(plan: Plan, symbol: str) -> bool:
-    return any(
-        isinstance(size, str) and symbol in size for spec in plan.inputs for size in spec.shape
-    )

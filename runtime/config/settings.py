@@ -96,11 +96,11 @@ class Settings(ExecutionOptions, LearningOptions):
             )
 
     def _check_checkpoints(self) -> None:
-        if self.keep_best and not (self.save_every and self.eval_batches):
+        if self.keep_best and (not self.save_every or self.eval_batches == 0):
             missing = "no checkpoint is" if not self.save_every else "no evaluation is"
             raise SettingsError(
                 f"--keep-best {self.keep_best}, but {missing} made.",
-                "--save-every 100" if not self.save_every else "--eval-batches 8",
+                "--save-every 100" if not self.save_every else "Leave --eval-batches out",
             )
 
     def to_toml(self) -> str:

@@ -143,15 +143,19 @@ class EvalRecord:
     """An evaluation.
 
     step: the number of steps before it.
-    loss: the mean loss over the micro-batches.
+    loss: the mean loss over the samples.
     accuracy: the share of correct answers of a classifier.
     batches: the number of micro-batches.
+    samples: the number of samples that were evaluated.
+    length: the number of samples of the evaluation data.
     """
 
     step: int
     loss: float
     accuracy: float | None
     batches: int
+    samples: int
+    length: int
 
     def to_json(self) -> str:
         """Its line of metrics.jsonl."""

@@ -166,9 +166,7 @@ class StagePart:
     backward_ms: float
 
 
-READ_FROM = "read from "
-"""The start of `Plan.weights` for weights that were trained before."""
-
+READ_FROM = "read from "  # the start of `Plan.weights` for weights that were trained before
 ON_META = "none, made with --meta"
 NOT_STORED = "not stored"
 NO_WEIGHTS: Mapping[str, str] = MappingProxyType({ON_META: "--meta", NOT_STORED: "--no-weights"})

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from ..config.batch_layout import StepBatch
+from ..config.batch_layout import EvaluationBatch, StepBatch
 from ..config.settings import RunConfig
 from ..data.datasets import Clusters, Digits
 from ..data.own_data import Part, own_parts
@@ -112,7 +112,7 @@ class Feed:
         self,
         dataset: Dataset,
         order: SampleOrder | None,
-        batch: StepBatch,
+        batch: StepBatch | EvaluationBatch,
         fields: Collection[str],
         *,
         seed: int | None = None,

@@ -74,7 +74,7 @@ class Agreement:
     The constructor is collective and raises DataError when ranks differ.
 
     length: the number of samples.
-    evaluation_batches: the number of evaluation micro-batches, at most `batches`.
+    evaluation_length: the number of evaluation samples.
 
     Arguments:
     first: the position at which the run begins.
@@ -88,8 +88,6 @@ class Agreement:
         data: Data | None,
         order: SampleOrder | None,
         *,
-        size: int,
-        batches: int,
         first: int = 0,
         fields: Collection[str] = (),
         own_fields: Collection[str] = (),
@@ -108,9 +106,8 @@ class Agreement:
                 raise _disagreement(
                     first_rank, rank, f"they have {expected[0]:,} and {pair[0]:,} samples"
                 )
-        self.length, evaluation = next(iter(readers.values()), (1, 0))
+        self.length, self.evaluation_length = next(iter(readers.values()), (1, 0))
         self._begun = self._checked = first // self.length
-        self.evaluation_batches = min(batches, -(-evaluation // size))
 
     def check(
         self,

@@ -12,13 +12,14 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..config.batch_layout import EvaluationBatch
 from ..config.settings import SettingsError
 from ..data.task import Task
 from ..distributed.process_groups import World
 from ..errors import DataError
 from ..executor.executor import Executor
 from ..executor.instrumented import ActionObserver, Activities, Activity
-from ..executor.mailbox import forward_edges
+from ..executor.mailbox import Sizes, forward_edges
 from ..monitoring.records import EvalRecord
 from ..plan.plan import Plan
 from ..rng import import_seeded
@@ -32,8 +33,8 @@ from .replica_gradients import first_buffers
 class Evaluator:
     """Evaluates the live weights between two segments. Collective.
 
-    Micro-batches have one size, so the mean over micro-batches is the mean over samples. With
-    several replicas, each evaluates some of the micro-batches, with the buffers of the first one,
+    The loss is the mean over samples: a smaller last micro-batch counts less. With several
+    replicas, each evaluates some of the micro-batches, with the buffers of the first one,
     which are those that are saved. A classifier's accuracy is computed if one rank has both logits
     and labels.
     """
@@ -47,24 +48,30 @@ class Evaluator:
         activities: Activities,
         *,
         schedule: Schedule,
-        batches: int,
+        batch: EvaluationBatch,
     ) -> None:
+        self._plan = plan
         self._activities = activities
         self._task = task
         self._feed = feed
         self._world = world
-        self.batches = batches
+        self.batch = batch
         outputs = plan.outputs
         self._logits = outputs.get("logits") if isinstance(outputs, Mapping) else outputs
         # Each replica evaluates a contiguous range of micro-batches.
-        ends = [batches * part // world.replicas for part in range(world.replicas + 1)]
+        ends = [batch.count * part // world.replicas for part in range(world.replicas + 1)]
         self._first, end = ends[world.replica], ends[world.replica + 1]
+        self._sizes = batch.sizes(self._first, end)
         own = end - self._first
         self._schedule = forward_schedule(plan, schedule, own) if own else None
 
     def __call__(self, pipeline: Executor, step: int) -> EvalRecord:
         """Runs every evaluation micro-batch forward; returns the same record on every rank."""
-        counts = _Counts(self._logits if self._task.classes else None, self._activities)
+        logits = self._logits if self._task.classes else None
+        shares = {
+            self._first + index: size / self.batch.size for index, size in enumerate(self._sizes)
+        }
+        counts = _Counts(logits, self._activities, shares)
 
         def feed(micro_batch: int) -> Mapping[str, Tensor]:
             fields = self._feed(micro_batch)
@@ -81,13 +88,21 @@ class Evaluator:
                     observer=counts,
                     training=False,
                     first_micro_batch=self._first,
+                    sizes=self._own_sizes(),
                 )
         with self._activities.during(Activity("meet", "the losses of the evaluation")):
             loss, losses, right, answers = self._world.sums(
                 [counts.loss, counts.losses, counts.right, counts.answers]
             )
         accuracy = right / answers if answers else None
-        return EvalRecord(step, loss / losses, accuracy, self.batches)
+        batch = self.batch
+        return EvalRecord(step, loss / losses, accuracy, batch.count, batch.samples, batch.length)
+
+    def _own_sizes(self) -> list[Sizes] | None:
+        """The sizes of each micro-batch; None if all are those of the plan."""
+        if len(set(self._sizes)) < 2 and self.batch.size in self._sizes:
+            return None
+        return [{**self._plan.sizes, "batch": size} for size in self._sizes]
 
 
 def forward_schedule(plan: Plan, of: Schedule, batches: int) -> Schedule:
@@ -113,17 +128,22 @@ def forward_schedule(plan: Plan, of: Schedule, batches: int) -> Schedule:
 
 
 class _Counts(ActionObserver):
-    """Sums up losses and correct answers; `labels` are those of the micro-batches that were fed."""
+    """Sums up losses and correct answers; `labels` are those of the micro-batches that were fed,
+    `shares` the samples of each as a share of a whole one's."""
 
-    def __init__(self, logits: str | None, activities: Activities) -> None:
+    def __init__(
+        self, logits: str | None, activities: Activities, shares: Mapping[int, float]
+    ) -> None:
         super().__init__(activities)
+        self._shares = shares
         self.labels: dict[int, Tensor | None] = {}
         self.loss = self.losses = self.right = self.answers = 0.0
         self._logits = logits
 
     def on_loss(self, micro_batch: int, loss: Tensor) -> None:
-        self.loss += float(loss)
-        self.losses += 1
+        share = self._shares[micro_batch]
+        self.loss += float(loss) * share
+        self.losses += share
 
     def on_outputs(self, micro_batch: int, outputs: Mapping[str, Tensor]) -> None:
         labels = self.labels.get(micro_batch)

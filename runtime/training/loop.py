@@ -290,7 +290,7 @@ class _Run:
 
     def _evaluate(self, step: int) -> None:
         self._drain(step)
-        if not self._evaluation.batches:
+        if not self._evaluation.batch.count:
             return
         self._evaluated = self._evaluation(self._executor, step)
         if self._reporter is not None:

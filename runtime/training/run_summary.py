@@ -23,8 +23,7 @@ from ..config.mixed_precision import describe_memory, describe_precision, precis
 from ..config.resolve import batch_identity, costs_at_sizes
 from ..config.segments import make_segment, waiting_stages
 from ..config.settings import RunConfig
-from ..data.task import TARGET, Task
-from ..data.tokens import is_plain_text
+from ..data.task import TARGET
 from ..distributed.cpu_affinity import Machine
 from ..distributed.ranks import describe_placement, describe_ranks, grid_of, placement_warning
 from ..executor.precision import BoundaryDtypes
@@ -36,7 +35,7 @@ from ..monitoring.trace import Tracing
 from ..optimizers.facts import OPTIMIZERS
 from ..optimizers.soap import refresh_periods
 from ..plan.forecast import Forecast, few_micro_batches_warning, forecast_step, spec_bytes
-from ..plan.plan import READ_FROM, Boundary, Plan, StageMemory, StageSpec, TensorSpec
+from ..plan.plan import Boundary, Plan, StageMemory, StageSpec, TensorSpec
 from ..process import describe_environment
 from ..schedule.asynchronous import KEEPS
 from ..schedule.builders import AUTO
@@ -44,6 +43,7 @@ from ..schedule.schedule import Schedule
 from ..staleness import parse
 from ..transports.choose import TransportChoice
 from .batches import Data
+from .data_warnings import tokenizer_warning
 from .remeasure import when_measured
 from .step_records import Watch
 
@@ -215,18 +215,6 @@ def _warnings(job: Job, schedule: Schedule, machine: Machine) -> Iterator[str]:
         yield copies
     if misplaced := placement_warning(plan, machine):
         yield misplaced
-
-
-def tokenizer_warning(config: RunConfig, plan: Plan, task: Task) -> str:
-    """A warning for a model with trained weights whose text is read as bytes by default; ""
-    otherwise."""
-    is_read = task.kind == "text" and is_plain_text(config.data) and config.tokenizer is None
-    if not is_read or not plan.weights.startswith(READ_FROM):
-        return ""
-    return (
-        f"the text is read as bytes, but the weights of {plan.name} were {plan.weights}, which has "
-        "no tokenizer.json: its tokens are others. Give --tokenizer path/to/tokenizer.json."
-    )
 
 
 def predict(plan: Plan, schedule: Schedule, forecast: Forecast | None) -> PredictedStep:

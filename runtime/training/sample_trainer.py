@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 from torch import nn
 
-from ..config.batch_layout import StepBatch
+from ..config.batch_layout import EvaluationBatch, StepBatch, uses_symbol
 from ..config.segments import RunSegment
 from ..data.task import SampleOrder
 from ..data.text import check_vocabulary
@@ -55,8 +55,6 @@ class StageTrainer:
             world,
             data,
             order,
-            size=config.micro_batch_size,
-            batches=config.eval_batches,
             first=first,
             fields=needed_inputs(
                 plan, range(len(plan.stages)), criterion=config.criterion is not None
@@ -68,7 +66,7 @@ class StageTrainer:
         self,
         samples: Dataset | None,
         order: SampleOrder | None,
-        batch: StepBatch,
+        batch: StepBatch | EvaluationBatch,
         activities: Activities,
     ) -> MicroBatches:
         """The micro-batches of these samples for this rank's stages."""
@@ -80,8 +78,14 @@ class StageTrainer:
 
     def make_evaluator(self, activities: Activities) -> Evaluator:
         """Evaluates the stages' weights on the evaluation data."""
-        data, batch = self._setup.data, StepBatch((self._config.micro_batch_size,))
+        data, config = self._setup.data, self._config
         samples = data.evaluation if data else None
+        batch = EvaluationBatch.of(
+            self.agreement.evaluation_length,
+            config.micro_batch_size,
+            most=config.eval_batches,
+            is_free=uses_symbol(self._plan, "batch"),
+        )
         return Evaluator(
             self._plan,
             self._setup.job.task,
@@ -89,7 +93,7 @@ class StageTrainer:
             self._setup.world,
             activities,
             schedule=self._setup.schedule,
-            batches=self.agreement.evaluation_batches,
+            batch=batch,
         )
 
     def run(

@@ -18,7 +18,7 @@ from ..checkpoint.resuming import candidates, keep_records_until
 from ..checkpoint.storage import check_exportable
 from ..config.execution_options import ExecutionOptions
 from ..config.mixed_precision import find_boundary_dtypes
-from ..config.resolve import gpu_of_rank, sized_plan
+from ..config.resolve import costs_at_sizes, gpu_of_rank, sized_plan
 from ..config.segments import make_segment
 from ..config.settings import RunConfig
 from ..data.task import GIVEN, Task
@@ -49,6 +49,7 @@ from ..transports.nccl import Lane, lanes_of
 from ..transports.protocol import Transport
 from .batches import Data, open_data, prepare_data
 from .checkpointing import check_model, check_steps
+from .data_warnings import evaluation_warning
 from .run_summary import announce, describe_data, forecast_run
 
 
@@ -224,6 +225,7 @@ def set_up(
         return setup
     write_schedule(job.folder, schedule)
     data = data or open_data(config, job.task, plan, job.folder)
+    forecast = forecast_run(plan, job.planned, config, machine.cores, schedule, setup.dtypes)
     announce(
         reporter,
         job,
@@ -231,9 +233,11 @@ def set_up(
         machine,
         transport=setup.transport,
         data=describe_data(data, plan, schedule, config),
-        forecast=forecast_run(plan, job.planned, config, machine.cores, schedule, setup.dtypes),
+        forecast=forecast,
         dtypes=setup.dtypes,
     )
+    if long := evaluation_warning(config, costs_at_sizes(plan, job.planned), data, forecast):
+        reporter.on_warning(long)
     if why := RankFolder(job.folder).why_again:
         reporter.on_note("restart", why)
     return setup

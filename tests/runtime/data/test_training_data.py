@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,10 +34,12 @@ from asyncpipe.runtime.data.tokens import (
 from asyncpipe.runtime.distributed.process_groups import World
 from asyncpipe.runtime.errors import DataError
 from asyncpipe.runtime.launch.job import make_job
+from asyncpipe.runtime.plan.forecast import Forecast
 from asyncpipe.runtime.plan.plan import READ_FROM, Plan, TensorSpec
+from asyncpipe.runtime.schedule.simulate import Timeline
 from asyncpipe.runtime.training.batches import Data, Feed, open_data, prepare_data
 from asyncpipe.runtime.training.data_consistency import Agreement
-from asyncpipe.runtime.training.run_summary import tokenizer_warning
+from asyncpipe.runtime.training.data_warnings import evaluation_warning, tokenizer_warning
 from asyncpipe.tests.support.models.hand_folders import CLASSES, WIDTH, write_mlp, write_text
 
 LETTERS = "".join(chr(97 + i % 26) for i in range(4000))
@@ -107,7 +110,7 @@ def samples(count: int) -> Data:
 
 
 def agreement(world: World, data: Data, seed: int) -> Agreement:
-    return Agreement(world, data, SampleOrder(len(data.train), seed), size=2, batches=3)
+    return Agreement(world, data, SampleOrder(len(data.train), seed))
 
 
 def test_ranks_that_read_another_order_are_named() -> None:
@@ -394,6 +397,24 @@ def test_text_in_bytes_for_trained_weights_is_warned_of(text: Plan, tmp_path: Pa
         config, task = resolve(asked, text)
         assert ("read from myhf" in tokenizer_warning(config, trained, task)) == is_warned
         assert not tokenizer_warning(config, text, task)
+
+
+def test_an_evaluation_that_outlasts_the_training_is_warned_of(mlp: Plan) -> None:
+    forecast = Forecast(100.0, 0.0, Timeline("1f1b", 2, ()))
+    data = replace(samples(10), evaluation=samples(10_000).train)
+    stage = replace(mlp.stages[0], forward_ms=30.0)
+    plan = replace(mlp, stages=(stage, *mlp.stages[1:]))
+    usual = {"folder": "x", "data": "a:b", "micro_batch_size": 4}
+
+    def warning(**given: Any) -> str:
+        return evaluation_warning(resolve(Settings(**usual | given), mlp)[0], plan, data, forecast)
+
+    text = warning()
+    assert "all 10,000 samples takes 1 min 15 s" in text and "training 10.0 s" in text
+    assert "--eval-batches 500 " in text
+    assert not warning(steps=1000)
+    assert warning(steps=1000, eval_every=100)
+    assert not warning(eval_batches=8) and not warning(micro_batch_size=8)
 
 
 @pytest.mark.parametrize(

@@ -135,8 +135,13 @@ def test_all_hooks_reach_every_reporter() -> None:
 
 
 def test_the_numbers_of_a_record_have_names_and_only_numbers_are_told() -> None:
-    record = EvalRecord(step=3, loss=0.5, accuracy=None, batches=2)
-    assert numbers_of("eval", record) == {"eval/loss": 0.5, "eval/batches": 2.0}
+    record = EvalRecord(step=3, loss=0.5, accuracy=None, batches=2, samples=4, length=9)
+    assert numbers_of("eval", record) == {
+        "eval/loss": 0.5,
+        "eval/batches": 2.0,
+        "eval/samples": 4.0,
+        "eval/length": 9.0,
+    }
 
 
 # --- trackers, as stand-ins that have the signatures of the real ones

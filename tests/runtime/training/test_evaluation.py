@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncpipe.runtime.config.settings import Settings
+from asyncpipe.runtime.data.own_data import own_parts
+from asyncpipe.runtime.executor.loading import load
 from asyncpipe.runtime.training.evaluation import right_answers
 from asyncpipe.tests.support.models.hand_folders import CLASSES, WIDTH, write_mlp
 from asyncpipe.tests.support.processes.quick_python import run
@@ -76,3 +79,51 @@ def test_only_a_classifier_has_an_accuracy(
     lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     (evaluated,) = [line for line in lines if line["event"] == "eval"]
     assert (evaluated["accuracy"] is not None) == counted
+
+
+WHOLE = f"""
+import torch
+
+def rows(count):
+    generator = torch.Generator().manual_seed(count)
+    points = torch.randn(count, {WIDTH}, generator=generator)
+    return {{"x": points, "target": torch.randint({CLASSES}, (count,), generator=generator)}}
+
+def data():
+    return rows(8), rows(11)
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "samples"),
+    [
+        ({"schedule": "single"}, 11),
+        ({"schedule": "1f1b"}, 11),
+        ({"schedule": "ddp", "replicas": 2}, 11),
+        ({"schedule": "1f1b", "micro_batch_size": 16}, 11),
+        ({"schedule": "single", "eval_batches": 2}, 8),
+    ],
+    ids=["single", "two ranks", "two replicas", "smaller than a micro-batch", "a part"],
+)
+def test_an_evaluation_covers_every_sample_once(
+    tmp_path: Path, given: dict[str, Any], samples: int
+) -> None:
+    write_mlp(tmp_path / "mlp")
+    (own := tmp_path / "own.py").write_text(WHOLE)
+    usual = {"folder": str(tmp_path / "mlp"), "output": str(tmp_path / "run"), "steps": 0}
+    usual |= {"data": f"{own}:data", "micro_batch_size": 4, "micro_batches": 2, "threads": 1}
+    run(Settings(**(usual | given)), FACTORY)
+    lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    (evaluated,) = [line for line in lines if line["event"] == "eval"]
+    assert (evaluated["samples"], evaluated["length"]) == (samples, 11)
+    rows = own_parts(f"{own}:data", 1)[1]
+    assert rows is not None
+    inputs, target = (
+        torch.stack([torch.as_tensor(row[name]) for row in rows.samples][:samples])
+        for name in ("x", "target")
+    )
+    logits = load(tmp_path / "mlp").eval()(inputs)
+    expected = torch.nn.functional.cross_entropy(logits, target)
+    assert evaluated["loss"] == pytest.approx(expected.item(), rel=1e-5)
+    right = (logits.argmax(-1) == target).float().mean().item()
+    assert evaluated["accuracy"] == pytest.approx(right)
