@@ -13,6 +13,8 @@ from ..runtime.errors import PlanError
 from ..runtime.formatting import visible
 from ..runtime.limits import Whole, path
 from ..runtime.plan.plan import read_plan
+from ..runtime.reports.picture import picture
+from ..runtime.reports.rendering import write_page
 from ..runtime.user_code import source_of
 from .console import make_console, print_findings, print_folder, print_text
 from .options import limited
@@ -32,6 +34,7 @@ def inspect_command(
     stage: Annotated[int | None, limited(Whole(0, 2**12, 0), "stage")] = None,
     explain: Annotated[bool, Parameter(negative=())] = False,
     json: Annotated[bool, Parameter(negative=())] = False,
+    svg: Path | None = None,
     verbose: Annotated[bool, Parameter(name=("--verbose", "-v"), negative=())] = False,
 ) -> int:
     """Show the stages, boundaries, costs and code of a generated model.
@@ -47,6 +50,9 @@ def inspect_command(
         the model was partitioned with --explain.
     json
         Print the plan as JSON.
+    svg
+        Write a picture of the plan to this file: the modules with their cuts, one simulated step
+        and the memory of each rank.
     verbose
         Show the traceback of an error.
     """
@@ -54,6 +60,10 @@ def inspect_command(
     console = make_console()
     if json:
         print_text(plan.to_json())
+        return 0
+    if svg is not None:
+        write_page(svg, picture(plan), "Give --svg another file.")
+        console.print(f"picture  {svg}")
         return 0
     if stage is not None:
         if stage >= len(plan.stages):

@@ -14,7 +14,7 @@ from cyclopts import App, Parameter
 from ..partitioner.planning.options import OPTIONS, PartitionOptions
 from ..runtime import __version__
 from ..runtime.limits import flag_of
-from ..runtime.plan.plan import portable
+from ..runtime.user_code import portable
 from .console import (
     PhaseDisplay,
     make_console,

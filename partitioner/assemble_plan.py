@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,12 +18,11 @@ from ..runtime.plan.plan import (
     PlanSetting,
     RankSpec,
     SharedParameter,
-    StagePart,
     StageSpec,
     TensorSpec,
 )
 from ..runtime.plan.structure import described, names_in
-from .capture import Capture, IfTraining, ModuleCall, Size
+from .capture import Capture, IfTraining, Size
 from .graph.problem import StageLoad
 from .planning.solve import Solution
 from .planning.step_time import has_replicas, is_simulated
@@ -36,8 +34,7 @@ from .planning.transfers import (
 from .profile.operation_costs import NodeCost, weight_ms
 from .profile.profiler import Profile
 from .split.split import StageGraph, StageTensors, stage_tensors, unused_tensors
-
-_NO_MODULE = "other operations"
+from .stage_parts import in_rows, node_labels, stage_parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +95,7 @@ def assemble(
         stages=tuple(
             _stage(capture, stage, own, profile, solution, transfers, labels)
             for stage, own, labels in zip(
-                stage_graphs, tensors, _node_labels(stage_graphs), strict=True
+                stage_graphs, tensors, node_labels(stage_graphs), strict=True
             )
         ),
         shared=shared,
@@ -160,7 +157,7 @@ def _stage(
         index=stage.index,
         file=f"stage_{stage.index}.py",
         class_name=f"Stage{stage.index}",
-        modules=_in_rows(dict.fromkeys(label for label in labels if label)),
+        modules=in_rows(dict.fromkeys(label for label in labels if label)),
         inputs=tuple(node.name for node in stage.inputs),
         outputs=tuple(node.name for node in stage.outputs),
         parameters=held.parameters,
@@ -187,7 +184,7 @@ def _stage(
         exchange_ms=transfers.exchange_ms[stage.index],
         recompute=again,
         ranks=solution.ranks_of_stage[stage.index],
-        parts=_parts(labels, costs, again=again),
+        parts=stage_parts(capture, stage.nodes, labels, costs, again=again),
         changes=changes,
         changes_trained=tuple(
             name for name in changes if capture.model.get_parameter(name).requires_grad
@@ -206,20 +203,6 @@ def _on_device(costs: Sequence[NodeCost], load: StageLoad) -> list[NodeCost]:
         replace(cost, forward_ms=forward * cost.forward_ms, backward_ms=backward * cost.backward_ms)
         for cost in costs
     ]
-
-
-def _parts(
-    labels: Iterable[str | None], costs: Iterable[NodeCost], *, again: bool
-) -> tuple[StagePart, ...]:
-    """The costs of nodes by their labels; with `again`, backward runs forward once more."""
-    times: dict[str, tuple[float, float]] = {}
-    for label, cost in zip(labels, costs, strict=True):
-        forward_ms, backward_ms = times.get(label or _NO_MODULE, (0.0, 0.0))
-        times[label or _NO_MODULE] = (
-            forward_ms + cost.forward_ms,
-            backward_ms + cost.backward_ms + cost.forward_ms * again,
-        )
-    return tuple(StagePart(name, *both) for name, both in times.items())
 
 
 def _transfers(
@@ -388,62 +371,3 @@ def _shared_parameters(
             others = tuple(name for name in aliases if name != own[1])
             found.append(SharedParameter((own[1], *others), (own,)))
     return tuple(found)
-
-
-# --- labels of stages -----------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Whole:
-    """The module calls that lie in one stage entirely, and their stages."""
-
-    stage_of_call: Mapping[ModuleCall, int]
-
-    def label(self, node: fx.Node, stage: int) -> str | None:
-        """The outermost whole module around a node, or the node's own leaf module."""
-        for call in node.meta.get("calls", ()):
-            if self.stage_of_call.get(call) == stage:
-                return str(call.path)
-        return str(node.target) if node.op == "call_module" else None
-
-
-def _node_labels(stages: Sequence[StageGraph]) -> list[list[str | None]]:
-    """The module that each node of each stage counts under; None without a whole module."""
-    stages_of: dict[fx.Node, list[int]] = {}
-    for stage in stages:
-        for node in stage.nodes:
-            stages_of.setdefault(node, []).append(stage.index)
-    homes: dict[ModuleCall, set[int]] = {}
-    for node, indices in stages_of.items():
-        # A module stays whole where several stages compute parts of it for themselves.
-        if len(indices) == 1:
-            for call in node.meta.get("calls", ()):
-                homes.setdefault(call, set()).update(indices)
-    whole = _Whole({call: min(found) for call, found in homes.items() if len(found) == 1})
-    return [
-        [
-            whole.label(node, stage.index) if len(stages_of[node]) == 1 else None
-            for node in stage.nodes
-        ]
-        for stage in stages
-    ]
-
-
-def _in_rows(labels: Iterable[str]) -> tuple[str, ...]:
-    """Writes `a.0, a.1, a.2, b` as `a.0-2, b`."""
-    rows: list[tuple[str, int, int] | str] = []
-    for label in labels:
-        match = re.fullmatch(r"(.*\.)?(\d+)", label)
-        if not match:
-            rows.append(label)
-            continue
-        prefix, number = match[1] or "", int(match[2])
-        if rows and isinstance(rows[-1], tuple) and rows[-1][0] == prefix:
-            if rows[-1][2] == number - 1:
-                rows[-1] = prefix, rows[-1][1], number
-                continue
-        rows.append((prefix, number, number))
-    return tuple(
-        row if isinstance(row, str) else f"{row[0]}{row[1]}" + f"-{row[2]}" * (row[2] > row[1])
-        for row in rows
-    )

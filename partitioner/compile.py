@@ -18,9 +18,10 @@ from torch import nn
 
 from ..runtime.errors import PlanError
 from ..runtime.formatting import write_large_count
-from ..runtime.plan.plan import NOT_STORED, ON_META, Plan, portable
+from ..runtime.plan.plan import NOT_STORED, ON_META, Plan
 from ..runtime.plan.trust import remember
 from ..runtime.plan.validate import contradiction
+from ..runtime.user_code import portable
 from .assemble_plan import PlanFacts, assemble
 from .capture import Capture
 from .capture import capture as capture_model

@@ -21,6 +21,7 @@ from .models.load import ModelSource, given_source
 from .planning.options import PartitionOptions, options_for, shows_options
 from .profile.operation_costs import NodeCost, OnProgress
 from .profiling import profile_capture
+from .stage_parts import operation_name, source_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,27 +293,15 @@ def _part(
 def _operation(
     captured: Capture, node: fx.Node, module: str, costs: Mapping[str, NodeCost]
 ) -> OutlineOperation:
-    file, line = node.meta.get("source") or ("", 0)
     cost = costs.get(node.name)
     return OutlineOperation(
         name=node.name,
-        does=_does(captured, node, module),
+        does=operation_name(captured, node, module),
         value=_value(captured, node),
-        source=f"{file.rpartition('/')[2]}:{line}" if file else "",
+        source=source_of(node),
         module=module,
         ms=(cost.forward_ms, cost.backward_ms) if cost else None,
     )
-
-
-def _does(captured: Capture, node: fx.Node, module: str) -> str:
-    """`LayerNorm ln_1` for a leaf, `.view` for a method, `softmax` for a function."""
-    if node.op == "call_module":
-        path = str(node.target)
-        own = path.removeprefix(f"{module}.") if module else path
-        return f"{type(captured.model.get_submodule(path)).__name__} {own}"
-    if node.op == "call_method":
-        return f".{node.target}"
-    return getattr(node.target, "__name__", str(node.target))
 
 
 def _value(captured: Capture, node: fx.Node) -> str:

@@ -325,3 +325,13 @@ def source_of(path: Path) -> str:
         raise PlanError(
             f"{path} is not UTF-8 text: {error.reason} at byte {error.start}.", _CURE
         ) from None
+
+
+def portable(text: str) -> str:
+    """A path or `file.py:function` without the folders of this machine.
+
+    >>> portable("/home/me/nets.py:build"), portable("nets/mine.py:build"), portable("gpt2")
+    ('nets.py:build', 'nets/mine.py:build', 'gpt2')
+    """
+    path, colon, function = text.partition(":")
+    return Path(path).name + colon + function if Path(path).is_absolute() else text

@@ -1,8 +1,7 @@
-"""A plan and the code of its stages -> report.html: one page, no network, no script.
+"""A plan and the code of its stages -> report.html: one page, no network.
 
 page          plan, code -> the page, its numbers on top, the details of every stage, the code
 charts        plan -> bars of times and memory, one simulated step by schedule, curves
-stage_graph   plan -> the pipeline in SVG: boxes, skips, tied parameters
 
 Python holds the decisions and the geometry, the templates `report*.j2` hold the layout.
 """

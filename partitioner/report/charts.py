@@ -1,11 +1,7 @@
-"""A plan -> the charts of its report: bars, one step by schedule, curves.
+"""A plan -> the bars and curves of its report.
 
 Bars show the time of every stage next to an even split, and the memory of every rank. Curves show
 the idle share and the time against the number of micro-batches.
-
-The simulator predicts the step of each schedule. A synchronous step is drawn whole. For an
-asynchronous schedule the drawing shows one step from the middle of a run and cuts off forwards and
-backwards that begin earlier or end later. All drawings have the same scale.
 """
 
 from __future__ import annotations
@@ -13,52 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
-from ...runtime.formatting import Column, Table, counted, write_bytes, write_ms, write_share
-from ...runtime.plan.forecast import (
-    OneStep,
-    compared_schedules,
-    forecast_one_step,
-    planned_schedule,
-)
+from ...runtime.formatting import Column, Table, write_bytes, write_ms, write_share
+from ...runtime.plan.forecast import compared_schedules, forecast_one_step
 from ...runtime.plan.plan import Plan
-from ...runtime.reports.charts import (
-    Bar,
-    Chart,
-    Drawing,
-    Series,
-    Window,
-    chart,
-    draw,
-    scale_of,
-    segment,
-)
-from ...runtime.schedule.asynchronous import ASYNCHRONOUS
+from ...runtime.reports.charts import Bar, Chart, Series, chart, segment
+from ...runtime.reports.memory_over_time import KINDS, MEANINGS
 from ...runtime.schedule.builders import AUTO
 
 _FAR = 2.5  # a limit this many times above the fullest rank would make all bars short
-
-KINDS = {
-    "parameters": "P",
-    "gradients": "G",
-    "optimizer": "O",
-    "versions": "V",
-    "buffers": "B",
-    "activations": "A",
-    "transport": "R",
-    "transient": "T",
-}
-"""The uses of memory, with the letter of each in the bars."""
-
-MEANINGS = {
-    "parameters": "parameters",
-    "gradients": "gradients",
-    "optimizer": "optimizer state",
-    "versions": "older or predicted weights",
-    "buffers": "buffers",
-    "activations": "activations of all micro-batches in flight",
-    "transport": "boundary tensors sent, or to be received",
-    "transient": "the most that one operation needs in addition",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,74 +179,6 @@ def _limits_note(limits: Sequence[int | None], scale: float) -> str:
     return "The line is the memory of the device; a stage beyond it would run out of memory."
 
 
-_MOST = 16  # micro-batches that are drawn
-
-
-@dataclass(frozen=True, slots=True)
-class Gantt:
-    """The drawing of one schedule, and a sentence with its numbers."""
-
-    schedule: str
-    is_chosen: bool
-    drawing: Drawing
-    summary: str
-    step_ms: float
-    idle_share: float
-
-
-def gantts(plan: Plan) -> tuple[Gantt, ...]:
-    """A drawing for every schedule; the plan's own comes first."""
-    count = min(plan.setting.micro_batches, _MOST)
-    schedules = compared_schedules(plan)
-    steps = {schedule: forecast_one_step(plan, schedule, count) for schedule in schedules}
-    scale = scale_of(max(step.step_ms for step in steps.values()))
-    chosen = plan.setting.schedule
-    return tuple(
-        _gantt(plan, schedule, step, count, scale, is_chosen=schedule == chosen)
-        for schedule, step in steps.items()
-    )
-
-
-def _gantt(
-    plan: Plan, schedule: str, step: OneStep, count: int, scale: float, *, is_chosen: bool
-) -> Gantt:
-    timeline = step.timeline
-    several = len(plan.stages) != timeline.ranks
-    is_plain = all(stage.ranks in ((), (stage.index,)) for stage in plan.stages)
-    row = "rank" if is_plain or several else "stage"
-    return Gantt(
-        schedule=schedule,
-        is_chosen=is_chosen,
-        drawing=draw(
-            Window(timeline, step.start_ms, step.end_ms),
-            scale,
-            count,
-            labels=[f"{row} {rank}" for rank in range(timeline.ranks)],
-            several=several,
-        ),
-        summary=_summary(plan, schedule, step, count),
-        step_ms=step.step_ms,
-        idle_share=step.idle_share,
-    )
-
-
-def _summary(plan: Plan, schedule: str, step: OneStep, count: int) -> str:
-    stages = len(plan.stages)
-    number = counted(count, "micro-batch", "micro-batches")
-    made = planned_schedule(plan, schedule, count)
-    in_flight = ", ".join(map(str, made.in_flight))
-    text = (
-        f"{schedule}: {number} in {write_ms(step.step_ms)}, ranks idle "
-        f"{write_share(step.idle_share)}; in flight at most {in_flight}"
-    )
-    if schedule in ASYNCHRONOUS:
-        stale = -(-(stages - 1) // count)
-        text += f"; weights at most {counted(stale, 'step')} old" if stale else "; weights are new"
-    if schedule in (*ASYNCHRONOUS, AUTO):
-        text += ". The step is from the middle of a run; its neighbors own the work at its edges"
-    return text + "."
-
-
 _COUNTS = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -375,6 +265,14 @@ def _chart(
         )
         for schedule in dict.fromkeys(sample.schedule for sample in samples)
     ]
-    drawn = chart(heading, lines, x_unit="micro-batches", write=write, floor=0.0, is_even=True)
+    drawn = chart(
+        heading,
+        lines,
+        x_unit="micro-batches",
+        x_title="micro-batches per step",
+        write=write,
+        floor=0.0,
+        is_even=True,
+    )
     assert drawn is not None  # there are always samples
     return drawn

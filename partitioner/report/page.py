@@ -29,15 +29,17 @@ from ...runtime.formatting import (
     write_share,
 )
 from ...runtime.plan.findings import TOPICS, Candidate, Finding
-from ...runtime.plan.forecast import forecast_one_step, spec_bytes, traffic
+from ...runtime.plan.forecast import forecast_one_step, spec_bytes, step_volumes, traffic
 from ...runtime.plan.plan import Plan, StageSpec, TensorSpec
 from ...runtime.reports.charts import Card
+from ...runtime.reports.model_strip import model_strip, parameter_count
+from ...runtime.reports.planned_steps import planned_steps
 from ...runtime.reports.rendering import in_script, render
 from ..codegen.documentation import shared_sentences, title_of
-from .charts import cost_bars, curves, drawn_schedules, gantts, memory_bars
-from .stage_graph import stage_graph
+from .charts import cost_bars, curves, drawn_schedules, memory_bars
 
 _MORE = (1, 2, 4)  # times the plan's micro-batches
+_GAINS = 1.005  # from here on a ratio is written as more than 1.00
 
 
 def cards(plan: Plan) -> tuple[Card, ...]:
@@ -47,6 +49,11 @@ def cards(plan: Plan) -> tuple[Card, ...]:
 
 def _gain(plan: Plan) -> Card:
     ratio = plan.even_split_ms / plan.bottleneck_ms if plan.bottleneck_ms else 1.0
+    if len(plan.stages) == 1:
+        return Card("Stages", "1", "nothing to balance")
+    if ratio < _GAINS:
+        heading = "Even split by blocks"
+        return Card(heading, "equally fast", f"slowest stage {write_ms(plan.even_split_ms)}")
     detail = f"counting blocks instead: slowest stage {write_ms(plan.even_split_ms)}"
     return Card("Faster than an even split", write_ratio(ratio), detail)
 
@@ -93,7 +100,7 @@ def _bytes(plan: Plan) -> Card:
     most = max(flows, key=lambda flow: flow.sent)
     total = sum(flow.sent for flow in flows)
     return Card(
-        "Largest boundary, a micro-batch",
+        "Largest boundary, per micro-batch",
         write_bytes(most.sent),
         f"stage {most.source} to {most.target}; all together {write_bytes(total)}, "
         "and gradients back",
@@ -137,6 +144,7 @@ class PartRow:
     backward: str
     share: str
     percent: float
+    slowest: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,9 +174,10 @@ def _details(plan: Plan, stage: StageSpec, text: str) -> StageDetails:
         modules=", ".join(stage.modules) or "operations only",
         summary=(
             f"forward {write_ms(stage.forward_ms)}, backward {write_ms(stage.backward_ms)}, "
-            f"{write_ms(stage.load_ms)} a micro-batch with transfers{replicas}{recompute}; "
-            f"{write_bytes(stage.param_bytes)} of parameters, {write_bytes(stage.peak_bytes)} at "
-            f"its peak with {counted(stage.in_flight, 'micro-batch', 'micro-batches')} in flight"
+            f"{write_ms(stage.load_ms)} per micro-batch with transfers{replicas}{recompute}; "
+            f"{parameter_count(stage)} parameters ({write_bytes(stage.param_bytes)}), "
+            f"{write_bytes(stage.peak_bytes)} at its peak with "
+            f"{counted(stage.in_flight, 'micro-batch', 'micro-batches')} in flight"
         ),
         parts=tuple(
             PartRow(
@@ -177,6 +186,7 @@ def _details(plan: Plan, stage: StageSpec, text: str) -> StageDetails:
                 backward=f"{part.backward_ms:.2f}",
                 share=write_share((part.forward_ms + part.backward_ms) / total_ms),
                 percent=100 * (part.forward_ms + part.backward_ms) / total_ms,
+                slowest=part.slowest,
             )
             for part in stage.parts
             if total_ms
@@ -196,7 +206,7 @@ def _tensor_table(beyond: str, rows: Iterable[tuple[str, ...]]) -> Table:
         Column("shape", "code"),
         Column("dtype", "text"),
         Column(beyond, "text"),
-        Column("a micro-batch"),
+        Column("per micro-batch"),
     )
     return Table(columns, tuple(rows))
 
@@ -229,11 +239,11 @@ def render_report(plan: Plan, code: Mapping[str, str]) -> str:
     The same arguments give the same bytes. The page refers to nothing outside itself, needs no
     script, and holds its own data in two JSON blocks, `plan` (all of plan.json) and `simulated`.
     """
-    drawings, by_count = gantts(plan), curves(plan)
+    steps, by_count = planned_steps(plan), curves(plan)
     simulated = {
         "steps": [
             {"schedule": one.schedule, "step_ms": one.step_ms, "idle_share": one.idle_share}
-            for one in drawings
+            for one in steps
         ],
         "by_micro_batches": [asdict(sample) for sample in by_count.samples],
     }
@@ -246,12 +256,13 @@ def render_report(plan: Plan, code: Mapping[str, str]) -> str:
         command=plan.command,
         facts=_facts(plan),
         cards=cards(plan),
-        graph=stage_graph(plan),
+        strip=model_strip(plan),
+        volumes=_volumes(plan),
         boundaries=_boundaries(plan),
         computed_again=_computed_again(plan),
         costs=cost_bars(plan),
         memory=memory_bars(plan),
-        gantts=drawings,
+        steps=steps,
         curves=by_count,
         topics=_topics(plan.findings),
         candidates=candidate_table(plan.candidates, timed=False),
@@ -291,7 +302,7 @@ def _boundaries(plan: Plan) -> Table:
         Column("shape", "code"),
         Column("from", "text"),
         Column("to", "text"),
-        Column("a micro-batch"),
+        Column("per micro-batch"),
         Column("gradient", "text"),
     )
     rows = (
@@ -306,6 +317,21 @@ def _boundaries(plan: Plan) -> Table:
         for boundary in plan.boundaries
     )
     return Table(columns, tuple(rows))
+
+
+def _volumes(plan: Plan) -> Table:
+    """The bytes of a step from each stage to each other: tensors, and gradients on the way back."""
+    volumes = step_volumes(plan)
+    stages = range(len(plan.stages))
+    rows = (
+        (
+            f"from stage {source}",
+            *(write_bytes(size) if (size := volumes.get((source, to))) else "-" for to in stages),
+        )
+        for source in stages
+    )
+    headings = (Column(f"to stage {to}") for to in stages)
+    return Table((Column("", "text"), *headings), tuple(rows))
 
 
 def _computed_again(plan: Plan) -> Table:

@@ -121,6 +121,11 @@ class StepRecord:
         """The mean idle share over ranks."""
         return sum(self.idle) / len(self.idle)
 
+    def loss_to_json(self) -> str:
+        """The line of metrics.jsonl of a step that is not logged."""
+        values = {"step": self.step, "loss": self.loss, "elapsed_s": round(self.elapsed_s, 3)}
+        return _line("loss", values)
+
     def to_json(self) -> str:
         """Its line of metrics.jsonl."""
         record = asdict(self) | {"idle_share": round(self.idle_share, 4)}
@@ -265,8 +270,22 @@ HOOKS = tuple(name for name in vars(Reporter) if name.startswith("on_"))
 """The methods of a Reporter."""
 
 
+_ALL_STEPS = 4096
+
+
+def keeps_loss(step: int) -> bool:
+    """Whether the loss of a step that is not logged is recorded: of all the first steps, later of
+    every second, fourth and so on, so that a long run has a few thousand.
+
+    >>> keeps_loss(4095), keeps_loss(4097), keeps_loss(4098)
+    (True, False, True)
+    """
+    return step % max(1, (1 << step.bit_length()) // _ALL_STEPS) == 0
+
+
 class MetricsFile(Reporter):
-    """Appends every event to `metrics.jsonl`, one line per record; only logged steps."""
+    """Appends every event to `metrics.jsonl`, one line per record. A step that is not logged has a
+    short record of its loss only."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -279,6 +298,8 @@ class MetricsFile(Reporter):
         self._step = record.step
         if record.logged:
             self._write(record.to_json())
+        elif keeps_loss(record.step):
+            self._write(record.loss_to_json())
 
     def on_eval(self, record: EvalRecord) -> None:
         self._write(record.to_json())

@@ -67,6 +67,7 @@ class RunRecords:
     drawn: the timelines of a step, if recorded.
     failure: the error that ended it; "" if there is none.
     damaged: the number of lines that are not records.
+    losses: the losses of all recorded steps, also of those that were not logged.
     """
 
     folder: Path
@@ -79,6 +80,7 @@ class RunRecords:
     end: Record
     failure: str
     damaged: int
+    losses: tuple[Record, ...] = ()
 
     @property
     def last_step(self) -> int:
@@ -156,6 +158,7 @@ def _gathered(folder: Path, config: Record, records: Sequence[Record], damaged: 
     start: Record = {}
     end: Record = {}
     steps: list[Record] = []
+    losses: list[Record] = []
     evals: list[Record] = []
     events: list[RunEvent] = []
     drawn: Drawn | None = None
@@ -178,8 +181,11 @@ def _gathered(folder: Path, config: Record, records: Sequence[Record], damaged: 
                 start, end, failure = record, {}, ""
             case "step":
                 _add(steps, record)
+                _add(losses, record)
+            case "loss":
+                _add(losses, record)
             case "eval":
-                _add(evals, _at_its_time(record, steps))
+                _add(evals, _at_its_time(record, losses))
             case "end":
                 end = record
             case "timelines":
@@ -202,6 +208,7 @@ def _gathered(folder: Path, config: Record, records: Sequence[Record], damaged: 
         end,
         failure,
         damaged,
+        tuple(losses),
     )
 
 

@@ -332,6 +332,15 @@ def traffic(plan: Plan) -> tuple[Traffic, ...]:
     )
 
 
+def step_volumes(plan: Plan) -> dict[tuple[int, int], int]:
+    """The bytes of one step from each stage to each other: tensors to later stages, and gradients
+    to earlier ones."""
+    volumes = _bytes_between(plan, plan.boundaries)
+    trained = [boundary for boundary in plan.boundaries if boundary.tensor.requires_grad]
+    volumes |= {(to, source): size for (source, to), size in _bytes_between(plan, trained).items()}
+    return {pair: plan.setting.micro_batches * size for pair, size in volumes.items()}
+
+
 def _bytes_between(plan: Plan, boundaries: Iterable[Boundary]) -> dict[tuple[int, int], int]:
     total: dict[tuple[int, int], int] = {}
     for boundary in boundaries:

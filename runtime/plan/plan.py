@@ -76,8 +76,7 @@ class Boundary:
     """A tensor that crosses stages.
 
     tensor: its name, dtype and shape
-    source: the stage that makes it
-    targets: the later stages that read it
+    source, targets: the stage that makes it, and the later stages that read it
     """
 
     tensor: TensorSpec
@@ -159,11 +158,14 @@ class StagePart:
 
     name: the path of the module
     forward_ms, backward_ms: its times for one micro-batch
+    operations, slowest: their number, and the slowest with its line; 0 and "" if unknown
     """
 
     name: str
     forward_ms: float
     backward_ms: float
+    operations: int = 0
+    slowest: str = ""
 
 
 READ_FROM = "read from "  # the start of `Plan.weights` for weights that were trained before
@@ -201,11 +203,10 @@ class StageSpec:
     update_ms: the time of the optimizer, once a step, if the load counts it
     recompute: the backward runs the forward again
     ranks: several if the stage is replicated; several stages may have the same rank
-    parts: the parts of the stage; their times add up to those of the stage
+    parts: its parts in the order of forward; their times add up to those of the stage
     sha256: the hash of the generated file
     draws_numbers: it draws from Python's or NumPy's generator; `draws_random` is true as well
-    changes: the parameters that forward writes to
-    changes_trained: those of `changes` that need a gradient
+    changes, changes_trained: the parameters that forward writes to, and those with a gradient
     """
 
     index: int
@@ -432,16 +433,6 @@ def verify_evaluates(plan: Plan) -> None:
             "Evaluate the original model with the trained weights: "
             "model.load_state_dict(pipe.state_dict()).",
         )
-
-
-def portable(text: str) -> str:
-    """A path or `file.py:function` without the folders of this machine.
-
-    >>> portable("/home/me/nets.py:build"), portable("nets/mine.py:build"), portable("gpt2")
-    ('nets.py:build', 'nets/mine.py:build', 'gpt2')
-    """
-    path, colon, function = text.partition(":")
-    return Path(path).name + colon + function if Path(path).is_absolute() else text
 
 
 def file_hash(path: Path) -> str:

@@ -1,16 +1,10 @@
-"""Numbers and timelines -> charts, bars and step drawings in SVG units.
-
-Step drawings of one scale are comparable.
-"""
+"""Numbers -> charts and bars in SVG units."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-from ..formatting import write_ms, write_share
-from ..schedule.simulate import Event, Timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +90,7 @@ def _steps(exponent: int) -> tuple[float, ...]:
     return tuple(10.0**exponent * factor for factor in (1, 2, 5, 10, 20))
 
 
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 480, 220, 58, 14, 12, 34
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 480, 234, 58, 14, 12, 48
 _MOST = 400
 """The maximum number of points of a line; more would not be visible."""
 _HOVERED = 40
@@ -133,7 +127,15 @@ class ChartLine:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
+    """A chart; its heading names the numbers of y.
+
+    lines: its series
+    x_title: the name of x
+    x_ticks, y_ticks: positions and numbers of the marks
+    """
+
     heading: str
+    x_title: str
     width: int
     height: int
     left: int
@@ -167,6 +169,7 @@ def chart(
     series: Sequence[Series],
     *,
     x_unit: str,
+    x_title: str = "",
     write: Callable[[float], str] = "{:g}".format,
     floor: float | None = None,
     ceiling: float | None = None,
@@ -177,15 +180,14 @@ def chart(
     """A chart with a line for each series; None if there is nothing to draw.
 
     x_unit: the unit of x.
+    x_title: the name of x, by default its unit.
     write: formats a number of y.
     floor, x_floor: numbers that the axes include.
     ceiling: the upper limit of y; lines above it leave the chart at its top. By default a few
-        points
-        far above all others, such as the first losses, are cut off.
+        points far above all others, such as the first losses, are cut off.
     is_even: draws the values of x at equal distances, each with its number.
     """
-    drawn = [(number, one) for number, one in enumerate(series) if one.finite]
-    if not drawn:
+    if not (drawn := [(number, one) for number, one in enumerate(series) if one.finite]):
         return None
     xs = sorted({x for _, one in drawn for x, _ in one.finite})
     ys = sorted(y for _, one in drawn for _, *each in (*one.finite, *one.band) for y in each)
@@ -199,6 +201,7 @@ def chart(
     has_few = len(series) <= 2
     return Chart(
         heading=heading,
+        x_title=x_title or x_unit,
         width=WIDTH,
         height=height,
         left=LEFT,
@@ -279,137 +282,3 @@ def _thinned(points: Sequence[tuple[float, float]], most: int) -> Sequence[tuple
     if len(points) <= most:
         return points
     return [points[round(place * (len(points) - 1) / (most - 1))] for place in range(most)]
-
-
-GANTT_LEFT, GANTT_RIGHT = 52, 1000
-_ROW = 28
-_TICKS, _APART = 10, 48  # the maximum number, and the minimum distance
-_LETTER, _AROUND = 7, 3  # the width of a digit in a box, and of its margin
-_NAMES = {"F": "forward", "B": "backward", "W": "gradients of weights", "S": "step"}
-
-
-@dataclass(frozen=True, slots=True)
-class ActionBox:
-    """One action of a rank; its label is the number of the micro-batch in its step, if there is
-    room."""
-
-    kind: str
-    x: float
-    y: float
-    width: float
-    label: str
-    title: str
-
-
-@dataclass(frozen=True, slots=True)
-class RankRow:
-    y: float
-    text_y: float
-    label: str
-    idle: str
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    x: float
-    label: str
-
-
-@dataclass(frozen=True, slots=True)
-class Drawing:
-    """The rows of a step, from GANTT_LEFT to `end_x`."""
-
-    height: int
-    end_x: float
-    rows: tuple[RankRow, ...]
-    boxes: tuple[ActionBox, ...]
-    ticks: tuple[Tick, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Window:
-    """The part of a timeline that is drawn."""
-
-    timeline: Timeline
-    start_ms: float
-    end_ms: float
-
-    @property
-    def length_ms(self) -> float:
-        return self.end_ms - self.start_ms
-
-
-def scale_of(longest_ms: float) -> float:
-    """SVG units per millisecond, so that the longest of several windows fills the width."""
-    return (GANTT_RIGHT - GANTT_LEFT) / (longest_ms or 1.0)
-
-
-def draw(
-    window: Window, scale: float, micro_batches: int, *, labels: Sequence[str], several: bool
-) -> Drawing:
-    """Every event in the window, cut off at its ends.
-
-    labels: the rows' names.
-    micro_batches: the micro-batches of a step.
-    several: True if ranks have more than one stage.
-    """
-    timeline = window.timeline
-    boxes = [
-        _box(event, window, scale, micro_batches, several=several)
-        for event in timeline.events
-        if _is_in(event, window)
-    ]
-    rows = tuple(
-        RankRow(
-            y=rank * _ROW,
-            text_y=rank * _ROW + 16,
-            label=label,
-            idle=write_share(_idle_share(timeline.of_rank(rank), window)),
-        )
-        for rank, label in enumerate(labels)
-    )
-    count = min(_TICKS, max(1, int(window.length_ms * scale / _APART)))
-    return Drawing(
-        height=len(rows) * _ROW + 24,
-        end_x=round(GANTT_LEFT + window.length_ms * scale, 2),
-        rows=rows,
-        boxes=tuple(sorted(boxes, key=lambda box: box.kind == "S")),  # narrow steps last
-        ticks=tuple(
-            Tick(round(GANTT_LEFT + ms * scale, 2), f"{ms:g}")
-            for ms in ticks_up_to(window.length_ms, count)
-        ),
-    )
-
-
-def _is_in(event: Event, window: Window) -> bool:
-    if event.action.kind == "S":
-        return window.start_ms < event.end_ms <= window.end_ms
-    return event.end_ms > window.start_ms and event.start_ms < window.end_ms
-
-
-def _box(
-    event: Event, window: Window, scale: float, micro_batches: int, *, several: bool
-) -> ActionBox:
-    action = event.action
-    start = max(event.start_ms, window.start_ms) - window.start_ms
-    end = min(event.end_ms, window.end_ms) - window.start_ms
-    width = max((end - start) * scale, 3.0 if action.kind == "S" else 0.0)
-    what = f"{_NAMES[action.kind]} {action.index}" + (f" of stage {action.stage}" * several)
-    label = str(action.index % micro_batches) if action.kind != "S" else ""
-    from_ms, to_ms = event.start_ms - window.start_ms, event.end_ms - window.start_ms
-    return ActionBox(
-        kind=action.kind,
-        x=round(GANTT_LEFT + min(start * scale, GANTT_RIGHT - GANTT_LEFT - width), 2),
-        y=event.rank * _ROW,
-        width=round(width, 2),
-        label=label if width >= _LETTER * len(label) + _AROUND else "",
-        title=f"rank {event.rank}, {what}: {write_ms(from_ms)} to {write_ms(to_ms)}",
-    )
-
-
-def _idle_share(events: Sequence[Event], window: Window) -> float:
-    busy_ms = sum(
-        max(0.0, min(event.end_ms, window.end_ms) - max(event.start_ms, window.start_ms))
-        for event in events
-    )
-    return max(0.0, 1 - busy_ms / window.length_ms) if window.length_ms else 0.0

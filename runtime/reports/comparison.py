@@ -26,6 +26,7 @@ from ..monitoring.run_files import Record, RunRecords, number, part, points, rea
 from .charts import Chart, Series, chart
 from .measures import (
     UNITS,
+    after_first_step,
     idle_shares,
     last,
     rank_memory,
@@ -45,7 +46,7 @@ class RunComparison:
     """Several runs, compared up to the point that all have reached.
 
     runs, names: the runs, and distinct names for them.
-    step, seconds: the number of steps and the time that all runs have reached.
+    step, seconds: the number of steps, and the time after the first step, that all have reached.
     rows: labels with a cell for each run.
     differences: options and versions that differ, with a cell for each run.
     """
@@ -68,7 +69,7 @@ def compare(folders: Sequence[Path]) -> RunComparison:
     """Compares the runs of these folders. Raises DataError for a folder without a run."""
     runs = tuple(read_run(folder) for folder in folders)
     step = min(float(run.last_step) for run in runs)
-    seconds = min(last(run, "elapsed_s") for run in runs)
+    seconds = min(last(after_first_step(run), "elapsed_s") for run in runs)
     return RunComparison(
         runs,
         _names(runs),
@@ -85,10 +86,10 @@ def as_json(comparison: RunComparison) -> str:
         summary_of(run)
         | {
             "name": name,
-            "loss_at_equal_steps": _at(run.steps, "step", comparison.step),
+            "loss_at_equal_steps": _at(run.losses, "step", comparison.step),
             "eval_loss_at_equal_steps": _at(run.evals, "step", comparison.step),
-            "loss_at_equal_time": _at(run.steps, "elapsed_s", comparison.seconds),
-            "steps_at_equal_time": _at(run.steps, "elapsed_s", comparison.seconds, "step"),
+            "loss_at_equal_time": _at_time(run, comparison.seconds),
+            "steps_at_equal_time": _at_time(run, comparison.seconds, "step"),
         }
         for run, name in zip(comparison.runs, comparison.names, strict=True)
     ]
@@ -109,22 +110,23 @@ def as_json(comparison: RunComparison) -> str:
 
 
 def _rows(runs: Sequence[RunRecords], step: float, seconds: float) -> list[tuple[str, list[str]]]:
-    after, within = f"after {step:g} steps", f"after {known(seconds, write_duration)}"
+    after = f"after {step:g} steps"
+    within = f"{known(seconds, write_duration)} after step 1"
     rates = {UNITS.get(rate_field(run), rate_field(run)) for run in runs}
     return [
         ("ended", [status_of(run) for run in runs]),
-        (f"loss {after}", [known(_at(run.steps, "step", step), write_loss) for run in runs]),
+        (f"loss {after}", [known(_at(run.losses, "step", step), write_loss) for run in runs]),
         (
             f"evaluation loss {after}",
             [known(_at(run.evals, "step", step), write_loss) for run in runs],
         ),
         (
             f"loss {within}",
-            [known(_at(run.steps, "elapsed_s", seconds), write_loss) for run in runs],
+            [known(_at_time(run, seconds), write_loss) for run in runs],
         ),
         (
             f"steps {within}",
-            [known(_at(run.steps, "elapsed_s", seconds, "step"), "{:g}".format) for run in runs],
+            [known(_at_time(run, seconds, "step"), "{:g}".format) for run in runs],
         ),
         (
             " or ".join(sorted(rates)),
@@ -147,6 +149,11 @@ def _at(records: Sequence[Record], by: str, limit: float, name: str = "loss") ->
     """A field of the last record up to a step or a time."""
     found = [number(record, name) for record in records if number(record, by) <= limit]
     return found[-1] if found else math.nan
+
+
+def _at_time(run: RunRecords, seconds: float, name: str = "loss") -> float:
+    """A field of the last step that ended within a time after the first step."""
+    return _at(after_first_step(run).losses, "elapsed_s", seconds, name)
 
 
 def _differences(runs: Sequence[RunRecords]) -> list[tuple[str, list[str]]]:
@@ -203,7 +210,7 @@ def render_comparison(comparison: RunComparison) -> str:
         ],
         cards=[],
         drawn=comparison.names[:_MOST],
-        charts=[(drawn, axis) for drawn, axis in charts if drawn is not None],
+        charts=[drawn for drawn in charts if drawn is not None],
         results=results,
         differences=differences,
         comparison_json=in_script(as_json(comparison)),
@@ -212,19 +219,27 @@ def render_comparison(comparison: RunComparison) -> str:
 
 def _chart(
     comparison: RunComparison, heading: str, name: str, by: str, *, evaluated: bool = False
-) -> tuple[Chart | None, str]:
+) -> Chart | None:
     """A line for each run; an empty name stands for the throughput, whose field depends on
     the run."""
     pairs = list(zip(comparison.names, comparison.runs, strict=True))[:_MOST]
-    series = [
-        Series(label, points(run.evals if evaluated else run.steps, name or rate_field(run), by))
-        for label, run in pairs
-    ]
+    series = []
+    for label, run in pairs:
+        timed = after_first_step(run) if by == "elapsed_s" else run
+        records = timed.losses if name == "loss" else timed.steps
+        field = name or rate_field(run)
+        series.append(Series(label, points(timed.evals if evaluated else records, field, by)))
     write = {"": write_count, "idle_share": write_share}.get(name, "{:.4g}".format)
-    unit = "step" if by == "step" else "s"
-    floor = None if name == "loss" else 0.0
-    axis = "by steps" if by == "step" else "by seconds"
-    return chart(heading, series, x_unit=unit, write=write, floor=floor), axis
+    is_timed = by == "elapsed_s"
+    return chart(
+        heading,
+        series,
+        x_unit="s" if is_timed else "step",
+        x_title="seconds after step 1" if is_timed else "step",
+        write=write,
+        floor=None if name == "loss" else 0.0,
+        x_floor=0.0 if is_timed else None,
+    )
 
 
 COMPARISON = "comparison.html"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from ..monitoring.run_files import Record, RunRecords, number, numbers, part
@@ -61,8 +61,7 @@ class RankMemory:
     """The peak memory of a rank in bytes.
 
     stages: the planned memory of its stages, and the measured one without that from before they
-        were
-        loaded.
+        were loaded.
     process_bytes: the memory of the whole process.
     """
 
@@ -219,6 +218,45 @@ def _medians(rows: Sequence[Sequence[float]]) -> list[float]:
     """The median of each column, over the rows that have it."""
     places = range(max(map(len, rows), default=0))
     return [median(row[at] for row in rows if len(row) > at) for at in places]
+
+
+_TITLES = {
+    "delay_mean": "Delay of the weights, mean, in steps",
+    "delay_max": "Delay of the weights, largest, in steps",
+    "gap": "Change of the weights between forward and backward, relative",
+    "passages": "Backwards counted",
+    "unexpected": "Backwards with another weight version than the schedule's",
+    "accuracy": "Accuracy",
+}
+
+
+def title_of_field(name: str) -> str:
+    """The name of a field of the records for people.
+
+    >>> title_of_field("delay_mean"), title_of_field("norm_of_update")
+    ('Delay of the weights, mean, in steps', 'Norm of update')
+    """
+    plain = name.replace("_", " ")
+    return _TITLES.get(name, plain[:1].upper() + plain[1:])
+
+
+def after_first_step(run: RunRecords) -> RunRecords:
+    """The run with its training time counted from the end of the first step, in which processes
+    start up; the same run if that step was not recorded."""
+    first = run.losses[0] if run.losses else {}
+    begin_s = number(first, "elapsed_s")
+    if number(first, "step") != 1 or not math.isfinite(begin_s):
+        return run
+
+    def later(records: Sequence[Record]) -> tuple[Record, ...]:
+        return tuple(
+            {**record, "elapsed_s": max(0.0, round(number(record, "elapsed_s") - begin_s, 6))}
+            if math.isfinite(number(record, "elapsed_s"))
+            else record
+            for record in records
+        )
+
+    return replace(run, steps=later(run.steps), evals=later(run.evals), losses=later(run.losses))
 
 
 UNITS = {"tok_per_s": "tokens/s", "samples_per_s": "samples/s"}

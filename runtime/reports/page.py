@@ -27,21 +27,11 @@ from ..formatting import (
     write_share,
 )
 from ..monitoring.records import append_line
-from ..monitoring.run_files import METRICS, RunRecords, number, part, points, read_run
+from ..monitoring.run_files import METRICS, RunRecords, number, part, read_run
 from ..plan.trust import write_here
 from ..schedule.simulate import Timeline
-from .charts import (
-    Bar,
-    Card,
-    Chart,
-    Drawing,
-    Series,
-    Window,
-    chart,
-    draw,
-    scale_of,
-    segment,
-)
+from .charts import Bar, Card, segment
+from .gantt import Drawing, Window, draw, scale_of
 from .measures import (
     UNITS,
     Compared,
@@ -49,7 +39,6 @@ from .measures import (
     idle_shares,
     last,
     last_evaluation,
-    other_series,
     rank_idle,
     rank_memory,
     rate_field,
@@ -58,9 +47,11 @@ from .measures import (
     status_of,
     step_times,
     title_of,
+    title_of_field,
     to_json,
 )
 from .rendering import in_script, render, write_page
+from .run_charts import loss_charts, more_charts, other_charts, speed_charts
 
 _LOOKS = {
     "bubble": "transfers",
@@ -73,10 +64,28 @@ _LOOKS = {
 }
 """The reason of idle time -> the style of that part of a bar."""
 
-_MANY = 1_000_000
+_LETTERS = {
+    "bubble": "E",
+    "imbalance": "I",
+    "communication": "C",
+    "data": "D",
+    "overhead": "H",
+    "waiting": "W",
+    "sending": "S",
+}
+"""Letters that no drawing of times or memory uses."""
 
-Charts = Sequence[tuple[Chart, str]]
-"""Charts with the captions of their horizontal axes."""
+_REASONS = {
+    "bubble": "empty pipeline (bubble)",
+    "imbalance": "unequal stages",
+    "communication": "communication",
+    "data": "reading data",
+    "overhead": "overhead of the runtime",
+    "waiting": "waiting for other ranks",
+    "sending": "sending",
+}
+
+_MANY = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,57 +110,6 @@ class IdleBars:
     key: tuple[tuple[str, str, str], ...]
 
 
-def loss_charts(run: RunRecords) -> Charts:
-    """Training and evaluation loss over steps, and over time."""
-    found = []
-    for by, axis, unit in (("step", "by steps", "step"), ("elapsed_s", "by seconds", "s")):
-        series = [
-            Series("training", run.series("loss", by)),
-            Series("evaluation", points(run.evals, "loss", by)),
-        ]
-        found.append((chart("Loss", series, x_unit=unit, write="{:.4g}".format), axis))
-    return _drawn(found)
-
-
-def speed_charts(run: RunRecords) -> Charts:
-    """Throughput and idle share over steps."""
-    rate = rate_field(run)
-    series = Series(UNITS.get(rate, rate), run.series(rate))
-    idle = Series("all ranks", run.series("idle_share"))
-    return _drawn(
-        [
-            (chart(f"Throughput, {series.label}", [series], x_unit="step", write=write_count,
-                   floor=0.0), "by steps"),
-            (chart("Idle share", [idle], x_unit="step", write=write_share, floor=0.0), "by steps"),
-        ]
-    )  # fmt: skip
-
-
-def more_charts(run: RunRecords) -> Charts:
-    """Gradient norm, learning rate and loss scale, if the run recorded them."""
-    headings = {"grad_norm": "Gradient norm", "lr": "Learning rate", "loss_scale": "Loss scale"}
-    return _drawn(
-        [
-            (chart(heading, [Series(heading, run.series(name))], x_unit="step"), "by steps")
-            for name, heading in headings.items()
-        ]
-    )
-
-
-def other_charts(run: RunRecords) -> Charts:
-    """All other numbers of the steps, such as delays; a line for each element of a list."""
-    found = []
-    for name, rows in other_series(run).items():
-        labels = [name] if len(rows) == 1 else [f"{name} {place}" for place in range(len(rows))]
-        series = [Series(label, row) for label, row in zip(labels, rows, strict=True)]
-        found.append((chart(name, series, x_unit="step", floor=0.0), "by steps"))
-    return _drawn(found)
-
-
-def _drawn(found: Sequence[tuple[Chart | None, str]]) -> Charts:
-    return [(drawn, axis) for drawn, axis in found if drawn is not None]
-
-
 def idle_bars(run: RunRecords) -> IdleBars:
     """The parts of each rank's time in which it did not compute."""
     rows = rank_idle(run)
@@ -159,7 +117,7 @@ def idle_bars(run: RunRecords) -> IdleBars:
     names = [name for name in parts if any(row.parts[name] for row in rows)]
     return IdleBars(
         tuple(_idle_bar(row) for row in rows),
-        tuple((_LOOKS[name], name[0].upper(), name) for name in names),
+        tuple((_LOOKS[name], _LETTERS[name], _REASONS[name]) for name in names),
     )
 
 
@@ -167,7 +125,7 @@ def _idle_bar(row: RankIdle) -> Bar:
     return Bar(
         label=f"rank {row.rank}",
         segments=tuple(
-            segment(_LOOKS[name], name[0].upper(), share, f"{name} {write_share(share)}")
+            segment(_LOOKS[name], _LETTERS[name], share, f"{_REASONS[name]} {write_share(share)}")
             for name, share in row.parts.items()
             if share > 0
         ),
@@ -232,8 +190,10 @@ def render_run(run: RunRecords) -> str:
         step=step_drawings(run),
         trace=TRACE if (run.folder / TRACE).is_file() else "",
         step_table=_step_table(run),
+        step_note=_step_note(run),
         stages=_stage_table(run),
         memory=_memory_table(run),
+        memory_note=_memory_note(run),
         others=other_charts(run),
         staleness=_numbers(part(run.end, "staleness")),
         events=_event_table(run),
@@ -276,6 +236,41 @@ def _memory_table(run: RunRecords) -> Table:
             (f"rank {row.rank}", *_beside(row.stages, write_bytes), write_bytes(row.process_bytes))
             for row in rank_memory(run)
         ],
+    )
+
+
+_LONGER = 1.5
+_FIXED_BYTES = 256 << 20
+
+
+def _step_note(run: RunRecords) -> str:
+    """A reason why the measured step is much longer than the simulated one; "" if it is not."""
+    if not step_times(run).ratio > _LONGER:
+        return ""
+    cores = number(part(run.start, "environment"), "cpus")
+    ranks = len(rank_memory(run))
+    shared = (
+        f": {counted(ranks, 'rank')} ran on {cores:g} cores"
+        if ranks and math.isfinite(cores)
+        else ""
+    )
+    return (
+        "The plan's times are those of a stage that has the machine to itself. A measured step is "
+        f"longer where ranks share processor cores or the memory's bandwidth{shared}."
+    )
+
+
+def _memory_note(run: RunRecords) -> str:
+    """Why small stages need several times their planned memory; "" if no rank does."""
+    if not any(
+        row.stages.ratio > _LONGER and row.stages.measured - row.stages.predicted < _FIXED_BYTES
+        for row in rank_memory(run)
+    ):
+        return ""
+    return (
+        "The plan counts tensors. Each process also allocates buffers of the transport, threads "
+        "and the allocator's reserve: tens of MiB that do not grow with the model. In stages as "
+        "small as these they are most of the memory."
     )
 
 
@@ -360,7 +355,7 @@ def _numbers(record: object) -> list[tuple[str, str]]:
     if not isinstance(record, dict):
         return []
     return [
-        (str(name).replace("_", " "), f"{number(record, name):.6g}")
+        (title_of_field(str(name)), f"{number(record, name):.6g}")
         for name in record
         if math.isfinite(number(record, name))
     ]

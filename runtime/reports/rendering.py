@@ -46,8 +46,8 @@ def in_script(text: str) -> Markup:
     return Markup(text.replace("<", "\\u003c"))
 
 
-def write_page(file: Path, page: str) -> Path:
-    """Writes a page whole or not at all. Raises DataError if it cannot."""
+def write_page(file: Path, page: str, cure: str = "Choose another file with --output.") -> Path:
+    """Writes a page whole or not at all. Raises DataError, with `cure`, if it cannot."""
     made = file.with_name(f".{file.name}.made")
     try:
         write_here(made, page)
@@ -55,6 +55,6 @@ def write_page(file: Path, page: str) -> Path:
     except OSError as error:
         raise DataError(
             f"{file} cannot be written: {(error.strerror or str(error)).lower()}.",
-            "Choose another file with --output.",
+            cure,
         ) from error
     return file

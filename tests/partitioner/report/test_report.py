@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 import asyncpipe
 from asyncpipe.partitioner.report import render_report
-from asyncpipe.partitioner.report.charts import cost_bars, curves, gantts, memory_bars
-from asyncpipe.partitioner.report.stage_graph import stage_graph
+from asyncpipe.partitioner.report.charts import cost_bars, curves, memory_bars
 from asyncpipe.runtime.formatting import write_bytes, write_gap, write_ms, write_share
 from asyncpipe.runtime.plan.findings import Candidate
 from asyncpipe.runtime.plan.forecast import compared_schedules, forecast_one_step, spec_bytes
 from asyncpipe.runtime.plan.plan import Boundary, Plan, TensorSpec, read_plan
+from asyncpipe.runtime.reports.model_strip import model_strip
+from asyncpipe.runtime.reports.planned_steps import planned_steps
 from asyncpipe.tests.support.oracles.html_pages import all_of, by_id, check_alone, parsed, text_of
 
 
@@ -69,7 +70,7 @@ def test_the_page_is_well_formed(page):
     assert all_of(parsed(page), "h1")
 
 
-def test_the_page_refers_to_nothing_outside_itself_and_needs_no_script(page):
+def test_the_page_refers_to_nothing_outside_itself(page):
     check_alone(page, scripts=2)
 
 
@@ -93,7 +94,9 @@ def test_title_command_status_and_hash_are_shown(page, plan):
     (heading,) = all_of(tree, "h1")
     assert text_of(heading) == "tied in 4 stages"
     assert plan.command in text_of(all_of(tree, "pre", "command")[0])
-    facts = {text_of(one[0]): text_of(one[1]) for one in all_of(tree, "dl", "facts")[0]}
+    (pairs,) = all_of(tree, "dl", "facts")
+    names, values = (map(text_of, all_of(pairs, tag)) for tag in ("dt", "dd"))
+    facts = dict(zip(names, values, strict=True))
     assert facts["graph"] == plan.hashes["graph"][:12]
     assert facts["method"] == plan.method
     assert facts["asyncpipe"].startswith(asyncpipe.__version__)
@@ -195,7 +198,7 @@ def test_replicas_of_a_stage_share_its_time(plan):
     alone = replace(shared, stages=(replace(pair, sends=()),), shared=())
     step = forecast_one_step(alone, "async-1f1b", 8)
     assert step.step_ms == pytest.approx(8 * load_ms + first.exchange_ms)
-    assert stage_graph(shared).boxes[0].name == "stage 0 × 2 ranks"
+    assert model_strip(shared).stages[0].title.startswith("stage 0 × 2 ranks")
 
 
 def test_every_schedule_has_a_tab_and_one_is_open(page, plan):
@@ -215,39 +218,39 @@ def test_every_schedule_has_a_tab_and_one_is_open(page, plan):
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_a_drawn_step_has_every_action_once_and_in_its_place(plan, schedule):
-    gantt = next(one for one in gantts(plan) if one.schedule == schedule)
+    step = next(one for one in planned_steps(plan) if one.schedule == schedule)
     count = plan.setting.micro_batches
-    for row in gantt.drawing.rows:
+    for row in step.drawing.rows:
         for kind in "FB":
-            boxes = [box for box in gantt.drawing.boxes if box.kind == kind and box.y == row.y]
+            boxes = [box for box in step.drawing.boxes if box.kind == kind and box.y == row.y]
             assert [box.label for box in boxes if box.label] == [
                 str(number) for number, box in enumerate(boxes) if box.label
             ]
             assert len(boxes) == count
     in_rows = sorted(
-        (box for box in gantt.drawing.boxes if box.kind != "S"), key=lambda b: (b.y, b.x)
+        (box for box in step.drawing.boxes if box.kind != "S"), key=lambda b: (b.y, b.x)
     )
     for one, other in zip(in_rows, in_rows[1:], strict=False):
         assert one.y < other.y or one.x + one.width <= other.x + 0.05
-    assert max(box.x + box.width for box in gantt.drawing.boxes) == pytest.approx(
-        gantt.drawing.end_x, abs=3.1
+    assert max(box.x + box.width for box in step.drawing.boxes) == pytest.approx(
+        step.drawing.end_x, abs=3.1
     )
 
 
 def test_a_drawn_asynchronous_step_is_busy_for_what_is_not_idle(plan):
-    gantt = next(one for one in gantts(plan) if one.schedule == "async-1f1b")
+    step = next(one for one in planned_steps(plan) if one.schedule == "async-1f1b")
     least_ms = max(
         plan.setting.micro_batches
         * (stage.forward_ms + stage.backward_ms + stage.forward_talk_ms + stage.backward_talk_ms)
         + stage.exchange_ms
         for stage in plan.stages
     )
-    assert least_ms * (1 - 1e-9) <= gantt.step_ms <= 1.1 * least_ms
-    busy = sum(box.width for box in gantt.drawing.boxes)
-    width = gantt.drawing.end_x - 52
-    assert 1 - busy / (width * len(gantt.drawing.rows)) == pytest.approx(gantt.idle_share, abs=0.02)
-    assert min(box.x for box in gantt.drawing.boxes) >= 52
-    assert max(box.x + box.width for box in gantt.drawing.boxes) <= gantt.drawing.end_x + 3.1
+    assert least_ms * (1 - 1e-9) <= step.step_ms <= 1.1 * least_ms
+    busy = sum(box.width for box in step.drawing.boxes)
+    width = step.drawing.end_x - step.drawing.left
+    assert 1 - busy / (width * len(step.drawing.rows)) == pytest.approx(step.idle_share, abs=0.02)
+    assert min(box.x for box in step.drawing.boxes) >= step.drawing.left
+    assert max(box.x + box.width for box in step.drawing.boxes) <= step.drawing.end_x + 3.1
 
 
 def test_curves_show_what_the_simulator_finds(page, plan):
@@ -262,21 +265,6 @@ def test_curves_show_what_the_simulator_finds(page, plan):
     assert idle[0].y < idle[-1].y  # more micro-batches, less idle, further down
     cells = {text_of(cell) for cell in all_of(parsed(page), "td")}
     assert {write_ms(sample.step_ms) for sample in found.samples} <= cells
-
-
-def test_the_graph_has_skips_above_and_tied_weights_below(plan):
-    tensor = plan.boundaries[0].tensor
-    skip = Boundary(tensor, 0, (1, 2, 3))
-    first, *others = plan.stages
-    graph = stage_graph(replace(plan, stages=(replace(first, sends=(skip,)), *others)))
-    kinds = [arc.kind for arc in graph.arcs]
-    assert kinds.count("skip") == 2 and kinds.count("tied") == 1
-    top, bottom = graph.top, graph.top + graph.box_height
-    assert all(0 < arc.y < top for arc in graph.arcs if arc.kind == "skip")
-    assert all(bottom < arc.y <= graph.height for arc in graph.arcs if arc.kind == "tied")
-    assert len({arc.y for arc in graph.arcs if arc.kind == "skip"}) == 2
-    assert [box.is_slowest for box in graph.boxes].count(True) == 1
-    assert "embed.weight" in next(arc.title for arc in graph.arcs if arc.kind == "tied")
 
 
 def test_every_stage_has_its_modules_tensors_and_code(page, folder, plan):
@@ -327,7 +315,7 @@ def test_whatever_may_be_wide_scrolls_in_its_own_box(page, plan):
     tree = parsed(page)
     parents = {child: parent for parent in tree.iter() for child in parent}
     drawings = [svg for svg in all_of(tree, "svg") if svg.get("aria-hidden") is None]
-    assert len(drawings) == 1 + len(compared_schedules(plan)) + 2
+    assert len(drawings) == 1 + 2 * len(compared_schedules(plan)) + 2
     for element in (*all_of(tree, "table"), *drawings):
         assert parents[element].get("class") == "wide"
 

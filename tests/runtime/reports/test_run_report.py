@@ -15,12 +15,22 @@ from hypothesis import strategies as st
 from asyncpipe.runtime.config.settings import Settings
 from asyncpipe.runtime.errors import AsyncPipeError, DataError
 from asyncpipe.runtime.formatting import write_ms
+from asyncpipe.runtime.monitoring.records import keeps_loss
 from asyncpipe.runtime.monitoring.run_files import METRICS, RunRecords, read_run
 from asyncpipe.runtime.plan.plan import read_plan
-from asyncpipe.runtime.reports.charts import HEIGHT, WIDTH, Series, chart, ticks_around, ticks_up_to
+from asyncpipe.runtime.reports.charts import (
+    HEIGHT,
+    LEFT,
+    WIDTH,
+    Series,
+    chart,
+    ticks_around,
+    ticks_up_to,
+)
 from asyncpipe.runtime.reports.comparison import as_json, compare, render_comparison
 from asyncpipe.runtime.reports.measures import (
     IDLE_PARTS,
+    after_first_step,
     other_series,
     rank_idle,
     rank_memory,
@@ -30,6 +40,7 @@ from asyncpipe.runtime.reports.measures import (
     summary_of,
 )
 from asyncpipe.runtime.reports.page import REPORT, render_run, reported
+from asyncpipe.runtime.reports.run_charts import loss_charts
 from asyncpipe.tests.support.models.hand_folders import FAILING, write_mlp
 from asyncpipe.tests.support.oracles.html_pages import all_of, by_id, check_alone, parsed, text_of
 from asyncpipe.tests.support.processes.quick_python import run
@@ -158,7 +169,7 @@ def test_delays_and_whatever_numbers_methods_add_have_their_charts(
     late = read_run(folder / "async")
     assert {"delay_mean", "delay_max"} <= other_series(late).keys()
     headings = {text_of(one) for one in all_of(parsed(render_run(late)), "h3")}
-    assert "delay_mean, by steps" in headings
+    assert "Delay of the weights, mean, in steps" in headings
     made = read_run(write_run(tmp_path / "new", *steps(5, gap=0.5, gap_by_stage=[1.0, 2.0])))
     assert [len(other_series(made)[name]) for name in ("gap", "gap_by_stage")] == [1, 2]
     assert "delay_mean" not in other_series(made)
@@ -356,6 +367,52 @@ def test_text_from_outside_cannot_leave_its_place(tmp_path: Path) -> None:
     assert json.loads(by_id(tree, "run").text or "")["config"]["data"] == hostile
 
 
+def test_every_step_is_drawn_and_not_only_the_logged_ones(folder: Path) -> None:
+    ran = read_run(folder / "sync")
+    assert [record["step"] for record in ran.steps] == [1, 2, 4, 6, 8]
+    assert [record["step"] for record in ran.losses] == [1, 2, 3, 4, 5, 6, 7, 8]
+    by_step, by_time = loss_charts(ran)
+    assert [line.label for line in by_step.lines] == ["training", "evaluation"]
+    assert len(by_step.lines[0].points) == len(by_time.lines[0].points) == 8
+    assert (by_step.x_title, by_time.x_title) == ("step", "seconds after step 1")
+
+
+def test_a_long_run_records_a_few_thousand_losses() -> None:
+    assert all(map(keeps_loss, range(1, 4096)))
+    assert sum(map(keeps_loss, range(1, 1_000_001))) < 25_000
+
+
+def test_time_is_counted_from_the_end_of_the_first_step(tmp_path: Path) -> None:
+    slow_start = [record | {"elapsed_s": record["elapsed_s"] + 5} for record in steps(4)]
+    later = after_first_step(read_run(write_run(tmp_path / "whole", *slow_start)))
+    assert [record["elapsed_s"] for record in later.losses] == pytest.approx([0.0, 0.1, 0.2, 0.3])
+    resumed = read_run(write_run(tmp_path / "resumed", *slow_start[2:]))
+    assert after_first_step(resumed) == resumed
+    (_, by_time) = loss_charts(read_run(tmp_path / "whole"))
+    assert by_time.x_ticks[0] == (LEFT, "0")
+
+
+def test_numbers_far_from_the_plan_are_explained(tmp_path: Path) -> None:
+    start = {
+        "event": "start",
+        "predicted": {"step_ms": 100.0, "peak_bytes": [8 << 20]},
+        "environment": {"cpus": 2},
+    }
+
+    def notes(ms: float, measured: int) -> list[str]:
+        memory = {"mem_bytes_by_rank": [measured + 1000], "base_bytes_by_rank": [1000]}
+        folder = tmp_path / f"{ms}-{measured}"
+        made = read_run(write_run(folder, start, *steps(3, ms=ms, **memory)))
+        texts = [text_of(one) for one in all_of(parsed(render_run(made)), "p")]
+        return [text for text in texts if text.startswith(("The plan's times", "The plan counts"))]
+
+    assert notes(110, 9 << 20) == []
+    slow, large = notes(300, 80 << 20)
+    assert slow.endswith("share processor cores or the memory's bandwidth: 1 rank ran on 2 cores.")
+    assert "tens of MiB that do not grow with the model" in large
+    assert len(notes(110, 8 << 30)) == 0  # too much for what a process needs anyway
+
+
 # --- several runs
 
 
@@ -366,11 +423,11 @@ def test_runs_are_compared_at_equal_steps_and_in_equal_time(tmp_path: Path) -> N
         tmp_path / "fast", *steps(12, lambda s: 10 - s / 2), config="lr = 0.2\nseed = 1"
     )
     compared = compare([slow, fast])
-    assert (compared.names, compared.step, compared.seconds) == (("slow", "fast"), 10.0, 1.2)
+    assert (compared.names, compared.step, compared.seconds) == (("slow", "fast"), 10.0, 1.1)
     rows = {row[0]: row[1:] for row in compared.rows}
     assert rows["loss after 10 steps"] == ("0.0000", "5.0000")
-    assert rows["loss after 1.2 s"] == ("4.0000", "4.0000")
-    assert rows["steps after 1.2 s"] == ("6", "12")
+    assert rows["loss 1.1 s after step 1"] == ("4.0000", "4.0000")
+    assert rows["steps 1.1 s after step 1"] == ("6", "12")
     assert rows["tokens/s"] == ("500", "1 000")
     assert rows["a step"] == (write_ms(200), write_ms(100))
     assert compared.differences == (("lr", "0.1", "0.2"), ("seed", "", "1"))

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from xml.etree.ElementTree import Element
 
 import html5lib
+
+SCRIPT = (Path(__file__).parent.parent.parent.parent / "templates/report_script.js.j2").read_text()
 
 
 def parsed(page: str) -> Element:
@@ -35,8 +38,9 @@ def by_id(tree: Element, name: str) -> Element:
 
 
 def check_alone(page: str, *, scripts: int, files: frozenset[str] = frozenset()) -> None:
-    """The page is well formed, loads nothing from the network, runs no script (its `scripts`
-    script blocks are data), and refers to no files other than `files` next to it."""
+    """The page is well formed, loads nothing from the network, runs no script but our own (its
+    `scripts` other script blocks are data), and refers to no files other than `files` next to
+    it."""
     tree = parsed(page)
     for element in tree.iter():
         assert named(element.tag) not in {"link", "img", "iframe", "object", "use", "image"}
@@ -49,5 +53,6 @@ def check_alone(page: str, *, scripts: int, files: frozenset[str] = frozenset())
     assert "@import" not in text and not re.search(r"url\((?!#)", text)
     assert "http" not in re.sub(r"<pre.*?</pre>", "", page, flags=re.DOTALL)
     kinds = [script.get("type") for script in all_of(tree, "script")]
-    assert kinds == ["application/json"] * scripts
+    assert kinds == ["application/json"] * scripts + [None]
+    assert all_of(tree, "script")[-1].text == f"\n{SCRIPT}"
     assert not re.search(r"<[^>]+\son\w+=", page)
