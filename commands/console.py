@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal
+from typing import IO, TYPE_CHECKING
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.markup import escape
@@ -26,26 +26,26 @@ from rich.progress import (
     TextColumn,
 )
 from rich.segment import Segment
-from rich.table import Table as RichTable
 
 from ..runtime.formatting import (
     Column,
     Table,
+    in_terminal,
     visible,
     write_bytes,
     write_duration,
     write_gap,
-    write_large_count,
     write_loss,
     write_ms,
     write_ratio,
-    write_share,
 )
 from ..runtime.plan.findings import TOPICS, Candidate, Finding
-from ..runtime.plan.forecast import spec_bytes, traffic
-from ..runtime.plan.plan import Plan, file_hash
+from ..runtime.plan.forecast import traffic
+from ..runtime.plan.plan import Plan
+from ..runtime.plan.stage_table import bar, stage_table, write_bytes_if_any
 from ..runtime.plan.trust import is_trusted
 from ..runtime.schedule.asynchronous import ASYNCHRONOUS
+from ..runtime.user_code import file_hash
 
 if TYPE_CHECKING:
     from ..partitioner.outline import Outline
@@ -108,18 +108,13 @@ def print_info(
 
 
 def print_table(console: Console, table: Table, styles: Mapping[int, str] | None = None) -> None:
-    """Prints a table and an empty line; nothing without rows. `styles` has those of single rows."""
+    """Prints a table and an empty line; nothing without rows. What does not fit the width is left
+    out or printed below (`Table.fitted`). `styles` has those of single rows."""
     if not table.rows:
         return
-    shown = RichTable(box=None, pad_edge=False, header_style="dim")
-    for column in table.columns:
-        is_number = column.kind == "number"
-        justify: Literal["left", "right"] = "right" if is_number else "left"
-        shown.add_column(escape(column.heading), justify=justify, no_wrap=is_number)
-    for position, row in enumerate(table.rows):
-        shown.add_row(*map(escape, row), style=(styles or {}).get(position))
-    console.print(shown)
-    console.print()
+    for shown in in_terminal(table, console.width, styles):
+        console.print(shown, soft_wrap=False)
+        console.print()
 
 
 def print_swept_run(console: Console, run: SweptRun, number: int, of: int) -> None:
@@ -241,34 +236,8 @@ class _BarOnceKnown(BarColumn):
 
 def print_plan(console: Console, plan: Plan) -> None:
     """The stage table, with each stage's share of the slowest one."""
-    is_plain = all(stage.ranks == (stage.index,) for stage in plan.stages)
-    slowest = max(stage.forward_ms + stage.backward_ms for stage in plan.stages) or 1.0
-    columns = (
-        Column("stage", "text"),
-        *(() if is_plain else (Column("rank", "text"),)),
-        Column("modules", "text"),
-        *map(Column, ("params", "forward", "backward")),
-        Column("load", "text"),
-        *map(Column, ("peak memory", "sends")),
-    )
-    rows = []
-    for stage in plan.stages:
-        share = (stage.forward_ms + stage.backward_ms) / slowest
-        rows.append(
-            (
-                str(stage.index),
-                *(() if is_plain else (", ".join(map(str, stage.ranks)),)),
-                " ".join(stage.modules),
-                write_large_count(stage.param_bytes // 4),
-                write_ms(stage.forward_ms),
-                write_ms(stage.backward_ms),
-                f"{_bar(share)} {write_share(share):>5}",
-                write_bytes(stage.peak_bytes),
-                _if_any(sum(_boundary_bytes(plan, boundary) for boundary in stage.sends)),
-            )
-        )
     console.print()
-    print_table(console, Table(columns, tuple(rows)))
+    print_table(console, stage_table(plan, console.width))
 
 
 def print_candidates(console: Console, candidates: Sequence[Candidate], taken: str) -> None:
@@ -287,13 +256,15 @@ def print_graph_plan(console: Console, plan: GraphPlan) -> None:
     slowest = max(stage.load_ms for stage in plan.stages) or 1.0
     columns = (
         *(Column(heading, "text") for heading in ("stage", "rank", "groups")),
-        *map(Column, ("forward", "backward")),
-        Column("load", "text"),
-        *map(Column, ("peak memory", "sends")),
+        *map(Column, ("forward", "backward", "load")),
+        Column("", "bar", leave_out=3),
+        Column("peak memory", leave_out=1),
+        Column("sends", leave_out=2),
     )
     rows = []
     for stage in plan.stages:
         number = len(stage.groups)
+        sent = sum(one.forward_bytes * len(one.targets) for one in stage.sends)
         groups = stage.groups[0] if number == 1 else f"{stage.groups[0]} .. {stage.groups[-1]}"
         rows.append(
             (
@@ -302,9 +273,10 @@ def print_graph_plan(console: Console, plan: GraphPlan) -> None:
                 f"{groups} ({number})",
                 write_ms(stage.forward_ms),
                 write_ms(stage.backward_ms),
-                f"{_bar(stage.load_ms / slowest)} {write_ms(stage.load_ms)}",
-                _if_any(stage.peak_bytes),
-                _if_any(sum(one.forward_bytes * len(one.targets) for one in stage.sends)),
+                write_ms(stage.load_ms),
+                bar(stage.load_ms / slowest),
+                write_bytes_if_any(stage.peak_bytes),
+                write_bytes_if_any(sent),
             )
         )
     console.print()
@@ -407,18 +379,3 @@ def print_folder(console: Console, plan: Plan, folder: Path) -> None:
     if not is_trusted(folder):
         console.print("foreign not made on this machine: its code is shown, and run with --trust")
     console.print(escape(f"\ncode    asyncpipe-inspect {shlex.quote(str(folder))} --stage 0"))
-
-
-# ---------------------------------------------------------------------------- numbers
-
-
-def _boundary_bytes(plan: Plan, boundary: Any) -> int:
-    return spec_bytes(boundary.tensor, plan.sizes) * len(boundary.targets)
-
-
-def _if_any(num_bytes: float) -> str:
-    return write_bytes(num_bytes) if num_bytes else "-"
-
-
-def _bar(share: float) -> str:
-    return f"{'█' * round(20 * share):░<20}"

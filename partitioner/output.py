@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from ..runtime.errors import PlanError
 from ..runtime.executor.loading import CONSTANTS
 from ..runtime.limits import ListOf, flag_of
-from ..runtime.plan.plan import Plan, file_hash, read_plan
+from ..runtime.plan.plan import Plan, read_plan
 from ..runtime.tensor_files import tensor_bytes, write_index, write_shard
-from ..runtime.user_code import portable
+from ..runtime.user_code import file_hash, portable
 from .capture.sizes import write_said
 from .planning.options import DEFAULTS, OPTIONS, PartitionOptions, PlanConfig
 

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from rich.table import Table as RichTable
 
 
 def write_ms(time_ms: float) -> str:
@@ -143,12 +146,30 @@ def known(value: float, write: Callable[[float], str]) -> str:
     return write(value) if math.isfinite(value) else ""
 
 
+_GAP = 2
+"""The spaces between two columns of a table in a terminal."""
+_TEXT_WIDTH = 20
+"""A column of text is readable from this width on, if its words are not longer."""
+
+
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of a table; numbers are aligned to the right."""
+    """A column of a table.
+
+    heading: the text above it
+    kind: numbers are aligned to the right; notes and texts may be wrapped between words
+    leave_out: a terminal that is too narrow leaves out the columns with the largest number first,
+        and never those with 0
+    """
 
     heading: str
-    kind: Literal["number", "text", "code", "note"] = "number"
+    kind: Literal["number", "text", "code", "note", "bar"] = "number"
+    leave_out: int = 0
+
+    @property
+    def is_wrapped(self) -> bool:
+        """True if its cells may have several lines."""
+        return self.kind in ("text", "note")
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +191,91 @@ class Table:
         headings = tuple(column.heading for column in self.columns)
         lines = [map(in_markdown, headings), marks, *(map(in_markdown, row) for row in self.rows)]
         return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+    @property
+    def width(self) -> int:
+        """Its columns in a terminal if no cell is wrapped."""
+        return _total(self._most(index) for index in range(len(self.columns)))
+
+    def fitted(self, width: int) -> tuple[Table, ...]:
+        """The table for a terminal of `width` columns: without its less important columns, and in
+        several parts that repeat the first column if that is not enough.
+
+        >>> columns = Column("stage"), Column("ms"), Column("load", "bar", leave_out=1)
+        >>> table = Table(columns, (("0", "1.5", "████"), ("1", "1.7", "█████")))
+        >>> [[column.heading for column in part.columns] for part in table.fitted(10)]
+        [['stage', 'ms']]
+        >>> [[column.heading for column in part.columns] for part in table.fitted(7)]
+        [['stage'], ['stage', 'ms']]
+        """
+        kept = list(range(len(self.columns)))
+        for index in sorted(kept, key=lambda index: -self.columns[index].leave_out):
+            if _total(map(self._least, kept)) <= width or not self.columns[index].leave_out:
+                break
+            kept.remove(index)
+        parts = [kept[:1]]
+        for index in kept[1:]:
+            if _total(map(self._least, [*parts[-1], index])) > width and len(parts[-1]) > 1:
+                parts.append(kept[:1])
+            parts[-1].append(index)
+        return tuple(self._only(part) for part in parts)
+
+    def widths(self, width: int) -> tuple[int, ...]:
+        """The width of each column in a terminal of `width` columns."""
+        indices = range(len(self.columns))
+        chosen = [self._least(index) for index in indices]
+        for index in sorted(indices, key=lambda index: not self.columns[index].is_wrapped):
+            spare = max(0, width - _total(chosen))
+            chosen[index] += min(spare, self._most(index) - chosen[index])
+        return tuple(chosen)
+
+    def _only(self, indices: Sequence[int]) -> Table:
+        return Table(
+            tuple(self.columns[index] for index in indices),
+            tuple(tuple(row[index] for index in indices) for row in self.rows),
+        )
+
+    def _texts(self, index: int) -> list[str]:
+        return [row[index] for row in self.rows]
+
+    def _most(self, index: int) -> int:
+        return max(map(len, [self.columns[index].heading, *self._texts(index)]))
+
+    def _least(self, index: int) -> int:
+        """The width from which no word of a column is cut, and no number wrapped."""
+        cells, column = self._texts(index), self.columns[index]
+        longest = max(map(len, cells), default=0)
+        if column.is_wrapped:
+            words = max((len(word) for cell in cells for word in cell.split()), default=0)
+            longest = max(words, min(longest, _TEXT_WIDTH))
+        return max([longest, *map(len, column.heading.split())])
+
+
+def _total(widths: Iterable[int]) -> int:
+    """The width of a table whose columns have these widths."""
+    each = list(widths)
+    return sum(each) + _GAP * (len(each) - 1)
+
+
+def in_terminal(
+    table: Table, width: int, styles: Mapping[int, str] | None = None
+) -> tuple[RichTable, ...]:
+    """A table as rich prints it in `width` columns, in one or several parts; `styles` has those of
+    single rows."""
+    from rich.markup import escape
+    from rich.table import Table as RichTable
+
+    parts = []
+    for part in table.fitted(width):
+        shown = RichTable(box=None, padding=(0, _GAP, 0, 0), pad_edge=False, header_style="dim")
+        for column, columns in zip(part.columns, part.widths(width), strict=True):
+            justify: Literal["left", "right"] = "right" if column.kind == "number" else "left"
+            heading = escape(column.heading)
+            shown.add_column(heading, justify=justify, width=columns, overflow="fold")
+        for position, row in enumerate(part.rows):
+            shown.add_row(*map(escape, row), style=(styles or {}).get(position))
+        parts.append(shown)
+    return tuple(parts)
 
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:

@@ -335,3 +335,9 @@ def portable(text: str) -> str:
     """
     path, colon, function = text.partition(":")
     return Path(path).name + colon + function if Path(path).is_absolute() else text
+
+
+def file_hash(path: Path) -> str:
+    """The SHA-256 of a file, as in `StageSpec.sha256`."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -381,17 +381,21 @@ def candidate_table(candidates: Sequence[Candidate], *, timed: bool) -> Table:
 
     A candidate without stages stands for a plan that could not be made; its note says why.
     """
-    headings = (
-        *("stages", "slowest rank", "step", "peak memory", "sent per micro-batch"),
-        "above the bound",
-        *(("planned in",) if timed else ()),
+    columns = (
+        Column("stages", leave_out=2),
+        Column("slowest rank"),
+        Column("step"),
+        Column("peak memory", leave_out=1),
+        Column("sent per micro-batch", leave_out=3),
+        Column("above the bound"),
+        *((Column("planned in", leave_out=4),) if timed else ()),
     )
     return Table(
-        (Column("plan", "text"), *map(Column, headings), Column("note", "note")),
+        (Column("plan", "text"), *columns, Column("note", "note")),
         tuple(
             (
                 candidate.name,
-                *(_cells(candidate, timed=timed) if candidate.stages else ("-",) * len(headings)),
+                *(_cells(candidate, timed=timed) if candidate.stages else ("-",) * len(columns)),
                 candidate.note,
             )
             for candidate in candidates

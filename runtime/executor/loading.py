@@ -19,11 +19,11 @@ from torch.overrides import TorchFunctionMode
 from ..data.task import named_inputs, sizes_of
 from ..errors import DataError, PlanError
 from ..import_path import add_own_folder
-from ..plan.plan import NO_WEIGHTS, Plan, StageSpec, file_hash, read_plan, verify_evaluates
+from ..plan.plan import NO_WEIGHTS, Plan, StageSpec, read_plan, verify_evaluates
 from ..plan.structure import rebuilt
 from ..plan.trust import own_modules
 from ..tensor_files import read_tensors, write_shard
-from ..user_code import hashed_name, import_file, source_of
+from ..user_code import file_hash, hashed_name, import_file, source_of
 
 
 class ChangedCodeError(PlanError):

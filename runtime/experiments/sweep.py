@@ -129,8 +129,9 @@ def sweep_table(runs: Sequence[SweptRun]) -> Table:
     """The options that differ, then the results; the lowest loss first."""
     accuracy = ("accuracy",) if any(run.accuracy is not None for run in runs) else ()
     names = (*runs[0].values, "loss", *accuracy, "train loss", "time")
+    leave_out = {"time": 2, "train loss": 1}
     return Table(
-        (*map(Column, names), Column("", "text")),
+        (*(Column(name, leave_out=leave_out.get(name, 0)) for name in names), Column("", "text")),
         tuple((*(_cell(run, name) for name in names), _state(run)) for run in ranked(runs)),
     )
 

@@ -310,6 +310,11 @@ def spec_bytes(spec: TensorSpec, sizes: Mapping[str, int]) -> int:
     return math.prod(spec.resolve(sizes)) * _ITEM_BYTES[spec.dtype]
 
 
+def boundary_bytes(boundary: Boundary, sizes: Mapping[str, int]) -> int:
+    """Bytes of a boundary tensor, sent to each of its readers."""
+    return spec_bytes(boundary.tensor, sizes) * len(boundary.targets)
+
+
 @dataclass(frozen=True, slots=True)
 class Traffic:
     """The bytes of one micro-batch from one stage to another; gradients send the same bytes

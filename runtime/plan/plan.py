@@ -6,7 +6,6 @@ runtime knows about a model; nothing here imports torch.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -264,7 +263,7 @@ class SharedParameter:
         return tuple(stage for stage, _ in self.holders)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Plan:
     """The partition of a model, with everything that the runtime needs to run it.
 
@@ -381,6 +380,20 @@ class Plan:
         """The stages whose forward reads the model input `name`."""
         return tuple(stage.index for stage in self.stages if name in stage.inputs)
 
+    def __repr__(self) -> str:
+        ms = f"{self.bottleneck_ms:.4g} ms"
+        return f"<Plan {self.name}: {len(self.stages)} stages, slowest {self.slowest} {ms}>"
+
+    def __str__(self) -> str:
+        from .stage_table import as_text
+
+        return as_text(self)
+
+    def _repr_html_(self) -> str:
+        from .stage_table import as_html
+
+        return as_html(self)
+
     def to_json(self) -> str:
         """The text of plan.json; the same plan is the same text."""
         document = asdict(self)
@@ -433,9 +446,3 @@ def verify_evaluates(plan: Plan) -> None:
             "Evaluate the original model with the trained weights: "
             "model.load_state_dict(pipe.state_dict()).",
         )
-
-
-def file_hash(path: Path) -> str:
-    """The SHA-256 of a file, as in `StageSpec.sha256`."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

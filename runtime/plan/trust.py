@@ -31,8 +31,7 @@ from typing import Any
 
 from ..errors import AsyncPipeError
 from ..import_path import is_own_folder
-from ..user_code import MOST_BYTES, names_object
-from .plan import file_hash
+from ..user_code import MOST_BYTES, file_hash, names_object
 
 _OURS = {*sys.stdlib_module_names, "asyncpipe", "torch"}
 
