@@ -7,13 +7,14 @@ checks, evaluation and export. It runs the same files that the pipeline trains.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _IncompatibleKeys
 from torch.overrides import TorchFunctionMode
 
 from ..data.task import named_inputs, sizes_of
@@ -188,12 +189,13 @@ def _fill_constants(module: nn.Module, path: Path, plan: Plan) -> None:
         module.get_buffer(name.removeprefix(CONSTANTS)).copy_(tensor)
 
 
-class Pipe:
+class Pipe(nn.Module):
     """The stages of a plan, chained; tied weights are one parameter again.
 
     Called as the original is, it returns the original's output structure: a dict of its named
     outputs, a tensor or a tuple. Inputs have the shapes of `Plan.inputs`, for any batch. A call
-    raises DataError for inputs of other names or sizes.
+    raises DataError for inputs of other names or sizes. Parameters, buffers and the state_dict have
+    the names of the original.
 
     plan: the plan of the folder
     stages: the modules of the stages, in order
@@ -201,95 +203,119 @@ class Pipe:
     """
 
     def __init__(
-        self, plan: Plan, stages: list[nn.Module], unused: Mapping[str, Tensor] | None = None
+        self,
+        plan: Plan,
+        stages: Iterable[nn.Module],
+        unused: Mapping[str, Tensor] | None = None,
     ) -> None:
+        super().__init__()
         self.plan = plan
-        self.stages = stages
+        self.stages = nn.ModuleList(stages)
         self.unused = dict(unused or {})
-        _tie(plan, stages)
+        _tie(plan, self.stages)
 
-    def __call__(self, *args: Any, **inputs: Any) -> Any:
+    def forward(self, *args: Any, **inputs: Any) -> Any:
+        """The original's outputs for its arguments."""
         values = named_inputs(self.plan, args, inputs)
         sizes = sizes_of(self.plan, values)
         for spec, stage in zip(self.plan.stages, self.stages, strict=True):
             values.update(run_stage(spec, stage, values))
         return rebuilt(self.plan.outputs, values, sizes)
 
-    def train(self, mode: bool = True) -> Pipe:
+    def extra_repr(self) -> str:
+        """The name of the plan."""
+        return self.plan.name
+
+    def train(self, mode: bool = True) -> Self:
         """Raises PlanError for evaluation mode where the plan is for training alone."""
         if not mode:
             verify_evaluates(self.plan)
-        for stage in self.stages:
-            stage.train(mode)
+        return super().train(mode)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        _tie(self.plan, self.stages)  # as a parameter of another type is a new object in each stage
         return self
 
-    def eval(self) -> Pipe:
-        """The same as `train(False)`."""
-        return self.train(False)
-
-    def to(self, *args: Any, **kwargs: Any) -> Pipe:
-        """Moves or casts every stage, as `nn.Module.to` does."""
-        for stage in self.stages:
-            stage.to(*args, **kwargs)
-        _tie(self.plan, self.stages)
-        return self
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Every parameter once, under the name that the original has for it."""
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Every parameter once, under the name that the original has for it; with
+        `remove_duplicate=False` under all its names."""
         place = {key: position for position, key in enumerate(self.plan.state_keys)}
-        first = {
-            name: min(tied.names, key=lambda key: place.get(key, len(place)))
-            for tied in self.plan.shared
-            for name in tied.names
-        }
-        seen: set[int] = set()
-        for stage in self.stages:
-            for name, parameter in stage.named_parameters():
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    yield first.get(name, name), parameter
+        tied = {name: shared.names for shared in self.plan.shared for name in shared.names}
+        seen: set[str] = set()
+        for stage in self.stages if recurse else ():
+            for own, parameter in stage.named_parameters(remove_duplicate=False):
+                names = sorted(tied.get(own, (own,)), key=lambda key: place.get(key, len(place)))
+                for name in names[:1] if remove_duplicate else names:
+                    if name not in seen:
+                        seen.add(name)
+                        yield _below(prefix, name), parameter
 
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Every parameter once, for an optimizer."""
-        return (parameter for _, parameter in self.named_parameters())
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Every buffer of the stages, under the name that the original has for it; a buffer that
+        several stages hold is that of the first."""
+        seen: set[str] = set()
+        for stage in self.stages if recurse else ():
+            for name, buffer in stage.named_buffers(remove_duplicate=remove_duplicate):
+                if name not in seen:
+                    seen.add(name)
+                    yield _below(prefix, name), buffer
 
-    def state_dict(self) -> dict[str, Tensor]:
+    def state_dict(  # type: ignore[override]
+        self,
+        *args: Any,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+    ) -> dict[str, Any]:
         """Exactly the keys and values of the original model's state_dict, tied names included."""
-        state = dict(self.unused)
+        state: dict[str, Any] = dict(self.unused)
         for stage in self.stages:
-            state |= stage.state_dict()
+            state |= stage.state_dict(keep_vars=keep_vars)
         for shared in self.plan.shared:
             for name in shared.names:
                 state.setdefault(name, state[shared.holders[0][1]])
-        return {key: state[key] for key in self.plan.state_keys}
+        destination = {} if destination is None else destination
+        destination.update({prefix + key: state[key] for key in self.plan.state_keys})
+        return destination
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> _IncompatibleKeys:
         """Reads the original model's state_dict, or that of a plan with other stages.
 
-        Raises DataError when a key is missing or not the model's, or a shape differs.
+        Raises DataError when a shape differs or, if `strict`, when a key is missing or not the
+        model's. Returns the missing and the unexpected keys, as torch does.
         """
         own = self.state_dict()
-        absent = [key for key in own if key not in state]
-        if absent:
+        absent = [key for key in own if key not in state_dict]
+        if absent and strict:
             raise DataError(
                 f"the state_dict lacks {len(absent)} of {len(own)} tensors of "
                 f"{self.plan.name}, the first is {absent[0]}."
             )
-        foreign = [key for key in state if key not in own]
-        if foreign:
+        foreign = [key for key in state_dict if key not in own]
+        if foreign and strict:
             raise DataError(
                 f"the state_dict has {len(foreign)} tensors that {self.plan.name} lacks, the "
                 f"first is {foreign[0]}."
             )
-        for key, value in own.items():
-            if state[key].shape != value.shape:
+        for key in own.keys() & state_dict.keys():
+            if state_dict[key].shape != own[key].shape:
                 raise DataError(
-                    f"{key} is {tuple(state[key].shape)} in the state_dict, "
-                    f"{tuple(value.shape)} in {self.plan.name}."
+                    f"{key} is {tuple(state_dict[key].shape)} in the state_dict, "
+                    f"{tuple(own[key].shape)} in {self.plan.name}."
                 )
+        state = {**own, **state_dict}
         for stage in self.stages:
-            stage.load_state_dict({key: state[key] for key in stage.state_dict()})
+            stage.load_state_dict({key: state[key] for key in stage.state_dict()}, assign=assign)
+        _tie(self.plan, self.stages)
         self.unused = {key: state[key] for key in self.unused}
+        return _IncompatibleKeys(absent, foreign)
 
     def save_weights(self, folder: str | Path) -> None:
         """Writes `model.safetensors`, a tied weight once, for `--init-from` and from_pretrained."""
@@ -326,7 +352,11 @@ def run_stage(spec: StageSpec, stage: nn.Module, values: Mapping[str, Any]) -> d
     return spec.named_outputs(stage(*(values[name] for name in spec.inputs)))
 
 
-def _tie(plan: Plan, stages: list[nn.Module]) -> None:
+def _below(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
+def _tie(plan: Plan, stages: nn.ModuleList) -> None:
     """Makes each shared parameter one object, under all names that it has in any stage."""
     for shared in plan.shared:
         owner_stage, owner_name = shared.holders[0]

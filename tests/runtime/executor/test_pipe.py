@@ -94,6 +94,68 @@ def test_a_state_dict_of_the_original_is_read(folder: Path) -> None:
         pipe.load_state_dict({key: value for key, value in state.items() if "ln_f.bias" not in key})
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_parameters_have_the_originals_names_each_once_or_under_all_names(
+    name: str, tmp_path: Path
+) -> None:
+    pipe, model = asyncpipe.load(cut(CASES[name], 2, tmp_path / "2p")), CASES[name].build()
+    for once in (True, False):
+        own = {key: value.shape for key, value in pipe.named_parameters(remove_duplicate=once)}
+        assert own == {
+            key: value.shape for key, value in model.named_parameters(remove_duplicate=once)
+        }
+    assert {f"pipe.{key}" for key, _ in model.named_parameters()} == {
+        key for key, _ in pipe.named_parameters("pipe")
+    }
+
+
+def test_a_pipe_is_a_module_in_all_that_torch_offers(folder: Path) -> None:
+    pipe, model = asyncpipe.load(folder), CASES["gpt2"].build()
+    assert isinstance(pipe, nn.Module) and list(pipe.children()) == [pipe.stages]
+    assert {type(part).__name__ for part in pipe.modules()} >= {"Stage0", "LayerNorm", "GPT2Block"}
+    assert {key for key, _ in pipe.named_buffers()} == {key for key, _ in model.named_buffers()}
+    assert not pipe.eval().training and not any(part.training for part in pipe.modules())
+    assert pipe.train().training and all(part.training for part in pipe.modules())
+
+    pipe(**CASES["gpt2"].micro_batch(2))["loss"].backward()
+    assert all(parameter.grad is not None for parameter in pipe.parameters())
+    pipe.zero_grad()
+    assert all(parameter.grad is None for parameter in pipe.parameters())
+    pipe.requires_grad_(False)
+    assert not any(value.requires_grad for stage in pipe.stages for value in stage.parameters())
+    seen: list[str] = []
+    pipe.register_forward_hook(lambda module, given, result: seen.append(type(module).__name__))
+    pipe(**CASES["gpt2"].micro_batch(1))
+    assert seen == ["Pipe"]
+
+
+@pytest.mark.parametrize("move", [lambda pipe: pipe.to("meta"), lambda pipe: pipe.double()])
+def test_tied_weights_stay_one_parameter_in_a_pipe_that_is_moved(
+    move: Callable[[nn.Module], nn.Module], folder: Path
+) -> None:
+    pipe = asyncpipe.load(folder)
+    assert move(pipe) is pipe
+    first, last = pipe.stages[0], pipe.stages[-1]
+    assert first.get_parameter("transformer.wte.weight") is last.get_parameter("lm_head.weight")
+
+
+def test_a_state_dict_with_other_keys_is_read_where_that_is_asked_for(folder: Path) -> None:
+    pipe = asyncpipe.load(folder)
+    before = {key: value.clone() for key, value in pipe.state_dict().items()}
+    ones = torch.ones_like(before["transformer.ln_f.bias"])
+    keys = pipe.load_state_dict({"transformer.ln_f.bias": ones, "other": ones}, strict=False)
+    assert keys.unexpected_keys == ["other"]
+    assert set(keys.missing_keys) == before.keys() - {"transformer.ln_f.bias"}
+    after = pipe.state_dict(prefix="model.", keep_vars=True)
+    assert torch.equal(after["model.transformer.ln_f.bias"], ones)
+    assert isinstance(after["model.lm_head.weight"], nn.Parameter)
+    assert all(
+        torch.equal(after[f"model.{key}"], value)
+        for key, value in before.items()
+        if key != "transformer.ln_f.bias"
+    )
+
+
 def test_a_stage_reads_only_its_tensors_from_what_transformers_wrote(
     folder: Path, tmp_path: Path
 ) -> None:
