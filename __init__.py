@@ -44,6 +44,11 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    """The public names, which are imported on first use."""
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
+
+
 def __getattr__(name: str) -> Any:
     """Imports a public name on first use, so that `import asyncpipe` is light."""
     if name not in _PUBLIC:

@@ -5,15 +5,22 @@ from __future__ import annotations
 import sys
 import traceback
 
-from cyclopts import App
+from cyclopts import App, UnknownOptionError
 from rich.markup import escape
 
 from ..runtime.errors import AsyncPipeError, is_out_of_memory
 from ..runtime.formatting import visible
+from ..runtime.known_names import PARTITION, TRAIN, KnownNames
 from ..runtime.process import Ended
 from ..runtime.user_code import exits_told, last_line, own_line
 from .console import SafeConsole
 
+_NAMES = {
+    "asyncpipe-partition": PARTITION,
+    "asyncpipe-train": TRAIN,
+    "asyncpipe-compare": TRAIN,
+}
+_NO_NAMES = KnownNames({}, {})
 DEFECT = "This is a defect of asyncpipe"
 
 
@@ -30,10 +37,15 @@ def run(app: App) -> int:
     app.console = SafeConsole()
     try:
         with exits_told():
-            ended = app(exit_on_error=False, print_error=False, result_action="return_value")
+            ended = app(
+                _in_ours(app, sys.argv[1:]),
+                exit_on_error=False,
+                print_error=False,
+                result_action="return_value",
+            )
         return int(ended or 0)
     except CycloptsError as error:
-        errors.print(f"[bold red]error:[/] {_shown(str(error))}", soft_wrap=True)
+        errors.print(f"[bold red]error:[/] {_shown(_usage_fault(app, error))}", soft_wrap=True)
         errors.print(f"[dim]{app.name[0]} --help[/]")
         return 2
     except Ended as stopped:
@@ -60,6 +72,32 @@ def run(app: App) -> int:
         return 1
     finally:
         errors.show_cursor(True)
+
+
+def _in_ours(app: App, words: list[str]) -> list[str]:
+    """The words of a command line with our options in place of other tools' names for them."""
+    names = _NAMES.get(app.name[0], _NO_NAMES)
+    return names.in_ours(words, _options(app)) if names.same else words
+
+
+def _options(app: App) -> set[str]:
+    """The flags of a command and of its subcommands."""
+    apps = [app, *(app[name] for name in app if not name.startswith("-"))]
+    return {
+        name
+        for each in apps
+        for argument in each.assemble_argument_collection()
+        for name in argument.names
+    }
+
+
+def _usage_fault(app: App, error: Exception) -> str:
+    """The message of wrong usage; for an unknown option with the right one, if it is known."""
+    if not isinstance(error, UnknownOptionError):
+        return str(error)
+    name = (error.token.keyword or error.token.value).partition("=")[0]
+    names = _NAMES.get(app.name[0], _NO_NAMES)
+    return f"Unknown option: {name}. {names.meant(name, _options(app))}".rstrip()
 
 
 def _unexpected(error: Exception) -> tuple[str, str]:

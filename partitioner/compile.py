@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Unpack
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..runtime.errors import PlanError
 from ..runtime.formatting import write_large_count
@@ -40,6 +40,7 @@ from .planning.compare_methods import ALL
 from .planning.explain import explain as explain_plan
 from .planning.explain import explain_micro_batches
 from .planning.infeasible import explained
+from .planning.keywords import PartitionKeywords
 from .planning.options import (
     PartitionOptions,
     options_for,
@@ -71,19 +72,19 @@ class OnPhase(Protocol):
 @shows_options("model")
 def partition(
     model: nn.Module,
-    example_inputs: Mapping[str, Any] | tuple[Any, ...],
+    example_inputs: Tensor | Mapping[str, Any] | tuple[Any, ...],
     *,
     name: str | None = None,
     on_phase: OnPhase | None = None,
     on_progress: OnProgress | None = None,
-    **options: Any,
+    **options: Unpack[PartitionKeywords],
 ) -> Plan:
     """Cuts `model` into stages and writes them to a folder; the model itself is left as it is.
 
     - `model`: a module with its weights, or on meta for a folder without weights.
-    - `example_inputs`: the arguments of the model's forward by name (or a tuple of positional
-      ones): tensors, nested structures of them, constants. Tensors have the size of one
-      micro-batch, `[batch, ...]` unless `batch_dim` says otherwise.
+    - `example_inputs`: the arguments of the model's forward by name, a tuple of positional ones, or
+      the tensor of a forward that takes one: tensors, nested structures of them, constants.
+      Tensors have the size of one micro-batch, `[batch, ...]` unless `batch_dim` says otherwise.
     - `name`: the name of the plan, by default the model's class.
     - `on_phase`: called after each phase with its name, a summary, its seconds and the next phase.
     - `on_progress`: called within the long phases.
@@ -91,7 +92,8 @@ def partition(
 
     Returns the plan; the folder is `output`, by default `generated_models/NAME_STAGESp`. With
     `stop_after="plan"` nothing is written. Raises CaptureError when the model cannot be captured as
-    a graph, PlanError when no plan satisfies the options, TypeError for an unknown option.
+    a graph, ModelError when `example_inputs` do not fit its forward, PlanError when no plan
+    satisfies the options, TypeError for an unknown option.
     """
     chosen = options_for("model", options)
     source = given_source(model, example_inputs, name)

@@ -11,13 +11,14 @@ import json
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, Unpack
 
 from torch import Tensor, fx, nn
 
 from .capture import Capture, ModuleCall
 from .compile import OnPhase, PhaseTimer, capture_source, describe_capture, load
 from .models.load import ModelSource, given_source
+from .planning.keywords import OutlineKeywords
 from .planning.options import PartitionOptions, options_for, shows_options
 from .profile.operation_costs import NodeCost, OnProgress
 from .profiling import profile_capture
@@ -193,12 +194,12 @@ class Outline:
 @shows_options("outline")
 def outline(
     model: nn.Module,
-    example_inputs: Mapping[str, Any] | tuple[Any, ...],
+    example_inputs: Tensor | Mapping[str, Any] | tuple[Any, ...],
     *,
     name: str | None = None,
     on_phase: OnPhase | None = None,
     on_progress: OnProgress | None = None,
-    **options: Any,
+    **options: Unpack[OutlineKeywords],
 ) -> Outline:
     """Captures a model and shows its graph by module.
 
@@ -207,8 +208,9 @@ def outline(
     - `options`: those of `PartitionOptions` that capture and profile a model. With `profile`,
       "measured" or "analytic", operations have milliseconds.
 
-    Raises CaptureError when the model cannot be captured as a graph, PlanError for an illegal value
-    of an option, TypeError for an unknown option.
+    Raises CaptureError when the model cannot be captured as a graph, ModelError when
+    `example_inputs` do not fit its forward, PlanError for an illegal value of an option, TypeError
+    for an unknown option.
     """
     chosen = options_for("outline", options)
     source = given_source(model, example_inputs, name)

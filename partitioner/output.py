@@ -24,7 +24,8 @@ from ..runtime.plan.plan import Plan, read_plan
 from ..runtime.tensor_files import tensor_bytes, write_index, write_shard
 from ..runtime.user_code import file_hash, portable
 from .capture.sizes import write_said
-from .planning.options import DEFAULTS, OPTIONS, PartitionOptions, PlanConfig
+from .planning.keywords import PlanConfig
+from .planning.options import DEFAULTS, OPTIONS, PartitionOptions
 
 FILES = frozenset({"plan.json", "README.md", "report.html", "__init__.py"})
 FOLDERS = frozenset({"weights", "hf", "__pycache__"})

@@ -201,12 +201,12 @@ class Table:
         """The table for a terminal of `width` columns: without its less important columns, and in
         several parts that repeat the first column if that is not enough.
 
-        >>> columns = Column("stage"), Column("ms"), Column("load", "bar", leave_out=1)
-        >>> table = Table(columns, (("0", "1.5", "████"), ("1", "1.7", "█████")))
+        >>> columns = Column("stage"), Column("ms"), Column("load", "bar", leave_out=1), Column("n")
+        >>> table = Table(columns, (("0", "1.5", "████", "10"), ("1", "1.7", "█████", "12")))
+        >>> [[column.heading for column in part.columns] for part in table.fitted(14)]
+        [['stage', 'ms', 'n']]
         >>> [[column.heading for column in part.columns] for part in table.fitted(10)]
-        [['stage', 'ms']]
-        >>> [[column.heading for column in part.columns] for part in table.fitted(7)]
-        [['stage'], ['stage', 'ms']]
+        [['stage', 'ms'], ['stage', 'n']]
         """
         kept = list(range(len(self.columns)))
         for index in sorted(kept, key=lambda index: -self.columns[index].leave_out):

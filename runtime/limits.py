@@ -17,6 +17,7 @@ from reprlib import Repr
 from typing import Any, Protocol
 
 from .formatting import hiding_in
+from .known_names import value_in_ours
 
 _LONGEST = 2**16
 _short = Repr()
@@ -92,7 +93,7 @@ class Number:
 
 @dataclass(frozen=True)
 class Choice:
-    """A few names."""
+    """A few names, read in any case and in the words of other tools."""
 
     names: tuple[str, ...]
 
@@ -105,7 +106,7 @@ class Choice:
         return self.names[0]
 
     def read(self, text: str) -> str:
-        return text
+        return value_in_ours(text, self.names)
 
     def has(self, value: Any) -> bool:
         return isinstance(value, str) and value in self.names
@@ -238,7 +239,8 @@ def refusal(limit: Limit, name: str, value: Any, place: str = "") -> tuple[str, 
 
     what = f"{_written(name, wrong_value, place)} is not {wrong.words}."
     names = wrong.names if isinstance(wrong, Choice) else ()
-    if near := get_close_matches(str(wrong_value), names, n=1):
+    meant = value_in_ours(str(wrong_value), names)
+    if near := [meant] if meant in names else get_close_matches(str(wrong_value), names, n=1):
         return what, f"Did you mean {_assigned(name, near[0]) if place else typed(name, near[0])}?"
     if isinstance(wrong, Text) and (hidden := _hidden_in(str(wrong_value))):
         written = _written(name, wrong_value, place)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ...runtime.errors import ModelError
 from ...runtime.extras import install
+from ...runtime.formatting import counted
 from ...runtime.plan.plan import ON_META, READ_FROM
 from ...runtime.user_code import import_object, told_as
 from .builtin import BUILTIN, PRESETS
@@ -48,7 +49,9 @@ class ModelSource:
 
 
 def given_source(
-    model: nn.Module, example_inputs: Mapping[str, Any] | tuple[Any, ...], name: str | None = None
+    model: nn.Module,
+    example_inputs: Tensor | Mapping[str, Any] | tuple[Any, ...],
+    name: str | None = None,
 ) -> ModelSource:
     """The source of a model that the caller has built."""
     inputs = (
@@ -355,9 +358,23 @@ def _by_name(model: nn.Module, examples: Any) -> dict[str, Any]:
     return name_inputs(model, examples if isinstance(examples, tuple | list) else (examples,))
 
 
-def name_inputs(model: nn.Module, values: tuple[Any, ...] | list[Any]) -> dict[str, Any]:
-    """Positional example inputs -> keyword arguments of the model's forward."""
-    return dict(inspect.signature(model.forward).bind(*values).arguments)
+def name_inputs(model: nn.Module, values: Any) -> dict[str, Any]:
+    """Positional example inputs -> keyword arguments of the model's forward.
+
+    A single value is the first argument of forward. Raises ModelError if forward takes others.
+    """
+    is_several = isinstance(values, tuple | list)
+    given = tuple(values) if is_several else (values,)
+    forward = inspect.signature(model.forward)
+    try:
+        return dict(forward.bind(*given).arguments)
+    except TypeError as error:
+        raise ModelError(
+            f"{type(model).__name__}.forward takes {forward}, but example_inputs "
+            f"{'has' if is_several else 'is'} {counted(len(given), 'value')}: "
+            f"{error}.",
+            "Give a dict with the name of each argument: {'input_ids': tensor, ..}.",
+        ) from error
 
 
 def _name_of(spec: str) -> str:

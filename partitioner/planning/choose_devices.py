@@ -44,7 +44,7 @@ from .device_layouts import (
     shape_name,
     with_bound,
 )
-from .options import PlanConfig
+from .keywords import PlanConfig
 from .solve import Solution
 
 _TIE = 0.01

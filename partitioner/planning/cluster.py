@@ -42,7 +42,8 @@ from ...runtime.serialization import Origin, parse_toml, read_text
 from ..graph.costs import LOCALHOST, Link
 from ..graph.rank_model import Device, RankConfig, Recompute
 from ..profile.roofline import device_spec
-from .options import PartitionOptions, PlanConfig, bytes_of
+from .keywords import PlanConfig
+from .options import PartitionOptions, bytes_of
 
 # Ethernet of 10 Gbit/s with TCP, of which about nine tenths are reached.
 NETWORK = Link(latency_ms=0.2, bytes_per_s=1.1e9)

@@ -15,9 +15,10 @@ from dataclasses import dataclass, fields, is_dataclass
 from functools import partial, wraps
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ParamSpec, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from ...runtime.errors import PlanError
+from ...runtime.known_names import PARTITION
 from ...runtime.limits import (
     Choice,
     Either,
@@ -34,6 +35,7 @@ from ...runtime.optimizers.facts import PLANNED as PLANNED_OPTIMIZERS
 from ...runtime.options import option, options_of
 from ...runtime.schedule.asynchronous import KEEPS
 from ...runtime.schedule.builders import AUTO, SCHEDULES
+from .keywords import PlanConfig
 
 if TYPE_CHECKING:
     from ..capture import Said
@@ -332,18 +334,6 @@ class PartitionOptions:
         )
 
 
-class PlanConfig(TypedDict, total=False):
-    """How a plan will be run: options of `PartitionOptions`, for the functions of the planner."""
-
-    schedule: str | None
-    ranks: int | None
-    micro_batches: int
-    recompute: str
-    memory_limit: int | str | None
-    optimizer: str
-    staleness: str
-
-
 OPTIONS = options_of(PartitionOptions)
 DEFAULTS: Mapping[str, Any] = MappingProxyType(
     {entry.name: entry.default for entry in fields(PartitionOptions)}
@@ -366,14 +356,25 @@ def check_options(given: Mapping[str, Any]) -> None:
 
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
-    """A function whose keyword arguments are checked as the options of their names."""
+    """A function whose keyword arguments are checked as the options of their names; `**running`
+    takes those of `PlanConfig`."""
+    parameters = inspect.signature(function).parameters.values()
+    known = [each.name for each in parameters if each.kind is not each.VAR_KEYWORD]
+    known += [] if len(known) == len(parameters) else PlanConfig.__annotations__
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name in kwargs:
+            if name not in known:
+                raise _unknown(function.__name__, name, known)
         check_options(kwargs)
         return function(*args, **kwargs)
 
     return call
+
+
+_CALLS = {"model": "partition", "outline": "outline"}
+"""What reads an option -> the function of that name."""
 
 
 def options_for(call: str, given: Mapping[str, Any]) -> PartitionOptions:
@@ -382,10 +383,23 @@ def options_for(call: str, given: Mapping[str, Any]) -> PartitionOptions:
     Raises TypeError for a name that is not an option of the call, PlanError for an illegal value.
     """
     check_options(given)
+    known = [name for name, option in OPTIONS.items() if call in option.read_by]
     for name in given:
-        if name not in OPTIONS or call not in OPTIONS[name].read_by:
-            raise TypeError(f"{name!r} is not an option of this function")
+        if name not in known:
+            raise _unknown(_CALLS[call], name, known)
     return PartitionOptions(**given)
+
+
+def _unknown(function: str, name: str, known: Collection[str]) -> TypeError:
+    """The error for a keyword argument that a function does not have."""
+    if name in OPTIONS and OPTIONS[name].read_by == NAMED:
+        reason = "it is for a model that asyncpipe-partition builds by --model."
+    elif name in OPTIONS:
+        readers = [text for call, text in _CALLS.items() if call in OPTIONS[name].read_by]
+        reason = f"it is an option of {' and '.join(readers)}."
+    else:
+        reason = PARTITION.meant(name, known, f"Options: {', '.join(known)}.")
+    return TypeError(f"{function} has no option {name}: {reason}")
 
 
 def shows_options(call: str) -> Callable[[Callable[P, R]], Callable[P, R]]:

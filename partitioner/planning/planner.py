@@ -38,7 +38,8 @@ from .choose_devices import (
 from .cluster import ANY_HOST, Cluster, read_cluster
 from .explain import explain as explain_plan
 from .infeasible import explained
-from .options import PlanConfig, check_options, checked
+from .keywords import PlanConfig
+from .options import check_options, checked
 from .solve import Solution, solve
 
 ACTION_MS = 0.15

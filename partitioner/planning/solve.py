@@ -32,8 +32,9 @@ from .cluster import make_setting
 from .compare_methods import or_all
 from .infeasible import NothingFits
 from .interleaved import on_ranks, place_several, rank_bound_ms, rank_of_stage_in, several_bound_ms
+from .keywords import PlanConfig
 from .makespan import bottleneck_bound_ms, shortest_step, step_bound_ms
-from .options import PREFER_MODULES, PlanConfig, check_options
+from .options import PREFER_MODULES, check_options
 from .step_time import Step
 
 

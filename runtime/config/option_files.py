@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..formatting import did_you_mean
+from ..known_names import TRAIN
 from ..limits import ListOf, Number, flag_of, refusal
 from ..options import options_of
 from ..plan.trust import TrustError, is_known_code, is_trusted, remember_code
@@ -78,7 +78,7 @@ def checked(name: str, value: Any, place: str) -> Any:
     if name not in options:
         raise SettingsError(
             f"{place}: {name} is not an option of asyncpipe-train.",
-            did_you_mean(name, options, f"Options: {', '.join(options)}."),
+            TRAIN.meant(name, options, f"Options: {', '.join(options)}."),
         )
     if name == "trust":
         raise SettingsError(

@@ -207,10 +207,10 @@ def rows(runs: Iterable[ComparedRun], ends: Ends) -> list[MethodRow]:
 
 
 COLUMNS = (
-    "method", "optimizer", "lr", "seeds", "loss", "spread", "gap", "gap %", "time", "speed-up",
-    "sooner",
+    Column("method", "text"), Column("optimizer", "text"), Column("lr"),
+    Column("seeds", leave_out=2), Column("loss"), Column("spread", leave_out=3), Column("gap"),
+    Column("gap %", leave_out=1), Column("time"), Column("speed-up"), Column("sooner", leave_out=4),
 )  # fmt: skip
-_LEAVE_OUT = {"sooner": 4, "spread": 3, "seeds": 2, "gap %": 1}
 
 
 def cells(row: MethodRow) -> tuple[str, ...]:
@@ -236,12 +236,7 @@ def cells(row: MethodRow) -> tuple[str, ...]:
 
 def method_table(found: Sequence[MethodRow]) -> Table:
     """The table of a comparison."""
-    texts = COLUMNS[:2]
-    columns = tuple(
-        Column(name, "text" if name in texts else "number", _LEAVE_OUT.get(name, 0))
-        for name in COLUMNS
-    )
-    return Table(columns, tuple(map(cells, found)))
+    return Table(COLUMNS, tuple(map(cells, found)))
 
 
 def _row(name: str, optimizer: str, runs: Sequence[ComparedRun], ends: Ends) -> MethodRow:

@@ -39,6 +39,7 @@ from ..distributed.process_groups import SharedStore, World
 from ..executor.instrumented import Activities
 from ..executor.precision import AS_PLANNED
 from ..formatting import did_you_mean
+from ..known_names import TRAIN
 from ..launch.job import make_job
 from ..monitoring.gather import RankFigures
 from ..optimizers.facts import OPTIMIZERS
@@ -260,7 +261,10 @@ def _option(text: str, option: str) -> tuple[str, Any]:
     own = {known: option for known, option in options_of(Settings).items() if option.of_method}
     if name not in own:
         names = [known.replace("_", "-") for known in own]
-        raise SettingsError(f"{text}: {key!r} is not an option of a method.", _one_of(key, names))
+        raise SettingsError(
+            f"{text}: {key!r} is not an option of a method.",
+            TRAIN.meant(key, names, f"Choose {', '.join(names)}."),
+        )
     return name, checked(name, own[name].limit.read(value.strip()), text)
 
 

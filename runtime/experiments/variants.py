@@ -25,7 +25,7 @@ from typing import Any
 from ..config.option_files import SWEEP, checked, read_toml
 from ..config.settings import Settings, SettingsError
 from ..distributed.cpu_affinity import Cpus, Topology, share_cores
-from ..formatting import did_you_mean
+from ..known_names import TRAIN
 from ..options import options_of
 from ..process import STOPPED, STOPPING, Ended, die_with_parent, handled
 
@@ -134,7 +134,7 @@ def _check_name(name: str, place: str) -> None:
         raise SettingsError(f"{place}: {name} cannot differ between runs.", "Leave it out.")
     raise SettingsError(
         f"{place}: {name} is not an option of asyncpipe-train.",
-        did_you_mean(name, legal, f"Options: {', '.join(legal)}."),
+        TRAIN.meant(name, legal, f"Options: {', '.join(legal)}."),
     )
 
 
