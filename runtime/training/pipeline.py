@@ -349,13 +349,18 @@ class Pipeline(TrainedStages):
         kept = own if self._world.copy == 0 else {}
         return full_state(self.plan, kept | dict(self._unused), self._world)
 
-    def save(self, folder: str | Path, *, extra: Any = None) -> None:
+    def save(
+        self, folder: str | Path, *, optimizer: Optimizer | None = None, extra: Any = None
+    ) -> None:
         """Writes weights (safetensors, under the original model's names), optimizer state, random
         generators and the number of steps to a new folder, whole or not at all.
 
+        optimizer: the loop's optimizer, by default that of the last step.
         extra: anything that JSON can hold, such as the state of a scheduler; `load` returns it.
         """
         self._check_idle()
+        if optimizer is not None:
+            self._use(optimizer, None)
         rank = self._as_rank()
         facts = loop_facts(rank, self._steps, self._micro_batches, extra)
         save_own(Path(folder), rank, self._unused, facts)
