@@ -13,14 +13,17 @@ from typing import TYPE_CHECKING, Any
 from .runtime import __version__ as __version__
 
 if TYPE_CHECKING:
+    from .commands.in_python import train as train
     from .partitioner.compile import partition as partition
     from .partitioner.graph.formats import read_graph as read_graph
     from .partitioner.outline import outline as outline
     from .partitioner.planning.planner import plan_graph as plan_graph
     from .runtime.executor.loading import load as load
+    from .runtime.launch.functions import launch as launch
     from .runtime.monitoring.records import Reporter as Reporter
     from .runtime.plan.plan import Plan as Plan
     from .runtime.schedule.schedule import Schedule as Schedule
+    from .runtime.training.pipeline import Pipeline as Pipeline
 
 _PUBLIC = {
     "partition": ".partitioner.compile",
@@ -28,19 +31,25 @@ _PUBLIC = {
     "outline": ".partitioner.outline",
     "read_graph": ".partitioner.graph.formats",
     "load": ".runtime.executor.loading",
+    "train": ".commands.in_python",
+    "launch": ".runtime.launch.functions",
+    "Pipeline": ".runtime.training.pipeline",
     "Plan": ".runtime.plan.plan",
     "Reporter": ".runtime.monitoring.records",
     "Schedule": ".runtime.schedule.schedule",
 }
 __all__ = [
+    "Pipeline",
     "Plan",
     "Reporter",
     "Schedule",
+    "launch",
     "load",
     "outline",
     "partition",
     "plan_graph",
     "read_graph",
+    "train",
 ]
 
 

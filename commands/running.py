@@ -23,6 +23,9 @@ _NAMES = {
 _NO_NAMES = KnownNames({}, {})
 DEFECT = "This is a defect of asyncpipe"
 
+REPORTER = "asyncpipe.commands.run_display:make_reporter"
+"""What shows a run, in the process of its rank 0."""
+
 
 def run(app: App) -> int:
     """Runs a command and returns its exit code.

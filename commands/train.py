@@ -16,7 +16,7 @@ from ..runtime.import_path import ISOLATED
 from ..runtime.limits import ListOf, Whole, key_values, path
 from .console import make_console, print_text
 from .options import limited, option, with_limits
-from .running import usage
+from .running import REPORTER, usage
 from .training_options import TrainOptions
 
 app = App(
@@ -92,7 +92,8 @@ def train_command(
     if settings.print_schedule:
         print_text(schedule_text(settings))
         return 0
-    return run(settings, "asyncpipe.commands.run_display:make_reporter")
+    run(settings, REPORTER)
+    return 0
 
 
 def _files(options: dict[str, Any], config: Path | None) -> str:

@@ -258,24 +258,26 @@ class RankFolder:
 
 
 def failure_of(
-    error: BaseException, rank: int, stages: str, step: int, folder: Path | None = None
+    error: BaseException, rank: int, stages: str, step: int | None, folder: Path | None = None
 ) -> Failure:
     """The failure that describes an exception; an AsyncPipeError already has its message.
 
-    `folder` is the run's folder, to which a write may have failed.
+    `step` is the last completed one, None where steps are not counted. `folder` is the run's
+    folder, to which a write may have failed.
     """
     known = root_of(error)
     who, cure, comes_again = f"rank {rank}{stages}", "", False
+    when = "" if step is None else f" at step {step + 1}"
     if isinstance(known, AsyncPipeError):
         is_of_rank = isinstance(known, ChangedCodeError)
         what = f"{who}: {known.what}" if is_of_rank else known.what
         cure, comes_again = known.cure, known.comes_again
     elif folder is not None and (disk := disk_error(error, folder)) is not None:
-        what, cure = f"{who}, step {step + 1}: {disk.what}", disk.cure
+        what, cure = f"{who}{when.replace(' at', ',')}: {disk.what}", disk.cure
         comes_again = disk.comes_again
     else:
         at = f" ({place})" if (place := own_line(error)) else ""
-        what = f"{who} failed at step {step + 1}: {type(error).__name__}: {str(error).strip()}{at}"
+        what = f"{who} failed{when}: {type(error).__name__}: {str(error).strip()}{at}"
         cure = LOADER_HAS_ENDED if is_of_loader(error) else ""
     return Failure(
         rank,

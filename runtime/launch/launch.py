@@ -47,8 +47,8 @@ _SHARED_FOLDER_S = 10.0
 """How long a network file system may take to show a new folder to another host."""
 
 
-def run(settings: Settings, reporter: str) -> int:
-    """Trains a generated model to the end; returns 0.
+def run(settings: Settings, reporter: str) -> Path:
+    """Trains a generated model to the end; returns the run's folder.
 
     `reporter` is the `module:function` that creates a Reporter from settings, in the process of
     rank 0. Raises TrustError when the folder's code is not trusted; AsyncPipeError with the first
@@ -66,21 +66,19 @@ def run(settings: Settings, reporter: str) -> int:
     alone = has_one_rank and job.config.replicas == 1
     if settings.dry_run:
         _show(job, reporter_factory(reporter)(job.config))
-        return 0
+        return job.folder
     if finished := nothing_left_to_do(job.config, job.folder):
         if info is None or info.rank == 0:
             reporter_factory(reporter)(job.config).on_note("finished", finished)
-        return 0
+        return job.folder
     # The end of one rank ends all.
     limit_s = settings.max_run_s if info is None or info.rank == 0 else None
     with ended_after(limit_s), job.lock:
         if info is not None and (info.ranks > 1 or not alone):
-            _join(job, info, reporter)  # trust on one of the hosts is enough
-        else:
-            _check_trust(settings)
-            in_this_process = alone and not job.config.restarts
-            (_run_alone if in_this_process else start_ranks)(job, reporter)
-    return 0
+            return _join(job, info, reporter)  # trust on one of the hosts is enough
+        _check_trust(settings)
+        in_this_process = alone and not job.config.restarts
+        return (_run_alone if in_this_process else start_ranks)(job, reporter)
 
 
 def schedule_text(settings: Settings) -> str:
@@ -120,7 +118,7 @@ def _show(job: Job, reporter: Reporter) -> None:
     )
 
 
-def _run_alone(job: Job, reporter: str) -> None:
+def _run_alone(job: Job, reporter: str) -> Path:
     world = stay_alone(job.config, job.plan, job.code)
     job = make_folder(job)
     ranks = RankFolder(job.folder)
@@ -139,9 +137,10 @@ def _run_alone(job: Job, reporter: str) -> None:
         except KeyboardInterrupt:
             raise Interrupted(interruption(ranks)) from None
     shutil.rmtree(ranks.path)
+    return job.folder
 
 
-def _join(job: Job, info: RankInfo, reporter: str) -> None:
+def _join(job: Job, info: RankInfo, reporter: str) -> Path:
     schedule = make_segment(job.plan, job.config, steps=1)
     check_ranks(job.planned, schedule, info.ranks, job.config.pipelines)
     _check_restarts(job.config, info)
@@ -165,6 +164,7 @@ def _join(job: Job, info: RankInfo, reporter: str) -> None:
         raise _own_error(error, info.rank, stages, left) from error
     if stopped is not None:
         raise stopped
+    return job.folder
 
 
 def _check_restarts(settings: Settings, info: RankInfo) -> None:

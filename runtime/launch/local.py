@@ -103,7 +103,7 @@ class RankAgent(LocalElasticAgent):
         """Waits until all ranks have completed. Raises the errors of `on_failure`, and
         SignalException for a signal that ends the run."""
         try:
-            with _quiet():
+            with quiet_agent():
                 self.run()
         finally:
             self._meeting.shutdown()
@@ -128,7 +128,7 @@ class RankAgent(LocalElasticAgent):
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet_agent() -> Iterator[None]:
     """Silences the agent's own log and lets it handle the signals that end the ranks; removes its
     handlers afterwards."""
     loggers = [
@@ -207,8 +207,8 @@ def _send(processes: Collection[int], number: signal.Signals) -> None:
 WORKER = "asyncpipe.runtime.launch.worker"
 
 
-def start_ranks(job: Job, reporter: str) -> None:
-    """Runs the job to its end.
+def start_ranks(job: Job, reporter: str) -> Path:
+    """Runs the job to its end; returns the run's folder.
 
     Raises RankError with the first cause when a rank fails and no restart is left, Stopped when a
     signal asked the run to stop, Interrupted after Ctrl-C.
@@ -220,6 +220,7 @@ def start_ranks(job: Job, reporter: str) -> None:
     job = make_folder(job)
     with reported(job.folder):
         _run_ranks(job, reporter, stages_of_ranks(schedule, job.config.replicas))
+    return job.folder
 
 
 def _run_ranks(job: Job, reporter: str, stages: Mapping[int, str]) -> None:

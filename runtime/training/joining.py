@@ -21,7 +21,7 @@ from ..plan.trust import code_hashes, is_trusted, remember, untrusted
 from .setup import Job
 
 
-class PipelineOptions(TypedDict, total=False):
+class PipelineKeywords(TypedDict, total=False):
     """The options of asyncpipe-train that a `Pipeline` takes, by their names there."""
 
     schedule: str
@@ -73,7 +73,7 @@ def joined_job(
 ) -> Job:
     """The job of a pipeline whose loop has the data. Raises AsyncPipeError where the options do not
     fit the folder."""
-    known = list(PipelineOptions.__annotations__)
+    known = list(PipelineKeywords.__annotations__)
     for name in options:
         if name not in known:
             raise SettingsError(

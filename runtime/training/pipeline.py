@@ -50,7 +50,7 @@ from .given_batches import (
     gather_outputs,
     shared_loss,
 )
-from .joining import PipelineOptions, joined_job, own_world
+from .joining import PipelineKeywords, joined_job, own_world
 from .own_optimizer import OwnOptimizer
 from .own_state import full_state, load_own, loop_facts, save_own
 from .replica_gradients import first_buffers
@@ -86,7 +86,7 @@ class Pipeline(TrainedStages):
         *,
         loss: Criterion | str | None = None,
         trust: bool = False,
-        **options: Unpack[PipelineOptions],
+        **options: Unpack[PipelineKeywords],
     ) -> None:
         self._owns_groups = not dist.is_initialized()
         job = joined_job(folder, loss, options)

@@ -31,8 +31,9 @@ from asyncpipe.runtime.errors import AsyncPipeError
 from asyncpipe.runtime.distributed.failure import end_process
 from asyncpipe.runtime.launch.launch import run
 from asyncpipe.runtime.config.settings import Settings
+code = 0
 try:
-    code = run(Settings(**json.loads(sys.argv[1])), sys.argv[2])
+    run(Settings(**json.loads(sys.argv[1])), sys.argv[2])
 except AsyncPipeError as error:
     sys.stderr.write(f"error: {error}\\n")
     code = 1

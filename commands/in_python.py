@@ -1,0 +1,96 @@
+"""`asyncpipe.train`: the command asyncpipe-train as a function."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Unpack
+
+from ..runtime.config.option_files import settings_from
+from ..runtime.config.settings import SettingsError
+from ..runtime.formatting import did_you_mean
+from ..runtime.launch.launch import run
+from ..runtime.monitoring.run_files import RunRecords, number, read_run
+from ..runtime.training.joining import PipelineKeywords
+from .running import REPORTER
+
+
+class TrainKeywords(PipelineKeywords, total=False):
+    """The options of asyncpipe-train by name, with the types of their values."""
+
+    data: str | None
+    tokenizer: str | None
+    samples: int | None
+    remainder: str
+    global_batch_size: int | None
+    criterion: str | None
+    check_replicas: int
+    resume: str | None
+    save_every: int
+    keep_last: int
+    keep_best: int
+    save_to: str | None
+    trust: bool
+    export_hf: str | None
+    output: str | None
+    eval_every: int
+    eval_batches: int
+    log_every: int
+    log: str | None
+    trace: str | None
+    restarts: int
+    max_run: str | None
+    json: bool
+    quiet: bool
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """A finished run.
+
+    folder: the run's folder, with its weights, records and report.
+    losses: the loss of each recorded step, by step.
+    evaluations: the loss of each evaluation, by step.
+    records: all that the run has recorded.
+    """
+
+    folder: Path
+    losses: dict[int, float]
+    evaluations: dict[int, float]
+    records: RunRecords
+
+    @property
+    def weights(self) -> Path:
+        """The folder of the trained weights."""
+        return self.folder / "weights"
+
+    @property
+    def report(self) -> Path:
+        """The page about the run."""
+        return self.folder / "report.html"
+
+
+def train(folder: str | Path, **options: Unpack[TrainKeywords]) -> RunResult:
+    """Trains a generated folder as `asyncpipe-train FOLDER` does with these options, and waits for
+    the end.
+
+    The ranks are processes of their own, so data and loss are named (`data="my_file.py:function"`).
+    Raises AsyncPipeError where options and folder do not fit, and with the first cause when a rank
+    fails.
+    """
+    known = list(TrainKeywords.__annotations__)
+    for name in options:
+        if name not in known:
+            raise SettingsError(
+                f"train has no option {name}.",
+                did_you_mean(name, known, f"It has {', '.join(known)}."),
+            )
+    settings = settings_from({**options, "folder": str(folder)})
+    made = run(settings, REPORTER)
+    records = read_run(made)
+    return RunResult(
+        made,
+        {int(number(step, "step")): number(step, "loss") for step in records.steps},
+        {int(number(each, "step")): number(each, "loss") for each in records.evals},
+        records,
+    )
