@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypedDict
 
+import torch.distributed as dist
+
 from ..config.batch_layout import as_started, check_ranks
 from ..config.resolve import resolve
 from ..config.segments import make_segment
@@ -98,10 +100,17 @@ def joined_job(
 
 
 def find_rank_info_of(settings: Settings) -> RankInfo | None:
-    """The rank that a launcher gave this process; None for a process that is alone."""
-    return find_rank_info(
+    """The rank of this process in the process group that exists, or as its launcher says; None for
+    a process that is alone."""
+    info = find_rank_info(
         os.environ, master_addr=settings.master_addr, master_port=settings.master_port
     )
+    if not dist.is_initialized():
+        return info
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    if info is not None and (info.rank, info.ranks) == (rank, ranks):
+        return info
+    return RankInfo(rank, ranks, rank, ranks, launcher="torch.distributed")
 
 
 def _as_found(settings: Settings, info: RankInfo | None) -> Settings:

@@ -119,11 +119,6 @@ class Pipeline(TrainedStages):
         return self._world.ranks
 
     @property
-    def device(self) -> torch.device:
-        """The device of this rank's stages."""
-        return self.executor.device
-
-    @property
     def steps(self) -> int:
         """The optimizer steps so far."""
         return self._steps

@@ -1,0 +1,84 @@
+"""`asyncpipe.launch`: a function in a process for each rank."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import asyncpipe
+from asyncpipe.runtime.errors import AsyncPipeError
+
+SCRIPT = """
+import os, time, asyncpipe
+
+def place(times):
+    return int(os.environ["RANK"]) * times, int(os.environ["WORLD_SIZE"]), os.getpid()
+
+def one_fails():
+    if os.environ["RANK"] == "1":
+        raise ValueError("no such sheep")
+    time.sleep(120)
+
+def one_leaves():
+    os._exit(3 if os.environ["RANK"] == "0" else 0)
+
+if __name__ == "__main__":
+    found = asyncpipe.launch(place, 10, ranks=2)
+    print([each[:2] for each in found], len({each[2] for each in found} | {os.getpid()}))
+    for function in (one_fails, one_leaves):
+        try:
+            asyncpipe.launch(function, ranks=2)
+        except Exception as error:
+            print(error.what)
+"""
+NOTEBOOK = """
+import os, sys, torch, asyncpipe
+del sys.modules["__main__"].__file__  # as in a notebook
+torch.randn(500, 500) @ torch.randn(500, 500)  # its threads have started
+def here():
+    x = torch.randn(500, 500, requires_grad=True)
+    (x @ x).sum().backward()
+    return int(os.environ["RANK"])
+print(asyncpipe.launch(here, ranks=2))
+"""
+
+
+def printed(folder: Path, text: str) -> list[str]:
+    """What a script prints; it must end well."""
+    (folder / "sheep.py").write_text(text)
+    done = subprocess.run(
+        [sys.executable, folder / "sheep.py"],
+        env={**os.environ, "OMP_NUM_THREADS": "2"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_ranks_of_a_script_return_their_results_and_the_first_cause_ends_all(
+    tmp_path: Path,
+) -> None:
+    results, failed, left = printed(tmp_path, SCRIPT)
+    assert results == "[(0, 2), (10, 2)] 3"
+    assert failed.startswith("rank 1 failed: ValueError: no such sheep")
+    assert "sheep.py:9" in failed
+    assert left.startswith("rank 0 ended with exit code 3")
+
+
+def test_a_function_of_a_notebook_runs_in_forks_of_it(tmp_path: Path) -> None:
+    assert printed(tmp_path, NOTEBOOK) == ["[0, 1]"]
+
+
+def test_a_rank_cannot_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(AsyncPipeError, match="a rank already"):
+        asyncpipe.launch(print, ranks=2)
+    monkeypatch.delenv("RANK")
+    with pytest.raises(AsyncPipeError, match="ranks is 0"):
+        asyncpipe.launch(print, ranks=0)

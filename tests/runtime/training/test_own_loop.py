@@ -1,0 +1,378 @@
+"""`asyncpipe.Pipeline` in a loop of the user's own, against the model that it was made from, and
+against the command with the same options."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import LambdaLR
+
+import asyncpipe
+from asyncpipe.commands.in_python import TrainKeywords
+from asyncpipe.runtime.config.settings import Settings
+from asyncpipe.runtime.data.task import SampleOrder
+from asyncpipe.runtime.errors import AsyncPipeError
+from asyncpipe.runtime.options import options_of
+from asyncpipe.runtime.training.joining import PipelineKeywords
+from asyncpipe.tests.support.models.generated import CASES, cut
+from asyncpipe.tests.support.processes.gloo_ranks import RankError, run_processes
+
+Batch = tuple[Tensor, Tensor]
+RATE = 3e-3
+DATA = """
+import torch
+
+def samples():
+    made = torch.Generator().manual_seed(5)
+    x = torch.randn(40, 16, generator=made)
+    return {"x": x, "target": torch.randint(4, (40,), generator=made)}
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return cut(CASES["mlp"], 2, tmp_path_factory.mktemp("mlp") / "mlp_2p")
+
+
+def batches(count: int, samples: int = 12) -> list[Batch]:
+    made = torch.Generator().manual_seed(3)
+    return [
+        (
+            torch.randn(samples, 16, generator=made),
+            torch.randint(4, (samples,), generator=made),
+        )
+        for _ in range(count)
+    ]
+
+
+def loss_of(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output, target, label_smoothing=0.1)
+
+
+def falling(optimizer: torch.optim.Optimizer) -> LambdaLR:
+    return LambdaLR(optimizer, lambda step: 0.8**step)
+
+
+def groups_of(named: Any) -> list[dict[str, Any]]:
+    """Two groups by name, as people make them."""
+    named = list(named)
+    heads = [parameter for name, parameter in named if "head" in name]
+    others = [parameter for name, parameter in named if "head" not in name]
+    return [{"params": each, "lr": lr} for each, lr in ((heads, RATE), (others, RATE / 3)) if each]
+
+
+def plain(folder: Path) -> asyncpipe.load:  # type: ignore[valid-type]
+    """The model that the folder was made from, with its weights."""
+    pipe = asyncpipe.load(folder)
+    for stage in pipe.stages:
+        stage.double()
+    return pipe.train()
+
+
+def parameters_of(pipe: Any) -> dict[str, nn.Parameter]:
+    return {name: each for stage in pipe.stages for name, each in stage.named_parameters()}
+
+
+def own_loop(rank: int, folder: str, steps: int, clip: float) -> dict[str, Any]:
+    pipe = asyncpipe.Pipeline(folder, loss=loss_of, micro_batches=4, dtype="float64", clip=clip)
+    optimizer = torch.optim.RMSprop(groups_of(pipe.named_parameters()))
+    scheduler = falling(optimizer)
+    losses, outputs = [], []
+    for x, y in batches(steps):
+        result = pipe.step((x, y), optimizer=optimizer, outputs=True)
+        scheduler.step()
+        losses.append(result.loss)
+        outputs.append(result.outputs)
+    weights = {name: each.detach() for name, each in pipe.named_parameters()}
+    return {"losses": losses, "weights": weights, "outputs": outputs, "steps": pipe.steps}
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.4])
+def test_a_loop_with_any_optimizer_groups_and_scheduler_equals_the_plain_loop(
+    folder: Path, clip: float
+) -> None:
+    ranks = run_processes(2, own_loop, str(folder), 4, clip)
+    model = plain(folder)
+    own = parameters_of(model)
+    optimizer = torch.optim.RMSprop(groups_of(own.items()))
+    scheduler = falling(optimizer)
+    for step, (x, y) in enumerate(batches(4)):
+        optimizer.zero_grad()
+        output = model(x.double())
+        loss = loss_of(output, y)
+        loss.backward()  # type: ignore[no-untyped-call]
+        if clip:
+            torch.nn.utils.clip_grad_norm_(own.values(), clip)
+        for rank in ranks:
+            assert rank["losses"][step] == pytest.approx(loss.item(), rel=1e-12)
+        assert ranks[0]["outputs"][step] is None
+        assert torch.allclose(ranks[1]["outputs"][step], output, rtol=1e-12)
+        optimizer.step()
+        scheduler.step()
+    found = ranks[0]["weights"] | ranks[1]["weights"]
+    assert found.keys() == own.keys()
+    assert all(torch.allclose(found[name], own[name], rtol=1e-10, atol=1e-12) for name in own)
+
+
+def gradients(rank: int, folder: str) -> dict[str, Any]:
+    pipe = asyncpipe.Pipeline(folder, loss=loss_of, micro_batches=3, dtype="float64")
+    for batch in batches(2):
+        pipe.step(batch)
+    norm = pipe.clip_grad_norm_(0.5)
+    return {
+        "norm": norm,
+        "gradients": {name: each.grad for name, each in pipe.named_parameters()},
+    }
+
+
+@pytest.mark.parametrize("name", ["mlp", "tied"])
+def test_a_step_without_an_optimizer_adds_gradients_that_clip_together(
+    folder: Path, tmp_path: Path, name: str
+) -> None:
+    if name == "tied":
+        folder = tmp_path / "tied"
+        asyncpipe.partition(
+            Tied(),
+            {"x": batches(1)[0][0]},
+            stages=2,
+            output=folder,
+            profile="analytic",
+            cut_at=["out"],
+        )
+    ranks = run_processes(2, gradients, str(folder))
+    model = plain(folder)
+    own = parameters_of(model)
+    for x, y in batches(2):
+        loss_of(model(x.double()), y).backward()  # type: ignore[no-untyped-call]
+    norm = torch.nn.utils.clip_grad_norm_({id(p): p for p in own.values()}.values(), 0.5)
+    assert [rank["norm"] for rank in ranks] == pytest.approx([norm.item()] * 2, rel=1e-12)
+    for rank in ranks:
+        for key, gradient in rank["gradients"].items():
+            assert torch.allclose(gradient, own[key].grad, rtol=1e-10, atol=1e-14), key
+
+
+class Tied(nn.Module):
+    """Its first and its last layer have one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.into, self.middle = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.out = nn.Linear(16, 16)
+        self.out.weight = self.into.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.out(self.middle(self.into(x).relu()).relu())
+        return out
+
+
+def measured(rank: int, folder: str) -> dict[str, Any]:
+    pipe = asyncpipe.Pipeline(folder, loss="cross_entropy", micro_batches=4)
+    found = pipe.evaluate([*batches(2), *batches(1, samples=3)])
+    return {
+        "evaluated": (found.loss, found.samples),
+        "predicted": list(pipe.predict([x for x, _ in [*batches(2), *batches(1, samples=3)]])),
+        "state": pipe.state_dict(full=True),
+    }
+
+
+def test_evaluations_and_predictions_are_those_of_the_model_on_every_sample(folder: Path) -> None:
+    first, last = run_processes(2, measured, str(folder))
+    model = asyncpipe.load(folder).eval()
+    given = [*batches(2), *batches(1, samples=3)]
+    with torch.no_grad():
+        outputs = [model(x) for x, _ in given]
+        losses = [
+            F.cross_entropy(o, y, reduction="sum") for o, (_, y) in zip(outputs, given, strict=True)
+        ]
+    assert first["evaluated"] == last["evaluated"]
+    assert first["evaluated"] == (pytest.approx(float(sum(losses)) / 27, rel=1e-6), 27)
+    assert first["predicted"] == [None] * 3
+    for own, output in zip(last["predicted"], outputs, strict=True):
+        assert torch.allclose(own, output, atol=1e-6)
+    whole = model.state_dict()
+    assert first["state"].keys() == whole.keys() and not last["state"]
+    assert all(torch.equal(first["state"][name], whole[name]) for name in whole)
+
+
+def trained(rank: int, folder: str, options: dict[str, Any], steps: int) -> dict[str, Any]:
+    """As the command reads the data: in the order of the seed, 8 samples a step."""
+    made: dict[str, Any] = {}
+    exec(compile(DATA, "data", "exec"), made)
+    data = made["samples"]()
+    order = SampleOrder(40, options["seed"]).samples(0, 8 * steps)
+    pipe = asyncpipe.Pipeline(folder, loss="cross_entropy", steps=steps, **options)
+    given = [
+        {name: column[order[8 * step : 8 * step + 8]] for name, column in data.items()}
+        for step in range(steps)
+    ]
+    losses = [result.loss for result in pipe.stream(given)]
+    return {"losses": losses, "weights": pipe.state_dict()}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"schedule": "1f1b", "clip": 0.3},
+        {"schedule": "async-1f1b", "staleness": "stash", "momentum": 0.9, "optimizer": "sgd"},
+    ],
+    ids=["1f1b", "async"],
+)
+def test_a_stream_has_the_numbers_of_the_command_to_the_last_bit(
+    folder: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    options = {"optimizer": "adamw", "lr": 0.02, "decay": "linear", "micro_batches": 2} | options
+    options |= {"micro_batch_size": 4, "seed": 4}
+    (tmp_path / "data.py").write_text(DATA)
+    ranks = run_processes(2, trained, str(folder), options, 6)
+    run = asyncpipe.train(
+        folder,
+        data=f"{tmp_path / 'data.py'}:samples",
+        criterion="cross_entropy",
+        steps=6,
+        output=str(tmp_path / "run"),
+        log_every=1,
+        quiet=True,
+        **options,
+    )
+    assert [*run.losses.values()] == ranks[0]["losses"] == ranks[1]["losses"]
+    written = asyncpipe.load(folder, weights=run.weights).state_dict()
+    found = ranks[0]["weights"] | ranks[1]["weights"]
+    assert found.keys() == written.keys()
+    assert all(torch.equal(found[name], written[name]) for name in written)
+    assert run.report.is_file() and run.records.last_step == 6
+
+
+def left_early(rank: int, folder: str) -> dict[str, Any]:
+    pipe = asyncpipe.Pipeline(folder, loss=loss_of, schedule="async-1f1b", micro_batches=2)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=RATE)
+    scheduler = falling(optimizer)
+    seen = []
+    for result in pipe.stream(itertools.cycle(batches(3)), optimizer=optimizer, steps=50):
+        seen.append(result.step)
+        if result.step == 4:
+            break
+    pipe.flush()
+    after = pipe.steps
+    for result in pipe.stream(batches(3), optimizer=optimizer, scheduler=scheduler):
+        seen.append(result.step)
+    return {"seen": seen, "after": after, "rate": optimizer.param_groups[0]["lr"]}
+
+
+def test_a_stream_that_is_left_completes_the_same_steps_on_all_ranks_and_another_follows(
+    folder: Path,
+) -> None:
+    first, last = run_processes(2, left_early, str(folder))
+    assert first == last
+    assert 4 <= first["after"] < 50
+    assert first["seen"] == [1, 2, 3, 4, *range(first["after"] + 1, first["after"] + 4)]
+    assert first["rate"] == pytest.approx(RATE * 0.8**3)
+
+
+def saved(rank: int, folder: str, target: str) -> list[float]:
+    pipe = asyncpipe.Pipeline(folder, loss=loss_of, micro_batches=2)
+    optimizer = torch.optim.Adam(pipe.parameters(), lr=RATE)
+    for batch in batches(3):
+        pipe.step(batch, optimizer=optimizer)
+    pipe.save(target, extra={"epoch": 7})
+    return [pipe.step(batch, optimizer=optimizer).loss for batch in batches(3)]
+
+
+def test_what_is_saved_goes_on_with_the_same_numbers_on_another_number_of_ranks(
+    folder: Path, tmp_path: Path
+) -> None:
+    two, _ = run_processes(2, saved, str(folder), str(tmp_path / "saved"))
+    pipe = asyncpipe.Pipeline(folder, loss=loss_of, micro_batches=2)
+    optimizer = torch.optim.Adam(pipe.parameters(), lr=RATE)
+    assert pipe.load(tmp_path / "saved", optimizer=optimizer) == {"epoch": 7}
+    assert pipe.steps == 3
+    assert [pipe.step(batch, optimizer=optimizer).loss for batch in batches(3)] == two
+    with pytest.raises(AsyncPipeError, match="exists already"):
+        pipe.save(tmp_path / "saved")
+    with pytest.raises(AsyncPipeError, match="the state of Adam, and the optimizer is SGD"):
+        other = torch.optim.SGD(pipe.parameters(), lr=RATE)
+        pipe.load(tmp_path / "saved", optimizer=other)
+
+
+def unlike(rank: int, folder: str) -> str:
+    pipe = asyncpipe.Pipeline(folder, loss=loss_of)
+    x, y = batches(1)[0]
+    try:
+        pipe.step((x + rank, y))
+    except AsyncPipeError as error:
+        return error.what
+    return ""
+
+
+def test_a_rank_with_another_batch_is_named(folder: Path) -> None:
+    told = run_processes(2, unlike, str(folder))
+    assert told[0] == told[1]
+    assert told[0].startswith("rank 1 has another batch than rank 0 at step 1")
+
+
+def started(rank: int, folder: str) -> str:
+    asyncpipe.Pipeline(folder, loss=loss_of)
+    return "started"
+
+
+def test_another_number_of_ranks_than_stages_is_told_on_every_rank(folder: Path) -> None:
+    for told in run_processes(3, started, str(folder)):
+        assert isinstance(told, RankError) and "3 ranks were started" in told
+
+
+def test_a_process_alone_runs_all_stages_and_asks_for_a_launcher_for_more(folder: Path) -> None:
+    pipe = asyncpipe.Pipeline(folder, loss=loss_of)
+    assert (pipe.rank, pipe.ranks, len(pipe.modules)) == (0, 1, 2)
+    with pytest.raises(AsyncPipeError, match="this process is alone") as told:
+        asyncpipe.Pipeline(folder, loss=loss_of, ranks=2)
+    assert "torchrun" in told.value.cure
+
+
+Break = Callable[[asyncpipe.Pipeline], Any]
+
+
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (lambda pipe: pipe.step((batches(1)[0][0],)), "got nothing"),
+        (lambda pipe: pipe.step({"x": batches(1)[0][0]}), "no target for the loss"),
+        (lambda pipe: pipe.step((torch.zeros(3, 16), torch.zeros(2).long())), "x 3, target 2"),
+        (lambda pipe: pipe.step((torch.zeros(0, 16), torch.zeros(0).long())), "has 0 samples"),
+        (lambda pipe: pipe.step((torch.zeros(4, 5), torch.zeros(4).long())), "captured for 16"),
+        (lambda pipe: pipe.stream(batches(2)), "there is no optimizer"),
+        (lambda pipe: pipe.stream(iter(batches(2)), optimizer=sgd(pipe)), "does not say how many"),
+        (lambda pipe: list(pipe.stream(batches(2), steps=3, optimizer=sgd(pipe))), "ended after 2"),
+        (
+            lambda pipe: list(pipe.stream([*batches(1), *batches(1, 5)], optimizer=sgd(pipe))),
+            "batch 2 has micro-batches of 2, 1, 1, 1 samples",
+        ),
+    ],
+)
+def test_a_batch_or_a_call_that_does_not_fit_is_one_sentence(
+    folder: Path, make: Break, what: str
+) -> None:
+    pipe = asyncpipe.Pipeline(folder, loss=loss_of, micro_batches=4)
+    with pytest.raises(AsyncPipeError, match=what):
+        make(pipe)
+
+
+def sgd(pipe: asyncpipe.Pipeline) -> torch.optim.Optimizer:
+    return torch.optim.SGD(pipe.parameters(), lr=RATE)
+
+
+def test_the_keywords_are_options_of_the_command_and_a_wrong_one_is_named(folder: Path) -> None:
+    own, whole = set(PipelineKeywords.__annotations__), set(TrainKeywords.__annotations__)
+    of_one_call = {"print_sbatch", "nodes", "time_limit", "print_schedule", "dry_run", "debug"}
+    assert own < whole == set(options_of(Settings)) - {"folder"} - of_one_call
+    with pytest.raises(AsyncPipeError, match="Pipeline has no option micro_batch") as told:
+        asyncpipe.Pipeline(folder, micro_batch=4)  # type: ignore[call-arg]
+    assert "micro_batches" in told.value.cure
+    with pytest.raises(AsyncPipeError, match="train has no option step"):
+        asyncpipe.train(folder, step=4)  # type: ignore[call-arg]
