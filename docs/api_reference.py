@@ -96,6 +96,18 @@ SECTIONS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
         ),
     ),
     (
+        "Train",
+        "",
+        (
+            ("runtime.training.pipeline", "Pipeline"),
+            ("runtime.training.given_batches", "StepResult"),
+            ("runtime.training.given_batches", "EvalResult"),
+            ("runtime.launch.functions", "launch"),
+            ("commands.in_python", "train"),
+            ("commands.in_python", "RunResult"),
+        ),
+    ),
+    (
         "Schedules",
         "",
         (
