@@ -18,7 +18,7 @@ from torch import Tensor
 from ..errors import DataError
 from ..plan.plan import Plan
 from ..tensor_files import raw_bytes
-from .task import TARGET, batch_dims, named_inputs, sizes_of
+from .task import TARGET, arguments_of, batch_dims, named_inputs, sizes_of
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,8 @@ def split_batch(
 
 
 def named_values(plan: Plan, batch: Any, *, target: bool) -> dict[str, Tensor]:
-    """The tensors of a batch by input name, and `target`. Raises DataError where one is missing."""
+    """The tensors of a batch by input name, with its target if that is wanted. Raises DataError
+    where one is missing."""
     if isinstance(batch, Mapping):
         args: Sequence[Any] = ()
         kwargs = dict(batch)
@@ -104,6 +105,8 @@ def named_values(plan: Plan, batch: Any, *, target: bool) -> dict[str, Tensor]:
         if target:
             *args, kwargs[TARGET] = args
     own = kwargs.pop(TARGET, None)
+    if not target and len(args) == 1 + len(arguments_of(plan)):
+        args = args[:-1]  # a loader's pairs, for a prediction
     values = {
         name: torch.as_tensor(value) for name, value in named_inputs(plan, args, kwargs).items()
     }

@@ -413,7 +413,7 @@ def _gradient_sums(
 def _mean(losses: list[tuple[Tensor, int]]) -> float:
     """The mean over the samples of a step, whose micro-batches may differ in size."""
     values = torch.stack([loss for loss, _ in losses]).double().cpu()
-    shares = torch.tensor([samples / losses[0][1] for _, samples in losses])
+    shares = torch.tensor([samples / losses[0][1] for _, samples in losses], dtype=values.dtype)
     return float((values * shares).sum() / shares.sum())
 
 

@@ -80,8 +80,8 @@ def parameters_of(pipe: Any) -> dict[str, nn.Parameter]:
     return {name: each for stage in pipe.stages for name, each in stage.named_parameters()}
 
 
-def own_loop(rank: int, folder: str, steps: int, clip: float) -> dict[str, Any]:
-    pipe = asyncpipe.Pipeline(folder, loss=loss_of, micro_batches=4, dtype="float64", clip=clip)
+def own_loop(rank: int, folder: str, steps: int, options: dict[str, Any]) -> dict[str, Any]:
+    pipe = asyncpipe.Pipeline(folder, loss=loss_of, dtype="float64", **options)
     optimizer = torch.optim.RMSprop(groups_of(pipe.named_parameters()))
     scheduler = falling(optimizer)
     losses, outputs = [], []
@@ -94,11 +94,25 @@ def own_loop(rank: int, folder: str, steps: int, clip: float) -> dict[str, Any]:
     return {"losses": losses, "weights": weights, "outputs": outputs, "steps": pipe.steps}
 
 
-@pytest.mark.parametrize("clip", [0.0, 0.4])
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (2, {"micro_batches": 4}),
+        (2, {"micro_batches": 5, "clip": 0.4, "schedule": "gpipe"}),
+        (2, {"micro_batches": 4, "clip": 0.4, "schedule": "interleaved"}),
+        (4, {"micro_batches": 3, "clip": 0.4, "replicas": 2}),
+        (2, {"micro_batches": 4, "schedule": "ddp"}),
+    ],
+    ids=["1f1b", "uneven", "two stages a rank", "replicas", "ddp"],
+)
 def test_a_loop_with_any_optimizer_groups_and_scheduler_equals_the_plain_loop(
-    folder: Path, clip: float
+    folder: Path, tmp_path: Path, ranks: int, options: dict[str, Any]
 ) -> None:
-    ranks = run_processes(2, own_loop, str(folder), 4, clip)
+    if options.get("schedule") == "interleaved":
+        folder = cut(CASES["mlp"], 4, tmp_path / "mlp_4p")
+        options = {**options, "ranks": 2}
+    found = run_processes(ranks, own_loop, str(folder), 4, options)
+    assert not [each for each in found if isinstance(each, RankError)], found
     model = plain(folder)
     own = parameters_of(model)
     optimizer = torch.optim.RMSprop(groups_of(own.items()))
@@ -108,17 +122,19 @@ def test_a_loop_with_any_optimizer_groups_and_scheduler_equals_the_plain_loop(
         output = model(x.double())
         loss = loss_of(output, y)
         loss.backward()  # type: ignore[no-untyped-call]
-        if clip:
-            torch.nn.utils.clip_grad_norm_(own.values(), clip)
-        for rank in ranks:
+        if "clip" in options:
+            torch.nn.utils.clip_grad_norm_(own.values(), options["clip"])
+        for rank in found:
             assert rank["losses"][step] == pytest.approx(loss.item(), rel=1e-12)
-        assert ranks[0]["outputs"][step] is None
-        assert torch.allclose(ranks[1]["outputs"][step], output, rtol=1e-12)
+        if ranks == 2 and "ddp" not in options.values():
+            assert found[0]["outputs"][step] is None
+            assert torch.allclose(found[1]["outputs"][step], output, rtol=1e-12)
         optimizer.step()
         scheduler.step()
-    found = ranks[0]["weights"] | ranks[1]["weights"]
-    assert found.keys() == own.keys()
-    assert all(torch.allclose(found[name], own[name], rtol=1e-10, atol=1e-12) for name in own)
+    for rank in found:
+        for name, weight in rank["weights"].items():
+            assert torch.allclose(weight, own[name], rtol=1e-10, atol=1e-12), name
+    assert own.keys() == {name for rank in found for name in rank["weights"]}
 
 
 def gradients(rank: int, folder: str) -> dict[str, Any]:
@@ -178,7 +194,7 @@ def measured(rank: int, folder: str) -> dict[str, Any]:
     found = pipe.evaluate([*batches(2), *batches(1, samples=3)])
     return {
         "evaluated": (found.loss, found.samples),
-        "predicted": list(pipe.predict([x for x, _ in [*batches(2), *batches(1, samples=3)]])),
+        "predicted": list(pipe.predict([*batches(2), batches(1, samples=3)[0][0]])),
         "state": pipe.state_dict(full=True),
     }
 
