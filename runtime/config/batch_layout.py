@@ -108,7 +108,7 @@ class EvaluationBatch:
     is_free: True if a micro-batch may be smaller
 
     >>> whole = EvaluationBatch.of(10, 4)
-    >>> whole.count, whole.samples, whole.place(2), whole.sizes(1, 3)
+    >>> whole.count, whole.samples, whole.place(2), whole.sizes(whole.range_of(1, 2))
     (3, 10, (8, 2), (4, 2))
     >>> EvaluationBatch.of(10, 4, is_free=False).samples, EvaluationBatch.of(10, 4, most=1).samples
     (8, 4)
@@ -134,9 +134,16 @@ class EvaluationBatch:
         first = micro_batch * self.size
         return first, min(self.size, self.length - first) if self.is_free else self.size
 
-    def sizes(self, first: int, end: int) -> tuple[int, ...]:
-        """The samples of the micro-batches from `first` to `end`."""
-        return tuple(self.place(micro_batch)[1] for micro_batch in range(first, end))
+    def range_of(self, replica: int, replicas: int) -> range:
+        """The micro-batches of a replica: an equal part, one after the other."""
+        return range(
+            self.count * replica // replicas,
+            self.count * (replica + 1) // replicas,
+        )
+
+    def sizes(self, micro_batches: range) -> tuple[int, ...]:
+        """The samples of each of these micro-batches."""
+        return tuple(self.place(micro_batch)[1] for micro_batch in micro_batches)
 
 
 def uses_symbol(plan: Plan, symbol: str) -> bool:

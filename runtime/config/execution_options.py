@@ -107,6 +107,20 @@ class ExecutionOptions:
         changes_losses=True,
         compared=True,
     )
+    workers: int | None = option(
+        None,
+        Whole(0, 2**12, 4),
+        "Processes that read data ahead for each rank that reads data; 0 reads in the rank itself. "
+        "[default: num_workers of your DataLoader, or 0]",
+        on_resume="ignored",
+    )
+    prefetch: int | None = option(
+        None,
+        Whole(1, 2**16, 2),
+        "Micro-batches that each of --workers reads ahead. [default: prefetch_factor of your "
+        "DataLoader, or 2]",
+        on_resume="ignored",
+    )
     log_every: int = option(
         10, POSITIVE_STEPS, "Steps between lines of the log.", on_resume="ignored"
     )

@@ -50,6 +50,7 @@ from ..rng import drawing_from
 from ..schedule.builders import make_schedule
 from ..staleness.compose import AUTO, parse
 from ..training.clipping import LossError
+from ..training.read_ahead import readers_end
 from ..training.run_summary import with_transfers_of_run
 from ..training.sample_trainer import StageTrainer
 from ..training.setup import Job, agree
@@ -82,7 +83,7 @@ def train_alone(settings: Settings, folder: Path, code: Mapping[str, str] | None
     run, and its curve says so. Raises AsyncPipeError if settings and plan do not fit.
     """
     alone = replace(settings, ranks=1) if settings.is_async else settings
-    with drawing_from(settings.seed, "run"):
+    with drawing_from(settings.seed, "run"), readers_end():
         return _Trial(make_job(alone, folder, code)).train()
 
 

@@ -145,10 +145,12 @@ class Agreement:
         own = hashlib.sha256(order.digest(epoch)).digest()
         if data.seed is None:
             return _Seen(True, own, data.digest)
-        train, unlike, partial = self._digests(data.train, data.seed, self._train_samples(epoch))
+        is_first, samples = epoch == self._begun, self._train_samples(epoch)
+        train, unlike, partial = self._digests(data.train, data.seed, samples, is_first=is_first)
         evaluation = b""
-        if data.evaluation is not None and epoch == self._begun:
-            evaluation, *_ = self._digests(data.evaluation, data.seed, self._held_out_samples())
+        if data.evaluation is not None and is_first:
+            samples = self._held_out_samples()
+            evaluation, *_ = self._digests(data.evaluation, data.seed, samples, is_first=False)
         return _Seen(True, own, data.digest, train, evaluation, unlike, partial)
 
     def _train_samples(self, epoch: int) -> list[int]:
@@ -160,10 +162,10 @@ class Agreement:
         return list(range(min(_COMPARED, len(self._data.evaluation))))
 
     def _digests(
-        self, dataset: Dataset, seed: int, indices: Sequence[int]
+        self, dataset: Dataset, seed: int, indices: Sequence[int], *, is_first: bool
     ) -> tuple[bytes, int, int]:
-        """Digests of the samples, read twice; then the first sample that differed when it was read
-        again with all fields, and with this rank's own."""
+        """Digests of the samples, which are read twice at first; then the first sample that
+        differed when it was read again with all fields, and with this rank's own."""
 
         def read(fields: Collection[str]) -> dict[str, Tensor]:
             key, what = ("compared", indices[0]), "the start of an epoch"
@@ -176,10 +178,12 @@ class Agreement:
             )
             return next((index for index, one, other in pairs if one != other), -1)
 
-        once, again = read(self._fields), read(self._fields)
+        once = again = read(self._fields)
+        if is_first:
+            again = read(self._fields)
         unlike = first_unlike(again)
         # `OwnDataset` always makes all fields of a sample together.
-        by_fields = unlike < 0 and not isinstance(dataset, OwnDataset)
+        by_fields = is_first and unlike < 0 and not isinstance(dataset, OwnDataset)
         partial = first_unlike(read(self._own_fields)) if by_fields else -1
         places = range(len(indices))
         digests = (

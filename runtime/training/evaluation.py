@@ -58,12 +58,10 @@ class Evaluator:
         self.batch = batch
         outputs = plan.outputs
         self._logits = outputs.get("logits") if isinstance(outputs, Mapping) else outputs
-        # Each replica evaluates a contiguous range of micro-batches.
-        ends = [batch.count * part // world.replicas for part in range(world.replicas + 1)]
-        self._first, end = ends[world.replica], ends[world.replica + 1]
-        self._sizes = batch.sizes(self._first, end)
-        own = end - self._first
-        self._schedule = forward_schedule(plan, schedule, own) if own else None
+        own = batch.range_of(world.replica, world.replicas)
+        self._first = own.start
+        self._sizes = batch.sizes(own)
+        self._schedule = forward_schedule(plan, schedule, len(own)) if own else None
 
     def __call__(self, pipeline: Executor, step: int) -> EvalRecord:
         """Runs every evaluation micro-batch forward; returns the same record on every rank."""

@@ -26,6 +26,7 @@ from ..rng import drawing_from
 from ..schedule.schedule import Schedule
 from ..user_code import exits_told
 from .checkpointing import Checkpoints, Stopped, Stopping, describe_resumption, resume, save_weights
+from .read_ahead import readers_end
 from .remeasure import Remeasuring
 from .run_summary import report_end
 from .sample_trainer import StageTrainer, check_tokens
@@ -49,6 +50,7 @@ def train(
     activities, board = Activities(), SharedStore(world)
     with (
         drawing_from(job.config.seed, "run"),
+        readers_end(),
         Watchdog(job.config, job.folder, world, activities) as watchdog,
         memory_watched(job.plan, job.config, world, activities),
         Stopping(board, patience_s=job.config.patience_s) as stopping,

@@ -5,23 +5,28 @@ Runs and comparisons train with the same `StageTrainer`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from torch import nn
 
 from ..config.batch_layout import EvaluationBatch, StepBatch, uses_symbol
-from ..config.segments import RunSegment
+from ..config.segments import RunSegment, segments
+from ..config.settings import RunConfig
 from ..data.task import SampleOrder
 from ..data.text import check_vocabulary
 from ..executor.instrumented import Activities, observed_feed
 from ..executor.run import needed_inputs
 from ..monitoring.gather import RankFigures
 from ..schedule.schedule import Schedule
-from .batches import Dataset, Feed, MicroBatches, feed_nothing
+from .batches import Data, Dataset, Feed, MicroBatches, feed_nothing
 from .data_consistency import Agreement
 from .evaluation import Evaluator
+from .read_ahead import ReadAhead, Workers
 from .setup import Setup
 from .stages import TrainedStages
+
+_AHEAD = 2
+"""The micro-batches that a worker reads ahead, as torch's DataLoader does."""
 
 
 class StageTrainer:
@@ -45,20 +50,26 @@ class StageTrainer:
         job, world, data, found = setup.job, setup.world, setup.data, setup.found
         config, plan = job.config, job.plan
         self._setup, self._config, self._plan = setup, config, plan
-        self.stages = TrainedStages(setup, report, after_step)
+        has_criterion = config.criterion is not None
+        own = world.grid.stages_of(world.rank, setup.schedule)
+        self._reading = [
+            stage for stage in own if needed_inputs(plan, (stage,), criterion=has_criterion)
+        ]
         first = found.facts.samples if found else 0
         self.batch = StepBatch.of(config, first_step=setup.start, first_sample=first)
         order = data.order(config.seed) if data else None
         samples = data.train if data else None
-        self._feed = self._make_feed(samples, order, self.batch, setup.activities)
+        feed = self._make_feed(samples, order, self.batch, self._training_numbers)
+        if isinstance(feed, ReadAhead):
+            feed.start()  # a fork keeps what memory holds: the stages are loaded afterwards
+        self._feed = observed_feed(feed, setup.activities)
+        self.stages = TrainedStages(setup, report, after_step)
         self.agreement = Agreement(
             world,
             data,
             order,
             first=first,
-            fields=needed_inputs(
-                plan, range(len(plan.stages)), criterion=config.criterion is not None
-            ),
+            fields=needed_inputs(plan, range(len(plan.stages)), criterion=has_criterion),
             own_fields=setup.fields,
         )
 
@@ -67,14 +78,30 @@ class StageTrainer:
         samples: Dataset | None,
         order: SampleOrder | None,
         batch: StepBatch | EvaluationBatch,
-        activities: Activities,
+        numbers: Callable[[], Iterable[int]],
     ) -> MicroBatches:
-        """The micro-batches of these samples for this rank's stages."""
+        """The micro-batches of these samples for this rank's stages; it reads those with these
+        numbers."""
         data, fields = self._setup.data, self._setup.fields
-        feed: MicroBatches = feed_nothing
-        if data is not None and samples is not None:
-            feed = Feed(samples, order, batch, fields, seed=data.seed, dims=data.dims)
-        return observed_feed(feed, activities)
+        if data is None or samples is None:
+            return feed_nothing
+        feed = Feed(samples, order, batch, fields, seed=data.seed, dims=data.dims)
+        workers = workers_of(self._config, data)
+        return ReadAhead(feed, numbers, workers) if workers.count else feed
+
+    def _training_numbers(self) -> Iterator[int]:
+        """The micro-batches that this rank reads until the end of the run."""
+        replica = self._setup.world.replica
+        for segment in segments(self._config, self._setup.start):
+            first = self.batch.first_of(segment.steps.start, replica)
+            count = len(segment.steps) * segment.micro_batches
+            yield from (first + index for index in range(count) if self._reads(index))
+
+    def _reads(self, index: int) -> bool:
+        """Whether a stage of this rank reads data of a micro-batch of the schedule."""
+        world, schedule = self._setup.world, self._setup.schedule
+        rank = world.grid.rank_of(world.rank)
+        return any(schedule.rank_of(stage, index) == rank for stage in self._reading)
 
     def make_evaluator(self, activities: Activities) -> Evaluator:
         """Evaluates the stages' weights on the evaluation data."""
@@ -86,11 +113,18 @@ class StageTrainer:
             most=config.eval_batches,
             is_free=uses_symbol(self._plan, "batch"),
         )
+        world = self._setup.world
+        own = batch.range_of(world.replica, world.replicas)
+
+        def numbers() -> Iterator[int]:
+            return (number for number in own if self._reads(number - own.start))
+
+        feed = self._make_feed(samples, None, batch, numbers)
         return Evaluator(
             self._plan,
             self._setup.job.task,
-            self._make_feed(samples, None, batch, activities),
-            self._setup.world,
+            observed_feed(feed, activities),
+            world,
             activities,
             schedule=self._setup.schedule,
             batch=batch,
@@ -117,6 +151,18 @@ class StageTrainer:
             may=may if len(steps) > 1 else None,
         ):
             pass
+
+
+def workers_of(config: RunConfig, data: Data) -> Workers:
+    """The workers that read data: those that the options ask for, or those of the DataLoader that
+    the user's function returned."""
+    loader = data.loader
+    count, ahead = config.workers, config.prefetch
+    if count is None:
+        count = loader.num_workers if loader else 0
+    if ahead is None:
+        ahead = (loader.prefetch_factor if loader else None) or _AHEAD
+    return Workers(count, ahead, loader.worker_init_fn if loader else None)
 
 
 def check_tokens(setup: Setup, modules: Mapping[int, nn.Module]) -> None:
