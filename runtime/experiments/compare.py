@@ -307,15 +307,16 @@ _COLOURS = (
     "#4477aa", "#ee6677", "#228833", "#aa7700", "#aa3377", "#0088aa", "#777777", "#332288",
     "#882255", "#44aa99",
 )  # fmt: skip
+_DASHES = ("none", "12 3", "8 4", "5 5", "3 6")
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """The style of the lines of a row."""
+    """The style of the lines of a row; a line that covers another one has gaps."""
 
     label: str
     colour: str
-    is_dashed: bool
+    dashes: str
 
 
 def draw(
@@ -326,7 +327,7 @@ def draw(
     minutes = max((row.minutes for row in drawn), default=0.0)
     unit, per_ms = ("min", 1 / 60_000) if minutes >= 2 else ("s", 1 / 1000)
     looks = [
-        Look(_label(row), _COLOURS[number % len(_COLOURS)], row.method.startswith("sync"))
+        Look(_label(row), _COLOURS[number % len(_COLOURS)], _DASHES[number % len(_DASHES)])
         for number, row in enumerate(drawn)
     ]
     by_step = [_series(row, None) for row in drawn]

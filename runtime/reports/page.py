@@ -166,13 +166,18 @@ def step_drawings(run: RunRecords) -> StepDrawings | None:
 
 
 TRACE = "trace.json"
+_FACTS = {"ranks": "processes", "simulated": "predicted step", "memory": "planned memory"}
+"""Names of facts in the records -> those that the page has."""
 _YEAR_3000_S = 32_503_680_000
 
 
 def render_run(run: RunRecords) -> str:
     """The page. It needs no script and refers only to files of the run's own folder; its numbers
     are in a JSON block, `run`, and those of every step in metrics.jsonl."""
-    facts = [(str(name), str(text)) for name, text in part(run.start, "facts").items()]
+    facts = [
+        (_FACTS.get(str(name), str(name)), str(text))
+        for name, text in part(run.start, "facts").items()
+    ]
     return render(
         "run_report.html.j2",
         title=title_of(run),
@@ -207,7 +212,7 @@ def _step_table(run: RunRecords) -> Table:
     return _table(
         ("predicted", "measured", "measured / predicted"),
         [
-            ("a step", *_beside(step_times(run), write_ms)),
+            ("step time", *_beside(step_times(run), write_ms)),
             ("ranks idle", *_beside(idle_shares(run), write_share)),
         ],
     )
@@ -323,7 +328,7 @@ def _cards(run: RunRecords) -> list[Card]:
             write_count,
             f"{UNITS.get(rate, rate)}, after the first step",
         ),
-        _card("A step", step.measured, write_ms, _simulated(step, write_ms)),
+        _card("Step time", step.measured, write_ms, _simulated(step, write_ms)),
         _card("Ranks idle", idle.measured, write_share, _simulated(idle, write_share)),
         _card("Fullest rank", max(memory, default=math.nan), write_bytes, "the whole process"),
         _card("Time", last(run, "elapsed_s"), write_duration, _length(run)),

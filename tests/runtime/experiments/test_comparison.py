@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Mapping
@@ -194,6 +195,9 @@ def test_the_plot_has_a_line_for_each_method_against_steps_and_against_time(
     by_step, by_time = (of_class(chart, "line") for chart in charts)
     assert len(by_step) == len(by_time) == len(comparison.rows)
     assert len(of_class(root, "band")) == 2 * len(comparison.rows)
+    dashes = re.findall(r"^\.line\d+ .*dasharray: ([^;]+);", text, re.MULTILINE)
+    assert dashes[0] == "none"  # and later lines let those below show through
+    assert len(set(dashes)) == len(dashes) == len(comparison.rows)
 
     def ends(line: ElementTree.Element) -> float:
         points = [point.split() for point in line.attrib["d"][1:].split("L")]

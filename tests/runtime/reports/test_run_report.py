@@ -183,7 +183,7 @@ def test_configuration_environment_and_facts_are_told(folder: Path) -> None:
     pairs = dict(zip(told, texts, strict=True))
     assert pairs["schedule"] == '"async-1f1b"' and pairs["steps"] == "12" and pairs["lr"] == "0.002"
     assert {"torch", "python", "asyncpipe", "cpu", "host", "begun"} <= pairs.keys()
-    assert "2 processes" in pairs["ranks"]
+    assert "2 processes" in pairs["processes"]
     block = json.loads(by_id(page, "run").text or "")
     assert block == json.loads(json.dumps(summary_of(read_run(folder / "async"))))
 
@@ -429,7 +429,7 @@ def test_runs_are_compared_at_equal_steps_and_in_equal_time(tmp_path: Path) -> N
     assert rows["loss 1.1 s after step 1"] == ("4.0000", "4.0000")
     assert rows["steps 1.1 s after step 1"] == ("6", "12")
     assert rows["tokens/s"] == ("500", "1 000")
-    assert rows["a step"] == (write_ms(200), write_ms(100))
+    assert rows["step time"] == (write_ms(200), write_ms(100))
     assert compared.differences == (("lr", "0.1", "0.2"), ("seed", "", "1"))
     plain = json.loads(as_json(compared))
     assert [one["loss_at_equal_steps"] for one in plain["runs"]] == [0.0, 5.0]
