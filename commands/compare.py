@@ -6,27 +6,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import App, Group, Parameter
+from cyclopts import Parameter
 
-from ..runtime import __version__
+from ..runtime.config.learning_options import LOGGING
 from ..runtime.config.settings import Settings
 from ..runtime.limits import Choice, ListOf, Text, path
 from ..runtime.optimizers.facts import OPTIMIZERS
 from ..runtime.options import options_of
 from .console import make_console
-from .options import limited, with_limits
+from .options import COMPARED, PANEL, limited, make_app, option, with_limits
 from .training_options import ComparedOptions
 
-app = App(
-    name="asyncpipe-compare",
-    version=__version__,
-    help="Compare losses and simulated times of training with stale weights.",
+app = make_app(
+    "asyncpipe-compare", "Compare losses and simulated times of training with stale weights."
 )
-_COMPARE = Group.create_ordered("What to compare")
 
 
 def _several(help: str) -> Parameter:
-    return Parameter(help=help, group=_COMPARE, negative=(), consume_multiple=1)
+    return option(PANEL[COMPARED], help, consume_multiple=1)
 
 
 @with_limits(
@@ -52,7 +49,10 @@ class CompareOptions:
         list[str] | None,
         _several("Optimizers for methods that name none. [default: that of asyncpipe-train]"),
     ] = None
-    lr: Annotated[list[float] | None, _several("Learning rates to try with each method.")] = None
+    lr: Annotated[
+        list[float] | None,
+        _several("Learning rates to try with each method. [default: that of asyncpipe-train]"),
+    ] = None
     seeds: Annotated[list[int], _several("Random seeds for data order and dropout.")] = field(
         default_factory=lambda: [1]
     )
@@ -68,7 +68,9 @@ def compare_command(
     *,
     varied: Annotated[CompareOptions, Parameter(name="*")] = _NO_VARIED,
     options: Annotated[ComparedOptions, Parameter(name="*")] = _NO_OPTIONS,
-    verbose: Annotated[bool, Parameter(name=("--verbose", "-v"), negative=())] = False,
+    verbose: Annotated[
+        bool, Parameter(name=("--verbose", "-v"), negative=(), group=PANEL[LOGGING])
+    ] = False,
 ) -> int:
     """Compare losses and simulated times of training with stale weights.
 

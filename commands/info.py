@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from cyclopts import App, Parameter
+from cyclopts import Parameter
 
-from ..runtime import __version__
 from ..runtime.limits import Whole
 from .console import make_console
-from .options import limited
+from .options import limited, make_app, unwrapped
 
-app = App(
-    name="asyncpipe-info",
-    version=__version__,
-    help="Show versions, backends, devices and links, and which of them a run here would use.",
+app = make_app(
+    "asyncpipe-info",
+    "Show versions, backends, devices and links, and which of them a run here would use.",
 )
 
 
 @app.default
+@unwrapped
 def info_command(
     *,
     ranks: Annotated[int | None, limited(Whole(1, 2**16, 4), "ranks")] = None,

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import App, Parameter
+from cyclopts import Parameter
 from rich.syntax import Syntax
 
-from ..runtime import __version__
 from ..runtime.errors import PlanError
 from ..runtime.formatting import visible
 from ..runtime.limits import Whole, path
@@ -17,16 +16,13 @@ from ..runtime.reports.picture import picture
 from ..runtime.reports.rendering import write_page
 from ..runtime.user_code import source_of
 from .console import make_console, print_findings, print_folder, print_text
-from .options import limited
+from .options import limited, make_app, unwrapped
 
-app = App(
-    name="asyncpipe-inspect",
-    version=__version__,
-    help="Show the stages, costs and code of a model.",
-)
+app = make_app("asyncpipe-inspect", "Show the stages, costs and code of a model.")
 
 
 @app.default
+@unwrapped
 def inspect_command(
     folder: Annotated[Path, limited(path("generated_models/gpt2_4p"), "folder")],
     /,
@@ -34,7 +30,7 @@ def inspect_command(
     stage: Annotated[int | None, limited(Whole(0, 2**12, 0), "stage")] = None,
     explain: Annotated[bool, Parameter(negative=())] = False,
     json: Annotated[bool, Parameter(negative=())] = False,
-    svg: Path | None = None,
+    svg: Annotated[Path | None, limited(path("plan.svg"), "svg")] = None,
     verbose: Annotated[bool, Parameter(name=("--verbose", "-v"), negative=())] = False,
 ) -> int:
     """Show the stages, boundaries, costs and code of a generated model.
@@ -44,7 +40,7 @@ def inspect_command(
     folder
         Generated folder, such as generated_models/gpt2_4p.
     stage
-        Print the code of this stage.
+        Print the code of this stage. [default: none]
     explain
         Explain the place of each cut and the limits of the plan, and show possible improvements if
         the model was partitioned with --explain.
@@ -52,7 +48,7 @@ def inspect_command(
         Print the plan as JSON.
     svg
         Write a picture of the plan to this file: the modules with their cuts, one simulated step
-        and the memory of each rank.
+        and the memory of each rank. [default: none]
     verbose
         Show the traceback of an error.
     """

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, make_dataclass
+from inspect import cleandoc
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    ParamSpec,
+    TypeVar,
+    get_args,
+    get_type_hints,
+)
 
-from cyclopts import Group, Parameter, Token
+from cyclopts import App, Group, Parameter, Token
 
 from ..partitioner.planning.options import (
     DEVICES,
@@ -15,6 +25,8 @@ from ..partitioner.planning.options import (
     MODEL,
     PartitionOptions,
 )
+from ..runtime import __version__
+from ..runtime.config.learning_options import PANELS
 from ..runtime.limits import (
     Choice,
     Flag,
@@ -27,19 +39,47 @@ from ..runtime.limits import (
     path,
     refusal,
 )
-from ..runtime.options import Option, options_of
+from ..runtime.options import Option, default_in_words, options_of
 from ..runtime.options import option as declare
 from .running import usage
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def option(group: Group, help: str, *names: str) -> Parameter:
-    return Parameter(name=names or None, help=help, group=group, negative=())
+def make_app(name: str, help: str, *, usage: str | None = None) -> App:
+    """A command. Its help is plain text, so that `<name>` and `*` are shown as they are written."""
+    return App(
+        name=name,
+        version=__version__,
+        help=help,
+        usage=usage,
+        help_format="plaintext",
+        default_parameter=Parameter(negative=(), show_default=False),
+    )
 
 
-def flag(group: Group, help: str, *names: str) -> Parameter:
-    return Parameter(name=names or None, help=help, group=group, negative=(), show_default=False)
+def option(group: Group, help: str, *names: str, **more: Any) -> Parameter:
+    """An option of one command alone, with its default in the help."""
+    default = False if "[default" in help else default_in_words
+    return Parameter(
+        name=names or None, help=help, group=group, show_default=default, negative=(), **more
+    )
+
+
+def unwrapped(command: Callable[P, T]) -> Callable[P, T]:
+    """A command whose docstring has each paragraph in one line, as plain-text help shows it."""
+    lines: list[str] = []
+    for line in cleandoc(command.__doc__ or "").splitlines():
+        indent = len(line) - len(line.lstrip())
+        before = lines[-1] if lines else ""
+        is_next = before.strip() and line.strip() and indent == len(before) - len(before.lstrip())
+        if is_next and not before.startswith("--") and not line.startswith("--"):
+            lines[-1] += f" {line.strip()}"
+        else:
+            lines.append(line)
+    command.__doc__ = "\n".join(lines)
+    return command
 
 
 @dataclass(frozen=True)
@@ -83,12 +123,16 @@ def with_limits(limits: Mapping[str, Limit]) -> Callable[[type[T]], type[T]]:
 
 
 PRINTING = "Printing"
-_GROUPS = {name: Group.create_ordered(name) for name in (*GROUPS, PRINTING)}
+COMPARED, SEVERAL = "What to compare", "Several runs"
+PANEL = {
+    name: Group.create_ordered(name) for name in (COMPARED, *GROUPS, PRINTING, *PANELS, SEVERAL)
+}
+"""The headings in --help, in their order."""
 
 
 def flag_type(name: str, declared: Option, kind: Any) -> Any:
     """The type of a flag with how cyclopts shows and reads it. None means not given."""
-    group: dict[str, Any] = {"group": _GROUPS[declared.group]} if declared.group else {}
+    group: dict[str, Any] = {"group": PANEL[declared.group]} if declared.group else {}
     shown = Parameter(
         name=(flag_of(name), *filter(None, [declared.short])),
         help=declared.help + declared.shown_default,

@@ -9,10 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from cyclopts import App, Parameter
+from cyclopts import Parameter
 
 from ..partitioner.planning.options import OPTIONS, PartitionOptions
-from ..runtime import __version__
 from ..runtime.limits import flag_of
 from ..runtime.user_code import portable
 from .console import (
@@ -27,13 +26,12 @@ from .console import (
     print_plan,
     print_text,
 )
-from .options import CommandOptions, PartitionFlags
+from .options import CommandOptions, PartitionFlags, make_app
 from .running import usage
 
-app = App(
-    name="asyncpipe-partition",
-    version=__version__,
-    help="Cut a model into balanced pipeline stages and write them as readable Python.",
+app = make_app(
+    "asyncpipe-partition",
+    "Cut a model into balanced pipeline stages and write them as readable Python.",
 )
 _NO_OPTIONS, _NO_FLAGS = CommandOptions(), PartitionFlags()
 

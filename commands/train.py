@@ -7,24 +7,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from cyclopts import App, Group, Parameter
+from cyclopts import Parameter
 
-from ..runtime import __version__
 from ..runtime.checkpoint.resuming import with_options_of_run
+from ..runtime.config.learning_options import CHECKPOINTS, LOGGING
 from ..runtime.config.option_files import check_code, read_config, settings_from
 from ..runtime.import_path import ISOLATED
 from ..runtime.limits import ListOf, Whole, key_values, path
 from .console import make_console, print_text
-from .options import limited, option, with_limits
+from .options import PANEL, SEVERAL, limited, make_app, option, unwrapped, with_limits
 from .running import REPORTER, usage
 from .training_options import TrainOptions
 
-app = App(
-    name="asyncpipe-train",
-    version=__version__,
-    help="Train a generated model as a pipeline.",
+app = make_app(
+    "asyncpipe-train",
+    "Train a generated model as a pipeline.",
+    usage="Usage: asyncpipe-train [OPTIONS] FOLDER\n       asyncpipe-train report [OPTIONS] RUN...",
 )
-_SWEEP = Group.create_ordered("Several runs")
+_SWEEP = PANEL[SEVERAL]
 
 
 @with_limits({"sweep": key_values("lr=1e-3,3e-3"), "jobs": Whole(1, 2**12, 2)})
@@ -38,7 +38,7 @@ class SweepOptions:
             _SWEEP,
             "Option with several values, such as lr=1e-3,3e-3: trains a run with each value, or "
             "with all combinations of several options. The file of --config may list values under "
-            "[sweep].",
+            "[sweep]. [default: none]",
         ),
     ] = None
     jobs: Annotated[int, option(_SWEEP, "Concurrent runs of a sweep; they share the cores.")] = 1
@@ -49,14 +49,19 @@ _NO_OPTIONS, _NO_SWEEP_OPTIONS = TrainOptions(), SweepOptions()
 
 
 @app.default
+@unwrapped
 def train_command(
     folder: Annotated[Path | None, limited(path("generated_models/gpt2_4p"), "folder")] = None,
     /,
     *,
     options: Annotated[TrainOptions, Parameter(name="*")] = _NO_OPTIONS,
     several: Annotated[SweepOptions, Parameter(name="*")] = _NO_SWEEP_OPTIONS,
-    config: Annotated[Path | None, limited(path("run.toml"), "config")] = None,
-    verbose: Annotated[bool, Parameter(name=("--verbose", "-v"), negative=())] = False,
+    config: Annotated[
+        Path | None, limited(path("run.toml"), "config"), Parameter(group=PANEL[CHECKPOINTS])
+    ] = None,
+    verbose: Annotated[
+        bool, Parameter(name=("--verbose", "-v"), negative=(), group=PANEL[LOGGING])
+    ] = False,
 ) -> int:
     """Train a generated model as a pipeline, synchronously or asynchronously.
 
@@ -65,7 +70,7 @@ def train_command(
     folder
         Generated folder, such as generated_models/gpt2_4p; a file of --config may name it.
     config
-        TOML file of options; flags override it.
+        TOML file of options; flags override it. [default: none]
     verbose
         Show the traceback of an error.
     """
@@ -131,6 +136,7 @@ def _sweep(options: dict[str, Any], lists: dict[str, tuple[Any, ...]], at_once: 
 
 
 @app.command(name="report")
+@unwrapped
 def report_command(
     folders: Annotated[list[Path], Parameter(consume_multiple=True), limited(_RUNS, "folders")],
     /,

@@ -73,11 +73,23 @@ class Option:
 
     @property
     def shown_default(self) -> str:
-        """The default as the end of the help; "" where the help states how it is chosen."""
-        is_flag = isinstance(self.default, bool)
-        if is_flag or self.is_words or self.default is MISSING or not self.default:
+        """The default as the end of the help; "" for a flag, and where the help states how it is
+        chosen."""
+        is_stated = "[default" in self.help or "(default" in self.help
+        if isinstance(self.default, bool) or is_stated or self.default is MISSING:
             return ""
-        return f" [default: {self.default}]"
+        return f" [default: {default_in_words(self.default)}]"
+
+
+def default_in_words(value: Any) -> str:
+    """A default as one types it.
+
+    >>> [default_in_words(value) for value in (None, 300.0, (0.9, 0.999), ["sync", "stash"], ())]
+    ['none', '300', '0.9 0.999', 'sync stash', 'none']
+    """
+    values = value if isinstance(value, list | tuple) else () if value is None else (value,)
+    words = (f"{each:g}" if isinstance(each, float) else str(each) for each in values)
+    return " ".join(words) or "none"
 
 
 _KEY = "option"

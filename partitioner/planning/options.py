@@ -269,7 +269,8 @@ class PartitionOptions:
         None,
         Text("cpu, cuda, the name of a device or a file", "a100-80g"),
         "Device to profile for: cpu or cuda of this machine, or another device (a100-80g, h100, "
-        "rtx2080ti, v100-16g, .., or a file.toml that describes one), whose costs are predicted.",
+        "rtx2080ti, v100-16g, .., or a file.toml that describes one), whose costs are predicted. "
+        "[default: cpu]",
     )
     dtype: str = _profiles(
         "float32",

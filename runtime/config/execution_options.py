@@ -4,10 +4,25 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import partial
 
 from ..limits import Choice, Flag, Number, Text, Whole, form, path
 from ..options import option
-from .learning_options import POSITIVE_STEPS, STEPS
+from .learning_options import (
+    CHECKPOINTS,
+    DATA,
+    DEVICES,
+    LAUNCH,
+    LOGGING,
+    POSITIVE_STEPS,
+    STEPS,
+)
+
+_reads = partial(option, group=DATA)
+_stores = partial(option, group=CHECKPOINTS)
+_logs = partial(option, group=LOGGING)
+_computes = partial(option, group=DEVICES)
+_launches = partial(option, group=LAUNCH)
 
 TRANSPORTS = ("auto", "local", "shm", "gloo", "nccl", "mpi")
 
@@ -31,45 +46,45 @@ def seconds_of(text: str) -> int | None:
 class ExecutionOptions:
     """The options that decide where and how a run is carried out."""
 
-    init_from: str | None = option(
+    init_from: str | None = _stores(
         None,
         path("runs/gpt2_4p/1"),
         "Initial weights, with a new optimizer: a safetensors file or folder, a checkpoint, a run "
-        "or a generated folder.",
+        "or a generated folder. [default: the weights of the generated folder]",
         on_resume="ignored",
         changes_losses=True,
         compared=True,
     )
-    resume: str | None = option(
+    resume: str | None = _stores(
         None,
         Text("auto, a run or a checkpoint", "auto"),
         "Resume a run: a run's folder, one of its checkpoints, or auto: the newest good checkpoint "
         "of --output, or else of the last run of this model, or a new run if there is none.",
         scope="call",
     )
-    save_every: int = option(
+    save_every: int = _stores(
         0,
         STEPS,
         "Steps between checkpoints; 0 writes one only when a signal ends the run.",
         on_resume="ignored",
     )
-    keep_last: int = option(
+    keep_last: int = _stores(
         3, Whole(1, 10**6, 3), "Number of newest checkpoints to keep.", on_resume="ignored"
     )
-    keep_best: int = option(
+    keep_best: int = _stores(
         0,
         Whole(0, 10**6, 1),
         "Number of checkpoints with the lowest evaluation loss to keep as well.",
         on_resume="ignored",
     )
-    save_to: str | None = option(
+    save_to: str | None = _stores(
         None,
         Text("the URL of a place", "s3://bucket/run"),
         "URL to copy checkpoints to as well: s3://bucket/run or any that fsspec supports; --resume "
         "and --init-from accept such URLs.",
         on_resume="ignored",
     )
-    trust: bool = option(
+    trust: bool = _stores(
         False,
         Flag(),
         "Allow running code from folders generated on another machine or named in an options file. "
@@ -77,13 +92,13 @@ class ExecutionOptions:
         scope="call and job",
         compared=True,
     )
-    export_hf: str | None = option(
+    export_hf: str | None = _stores(
         None,
         path("exported"),
         "Folder to write the trained model to, in the format of from_pretrained.",
         on_resume="ignored",
     )
-    output: str | None = option(
+    output: str | None = _stores(
         None,
         path("runs/mine"),
         "Folder of the run. [default: a new one in runs/NAME]",
@@ -91,7 +106,7 @@ class ExecutionOptions:
         compared=True,
     )
 
-    eval_every: int = option(
+    eval_every: int = _logs(
         0,
         STEPS,
         "Steps between evaluations; 0 evaluates only at the end.",
@@ -99,7 +114,7 @@ class ExecutionOptions:
         changes_losses=True,
         compared=True,
     )
-    eval_batches: int | None = option(
+    eval_batches: int | None = _logs(
         None,
         Whole(0, 10**9, 8),
         "Micro-batches of an evaluation; 0 turns evaluation off. [default: all evaluation data]",
@@ -107,24 +122,24 @@ class ExecutionOptions:
         changes_losses=True,
         compared=True,
     )
-    workers: int | None = option(
+    workers: int | None = _reads(
         None,
         Whole(0, 2**12, 4),
         "Processes that read data ahead for each rank that reads data; 0 reads in the rank itself. "
         "[default: num_workers of your DataLoader, or 0]",
         on_resume="ignored",
     )
-    prefetch: int | None = option(
+    prefetch: int | None = _reads(
         None,
         Whole(1, 2**16, 2),
         "Micro-batches that each of --workers reads ahead. [default: prefetch_factor of your "
         "DataLoader, or 2]",
         on_resume="ignored",
     )
-    log_every: int = option(
+    log_every: int = _logs(
         10, POSITIVE_STEPS, "Steps between lines of the log.", on_resume="ignored"
     )
-    log: str | None = option(
+    log: str | None = _logs(
         None,
         Text("names of trackers, joined by commas", "tensorboard"),
         "Experiment trackers to log to, joined by commas: tensorboard, wandb, mlflow, trackio, or "
@@ -132,7 +147,7 @@ class ExecutionOptions:
         changes_losses=False,
         names_code=True,
     )
-    trace: str | None = option(
+    trace: str | None = _logs(
         None,
         Text(
             "a number of steps, or the first and the last", "3", form(r"[0-9]{1,15}(-[0-9]{1,15})?")
@@ -141,93 +156,93 @@ class ExecutionOptions:
         "asynchronous run, before the pipeline drains), 10-12 for those.",
         on_resume="ignored",
     )
-    debug: str | None = option(
+    debug: str | None = _launches(
         None,
         Text("all or numbers of ranks", "0,2", form(r"all|[0-9]{1,9}(,[0-9]{1,9})*")),
         "Ranks that wait for a debugger (debugpy): 1, 0,2 or all.",
         scope="call",
     )
 
-    device: str = option("cpu", Choice(("cpu", "cuda")), "Device type that stages compute on.")
-    ranks_per_gpu: int = option(
+    device: str = _computes("cpu", Choice(("cpu", "cuda")), "Device type that stages compute on.")
+    ranks_per_gpu: int = _computes(
         1, Whole(1, 2**16, 2), "Ranks that share a GPU, with --device cuda."
     )
-    threads: int | None = option(
+    threads: int | None = _computes(
         None,
         Whole(1, 2**12, 1),
         "Threads of each rank. [default: an equal share of the cores]",
         on_resume="ignored",
     )
-    pin: str = option(
+    pin: str = _computes(
         "cores",
         Choice(("cores", "numa", "none")),
         "CPU affinity of the ranks of a host: each on its own cores, on its NUMA node, or none.",
         on_resume="ignored",
     )
-    timeout_s: float = option(
+    timeout_s: float = _launches(
         300.0,
         Number(1, 1e8, 300),
         "Seconds that a rank waits for another before it fails and names that rank.",
         on_resume="ignored",
     )
-    stall_s: float = option(
+    stall_s: float = _launches(
         60.0,
         Number(0, 1e8, 60),
         "Seconds without progress before a report of which ranks wait for which; 0 turns it off.",
         on_resume="ignored",
     )
-    restarts: int = option(
+    restarts: int = _launches(
         0,
         Whole(0, 10**6, 3),
         "Automatic restarts of the run after a rank dies or hangs.",
         changes_losses=False,
     )
-    dtype: str = option(
+    dtype: str = _computes(
         "float32", Choice(("float32", "float64")), "Data type of the weights.", compared=True
     )
-    precision: str = option(
+    precision: str = _computes(
         "full",
         Choice(("full", "bfloat16", "float16")),
         "Precision of forwards and backwards: that of the weights (full), or lower under "
         "torch.autocast.",
     )
-    loss_scale: float | None = option(
+    loss_scale: float | None = _computes(
         None,
         Number(1, 2**64, 65536),
         "Initial loss scale with --precision float16; it adapts to overflows as torch's GradScaler "
         "does. [default: 65536]",
     )
-    boundary_dtype: str | None = option(
+    boundary_dtype: str | None = _computes(
         None,
         Choice(("bfloat16",)),
         "Data type to which wider boundary tensors are cast between ranks. [default: no cast]",
     )
-    transport: str = option(
+    transport: str = _launches(
         "auto",
         Choice(TRANSPORTS),
         "Transport of boundary tensors; auto selects the fastest that works here.",
         on_resume="ignored",
     )
-    interface: str | None = option(
+    interface: str | None = _launches(
         None,
         Text("a network interface", "eth0", form(r"\S+")),
         "Network interface between hosts. [default: the one that leads to rank 0]",
         on_resume="ignored",
     )
-    master_addr: str | None = option(
+    master_addr: str | None = _launches(
         None,
         Text("a host name or an address", "host-0", form(r"\S+")),
         "Host name or address of rank 0, for launchers that leave it open (mpirun on several "
-        "hosts).",
+        "hosts). [default: the launcher's, or this host]",
         on_resume="ignored",
     )
-    master_port: int | None = option(
+    master_port: int | None = _launches(
         None,
         Whole(1, 2**16 - 1, 29500),
         "Port of rank 0. [default: the launcher's, or one derived from the job number]",
         on_resume="ignored",
     )
-    max_run: str | None = option(
+    max_run: str | None = _launches(
         None,
         Text("a time of days, hours, minutes and seconds", "3h50m", seconds_of),
         "Longest duration of the command, such as 3h50m or 90s; the run then ends as after "
@@ -235,16 +250,16 @@ class ExecutionOptions:
         scope="call and job",
     )
 
-    print_sbatch: bool = option(
+    print_sbatch: bool = _launches(
         False, Flag(), "Print a Slurm batch script for this run, then exit.", scope="call"
     )
-    nodes: int | None = option(
+    nodes: int | None = _launches(
         None,
         Whole(1, 2**16, 2),
         "Hosts of the job that --print-sbatch writes. [default: the plan's]",
         scope="call",
     )
-    time_limit: str = option(
+    time_limit: str = _launches(
         "24:00:00",
         Text(
             "a time limit of Slurm",
@@ -255,19 +270,19 @@ class ExecutionOptions:
         scope="call",
     )
 
-    dry_run: bool = option(
+    dry_run: bool = _launches(
         False, Flag(), "Check everything, print a summary of the run, then exit.", scope="call"
     )
-    print_schedule: bool = option(
+    print_schedule: bool = _launches(
         False,
         Flag(),
         "Print the schedule as text that --schedule FILE reads, then exit.",
         scope="call",
     )
-    json: bool = option(
+    json: bool = _logs(
         False, Flag(), "Print every event as a JSON line.", scope="call and job", compared=True
     )
-    quiet: bool = option(
+    quiet: bool = _logs(
         False, Flag(), "Print errors only.", scope="call", compared=True, short="-q"
     )
 

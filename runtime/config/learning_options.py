@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 
 from ..limits import Choice, ListOf, Number, Text, Whole, form, path
 from ..optimizers.facts import OPTIMIZERS, defaults_in_words, in_words, that_take
 from ..options import option, required
+from ..schedule.asynchronous import DEFAULT_CAP
 
 DDP = "ddp"
 """A schedule: whole models that share the micro-batches, that is replicas of `single`."""
+
+PANELS = (
+    *("Schedule and ranks", "Asynchronous training", "Data and batches", "Optimizer and loss"),
+    *("Checkpoints and folders", "Evaluation and logging", "Devices and precision", "Launch"),
+)
+"""The headings of the options in --help."""
+SCHEDULE, ASYNCHRONOUS, DATA, OPTIMIZER, CHECKPOINTS, LOGGING, DEVICES, LAUNCH = PANELS
+
+_schedules = partial(option, group=SCHEDULE)
+_asynchronous = partial(option, group=ASYNCHRONOUS)
+_data = partial(option, group=DATA)
+_learns = partial(option, group=OPTIMIZER)
 
 STEPS = Whole(0, 10**12, 100)
 POSITIVE_STEPS = Whole(1, 10**12, 10)
@@ -25,7 +39,7 @@ class LearningOptions:
         )
     )
 
-    schedule: str = option(
+    schedule: str = _schedules(
         "1f1b",
         Text("a schedule or a .txt file that has one", "1f1b"),
         "Pipeline schedule. Synchronous: gpipe, 1f1b, interleaved, looped-bfs, zb-h1, zb-h2, zb-v, "
@@ -33,26 +47,26 @@ class LearningOptions:
         "whole model in each process). Asynchronous: async-1f1b, virtual-stages-1f1b or 2bw. Or a "
         "text file.",
     )
-    ranks: int | None = option(
+    ranks: int | None = _schedules(
         None,
         Whole(1, 2**16, 4),
         "Processes that share the stages. [default: the number in the schedule or the plan]",
         changes_losses=False,
     )
-    replicas: int | None = option(
+    replicas: int | None = _schedules(
         None,
         Whole(1, 2**16, 2),
         "Copies of the whole pipeline; each trains on its own micro-batches, and gradients are "
         "averaged. [default: those of the plan, including replicated stages; with ddp one for each "
         "process]",
     )
-    check_replicas: int = option(
+    check_replicas: int = _schedules(
         0,
         STEPS,
         "Steps between checks that all replicas have equal weights; 0 checks only at the start.",
         on_resume="ignored",
     )
-    staleness: str | None = option(
+    staleness: str | None = _asynchronous(
         None,
         Text("names of methods, joined by +", "stash", form(r"[A-Za-z0-9_+-]+")),
         "Staleness methods of an asynchronous schedule, joined by +: stash, none, .. "
@@ -60,7 +74,7 @@ class LearningOptions:
         "delay. [default: stash]",
         applies_to="asynchronous",
     )
-    annealing_steps: int | None = option(
+    annealing_steps: int | None = _asynchronous(
         None,
         POSITIVE_STEPS,
         "Steps over which pipemare-rate raises the learning rate back to the scheduled one. "
@@ -68,7 +82,7 @@ class LearningOptions:
         applies_to="asynchronous",
         of_method=True,
     )
-    ahead: str | None = option(
+    ahead: str | None = _asynchronous(
         None,
         Text(
             "a factor, a number, or one number for each stage",
@@ -76,26 +90,26 @@ class LearningOptions:
             form(r"[0-9]{1,6}x|[0-9]{1,9}( *, *[0-9]{1,9})*"),
         ),
         "Forwards that stages run ahead of their backwards: a multiple of the usual number (2x), a "
-        "cap (1), or one number for each stage (5,3,1,0).",
+        "cap (1), or one number for each stage (5,3,1,0). [default: the usual number]",
         applies_to="asynchronous",
         of_method=True,
     )
-    staleness_cap: int | None = option(
+    staleness_cap: int | None = _asynchronous(
         None,
         STEPS,
         "Largest staleness of weights, in optimizer steps; stages run fewer forwards ahead to keep "
-        "it.",
+        f"it. [default: none; {DEFAULT_CAP} for virtual-stages-1f1b]",
         applies_to="asynchronous",
         of_method=True,
     )
-    flush_every: int = option(
+    flush_every: int = _asynchronous(
         0,
         STEPS,
         "Steps between flushes of an asynchronous pipeline; 0 flushes only for evaluations.",
         applies_to="asynchronous",
         of_method=True,
     )
-    sync_start: str | None = option(
+    sync_start: str | None = _asynchronous(
         None,
         Text(
             "a number of steps or a share of them",
@@ -108,41 +122,42 @@ class LearningOptions:
         of_method=True,
     )
     # With ddp, until it is resolved to replicas of `single`, this counts all replicas together.
-    micro_batches: int | None = option(
+    micro_batches: int | None = _data(
         None,
         Whole(1, 2**16, 8),
         "Micro-batches of an optimizer step in each replica, or with ddp in all replicas together. "
         "[default: 8, or the number that --global-batch-size and --micro-batch-size give]",
         compared=True,
     )
-    micro_batch_size: int | None = option(
+    micro_batch_size: int | None = _data(
         None,
         Whole(1, 2**24, 8),
         "Samples of a micro-batch. [default: the plan's]",
         compared=True,
     )
     # Once resolved, this is None unless the last micro-batch is smaller than the others.
-    global_batch_size: int | None = option(
+    global_batch_size: int | None = _data(
         None,
         Whole(1, 2**40, 64),
-        "Samples of an optimizer step, in place of --micro-batches or --micro-batch-size.",
+        "Samples of an optimizer step, in place of --micro-batches or --micro-batch-size. "
+        "[default: their product, in all replicas]",
     )
-    seq: int | None = option(
+    seq: int | None = _data(
         None,
         Whole(1, 2**24, 128),
         "Sequence length in tokens. [default: the plan's]",
         compared=True,
     )
 
-    data: str | None = option(
+    data: str | None = _data(
         None,
         Text("a data set, a file or folder, or FILE.py:FUNCTION", "shakespeare"),
         "Training data: shakespeare, python-docs, digits, clusters, a file or folder, or "
-        "file.py:function.",
+        "file.py:function. [default: by the inputs of the model]",
         compared=True,
         names_code=True,
     )
-    tokenizer: str | None = option(
+    tokenizer: str | None = _data(
         None,
         Text("bytes, bpe:SIZE or a file", "bpe:4096"),
         "Tokenizer for text: bytes, bpe:4096 (trained on the data) or a tokenizer.json file. "
@@ -150,31 +165,31 @@ class LearningOptions:
         compared=True,
     )
 
-    steps: int = option(100, STEPS, "Optimizer steps to train for.", compared=True)
-    samples: int | None = option(
+    steps: int = _data(100, STEPS, "Optimizer steps to train for.", compared=True)
+    samples: int | None = _data(
         None,
         Whole(1, 10**15, 10_000),
         "Samples to train on, in place of --steps; the pipeline is not flushed between epochs.",
     )
-    remainder: str = option(
+    remainder: str = _data(
         "drop",
         Choice(("drop", "proportional")),
         "What to do with --samples left over after the last whole step: drop them, or train a "
         "smaller last step whose gradient counts in proportion (proportional).",
     )
-    optimizer: str | None = option(
+    optimizer: str | None = _learns(
         None,
         Choice(tuple(OPTIMIZERS)),
         "Optimizer of every stage. [default: adamw; sgd for the mlp of the docs]",
     )
-    lr: float | None = option(
+    lr: float | None = _learns(
         None,
         Number(0, 1e6, 0.001),
         "Learning rate. [default: 3e-4 for text and 1e-3 for other data; "
         f"{defaults_in_words('lr', '{value:g} with {names}')}]",
         of_method=True,
     )
-    momentum: float | None = option(
+    momentum: float | None = _learns(
         None,
         Number(0, 1, 0.9, below=1),
         f"Momentum for {defaults_in_words('momentum', '{names} (default {value:g})')}.",
@@ -182,7 +197,7 @@ class LearningOptions:
         compared=True,
         of_method=True,
     )
-    betas: tuple[float, float] = option(
+    betas: tuple[float, float] = _learns(
         (0.9, 0.999),
         ListOf(Number(0, 1, 0.9, below=1), count=2),
         f"Decay rates of the moments for {in_words(that_take('betas'))}; for muon, those of the "
@@ -191,7 +206,7 @@ class LearningOptions:
         compared=True,
         of_method=True,
     )
-    refresh_every: int | None = option(
+    refresh_every: int | None = _learns(
         None,
         POSITIVE_STEPS,
         f"Steps between updates of the eigenbases of {in_words(that_take('refresh_every'))}; in an "
@@ -201,7 +216,7 @@ class LearningOptions:
         compared=True,
         of_method=True,
     )
-    weight_decay: float | None = option(
+    weight_decay: float | None = _learns(
         None,
         Number(0, 1e6, 0.01),
         "Weight decay of matrices; biases and norms have none. [default: "
@@ -209,7 +224,7 @@ class LearningOptions:
         compared=True,
         of_method=True,
     )
-    warmup: int | None = option(
+    warmup: int | None = _learns(
         None,
         STEPS,
         "Steps of linear learning rate warm-up. [default: a tenth of the steps; 0 for the mlp of "
@@ -217,14 +232,14 @@ class LearningOptions:
         compared=True,
         of_method=True,
     )
-    decay: str | None = option(
+    decay: str | None = _learns(
         None,
         Choice(("linear", "cosine", "none")),
         "Learning rate decay after the warm-up. [default: cosine for text, none for other data; "
         "linear for the mlp of the docs]",
         compared=True,
     )
-    final_lr_ratio: float | None = option(
+    final_lr_ratio: float | None = _learns(
         None,
         Number(0, 1000, 0.1),
         "Final learning rate as a share of --lr. [default: 0.1 for text, 0 for other data; 0.3 for "
@@ -232,7 +247,7 @@ class LearningOptions:
         compared=True,
         of_method=True,
     )
-    clip: float | None = option(
+    clip: float | None = _learns(
         None,
         Number(0, 1e30, 1.0),
         "Largest gradient norm over all stages; 0 turns clipping off. [default: 1 for text, 0 for "
@@ -240,7 +255,7 @@ class LearningOptions:
         compared=True,
         of_method=True,
     )
-    clip_by: str | None = option(
+    clip_by: str | None = _learns(
         None,
         Choice(("stage", "proportion", "global", "known")),
         "Gradient norm that an asynchronous run clips by: stage (each stage's own norm, bounded by "
@@ -251,21 +266,22 @@ class LearningOptions:
         compared=True,
         of_method=True,
     )
-    criterion: str | None = option(
+    criterion: str | None = _learns(
         None,
         Text("cross_entropy, mse or FILE.py:FUNCTION", "cross_entropy"),
-        "Loss function when the plan has none: cross_entropy, mse or file.py:function.",
+        "Loss function when the plan has none: cross_entropy, mse or file.py:function. [default: "
+        "the plan's]",
         compared=True,
         names_code=True,
     )
-    batch_norm: str = option(
+    batch_norm: str = _learns(
         "micro-batch",
         Choice(("micro-batch", "mini-batch")),
         "Update of batch norm's running statistics: after every micro-batch, or once for each step "
         "as if it were one batch (mini-batch).",
         compared=True,
     )
-    recompute: str = option(
+    recompute: str = _schedules(
         "auto",
         Text(
             "auto, all, none or numbers of stages",
@@ -276,4 +292,4 @@ class LearningOptions:
         "none, or stage numbers such as 0,2.",
         compared=True,
     )
-    seed: int = option(1, Whole(0, 2**53, 1), "Random seed for data order and dropout.")
+    seed: int = _data(1, Whole(0, 2**53, 1), "Random seed for data order and dropout.")
