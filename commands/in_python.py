@@ -74,6 +74,9 @@ def train(folder: str | Path, **options: Unpack[TrainKeywords]) -> RunResult:
     """Trains a generated folder as `asyncpipe-train FOLDER` does with these options, and waits for
     the end.
 
+    folder: the generated folder.
+    options: the options of the command by name.
+
     The ranks are processes of their own, so data and loss are named (`data="my_file.py:function"`).
     Raises AsyncPipeError where options and folder do not fit, and with the first cause when a rank
     fails.

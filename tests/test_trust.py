@@ -208,7 +208,7 @@ def test_own_ranks_are_told_that_the_folder_is_trusted(
     with pytest.raises(TrustError):
         run(settings, FACTORY)
     assert not (tmp_path / "ran").exists()
-    assert run(replace(settings, trust=True), FACTORY) == 0
+    assert run(replace(settings, trust=True), FACTORY) == tmp_path / "run"
     assert (tmp_path / "ran").exists()
 
 
@@ -290,14 +290,14 @@ def test_ranks_on_other_hosts_trust_what_one_of_them_does(
             RankResources(host, trusted=each) for host, each in zip("ab", trusted, strict=True)
         ]
         monkeypatch.setattr(
-            process_groups, "_gather_resources", lambda own, ranks, resources=resources: resources
+            process_groups, "_gather_resources", lambda own, ranks, group, found=resources: found
         )
         with pytest.raises(InterruptedError):
             process_groups.join(info, run_config(folder=str(strange)), plan, {})
     monkeypatch.setattr(
         process_groups,
         "_gather_resources",
-        lambda own, ranks: [RankResources("a"), RankResources("b")],
+        lambda own, ranks, group: [RankResources("a"), RankResources("b")],
     )
     with pytest.raises(TrustError):
         process_groups.join(info, run_config(folder=str(strange)), plan, {})

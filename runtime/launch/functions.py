@@ -32,6 +32,10 @@ def launch(function: Callable[..., Any], *arguments: Any, ranks: int) -> list[An
     `if __name__ == "__main__":`. A function of a notebook runs in forks of it. Arguments and
     results travel as pickles between these processes alone.
 
+    function: called in every process.
+    arguments: its arguments.
+    ranks: the number of processes.
+
     Raises RankError with the first cause when a rank fails, once all ranks have ended.
     """
     if ranks < 1:

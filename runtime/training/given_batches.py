@@ -52,7 +52,11 @@ def shared_loss(step: int, part: float, group: dist.ProcessGroup | None) -> Step
 
 @dataclass(frozen=True)
 class EvalResult:
-    """The mean loss over the samples of an evaluation, and their number."""
+    """An evaluation.
+
+    loss: the mean over all samples.
+    samples: their number.
+    """
 
     loss: float
     samples: int
