@@ -47,6 +47,11 @@ def info() -> None:
 
 def _run(command: str) -> int:
     isolate()
-    from .commands.running import run
+    try:
+        from .commands.running import run
 
-    return run(importlib.import_module(f".commands.{command}", __package__).app)
+        app = importlib.import_module(f".commands.{command}", __package__).app
+    except KeyboardInterrupt:  # while modules are imported
+        sys.stderr.write("interrupted\n")
+        return 130
+    return run(app)

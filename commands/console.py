@@ -26,6 +26,7 @@ from rich.progress import (
     TextColumn,
 )
 from rich.segment import Segment
+from rich.text import Text
 
 from ..runtime.formatting import (
     Column,
@@ -154,6 +155,17 @@ class SafeConsole(Console):
         """Goes on without printing."""
         self.quiet = True
         _drop_output(self.file)
+
+
+def print_words(console: Console, text: str, *, indent: int = 0) -> None:
+    """Prints a sentence. A terminal breaks it between words, and further lines are indented; a log
+    has it in one line."""
+    if not console.is_terminal:
+        console.print(text, soft_wrap=True)
+        return
+    lines = console.render_str(text).wrap(console, console.width - indent)
+    for position, line in enumerate(lines):
+        console.print(Text(" " * indent * (position > 0)) + line, soft_wrap=True)
 
 
 def print_text(text: str) -> None:
@@ -290,7 +302,7 @@ def print_graph_plan(console: Console, plan: GraphPlan) -> None:
         soft_wrap=True,
     )
     for note in plan.explanation:
-        console.print(escape(f"note    {note}"), soft_wrap=True)
+        print_words(console, escape(f"note    {note}"), indent=8)
 
 
 def print_outline(console: Console, outline: Outline) -> None:
@@ -315,7 +327,7 @@ def print_facts(console: Console, plan: Plan) -> None:
         *(f"note    {note}" for note in (*plan.notes, *plan.explanation)),
     )
     for line in lines:
-        console.print(escape(line), soft_wrap=True)
+        print_words(console, escape(line), indent=8 * line.startswith("note"))
 
 
 def print_findings(console: Console, findings: Sequence[Finding]) -> None:
@@ -327,7 +339,7 @@ def print_findings(console: Console, findings: Sequence[Finding]) -> None:
         for about, same in groupby(of_topic, key=lambda finding: finding.about):
             console.print(f"  {escape(about)}", soft_wrap=True)
             for finding in same:
-                console.print(f"    [dim]{escape(finding.text)}[/]", soft_wrap=True)
+                print_words(console, f"    [dim]{escape(finding.text)}[/]", indent=4)
     console.print()
 
 

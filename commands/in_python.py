@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Unpack
 
 from ..runtime.config.option_files import settings_from
 from ..runtime.config.settings import SettingsError
-from ..runtime.formatting import did_you_mean
+from ..runtime.known_names import TRAIN
 from ..runtime.launch.launch import run
 from ..runtime.monitoring.run_files import RunRecords, number, read_run
 from ..runtime.training.joining import PipelineKeywords
+from .run_display import print_starting
 from .running import REPORTER
 
 
@@ -86,10 +88,10 @@ def train(folder: str | Path, **options: Unpack[TrainKeywords]) -> RunResult:
         if name not in known:
             raise SettingsError(
                 f"train has no option {name}.",
-                did_you_mean(name, known, f"It has {', '.join(known)}."),
+                TRAIN.meant(name, known, f"It has {', '.join(known)}."),
             )
     settings = settings_from({**options, "folder": str(folder)})
-    made = run(settings, REPORTER)
+    made = run(settings, REPORTER, partial(print_starting, settings))
     records = read_run(made)
     return RunResult(
         made,

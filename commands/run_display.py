@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, Task, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from ..runtime.formatting import (
+    counted,
     write_accuracy,
     write_duration,
     write_loss,
@@ -19,14 +21,16 @@ from ..runtime.formatting import (
     write_share,
 )
 from ..runtime.monitoring.records import Reporter
-from .console import make_console, print_text
+from .console import make_console, print_text, print_words
 
 if TYPE_CHECKING:
-    from ..runtime.config.settings import RunConfig
+    from ..runtime.config.settings import RunConfig, Settings
     from ..runtime.monitoring.idle import IdleSplit
     from ..runtime.monitoring.records import EvalRecord, StartRecord, StepRecord, Summary
     from ..runtime.schedule.simulate import Timeline
 
+_SPEED_PERIOD_S = 300.0
+"""The steps of this time give the estimate of the time left."""
 _WIDTH = 72
 """Columns of the longer of two timelines."""
 
@@ -38,6 +42,14 @@ def make_reporter(config: RunConfig) -> Reporter:
     console = make_console(quiet=config.quiet)
     look = _BarReporter if console.is_terminal else _LineReporter
     return look(console, draws=config.trace is not None)
+
+
+def print_starting(settings: Settings, ranks: int) -> None:
+    """Prints, on a terminal, that processes are being started: the first facts follow when all of
+    them have met, seconds later."""
+    console = make_console(quiet=settings.quiet or settings.json)
+    if console.is_terminal:
+        console.print(f"[dim]{'starting':11}[/] {counted(ranks, 'rank')} ..", soft_wrap=True)
 
 
 class _JsonReporter(Reporter):
@@ -72,22 +84,22 @@ class _LineReporter(Reporter):
         self._drawn: list[tuple[str, Timeline]] = []
 
     def _print(self, text: str) -> None:
-        self._console.print(text, soft_wrap=True)
+        print_words(self._console, text)
 
     def on_start(self, start: StartRecord) -> None:
         for label, text in start.facts:
-            self._print(f"[dim]{label:11}[/] {escape(text)}")
+            self.on_note(label, text)
 
     def on_warning(self, text: str) -> None:
         self._print(f"[yellow]warning:[/] {escape(text)}")
 
     def on_note(self, about: str, text: str) -> None:
-        self._print(f"[dim]{about:11}[/] {escape(text)}")
+        print_words(self._console, f"[dim]{about:11}[/] {escape(text)}", indent=12)
 
     def on_step(self, record: StepRecord) -> None:
         if record.logged:
-            width = len(str(record.steps))
-            self._print(f"step {record.step:{width}}/{record.steps}  {_measures(record)}")
+            place = f"step {record.step:{len(str(record.steps))}}/{record.steps}"
+            self._print(f"{place}  {_measures(record, self._console.width - len(place) - 2)}")
 
     def on_eval(self, record: EvalRecord) -> None:
         accuracy = ""
@@ -118,26 +130,35 @@ class _LineReporter(Reporter):
 
 
 class _BarReporter(_LineReporter):
-    """Shows a progress bar with the latest measurements."""
+    """Prints the same lines above a progress bar with the step, the loss and the time left."""
 
     def __init__(self, console: Console, *, draws: bool) -> None:
         super().__init__(console, draws=draws)
         columns = (
-            TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
-            BarColumn(bar_width=32),
             TextColumn("{task.description}"),
-            TimeElapsedColumn(),
+            BarColumn(bar_width=None),
+            _TimeColumn(compact=True),
         )
-        self._progress = Progress(*columns, console=console, transient=True)
-        self._task = self._progress.add_task("", total=1)
+        self._progress = Progress(
+            *columns,
+            console=console,
+            transient=True,
+            expand=True,
+            speed_estimate_period=_SPEED_PERIOD_S,
+        )
+        self._task = self._progress.add_task("waiting for the first step", total=None)
+
+    def on_start(self, start: StartRecord) -> None:
+        super().on_start(start)
+        self._progress.start()
 
     def on_step(self, record: StepRecord) -> None:
-        self._progress.start()
+        super().on_step(record)
         self._progress.update(
             self._task,
             completed=record.step,
             total=record.steps,
-            description=_measures(record),
+            description=f"step {record.step}/{record.steps}  loss {write_loss(record.loss)}",
         )
 
     def on_end(self, summary: Summary) -> None:
@@ -148,13 +169,33 @@ class _BarReporter(_LineReporter):
         self._progress.stop()
 
 
-def _measures(record: StepRecord) -> str:
-    parts = [f"loss {write_loss(record.loss)}"]
-    if record.grad_norm is not None:
-        parts.append(f"grad {record.grad_norm:.2f}")
-    rate = write_rate(record.rate, record.unit)
-    parts += [f"lr {record.lr:.1e}", rate, write_ms(record.step_ms)]
-    return "  ".join([*parts, f"idle {write_share(record.idle_share)}"])
+class _TimeColumn(TimeRemainingColumn):
+    """The time that the remaining steps take at the pace of the last minutes; empty before two
+    steps have been made."""
+
+    def render(self, task: Task) -> Text:
+        if task.time_remaining is None:
+            return Text("")
+        return Text(f"{super().render(task)} left", style="progress.remaining")
+
+
+def _measures(record: StepRecord, width: int) -> str:
+    """The figures of a step; those that a narrow terminal has no room for are left out."""
+    norm = record.grad_norm
+    figures = {
+        "loss": f"loss {write_loss(record.loss)}",
+        "norm": f"grad {norm:.2f}" if norm is not None else "",
+        "lr": f"lr {record.lr:.1e}",
+        "rate": write_rate(record.rate, record.unit),
+        "ms": write_ms(record.step_ms),
+        "idle": f"idle {write_share(record.idle_share)}",
+    }
+    for name in ("", "ms", "lr", "norm", "idle", "rate"):  # the least important first
+        figures.pop(name, None)
+        line = "  ".join(filter(None, figures.values()))
+        if len(line) <= width:
+            break
+    return line
 
 
 def _ending(summary: Summary) -> list[str]:

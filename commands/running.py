@@ -63,6 +63,8 @@ def run(app: App) -> int:
             errors.print(_shown(error.cure), soft_wrap=True)
         return 1
     except KeyboardInterrupt as interrupt:
+        if errors.is_terminal:
+            errors.print()  # the terminal has written ^C into the line
         errors.print(_shown(str(interrupt)) or "interrupted", soft_wrap=True)
         return 130
     except Exception as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -93,11 +94,12 @@ def train_command(
         print_text(batch_script(settings))
         return 0
     from ..runtime.launch.launch import run, schedule_text
+    from .run_display import print_starting
 
     if settings.print_schedule:
         print_text(schedule_text(settings))
         return 0
-    run(settings, REPORTER)
+    run(settings, REPORTER, partial(print_starting, settings))
     return 0
 
 

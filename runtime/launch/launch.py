@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -47,13 +48,15 @@ _SHARED_FOLDER_S = 10.0
 """How long a network file system may take to show a new folder to another host."""
 
 
-def run(settings: Settings, reporter: str) -> Path:
+def run(
+    settings: Settings, reporter: str, on_launch: Callable[[int], None] = lambda ranks: None
+) -> Path:
     """Trains a generated model to the end; returns the run's folder.
 
     `reporter` is the `module:function` that creates a Reporter from settings, in the process of
-    rank 0. Raises TrustError when the folder's code is not trusted; AsyncPipeError with the first
-    cause, once all ranks have ended, when a rank fails; KeyboardInterrupt, with the step, after
-    Ctrl-C.
+    rank 0. `on_launch` is called with the number of processes before they are started. Raises
+    TrustError when the folder's code is not trusted; AsyncPipeError with the first cause, once all
+    ranks have ended, when a rank fails; KeyboardInterrupt, with the step, after Ctrl-C.
     """
     info = find_rank_info(
         os.environ, master_addr=settings.master_addr, master_port=settings.master_port
@@ -77,8 +80,9 @@ def run(settings: Settings, reporter: str) -> Path:
         if info is not None and (info.ranks > 1 or not alone):
             return _join(job, info, reporter)  # trust on one of the hosts is enough
         _check_trust(settings)
-        in_this_process = alone and not job.config.restarts
-        return (_run_alone if in_this_process else start_ranks)(job, reporter)
+        if alone and not job.config.restarts:
+            return _run_alone(job, reporter)
+        return start_ranks(job, reporter, on_launch)
 
 
 def schedule_text(settings: Settings) -> str:

@@ -207,8 +207,10 @@ def _send(processes: Collection[int], number: signal.Signals) -> None:
 WORKER = "asyncpipe.runtime.launch.worker"
 
 
-def start_ranks(job: Job, reporter: str) -> Path:
+def start_ranks(job: Job, reporter: str, on_launch: Callable[[int], None]) -> Path:
     """Runs the job to its end; returns the run's folder.
+
+    `on_launch` is called with the number of processes before they are started.
 
     Raises RankError with the first cause when a rank fails and no restart is left, Stopped when a
     signal asked the run to stop, Interrupted after Ctrl-C.
@@ -218,6 +220,7 @@ def start_ranks(job: Job, reporter: str) -> Path:
     check_devices(job.config, job.plan, grid.processes, torch.cuda.device_count())
     expect_transport(job.config, job.plan, grid.ranks)
     job = make_folder(job)
+    on_launch(grid.processes)
     with reported(job.folder):
         _run_ranks(job, reporter, stages_of_ranks(schedule, job.config.replicas))
     return job.folder
