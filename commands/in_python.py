@@ -22,6 +22,8 @@ class TrainKeywords(PipelineKeywords, total=False):
 
     data: str | None
     tokenizer: str | None
+    workers: int | None
+    prefetch: int | None
     samples: int | None
     remainder: str
     global_batch_size: int | None

@@ -17,7 +17,7 @@ from ..config.settings import Settings, SettingsError
 from ..data.task import GIVEN, architecture_of
 from ..distributed.process_groups import World, join, stay_alone
 from ..distributed.ranks import RankInfo, find_rank_info
-from ..formatting import did_you_mean
+from ..known_names import TRAIN
 from ..plan.plan import read_plan
 from ..plan.trust import code_hashes, is_trusted, remember, untrusted
 from .setup import Job
@@ -80,7 +80,7 @@ def joined_job(
         if name not in known:
             raise SettingsError(
                 f"Pipeline has no option {name}.",
-                did_you_mean(name, known, f"It has {', '.join(known)}."),
+                TRAIN.meant(name, known, f"It has {', '.join(known)}."),
             )
     settings = Settings(
         folder=str(folder),
