@@ -241,8 +241,7 @@ def test_samples_whose_parts_do_not_belong_together_are_refused(
 
 def test_data_do_not_depend_on_what_was_drawn_before(draws: Path) -> None:
     first, again = (
-        [random.random(), np.random.rand(), torch.rand(1)]
-        and own_parts(f"{draws}:data", 1)[0].samples
+        [random.random(), np.random.rand(), torch.rand(1)] and own_parts(f"{draws}:data", 1)
         for _ in range(2)
     )
     other = own_parts(f"{draws}:data", 2)
