@@ -1,14 +1,15 @@
 """The value of the user's data function -> training and evaluation data.
 
 Accepted are the forms in which people have data: a torch or Hugging Face dataset, a list of
-samples, columns by name, arrays (X, y), a DataLoader; and training and evaluation data as a pair of
-these, as `random_split` gives it or as splits by name (DatasetDict).
+samples, columns by name, arrays (X, y), an iterable, a DataLoader; and training and evaluation data
+as a pair of these, as `random_split` gives it or as splits by name (DatasetDict).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,22 +21,25 @@ from ..rng import drawing_from, import_seeded
 from ..user_code import told_as
 from .sampler_order import check_sampler, drawn_indices, sampler_of
 from .samples import Collate, Columns
+from .streams import Stream
 
 _TRAIN = ("train", "training")
 _HELD_OUT = ("validation", "valid", "val", "dev", "evaluation", "eval", "test")
 
 _FORMS = (
-    "Return a Dataset or DataLoader, a list of samples, a dict of tensors, arrays (X, y), or a "
-    "(train, eval) pair of these."
+    "Return a Dataset or DataLoader, a list of samples, a dict of tensors, arrays (X, y), an "
+    "iterable of samples, or a (train, eval) pair of these."
 )
 
 
 @dataclass(frozen=True)
 class Part:
-    """Training or evaluation samples, and the DataLoader that they came in, if any."""
+    """Training or evaluation samples, and the DataLoader that they came in, if any. Those of a
+    stream have no numbers."""
 
     samples: Any
     loader: DataLoader[Any] | None = None
+    stream: Stream | None = None
 
     @property
     def collate(self) -> Collate | None:
@@ -53,15 +57,26 @@ def own_parts(source: str, seed: int) -> tuple[Part, Part | None]:
 
     Raises DataError if it returns something else.
     """
-    made = import_seeded(source, "--data", DataError, seed)
-    if callable(made):
+    function = import_seeded(source, "--data", DataError, seed)
+
+    def call() -> Any:
         with drawing_from(seed, "data"), told_as(DataError, f"--data {source}"):
-            made = made()
+            return function() if callable(function) else function
+
+    made = call()
     pair = _pair(made, source)
     if pair is None:
-        return _part(made, source), None
+        return _part(made, source, call if callable(function) else None), None
+
+    def call_for(place: int) -> Any:
+        again = _pair(call(), source)
+        return again and again[place]
+
     train, held_out = pair
-    return _part(train, source), None if held_out is None else _part(held_out, source, seed)
+    first = _part(train, source, partial(call_for, 0))
+    if held_out is None:
+        return first, None
+    return first, _part(held_out, source, partial(call_for, 1), evaluation_seed=seed)
 
 
 def _pair(made: Any, source: str) -> tuple[Any, Any] | None:
@@ -91,13 +106,19 @@ def _pair(made: Any, source: str) -> tuple[Any, Any] | None:
     return None
 
 
-def _part(made: Any, source: str, seed: int | None = None) -> Part:
-    """One of the two; a seed is given for evaluation data, whose order is that of their sampler."""
+def _part(
+    made: Any, source: str, call: Callable[[], Any] | None, *, evaluation_seed: int | None = None
+) -> Part:
+    """One of the two; `call` makes it again. A seed is given for evaluation data, whose order is
+    that of their sampler."""
+    if _is_stream(made):
+        loader = made if isinstance(made, DataLoader) else None
+        return Part(None, loader, Stream(source, made, call))
     if isinstance(made, DataLoader):
         check_sampler(made, source)
         samples = made.dataset
-        if seed is not None and (sampler := sampler_of(made)) is not None:
-            samples = Subset(samples, drawn_indices(sampler, seed, 0))
+        if evaluation_seed is not None and (sampler := sampler_of(made)) is not None:
+            samples = Subset(samples, drawn_indices(sampler, evaluation_seed, 0))
         return Part(samples, made)
     rows = _with_rows(made, source)
     if not _is_dataset(rows):
@@ -132,10 +153,18 @@ def _is_array(value: Any) -> bool:
 
 def _is_collection(value: Any) -> bool:
     """True for an object that holds samples and cannot be a sample itself."""
-    if isinstance(value, Dataset | DataLoader):
+    if isinstance(value, Dataset | DataLoader) or _is_stream(value):
         return True
     plain = isinstance(value, tuple | list | Mapping | Tensor | np.ndarray | str | bytes)
     return not plain and _is_dataset(value)
+
+
+def _is_stream(value: Any) -> bool:
+    """True for samples that can only be read one after the other."""
+    if isinstance(value, DataLoader):
+        return isinstance(value.dataset, IterableDataset)
+    is_plain = isinstance(value, tuple | list | Mapping | Set | Tensor | np.ndarray | str | bytes)
+    return not is_plain and hasattr(value, "__iter__") and not _is_dataset(value)
 
 
 def _is_dataset(value: Any) -> bool:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -25,6 +24,7 @@ from ..data.datasets import Clusters, Digits
 from ..data.own_data import Part, own_parts
 from ..data.sampler_order import order_of
 from ..data.samples import Columns, Naming, OwnDataset
+from ..data.streams import UNKNOWN_LENGTH, Stream, StreamSamples, first_rows
 from ..data.task import BatchDims, SampleOrder, Task, batch_dims, laid_out
 from ..data.text import TextWindows
 from ..data.tokens import (
@@ -89,8 +89,10 @@ class Data:
     dims: BatchDims = field(default_factory=dict)
     loader: DataLoader[Any] | None = None
 
-    def order(self, seed: int) -> SampleOrder:
-        """The order of the training samples, by the seed of the run."""
+    def order(self, seed: int) -> SampleOrder | None:
+        """The order of the training samples, by the seed of the run; None for a stream."""
+        if isinstance(self.train, StreamSamples):
+            return None
         return order_of(self.loader, len(self.train), seed, self.source)
 
 
@@ -99,6 +101,7 @@ MicroBatches = Callable[[int], dict[str, Tensor]]
 
 
 _MOST_SAMPLES = 2**48
+_MOST_EVALUATED = 1_000_000
 
 
 class Feed:
@@ -160,9 +163,15 @@ def read_samples(
 ) -> dict[str, Tensor]:
     """The fields of these samples; `what` names them in errors. With a seed, random numbers depend
     only on it and on the key. Raises DataError, and ReadError for errors in the user's code."""
+    with read_errors(what, indices), nullcontext() if seed is None else drawing_from(seed, *key):
+        return dataset.get(indices, fields)
+
+
+@contextmanager
+def read_errors(what: str, indices: Sequence[int]) -> Iterator[None]:
+    """An error of the user's code while these samples are read becomes a ReadError."""
     try:
-        with nullcontext() if seed is None else drawing_from(seed, *key):
-            return dataset.get(indices, fields)
+        yield
     except AsyncPipeError:
         raise
     except Exception as error:
@@ -204,7 +213,7 @@ def open_data(config: RunConfig, task: Task, plan: Plan, folder: Path) -> Data:
 def _opened(config: RunConfig, task: Task, plan: Plan, folder: Path) -> Data:
     source, dtype = config.data, dtype_of(config.dtype)
     if names_object(source):
-        return _open_own(source, task, dtype, config.seed)
+        return _open_own(config, task)
     if task.kind == "text":
         return _open_text(config, task, plan, folder)
     shape = next(spec for spec in plan.inputs if spec.name == task.sample).sample_sizes(plan.sizes)
@@ -225,10 +234,13 @@ def _opened(config: RunConfig, task: Task, plan: Plan, folder: Path) -> Data:
     )
 
 
-def _open_own(source: str, task: Task, dtype: torch.dtype, seed: int) -> Data:
+def _open_own(config: RunConfig, task: Task) -> Data:
+    source, seed = config.data, config.seed
     own = own_parts(source, seed)
-    naming = Naming(task, source, dtype=dtype)
+    naming = Naming(task, source, dtype=dtype_of(config.dtype))
     parts = [None if part is None else _dataset(part, naming) for part in own]
+    if own[1] is not None and own[1].stream is not None:
+        parts[1] = _read_evaluation(own[1].stream, naming, config)
     for part, use in zip(parts, ("training", "evaluation"), strict=True):
         count = 1 if part is None else len(part)
         if not 1 <= count <= _MOST_SAMPLES:
@@ -240,11 +252,13 @@ def _open_own(source: str, task: Task, dtype: torch.dtype, seed: int) -> Data:
     digests = [part.digest() for part in samples if isinstance(part, Columns)]
     train, held_out = parts
     assert train is not None
+    is_open = len(train) == UNKNOWN_LENGTH
+    told = "a stream of samples" if is_open else f"{len(train):,} samples"
     return Data(
         train,
         held_out,
         source,
-        f"{source} ({len(train):,} samples)",
+        f"{source} ({told})",
         hashlib.sha256(b"".join(digests)).digest(),
         seed=seed,
         loader=own[0].loader,
@@ -253,10 +267,25 @@ def _open_own(source: str, task: Task, dtype: torch.dtype, seed: int) -> Data:
 
 def _dataset(part: Part, naming: Naming) -> Dataset:
     """The samples of the user, which may make batches themselves (`get`)."""
+    if part.stream is not None:
+        return StreamSamples(part.stream, naming)
     if hasattr(part.samples, "get") and part.loader is None:
         made: Dataset = part.samples
         return made
     return OwnDataset(part.samples, naming, part.collate)
+
+
+def _read_evaluation(stream: Stream, naming: Naming, config: RunConfig) -> Dataset:
+    """The samples of an evaluation stream in memory, as each evaluation reads the same ones."""
+    batches = config.eval_batches
+    most = _MOST_EVALUATED if batches is None else max(1, batches) * config.micro_batch_size
+    rows = first_rows(stream, naming, most, config.seed)
+    if batches is None and len(rows) == most:
+        raise DataError(
+            f"the evaluation data of {stream.source} are a stream of {most:,} samples or more.",
+            "Give --eval-batches 100, which reads as many as it needs.",
+        )
+    return OwnDataset(rows, naming, None)
 
 
 def _open_text(config: RunConfig, task: Task, plan: Plan, folder: Path) -> Data:

@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from ..data.samples import OwnDataset
+from ..data.streams import StreamSamples
 from ..data.task import SampleOrder
 from ..distributed.process_groups import World
 from ..errors import DataError
@@ -140,10 +141,10 @@ class Agreement:
 
     def _seen(self, epoch: int) -> _Seen:
         data, order = self._data, self._order
-        if data is None or order is None:
+        if data is None:
             return _Seen()
-        own = hashlib.sha256(order.digest(epoch)).digest()
-        if data.seed is None:
+        own = b"" if order is None else hashlib.sha256(order.digest(epoch)).digest()
+        if data.seed is None or (order is None and epoch != self._begun):
             return _Seen(True, own, data.digest)
         is_first, samples = epoch == self._begun, self._train_samples(epoch)
         train, unlike, partial = self._digests(data.train, data.seed, samples, is_first=is_first)
@@ -154,8 +155,10 @@ class Agreement:
         return _Seen(True, own, data.digest, train, evaluation, unlike, partial)
 
     def _train_samples(self, epoch: int) -> list[int]:
-        assert self._order is not None
-        return self._order.samples(epoch * self.length, min(_COMPARED, self.length))
+        count = min(_COMPARED, self.length)
+        if self._order is None:  # a stream
+            return list(range(count))
+        return self._order.samples(epoch * self.length, count)
 
     def _held_out_samples(self) -> list[int]:
         assert self._data is not None and self._data.evaluation is not None
@@ -182,8 +185,9 @@ class Agreement:
         if is_first:
             again = read(self._fields)
         unlike = first_unlike(again)
-        # `OwnDataset` always makes all fields of a sample together.
-        by_fields = is_first and unlike < 0 and not isinstance(dataset, OwnDataset)
+        # These always make all fields of a sample together.
+        makes_all = isinstance(dataset, OwnDataset | StreamSamples)
+        by_fields = is_first and unlike < 0 and not makes_all
         partial = first_unlike(read(self._own_fields)) if by_fields else -1
         places = range(len(indices))
         digests = (

@@ -232,6 +232,8 @@ class _Run:
             resume(rank, found, config, self._stepper)
             for text in describe_resumption(found, config, self._trainer.agreement.length):
                 self._note("resumed", text)
+            if again := self._trainer.describe_resumption():
+                self._note("resumed", again)
         saver = Saver(
             setup.job.folder,
             self._plan,
@@ -260,7 +262,7 @@ class _Run:
             step,
             samples=consumed(self._config, self._trainer.batch, step),
             schedule=self._steps.text_after(step),
-            trainer=self._stepper.state(),
+            trainer=self._stepper.state() | self._trainer.state(),
             evaluation=evaluated.loss if evaluated and evaluated.step == step else None,
             seconds=self._watch.elapsed_s if self._watch else 0.0,
         )

@@ -27,6 +27,9 @@ from torch.utils.data import DataLoader, Dataset
 from ..errors import LOADER_HAS_ENDED, AsyncPipeError, is_of_loader
 from ..process import STOPPING, die_with_parent
 from .batches import MicroBatches, ReadError
+from .stream_feed import StreamFeed
+
+_Made = tuple[dict[str, Tensor], Any]
 
 _OF_THE_RANK = (signal.SIGINT, *STOPPING)
 """Signals that a launcher or a terminal sends to all processes, and that the rank answers."""
@@ -47,7 +50,10 @@ class Workers:
 
 
 class ReadAhead:
-    """The micro-batches of a feed, read ahead in ascending order.
+    """The micro-batches of a feed, read ahead in ascending order; without workers only when they
+    are asked for.
+
+    state: the state of a feed that has one, after the last micro-batch that was asked for.
 
     Micro-batches may be asked for in another order: those that are passed over are kept until then.
 
@@ -60,7 +66,9 @@ class ReadAhead:
         self, feed: MicroBatches, numbers: Callable[[], Iterable[int]], workers: Workers
     ) -> None:
         self._feed, self._numbers, self._workers = feed, numbers, workers
-        self._made: dict[int, dict[str, Tensor]] = {}
+        self._made: dict[int, _Made] = {}
+        self._last = -1
+        self.state: Any = None
         self._reading: Any = None
         self._processes: list[BaseProcess] = []
         self._sent = self._received = 0
@@ -73,11 +81,15 @@ class ReadAhead:
         self._made.clear()
         self._sent = self._received = 0
         self._is_all_sent = False
+        by_number = _ByNumber(self._feed)
+        if not self._workers.count:
+            self._reading = map(by_number.__getitem__, self._sending())
+            return
         before = multiprocessing.active_children()
         with warnings.catch_warnings(), _signals_held_back():
             warnings.simplefilter("ignore")  # more workers than cores pay off where they wait
             loader = DataLoader(
-                _ByNumber(self._feed),
+                by_number,
                 batch_size=None,
                 sampler=self._sending(),
                 num_workers=self._workers.count,
@@ -95,18 +107,21 @@ class ReadAhead:
         if micro_batch not in self._made and self._reading is None:
             self.start()
         while micro_batch not in self._made and self._reading is not None:
-            number, made = self._next(micro_batch)
-            self._made[number] = made
+            number, *result = self._next(micro_batch)
+            self._made[number] = result[0], result[1]
             if number > micro_batch:
                 break
         if micro_batch not in self._made:
             return self._feed(micro_batch)
-        return self._made.pop(micro_batch)
+        made, state = self._made.pop(micro_batch)
+        if micro_batch > self._last:
+            self._last, self.state = micro_batch, state
+        return made
 
     def close(self) -> None:
         """Ends the workers."""
         reading, self._reading = self._reading, None
-        if reading is not None:
+        if reading is not None and self._processes:
             # Its own __del__ would come too late where a traceback refers to it: until then, the
             # end of any child process raises an error for a worker that has failed.
             reading._shutdown_workers()
@@ -125,10 +140,9 @@ class ReadAhead:
             yield number
         self._is_all_sent = True
 
-    def _next(self, micro_batch: int) -> tuple[int, dict[str, Tensor]]:
-        assert self._reading is not None
+    def _next(self, micro_batch: int) -> tuple[int, dict[str, Tensor], Any]:
         try:
-            number, made = next(self._reading)
+            number, made, state = next(self._reading)
         except RuntimeError as error:
             self.close()
             if not is_of_loader(error):
@@ -142,7 +156,7 @@ class ReadAhead:
         self._received += 1
         if self._is_all_sent and self._received == self._sent:
             self.close()
-        return number, made
+        return number, made, state
 
 
 _open: weakref.WeakSet[ReadAhead] = weakref.WeakSet()
@@ -163,18 +177,20 @@ def readers_end() -> Iterator[None]:
         _close_all()
 
 
-class _ByNumber(Dataset[tuple[int, Any]]):
-    """Micro-batches by number, each with its number, or the error in place of one: its class and
-    its sentences would not outlast DataLoader's way of passing errors on."""
+class _ByNumber(Dataset[tuple[int, Any, Any]]):
+    """Micro-batches by number, each with its number and the state of the feed after it. An error
+    comes in place of one: its class and its sentences would not outlast DataLoader's way of passing
+    errors on."""
 
     def __init__(self, feed: MicroBatches) -> None:
         self._feed = feed
 
-    def __getitem__(self, number: int) -> tuple[int, Any]:
+    def __getitem__(self, number: int) -> tuple[int, Any, Any]:
         try:
-            return number, self._feed(number)
+            made = self._feed(number)
         except AsyncPipeError as error:
-            return number, error
+            return number, error, None
+        return number, made, self._feed.state() if isinstance(self._feed, StreamFeed) else None
 
 
 def _as_it_is(made: Any) -> Any:

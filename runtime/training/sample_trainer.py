@@ -5,28 +5,35 @@ Runs and comparisons train with the same `StageTrainer`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from torch import nn
 
 from ..config.batch_layout import EvaluationBatch, StepBatch, uses_symbol
 from ..config.segments import RunSegment, segments
 from ..config.settings import RunConfig
+from ..data.streams import StreamSamples
 from ..data.task import SampleOrder
 from ..data.text import check_vocabulary
 from ..executor.instrumented import Activities, observed_feed
 from ..executor.run import needed_inputs
 from ..monitoring.gather import RankFigures
 from ..schedule.schedule import Schedule
-from .batches import Data, Dataset, Feed, MicroBatches, feed_nothing
+from .batches import Data, Feed, MicroBatches, feed_nothing
 from .data_consistency import Agreement
 from .evaluation import Evaluator
 from .read_ahead import ReadAhead, Workers
 from .setup import Setup
 from .stages import TrainedStages
+from .stream_feed import StreamFeed
 
 _AHEAD = 2
 """The micro-batches that a worker reads ahead, as torch's DataLoader does."""
+
+
+_STREAM = "stream"
+"""The key of the place in a stream in a checkpoint."""
 
 
 class StageTrainer:
@@ -58,11 +65,10 @@ class StageTrainer:
         first = found.facts.samples if found else 0
         self.batch = StepBatch.of(config, first_step=setup.start, first_sample=first)
         order = data.order(config.seed) if data else None
-        samples = data.train if data else None
-        feed = self._make_feed(samples, order, self.batch, self._training_numbers)
-        if isinstance(feed, ReadAhead):
-            feed.start()  # a fork keeps what memory holds: the stages are loaded afterwards
-        self._feed = observed_feed(feed, setup.activities)
+        self._samples = self._training_feed(order)
+        if isinstance(self._samples, ReadAhead):
+            self._samples.start()  # a fork keeps what memory holds: stages are loaded afterwards
+        self._feed = observed_feed(self._samples, setup.activities)
         self.stages = TrainedStages(setup, report, after_step)
         self.agreement = Agreement(
             world,
@@ -73,19 +79,54 @@ class StageTrainer:
             own_fields=setup.fields,
         )
 
-    def _make_feed(
-        self,
-        samples: Dataset | None,
-        order: SampleOrder | None,
-        batch: StepBatch | EvaluationBatch,
-        numbers: Callable[[], Iterable[int]],
-    ) -> MicroBatches:
-        """The micro-batches of these samples for this rank's stages; it reads those with these
-        numbers."""
-        data, fields = self._setup.data, self._setup.fields
-        if data is None or samples is None:
+    def state(self) -> dict[str, Any]:
+        """The place in a stream of samples, as JSON; empty if there is none."""
+        state = self._samples.state if isinstance(self._samples, ReadAhead) else None
+        return {} if state is None else {_STREAM: state}
+
+    def describe_resumption(self) -> str:
+        """A note on samples of a stream that are read again; "" if none are."""
+        data, found = self._setup.data, self._setup.found
+        is_stream = data is not None and isinstance(data.train, StreamSamples)
+        if not is_stream or found is None or _STREAM in found.facts.trainer:
+            return ""
+        return (
+            f"the stream has no state_dict: its first {found.facts.samples:,} samples are read and "
+            "skipped"
+        )
+
+    def _training_feed(self, order: SampleOrder | None) -> MicroBatches:
+        """The training micro-batches for this rank's stages."""
+        setup, config = self._setup, self._config
+        data, fields = setup.data, setup.fields
+        if data is None:
             return feed_nothing
-        feed = Feed(samples, order, batch, fields, seed=data.seed, dims=data.dims)
+        workers = workers_of(config, data)
+        if not isinstance(data.train, StreamSamples):
+            feed = Feed(data.train, order, self.batch, fields, seed=data.seed, dims=data.dims)
+            return ReadAhead(feed, self._training_numbers, workers) if workers.count else feed
+        stream = StreamFeed(
+            data.train,
+            self.batch,
+            fields,
+            seed=config.seed,
+            dims=data.dims,
+            first=self.batch.first_of(setup.start, 0),
+            place=setup.found.facts.trainer.get(_STREAM) if setup.found else None,
+        )
+        return ReadAhead(stream, self._training_numbers, workers)
+
+    def _evaluation_feed(self, batch: EvaluationBatch) -> MicroBatches:
+        """The evaluation micro-batches for this rank's stages."""
+        setup, data = self._setup, self._setup.data
+        if data is None or data.evaluation is None:
+            return feed_nothing
+        own = batch.range_of(setup.world.replica, setup.world.replicas)
+
+        def numbers() -> Iterator[int]:
+            return (number for number in own if self._reads(number - own.start))
+
+        feed = Feed(data.evaluation, None, batch, setup.fields, seed=data.seed, dims=data.dims)
         workers = workers_of(self._config, data)
         return ReadAhead(feed, numbers, workers) if workers.count else feed
 
@@ -105,26 +146,18 @@ class StageTrainer:
 
     def make_evaluator(self, activities: Activities) -> Evaluator:
         """Evaluates the stages' weights on the evaluation data."""
-        data, config = self._setup.data, self._config
-        samples = data.evaluation if data else None
+        config = self._config
         batch = EvaluationBatch.of(
             self.agreement.evaluation_length,
             config.micro_batch_size,
             most=config.eval_batches,
             is_free=uses_symbol(self._plan, "batch"),
         )
-        world = self._setup.world
-        own = batch.range_of(world.replica, world.replicas)
-
-        def numbers() -> Iterator[int]:
-            return (number for number in own if self._reads(number - own.start))
-
-        feed = self._make_feed(samples, None, batch, numbers)
         return Evaluator(
             self._plan,
             self._setup.job.task,
-            observed_feed(feed, activities),
-            world,
+            observed_feed(self._evaluation_feed(batch), activities),
+            self._setup.world,
             activities,
             schedule=self._setup.schedule,
             batch=batch,
@@ -156,13 +189,16 @@ class StageTrainer:
 def workers_of(config: RunConfig, data: Data) -> Workers:
     """The workers that read data: those that the options ask for, or those of the DataLoader that
     the user's function returned."""
-    loader = data.loader
-    count, ahead = config.workers, config.prefetch
-    if count is None:
-        count = loader.num_workers if loader else 0
-    if ahead is None:
-        ahead = (loader.prefetch_factor if loader else None) or _AHEAD
-    return Workers(count, ahead, loader.worker_init_fn if loader else None)
+    count, ahead, begin = config.workers, config.prefetch, None
+    if (loader := data.loader) is not None:
+        count = loader.num_workers if count is None else count
+        ahead = loader.prefetch_factor if ahead is None else ahead
+        begin = loader.worker_init_fn
+    if isinstance(data.train, StreamSamples):
+        # One process reads a stream; a loader's own workers read it where it has some.
+        has_own = loader is not None and loader.num_workers > 0
+        count, begin = 0 if has_own else min(count or 0, 1), None
+    return Workers(count or 0, ahead or _AHEAD, begin)
 
 
 def check_tokens(setup: Setup, modules: Mapping[int, nn.Module]) -> None:
