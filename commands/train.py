@@ -12,7 +12,7 @@ from cyclopts import Parameter
 
 from ..runtime.checkpoint.resuming import with_options_of_run
 from ..runtime.config.learning_options import CHECKPOINTS, LOGGING
-from ..runtime.config.option_files import check_code, read_config, settings_from
+from ..runtime.config.option_files import check_code, merged, read_config, settings_from
 from ..runtime.import_path import ISOLATED
 from ..runtime.limits import ListOf, Whole, key_values, path
 from .console import make_console, print_text
@@ -78,16 +78,16 @@ def train_command(
     from ..runtime.experiments.variants import lists_from_texts, lists_of
 
     flags = options.given() | ({} if folder is None else {"folder": str(folder)})
-    merged = {**(read_config(config) if config else {}), **flags}
+    given = merged(read_config(config) if config else {}, flags)
     if lists := lists_of(several.sweep or (), config, flags):
         typed = {*flags, *lists_from_texts(several.sweep or ())}
-        if not merged.get("dry_run"):
-            check_code({**merged, **lists}, typed, _files(merged, config))
-        return _sweep(merged, lists, several.jobs)
-    all_options = with_options_of_run(merged)
+        if not given.get("dry_run"):
+            check_code({**given, **lists}, typed, _files(given, config))
+        return _sweep(given, lists, several.jobs)
+    all_options = with_options_of_run(given)
     settings = settings_from(all_options)
     if not (settings.dry_run or settings.print_schedule):  # these run nothing of it
-        check_code(all_options, flags, _files(merged, config))
+        check_code(all_options, flags, _files(given, config))
     if settings.print_sbatch:
         from ..runtime.launch.slurm import batch_script
 

@@ -54,7 +54,8 @@ def shortened(command: list[str]) -> list[str]:
     text = re.sub(r"--steps \d+", "--steps 2", shlex.join(command))
     if "--model gpt2" in text and "n_layer" not in text:
         text += " --model-arg n_layer=4 --model-arg n_embd=64 --model-arg n_head=4"
-    if "asyncpipe-train" in command and not {"--steps", "--samples", "report"} & set(command):
+    without = {"--steps", "--samples", "--epochs", "report"}
+    if "asyncpipe-train" in command and not without & set(command):
         text += " --steps 2"
     return shlex.split(text)
 

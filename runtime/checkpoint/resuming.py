@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..config.option_files import is_all_known, read_config
+from ..config.option_files import is_all_known, merged, read_config
 from ..config.settings import RunConfig, Settings, SettingsError
 from ..errors import AsyncPipeError
 from ..monitoring.run_files import METRICS
@@ -103,7 +103,7 @@ def _over(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in own.items()
         if not (was and not now and declared[name].applies_to == "asynchronous")
     }
-    return {**kept, **given}
+    return merged(kept, given)
 
 
 def differences(before: Mapping[str, Any], config: RunConfig) -> list[str]:
@@ -177,7 +177,8 @@ def nothing_left_to_do(config: RunConfig, folder: Path) -> str:
     if not ends:
         return ""
     steps = ends[-1].get("steps")
-    if steps == config.steps and config.export_hf is None:
+    is_whole = steps == config.steps or _has_made(ends[-1], config.epochs)
+    if is_whole and config.export_hf is None:
         return f"{folder} has made all {steps} steps; nothing is left to do"
     if checkpoints_in(folder):
         return ""
@@ -186,6 +187,14 @@ def nothing_left_to_do(config: RunConfig, folder: Path) -> str:
         "checkpoint to continue from.",
         f"--init-from {folder} --output NEW starts another run with its weights.",
     )
+
+
+def _has_made(end: Mapping[str, Any], epochs: float | None) -> bool:
+    """True if another step would be beyond the epochs."""
+    steps, made = end.get("steps"), end.get("epoch")
+    if epochs is None or not isinstance(steps, int) or not isinstance(made, float) or not steps:
+        return False
+    return made * (steps + 1) / steps > epochs >= made * (1 - 1e-9)
 
 
 def _is_same(one: Path, other: Path) -> bool:

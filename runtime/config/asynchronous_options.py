@@ -20,6 +20,7 @@ from ..staleness import check as check_staleness
 from ..staleness.compose import AUTO as AUTO_METHODS
 from ..staleness.compose import recommended
 from .batch_layout import StepBatch
+from .learning_options import STEPS
 from .mixed_precision import with_recompute
 from .settings import RunConfig, Settings, SettingsError, left_over
 
@@ -88,6 +89,7 @@ def check_methods(config: RunConfig, plan: Plan) -> None:
     conditions = Conditions(
         optimizer=config.optimizer,
         momentum=config.momentum,
+        nesterov=config.nesterov,
         recomputes=not lacking,
         without_recompute=lacking,
         step_every=config.micro_batches,
@@ -140,10 +142,14 @@ def steps_of_start(settings: Settings) -> int:
 
 
 def resolve_steps(settings: Settings, batch: StepBatch) -> int:
-    """The number of steps: as given, or as many as `samples` make of this batch.
+    """The number of steps: as given, or as many as `samples` make of this batch. The steps of
+    epochs are known when the data are open (`with_epochs`), and until then the most that there are.
 
     Raises SettingsError if they make no step, or if a short last step is impossible.
     """
+    if settings.epochs is not None:
+        _check_epochs(settings)
+        return STEPS.most
     if settings.samples is None:
         if settings.remainder != "drop":
             raise SettingsError(
@@ -165,6 +171,22 @@ def resolve_steps(settings: Settings, batch: StepBatch) -> int:
             f"--samples {batch.samples}",
         )
     return steps
+
+
+def with_epochs(settings: Settings, length: int) -> Settings:
+    """The options with the samples of `epochs` passes over data of `length` samples."""
+    assert settings.epochs is not None
+    return replace(settings, samples=max(1, round(settings.epochs * length)), epochs=None)
+
+
+def _check_epochs(settings: Settings) -> None:
+    for name in ("steps", "samples"):
+        value = getattr(settings, name)
+        if value != getattr(Settings, name):
+            raise SettingsError(
+                f"--epochs {settings.epochs:g}, but --{name} is {value}.",
+                "Leave one of them out.",
+            )
 
 
 def _check_short_step(settings: Settings, batch: StepBatch, left: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import partial
 
-from ..limits import Choice, ListOf, Number, Text, Whole, form, path
+from ..limits import Choice, Flag, ListOf, Number, Text, Whole, form, path
 from ..optimizers.facts import OPTIMIZERS, defaults_in_words, in_words, that_take
 from ..options import option, required
 from ..schedule.asynchronous import DEFAULT_CAP
@@ -171,11 +171,18 @@ class LearningOptions:
         Whole(1, 10**15, 10_000),
         "Samples to train on, in place of --steps; the pipeline is not flushed between epochs.",
     )
+    epochs: float | None = _data(
+        None,
+        Number(1e-6, 1e6, 3),
+        "Passes over the training data, in place of --steps or --samples: that many times its "
+        "samples, rounded down to whole steps unless --remainder says otherwise.",
+    )
     remainder: str = _data(
         "drop",
         Choice(("drop", "proportional")),
-        "What to do with --samples left over after the last whole step: drop them, or train a "
-        "smaller last step whose gradient counts in proportion (proportional).",
+        "What to do with samples of --samples or --epochs that are left over after the last whole "
+        "step: drop them, or train a smaller last step whose gradient counts in proportion "
+        "(proportional).",
     )
     optimizer: str | None = _learns(
         None,
@@ -197,11 +204,28 @@ class LearningOptions:
         compared=True,
         of_method=True,
     )
+    nesterov: bool = _learns(
+        False,
+        Flag(),
+        f"Nesterov momentum for {in_words(that_take('nesterov'))}.",
+        applies_to="some optimizers",
+        compared=True,
+        of_method=True,
+    )
     betas: tuple[float, float] = _learns(
         (0.9, 0.999),
         ListOf(Number(0, 1, 0.9, below=1), count=2),
         f"Decay rates of the moments for {in_words(that_take('betas'))}; for muon, those of the "
         "adamw that steps the other parameters.",
+        applies_to="some optimizers",
+        compared=True,
+        of_method=True,
+    )
+    eps: float = _learns(
+        1e-8,
+        Number(0, 1, 1e-8),
+        f"Number added to the denominator of the step for {in_words(that_take('eps'))}; for muon, "
+        "that of the adamw that steps the other parameters.",
         applies_to="some optimizers",
         compared=True,
         of_method=True,
@@ -234,8 +258,9 @@ class LearningOptions:
     )
     decay: str | None = _learns(
         None,
-        Choice(("linear", "cosine", "none")),
-        "Learning rate decay after the warm-up. [default: cosine for text, none for other data; "
+        Choice(("linear", "cosine", "wsd", "none")),
+        "Learning rate decay after the warm-up: linear, cosine, wsd (constant, then linear over "
+        "the last fifth of the steps) or none. [default: cosine for text, none for other data; "
         "linear for the mlp of the docs]",
         compared=True,
     )

@@ -51,6 +51,21 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     return parse_toml(read_text(path, origin), origin)
 
 
+_LENGTHS = ("steps", "samples", "epochs")
+"""The options that give the length of a run, each in place of the others."""
+
+
+def merged(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options given over those of a file or a run.
+
+    >>> merged({"steps": 100, "lr": 0.1}, {"epochs": 2.0})
+    {'lr': 0.1, 'epochs': 2.0}
+    """
+    is_longer = not given.keys().isdisjoint(_LENGTHS)
+    kept = {name: value for name, value in own.items() if not (is_longer and name in _LENGTHS)}
+    return {**kept, **given}
+
+
 def settings_from(options: Mapping[str, Any]) -> Settings:
     """Settings from named options.
 

@@ -304,6 +304,7 @@ def _optimization(settings: Settings, plan: Plan, task: Task) -> dict[str, Any]:
     if facts.lr is not None and not teaching:
         chosen["lr"] = facts.lr
     chosen["momentum"] = 0.0 if teaching else facts.momentum
+    _check_nesterov(settings, chosen["momentum"])
     chosen["weight_decay"] = facts.weight_decay
     chosen["refresh_every"] = facts.refresh_every
     chosen.setdefault("warmup", settings.steps // 10)
@@ -317,6 +318,12 @@ def _optimization(settings: Settings, plan: Plan, task: Task) -> dict[str, Any]:
             f"--warmup {settings.steps // 10}",
         )
     return filled
+
+
+def _check_nesterov(settings: Settings, default: float) -> None:
+    momentum = default if settings.momentum is None else settings.momentum
+    if settings.nesterov and not momentum:
+        raise SettingsError("--nesterov, but the momentum is 0.", "--nesterov --momentum 0.9")
 
 
 def _check_optimizer(settings: Settings, optimizer: str) -> None:

@@ -89,7 +89,7 @@ class Settings(ExecutionOptions, LearningOptions):
                 f"--trace {self.trace} names no steps.",
                 "--trace 3 records the last three, --trace 10-12 the steps from 10 to 12.",
             )
-        if steps[-1] > self.steps:
+        if steps[-1] > self.steps and self.epochs is None:
             raise SettingsError(
                 f"--trace {self.trace}, but the run has {self.steps} steps.",
                 f"--trace 3 records the last three, or --steps {steps[-1]}.",
@@ -104,11 +104,13 @@ class Settings(ExecutionOptions, LearningOptions):
             )
 
     def to_toml(self) -> str:
-        """The TOML text of these options, without those of one call."""
+        """The TOML text of these options, without those of one call and those that follow from
+        others."""
+        counted = ("steps", "samples") if self.epochs is not None else ()
         lines = ["# asyncpipe-train --config with this file repeats the run."]
         for name, option in options_of(Settings).items():
             value = getattr(self, name)
-            if value is not None and option.scope == "run":
+            if value is not None and option.scope == "run" and name not in counted:
                 # JSON's strings, numbers, booleans and lists are TOML's.
                 lines.append(f"{name} = {json.dumps(value, ensure_ascii=False)}")
         return "\n".join(lines) + "\n"

@@ -7,6 +7,7 @@ user code: for `file.py:name` they only test that the file exists.
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -16,11 +17,12 @@ from ..checkpoint.folders import FolderInUse
 from ..checkpoint.remote import Location, bring, is_url
 from ..checkpoint.resuming import CONFIGURATION, resumed_run, runs_of
 from ..checkpoint.storage import check_exportable
+from ..config.asynchronous_options import with_epochs
 from ..config.option_files import remember_code_of
 from ..config.resolve import resolve, sized_plan
 from ..config.segments import make_segment
 from ..config.settings import RunConfig, Settings, SettingsError
-from ..data.task import architecture_of
+from ..data.task import Task, architecture_of
 from ..data.tokens import tokenizer_of
 from ..distributed.failure import RankFolder, disk_error
 from ..distributed.process_groups import World
@@ -30,15 +32,15 @@ from ..errors import AsyncPipeError, DataError
 from ..monitoring.diagnostics import check_debugger
 from ..monitoring.records import Reporter
 from ..monitoring.trackers import check_log
-from ..plan.plan import read_plan
+from ..plan.plan import Plan, read_plan
 from ..plan.trust import code_hashes
 from ..tensor_files import check_weights
-from ..training.batches import needs_encoding, open_data
+from ..training.batches import needs_encoding, open_data, prepare_data
 from ..training.clipping import check_clipping_ranks
 from ..training.evaluation import check_name
 from ..training.loop import train
 from ..training.setup import Job
-from ..user_code import check_own_file, import_object, names_object
+from ..user_code import check_own_file, exits_told, import_object, names_object
 
 
 def check_job(job: Job) -> None:
@@ -60,13 +62,21 @@ def check_job(job: Job) -> None:
         check_interface(config.interface)
 
 
-def check_unstarted(job: Job) -> None:
-    """Raises the errors of creating the run's folder and opening its data, except for text that has
-    to be tokenized, which takes long."""
+def check_unstarted(job: Job) -> Job:
+    """The job with its steps counted. Raises the errors of creating the run's folder and opening
+    its data, except for text that has to be tokenized, which takes long."""
     check_folder(job)
     config = job.config
     if not names_object(config.data) and not needs_encoding(config):
-        open_data(config, job.task, job.plan, job.folder)
+        length = _samples_of(job)
+        return job if config.epochs is None else _with_steps(job, length)
+    if config.epochs is not None:
+        raise SettingsError(
+            f"--dry-run does not open {config.data}, so the steps of --epochs {config.epochs:g} "
+            "are not known.",
+            "Give --steps or --samples.",
+        )
+    return job
 
 
 def check_folder(job: Job) -> None:
@@ -99,20 +109,56 @@ def make_job(
     Raises AsyncPipeError when settings and plan do not fit.
     """
     planned = read_plan(settings.folder)
-    architecture = architecture_of(settings.folder)
-    tokenizer = tokenizer_of(settings.folder)
-    config, task = resolve(settings, planned, architecture=architecture, tokenizer=tokenizer)
+    config, task = _resolved(settings, planned)
     if config.debug is not None:
         schedule = make_segment(sized_plan(planned, config), config, steps=1)
         check_debugger(config, grid_of(schedule, config.replicas).processes)
     check_log(config)
     code = code_hashes(settings.folder) if code is None else code
-    return Job(config, task, planned, folder or _next_folder(settings), code)
+    return Job(config, task, planned, folder or _next_folder(settings), code, settings)
+
+
+def _resolved(settings: Settings, planned: Plan) -> tuple[RunConfig, Task]:
+    architecture, tokenizer = architecture_of(settings.folder), tokenizer_of(settings.folder)
+    return resolve(settings, planned, architecture=architecture, tokenizer=tokenizer)
+
+
+def with_steps_of_epochs(job: Job, world: World) -> Job:
+    """The job with the steps that its epochs make of the data, which rank 0 opens. Collective."""
+    if job.config.epochs is None:
+        return job
+    length, error = 0, ""
+    if world.rank == 0:
+        try:
+            with exits_told():
+                prepare_data(job.config, job.task, job.folder)
+                length = _samples_of(job)
+        except AsyncPipeError as refused:
+            error = json.dumps({"what": refused.what, "cure": refused.cure})
+    length_of_all, _, error = world.text_of_first(f"{length} {error}").partition(" ")
+    if error:
+        raise DataError(**json.loads(error))
+    job = _with_steps(job, int(length_of_all))
+    if world.rank == 0:
+        _write_configuration(job.config, job.folder)
+    return job
+
+
+def _samples_of(job: Job) -> int:
+    return len(open_data(job.config, job.task, job.plan, job.folder).train)
+
+
+def _with_steps(job: Job, length: int) -> Job:
+    """The job with the steps that its epochs make of data of `length` samples."""
+    assert job.asked is not None
+    config, task = _resolved(with_epochs(job.asked, length), job.planned)
+    return replace(job, config=replace(config, epochs=job.config.epochs), task=task)
 
 
 def run_rank(job: Job, world: World, reporter: str) -> None:
     """Runs one rank's part of a run whose folder exists."""
     folder = RankFolder(job.folder)
+    job = with_steps_of_epochs(job, world)
     train(job, world, reporter_factory(reporter), lambda step: folder.mark_step(world.rank, step))
 
 
@@ -132,17 +178,27 @@ def make_folder(job: Job) -> Job:
         raise not_of_a_run(str(error.filename)) from None
     except OSError as error:
         raise disk_error(error, job.folder) or error from None
-    new = job.folder / f"{CONFIGURATION}.new"
     try:
         bring(job.config, job.folder)
-        new.write_text(job.config.to_toml(), encoding="utf-8")
-        new.replace(job.folder / CONFIGURATION)
+        # What follows from the steps is not known before epochs are counted.
+        is_counted = job.config.epochs is None
+        _write_configuration(job.config if is_counted else job.asked or job.config, job.folder)
         remember_code_of(job.config)
     except (AsyncPipeError, OSError) as error:
         shutil.rmtree(job.folder / "ranks")
-        new.unlink(missing_ok=True)
         raise (disk_error(error, job.folder) or error) from None
     return job
+
+
+def _write_configuration(settings: Settings, folder: Path) -> None:
+    """Writes the settings that repeat the run, whole or not at all."""
+    new = folder / f"{CONFIGURATION}.new"
+    try:
+        new.write_text(settings.to_toml(), encoding="utf-8")
+        new.replace(folder / CONFIGURATION)
+    except OSError:
+        new.unlink(missing_ok=True)
+        raise
 
 
 def reopen_folder(job: Job) -> Job:

@@ -99,10 +99,10 @@ def _check_trust(settings: Settings) -> None:
 
 def _show(job: Job, reporter: Reporter) -> None:
     """A dry run: checks and reports everything; starts and writes nothing."""
+    if job.config.precision != "full":  # the boundary dtypes then depend on the stages' code
+        _check_trust(job.config)
+    job = check_unstarted(job)
     config, plan = job.config, job.plan
-    if config.precision != "full":  # the boundary dtypes then depend on the stages' code
-        _check_trust(config)
-    check_unstarted(job)
     schedule = make_segment(plan, config, steps=1)
     grid = grid_of(schedule, config.replicas)
     resources = (find_resources(config, plan, job.code),) * grid.processes

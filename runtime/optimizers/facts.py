@@ -23,13 +23,15 @@ class OptimizerFacts:
     copies: int
     """Tensors as large as the parameters in its state, for the memory model."""
     takes: tuple[str, ...] = ()
-    """The options of a run that its class takes: momentum, betas, refresh_every."""
+    """The options of a run that its class takes: momentum, nesterov, betas, eps, refresh_every."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Fixed arguments of the class."""
     fused: bool = False
     """It has torch's fused implementation."""
     state: tuple[str, ...] = ()
     """The names of its state of each parameter after a step."""
+    state_of_vectors: tuple[str, ...] = ()
+    """The same for parameters that are not matrices, where it differs."""
     lr: float | None = None
     """The default learning rate; None for the default of the data."""
     momentum: float = 0.0
@@ -90,7 +92,7 @@ OPTIMIZERS: Mapping[str, OptimizerFacts] = MappingProxyType(
         "adamw": OptimizerFacts(
             code="torch.optim:AdamW",
             copies=2,
-            takes=("betas",),
+            takes=("betas", "eps"),
             fused=True,
             weight_decay=0.01,
             state=_MOMENTS,
@@ -102,7 +104,7 @@ OPTIMIZERS: Mapping[str, OptimizerFacts] = MappingProxyType(
         "adam": OptimizerFacts(
             code="torch.optim:Adam",
             copies=2,
-            takes=("betas",),
+            takes=("betas", "eps"),
             fused=True,
             state=_MOMENTS,
             adam_moments=True,
@@ -113,7 +115,7 @@ OPTIMIZERS: Mapping[str, OptimizerFacts] = MappingProxyType(
         "nadam": OptimizerFacts(
             code="torch.optim:NAdam",
             copies=2,
-            takes=("betas",),
+            takes=("betas", "eps"),
             arguments={"decoupled_weight_decay": True},
             weight_decay=0.01,
             state=(*_MOMENTS, "mu_product"),
@@ -126,7 +128,7 @@ OPTIMIZERS: Mapping[str, OptimizerFacts] = MappingProxyType(
         "sgd": OptimizerFacts(
             code="torch.optim:SGD",
             copies=0,
-            takes=("momentum",),
+            takes=("momentum", "nesterov"),
             lr=0.1,
             momentum=0.9,
             state=_MOMENTUM,
@@ -168,7 +170,7 @@ OPTIMIZERS: Mapping[str, OptimizerFacts] = MappingProxyType(
         "soap": OptimizerFacts(
             code=".soap:Soap",
             copies=2,
-            takes=("betas", "refresh_every"),
+            takes=("betas", "eps", "refresh_every"),
             state=_MOMENTS,
             rotates=True,
             predicted=True,
@@ -177,9 +179,26 @@ OPTIMIZERS: Mapping[str, OptimizerFacts] = MappingProxyType(
             hidden_matrices_only=True,
             timed_as="adamw",
         ),
+        # A mean for each row and each column of a matrix: less than a percent of a wide one.
+        "adafactor": OptimizerFacts(
+            code="torch.optim:Adafactor",
+            copies=0,
+            state=("step", "row_var", "col_var"),
+            state_of_vectors=("step", "variance"),
+            lr=0.01,
+        ),
     }
 )
 """The optimizers of a run."""
+
+OWN = OptimizerFacts(code="", copies=0)
+"""An optimizer of the user's own, of which nothing is known."""
+
+
+def facts_of(name: str) -> OptimizerFacts:
+    """The facts of an optimizer of a run: one of the table, or the user's own."""
+    return OPTIMIZERS.get(name, OWN)
+
 
 PLANNED: Mapping[str, OptimizerFacts] = MappingProxyType(
     {

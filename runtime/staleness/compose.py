@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from ..errors import ScheduleError
 from ..formatting import did_you_mean
-from ..optimizers.facts import OPTIMIZERS
+from ..optimizers.facts import OPTIMIZERS, facts_of
 from .gradient_corrections import (
     AdaptivelyCompensated,
     DelayCompensated,
@@ -110,6 +110,8 @@ class Conditions:
 
     optimizer: str = "sgd"
     momentum: float = 0.0
+    nesterov: bool = False
+    """True if sgd steps with Nesterov momentum."""
     recomputes: bool = False
     """True if every stage with late gradients recomputes."""
     without_recompute: tuple[int, ...] = ()
@@ -123,32 +125,46 @@ class Conditions:
 _KNOWN_STEP_SIZES = [name for name, facts in OPTIMIZERS.items() if facts.known_step_sizes]
 _OF_OPTIMIZERS: Mapping[Need, tuple[Callable[[Conditions], bool], str, str]] = {
     "sgd's momentum": (
-        lambda run: OPTIMIZERS[run.optimizer].plain_sgd and bool(run.momentum),
+        lambda run: facts_of(run.optimizer).plain_sgd and _has_plain_momentum(run),
         "changes the step of sgd with momentum",
         "--optimizer sgd --momentum 0.9",
     ),
     "known step sizes": (
-        lambda run: OPTIMIZERS[run.optimizer].known_step_sizes,
+        lambda run: facts_of(run.optimizer).known_step_sizes and not run.nesterov,
         f"measures gaps in steps of {', '.join(_KNOWN_STEP_SIZES)}",
         "--optimizer adamw",
     ),
     "velocity": (
-        lambda run: OPTIMIZERS[run.optimizer].velocity and bool(run.momentum),
+        lambda run: facts_of(run.optimizer).velocity and _has_plain_momentum(run),
         "needs the velocity of sgd",
         "--optimizer sgd --momentum 0.9, or --staleness lwp-w.",
     ),
     "direction": (
-        lambda run: OPTIMIZERS[run.optimizer].has_direction and not _is_without_momentum(run),
+        lambda run: (
+            facts_of(run.optimizer).has_direction
+            and not _is_without_momentum(run)
+            and not run.nesterov
+        ),
         "needs the momentum of sgd or Adam's moments",
         "--optimizer adamw, or --staleness msnag.",
     ),
     "inertia": (
-        lambda run: OPTIMIZERS[run.optimizer].predicted and not _is_without_momentum(run),
+        lambda run: facts_of(run.optimizer).predicted and not _is_without_momentum(run),
         "predicts by momentum",
-        "--momentum 0.9, or --staleness partial-gradient.",
+        "--optimizer adamw, --momentum 0.9 with sgd, or --staleness partial-gradient.",
+    ),
+    "formula": (
+        lambda run: facts_of(run.optimizer).predicted,
+        "predicts the steps of an optimizer by its formula",
+        "--optimizer adamw, or --staleness stash.",
+    ),
+    "update rule": (
+        lambda run: run.optimizer in OPTIMIZERS,
+        "separates the weight decay from the step of a known optimizer",
+        "--optimizer adamw, or --staleness stash.",
     ),
     "nesterov": (
-        lambda run: OPTIMIZERS[run.optimizer].plain_sgd and bool(run.momentum),
+        lambda run: facts_of(run.optimizer).plain_sgd and _has_plain_momentum(run),
         "is an option of sgd with momentum",
         "--optimizer sgd --momentum 0.9",
     ),
@@ -267,11 +283,17 @@ def _reads_otherwise(name: str) -> bool:
 
 
 def _is_without_momentum(run: Conditions) -> bool:
-    return OPTIMIZERS[run.optimizer].has_momentum and not run.momentum
+    return facts_of(run.optimizer).has_momentum and not run.momentum
+
+
+def _has_plain_momentum(run: Conditions) -> bool:
+    return bool(run.momentum) and not run.nesterov
 
 
 def _in_words(run: Conditions) -> str:
-    return run.optimizer + (" without momentum" if _is_without_momentum(run) else "")
+    if _is_without_momentum(run):
+        return f"{run.optimizer} without momentum"
+    return f"{run.optimizer} with --nesterov" if run.nesterov else run.optimizer
 
 
 AUTO = "auto"
@@ -285,7 +307,7 @@ def recommended(optimizer: str, delay: int, *, momentum: float = 0.95) -> str:
     >>> recommended("muon", delay=7), recommended("muon", delay=1), recommended("muon", delay=15)
     ('stash+msnag', 'stash+partial-gradient', 'stash')
     """
-    if not OPTIMIZERS[optimizer].recommended_to_predict or not delay or not momentum:
+    if not facts_of(optimizer).recommended_to_predict or not delay or not momentum:
         return "stash"
     if delay == 1:
         return "stash+partial-gradient"

@@ -246,6 +246,7 @@ class ErrorFeedback(Staleness):
     """
 
     decides = frozenset({"step", "horizon"})
+    needs = frozenset({"update rule"})
 
     def __init__(self) -> None:
         self._last: dict[str, Tensor] = {}

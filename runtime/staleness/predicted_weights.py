@@ -264,7 +264,7 @@ class AggregatedMsnag(Msnag):
     their step uses the gradients of an earlier window.
     """
 
-    needs = frozenset()
+    needs = frozenset({"formula"})
 
     def view_name(self, weights: WeightVersions) -> str:
         return f"{super().view_name(weights)} of {weights.gathered}"

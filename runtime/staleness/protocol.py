@@ -40,6 +40,8 @@ Need = Literal[
     "velocity",
     "direction",
     "inertia",
+    "formula",
+    "update rule",
     "nesterov",
     "rates",
 ]
@@ -53,6 +55,8 @@ Need = Literal[
 - velocity: an optimizer whose momentum has the units of weights
 - direction: an optimizer whose last step has a direction
 - inertia: an optimizer that keeps moving the weights without gradients
+- formula: an optimizer whose steps have a formula
+- update rule: an optimizer whose weight decay is known
 - nesterov: an optimizer with Nesterov momentum
 - rates: another method that expects learning rates
 """

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, AdamW, Muon, NAdam, Optimizer
+from torch.optim import SGD, Adafactor, AdamW, Muon, NAdam, Optimizer
 
 from ..optimizers.param_groups import Joint
 from ..optimizers.soap import Soap, Sutskever
@@ -86,7 +86,7 @@ def at_step(optimizer: Optimizer, act: Callable[[], None]) -> Iterator[None]:
 def _is_decoupled(optimizer: Optimizer, group: Options) -> bool:
     if isinstance(optimizer, NAdam):
         return bool(group["decoupled_weight_decay"])
-    return isinstance(optimizer, AdamW | Muon | Soap)
+    return isinstance(optimizer, Adafactor | AdamW | Muon | Soap)
 
 
 G = 0.999

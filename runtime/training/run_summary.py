@@ -45,6 +45,7 @@ from ..transports.choose import TransportChoice
 from .batches import Data
 from .data_warnings import tokenizer_warning
 from .remeasure import when_measured
+from .stage_optimizer import WSD_SHARE
 from .step_records import Watch
 
 if TYPE_CHECKING:
@@ -349,7 +350,8 @@ def describe_optimizer(config: RunConfig, delays: Sequence[int] = (0,)) -> str:
         name += " of hidden matrices and adamw of the rest"
     parts = [f"{name}, lr {config.lr:g}"]
     if config.momentum:
-        parts.append(f"momentum {config.momentum:g}")
+        kind = "Nesterov momentum" if config.nesterov else "momentum"
+        parts.append(f"{kind} {config.momentum:g}")
     if config.refresh_every:
         periods = sorted({*refresh_periods(delays, config.refresh_every)})
         by_stage = f" to {periods[-1]}" if periods[1:] else ""
@@ -359,7 +361,9 @@ def describe_optimizer(config: RunConfig, delays: Sequence[int] = (0,)) -> str:
     if config.warmup:
         parts.append(f"{config.warmup} step{'s' if config.warmup > 1 else ''} of warm-up")
     if config.decay not in (None, "none"):
-        parts.append(f"{config.decay} decay to {write_share(config.final_lr_ratio)}")
+        part = f"{config.decay} decay to {write_share(config.final_lr_ratio)}"
+        is_late = config.decay == "wsd"
+        parts.append(part + (f" in the last {write_share(WSD_SHARE)} of the steps" * is_late))
     if config.clip:
         scope = _CLIPPED[config.clip_by or "global"]
         parts.append(f"gradient norm {scope} at most {config.clip:g}")

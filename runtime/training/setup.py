@@ -20,7 +20,7 @@ from ..config.execution_options import ExecutionOptions
 from ..config.mixed_precision import find_boundary_dtypes
 from ..config.resolve import costs_at_sizes, gpu_of_rank, sized_plan
 from ..config.segments import make_segment
-from ..config.settings import RunConfig
+from ..config.settings import RunConfig, Settings
 from ..data.task import GIVEN, Task
 from ..distributed.failure import RankFolder
 from ..distributed.process_groups import SharedStore, World
@@ -140,6 +140,7 @@ class Job:
     planned: the plan as it was made.
     folder: the run's folder.
     code: the SHA-256 of each file of the stages when the command began.
+    asked: the options as given; None where no run is started.
     lock: the lock of the folder, which the process that leads the run holds.
     """
 
@@ -148,6 +149,7 @@ class Job:
     planned: Plan
     folder: Path
     code: Mapping[str, str]
+    asked: Settings | None = None
     lock: FolderLock = field(default_factory=lambda: FolderLock("run"), compare=False)
 
     @property

@@ -35,21 +35,28 @@ def uncompiled(kind: type[Optimizer]) -> Callable[..., Optimizer]:
     return type(kind.__name__, (kind,), {**plain, "step": step})
 
 
+WSD_SHARE = 0.2
+"""The share of the steps in which the learning rate of `--decay wsd` falls."""
+
+
 def lr_factor(
     step: int, *, steps: int, warmup: int = 0, decay: str = "none", final_ratio: float = 0.0
 ) -> float:
     """The factor of the learning rate at `step`, counted from 0.
 
     It rises linearly over `warmup` steps, then falls to `final_ratio` at `steps`, linearly or as
-    half a cosine, or stays constant.
+    half a cosine, or stays constant; with `wsd` it falls linearly over the last fifth of the steps.
 
     >>> [round(lr_factor(s, steps=10, warmup=2, decay="linear"), 3) for s in (0, 1, 2, 6, 10)]
+    [0.5, 1.0, 1.0, 0.5, 0.0]
+    >>> [round(lr_factor(s, steps=10, warmup=2, decay="wsd"), 3) for s in (0, 1, 8, 9, 10)]
     [0.5, 1.0, 1.0, 0.5, 0.0]
     """
     if step < warmup:
         return (step + 1) / warmup
-    done = min(1.0, (step - warmup) / max(1, steps - warmup))
-    if decay == "linear":
+    first = max(warmup, steps - round(WSD_SHARE * steps)) if decay == "wsd" else warmup
+    done = min(1.0, max(0, step - first) / max(1, steps - first))
+    if decay in ("linear", "wsd"):
         return 1 + (final_ratio - 1) * done
     if decay == "cosine":
         return final_ratio + (1 - final_ratio) * (1 + math.cos(math.pi * done)) / 2
@@ -158,7 +165,7 @@ class StageOptimizer:
             counts_there = group.get("fused") or group.get("capturable")
             for parameter in group["params"]:
                 state = states.get(parameter, {})
-                if state.keys() >= _kept_by(self.optimizer, group):
+                if state.keys() >= _kept_by(self.optimizer, group, parameter):
                     self.optimizer.state[parameter] = {
                         key: value.to(parameter.device if counts_there else "cpu", copy=True)
                         if key in _NUMBERS
@@ -196,11 +203,12 @@ _NUMBERS = ("step", "mu_product")
 """State of optimizers that is not as large as the weights."""
 
 
-def _kept_by(optimizer: Optimizer, group: Mapping[str, Any]) -> set[str]:
-    """The names of the optimizer's state of every parameter of a group that it has stepped."""
+def _kept_by(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor) -> set[str]:
+    """The names of the optimizer's state of a parameter of a group that it has stepped."""
     parts = optimizer.parts if isinstance(optimizer, Joint) else (optimizer,)
     (part,) = (part for part in parts if any(each is group for each in part.param_groups))
-    return set(_facts_of(part).state)
+    facts = _facts_of(part)
+    return set(facts.state if parameter.ndim > 1 else facts.state_of_vectors or facts.state)
 
 
 def _facts_of(optimizer: Optimizer) -> OptimizerFacts:
@@ -250,7 +258,9 @@ def _arguments(
     """The arguments of the optimizer's class besides the learning rate and the weight decay."""
     values = {
         "momentum": config.momentum,
+        "nesterov": config.nesterov,
         "betas": config.betas,
+        "eps": config.eps,
         "refresh_every": refresh_every or config.refresh_every,
     }
     return {**{name: values[name] for name in facts.takes}, **facts.arguments}

@@ -84,7 +84,8 @@ def test_versions_are_the_copies_that_a_stash_keeps() -> None:
 
 @pytest.mark.parametrize("name", facts.PLANNED)
 def test_optimizers_keep_as_many_copies_as_counted(name: str) -> None:
-    weight = nn.Parameter(torch.ones(1000, 1) if name == "soap" else torch.ones(1000))
+    shapes = {"soap": (1000, 1), "adafactor": (100, 100)}
+    weight = nn.Parameter(torch.ones(shapes.get(name, (1000,))))
     made = {
         "adamw": lambda: torch.optim.AdamW([weight]),
         "adam": lambda: torch.optim.Adam([weight]),
@@ -93,6 +94,7 @@ def test_optimizers_keep_as_many_copies_as_counted(name: str) -> None:
         "sutskever": lambda: Sutskever([weight], lr=0.1),
         "nadam": lambda: torch.optim.NAdam([weight]),
         "muon": lambda: torch.optim.AdamW([weight]),  # for what is no hidden matrix
+        "adafactor": lambda: torch.optim.Adafactor([weight]),
         "soap": lambda: Soap([weight], lr=0.1, largest=1),
     }[name]()
     weight.grad = torch.ones_like(weight)
@@ -103,7 +105,7 @@ def test_optimizers_keep_as_many_copies_as_counted(name: str) -> None:
         for value in state.values()
         if isinstance(value, torch.Tensor)
     )
-    assert kept // 1000 == facts.PLANNED[name].copies
+    assert kept // weight.numel() == facts.PLANNED[name].copies
 
 
 def test_as_many_messages_are_counted_as_the_transport_has_under_way() -> None:

@@ -85,6 +85,7 @@ def test_every_staleness_method_goes_on_as_if_nothing_had_happened(
         ("adamw", "stash+gap-aware"),
         ("sutskever", "stash+gap-aware"),
         ("nadam", "stash+msnag"),
+        ("adafactor", "stash"),
         ("muon", "stash+msnag"),
         ("soap", "stash+aggmsnag"),
         ("adamw", "stash+error-feedback"),

@@ -9,6 +9,7 @@ from copy import deepcopy
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.optim import AdamW, Muon, NAdam, Optimizer
+from torch.optim import SGD, Adafactor, Adam, AdamW, Muon, NAdam, Optimizer
 
 from asyncpipe.runtime.config.settings import RunConfig, Settings
 from asyncpipe.runtime.optimizers.facts import OPTIMIZERS
@@ -110,6 +111,32 @@ def test_nadam_is_dozats_with_decoupled_decay() -> None:
         lambda p: NAdam(p, lr=0.1, weight_decay=0.25, decoupled_weight_decay=True), gradients(2, 3)
     )
     assert torch.equal(found, plain)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "plain"),
+    [
+        ("sgd", {"nesterov": True}, lambda p: SGD(p, lr=0.1, momentum=0.9, nesterov=True)),
+        ("adafactor", {}, lambda p: Adafactor(p, lr=0.1)),
+        ("adamw", {"eps": 0.5}, lambda p: AdamW(p, lr=0.1, eps=0.5, weight_decay=0.0)),
+        ("adam", {"eps": 0.5}, lambda p: Adam(p, lr=0.1, eps=0.5)),
+        ("nadam", {"eps": 0.5}, lambda p: NAdam(p, lr=0.1, eps=0.5)),
+    ],
+)
+@pytest.mark.parametrize("shape", [(2, 3), (5,)])
+def test_an_option_reaches_torchs_optimizer(
+    name: str,
+    options: dict[str, Any],
+    plain: Callable[[list[nn.Parameter]], Optimizer],
+    shape: tuple[int, ...],
+) -> None:
+    given = gradients(*shape)
+    own = settings(name, weight_decay=0.0, **options)
+    found = stepped(lambda p: make_optimizer(p, own), given)
+    close(found, stepped(plain, given))
+    without = settings(name, weight_decay=0.0)
+    if options:
+        assert not torch.equal(found, stepped(lambda p: make_optimizer(p, without), given))
 
 
 def muon(parameters: list[nn.Parameter]) -> Optimizer:

@@ -47,6 +47,16 @@ def test_the_learning_rate_rises_and_falls() -> None:
     assert lr_factor(4, steps=10, warmup=2, decay="cosine") > 0.75 > 2 / 3
 
 
+def test_wsd_is_constant_until_the_last_fifth_of_the_steps() -> None:
+    def factor(step: int, **given: float) -> float:
+        return lr_factor(step, **{"steps": 100, "warmup": 10, "decay": "wsd", **given})
+
+    assert [factor(step) for step in (4, 9, 10, 80, 90, 100)] == [0.5, 1, 1, 1, 0.5, 0]
+    assert factor(95, final_ratio=0.2) == pytest.approx(1 - 0.8 * 0.75)
+    # A longer warm-up leaves the rest of the steps for the decay.
+    assert [factor(step, warmup=90) for step in (89, 90, 95, 100)] == [1, 1, 0.5, 0]
+
+
 def test_linear_decay_is_that_of_torch() -> None:
     parameter = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([parameter], lr=1.0)

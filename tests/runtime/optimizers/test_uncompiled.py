@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer
+from torch.optim import SGD, Adafactor, Adam, AdamW, NAdam, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from asyncpipe.runtime.training.stage_optimizer import uncompiled
@@ -17,6 +17,8 @@ KINDS = {
     "sgd": (SGD, {"momentum": 0.9, "weight_decay": 0.1}),
     "adam": (Adam, {"betas": (0.8, 0.9), "fused": True}),
     "adamw": (AdamW, {"weight_decay": 0.1}),
+    "adafactor": (Adafactor, {"weight_decay": 0.1}),
+    "nesterov": (SGD, {"momentum": 0.9, "nesterov": True}),
     "nadam": (NAdam, {"weight_decay": 0.1, "decoupled_weight_decay": True}),
 }
 
