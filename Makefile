@@ -2,7 +2,8 @@
 # make install      asyncpipe into .venv; EXTRAS=hf,data,s3 for more than its own needs
 # make test         installs what the tests need and runs them
 # make quick        the essential ones, in under three minutes
-# make check        what CI runs: test, lint, types
+# make check        what CI runs: test, lint, types, site
+# make site         the documentation as pages, in build/site
 # make audit        asks for known vulnerabilities of what is installed; without a network it says so
 #
 # TORCH_BACKEND=cpu is the default; TORCH_BACKEND=auto (or cu126, cu130, ...) installs a CUDA build.
@@ -15,7 +16,7 @@ BIN := $(VENV)/bin
 
 EXTRAS ?= hf,data
 
-.PHONY: quickstart install test quick check lint types audit clean
+.PHONY: quickstart install test quick check lint types site audit clean
 
 quickstart: $(VENV)/.demo
 	$(BIN)/asyncpipe-partition --model gpt2 --stages 4 --seq 64 --micro-batch-size 1 --force
@@ -47,7 +48,7 @@ QUICK := \
 quick: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal -q $(QUICK)
 
-check: test lint types
+check: test lint types site
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -56,6 +57,9 @@ lint: $(VENV)/.dev
 types: $(VENV)/.dev
 	mkdir -p .typing && ln -sfn .. .typing/asyncpipe
 	$(BIN)/mypy
+
+site: $(VENV)/.dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # pip-audit is content with packages of which its service knows nothing, or that it did not answer
 # for. Where it had no answer at all, as without a network, that is said and no failure.
