@@ -17,6 +17,7 @@ import ctypes
 import datetime
 import os
 import shutil
+import stat
 import sys
 import threading
 import time
@@ -338,19 +339,40 @@ def forget_segments() -> None:
             Path(word).unlink(missing_ok=True)
 
 
+OUTPUT_S = 2.0
+"""The longest time that a failed rank waits for mpiexec to read its output."""
+
+
 def leave_mpi(exit_code: int) -> None:
     """Parts from MPI's ranks and ends the process, if it is one of them. After a failure it ends
-    them all: they would wait for this one, and MPI would not let any of them go."""
+    them all: they would wait for this one, and MPI would not let any of them go. Before that it
+    waits until mpiexec has read its output: MPICH's drops the rest."""
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
         return
     if exit_code:
+        end_s = time.monotonic() + OUTPUT_S
+        while any(map(_unread_bytes, (1, 2))) and time.monotonic() < end_s:
+            time.sleep(LONGEST_NAP_S)
         mpi.COMM_WORLD.Abort(exit_code)
     else:
         mpi.Finalize()
         # MPICH takes leave of mpiexec in a handler of C's exit, and mpiexec kills the others when
         # one ends without. The lock of the interpreter is held: no thread goes on beside that.
         ctypes.PyDLL(None).exit(0)
+
+
+def _unread_bytes(descriptor: int) -> int:
+    """The bytes in a pipe that its reader has not taken; 0 for a descriptor of another kind."""
+    import fcntl  # Not every system that this module is loaded on has these.
+    import termios
+
+    try:
+        if not stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+            return 0
+        return int.from_bytes(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)), sys.byteorder)
+    except OSError:
+        return 0
 
 
 def mpiexec() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -234,11 +235,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def command(*arguments: object, launcher: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-    program = "from asyncpipe.cli import train; train()"
+def command(
+    *arguments: object, launcher: tuple[str, ...] = (), scripts: Path | None = None
+) -> subprocess.Popen[str]:
     given = [*map(str, arguments), "--transport", "mpi", "--threads", "1", "--log-every", "1"]
     return subprocess.Popen(
-        [*launcher, sys.executable, "-c", program, *given],
+        [*launcher, (scripts or bin_folder()) / "asyncpipe-train", *given],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -299,6 +301,26 @@ def test_a_failing_rank_ends_all_under_mpirun_and_its_sentence_is_shown(
     assert "ValueError: the tenth call fails" in error
 
 
+def test_a_rank_that_fails_leaves_when_its_output_is_read() -> None:
+    program = (
+        "import os, sys\n"
+        "from types import SimpleNamespace\n"
+        "from asyncpipe.runtime.transports.mpi import leave_mpi\n"
+        "world = SimpleNamespace(Abort=lambda code: os.write(1, b'leaves'))\n"
+        "answers = {'Is_initialized': lambda: True, 'Is_finalized': lambda: False}\n"
+        "sys.modules['mpi4py.MPI'] = SimpleNamespace(COMM_WORLD=world, **answers)\n"
+        "os.write(2, b'error: the sentence')\n"
+        "leave_mpi(1)\n"
+    )
+    start = subprocess.Popen(
+        [bin_folder() / "python", "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert start.stdout is not None and start.stderr is not None
+    assert select.select([start.stderr], [], [], 30.0)[0]  # it is written, and nobody reads it
+    assert not select.select([start.stdout], [], [], 0.3)[0]
+    assert start.communicate() == (b"leaves", b"error: the sentence")
+
+
 def test_a_killed_rank_ends_all_under_mpirun(folders: Path, tmp_path: Path) -> None:
     start = mpirun(2, folders / "slow", "--steps", 10_000, "--output", tmp_path / "run")
     pids = ranks_of(tmp_path / "run")
@@ -322,9 +344,9 @@ def test_ranks_that_are_done_may_leave_one_after_another() -> None:
         "os._exit(0)\n"
     )
     ended = subprocess.run(
-        [mpiexec(), "-n", "4", sys.executable, "-c", program], capture_output=True, text=True
+        [mpiexec(), "-n", "2", sys.executable, "-c", program], capture_output=True, text=True
     )
-    assert (ended.returncode, ended.stdout) == (0, 4 * "done\n")
+    assert (ended.returncode, ended.stdout) == (0, 2 * "done\n")
 
 
 def ranks_of(output: Path) -> dict[int, int]:
@@ -349,8 +371,10 @@ def assert_gone(pids: dict[int, int]) -> None:
 # The command by itself, which calls mpiexec
 
 
-def by_itself(folder: Path, output: Path, *arguments: object) -> subprocess.Popen[str]:
-    return command(folder, "--output", output, *arguments)
+def by_itself(
+    folder: Path, output: Path, *arguments: object, scripts: Path | None = None
+) -> subprocess.Popen[str]:
+    return command(folder, "--output", output, *arguments, scripts=scripts)
 
 
 def test_without_mpirun_the_command_starts_its_ranks_with_mpiexec(
@@ -386,7 +410,8 @@ def test_a_failing_rank_ends_all_and_its_sentence_is_shown(folders: Path, tmp_pa
 
 
 def test_an_interrupted_run_ends_with_one_line(folders: Path, tmp_path: Path) -> None:
-    start = by_itself(folders / "slow", tmp_path / "run", "--steps", 10_000)
+    scripts = Path(sys.executable).parent  # a fork is not in the group of the command
+    start = by_itself(folders / "slow", tmp_path / "run", "--steps", 10_000, scripts=scripts)
     pids = ranks_of(tmp_path / "run")
     os.killpg(start.pid, signal.SIGINT)  # as a terminal does
     code, out, error = finished(start)
