@@ -1,10 +1,10 @@
 """Every command and every Python block shown in the documents runs.
 
 Commands are the lines of `sh` blocks. They run in order, in one folder per document, with the
-examples next to them. Only the number of steps and gpt2's layers are made small, a stand-in of
-a few kilobytes replaces pip's downloads, and the processes are forks with the imports done, except
-MPI's. A command that ends in `# exit code 1` fails, and the document shows its message. A partition
-that several documents begin with runs in one of them.
+examples next to them. Only the number of steps and the sizes of gpt2 are made small, a stand-in of
+a few kilobytes replaces pip's downloads, and the processes are forks with the imports done. A
+command that ends in `# exit code 1` fails, and the document shows its message. A partition that
+several documents begin with runs in one of them.
 """
 
 import contextlib
@@ -16,7 +16,6 @@ import pkgutil
 import re
 import shlex
 import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree
@@ -32,6 +31,7 @@ from asyncpipe.tests.support.processes.quick_python import bin_folder
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
+SMALL_GPT2 = ("n_layer=4", "n_embd=64", "n_head=4", "vocab_size=512")
 SETUP = {"make", "git", "cd", "pip", "less"}
 SHELL = {"sed", "rm"}
 
@@ -50,10 +50,10 @@ def commands(document: Path) -> list[list[str]]:
 
 
 def shortened(command: list[str]) -> list[str]:
-    """The command with two steps of training, and with a gpt2 of four narrow layers."""
+    """The command with two steps of training, and with a small gpt2."""
     text = re.sub(r"--steps \d+", "--steps 2", shlex.join(command))
     if "--model gpt2" in text and "n_layer" not in text:
-        text += " --model-arg n_layer=4 --model-arg n_embd=64 --model-arg n_head=4"
+        text += "".join(f" --model-arg {size}" for size in SMALL_GPT2)
     without = {"--steps", "--samples", "--epochs", "report"}
     if "asyncpipe-train" in command and not without & set(command):
         text += " --steps 2"
@@ -83,7 +83,7 @@ def test_every_command_shown_runs(document: Path, tmp_path: Path) -> None:
 
 
 def run_shown(document: Path, line: str, command: list[str], folder: Path) -> None:
-    scripts = Path(sys.executable).parent if "mpi" in command else bin_folder()
+    scripts = bin_folder()
     is_ours = command[0] not in SHELL
     assert not is_ours or (scripts / command[0]).exists(), f"{command[0]} is not a command"
     name, *arguments = shortened(command)

@@ -61,11 +61,6 @@ def undisturbed(folders: Path) -> dict[int, float]:
     return losses(folders / "whole")
 
 
-def scripts_of(transport: str) -> Path | None:
-    """Ranks that end with MPI_Finalize take the real interpreter."""
-    return REAL if transport == "mpi" else None
-
-
 # A rank that dies, or hangs
 
 
@@ -100,9 +95,7 @@ def test_a_rank_that_is_stopped_is_named_and_ended(
     transport: str, folders: Path, tmp_path: Path
 ) -> None:
     given = {"steps": 100_000, "transport": transport, "stall_s": 2, "timeout_s": 8}
-    with FaultyRun(
-        folders / "slow", tmp_path / "run", given, scripts=scripts_of(transport)
-    ) as started:
+    with FaultyRun(folders / "slow", tmp_path / "run", given) as started:
         ranks = started.wait_for_step()
         os.kill(ranks[1], signal.SIGSTOP)
         started.now()
@@ -274,9 +267,7 @@ def test_a_run_goes_on_after_a_rank_was_killed_at_a_random_moment(
 ) -> None:
     chance = random.Random(f"{rank} {transport}")
     given = {"steps": 8, "restarts": 1, "save_every": 1, "transport": transport}
-    with FaultyRun(
-        folders / "slow4", tmp_path / "run", given, scripts=scripts_of(transport)
-    ) as started:
+    with FaultyRun(folders / "slow4", tmp_path / "run", given) as started:
         ranks = started.wait_for_step(1 + chance.randrange(3), ranks=4)
         if rank == 1:
             started.wait_for_checkpoint()
@@ -309,9 +300,7 @@ def test_other_runs_begin_again_too(schedule: str, transport: str, tmp_path: Pat
     write_mlp(tmp_path / "mlp")
     plant(tmp_path / "mlp", 1, "forward", 20)
     given = {"steps": 5, "restarts": 1, "schedule": schedule, "transport": transport}
-    with FaultyRun(
-        tmp_path / "mlp", tmp_path / "run", given, scripts=scripts_of(transport)
-    ) as started:
+    with FaultyRun(tmp_path / "mlp", tmp_path / "run", given) as started:
         ended = started.finish()
     assert ended.code == 0, ended.error
     assert "was killed by SIGKILL" in notes(tmp_path / "run", "restart")[0]
@@ -398,7 +387,7 @@ def test_other_launchers_hand_it_on_too(
     tmp_path: Path,
 ) -> None:
     with FaultyRun(
-        folders / "slow", tmp_path / "run", {"steps": 8} | given, command=command, scripts=REAL
+        folders / "slow", tmp_path / "run", {"steps": 8} | given, command=command
     ) as started:
         started.wait_for(lambda: started.left.last_step() >= 2)
         started.process.send_signal(number)

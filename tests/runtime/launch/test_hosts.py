@@ -2,7 +2,7 @@
 
 Between the hosts is a link of 100 Mbit/s. The tests run wherever the kernel permits namespaces;
 elsewhere they are skipped, and name the refusal. The processes are forks with the imports done,
-except those of MPI and of the tests that look at the tree of processes.
+except those of the test that looks at the tree of processes.
 """
 
 from __future__ import annotations
@@ -200,9 +200,7 @@ def test_two_hosts_under_mpiexec_make_the_losses_of_one(
         )
         remote.chmod(0o755)
         start = (mpiexec(), "-launcher", "ssh", "-launcher-exec", str(remote), "-iface", "eth0")
-        # Ranks that end with MPI_Finalize take the real interpreter.
-        scripts = REAL if transport == "mpi" else None
-        command = (train(scripts), str(folder / "generated"), *same_run(tmp_path / "run"))
+        command = (train(), str(folder / "generated"), *same_run(tmp_path / "run"))
         ranks = ("-n", "4", "-hosts", "h1:2,h2:2", *command, "--transport", transport, *more)
         codes, told = Started(both[0].command(*start, *ranks)).finish()
     assert codes == [0], told

@@ -4,8 +4,8 @@ A process that trains or cuts a model imports for seconds and then works for a f
 tests start hundreds. `bin_folder()` has a `python`, a `torchrun` and our commands that take a
 fork of one server with torch loaded: each is a process of its own, with the environment, folder,
 files, host (namespaces) and exit code or signal of the command that asked for it. The command
-stands for the process in the process tree; tests that look there, or at imports, take the real
-interpreter, and so do MPI's ranks that end with MPI_Finalize.
+stands for the process in the process tree; tests that look there, at process groups or at imports
+take the real interpreter.
 
 `python -m asyncpipe.tests.support.processes.quick_python SOCKET` is the server, and with more
 arguments its client.
@@ -33,6 +33,7 @@ _PRELOADED = (
     "asyncpipe.commands.run_display",
     "asyncpipe.tests.support.processes.gloo_ranks",
     "torch._dynamo",
+    "torch.export._trace",
     "transformers.models.gpt2.modeling_gpt2",
 )
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
