@@ -97,7 +97,6 @@ def test_rows_of_another_setting_are_not_kept(finetuning: ModuleType, tmp_path: 
     assert finetuning.known_rows(finetuning.Setting(3, 16, 1e-3), result) == []
 
 
-@pytest.mark.slow
 def test_fine_tuning_is_measured_from_the_archives_to_the_table(
     finetuning: ModuleType,
     tmp_path: Path,

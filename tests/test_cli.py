@@ -351,7 +351,6 @@ def test_a_graph_is_planned_instead_of_a_model(
     assert message in error(run(tmp_path, "partition", *arguments), code=2)
 
 
-@pytest.mark.slow
 def test_two_stages_of_one_rank_train_as_the_plain_model(tmp_path: Path) -> None:
     """Mixed-pipe puts the outer layers on one rank: three processes, two devices of the plan."""
     (tmp_path / "uneven.py").write_text(

@@ -25,7 +25,6 @@ def one_step(pipe: Pipe, inputs: dict[str, Any]) -> tuple[list[Tensor], list[Ten
     return [leaf.detach() for leaf in found], gradients
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ZOO)
 def test_a_stage_compiles_without_a_graph_break(name: str, tmp_path: Path) -> None:
     model, inputs = ZOO[name]()

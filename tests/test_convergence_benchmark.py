@@ -57,7 +57,6 @@ def test_a_case_is_run_tabled_and_drawn_and_goes_on_where_it_was(
         assert f"## {case}\n" in text and (tmp_path / case.file).read_text().startswith("<svg")
 
 
-@pytest.mark.slow
 def test_every_method_of_the_benchmark_is_known_and_fits(rig: ModuleType, tmp_path: Path) -> None:
     methods = {str(arm.method): (case, arm) for case, arm in rig.wanted(tmp_path)}
     assert len(methods) > 20

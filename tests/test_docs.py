@@ -31,7 +31,7 @@ from asyncpipe.tests.support.processes.quick_python import bin_folder
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
-SMALL_GPT2 = ("n_layer=4", "n_embd=64", "n_head=4", "vocab_size=512")
+SMALL_GPT2 = ("n_layer=2", "n_embd=64", "n_head=4", "vocab_size=512")
 SETUP = {"make", "git", "cd", "pip", "less"}
 SHELL = {"sed", "rm"}
 
@@ -60,7 +60,6 @@ def shortened(command: list[str]) -> list[str]:
     return shlex.split(text)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_every_command_shown_runs(document: Path, tmp_path: Path) -> None:

@@ -89,7 +89,6 @@ def generated(folder: Path) -> Path:
     return folder / "generated_models" / "finetune_2p"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "async-1f1b"])
 def test_a_tuned_classifier_answers_sentences_that_it_has_not_seen(
     folder: Path, generated: Path, schedule: str

@@ -8,8 +8,6 @@ import venv
 import zipfile
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SOURCE_FOLDERS = ("commands", "partitioner", "runtime", "templates")
@@ -38,7 +36,6 @@ def test_the_version_is_told_once() -> None:
     assert asyncpipe.__version__ == PROJECT["project"]["version"]
 
 
-@pytest.mark.slow
 def test_a_wheel_installed_elsewhere_runs_both_commands(tmp_path: Path) -> None:
     source = tmp_path / "source"  # building writes beside the sources
     shutil.copytree(

@@ -46,7 +46,7 @@ def recomputing(name: str, stages: int, folder: Path) -> Plan:
 
 @pytest.mark.parametrize(
     "name",
-    ["resnet", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mlp", "gpt2", "t5"))],
+    ["resnet", "mlp", "gpt2", "t5"],
 )
 def test_a_pipeline_that_recomputes_equals_the_plain_model(name: str, tmp_path: Path) -> None:
     plan = recomputing(name, 3, tmp_path / "3p")
@@ -60,7 +60,6 @@ def test_a_pipeline_that_recomputes_equals_the_plain_model(name: str, tmp_path: 
         assert all(torch.equal(value, again[2][key]) for key, value in state.items())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "resnet"])
 def test_real_processes_that_recompute_equal_the_plain_model(name: str, tmp_path: Path) -> None:
     plan = recomputing(name, 2, tmp_path / "2p")
@@ -71,7 +70,7 @@ def test_real_processes_that_recompute_equal_the_plain_model(name: str, tmp_path
         assert_equal(plan, plain(name), merged([rank[schedule] for rank in ranks]))
 
 
-@pytest.mark.parametrize("name", [pytest.param("gpt2", marks=pytest.mark.slow), "resnet"])
+@pytest.mark.parametrize("name", ["gpt2", "resnet"])
 def test_with_a_stash_the_second_forward_reads_the_stashed_weights(
     name: str, tmp_path: Path
 ) -> None:
@@ -124,14 +123,12 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("larger")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "run"), MEASURED)
 def test_the_memory_of_every_rank_is_as_predicted(name: str, run: str, shared: Path) -> None:
     predicted, measured = peaks(name, run, shared)
     assert predicted == pytest.approx(measured, rel=0.1)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["wider gpt2", "larger resnet"])
 def test_what_recomputation_saves_is_as_predicted(name: str, shared: Path) -> None:
     (plain, _), (plain_measured, _) = peaks(name, "gpipe", shared)

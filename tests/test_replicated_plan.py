@@ -90,7 +90,6 @@ def test_it_trains_as_one_process_does(folder: Path, plan: Plan, tmp_path: Path)
     assert 0 < end["simulated_step_ms"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["auto", "gloo"])
 def test_under_torchrun_it_does_too(
     folder: Path, plan: Plan, tmp_path: Path, transport: str

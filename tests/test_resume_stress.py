@@ -20,7 +20,6 @@ def stress(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     yield pytest.importorskip("resume_stress")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "seed"), [("1f1b, 2 stages, random samples and criterion", 1), ("ddp, 2 replicas", 3)]
 )

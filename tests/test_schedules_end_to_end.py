@@ -69,9 +69,9 @@ def losses(folder: Path, output: Path, **options: Any) -> list[float]:
     "options",
     [
         {"schedule": "interleaved", "ranks": 2},
-        pytest.param({"schedule": "zb-v"}, marks=pytest.mark.slow),
-        pytest.param({"schedule": "looped-bfs", "ranks": 2}, marks=pytest.mark.slow),
-        pytest.param({"schedule": "auto", "ranks": 2, "steps": 15}, marks=pytest.mark.slow),
+        {"schedule": "zb-v"},
+        {"schedule": "looped-bfs", "ranks": 2},
+        {"schedule": "auto", "ranks": 2, "steps": 15},
     ],
     ids=lambda options: options["schedule"],
 )
@@ -91,7 +91,6 @@ def test_several_stages_a_rank_train_as_one_process_does(
         assert "computed from what steps 2 to 7 took" in notes[0][1]
 
 
-@pytest.mark.slow
 def test_a_printed_schedule_is_edited_and_run(folder: Path, tmp_path: Path) -> None:
     printed = schedule_text(settings_of(folder, schedule="interleaved"))
     edited = printed.replace("name: interleaved", "# mine\nname: mine")

@@ -170,7 +170,6 @@ def command(folder: Path, name: str, *arguments: str) -> str:
     return result.stdout
 
 
-@pytest.mark.slow
 def test_a_run_of_two_stages_is_continued_by_four_from_the_command_line(tmp_path: Path) -> None:
     model = [
         "--model",

@@ -201,7 +201,6 @@ def test_a_pipeline_in_one_process_equals_the_plain_model(
     assert_equal(read_plan(folder), plain(name), actual)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stages", [2, 4])
 @pytest.mark.parametrize("name", CASES)
 def test_a_pipeline_of_processes_equals_the_plain_model(

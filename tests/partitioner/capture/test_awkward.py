@@ -72,7 +72,6 @@ def test_every_cut_is_exact_or_known_to_be_impossible(name: str, tmp_path: Path)
     assert refused == NOT_CUT.get(name, [])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", AWKWARD)
 def test_two_cuts_are_exact(name: str, tmp_path: Path) -> None:
     found = captured(name)

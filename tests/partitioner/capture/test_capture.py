@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from asyncpipe.partitioner.capture import IfTraining, ModuleCall, Region, Size, capture, run
 from asyncpipe.partitioner.capture.check import check_capture
 from asyncpipe.runtime.errors import CaptureError
+from asyncpipe.tests.support.models import zoo
 from asyncpipe.tests.support.oracles.captures import (
     X,
     assert_graph_is_model,
@@ -21,7 +22,6 @@ from asyncpipe.tests.support.oracles.captures import (
     node_of,
     of_zoo,
     other_sizes,
-    zoo,
 )
 
 # The zoo
@@ -29,8 +29,8 @@ from asyncpipe.tests.support.oracles.captures import (
 
 @pytest.mark.parametrize("name", zoo.ZOO)
 def test_graph_equals_the_model_at_other_sizes(name: str) -> None:
-    model, inputs = zoo.ZOO[name]()
-    captured = capture(model, inputs, check=False)
+    captured = of_zoo(name)
+    inputs = captured.arguments.tensors
     captured.graph.lint()
     assert captured.notes == ()
     assert_graph_is_model(captured, inputs)

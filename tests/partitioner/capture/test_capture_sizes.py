@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from asyncpipe.partitioner.capture import capture
 from asyncpipe.runtime.errors import CaptureError
+from asyncpipe.tests.support.models import zoo
 from asyncpipe.tests.support.oracles.captures import (
     X,
     assert_graph_is_model,
     checked,
     node_of,
     other_sizes,
-    zoo,
 )
 
 # Sizes that forward uses

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from asyncpipe.runtime.errors import CaptureError
 from asyncpipe.tests.support.models import dynamo_cases as unseen
 from asyncpipe.tests.support.models import zoo
 from asyncpipe.tests.support.oracles import stage_chain
+from asyncpipe.tests.support.oracles.captures import of_zoo
 from asyncpipe.tests.support.oracles.stage_chain import HEADER, stages_at
 from asyncpipe.tests.test_cli import run
 
@@ -98,11 +98,9 @@ def test_modes_regions_and_sizes_are_as_the_tracer_has_them() -> None:
 @cache
 def with_both(name: str) -> tuple[Capture, Capture]:
     """A model of the zoo as the tracer and as Dynamo capture it."""
-    make: Callable[[], tuple[nn.Module, dict[str, Any]]] = getattr(zoo, name)
-    return capture(*make(), method="tracer"), capture(*make(), method="dynamo")
+    return of_zoo(name), capture(*zoo.ZOO[name](), method="dynamo")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bert", "t5"])
 def test_transformers_come_out_as_with_the_tracer(name: str) -> None:
     with_tracer, with_dynamo = with_both(name)
@@ -113,7 +111,6 @@ def test_transformers_come_out_as_with_the_tracer(name: str) -> None:
     assert 1.0 <= len(with_dynamo.graph.nodes) / len(with_tracer.graph.nodes) < 1.2
 
 
-@pytest.mark.slow
 def test_classes_are_written_as_with_the_tracer() -> None:
     classes = [
         [

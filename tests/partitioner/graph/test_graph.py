@@ -20,15 +20,15 @@ from asyncpipe.runtime.errors import PlanError
 from asyncpipe.runtime.plan.plan import Plan, read_plan
 from asyncpipe.runtime.serialization import Origin, shaped
 from asyncpipe.tests.support.models.zoo import ZOO
+from asyncpipe.tests.support.oracles.captures import of_zoo
 from asyncpipe.tests.support.oracles.stage_chain import cut
 
 
 @cache
 def graph_of(name: str) -> tuple[Capture, Profile, nx.DiGraph]:
     """The cost graph of a model of the zoo, with an analytic profile: the same every time."""
-    model, inputs = ZOO[name]()
-    captured = capture(model, inputs, check=False)
-    found = profile_analytic(captured, inputs)
+    captured = of_zoo(name)
+    found = profile_analytic(captured, captured.arguments.tensors)
     return captured, found, build_graph(captured, found, name)
 
 

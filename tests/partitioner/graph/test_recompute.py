@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from asyncpipe.partitioner.profile.profiler import profile_analytic
 from asyncpipe.partitioner.split.split import StageGraph, split, stage_tensors
 from asyncpipe.runtime.plan.forecast import traffic
 from asyncpipe.runtime.plan.plan import read_plan
-from asyncpipe.tests.support.models import zoo
+from asyncpipe.tests.support.oracles.captures import of_zoo
 from asyncpipe.tests.support.oracles.stage_chain import stages_at
 
 FAST = Link(latency_ms=0.0001, bytes_per_s=1e12)
@@ -30,8 +29,8 @@ def again(captured: Capture, link: Link = LOCALHOST, **work_ms: float) -> Recomp
     return Recomputation(captured, Prices(captured.sizes, work_ms, link))
 
 
-def cut(model: nn.Module, inputs: Mapping[str, Any], share: float, link: Link = LOCALHOST) -> Any:
-    captured = capture(model, inputs, check=False)
+def cut(name: str, share: float, link: Link = LOCALHOST) -> Any:
+    captured = of_zoo(name)
     return captured, split(captured, stages_at(captured, (share,)), again(captured, link))
 
 
@@ -46,20 +45,20 @@ def sent(captured: Capture, graphs: tuple[StageGraph, ...]) -> list[tuple[Any, .
 
 
 def test_rotary_tables_and_masks_are_not_sent() -> None:
-    captured, graphs = cut(*zoo.llama(), 0.5)
+    captured, graphs = cut("llama", 0.5)
     width = captured.model.config.hidden_size
     assert sent(captured, graphs) == [("batch", "sequence", width)]
 
 
 def test_a_small_parameter_is_held_by_all_who_read_what_it_makes() -> None:
-    captured, graphs = cut(*zoo.t5(), 0.2)
+    captured, graphs = cut("t5", 0.2)
     name = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
     assert all(name in stage_tensors(captured, graph).parameters for graph in graphs)
     assert all(shape.count("sequence") < 2 for shape in sent(captured, graphs))
 
 
 def test_on_a_fast_link_what_takes_long_to_make_is_sent() -> None:
-    captured, graphs = cut(*zoo.t5(), 0.2, FAST)
+    captured, graphs = cut("t5", 0.2, FAST)
     name = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
     assert name not in stage_tensors(captured, graphs[1]).parameters
     assert any(shape.count("sequence") == 2 for shape in sent(captured, graphs))

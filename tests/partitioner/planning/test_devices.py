@@ -105,7 +105,7 @@ def test_no_order_of_devices_and_no_cut_is_better(graph: nx.DiGraph, cluster: Cl
     assert solution.evaluation.fits
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(GRAPHS, clusters())
 def test_no_bound_is_above_what_some_plan_has(graph: nx.DiGraph, cluster: Cluster) -> None:
     least = {

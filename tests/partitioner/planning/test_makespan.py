@@ -41,7 +41,7 @@ def chain(*pairs_ms: tuple[float, float]) -> nx.DiGraph:
     return graph
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(graphs(), st.integers(1, 4), LINKS, SYNCHRONOUS, st.integers(1, 8))
 def test_no_plan_steps_faster_than_the_bound_and_no_cut_of_the_order_than_the_plan(
     graph, stages, link, schedule, micro_batches

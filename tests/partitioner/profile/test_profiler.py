@@ -14,6 +14,7 @@ from asyncpipe.partitioner.profile.measure import Operation, Repeats, estimate, 
 from asyncpipe.partitioner.profile.profiler import Profile, WholeTimes, profile, profile_analytic
 from asyncpipe.partitioner.profile.roofline import DeviceSpec
 from asyncpipe.tests.support.models.zoo import ZOO
+from asyncpipe.tests.support.oracles.captures import of_zoo
 
 CPU = torch.device("cpu")
 QUICK = Repeats(enough_ms=0.1, most=2)
@@ -89,8 +90,8 @@ def test_flops_are_known_without_running_anything():
 
 @cache
 def measured(name: str) -> tuple[Capture, dict[str, torch.Tensor], Profile]:
-    model, inputs = ZOO[name]()
-    captured = capture(model, inputs, check=False)
+    captured = of_zoo(name)
+    inputs = captured.arguments.tensors
     return captured, inputs, profile(captured, inputs, threads=1, repeats=QUICK)
 
 

@@ -111,7 +111,6 @@ def test_a_cut_where_no_copy_would_do_is_refused() -> None:
 # Whole models
 
 
-@pytest.mark.slow
 def test_a_resnet_is_exact_at_every_cut(tmp_path: Path) -> None:
     case = CASES["resnet"]
     captured = capture(case.build(), case.example_inputs, check=False)
@@ -180,7 +179,7 @@ ANY = settings(
 SHARES = st.lists(st.floats(0, 0.999), min_size=1, max_size=2)
 
 
-@settings(ANY, max_examples=25)
+@settings(ANY, max_examples=15)
 @given(programs(), SHARES)
 def test_any_program_is_exact_wherever_it_can_be_cut(
     operations: tuple[Operation, ...], cuts: list[float]
@@ -188,8 +187,7 @@ def test_any_program_is_exact_wherever_it_can_be_cut(
     check_program(operations, cuts)
 
 
-@pytest.mark.slow
-@settings(ANY, max_examples=30)
+@settings(ANY, max_examples=20)
 @given(programs(14), SHARES)
 def test_any_longer_program_is_exact_wherever_it_can_be_cut(
     operations: tuple[Operation, ...], cuts: list[float]

@@ -172,7 +172,6 @@ def test_a_copy_that_fails_ends_no_run(
     assert Location(f"file://{tmp_path}/place").names() == ["step-000002", "step-000006"]
 
 
-@pytest.mark.slow
 def test_ranks_go_on_from_a_bucket_in_another_number_of_them(
     folder: Path, tmp_path: Path, s3: str, straight: Trained
 ) -> None:

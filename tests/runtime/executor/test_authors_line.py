@@ -68,7 +68,6 @@ def test_an_error_from_elsewhere_has_no_line_of_a_stage() -> None:
     assert where_in_stage(ValueError("never raised"), torch.nn.Linear(2, 2)) == ""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "single"])
 def test_a_failing_stage_is_told_in_a_sentence_and_with_v_by_its_line(
     tmp_path: Path, schedule: str

@@ -212,7 +212,6 @@ def wait_for_steps(*runs: Path) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["INT", "TERM"]
 )

@@ -52,7 +52,7 @@ def weights(run: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted((run / "weights").iterdir())}
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("async-1f1b", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("schedule", ["1f1b", "async-1f1b"])
 def test_a_run_is_repeated_by_its_file_to_the_last_bit(
     folder: Path, tmp_path: Path, schedule: str
 ) -> None:

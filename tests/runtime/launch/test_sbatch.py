@@ -136,7 +136,6 @@ def test_a_run_of_the_script_goes_on_in_a_folder_of_the_job(folder: Path) -> Non
     assert "--output runs/own \\\n    --resume auto ||" in own
 
 
-@pytest.mark.slow
 def test_a_job_that_is_told_of_its_end_goes_on_when_it_is_queued_again(
     folder: Path, tmp_path: Path
 ) -> None:
@@ -171,7 +170,6 @@ def test_a_job_that_is_told_of_its_end_goes_on_when_it_is_queued_again(
     assert one == two
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("hosts", ["h1 h1 h2 h2", "h2 h1 h1 h1"])
 def test_the_script_trains(folder: Path, tmp_path: Path, hosts: str) -> None:
     settings = Settings(folder=str(folder), steps=2, threads=1, output=str(tmp_path / "run"))

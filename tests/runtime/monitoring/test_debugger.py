@@ -92,7 +92,6 @@ def ports_of(output: Path, count: int) -> dict[int, int]:
         time.sleep(0.1)
 
 
-@pytest.mark.slow
 def test_a_rank_stops_at_a_line_of_its_stage_and_nobody_times_out(tmp_path: Path) -> None:
     write_mlp(tmp_path / "mlp")
     output = tmp_path / "run"
@@ -112,7 +111,6 @@ def test_a_rank_stops_at_a_line_of_its_stage_and_nobody_times_out(tmp_path: Path
     assert len(losses(output)) == 2 and not events_of(output, "warning")
 
 
-@pytest.mark.slow
 def test_all_ranks_wait_each_at_a_port_of_its_own(tmp_path: Path) -> None:
     write_mlp(tmp_path / "mlp")
     output = tmp_path / "run"

@@ -49,7 +49,6 @@ def test_those_of_three_stages_are_legal_and_end_with_sends_that_block_and_that_
             validate(schedule)
 
 
-@pytest.mark.slow
 def test_those_of_four_are_too_and_where_every_stage_sends_to_every_later_one() -> None:
     for shape, schedule in every_schedule():
         validate(schedule)

@@ -114,7 +114,6 @@ def test_async_with_tied_weights_equals_the_oracle(staleness: str, step_every: i
     assert torch.equal(trained.modules[0].table.weight, trained.modules[3].out.weight)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "optimizer", "step_every", "staleness"),
     [
@@ -183,7 +182,6 @@ def test_real_processes_equal_the_oracle() -> None:
     check_processes(3, [("chain", 2, "adam", "stash"), ("tied", 1, "sgd", "none")])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stages", [2, 3, 4])
 def test_every_configuration_in_real_processes_equals_the_oracle(stages: int) -> None:
     names = ["chain", "tied"]

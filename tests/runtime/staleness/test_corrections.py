@@ -81,7 +81,6 @@ def test_a_method_equals_its_recurrence(method: str, optimizer: str) -> None:
         )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("step_every", [1, 2])
 @pytest.mark.parametrize(("method", "optimizer"), CASES)
 def test_a_method_of_eight_stages_equals_its_recurrence(

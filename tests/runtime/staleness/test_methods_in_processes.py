@@ -89,13 +89,11 @@ def test_three_processes_train_as_one_thread_does(kind: str) -> None:
     check(kind, 3)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_processes_with_tied_weights_train_as_one_thread_does(kind: str) -> None:
     check(kind, 2, is_tied=True)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stages", [2, 4, 8])
 def test_more_and_fewer_processes_train_as_one_thread_does(stages: int) -> None:
     check("shm", stages)

@@ -270,7 +270,6 @@ def test_gathered_gradients_are_clipped_before_they_predict(
         assert largest_difference(trained, unclipped) > 1e-6
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("method", REFERENCES)
 @pytest.mark.parametrize(("stages", "step_every"), [(2, 8), (4, 2), (8, 1), (8, 2)])
 def test_every_size_equals_the_recurrence(method: str, stages: int, step_every: int) -> None:

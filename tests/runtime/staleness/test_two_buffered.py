@@ -36,7 +36,6 @@ def test_2bw_equals_the_recurrence(
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_2bw_of_eight_stages_equals_the_recurrence(optimizer: str) -> None:
     check(chain(8), "2bw", TwoBufferedReference(), optimizer, step_every=8)

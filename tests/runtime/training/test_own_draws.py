@@ -284,7 +284,7 @@ def test_generators_go_on_where_they_were_and_differ_from_each_other() -> None:
     assert len({*first, *other}) == 6
 
 
-@pytest.mark.parametrize("order", [pytest.param(None, marks=pytest.mark.slow), "random"])
+@pytest.mark.parametrize("order", [None, "random"])
 def test_a_set_is_iterated_in_one_order_by_all_ranks_or_refused(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: str | None
 ) -> None:

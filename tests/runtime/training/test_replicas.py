@@ -151,7 +151,6 @@ def test_ddp_deals_out_the_micro_batches_of_a_step_and_the_last_may_be_smaller(
     )
 
 
-@pytest.mark.slow
 def test_several_stages_a_rank_and_backwards_in_two_parts_do_the_same(
     folders: Path, tmp_path: Path
 ) -> None:
@@ -170,7 +169,6 @@ def test_several_stages_a_rank_and_backwards_in_two_parts_do_the_same(
     assert_same_training(one, two, PlainMlp())
 
 
-@pytest.mark.slow
 def test_each_replica_has_its_own_part_of_an_mpi_world(folders: Path, tmp_path: Path) -> None:
     one = train(folders / "mlp", tmp_path / "one", schedule="single", micro_batches=6)
     three = train(folders / "mlp", tmp_path / "three", launch.run, replicas=3, transport="mpi")
@@ -179,7 +177,6 @@ def test_each_replica_has_its_own_part_of_an_mpi_world(folders: Path, tmp_path: 
     assert facts["ranks"].startswith("6 processes, 3 replicas of 2 · mpi")
 
 
-@pytest.mark.slow
 def test_a_schedule_computed_from_measured_costs_is_the_same_in_all_replicas(
     folders: Path, tmp_path: Path
 ) -> None:
@@ -190,7 +187,6 @@ def test_a_schedule_computed_from_measured_costs_is_the_same_in_all_replicas(
     assert any("computed from what steps" in note for _, note in events_of(two, "note"))
 
 
-@pytest.mark.slow
 def test_replicas_leave_out_a_step_that_overflows_together(folders: Path, tmp_path: Path) -> None:
     given = {"precision": "float16", "dtype": "float32", "loss_scale": 2.0**40, "steps": 26}
     two = train(folders / "mlp", tmp_path / "two", replicas=2, check_replicas=5, **given)

@@ -102,7 +102,6 @@ def test_a_parameter_of_several_stages_is_summed_over_all_their_replicas(
     assert_same_training(one, two, PlainText())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["shm", "gloo", "mpi"])
 @pytest.mark.parametrize("name", ["last", "mlp4"])
 def test_over_every_transport_it_does(

@@ -30,44 +30,58 @@ from asyncpipe.tests.support.processes.transports import (
 # --- When a rank does not do its part -----------------------------------------------------------
 
 
-def wait_in_vain(rank: int, kind: str) -> tuple[str, float]:
-    transport = open_transport(kind, timeout_s=60.0 if rank == 0 else 1.0)
+LIMIT_S = 0.5
+
+
+def sleep_until(mark: Path) -> tuple[str, float]:
+    end_s = time.monotonic() + 20
+    while not mark.exists() and time.monotonic() < end_s:
+        time.sleep(0.01)
+    return "", 0.0
+
+
+def wait_in_vain(rank: int, kind: str, over: Path) -> tuple[str, float]:
+    transport = open_transport(kind, timeout_s=60.0 if rank == 0 else LIMIT_S)
     if rank == 0:
-        time.sleep(3.0)
-        return "", 0.0
+        return sleep_until(over)
     start_s = time.monotonic()
     with pytest.raises(TransportError) as raised:
         transport.wait(transport.recv(HIDDEN, 5))
-    return str(raised.value), time.monotonic() - start_s
+    waited_s = time.monotonic() - start_s
+    over.touch()
+    return str(raised.value), waited_s
 
 
 @every_process_kind
-def test_a_wait_has_a_time_out_that_says_who_waits_for_whom(kind: str) -> None:
-    text, waited_s = run_ranks(kind, 2, wait_in_vain, limit_s=30)[1]
-    assert 'rank 1 waits for the activation "hidden" of micro-batch 5 from rank 0 (1 s)' in text
+def test_a_wait_has_a_time_out_that_says_who_waits_for_whom(kind: str, tmp_path: Path) -> None:
+    text, waited_s = run_ranks(kind, 2, wait_in_vain, tmp_path / "over", limit_s=30)[1]
+    assert 'rank 1 waits for the activation "hidden" of micro-batch 5 from rank 0 (0.5 s)' in text
     assert "See what rank 0 does, or allow more time with --timeout-s." in text
-    assert 0.9 < waited_s < 2.5
+    assert 0.9 * LIMIT_S < waited_s < LIMIT_S + 1.5
 
 
-def send_in_vain(rank: int, kind: str, count: int) -> tuple[str, float]:
-    transport = open_transport(kind, timeout_s=1.0 if rank == 0 else 60.0, depth=1)
+def send_in_vain(rank: int, kind: str, count: int, over: Path) -> tuple[str, float]:
+    transport = open_transport(kind, timeout_s=LIMIT_S if rank == 0 else 60.0, depth=1)
     if rank == 1:
-        time.sleep(3.0)
-        return "", 0.0
+        return sleep_until(over)
     start_s = time.monotonic()
     with pytest.raises(TransportError) as raised:
         for i in range(count):
             transport.send(LARGE, content(LARGE, i), i)
         transport.close()
-    return str(raised.value), time.monotonic() - start_s
+    waited_s = time.monotonic() - start_s
+    over.touch()
+    return str(raised.value), waited_s
 
 
 @pytest.mark.parametrize("count", [1, 2], ids=["closing", "sending"])
 @every_process_kind
-def test_closing_and_sending_wait_for_the_peer_but_not_for_ever(kind: str, count: int) -> None:
-    text, waited_s = run_ranks(kind, 2, send_in_vain, count, limit_s=30)[0]
-    assert 'rank 0 waits for rank 1 to take the activation "large" of micro-batch 0 (1 s)' in text
-    assert 0.9 < waited_s < 2.5
+def test_closing_and_sending_wait_for_the_peer_but_not_for_ever(
+    kind: str, count: int, tmp_path: Path
+) -> None:
+    text, waited_s = run_ranks(kind, 2, send_in_vain, count, tmp_path / "over", limit_s=30)[0]
+    assert 'rank 0 waits for rank 1 to take the activation "large" of micro-batch 0 (0.5 s)' in text
+    assert 0.9 * LIMIT_S < waited_s < LIMIT_S + 1.5
 
 
 def end_like(how: str) -> None:

@@ -332,7 +332,6 @@ def test_a_killed_rank_ends_all_under_mpirun(folders: Path, tmp_path: Path) -> N
     assert_gone(pids)
 
 
-@pytest.mark.slow
 def test_ranks_that_are_done_may_leave_one_after_another() -> None:
     program = (
         "import os, time\n"

@@ -110,7 +110,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return cut(CASES["gpt2"], 3, tmp_path_factory.mktemp("gpt2") / "3p")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", PROCESS_KINDS)
 def test_a_generated_pipeline_is_the_same_over_every_transport(kind: str, folder: Path) -> None:
     model = folder, "gpt2"

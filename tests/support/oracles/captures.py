@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib.util
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,19 +14,7 @@ from asyncpipe.partitioner.capture import Capture, capture, run
 from asyncpipe.partitioner.capture.arguments import plain_structure, tensors_in
 from asyncpipe.partitioner.capture.model_state import without_cache
 from asyncpipe.partitioner.capture.sizes import dynamic_of, resized
-
-
-def _load_zoo() -> Any:
-    path = Path(__file__).parents[1] / "models" / "zoo.py"
-    spec = importlib.util.spec_from_file_location("capture_zoo", path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["capture_zoo"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-zoo = _load_zoo()
+from asyncpipe.tests.support.models import zoo
 
 
 def other_sizes(captured: Capture, inputs: dict[str, Any], **sizes: int) -> dict[str, Any]:
@@ -62,6 +47,7 @@ def observe(
 
 def assert_graph_is_model(captured: Capture, inputs: dict[str, Any]) -> None:
     """To the last bit: outputs, gradients and buffers, in both modes."""
+    mode = captured.model.training
     for training in (True, False):
         plain, traced = copy.deepcopy(captured.model), captured.model
         before = copy.deepcopy(traced.state_dict())
@@ -80,6 +66,8 @@ def assert_graph_is_model(captured: Capture, inputs: dict[str, Any]) -> None:
             for name, value in one_by_name.items():
                 assert torch.equal(value, other_by_name[name]), name
         traced.load_state_dict(before)
+        traced.zero_grad(set_to_none=True)
+        traced.train(mode)
 
 
 def checked(model: nn.Module, **inputs: Any) -> Capture:
