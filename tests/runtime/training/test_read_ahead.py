@@ -244,7 +244,6 @@ def test_workers_leave_signals_to_the_rank_and_global_numbers_as_they_are() -> N
     ]
 
 
-@pytest.mark.slow  # torch's DataLoader waits for 5 s
 def test_a_worker_that_hangs_is_ended(tmp_path: Path) -> None:
     def hangs(number: int) -> dict[str, Tensor]:
         (tmp_path / f"{number}").touch()
