@@ -21,6 +21,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -30,6 +31,8 @@ from .batches import MicroBatches, ReadError
 from .stream_feed import StreamFeed
 
 _Made = tuple[dict[str, Tensor], Any]
+
+_COPIED_BYTES = 1 << 18
 
 _OF_THE_RANK = (signal.SIGINT, *STOPPING)
 """Signals that a launcher or a terminal sends to all processes, and that the rank answers."""
@@ -156,7 +159,7 @@ class ReadAhead:
         self._received += 1
         if self._is_all_sent and self._received == self._sent:
             self.close()
-        return number, made, state
+        return number, {name: _unpacked(value) for name, value in made.items()}, state
 
 
 _open: weakref.WeakSet[ReadAhead] = weakref.WeakSet()
@@ -190,7 +193,20 @@ class _ByNumber(Dataset[tuple[int, Any, Any]]):
             made = self._feed(number)
         except AsyncPipeError as error:
             return number, error, None
-        return number, made, self._feed.state() if isinstance(self._feed, StreamFeed) else None
+        state = self._feed.state() if isinstance(self._feed, StreamFeed) else None
+        return number, {name: _packed(value) for name, value in made.items()}, state
+
+
+def _packed(value: Tensor) -> Tensor | NDArray[Any]:
+    """A small tensor as an array, which is copied through the pipe: the file descriptors that
+    others are passed by cost as much as the copy of a quarter of a MiB."""
+    is_small = value.nbytes <= _COPIED_BYTES and value.dtype != torch.bfloat16
+    return value.numpy() if is_small else value
+
+
+def _unpacked(value: Tensor | NDArray[Any]) -> Tensor:
+    # A clone has torch's alignment, on which the last bits of a product may depend.
+    return value if isinstance(value, Tensor) else torch.from_numpy(value).clone()
 
 
 def _as_it_is(made: Any) -> Any:
