@@ -25,7 +25,7 @@ from ..data.own_data import Part, own_parts
 from ..data.sampler_order import order_of
 from ..data.samples import Columns, Naming, OwnDataset
 from ..data.streams import UNKNOWN_LENGTH, Stream, StreamSamples, first_rows
-from ..data.task import BatchDims, SampleOrder, Task, batch_dims, laid_out
+from ..data.task import BatchDims, SampleOrder, Task, batch_dims, laid_out, sizes_of
 from ..data.text import TextWindows
 from ..data.tokens import (
     BYTES,
@@ -189,6 +189,25 @@ def _unread(what: str, indices: Sequence[int], error: Exception) -> ReadError:
         f"{type(error).__name__}{': ' if str(error) else ''}{error}{at}.",
         LOADER_HAS_ENDED if is_socket or is_pipe or is_of_loader(error) else "",
     )
+
+
+def of_one_size(feed: MicroBatches, plan: Plan) -> MicroBatches:
+    """The feed, which raises DataError for a micro-batch that has other sizes than the run, but for
+    the number of its samples: ranks exchange tensors of sizes that are known beforehand."""
+
+    def checked(micro_batch: int) -> dict[str, Tensor]:
+        made = feed(micro_batch)
+        for name, size in sizes_of(plan, made).items():
+            if name != "batch" and size != plan.sizes[name]:
+                raise DataError(
+                    f"micro-batch {micro_batch} has the {name} size {size}, but the ranks of this "
+                    f"run exchange tensors for {plan.sizes[name]}.",
+                    f"Pad every micro-batch to {plan.sizes[name]} in the collate function, or "
+                    "train in one process with --schedule single, where sizes may differ.",
+                )
+        return made
+
+    return checked
 
 
 def feed_nothing(micro_batch: int) -> dict[str, Tensor]:

@@ -20,7 +20,7 @@ from ..executor.instrumented import Activities, observed_feed
 from ..executor.run import needed_inputs
 from ..monitoring.gather import RankFigures
 from ..schedule.schedule import Schedule
-from .batches import Data, Feed, MicroBatches, feed_nothing
+from .batches import Data, Feed, MicroBatches, feed_nothing, of_one_size
 from .data_consistency import Agreement
 from .evaluation import Evaluator
 from .read_ahead import ReadAhead, Workers
@@ -68,7 +68,7 @@ class StageTrainer:
         self._samples = self._training_feed(order)
         if isinstance(self._samples, ReadAhead):
             self._samples.start()  # a fork keeps what memory holds: stages are loaded afterwards
-        self._feed = observed_feed(self._samples, setup.activities)
+        self._feed = self._observed(self._samples, setup.activities)
         self.stages = TrainedStages(setup, report, after_step)
         self.agreement = Agreement(
             world,
@@ -94,6 +94,12 @@ class StageTrainer:
             f"the stream has no state_dict: its first {found.facts.samples:,} samples are read and "
             "skipped"
         )
+
+    def _observed(self, feed: MicroBatches, activities: Activities) -> MicroBatches:
+        """The feed with its time recorded, and with its sizes checked where ranks need them."""
+        if len(self._setup.schedule.ranks) > 1:
+            feed = of_one_size(feed, self._plan)
+        return observed_feed(feed, activities)
 
     def _training_feed(self, order: SampleOrder | None) -> MicroBatches:
         """The training micro-batches for this rank's stages."""
@@ -156,7 +162,7 @@ class StageTrainer:
         return Evaluator(
             self._plan,
             self._setup.job.task,
-            observed_feed(self._evaluation_feed(batch), activities),
+            self._observed(self._evaluation_feed(batch), activities),
             self._setup.world,
             activities,
             schedule=self._setup.schedule,
