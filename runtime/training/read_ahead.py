@@ -24,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.data._utils import worker as worker_of_torch
 
 from ..errors import LOADER_HAS_ENDED, AsyncPipeError, is_of_loader
 from ..process import STOPPING, die_with_parent
@@ -221,6 +222,8 @@ def _begin(own: Callable[[int], None] | None, worker: int) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _OF_THE_RANK)
     if own is not None:
         own(worker)
+    # A worker reads as the rank would; a stream that sees a DataLoader's worker divides itself.
+    worker_of_torch._worker_info = None
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from asyncpipe.tests.support.oracles.resumed_runs import (
 )
 
 DRAWS = f"""
+import multiprocessing
 import random
 import numpy as np
 import torch
@@ -68,7 +69,7 @@ def fails():
 
 class Ends(Samples):
     def __getitem__(self, index):
-        if index == 17 and get_worker_info() is not None:
+        if index == 17 and multiprocessing.parent_process() is not None:
             raise SystemExit(3)
         return super().__getitem__(index)
 

@@ -23,7 +23,7 @@ from asyncpipe.tests.support.oracles.resumed_runs import (
 OWN = f"""
 import random
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 POINTS = torch.randn(21, {WIDTH})
 
@@ -33,8 +33,10 @@ def sample(index):
 
 class Stream(IterableDataset):
     def __iter__(self):
+        # Divides itself between the workers of a DataLoader, as streams of Hugging Face do.
+        first = 5 if get_worker_info() is not None else 0
         for index in range(21):
-            yield sample(index)
+            yield sample((index + first) % 21)
 
 class Kept(Stream):
     '''Keeps its position as the streams of Hugging Face do.'''
