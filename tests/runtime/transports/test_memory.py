@@ -124,11 +124,11 @@ def test_nothing_grows_over_some_hundred_steps(name: str) -> None:
 
 
 def test_nothing_grows_over_some_hundred_steps_of_processes() -> None:
-    results = run_processes(2, grown, NAMES, 50, 200, limit_s=280)
+    results = run_processes(2, grown, NAMES[2:], 100, 400, limit_s=280)
     for result in results:
         assert isinstance(result, dict), result
         for name, (num_bytes, tensors) in result.items():
-            assert num_bytes < 2**17, (name, num_bytes)
+            assert num_bytes < 2**18, (name, num_bytes)
             assert tensors <= 0, (name, tensors)
 
 
