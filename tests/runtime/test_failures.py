@@ -26,22 +26,23 @@ SOON_S = 10.0
 
 DATA = """
 import torch
+from asyncpipe.runtime.data.task import SampleOrder
+
+COUNT = 2048
+WRONG = SampleOrder(COUNT, 1).samples(POSITION, 1)
 
 class Samples:
-    read = 0
-
     def __len__(self):
-        return 64
+        return COUNT
 
     def __getitem__(self, index):
-        self.read += 1
-        first = float("nan") if self.read == 72 else 0.5
+        first = float("nan") if index in WRONG else 0.5
         return {"x": torch.full((16,), first), "target": torch.tensor(index % 4)}
 
 def samples():
     return Samples()
 """
-"""The fortieth sample of training has no numbers; 32 of an epoch are read before, to compare."""
+"""The sample at a position of the training with seed 1 has no numbers."""
 
 
 @pytest.fixture(scope="module")
@@ -144,11 +145,11 @@ def test_a_data_loader_whose_worker_dies_is_told(tmp_path: Path) -> None:
 # Numbers, memory and disks
 
 
-@pytest.mark.parametrize(("schedule", "epochs"), [("1f1b", 1), ("async-1f1b", 25)])
+@pytest.mark.parametrize("schedule", ["1f1b", "async-1f1b"])
 def test_a_loss_that_is_no_number_ends_all_and_is_not_tried_again(
-    schedule: str, epochs: int, folders: Path, tmp_path: Path
+    schedule: str, folders: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "own.py").write_text(DATA.replace("72", str(40 + 32 * epochs)))
+    (tmp_path / "own.py").write_text(DATA.replace("POSITION", "40"))
     given = {"data": f"{tmp_path / 'own.py'}:samples", "steps": 50, "restarts": 3}
     with FaultyRun(folders / "mlp", tmp_path / "run", given | {"schedule": schedule}) as started:
         ended = started.finish()
@@ -163,7 +164,7 @@ def test_a_loss_that_is_no_number_ends_all_and_is_not_tried_again(
 def test_a_loss_that_is_no_number_names_the_checkpoint_to_go_on_from(
     folders: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "own.py").write_text(DATA.replace("== 72", "== 960"))
+    (tmp_path / "own.py").write_text(DATA.replace("POSITION", str(19 * 32)))
     given = ("--schedule", "single", "--save-every", "1", "--steps", "50", "--output", "run")
     own = ("--data", "own.py:samples", "--eval-batches", "0", "--log-every", "1")
     told = error_of(tmp_path, "train", str(folders / "mlp"), *given, *own)
