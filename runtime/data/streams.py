@@ -37,7 +37,7 @@ class Stream:
 
     source: the value of --data.
     items: the iterable.
-    again: returns a new one in place of an iterator, which can be read once only.
+    again: makes the iterable again: an iterator can be read once only, and others may keep a place.
     """
 
     source: str
@@ -71,6 +71,10 @@ class Stream:
             )
         return self.again()  # type: ignore[no-any-return]
 
+    def fresh(self) -> Iterable[Any]:
+        """The iterable as it was made, if it can be made again."""
+        return self.opened() if self.again is None else self.again()
+
 
 class StreamReader:
     """Reads samples of a stream one after the other, pass after pass.
@@ -99,7 +103,7 @@ class StreamReader:
         # Before the last batch: epoch, batches and state; and the samples used of this batch.
         self._before: tuple[int, int, Any] = (0, 0, None)
         self._used = 0
-        self._place = state
+        self._place, self._has_gone = state, False
         if state is not None:
             self.position = int(state["position"])
 
@@ -189,7 +193,9 @@ class StreamReader:
 
     def _open(self, epoch: int, state: Any = None) -> None:
         """Begins a pass, or goes on in one at a state."""
-        self._source = self._stream.opened()
+        # A stream may start every later pass at a place that it was once given.
+        self._source = self._stream.fresh() if self._has_gone else self._stream.opened()
+        self._has_gone = self._has_gone or state is not None
         self._epoch, self._read_in_epoch = epoch, 0 if state is None else 1
         if hasattr(self._source, "set_epoch"):
             self._source.set_epoch(epoch)
@@ -236,24 +242,13 @@ class StreamSamples:
         """Samples of the start of a new pass, for the comparison between ranks; of a stream of
         batches those of the first batch."""
         rows: list[Any] = []
-        for item in _left_as_it_is(self.stream.opened()):
+        for item in self.stream.fresh():  # a stream that keeps its place stays where it is
             rows += rows_of(item, self.naming) if self.stream.has_batches else [item]
             if self.stream.has_batches or len(rows) > max(indices):
                 break
         if not rows:
             raise DataError(f"the stream of {self.stream.source} has no samples.")
         return batch_of([rows[index % len(rows)] for index in indices], fields, self.naming, None)
-
-
-def _left_as_it_is(source: Iterable[Any]) -> Iterator[Any]:
-    """The items of a stream, which afterwards is where it was."""
-    holder = _holder(source)
-    before = None if holder is None else holder.state_dict()
-    try:
-        yield from source
-    finally:
-        if before is not None:
-            holder.load_state_dict(before)
 
 
 def first_rows(stream: Stream, naming: Naming, count: int, seed: int) -> list[Any]:
