@@ -1,9 +1,10 @@
-"""The five commands, of which each is a module in commands/.
+"""The six commands, of which each is a module in commands/.
 
 asyncpipe-partition --model gpt2 --stages 4
 asyncpipe-train generated_models/gpt2_4p
 asyncpipe-inspect generated_models/gpt2_4p
 asyncpipe-compare generated_models/gpt2_4p --methods sync stash none
+asyncpipe-view runs/gpt2_4p/1
 asyncpipe-info
 """
 
@@ -38,6 +39,11 @@ def inspect() -> None:
 def compare() -> None:
     """Entry point of asyncpipe-compare."""
     sys.exit(_run("compare"))
+
+
+def view() -> None:
+    """Entry point of asyncpipe-view."""
+    sys.exit(_run("view"))
 
 
 def info() -> None:

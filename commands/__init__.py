@@ -1,9 +1,9 @@
-"""The five commands, one module each: parse, call, print.
+"""The six commands, one module each: parse, call, print.
 
-partition, train, inspect, compare, info    the `app` of each command
-options, training_options                   their options, in groups
-running                                     error messages and exit codes of all commands
-console, run_display                        formatting for the terminal
+partition, train, inspect, compare, info, view    the `app` of each command
+options, training_options                         their options, in groups
+running                                           error messages and exit codes of all commands
+console, run_display                              formatting for the terminal
 
 Heavy modules are imported only when the options are known, so that --help answers immediately.
 """

@@ -18,6 +18,7 @@ from asyncpipe.tests.support.processes.in_process import command
 
 COMMANDS = (
     ("partition",), ("train",), ("train", "report"), ("compare",), ("inspect",), ("info",),
+    ("view",),
 )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ LAYERS = (
     "runtime/monitoring",
     "runtime/checkpoint",
     "runtime/reports",
+    "runtime/watch",
     "runtime/training",
     "runtime/launch",
     "runtime/experiments",

@@ -43,6 +43,7 @@ NEEDED = {
     "compare": ("nowhere",),
     "inspect": ("nowhere",),
     "info": (),
+    "view": ("nowhere",),
 }
 NO_NUMBERS = (
     "", " ", "none", "null", "nan", "inf", "-inf", "1e400", "9" * 70, "9" * 5000, "true", "0x10",
@@ -56,7 +57,7 @@ ODD = (
 
 
 def apps() -> Iterator[tuple[str, App]]:
-    for name in ("partition", "train", "compare", "inspect", "info"):
+    for name in ("partition", "train", "compare", "inspect", "info", "view"):
         app = importlib.import_module(f"asyncpipe.commands.{name}").app
         yield name, app
         if name == "train":

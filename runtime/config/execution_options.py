@@ -147,6 +147,13 @@ class ExecutionOptions:
         changes_losses=False,
         names_code=True,
     )
+    watch: bool = _logs(
+        False,
+        Flag(),
+        "Serve a page that follows the run in a browser on this machine, and print its address; "
+        "asyncpipe-view RUN does so at any time.",
+        scope="call",
+    )
     trace: str | None = _logs(
         None,
         Text(

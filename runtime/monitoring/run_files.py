@@ -96,13 +96,18 @@ def read_run(folder: Path) -> RunRecords:
     """The records of a run. Raises DataError for a folder without a run."""
     path = folder / METRICS
     if not path.is_file():
-        raise DataError(
-            f"{folder} does not contain a run: {METRICS} is missing.",
-            "Give a folder that asyncpipe-train wrote, such as runs/gpt2_4p/1.",
-        )
+        raise not_a_run(folder)
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    found = [record for line in lines if (record := _record(line)) is not None]
-    return _gathered(folder, _config(folder / CONFIG), found, len(lines) - len(found))
+    found = [record for line in lines if (record := record_of(line)) is not None]
+    return gathered(folder, found, len(lines) - len(found))
+
+
+def not_a_run(folder: Path) -> DataError:
+    """The error for a folder without a run."""
+    return DataError(
+        f"{folder} does not contain a run: {METRICS} is missing.",
+        "Give a folder that asyncpipe-train wrote, such as runs/gpt2_4p/1.",
+    )
 
 
 def number(record: Record, name: str) -> float:
@@ -137,7 +142,8 @@ def points(records: Iterable[Record], name: str, by: str) -> tuple[tuple[float, 
     return tuple(pair for pair in pairs if not any(map(math.isnan, pair)))
 
 
-def _record(line: str) -> Record | None:
+def record_of(line: str) -> Record | None:
+    """The record in a line of metrics.jsonl; None for other content."""
     try:
         value = json.loads(line)
         if "\\u" in line:
@@ -154,7 +160,9 @@ def _config(path: Path) -> Record:
         return {}
 
 
-def _gathered(folder: Path, config: Record, records: Sequence[Record], damaged: int) -> RunRecords:
+def gathered(folder: Path, records: Sequence[Record], damaged: int = 0) -> RunRecords:
+    """The run of a folder from its records, in their order; `damaged` lines were none."""
+    config = _config(folder / CONFIG)
     start: Record = {}
     end: Record = {}
     steps: list[Record] = []

@@ -197,7 +197,7 @@ def format_stacks(*, without: Collection[int] = ()) -> str:
 
 
 _BEAT_S = 1.0
-_SILENT_S = 4.0
+SILENT_S = 4.0
 """The age of a rank's state from which on the operating system is asked."""
 
 _STACK_SIGNAL = signal.SIGRTMIN + 6 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
@@ -317,7 +317,7 @@ class Watchdog:
                 continue
             state = RankState(**json.loads(path.read_text(encoding="utf-8")))
             silent_s = max(0.0, now_s - path.stat().st_mtime)
-            trouble = _trouble(state) if silent_s > _SILENT_S else ""
+            trouble = trouble_of(state) if silent_s > SILENT_S else ""
             seen[rank] = Sighting(state, silent_s if trouble else 0.0, trouble)
         return seen
 
@@ -391,7 +391,7 @@ def _write(path: Path, text: str) -> None:
     new.replace(path)
 
 
-def _trouble(state: RankState) -> str:
+def trouble_of(state: RankState) -> str:
     """The operating system's view of a process that no longer writes."""
     if state.host != socket.gethostname():
         return SAYS_NOTHING

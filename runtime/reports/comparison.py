@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..formatting import (
     Column,
@@ -67,7 +68,12 @@ class RunComparison:
 
 def compare(folders: Sequence[Path]) -> RunComparison:
     """Compares the runs of these folders. Raises DataError for a folder without a run."""
-    runs = tuple(read_run(folder) for folder in folders)
+    return compare_runs([read_run(folder) for folder in folders])
+
+
+def compare_runs(found: Sequence[RunRecords]) -> RunComparison:
+    """Compares these runs."""
+    runs = tuple(found)
     step = min(float(run.last_step) for run in runs)
     seconds = min(last(after_first_step(run), "elapsed_s") for run in runs)
     return RunComparison(
@@ -189,6 +195,15 @@ _MOST = 8
 
 def render_comparison(comparison: RunComparison) -> str:
     """A self-contained page; draws at most the first eight runs."""
+    return render(
+        "run_comparison.html.j2",
+        **comparison_values(comparison),
+        comparison_json=in_script(as_json(comparison)),
+    )
+
+
+def comparison_values(comparison: RunComparison) -> dict[str, Any]:
+    """The values of the parts of the page, for their templates."""
     results, differences = comparison.tables
     charts = [
         _chart(comparison, "Loss", "loss", "step"),
@@ -198,8 +213,7 @@ def render_comparison(comparison: RunComparison) -> str:
         _chart(comparison, "Throughput", "", "step"),
         _chart(comparison, "Idle share", "idle_share", "step"),
     ]
-    return render(
-        "run_comparison.html.j2",
+    return dict(
         title=" · ".join(comparison.names),
         status=f"{len(comparison.runs)} runs",
         is_good=False,
@@ -213,7 +227,6 @@ def render_comparison(comparison: RunComparison) -> str:
         charts=[drawn for drawn in charts if drawn is not None],
         results=results,
         differences=differences,
-        comparison_json=in_script(as_json(comparison)),
     )
 
 

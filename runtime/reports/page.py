@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from ..errors import DataError, why_ended
 from ..formatting import (
@@ -174,12 +175,16 @@ _YEAR_3000_S = 32_503_680_000
 def render_run(run: RunRecords) -> str:
     """The page. It needs no script and refers only to files of the run's own folder; its numbers
     are in a JSON block, `run`, and those of every step in metrics.jsonl."""
+    return render("run_report.html.j2", **run_values(run), run_json=in_script(to_json(run)))
+
+
+def run_values(run: RunRecords) -> dict[str, Any]:
+    """The values of the parts of the page, for their templates."""
     facts = [
         (_FACTS.get(str(name), str(name)), str(text))
         for name, text in part(run.start, "facts").items()
     ]
-    return render(
-        "run_report.html.j2",
+    return dict(
         title=title_of(run),
         status=status_of(run),
         is_good=bool(run.end),
@@ -204,7 +209,6 @@ def render_run(run: RunRecords) -> str:
         events=_event_table(run),
         config=[(str(name), json.dumps(value, default=str)) for name, value in run.config.items()],
         environment=environment_rows(run),
-        run_json=in_script(to_json(run)),
     )
 
 

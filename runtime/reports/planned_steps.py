@@ -40,10 +40,12 @@ class PlannedStep:
     idle_share: float
 
 
-def planned_steps(plan: Plan, schedules: Sequence[str] = ()) -> tuple[PlannedStep, ...]:
+def planned_steps(
+    plan: Plan, schedules: Sequence[str] = (), micro_batches: int | None = None
+) -> tuple[PlannedStep, ...]:
     """A step under each of these schedules, by default the plan's own and those that its report
-    compares it with."""
-    count = min(plan.setting.micro_batches, _MOST)
+    compares it with, with so many micro-batches, by default the plan's."""
+    count = min(micro_batches or plan.setting.micro_batches, _MOST)
     steps = {
         schedule: forecast_one_step(plan, schedule, count)
         for schedule in schedules or compared_schedules(plan)

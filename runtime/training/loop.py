@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 
 from torch import Tensor
 
@@ -13,6 +15,7 @@ from ..config.batch_layout import consumed
 from ..config.segments import RunSegment, segments
 from ..config.settings import RunConfig
 from ..distributed.equality import Equality, SharedParameterError, find_difference, held_parameters
+from ..distributed.failure import RankFolder
 from ..distributed.process_groups import SharedStore, World
 from ..executor.instrumented import Activities, Activity
 from ..executor.loading import load_unused
@@ -25,6 +28,8 @@ from ..monitoring.watchdog import Watchdog
 from ..rng import drawing_from
 from ..schedule.schedule import Schedule
 from ..user_code import exits_told
+from ..watch.server import ViewError
+from ..watch.worker import start_viewer
 from .checkpointing import Checkpoints, Stopped, Stopping, describe_resumption, resume, save_weights
 from .read_ahead import readers_end
 from .remeasure import Remeasuring
@@ -56,7 +61,8 @@ def train(
         Stopping(board, patience_s=job.config.patience_s) as stopping,
     ):
         found, skipped = find_checkpoint(job, world, activities)
-        with reporting(job.config, job.folder, world, make_reporter) as reporter, exits_told():
+        shown = partial(_make_shown, make_reporter, job.folder)
+        with reporting(job.config, job.folder, world, shown) as reporter, exits_told():
             if reporter is not None:
                 watchdog.tell = reporter.on_warning
                 for text in skipped:
@@ -66,6 +72,20 @@ def train(
                 run = _Run(setup, stopping)
             run.train()
             run.end()
+
+
+def _make_shown(
+    make_reporter: Callable[[RunConfig], Reporter], folder: Path, config: RunConfig
+) -> Reporter:
+    """The reporter that shows the run, which alone has the address of `--watch`: files and trackers
+    would keep it. A restarted run keeps its viewer."""
+    reporter = make_reporter(config)
+    if config.watch and not RankFolder(folder).why_again:
+        try:
+            reporter.on_note("watch", start_viewer(folder))
+        except (ViewError, OSError) as error:
+            reporter.on_warning(f"--watch has no effect: {error}")
+    return reporter
 
 
 class _Run:

@@ -1,0 +1,1 @@
+"""A page that follows runs: their folders are read, and nothing of them is run or changed."""
