@@ -1,10 +1,10 @@
 """Every command and every Python block shown in the documents runs.
 
 Commands are the lines of `sh` blocks. They run in order, in one folder per document, with the
-examples next to them. Only the number of steps and the sizes of gpt2 are made small, a stand-in of
-a few kilobytes replaces pip's downloads, and the processes are forks with the imports done. A
-command that ends in `# exit code 1` fails, and the document shows its message. A partition that
-several documents begin with runs in one of them.
+examples next to them. Only the number of steps or epochs and the sizes of gpt2 are made small, a
+stand-in of a few kilobytes replaces pip's downloads, and the processes are forks with the imports
+done. A command that ends in `# exit code 1` fails, and the document shows its message. A partition
+that several documents begin with runs in one of them.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ import asyncpipe
 from asyncpipe.tests.support.models.copies import made_once
 from asyncpipe.tests.support.models.finetune_archives import write_stand_in
 from asyncpipe.tests.support.processes.in_process import command, error_of
-from asyncpipe.tests.support.processes.quick_python import bin_folder
+from asyncpipe.tests.support.processes.quick_python import AS_NOTEBOOK, bin_folder
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -52,6 +52,7 @@ def commands(document: Path) -> list[list[str]]:
 def shortened(command: list[str]) -> list[str]:
     """The command with two steps of training, and with a small gpt2."""
     text = re.sub(r"--steps \d+", "--steps 2", shlex.join(command))
+    text = re.sub(r"--epochs \d+", "--epochs 1", text)
     if "--model gpt2" in text and "n_layer" not in text:
         text += "".join(f" --model-arg {size}" for size in SMALL_GPT2)
     without = {"--steps", "--samples", "--epochs", "report"}
@@ -86,6 +87,8 @@ def run_shown(document: Path, line: str, command: list[str], folder: Path) -> No
     is_ours = command[0] not in SHELL
     assert not is_ours or (scripts / command[0]).exists(), f"{command[0]} is not a command"
     name, *arguments = shortened(command)
+    if name == "python":
+        arguments = ["-c", AS_NOTEBOOK, *arguments]
     result = subprocess.run(
         [scripts / name if is_ours else name, *arguments],
         cwd=folder,

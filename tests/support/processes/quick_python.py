@@ -36,6 +36,9 @@ _PRELOADED = (
     "torch.export._trace",
     "transformers.models.gpt2.modeling_gpt2",
 )
+AS_NOTEBOOK = "import sys; exec(compile(open(sys.argv.pop(1)).read(), '<script>', 'exec'))"
+"""A program for `python -c` that runs the script of its first argument as a notebook would: the
+ranks of `asyncpipe.launch` are forks, whose imports are done."""
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 _NAMESPACES = ("user", "net", "uts", "mnt")
 _WORD = 8
