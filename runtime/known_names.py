@@ -157,9 +157,8 @@ TRAIN = KnownNames(
         "gpu": "Use --device cuda.",
         "gpus": "Use --device cuda, and --ranks for the number of processes.",
         "lr-decay-style": "Use --decay linear, cosine, wsd or none, with --warmup.",
-        "lr-schedule": "Use --decay linear, cosine, wsd or none, with --warmup.",
-        "lr-scheduler": "Use --decay linear, cosine or none, with --warmup.",
-        "lr-scheduler-type": "Use --decay linear, cosine or none, with --warmup.",
+        "lr-scheduler": "Use --decay linear, cosine, wsd or none, with --warmup, or --lr-schedule.",
+        "lr-scheduler-type": "Use --decay linear, cosine, wsd or none, with --warmup.",
         "min-lr": "Use --final-lr-ratio: the final learning rate as a share of --lr.",
         "model": "Name the generated folder: asyncpipe-train generated_models/gpt2_4p. "
         "asyncpipe-partition --model makes it.",

@@ -238,7 +238,8 @@ def refusal(limit: Limit, name: str, value: Any, place: str = "") -> tuple[str, 
                 return f"{_written(name, each, place)} is given twice.", "Leave one out."
 
     what = f"{_written(name, wrong_value, place)} is not {wrong.words}."
-    names = wrong.names if isinstance(wrong, Choice) else ()
+    chosen = wrong.first if isinstance(wrong, Either) else wrong
+    names = chosen.names if isinstance(chosen, Choice) else ()
     meant = value_in_ours(str(wrong_value), names)
     if near := [meant] if meant in names else get_close_matches(str(wrong_value), names, n=1):
         return what, f"Did you mean {_assigned(name, near[0]) if place else typed(name, near[0])}?"

@@ -23,6 +23,7 @@ LAYERS = (
     "runtime/checkpoint",
     "runtime/reports",
     "runtime/watch",
+    "runtime/control",
     "runtime/training",
     "runtime/launch",
     "runtime/experiments",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import partial
 
-from ..limits import Choice, Flag, ListOf, Number, Text, Whole, form, path
+from ..limits import Choice, Either, Flag, ListOf, Number, Text, Whole, form, path
 from ..optimizers.facts import OPTIMIZERS, defaults_in_words, in_words, that_take
 from ..options import option, required
 from ..schedule.asynchronous import DEFAULT_CAP
@@ -25,6 +25,7 @@ _asynchronous = partial(option, group=ASYNCHRONOUS)
 _data = partial(option, group=DATA)
 _learns = partial(option, group=OPTIMIZER)
 
+_CODE = Text("FILE.py:FUNCTION", "mine.py:make", form(r"(?s).+:[A-Za-z_]\w*"))
 STEPS = Whole(0, 10**12, 100)
 POSITIVE_STEPS = Whole(1, 10**12, 10)
 
@@ -186,8 +187,11 @@ class LearningOptions:
     )
     optimizer: str | None = _learns(
         None,
-        Choice(tuple(OPTIMIZERS)),
-        "Optimizer of every stage. [default: adamw; sgd for the mlp of the docs]",
+        Either(Choice(tuple(OPTIMIZERS)), _CODE),
+        f"Optimizer of every stage: {in_words(OPTIMIZERS)}, or file.py:make, whose "
+        "make(named_parameters, lr) returns a torch.optim.Optimizer. [default: adamw; sgd for the "
+        "mlp of the docs]",
+        names_code=True,
     )
     lr: float | None = _learns(
         None,
@@ -263,6 +267,14 @@ class LearningOptions:
         "the last fifth of the steps) or none. [default: cosine for text, none for other data; "
         "linear for the mlp of the docs]",
         compared=True,
+    )
+    lr_schedule: str | None = _learns(
+        None,
+        _CODE,
+        "Learning rate schedule in place of --warmup and --decay: file.py:function, whose "
+        "function(step, steps) returns the factor of --lr at a step, counted from 0.",
+        compared=True,
+        names_code=True,
     )
     final_lr_ratio: float | None = _learns(
         None,

@@ -11,11 +11,12 @@ import torch
 
 from ..executor.precision import FULL, BoundaryDtypes, Precision, dtypes_of_folder
 from ..formatting import write_bytes, write_share
+from ..optimizers.facts import OPTIMIZERS
 from ..plan.plan import Plan, StageSpec, TensorSpec
 from ..staleness import has_other_backward
 from ..tensor_files import dtype_of
 from .execution_options import ExecutionOptions
-from .settings import RunConfig, SettingsError
+from .settings import RunConfig, Settings, SettingsError
 
 
 def check_precision(config: RunConfig) -> None:
@@ -90,13 +91,15 @@ def describe_precision(config: RunConfig, plan: Plan, dtypes: BoundaryDtypes) ->
     return " · ".join(parts)
 
 
-def describe_memory(options: ExecutionOptions, plan: Plan) -> str:
+def describe_memory(options: Settings, plan: Plan) -> str:
     """The planned memory and the effect of the run's precision on it; "" if it is unknown."""
     needed = sum(stage.peak_bytes for stage in plan.stages)
     if not needed:
         return ""
     if not _is_other_precision(options, plan) or options.precision == "full":
-        return f"{write_bytes(needed)} over all stages, as planned"
+        text = f"{write_bytes(needed)} over all stages, as planned"
+        is_known = (options.optimizer or "adamw") in OPTIMIZERS
+        return text if is_known else f"{text}; the state of {options.optimizer} is not known"
     activations = sum(stage.memory.activations for stage in plan.stages)
     return (
         f"{write_bytes(needed)} over all stages, as planned in float32, of it activations "

@@ -121,7 +121,7 @@ def check_code(options: Mapping[str, Any], typed: Container[str], files: str) ->
     ]
     if not unknown:
         return
-    flags = ", ".join(f"--{option} {spec}" for option, spec in unknown)
+    flags = ", ".join(f"{flag_of(option)} {spec}" for option, spec in unknown)
     of_stages = ""
     if not is_trusted(folder := str(options.get("folder", ""))):
         of_stages = f" --trust is also for the stages of {folder}, which were not made here."
@@ -159,4 +159,4 @@ def own_files(options: Mapping[str, Any]) -> Iterator[tuple[str, bytes | None]]:
     for option, spec in code_of(options):
         path = Path(spec.rpartition(":")[0])
         if option != "log" and path.suffix == ".py":
-            yield f"--{option} {spec}, a file", path.read_bytes() if path.is_file() else None
+            yield f"{flag_of(option)} {spec}, a file", path.read_bytes() if path.is_file() else None

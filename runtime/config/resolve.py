@@ -14,7 +14,7 @@ from ..data.task import Task, find_task
 from ..data.tokens import is_plain_text
 from ..errors import PlanError
 from ..limits import typed
-from ..optimizers.facts import OPTIMIZERS, that_take
+from ..optimizers.facts import OPTIMIZERS, facts_of, that_take
 from ..optimizers.loss_scale import INITIAL
 from ..options import options_of
 from ..plan.plan import Plan, verify_evaluates
@@ -300,7 +300,7 @@ def _optimization(settings: Settings, plan: Plan, task: Task) -> dict[str, Any]:
     chosen = dict(_TEACHING if teaching else _TEXT if task.kind == "text" else _OTHER)
     optimizer = settings.optimizer or chosen["optimizer"]
     _check_optimizer(settings, optimizer)
-    facts = OPTIMIZERS[optimizer]
+    facts = facts_of(optimizer)
     if facts.lr is not None and not teaching:
         chosen["lr"] = facts.lr
     chosen["momentum"] = 0.0 if teaching else facts.momentum
@@ -308,6 +308,9 @@ def _optimization(settings: Settings, plan: Plan, task: Task) -> dict[str, Any]:
     chosen["weight_decay"] = facts.weight_decay
     chosen["refresh_every"] = facts.refresh_every
     chosen.setdefault("warmup", settings.steps // 10)
+    if settings.lr_schedule is not None:
+        _check_schedule_alone(settings)
+        chosen |= {"warmup": 0, "decay": "none", "final_lr_ratio": 0.0}
     given = {name: getattr(settings, name) for name in chosen}
     filled = {
         name: default if (own := given[name]) is None else own for name, default in chosen.items()
@@ -320,6 +323,17 @@ def _optimization(settings: Settings, plan: Plan, task: Task) -> dict[str, Any]:
     return filled
 
 
+def _check_schedule_alone(settings: Settings) -> None:
+    for name in ("warmup", "decay", "final_lr_ratio"):
+        # A resumed run has the values that follow from its schedule.
+        if getattr(settings, name) not in (None, 0, "none"):
+            raise SettingsError(
+                f"{typed(name, getattr(settings, name))}, but --lr-schedule "
+                f"{settings.lr_schedule} sets the learning rate of all steps.",
+                "Leave one of them out.",
+            )
+
+
 def _check_nesterov(settings: Settings, default: float) -> None:
     momentum = default if settings.momentum is None else settings.momentum
     if settings.nesterov and not momentum:
@@ -328,7 +342,12 @@ def _check_nesterov(settings: Settings, default: float) -> None:
 
 def _check_optimizer(settings: Settings, optimizer: str) -> None:
     """Raises SettingsError for an option that this optimizer does not have."""
-    own = OPTIMIZERS[optimizer].options
+    own = facts_of(optimizer).options
+    if settings.weight_decay is not None and optimizer not in OPTIMIZERS:
+        raise SettingsError(
+            f"--weight-decay {settings.weight_decay:g}, but {optimizer} sets its own.",
+            "Leave it out.",
+        )
     for name, option in options_of(Settings).items():
         value = getattr(settings, name)
         is_changed = bool(value) and value != option.default

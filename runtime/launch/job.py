@@ -22,6 +22,7 @@ from ..config.option_files import remember_code_of
 from ..config.resolve import resolve, sized_plan
 from ..config.segments import make_segment
 from ..config.settings import RunConfig, Settings, SettingsError
+from ..data.streams import UNKNOWN_LENGTH
 from ..data.task import Task, architecture_of
 from ..data.tokens import tokenizer_of
 from ..distributed.failure import RankFolder, disk_error
@@ -29,6 +30,7 @@ from ..distributed.process_groups import World
 from ..distributed.ranks import grid_of
 from ..distributed.rendezvous import check_interface
 from ..errors import AsyncPipeError, DataError
+from ..limits import flag_of
 from ..monitoring.diagnostics import check_debugger
 from ..monitoring.records import Reporter
 from ..monitoring.trackers import check_log
@@ -52,8 +54,9 @@ def check_job(job: Job) -> None:
         check_exportable(Path(config.folder), config.export_hf)
     if config.criterion is not None:
         check_name(config.criterion)
-        check_own_file(config.criterion, "--criterion", SettingsError)
     check_own_file(config.data, "--data", DataError)
+    for option in ("criterion", "optimizer", "lr_schedule"):
+        check_own_file(getattr(config, option) or "", flag_of(option), SettingsError)
     if config.init_from is not None and not is_url(config.init_from):
         check_weights(Path(config.init_from))
     if config.save_to is not None:
@@ -151,6 +154,11 @@ def _samples_of(job: Job) -> int:
 def _with_steps(job: Job, length: int) -> Job:
     """The job with the steps that its epochs make of data of `length` samples."""
     assert job.asked is not None
+    if length == UNKNOWN_LENGTH:
+        raise DataError(
+            f"--epochs {job.config.epochs:g}, but {job.config.data} has no length.",
+            "Give --steps or --samples, or its iterable a __len__.",
+        )
     config, task = _resolved(with_epochs(job.asked, length), job.planned)
     return replace(job, config=replace(config, epochs=job.config.epochs), task=task)
 

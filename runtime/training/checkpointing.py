@@ -119,7 +119,7 @@ def resume(
 
     facts = found.facts
     was_async = facts.settings.get("schedule") in ASYNCHRONOUS
-    has_optimizer = facts.settings.get("optimizer") == config.optimizer
+    has_optimizer = _is_same(str(facts.settings.get("optimizer")), config.optimizer)
     each_has_own = rank.is_async and was_async and facts.stages == len(rank.plan.stages)
     wanted = Wanted(rank)
     state = read_tensors(
@@ -134,6 +134,11 @@ def resume(
             f"{found.path} does not fit this run: {type(error).__name__}: {error}",
             f"--init-from {found.path} uses only its weights.",
         ) from error
+
+
+def _is_same(before: str, now: str) -> bool:
+    """True for one optimizer; the file of the user's own may have moved."""
+    return before == now or (":" in now and Path(before).name == Path(now).name)
 
 
 def check_model(plan: Plan, folder: Path, found: FoundCheckpoint) -> None:

@@ -23,6 +23,7 @@ from ..config.mixed_precision import describe_memory, describe_precision, precis
 from ..config.resolve import batch_identity, costs_at_sizes
 from ..config.segments import make_segment, waiting_stages
 from ..config.settings import RunConfig
+from ..control.learning_rate import WSD_SHARE
 from ..data.task import TARGET
 from ..distributed.cpu_affinity import Machine
 from ..distributed.ranks import describe_placement, describe_ranks, grid_of, placement_warning
@@ -32,7 +33,7 @@ from ..formatting import write_ms, write_share
 from ..monitoring.idle import simulated_step, split_of_run
 from ..monitoring.records import EvalRecord, PredictedStep, Reporter, StartRecord, Summary
 from ..monitoring.trace import Tracing
-from ..optimizers.facts import OPTIMIZERS
+from ..optimizers.facts import facts_of
 from ..optimizers.soap import refresh_periods
 from ..plan.forecast import Forecast, few_micro_batches_warning, forecast_step, spec_bytes
 from ..plan.plan import Boundary, Plan, StageMemory, StageSpec, TensorSpec
@@ -45,7 +46,6 @@ from ..transports.choose import TransportChoice
 from .batches import Data
 from .data_warnings import tokenizer_warning
 from .remeasure import when_measured
-from .stage_optimizer import WSD_SHARE
 from .step_records import Watch
 
 if TYPE_CHECKING:
@@ -346,7 +346,7 @@ def describe_schedule(schedule: Schedule, config: RunConfig) -> list[tuple[str, 
 def describe_optimizer(config: RunConfig, delays: Sequence[int] = (0,)) -> str:
     """The optimizer, its parameters, its learning rate over time and the clipping."""
     name = str(config.optimizer)
-    if OPTIMIZERS[name].hidden_matrices_only:
+    if facts_of(name).hidden_matrices_only:
         name += " of hidden matrices and adamw of the rest"
     parts = [f"{name}, lr {config.lr:g}"]
     if config.momentum:
@@ -358,6 +358,8 @@ def describe_optimizer(config: RunConfig, delays: Sequence[int] = (0,)) -> str:
         parts.append(f"new bases every {periods[0]}{by_stage} steps")
     if config.weight_decay:
         parts.append(f"weight decay {config.weight_decay:g} on matrices")
+    if config.lr_schedule:
+        parts.append(f"times {config.lr_schedule} of the step")
     if config.warmup:
         parts.append(f"{config.warmup} step{'s' if config.warmup > 1 else ''} of warm-up")
     if config.decay not in (None, "none"):

@@ -7,7 +7,6 @@ to 80 MB. No rank compiles its optimizer.
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
@@ -20,6 +19,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from ..config.settings import RunConfig
+from ..control.learning_rate import learning_rate_of
+from ..control.user_optimizer import load_user_state, make_user_optimizer, user_state_of
 from ..optimizers.facts import OPTIMIZERS, OptimizerFacts
 from ..optimizers.param_groups import Joint
 from ..staleness.protocol import Steps
@@ -33,34 +34,6 @@ def uncompiled(kind: type[Optimizer]) -> Callable[..., Optimizer]:
     plain = {name: unwrap(getattr(kind, name)) for name in _KEPT_OUT}
     step = torch.no_grad()(unwrap(kind.step))
     return type(kind.__name__, (kind,), {**plain, "step": step})
-
-
-WSD_SHARE = 0.2
-"""The share of the steps in which the learning rate of `--decay wsd` falls."""
-
-
-def lr_factor(
-    step: int, *, steps: int, warmup: int = 0, decay: str = "none", final_ratio: float = 0.0
-) -> float:
-    """The factor of the learning rate at `step`, counted from 0.
-
-    It rises linearly over `warmup` steps, then falls to `final_ratio` at `steps`, linearly or as
-    half a cosine, or stays constant; with `wsd` it falls linearly over the last fifth of the steps.
-
-    >>> [round(lr_factor(s, steps=10, warmup=2, decay="linear"), 3) for s in (0, 1, 2, 6, 10)]
-    [0.5, 1.0, 1.0, 0.5, 0.0]
-    >>> [round(lr_factor(s, steps=10, warmup=2, decay="wsd"), 3) for s in (0, 1, 8, 9, 10)]
-    [0.5, 1.0, 1.0, 0.5, 0.0]
-    """
-    if step < warmup:
-        return (step + 1) / warmup
-    first = max(warmup, steps - round(WSD_SHARE * steps)) if decay == "wsd" else warmup
-    done = min(1.0, max(0, step - first) / max(1, steps - first))
-    if decay in ("linear", "wsd"):
-        return 1 + (final_ratio - 1) * done
-    if decay == "cosine":
-        return final_ratio + (1 - final_ratio) * (1 + math.cos(math.pi * done)) / 2
-    return 1.0
 
 
 class StageSteps(Steps, Protocol):
@@ -106,26 +79,19 @@ class StageOptimizer:
         clip_factor: Callable[[Sequence[Tensor], float], float] | None = None,
     ) -> None:
         trainable = [parameter for parameter in stage.parameters() if parameter.requires_grad]
+        self._is_users = config.optimizer not in OPTIMIZERS
         self._config = config
+        self._factor = learning_rate_of(config)
         self._clip_factor = clip_factor
-        self.optimizer = (
-            make_optimizer(
+        self.optimizer: Optimizer | None = None
+        if trainable and self._is_users:
+            self.optimizer = make_user_optimizer(stage, config, shared or {})
+        elif trainable:
+            self.optimizer = make_optimizer(
                 trainable, config, hidden=hidden, shared=shared, refresh_every=refresh_every
             )
-            if trainable
-            else None
-        )
         if self.optimizer is not None:
             self._scheduler = LambdaLR(self.optimizer, self._factor)
-
-    def _factor(self, step: int) -> float:
-        return lr_factor(
-            step,
-            steps=self._config.steps,
-            warmup=self._config.warmup,
-            decay=self._config.decay,
-            final_ratio=self._config.final_lr_ratio,
-        )
 
     def future_lr(self, steps: int) -> tuple[float, ...]:
         """The factors of the base learning rate in the next `steps` optimizer steps; empty for a
@@ -146,6 +112,8 @@ class StageOptimizer:
 
     def state_of(self, parameter: Tensor) -> dict[str, Tensor]:
         """The optimizer's state of a parameter."""
+        if self._is_users and self.optimizer is not None:
+            return user_state_of(self.optimizer, parameter)
         state = self.optimizer.state.get(parameter, {}) if self.optimizer is not None else {}
         return {key: value for key, value in state.items() if isinstance(value, Tensor)}
 
@@ -162,6 +130,10 @@ class StageOptimizer:
             self.optimizer.param_groups, self._scheduler.base_lrs, strict=True
         ):
             group["lr"] = base_lr * self._factor(steps)
+            if self._is_users:
+                for parameter in (each for each in group["params"] if each in states):
+                    load_user_state(self.optimizer, parameter, states[parameter])
+                continue
             counts_there = group.get("fused") or group.get("capturable")
             for parameter in group["params"]:
                 state = states.get(parameter, {})

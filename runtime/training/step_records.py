@@ -10,13 +10,13 @@ from time import perf_counter
 
 from ..config.batch_layout import StepBatch, consumed
 from ..config.settings import RunConfig
+from ..control.learning_rate import learning_rate_of
 from ..data.task import Task
 from ..executor.instrumented import COMPUTING, Kind
 from ..monitoring.gather import Gather, RankFigures
 from ..monitoring.idle import RankTime
 from ..monitoring.records import PARTS_OF_TIME, Reporter, StalenessSummary, StepRecord
 from .optimizer_step import is_logged
-from .stage_optimizer import lr_factor
 
 _STEADY = 1000
 
@@ -46,6 +46,7 @@ class Watch:
         seconds: float = 0.0,
     ) -> None:
         self._config = config
+        self._factor = learning_rate_of(config)
         self._gather = gather
         self._reporter = reporter
         self._batch, self._length, self._before_s = batch, length, seconds
@@ -129,18 +130,11 @@ class Watch:
         squares = [rank.squared_norm for rank in figures]
         walls = [max(rank.wall_s for rank in ranks) for ranks in self._interval]
         wall_s = max(sum(walls), 1e-9)
-        factor = lr_factor(
-            step - 1,
-            steps=config.steps,
-            warmup=config.warmup,
-            decay=config.decay,
-            final_ratio=config.final_lr_ratio,
-        )
         return StepRecord(
             step=step,
             steps=config.steps,
             loss=sum(losses) if losses else math.nan,
-            lr=config.lr * factor,
+            lr=config.lr * self._factor(step - 1),
             grad_norm=None if any(map(math.isnan, squares)) else math.sqrt(sum(squares)),
             rate=self._per_step * len(walls) / wall_s,
             unit=self._unit,

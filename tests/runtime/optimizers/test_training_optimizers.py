@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncpipe.runtime.config.settings import RunConfig
+from asyncpipe.runtime.control.learning_rate import lr_factor
 from asyncpipe.runtime.distributed.process_groups import World
 from asyncpipe.runtime.executor.loading import load_stage
 from asyncpipe.runtime.monitoring.gather import RankFigures
@@ -24,7 +25,7 @@ from asyncpipe.runtime.training.clipping import (
     squared_norm,
 )
 from asyncpipe.runtime.training.optimizer_step import OptimizerStepper
-from asyncpipe.runtime.training.stage_optimizer import StageOptimizer, lr_factor, make_optimizer
+from asyncpipe.runtime.training.stage_optimizer import StageOptimizer, make_optimizer
 from asyncpipe.tests.support.models.hand_folders import PlainText, write_text
 from asyncpipe.tests.support.run_configs import run_config
 

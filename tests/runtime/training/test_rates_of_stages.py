@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from asyncpipe.runtime.control.learning_rate import lr_factor
 from asyncpipe.runtime.distributed.process_groups import World
 from asyncpipe.runtime.training.optimizer_step import OptimizerStepper
-from asyncpipe.runtime.training.stage_optimizer import lr_factor
 from asyncpipe.runtime.transports import LocalHub, run_together
 from asyncpipe.tests.support.models.hand_plans import HandModel, chain
 from asyncpipe.tests.support.processes.executor import lowered, make_pipeline

@@ -18,6 +18,7 @@ from asyncpipe.runtime.config.batch_layout import StepBatch
 from asyncpipe.runtime.config.option_files import read_config
 from asyncpipe.runtime.config.segments import segments
 from asyncpipe.runtime.config.settings import Settings, SettingsError
+from asyncpipe.runtime.control.learning_rate import lr_factor
 from asyncpipe.runtime.data.task import SampleOrder
 from asyncpipe.runtime.data.tokens import write_bin
 from asyncpipe.runtime.errors import AsyncPipeError, DataError
@@ -25,7 +26,7 @@ from asyncpipe.runtime.executor.loading import load
 from asyncpipe.runtime.launch.job import make_job
 from asyncpipe.runtime.tensor_files import read_tensors
 from asyncpipe.runtime.training.batches import Feed, open_data
-from asyncpipe.runtime.training.stage_optimizer import lr_factor, make_optimizer
+from asyncpipe.runtime.training.stage_optimizer import make_optimizer
 from asyncpipe.tests.support.models.hand_folders import PlainMlp, PlainText, write_mlp, write_text
 from asyncpipe.tests.support.processes.quick_python import run
 from asyncpipe.tests.support.processes.silent_reporter import FACTORY, events_of

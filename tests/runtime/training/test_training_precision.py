@@ -218,6 +218,8 @@ def test_a_plan_of_another_precision_is_said(folders: Path) -> None:
     for settings, dtype in ((full, "float32"), (half, "bfloat16")):
         assert precision_warning(settings, profiled(plan, dtype)) == ""
         assert describe_memory(settings, profiled(plan, dtype)).endswith("as planned")
+    own = describe_memory(replace(full, optimizer="own.py:make"), profiled(plan, "float32"))
+    assert own.endswith("as planned; the state of own.py:make is not known")
     command = "asyncpipe-partition --model tiny_mlp --stages 2"
     assert precision_warning(half, profiled(plan, "float32")) == (
         "the plan was profiled in float32, this run computes in float16: cuts and predictions are "

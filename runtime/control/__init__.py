@@ -1,0 +1,1 @@
+"""What acts on a run: learning rates, and optimizers, metrics and callbacks of the user's own."""

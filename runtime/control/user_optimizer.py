@@ -1,0 +1,107 @@
+"""`--optimizer file.py:make` -> the optimizer of a stage, and its state as named tensors.
+
+`make(named_parameters, lr)` gets pairs of the original model's names and the parameters of one
+stage. A state may have tensors, and values that JSON has: numbers, texts, lists of these. Values of
+a parameter's group, which some optimizers change at every step, belong to the state too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..config.settings import RunConfig, SettingsError
+from ..rng import import_seeded
+from ..user_code import told_as
+
+_VALUES = "values"
+"""The name of the part that has the values without tensors, as UTF-8 of JSON."""
+_SCHEDULED = ("params", "lr", "initial_lr", "shared")
+"""Entries of a group that the run sets."""
+
+
+def make_user_optimizer(
+    stage: nn.Module, config: RunConfig, shared: Mapping[str, Tensor]
+) -> Optimizer:
+    """The user's optimizer of a stage's parameters. Each of the `shared`, by name, gets a group of
+    its own, whose option `shared` is that name.
+
+    Raises SettingsError where the user's code fails or returns something else.
+    """
+    spec = config.optimizer
+    named = [(name, each) for name, each in stage.named_parameters() if each.requires_grad]
+    make = import_seeded(spec, "--optimizer", SettingsError, config.seed)
+    with told_as(SettingsError, f"--optimizer {spec}"):
+        made = make(list(named), config.lr)
+    if not isinstance(made, Optimizer):
+        raise SettingsError(
+            f"--optimizer {spec} returned a {type(made).__name__}.",
+            "Return a torch.optim.Optimizer of the parameters.",
+        )
+    own = {id(parameter) for _, parameter in named}
+    if any(id(each) not in own for group in made.param_groups for each in group["params"]):
+        raise SettingsError(
+            f"--optimizer {spec} returned an optimizer of other tensors than it was given.",
+            "Give it the parameters themselves.",
+        )
+    _set_apart(made, shared)
+    return made
+
+
+def _set_apart(optimizer: Optimizer, shared: Mapping[str, Tensor]) -> None:
+    names = {id(parameter): name for name, parameter in shared.items()}
+    for group in list(optimizer.param_groups):
+        others = {key: value for key, value in group.items() if key != "params"}
+        own = [each for each in group["params"] if id(each) not in names]
+        for parameter in (each for each in group["params"] if id(each) in names):
+            group["params"] = own
+            name = names[id(parameter)]
+            optimizer.add_param_group({**others, "params": [parameter], "shared": name})
+    optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+
+
+def user_state_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
+    """The state of a parameter as tensors. Raises SettingsError for one that has other values."""
+    state = optimizer.state.get(parameter, {})
+    tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+    others = {key: value for key, value in state.items() if key not in tensors}
+    group = _group_of(optimizer, parameter)
+    kept = {key: value for key, value in group.items() if key not in _SCHEDULED}
+    try:
+        text = json.dumps({"state": others, "group": kept})
+    except (TypeError, ValueError) as error:
+        raise SettingsError(
+            f"the state of {type(optimizer).__name__} cannot be written to a checkpoint: {error}.",
+            "Keep tensors, numbers and texts by parameter or in its group, or leave --save-every "
+            "out.",
+        ) from None
+    content = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    return tensors | {_VALUES: content}
+
+
+def load_user_state(optimizer: Optimizer, parameter: Tensor, state: Mapping[str, Tensor]) -> None:
+    """Restores what `user_state_of` returned."""
+    tensors = dict(state)
+    values = json.loads(bytes(tensors.pop(_VALUES).tolist()))
+    group = _group_of(optimizer, parameter)
+    for key, value in values["group"].items():
+        group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+    on_device = group.get("capturable") or group.get("fused")
+    if tensors or values["state"]:
+        optimizer.state[parameter] = values["state"] | {
+            key: value.to(parameter.device if value.ndim or on_device else "cpu", copy=True)
+            for key, value in tensors.items()
+        }
+
+
+def _group_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
+    """The group of a parameter; empty for one that the optimizer leaves alone."""
+    for group in optimizer.param_groups:
+        if any(each is parameter for each in group["params"]):
+            return group
+    return {}
