@@ -94,6 +94,7 @@ def check_methods(config: RunConfig, plan: Plan) -> None:
         without_recompute=lacking,
         step_every=config.micro_batches,
         ahead=ahead,
+        ema=config.ema is not None,
     )
     check_staleness(config.staleness, conditions)
     for stage in plan.stages:

@@ -284,6 +284,12 @@ class LearningOptions:
         compared=True,
         of_method=True,
     )
+    ema: float | None = _learns(
+        None,
+        Number(0, 1, 0.999, below=1),
+        "Decay of an exponential moving average of the weights, which is evaluated and saved in "
+        "their place.",
+    )
     clip: float | None = _learns(
         None,
         Number(0, 1e30, 1.0),

@@ -65,6 +65,7 @@ class Executor:
     - `precision`: the precision of forwards
     - `dtypes`: the dtypes of boundary tensors
     - `seed`: the seed of random draws in forwards and in the criterion
+    - `ema`: the decay of the average of the weights that is evaluated
     - `batch_norm_per_step`: update running statistics once a step instead of once a micro-batch
 
     Raises PlanError if stages and plan do not fit.
@@ -85,6 +86,7 @@ class Executor:
         dtypes: BoundaryDtypes = AS_PLANNED,
         seed: int = 0,
         batch_norm_per_step: bool = False,
+        ema: float | None = None,
     ) -> None:
         self.plan = plan
         cast = dtypes.cast(plan)
@@ -115,7 +117,7 @@ class Executor:
         }
         self.weights = {j: WeightVersions(j, stages[j]) for j in expected}
         self.binders = {
-            j: WeightBinder(weights, make_staleness(staleness), shared_weights(plan, j))
+            j: WeightBinder(weights, make_staleness(staleness, ema), shared_weights(plan, j))
             for j, weights in self.weights.items()
         }
         exchanged = replace(plan, shared=()) if self.replicas else plan

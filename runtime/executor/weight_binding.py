@@ -168,6 +168,9 @@ class WeightBinder:
         """Inside, the live weights are those to evaluate and to save."""
         with ExitStack() as inside:
             for method in self.methods:
+                # A run that is resumed after its last step begins no segment.
+                if state := _of(method, self._to_load):
+                    method.load(self.weights, state)
                 inside.enter_context(method.eval_weights(self.weights))
             yield
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from ..errors import ScheduleError
 from ..formatting import did_you_mean
 from ..optimizers.facts import OPTIMIZERS, facts_of
+from .average import MovingAverage
 from .gradient_corrections import (
     AdaptivelyCompensated,
     DelayCompensated,
@@ -120,6 +121,8 @@ class Conditions:
     """The number of micro-batches in a step."""
     ahead: int = 0
     """The largest number of forwards that a stage runs ahead."""
+    ema: bool = False
+    """True if an average of the weights is evaluated."""
 
 
 _KNOWN_STEP_SIZES = [name for name, facts in OPTIMIZERS.items() if facts.known_step_sizes]
@@ -192,15 +195,16 @@ def parse(names: str) -> tuple[str, ...]:
     return parsed
 
 
-def make_staleness(names: str) -> tuple[Staleness, ...]:
-    """Creates the methods for one stage. Raises ScheduleError for an unknown name, or if two
-    methods decide the same part."""
+def make_staleness(names: str, ema: float | None = None) -> tuple[Staleness, ...]:
+    """Creates the methods for one stage; with `ema`, the decay of an average of the weights, that
+    average too. Raises ScheduleError for an unknown name, or if two methods decide the same
+    part."""
     parsed = parse(names)
     _check_parts(parsed)
     methods = tuple(METHODS[name]() for name in parsed)
     for name, method in zip(parsed, methods, strict=True):
         method.name = name
-    return methods
+    return methods if ema is None else (*methods, MovingAverage(ema))
 
 
 def check(names: str, conditions: Conditions) -> None:
@@ -208,6 +212,12 @@ def check(names: str, conditions: Conditions) -> None:
     parsed = parse(names)
     _check_parts(parsed)
     for name in parsed:
+        if conditions.ema and METHODS[name].eval_weights is not Staleness.eval_weights:
+            raise ScheduleError(
+                f"--staleness {names}: {name} evaluates other weights than it trains, and --ema "
+                "averages those that are trained.",
+                "Leave one of them out.",
+            )
         for need in sorted(METHODS[name].needs):
             if lack := _lack(need, parsed, conditions):
                 raise ScheduleError(f"--staleness {names}: {name} {lack[0]}.", lack[1])

@@ -29,7 +29,7 @@ from ..distributed.cpu_affinity import Machine
 from ..distributed.ranks import describe_placement, describe_ranks, grid_of, placement_warning
 from ..executor.precision import BoundaryDtypes
 from ..executor.run import needed_inputs
-from ..formatting import write_ms, write_share
+from ..formatting import write_bytes, write_ms, write_share
 from ..monitoring.idle import simulated_step, split_of_run
 from ..monitoring.records import EvalRecord, PredictedStep, Reporter, StartRecord, Summary
 from ..monitoring.trace import Tracing
@@ -171,6 +171,8 @@ def announce(
     ]
     if placed := describe_placement(plan, schedule, machine):
         facts.insert(2, ("placement", placed))
+    if config.ema is not None:
+        facts.append(("average", _describe_average(config, plan)))
     if precision := describe_precision(config, plan, dtypes):
         facts.append(("precision", precision))
     if forecast is not None:
@@ -195,6 +197,12 @@ def announce(
     )
     for warning in _warnings(job, schedule, machine):
         reporter.on_warning(warning)
+
+
+def _describe_average(config: RunConfig, plan: Plan) -> str:
+    size = sum(stage.memory.gradients for stage in plan.stages)
+    copy = f", {write_bytes(size)} over all stages" if size else ""
+    return f"--ema {config.ema:g} of the weights is evaluated and saved; one more copy{copy}"
 
 
 def _warnings(job: Job, schedule: Schedule, machine: Machine) -> Iterator[str]:

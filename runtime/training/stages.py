@@ -139,4 +139,5 @@ def make_executor(setup: Setup, modules: Mapping[int, nn.Module], staleness: str
         dtypes=setup.dtypes,
         seed=config.seed,
         batch_norm_per_step=config.batch_norm == "mini-batch",
+        ema=config.ema,
     )
