@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .partitioner.graph.formats import read_graph as read_graph
     from .partitioner.outline import outline as outline
     from .partitioner.planning.planner import plan_graph as plan_graph
+    from .runtime.control.callbacks import Request as Request
     from .runtime.executor.loading import load as load
     from .runtime.launch.functions import launch as launch
     from .runtime.monitoring.records import Reporter as Reporter
@@ -36,12 +37,14 @@ _PUBLIC = {
     "Pipeline": ".runtime.training.pipeline",
     "Plan": ".runtime.plan.plan",
     "Reporter": ".runtime.monitoring.records",
+    "Request": ".runtime.control.callbacks",
     "Schedule": ".runtime.schedule.schedule",
 }
 __all__ = [
     "Pipeline",
     "Plan",
     "Reporter",
+    "Request",
     "Schedule",
     "launch",
     "load",

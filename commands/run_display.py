@@ -105,8 +105,9 @@ class _LineReporter(Reporter):
         accuracy = ""
         if record.accuracy is not None:
             accuracy = f"  accuracy {write_accuracy(record.accuracy)}"
+        own = "".join(f"  {escape(name)} {value:.4g}" for name, value in record.metrics.items())
         self._print(
-            f"eval at step {record.step}  loss {write_loss(record.loss)}{accuracy}  "
+            f"eval at step {record.step}  loss {write_loss(record.loss)}{accuracy}{own}  "
             f"{record.samples:,} of {record.length:,} samples"
         )
 

@@ -120,6 +120,9 @@ TRAIN = KnownNames(
             "--seed": "random-seed manual-seed",
             "--epochs": "num-epochs num-train-epochs max-epochs train-epochs",
             "--eps": "epsilon adam-eps adam-epsilon optimizer-eps",
+            "--early-stop": "early-stopping early-stopping-patience patience",
+            "--ema": "ema-decay",
+            "--metric": "metrics compute-metrics",
             "--save-every": "save-steps save-interval checkpoint-interval checkpoint-every "
             "ckpt-every save-freq",
             "--keep-last": "save-total-limit",

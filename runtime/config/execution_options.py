@@ -10,6 +10,7 @@ from ..limits import Choice, Flag, Number, Text, Whole, form, path
 from ..options import option
 from .learning_options import (
     CHECKPOINTS,
+    CODE,
     DATA,
     DEVICES,
     LAUNCH,
@@ -135,6 +136,31 @@ class ExecutionOptions:
         "Micro-batches that each of --workers reads ahead. [default: prefetch_factor of your "
         "DataLoader, or 2]",
         on_resume="ignored",
+    )
+    metric: str | None = _logs(
+        None,
+        CODE,
+        "Metric of evaluations: file.py:function, whose function(outputs, target) returns a number "
+        "or a dict of numbers, means over the samples of a micro-batch.",
+        on_resume="ignored",
+        names_code=True,
+    )
+    early_stop: int = _logs(
+        0,
+        STEPS,
+        "End the run after this many evaluations in a row without a lower loss; 0 never does.",
+        on_resume="ignored",
+        changes_losses=True,
+    )
+    callbacks: str | None = _logs(
+        None,
+        CODE,
+        "Callbacks that may stop, save, evaluate or change the learning rate: file.py:make, whose "
+        "make(config, folder) returns an object with on_step, on_evaluation, on_checkpoint or "
+        "on_end.",
+        on_resume="ignored",
+        changes_losses=True,
+        names_code=True,
     )
     log_every: int = _logs(
         10, POSITIVE_STEPS, "Steps between lines of the log.", on_resume="ignored"

@@ -25,7 +25,7 @@ _asynchronous = partial(option, group=ASYNCHRONOUS)
 _data = partial(option, group=DATA)
 _learns = partial(option, group=OPTIMIZER)
 
-_CODE = Text("FILE.py:FUNCTION", "mine.py:make", form(r"(?s).+:[A-Za-z_]\w*"))
+CODE = Text("FILE.py:FUNCTION", "mine.py:make", form(r"(?s).+:[A-Za-z_]\w*"))
 STEPS = Whole(0, 10**12, 100)
 POSITIVE_STEPS = Whole(1, 10**12, 10)
 
@@ -187,7 +187,7 @@ class LearningOptions:
     )
     optimizer: str | None = _learns(
         None,
-        Either(Choice(tuple(OPTIMIZERS)), _CODE),
+        Either(Choice(tuple(OPTIMIZERS)), CODE),
         f"Optimizer of every stage: {in_words(OPTIMIZERS)}, or file.py:make, whose "
         "make(named_parameters, lr) returns a torch.optim.Optimizer. [default: adamw; sgd for the "
         "mlp of the docs]",
@@ -270,7 +270,7 @@ class LearningOptions:
     )
     lr_schedule: str | None = _learns(
         None,
-        _CODE,
+        CODE,
         "Learning rate schedule in place of --warmup and --decay: file.py:function, whose "
         "function(step, steps) returns the factor of --lr at a step, counted from 0.",
         compared=True,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..errors import AsyncPipeError
 from ..formatting import did_you_mean
-from ..limits import refusal
+from ..limits import refusal, typed
 from ..options import options_of
 from ..schedule.asynchronous import ASYNCHRONOUS
 from ..schedule.builders import AUTO, SCHEDULES, spelled
@@ -42,6 +42,7 @@ class Settings(ExecutionOptions, LearningOptions):
         self._check_schedule()
         self._check_trace()
         self._check_checkpoints()
+        self._check_evaluations()
 
     @property
     def is_async(self) -> bool:
@@ -101,6 +102,19 @@ class Settings(ExecutionOptions, LearningOptions):
             raise SettingsError(
                 f"--keep-best {self.keep_best}, but {missing} made.",
                 "--save-every 100" if not self.save_every else "Leave --eval-batches out",
+            )
+
+    def _check_evaluations(self) -> None:
+        for name in ("metric", "early_stop"):
+            value = getattr(self, name)
+            if value and self.eval_batches == 0:
+                raise SettingsError(
+                    f"{typed(name, value)}, but no evaluation is made.", "Leave --eval-batches out."
+                )
+        if self.early_stop and not self.eval_every:
+            raise SettingsError(
+                f"--early-stop {self.early_stop}, but there is one evaluation, at the end.",
+                "--eval-every 100",
             )
 
     def to_toml(self) -> str:

@@ -47,7 +47,7 @@ def needed_inputs(plan: Plan, stages: Sequence[int], *, criterion: bool = False)
     last."""
     read = {name for stage in stages for name in plan.stages[stage].inputs}
     names = tuple(spec.name for spec in plan.inputs if spec.name in read)
-    has_target = criterion and plan.loss is None and _loss_stage(plan) in stages
+    has_target = criterion and plan.loss is None and loss_stage(plan) in stages
     return (*names, TARGET) if has_target else names
 
 
@@ -57,7 +57,7 @@ def loss_of_stage(plan: Plan, stage: int, criterion: Criterion | None) -> LossOf
     A criterion runs at the last stage that makes a model output; it sees None for outputs of other
     stages. Raises PlanError if no stage makes the loss.
     """
-    if stage != _loss_stage(plan):
+    if stage != loss_stage(plan):
         return None
     if plan.loss is not None:
         name = plan.loss
@@ -148,7 +148,7 @@ class FeedOnce:
         return {name: given[name].to(self.device) for name in self.needed}
 
 
-def _loss_stage(plan: Plan) -> int:
+def loss_stage(plan: Plan) -> int:
     """The stage that makes the loss, or the last model output for a criterion."""
     names = output_names(plan) if plan.loss is None else {plan.loss}
     stages = [spec.index for spec in plan.stages if names & set(spec.outputs)]

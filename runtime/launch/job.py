@@ -55,7 +55,7 @@ def check_job(job: Job) -> None:
     if config.criterion is not None:
         check_name(config.criterion)
     check_own_file(config.data, "--data", DataError)
-    for option in ("criterion", "optimizer", "lr_schedule"):
+    for option in ("criterion", "optimizer", "lr_schedule", "metric", "callbacks"):
         check_own_file(getattr(config, option) or "", flag_of(option), SettingsError)
     if config.init_from is not None and not is_url(config.init_from):
         check_weights(Path(config.init_from))

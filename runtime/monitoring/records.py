@@ -153,6 +153,7 @@ class EvalRecord:
     batches: the number of micro-batches.
     samples: the number of samples that were evaluated.
     length: the number of samples of the evaluation data.
+    metrics: the means of the user's metrics over the samples, by name.
     """
 
     step: int
@@ -161,10 +162,12 @@ class EvalRecord:
     batches: int
     samples: int
     length: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     def to_json(self) -> str:
-        """Its line of metrics.jsonl."""
-        return _line("eval", asdict(self))
+        """Its line of metrics.jsonl, with each metric by its name."""
+        record = asdict(self)
+        return _line("eval", record | record.pop("metrics"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +203,7 @@ class Summary:
     trace: the file of the measured timeline, if requested.
     staleness: the delays of an asynchronous run.
     epoch: the number of passes over the data set.
+    metrics: the user's metrics of the last evaluation, by name.
     """
 
     steps: int
@@ -222,10 +226,14 @@ class Summary:
     epoch: float = 0.0
     rate: float = 0.0
     unit: str = ""
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """Its line of metrics.jsonl."""
-        return _line("end", asdict(self))
+        record = asdict(self)
+        if not self.metrics:
+            del record["metrics"]
+        return _line("end", record)
 
 
 class Reporter:

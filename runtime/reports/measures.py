@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from ..monitoring.run_files import Record, RunRecords, number, numbers, part
+from ..monitoring.run_files import Record, RunRecords, number, numbers, part, points
 
 IDLE_PARTS = ("bubble", "imbalance", "communication", "data", "overhead")
 TIME_PARTS = ("waiting", "sending", "data", "overhead")
@@ -121,6 +121,16 @@ def other_series(run: RunRecords) -> dict[str, list[tuple[tuple[float, float], .
         if lists:
             found[name] = lists
     return found
+
+
+def metrics_of_evaluations(run: RunRecords) -> dict[str, tuple[tuple[float, float], ...]]:
+    """The accuracy and the user's metrics over steps, by name."""
+    names = dict.fromkeys(name for record in run.evals for name in record)
+    found = {name: points(run.evals, name, "step") for name in names if name not in _OF_EVALUATION}
+    return {name: series for name, series in found.items() if series}
+
+
+_OF_EVALUATION = {"event", "step", "loss", "batches", "samples", "length", "elapsed_s"}
 
 
 def step_times(run: RunRecords) -> Compared:

@@ -7,7 +7,14 @@ from collections.abc import Sequence
 from ..formatting import write_count, write_share
 from ..monitoring.run_files import RunRecords, points
 from .charts import Chart, Series, chart
-from .measures import UNITS, after_first_step, other_series, rate_field, title_of_field
+from .measures import (
+    UNITS,
+    after_first_step,
+    metrics_of_evaluations,
+    other_series,
+    rate_field,
+    title_of_field,
+)
 
 
 def loss_charts(run: RunRecords) -> list[Chart]:
@@ -56,8 +63,12 @@ def more_charts(run: RunRecords) -> list[Chart]:
 
 
 def other_charts(run: RunRecords) -> list[Chart]:
-    """All other numbers of the steps, such as delays; a line for each element of a list."""
-    found = []
+    """The metrics of the evaluations, and all other numbers of the steps, such as delays; a line
+    for each element of a list."""
+    found = [
+        chart(title_of_field(name), [Series("evaluation", series)], x_unit="step")
+        for name, series in metrics_of_evaluations(run).items()
+    ]
     for name, rows in other_series(run).items():
         title = title_of_field(name)
         labels = [title] if len(rows) == 1 else [f"{title} {place}" for place in range(len(rows))]

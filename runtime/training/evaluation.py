@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from ..config.batch_layout import EvaluationBatch
 from ..config.settings import SettingsError
+from ..control.metrics import Metric, Sums, add, means, of_all_ranks
 from ..data.task import Task
 from ..distributed.process_groups import World
 from ..errors import DataError
@@ -49,6 +50,7 @@ class Evaluator:
         *,
         schedule: Schedule,
         batch: EvaluationBatch,
+        metric: Metric | None = None,
     ) -> None:
         self._plan = plan
         self._activities = activities
@@ -56,6 +58,7 @@ class Evaluator:
         self._feed = feed
         self._world = world
         self.batch = batch
+        self._metric = metric
         outputs = plan.outputs
         self._logits = outputs.get("logits") if isinstance(outputs, Mapping) else outputs
         own = batch.range_of(world.replica, world.replicas)
@@ -69,7 +72,7 @@ class Evaluator:
         shares = {
             self._first + index: size / self.batch.size for index, size in enumerate(self._sizes)
         }
-        counts = _Counts(logits, self._activities, shares)
+        counts = _Counts(logits, self._activities, shares, self._metric, self.batch.size)
 
         def feed(micro_batch: int) -> Mapping[str, Tensor]:
             fields = self._feed(micro_batch)
@@ -92,9 +95,18 @@ class Evaluator:
             loss, losses, right, answers = self._world.sums(
                 [counts.loss, counts.losses, counts.right, counts.answers]
             )
+            measured = of_all_ranks(self._world, counts.measured) if self._metric else ()
         accuracy = right / answers if answers else None
         batch = self.batch
-        return EvalRecord(step, loss / losses, accuracy, batch.count, batch.samples, batch.length)
+        return EvalRecord(
+            step,
+            loss / losses,
+            accuracy,
+            batch.count,
+            batch.samples,
+            batch.length,
+            means(measured),
+        )
 
     def _own_sizes(self) -> list[Sizes] | None:
         """The sizes of each micro-batch; None if all are those of the plan."""
@@ -126,14 +138,26 @@ def forward_schedule(plan: Plan, of: Schedule, batches: int) -> Schedule:
 
 
 class _Counts(ActionObserver):
-    """Sums up losses and correct answers; `labels` are those of the micro-batches that were fed,
-    `shares` the samples of each as a share of a whole one's."""
+    """Sums up losses, correct answers and metrics.
+
+    labels: those of the micro-batches that were fed.
+
+    Arguments:
+    shares: the samples of each micro-batch as a share of those of a whole one, `size`.
+    """
 
     def __init__(
-        self, logits: str | None, activities: Activities, shares: Mapping[int, float]
+        self,
+        logits: str | None,
+        activities: Activities,
+        shares: Mapping[int, float],
+        metric: Metric | None,
+        size: int,
     ) -> None:
         super().__init__(activities)
         self._shares = shares
+        self._metric, self._size = metric, size
+        self.measured: Sums = {}
         self.labels: dict[int, Tensor | None] = {}
         self.loss = self.losses = self.right = self.answers = 0.0
         self._logits = logits
@@ -145,6 +169,9 @@ class _Counts(ActionObserver):
 
     def on_outputs(self, micro_batch: int, outputs: Mapping[str, Tensor]) -> None:
         labels = self.labels.get(micro_batch)
+        if self._metric is not None and self._metric.is_made_by(outputs):
+            values = self._metric.of(micro_batch, outputs, labels)
+            add(self.measured, values, round(self._shares[micro_batch] * self._size))
         if labels is None or self._logits not in outputs:
             return
         del self.labels[micro_batch]

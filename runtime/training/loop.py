@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,16 +15,18 @@ from ..checkpoint.saving import Saver
 from ..config.batch_layout import consumed
 from ..config.segments import RunSegment, segments
 from ..config.settings import RunConfig
+from ..control.callbacks import Callbacks, Patience, Request, agreed
 from ..distributed.equality import Equality, SharedParameterError, find_difference, held_parameters
 from ..distributed.failure import RankFolder
 from ..distributed.process_groups import SharedStore, World
 from ..executor.instrumented import Activities, Activity
 from ..executor.loading import load_unused
+from ..formatting import write_loss
 from ..monitoring.diagnostics import memory_watched
 from ..monitoring.gather import Gather, RankFigures
 from ..monitoring.records import EvalRecord, Reporter
 from ..monitoring.trace import Tracing
-from ..monitoring.trackers import reporting
+from ..monitoring.trackers import CompositeReporter, reporting
 from ..monitoring.watchdog import Watchdog
 from ..rng import drawing_from
 from ..schedule.schedule import Schedule
@@ -95,9 +98,16 @@ class _Run:
         job, world, schedule = setup.job, setup.world, setup.schedule
         config, plan, found = job.config, job.plan, setup.found
         self._setup, self._config, self._plan, self._world = setup, config, plan, world
-        self._stopping, self._reporter = stopping, setup.reporter
+        self._stopping = stopping
         self._activities = setup.activities
         self._tracing = Tracing(config, self._activities, schedule, setup.start)
+        self._callbacks: Callbacks | None = None
+        if config.callbacks is not None and setup.reporter is not None:
+            self._callbacks = Callbacks(config, job.folder)
+            reporter = CompositeReporter((setup.reporter, self._callbacks), {}, config.seed)
+            self._setup = setup = replace(setup, reporter=reporter)
+        self._reporter = setup.reporter
+        self._patience = Patience()
         self._trainer = StageTrainer(setup, self._step_done)
         stages = self._trainer.stages
         self._modules, self._executor, self._stepper = (
@@ -149,31 +159,74 @@ class _Run:
         evaluation. Raises Stopped when the run was asked to stop before its end."""
         config, made = self._config, self._setup.start
         self._gather.start(config.steps - made)
+        is_over = self._is_patience_over(made)
         for segment in segments(config, made):
-            if not self._stopping.may(segment.steps.start + 1):
+            if is_over or not self._stopping.may(segment.steps.start + 1):
                 break
             made = self._make(segment)
             if made < segment.steps.stop:
                 break
-            is_due = self._checkpoints.is_due(made)
-            if config.eval_every and made % config.eval_every == 0:
-                self._evaluate(made)
-            elif is_due and config.keep_best:
-                self._evaluate(made)
-            if is_due:
-                self._save(made)
-            self._checkpoints.poll()
-        is_stopped = made < config.steps
+            is_over = self._act(made)
+        is_stopped = made < config.steps and not is_over
         if is_stopped:
             self._save(made)
         elif self._evaluated is None or self._evaluated.step != made:
             self._evaluate(made)
+        if is_over and config.save_every:
+            self._save(made)
         with self._activities.during(Activity("meet", "the metrics of all steps")):
             self._gather.finish()
         self._executor.close()
         self._checkpoints.finish()
         if is_stopped:
             self._stop(made)
+
+    def _act(self, step: int) -> bool:
+        """Evaluates and saves after a step where that is due or asked for; returns True if the run
+        ends there."""
+        config, asked = self._config, self._asked(step)
+        is_due = self._checkpoints.is_due(step)
+        is_evaluated = asked.evaluate or (config.eval_every and step % config.eval_every == 0)
+        if is_evaluated or (is_due and config.keep_best):
+            self._evaluate(step)
+            asked |= self._asked(step)
+        if is_due or asked.save:
+            self._save(step)
+            if self._callbacks is not None:
+                self._callbacks.on_checkpoint(step)
+        self._checkpoints.poll()
+        if asked.stop:
+            self._note("ended", f"by --callbacks after step {step} of {config.steps}")
+        return asked.stop or self._is_patience_over(step)
+
+    def _asked(self, step: int) -> Request:
+        """What callbacks ask for after a step, the same on all ranks, with the learning rate
+        set."""
+        if self._config.callbacks is None:
+            return Request()
+        self._drain(step)
+        with self._activities.during(Activity("meet", "what callbacks ask for")):
+            asked = agreed(self._world, self._callbacks)
+        if asked.lr_factor is not None:
+            self._set_lr_factor(asked.lr_factor)
+        return asked
+
+    def _set_lr_factor(self, factor: float) -> None:
+        self._stepper.set_lr_factor(factor)
+        if self._watch is not None:
+            self._watch.lr_factor = factor
+
+    def _is_patience_over(self, step: int) -> bool:
+        limit, since = self._config.early_stop, self._patience.since
+        if not limit or since < limit:
+            return False
+        best = write_loss(self._patience.best)
+        self._note(
+            "ended",
+            f"after step {step} of {self._config.steps}: {since} evaluations without a loss "
+            f"below {best}",
+        )
+        return True
 
     def end(self) -> None:
         """Writes the weights, exports them if requested, and reports the end of the run. Afterwards
@@ -250,6 +303,9 @@ class _Run:
         )
         if found is not None:
             resume(rank, found, config, self._stepper)
+            self._set_lr_factor(self._stepper.lr_factor)
+            if (state := found.facts.trainer.get("patience")) is not None:
+                self._patience = Patience.of(state)
             for text in describe_resumption(found, config, self._trainer.agreement.length):
                 self._note("resumed", text)
             if again := self._trainer.describe_resumption():
@@ -282,7 +338,9 @@ class _Run:
             step,
             samples=consumed(self._config, self._trainer.batch, step),
             schedule=self._steps.text_after(step),
-            trainer=self._stepper.state() | self._trainer.state(),
+            trainer=self._stepper.state()
+            | self._trainer.state()
+            | {"patience": self._patience.state()},
             evaluation=evaluated.loss if evaluated and evaluated.step == step else None,
             seconds=self._watch.elapsed_s if self._watch else 0.0,
         )
@@ -317,6 +375,7 @@ class _Run:
         if not self._evaluation.batch.count:
             return
         self._evaluated = self._evaluation(self._executor, step)
+        self._patience = self._patience.after(self._evaluated.loss)
         if self._reporter is not None:
             self._reporter.on_eval(self._evaluated)
 

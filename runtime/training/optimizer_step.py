@@ -58,6 +58,7 @@ class OptimizerStepper(ActionObserver):
     their sums before its step, and then computes its share of the norm.
 
     outputs: the model's outputs by micro-batch, where a caller wants them kept.
+    lr_factor: the factor on the scheduled learning rate.
 
     Arguments:
     report: called with the metrics of a step once all stages of the rank have made it.
@@ -86,6 +87,7 @@ class OptimizerStepper(ActionObserver):
         super().__init__(activities or Activities())
         self._after_step = after_step
         self.outputs: dict[int, dict[str, Tensor]] | None = None
+        self.lr_factor = 1.0
         self._config, self._world = config, world
         self._report, self._lr_scale = report, lr_scale
         self._stages = len(plan.stages)
@@ -145,6 +147,7 @@ class OptimizerStepper(ActionObserver):
         return {
             "loss_scale": self._scale.state() if self._scale else None,
             "norms": self._norms.state() if self._norms else None,
+            "lr_factor": self.lr_factor,
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -153,6 +156,14 @@ class OptimizerStepper(ActionObserver):
             self._scale.load(state["loss_scale"])
         if self._norms and state["norms"]:
             self._norms.load(state["norms"])
+        self.set_lr_factor(state.get("lr_factor", 1.0))
+
+    def set_lr_factor(self, factor: float) -> None:
+        """Sets the factor on the scheduled learning rate of all later steps."""
+        self.lr_factor = factor
+        for optimizer in self._optimizers.values():
+            if isinstance(optimizer, StageOptimizer):
+                optimizer.lr_factor = factor
 
     def start_segment(
         self,

@@ -419,12 +419,13 @@ def report_end(
         reporter.on_timelines(costs, simulated, traced[1])
     reporter.on_end(
         Summary(
-            steps=config.steps,
+            steps=last.step,
             seconds=last.elapsed_s,
             first_loss=first.loss,
             last_loss=last.loss,
             eval_loss=evaluated.loss if evaluated else None,
             accuracy=evaluated.accuracy if evaluated else None,
+            metrics=evaluated.metrics if evaluated else {},
             idle=whole.total,
             idle_parts=whole,
             idle_parts_by_rank=by_rank,

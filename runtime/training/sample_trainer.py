@@ -13,6 +13,7 @@ from torch import nn
 from ..config.batch_layout import EvaluationBatch, StepBatch, uses_symbol
 from ..config.segments import RunSegment, segments
 from ..config.settings import RunConfig
+from ..control.metrics import Metric
 from ..data.streams import StreamSamples
 from ..data.task import SampleOrder
 from ..data.text import check_vocabulary
@@ -167,6 +168,7 @@ class StageTrainer:
             activities,
             schedule=self._setup.schedule,
             batch=batch,
+            metric=Metric(self._plan, config) if config.metric else None,
         )
 
     def run(

@@ -63,6 +63,8 @@ class StageOptimizer:
     Weight decay applies to matrices only, not to biases, scales of norms and other vectors. For a
     stage without parameters, a step does nothing.
 
+    lr_factor: the factor of a callback on the scheduled learning rate.
+
     Arguments:
     hidden, shared, refresh_every: as for `make_optimizer`.
     clip_factor: the factor by which a coming step would clip; without it nothing is clipped.
@@ -82,6 +84,7 @@ class StageOptimizer:
         self._is_users = config.optimizer not in OPTIMIZERS
         self._config = config
         self._factor = learning_rate_of(config)
+        self.lr_factor = 1.0
         self._clip_factor = clip_factor
         self.optimizer: Optimizer | None = None
         if trainable and self._is_users:
@@ -99,7 +102,7 @@ class StageOptimizer:
         if self.optimizer is None:
             return ()
         done = self._scheduler.last_epoch
-        return tuple(self._factor(done + ahead) for ahead in range(steps))
+        return tuple(self.lr_factor * self._factor(done + ahead) for ahead in range(steps))
 
     @property
     def annealing_steps(self) -> int:
@@ -153,7 +156,7 @@ class StageOptimizer:
         groups = self.optimizer.param_groups
         scheduled = [group["lr"] for group in groups]
         for group, lr in zip(groups, scheduled, strict=True):
-            scale = (shared or {}).get(group.get("shared", ""), lr_scale)
+            scale = self.lr_factor * (shared or {}).get(group.get("shared", ""), lr_scale)
             if scale != 1.0:
                 group["lr"] = lr * scale
         self.optimizer.step()

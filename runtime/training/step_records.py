@@ -59,6 +59,7 @@ class Watch:
         self._steady: deque[list[RankFigures]] = deque(maxlen=_STEADY)
         self.records: list[StepRecord] = []
         self.step = batch.first_step
+        self.lr_factor = 1.0
 
     def poll(self) -> None:
         """Reports every step for which all ranks have sent their metrics."""
@@ -119,8 +120,7 @@ class Watch:
             self.staleness = _with_delays(self.staleness, figures)
         if record.logged or is_first:
             self._interval.clear()
-        if record.logged or not self.records:
-            self.records = [*self.records[:1], record]
+        self.records = [*self.records[:1], record]
         self._reporter.on_step(record)
 
     def _record(self, step: int, figures: list[RankFigures]) -> StepRecord:
@@ -134,7 +134,7 @@ class Watch:
             step=step,
             steps=config.steps,
             loss=sum(losses) if losses else math.nan,
-            lr=config.lr * self._factor(step - 1),
+            lr=config.lr * self.lr_factor * self._factor(step - 1),
             grad_norm=None if any(map(math.isnan, squares)) else math.sqrt(sum(squares)),
             rate=self._per_step * len(walls) / wall_s,
             unit=self._unit,

@@ -1,0 +1,154 @@
+"""`--callbacks file.py:make` -> calls of the user's code at events, and what it asks of the run.
+
+`make(config, folder)` runs on rank 0 and returns an object with some of these methods, each of
+which may return a `Request`:
+
+    on_step(record)          after a step, with its StepRecord
+    on_evaluation(record)    after an evaluation, with its EvalRecord
+    on_checkpoint(step)      after a checkpoint was copied, which is then written
+    on_end(summary)          after the last step, with the Summary; its request has no effect
+
+Rank 0 collects what they ask for, and all ranks do it after the same step: in a synchronous run
+after that step, in an asynchronous one when the pipeline drains.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ..config.settings import RunConfig, SettingsError
+from ..distributed.process_groups import World
+from ..monitoring.records import EvalRecord, Reporter, StepRecord, Summary
+from ..rng import drawing_from, import_seeded
+from ..user_code import told_as
+
+HOOKS = ("on_step", "on_evaluation", "on_checkpoint", "on_end")
+"""The methods that an object of callbacks may have."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What a callback asks of the run.
+
+    stop: make no further step; the run ends as after its last one.
+    save: write a checkpoint.
+    evaluate: evaluate the weights.
+    lr_factor: the factor on the scheduled learning rate of all later steps, until another is set.
+    """
+
+    stop: bool = False
+    save: bool = False
+    evaluate: bool = False
+    lr_factor: float | None = None
+
+    def __or__(self, later: Request) -> Request:
+        """What either asks for; a later factor replaces an earlier one."""
+        return Request(
+            stop=self.stop or later.stop,
+            save=self.save or later.save,
+            evaluate=self.evaluate or later.evaluate,
+            lr_factor=self.lr_factor if later.lr_factor is None else later.lr_factor,
+        )
+
+
+class Callbacks(Reporter):
+    """The user's callbacks on rank 0. Raises SettingsError, with the line, where their code fails,
+    or returns something else than None or a Request."""
+
+    def __init__(self, config: RunConfig, folder: Path) -> None:
+        self._what, self._seed = f"--callbacks {config.callbacks}", config.seed
+        spec = str(config.callbacks)
+        make = import_seeded(spec, "--callbacks", SettingsError, self._seed)
+        with drawing_from(self._seed, "callbacks"), told_as(SettingsError, self._what):
+            self._own = make(config, folder)
+        if not any(callable(getattr(self._own, hook, None)) for hook in HOOKS):
+            raise SettingsError(
+                f"{self._what} returned a {type(self._own).__name__} without callbacks.",
+                f"Give its class one of the methods {', '.join(HOOKS)}.",
+            )
+        self._asked = Request()
+        self._calls = 0
+
+    def on_step(self, record: StepRecord) -> None:
+        self._call("on_step", record)
+
+    def on_eval(self, record: EvalRecord) -> None:
+        self._call("on_evaluation", record)
+
+    def on_end(self, summary: Summary) -> None:
+        self._call("on_end", summary)
+
+    def on_checkpoint(self, step: int) -> None:
+        """The state after a step was copied for a checkpoint."""
+        self._call("on_checkpoint", step)
+
+    def take(self) -> Request:
+        """What was asked for since the last call."""
+        asked, self._asked = self._asked, Request()
+        return asked
+
+    def _call(self, hook: str, *arguments: Any) -> None:
+        own = getattr(self._own, hook, None)
+        if own is None:
+            return
+        self._calls += 1
+        key = ("callbacks", hook, self._calls)
+        with drawing_from(self._seed, *key), told_as(SettingsError, f"{self._what}: {hook}"):
+            asked = own(*arguments)
+        if asked is not None:
+            self._asked |= self._checked(hook, asked)
+
+    def _checked(self, hook: str, asked: Any) -> Request:
+        if not isinstance(asked, Request):
+            raise SettingsError(
+                f"{self._what}: {hook} returned a {type(asked).__name__}.",
+                "Return None or asyncpipe.Request(stop=True).",
+            )
+        factor = asked.lr_factor
+        if factor is not None and not 0 <= factor < math.inf:
+            raise SettingsError(
+                f"{self._what}: {hook} asked for the learning rate factor {factor}.",
+                "Ask for a finite number, 0 or more.",
+            )
+        return asked
+
+
+def agreed(world: World, own: Callbacks | None) -> Request:
+    """What the callbacks on rank 0 have asked for, on every rank. Collective."""
+    text = json.dumps(asdict(own.take())) if own is not None else ""
+    return Request(**json.loads(world.text_of_first(text)))
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """The evaluations of a run for `--early-stop`.
+
+    best: the lowest loss so far.
+    since: the number of evaluations since it.
+    """
+
+    best: float = math.inf
+    since: int = 0
+
+    def after(self, loss: float) -> Patience:
+        """The same after an evaluation.
+
+        >>> Patience(0.5, 1).after(0.4), Patience(0.5, 1).after(0.5)
+        (Patience(best=0.4, since=0), Patience(best=0.5, since=2))
+        """
+        return Patience(loss) if loss < self.best else Patience(self.best, self.since + 1)
+
+    def state(self) -> Sequence[Any]:
+        """As JSON."""
+        return [None if math.isinf(self.best) else self.best, self.since]
+
+    @classmethod
+    def of(cls, state: Sequence[Any]) -> Patience:
+        """From the `state` of a checkpoint."""
+        best, since = state
+        return cls(math.inf if best is None else best, since)

@@ -1,0 +1,109 @@
+"""`--metric file.py:f` -> means over the samples of an evaluation.
+
+`f(outputs, target)` gets the outputs of a micro-batch in the structure that the model returns, with
+None in place of tensors of other ranks, and its target: the labels that the model reads, or else
+the target of the criterion; None if there is neither on this rank. It returns a number, a tensor of
+one number, or a dict of these by name: means over the samples of the micro-batch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..config.settings import RunConfig, SettingsError
+from ..distributed.process_groups import World, gather_alike
+from ..executor.run import loss_stage, output_names
+from ..monitoring.records import EvalRecord
+from ..plan.plan import Plan
+from ..plan.structure import rebuilt
+from ..rng import drawing_from, import_seeded
+from ..user_code import told_as
+
+Sums = dict[str, tuple[float, float]]
+"""The name of a metric -> the sum of its values times their samples, and the number of samples."""
+
+
+class Metric:
+    """The user's metric of a run."""
+
+    def __init__(self, plan: Plan, config: RunConfig) -> None:
+        self._plan, self._seed, self._spec = plan, config.seed, str(config.metric)
+        self._what = f"--metric {self._spec}"
+        self._call = import_seeded(self._spec, "--metric", SettingsError, self._seed)
+        self._absent = dict.fromkeys(output_names(plan))
+        self._last = frozenset(plan.stages[loss_stage(plan)].outputs) & output_names(plan)
+
+    def is_made_by(self, outputs: Mapping[str, Tensor]) -> bool:
+        """True for the outputs of the last stage that makes some of the model's."""
+        return not self._last.isdisjoint(outputs)
+
+    @torch.no_grad()
+    def of(
+        self, micro_batch: int, outputs: Mapping[str, Tensor], target: Tensor | None
+    ) -> dict[str, float]:
+        """The metrics of a micro-batch by name. Raises SettingsError where the user's code fails or
+        returns something else."""
+        result = rebuilt(self._plan.outputs, {**self._absent, **outputs}, self._plan.sizes)
+        with drawing_from(self._seed, "metric", micro_batch), told_as(SettingsError, self._what):
+            found = self._call(result, target)
+        name = self._spec.rpartition(":")[2]
+        named = found if isinstance(found, Mapping) else {name: found}
+        return {str(key): self._number(str(key), value) for key, value in named.items()}
+
+    def _number(self, name: str, value: Any) -> float:
+        if name in _TAKEN:
+            raise SettingsError(
+                f"{self._what} returned a metric named {name}, as a figure of the evaluation is.",
+                "Choose another name.",
+            )
+        is_number = isinstance(value, int | float) or (
+            isinstance(value, Tensor) and value.numel() == 1
+        )
+        if not is_number:
+            shape = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            raise SettingsError(
+                f"{self._what} returned {shape} as {name}, which is not one number.",
+                "Return the mean over the samples.",
+            )
+        return float(value)
+
+
+_TAKEN = {"event", *(field.name for field in fields(EvalRecord))}
+
+
+def add(sums: Sums, values: Mapping[str, float], samples: int) -> None:
+    """Adds the means of a micro-batch of so many samples."""
+    for name, value in values.items():
+        total, count = sums.get(name, (0.0, 0.0))
+        sums[name] = (total + value * samples, count + samples)
+
+
+def means(of_ranks: Iterable[Sums]) -> dict[str, float]:
+    """The means over the samples of all ranks.
+
+    >>> means([{"f1": (3.0, 4.0)}, {}, {"f1": (1.0, 4.0), "recall": (2.0, 4.0)}])
+    {'f1': 0.5, 'recall': 0.5}
+    """
+    whole: Sums = {}
+    for sums in of_ranks:
+        for name, (total, count) in sums.items():
+            before, samples = whole.get(name, (0.0, 0.0))
+            whole[name] = (before + total, samples + count)
+    return {name: total / count for name, (total, count) in whole.items()}
+
+
+def of_all_ranks(world: World, sums: Sums) -> list[Sums]:
+    """The sums of each rank, on every rank. Collective."""
+    own = json.dumps(sums).encode()
+    lengths = world.gathered(len(own).to_bytes(8, "big"))
+    longest = max(int.from_bytes(length, "big") for length in lengths)
+    if world.control is None:
+        return [sums]
+    texts = gather_alike(own.ljust(longest), world.ranks, world.control)
+    return [json.loads(text) for text in texts]
