@@ -84,6 +84,7 @@ SECTIONS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
             ("runtime.executor.loading", "load"),
             ("runtime.executor.loading", "Pipe"),
             ("runtime.monitoring.records", "Reporter"),
+            ("runtime.control.callbacks", "Request"),
             ("runtime.monitoring.records", "StartRecord"),
             ("runtime.monitoring.records", "PredictedStep"),
             ("runtime.monitoring.records", "StepRecord"),

@@ -87,7 +87,6 @@ class OptimizerStepper(ActionObserver):
         super().__init__(activities or Activities())
         self._after_step = after_step
         self.outputs: dict[int, dict[str, Tensor]] | None = None
-        self.lr_factor = 1.0
         self._config, self._world = config, world
         self._report, self._lr_scale = report, lr_scale
         self._stages = len(plan.stages)
@@ -189,6 +188,7 @@ class OptimizerStepper(ActionObserver):
         self.activities.step, self.activities.first_micro_batch = step, first_micro_batch
         self.activities.take()
 
+    lr_factor = 1.0
     _first = 0, 1
     """The first micro-batch and the first step of the segment."""
 
