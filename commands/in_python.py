@@ -25,6 +25,12 @@ class TrainKeywords(PipelineKeywords, total=False):
     workers: int | None
     prefetch: int | None
     samples: int | None
+    epochs: float | None
+    lr_schedule: str | None
+    ema: float | None
+    metric: str | None
+    early_stop: int
+    callbacks: str | None
     remainder: str
     global_batch_size: int | None
     criterion: str | None
@@ -38,7 +44,7 @@ class TrainKeywords(PipelineKeywords, total=False):
     export_hf: str | None
     output: str | None
     eval_every: int
-    eval_batches: int
+    eval_batches: int | None
     log_every: int
     log: str | None
     trace: str | None
@@ -46,6 +52,7 @@ class TrainKeywords(PipelineKeywords, total=False):
     max_run: str | None
     json: bool
     quiet: bool
+    watch: bool
 
 
 @dataclass(frozen=True)

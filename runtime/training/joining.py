@@ -43,6 +43,8 @@ class PipelineKeywords(TypedDict, total=False):
     lr: float | None
     momentum: float | None
     betas: tuple[float, float]
+    eps: float
+    nesterov: bool
     refresh_every: int | None
     weight_decay: float | None
     warmup: int | None
