@@ -18,7 +18,7 @@ from ..config.settings import SettingsError
 from ..distributed.failure import RankFolder, failure_of
 from ..distributed.ranks import find_rank_info
 from ..distributed.rendezvous import Loopback
-from ..process import die_with_parent
+from ..process import die_with
 from .local import quiet_agent
 
 
@@ -61,7 +61,7 @@ def launch(function: Callable[..., Any], *arguments: Any, ranks: int) -> list[An
             local_world_size=ranks,
             rdzv_handler=meeting,
             entrypoint=_run,
-            args=(function, arguments, folder, forks),
+            args=(function, arguments, folder, forks, os.getpid()),
             max_restarts=0,
             monitor_interval=0.1,
             local_addr="127.0.0.1",
@@ -80,10 +80,14 @@ def launch(function: Callable[..., Any], *arguments: Any, ranks: int) -> list[An
 
 
 def _run(
-    function: Callable[..., Any], arguments: tuple[Any, ...], folder: str, is_fork: bool
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    folder: str,
+    is_fork: bool,
+    starter: int,
 ) -> Any:
-    """Runs one rank; leaves its error in the folder."""
-    die_with_parent()
+    """Runs one rank; leaves its error in the folder. It ends with the process that started it."""
+    die_with(starter)
     if is_fork:
         # The threads that torch had before the fork are not in it, and their pool would wait.
         os.environ["OMP_NUM_THREADS"] = "1"

@@ -3,12 +3,14 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 import asyncpipe
 from asyncpipe.runtime.errors import AsyncPipeError
+from asyncpipe.runtime.process import is_alive
 
 SCRIPT = """
 import os, time, asyncpipe
@@ -72,6 +74,34 @@ def test_ranks_of_a_script_return_their_results_and_the_first_cause_ends_all(
 
 def test_a_function_of_a_notebook_runs_in_forks_of_it(tmp_path: Path) -> None:
     assert printed(tmp_path, NOTEBOOK) == ["[0, 1]"]
+
+
+ENDLESS = """
+import os, time, asyncpipe
+
+def stay(folder):
+    open(f"{folder}/{os.environ['RANK']}.pid", "w").write(str(os.getpid()))
+    time.sleep(100)
+
+if __name__ == "__main__":
+    asyncpipe.launch(stay, os.path.dirname(os.path.abspath(__file__)), ranks=2)
+"""
+
+
+def test_a_killed_script_leaves_no_rank_behind(tmp_path: Path) -> None:
+    (tmp_path / "stay.py").write_text(ENDLESS)
+    marks = [tmp_path / "0.pid", tmp_path / "1.pid"]
+    with subprocess.Popen([sys.executable, tmp_path / "stay.py"]) as script:
+        end_s = time.monotonic() + 100
+        while not all(mark.exists() and mark.read_text() for mark in marks):
+            assert script.poll() is None and time.monotonic() < end_s
+            time.sleep(0.05)
+        script.kill()
+    ranks = [int(mark.read_text()) for mark in marks]
+    end_s = time.monotonic() + 10
+    while any(map(is_alive, ranks)) and time.monotonic() < end_s:
+        time.sleep(0.05)
+    assert not any(map(is_alive, ranks))
 
 
 def test_a_rank_cannot_launch(monkeypatch: pytest.MonkeyPatch) -> None:
