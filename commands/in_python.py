@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Unpack
 
 from ..runtime.config.option_files import settings_from
-from ..runtime.config.settings import SettingsError
-from ..runtime.known_names import TRAIN
 from ..runtime.launch.launch import run
 from ..runtime.monitoring.run_files import RunRecords, number, read_run
-from ..runtime.training.joining import PipelineKeywords
+from ..runtime.training.joining import PipelineKeywords, check_keywords
 from .run_display import print_starting
 from .running import REPORTER
 
@@ -92,13 +90,7 @@ def train(folder: str | Path, **options: Unpack[TrainKeywords]) -> RunResult:
     Raises AsyncPipeError where options and folder do not fit, and with the first cause when a rank
     fails.
     """
-    known = list(TrainKeywords.__annotations__)
-    for name in options:
-        if name not in known:
-            raise SettingsError(
-                f"train has no option {name}.",
-                TRAIN.meant(name, known, f"It has {', '.join(known)}."),
-            )
+    check_keywords("train", options, TrainKeywords)
     settings = settings_from({**options, "folder": str(folder)})
     made = run(settings, REPORTER, partial(print_starting, settings))
     records = read_run(made)

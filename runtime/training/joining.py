@@ -77,13 +77,7 @@ def joined_job(
 ) -> Job:
     """The job of a pipeline whose loop has the data. Raises AsyncPipeError where the options do not
     fit the folder."""
-    known = list(PipelineKeywords.__annotations__)
-    for name in options:
-        if name not in known:
-            raise SettingsError(
-                f"Pipeline has no option {name}.",
-                TRAIN.meant(name, known, f"It has {', '.join(known)}."),
-            )
+    check_keywords("Pipeline", options, PipelineKeywords)
     settings = Settings(
         folder=str(folder),
         data=GIVEN,
@@ -99,6 +93,17 @@ def joined_job(
         schedule = make_segment(job.plan, config, steps=1)
         check_ranks(planned, schedule, info.ranks, config.pipelines)
     return job
+
+
+def check_keywords(call: str, options: Mapping[str, Any], keywords: type[Any]) -> None:
+    """Raises SettingsError for an option that a call does not have; `keywords` is its TypedDict."""
+    known = list(keywords.__annotations__)
+    for name in options:
+        if name not in known:
+            raise SettingsError(
+                f"{call} has no option {name}.",
+                TRAIN.meant(name, known, f"It has {', '.join(known)}."),
+            )
 
 
 def find_rank_info_of(settings: Settings) -> RankInfo | None:
