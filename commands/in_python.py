@@ -26,6 +26,7 @@ class TrainKeywords(PipelineKeywords, total=False):
     epochs: float | None
     lr_schedule: str | None
     ema: float | None
+    compile: bool
     metric: str | None
     early_stop: int
     callbacks: str | None

@@ -233,6 +233,12 @@ class ExecutionOptions:
     dtype: str = _computes(
         "float32", Choice(("float32", "float64")), "Data type of the weights.", compared=True
     )
+    compile: bool = _computes(
+        False,
+        Flag(),
+        "Compile each stage with torch.compile: the same numbers up to rounding, after a start of "
+        "seconds to minutes.",
+    )
     precision: str = _computes(
         "full",
         Choice(("full", "bfloat16", "float16")),

@@ -30,6 +30,7 @@ from ..distributed.process_groups import World
 from ..distributed.ranks import grid_of
 from ..distributed.rendezvous import check_interface
 from ..errors import AsyncPipeError, DataError
+from ..executor.compiled import check_compiler
 from ..limits import flag_of
 from ..monitoring.diagnostics import check_debugger
 from ..monitoring.records import Reporter
@@ -50,6 +51,8 @@ def check_job(job: Job) -> None:
     config = job.config
     schedule = make_segment(job.plan, config, steps=1)
     check_clipping_ranks(config, schedule.stages, len(schedule.ranks))
+    if config.compile:
+        check_compiler(config.device, schedule)
     if config.export_hf:
         check_exportable(Path(config.folder), config.export_hf)
     if config.criterion is not None:

@@ -15,6 +15,7 @@ from ..config.asynchronous_options import delays_of
 from ..config.batch_layout import StepBatch
 from ..config.mixed_precision import precision_of
 from ..config.segments import RunSegment, schedule_of
+from ..executor.compiled import compile_stage
 from ..executor.executor import Executor
 from ..executor.instrumented import ObservedTransport
 from ..executor.loading import load_stage
@@ -113,6 +114,8 @@ def load_stages(setup: Setup) -> dict[int, nn.Module]:
             code=setup.job.code,
         )
         modules[stage] = module.to(dtype_of(config.dtype)).train()
+        if config.compile:
+            compile_stage(modules[stage])
     return modules
 
 

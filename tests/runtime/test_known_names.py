@@ -98,7 +98,6 @@ def test_accepted_names_reach_the_run(tmp_path: Path) -> None:
         ("--batch-size", ("--micro-batch-size", "--global-batch-size")),
         ("--lr-scheduler", ("--decay", "--warmup")),
         ("--lr_scheduler_type", ("--decay",)),
-        ("--compile", ("without torch.compile",)),
         ("--gradient-checkpointing", ("--recompute all",)),
         ("--model", ("asyncpipe-partition --model",)),
         ("--beta1", ("--betas",)),

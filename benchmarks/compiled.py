@@ -1,0 +1,103 @@
+"""`--compile`: the time of a step with torch.compile of each stage, and what its start costs.
+
+Runs of `asyncpipe.train` with and without `--compile` alternate, so that the load of the machine
+affects both alike. A step's time is the median of a run without its first step, and the ratio the
+median over the rounds of compiled to plain. The cache of compiled kernels is empty at the first
+compiled run, and kept afterwards: its first step is listed for each round.
+
+    python benchmarks/compiled.py --rounds 3
+"""
+
+import argparse
+import math
+import os
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from machine import write_result
+
+import asyncpipe
+from asyncpipe.partitioner.compile import partition_source
+from asyncpipe.partitioner.models.load import load_model
+from asyncpipe.partitioner.planning.options import PartitionOptions
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2, 4 blocks": ("gpt2", {"n_layer": 4}),
+    "mlp": ("mlp", {}),
+}
+
+
+def step_of(folder: Path, output: Path, steps: int, compiled: bool) -> dict[str, Any]:
+    """One run: its milliseconds per step, its first step, and its losses."""
+    made = asyncpipe.train(
+        folder,
+        schedule="1f1b",
+        micro_batches=4,
+        steps=steps,
+        eval_batches=0,
+        log_every=1,
+        quiet=True,
+        timeout_s=1200.0,
+        output=str(output),
+        compile=compiled,
+    )
+    return {
+        "step_ms": round(float(made.records.end["step_ms"]), 2),
+        "first_step_s": round(float(made.records.steps[0]["elapsed_s"]), 2),
+        "losses": list(made.losses.values()),
+    }
+
+
+def measure(spec: str, model_args: dict[str, Any], rounds: int, steps: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as temporary:
+        place = Path(temporary)
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(place / "kernels")
+        source = load_model(spec, model_args=model_args, micro_batch_size=1, seq=128)
+        partition_source(
+            source, PartitionOptions(stages=2, output=place / "made", profile="analytic")
+        )
+        runs: dict[str, list[dict[str, Any]]] = {"plain": [], "compiled": []}
+        for number in range(rounds):
+            for name in sorted(runs, reverse=bool(number % 2)):
+                output = place / f"{name}-{number}"
+                runs[name].append(step_of(place / "made", output, steps, name == "compiled"))
+    pairs = list(zip(runs["compiled"], runs["plain"], strict=True))
+    ratios = [ours["step_ms"] / its["step_ms"] for ours, its in pairs]
+    difference = max(
+        abs(a - b) / abs(b)
+        for ours, its in pairs
+        for a, b in zip(ours["losses"], its["losses"], strict=True)
+    )
+    assert math.isfinite(difference)
+    return {
+        "ratio": round(statistics.median(ratios), 3),
+        "largest_relative_difference_of_losses": float(f"{difference:.2g}"),
+        **{name: statistics.median(run["step_ms"] for run in each) for name, each in runs.items()},
+        "runs": runs,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--models", nargs="*", default=list(CASES), choices=list(CASES))
+    arguments = parser.parse_args()
+    table = {}
+    for name in arguments.models:
+        row = measure(*CASES[name], arguments.rounds, arguments.steps)
+        table[name] = row
+        starts = [each["first_step_s"] for each in row["runs"]["compiled"]]
+        print(
+            f"{name:16} plain {row['plain']:8.1f} ms  compiled {row['compiled']:8.1f} ms  ratio "
+            f"{row['ratio']:5.3f}  losses differ by {row['largest_relative_difference_of_losses']}"
+            f"  first step of compiled runs {starts} s",
+            flush=True,
+        )
+    write_result("compiled", {"rounds": arguments.rounds, "steps": arguments.steps, "table": table})
+
+
+if __name__ == "__main__":
+    main()
