@@ -18,12 +18,16 @@ from ..runtime.limits import ListOf, Whole, key_values, path
 from .console import make_console, print_text
 from .options import PANEL, SEVERAL, limited, make_app, option, unwrapped, with_limits
 from .running import REPORTER, usage
+from .trained import export_command, predict_command
 from .training_options import TrainOptions
 
 app = make_app(
     "asyncpipe-train",
     "Train a generated model as a pipeline.",
-    usage="Usage: asyncpipe-train [OPTIONS] FOLDER\n       asyncpipe-train report [OPTIONS] RUN...",
+    usage="Usage: asyncpipe-train [OPTIONS] FOLDER\n"
+    "       asyncpipe-train report [OPTIONS] RUN...\n"
+    "       asyncpipe-train predict [OPTIONS] RUN\n"
+    "       asyncpipe-train export [OPTIONS] RUN DIR",
 )
 _SWEEP = PANEL[SEVERAL]
 
@@ -185,3 +189,7 @@ def report_command(
     if page is not None and not json:
         print_page(console, page)
     return 0
+
+
+app.command(predict_command, name="predict")
+app.command(export_command, name="export")

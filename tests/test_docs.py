@@ -55,7 +55,7 @@ def shortened(command: list[str]) -> list[str]:
     text = re.sub(r"--epochs \d+", "--epochs 1", text)
     if "--model gpt2" in text and "n_layer" not in text:
         text += "".join(f" --model-arg {size}" for size in SMALL_GPT2)
-    without = {"--steps", "--samples", "--epochs", "report"}
+    without = {"--steps", "--samples", "--epochs", "report", "predict", "export"}
     if "asyncpipe-train" in command and not without & set(command):
         text += " --steps 2"
     return shlex.split(text)

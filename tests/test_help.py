@@ -17,8 +17,8 @@ from asyncpipe.runtime.options import options_of
 from asyncpipe.tests.support.processes.in_process import command
 
 COMMANDS = (
-    ("partition",), ("train",), ("train", "report"), ("compare",), ("inspect",), ("info",),
-    ("view",),
+    ("partition",), ("train",), ("train", "report"), ("train", "predict"), ("train", "export"),
+    ("compare",), ("inspect",), ("info",), ("view",),
 )  # fmt: skip
 
 
@@ -112,7 +112,9 @@ def test_help_fits_the_terminal(width: int) -> None:
 def test_the_usage_of_train_shows_that_the_subcommand_is_optional(tmp_path: Path) -> None:
     outcome = command(tmp_path, "train", "--help")
     assert outcome.code == 0
-    assert outcome.out.splitlines()[:2] == [
+    assert outcome.out.splitlines()[:4] == [
         "Usage: asyncpipe-train [OPTIONS] FOLDER",
         "       asyncpipe-train report [OPTIONS] RUN...",
+        "       asyncpipe-train predict [OPTIONS] RUN",
+        "       asyncpipe-train export [OPTIONS] RUN DIR",
     ]

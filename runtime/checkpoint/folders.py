@@ -44,6 +44,8 @@ from ..serialization import Origin, known_fields, parse_json, read_text, shaped
 CHECKPOINTS = "checkpoints"
 FACTS, MANIFEST = "checkpoint.json", "manifest.json"
 WEIGHTS, STATE = "weights", "state"
+LOOP_FACTS = "loop.json"
+"""The facts of a pipeline that a loop of one's own has saved."""
 _NAME = re.compile(r"step-(\d{6,})")
 SCHEMA = 1
 

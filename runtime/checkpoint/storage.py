@@ -151,9 +151,14 @@ HF_FILES = "hf"
 """The subfolder of a generated folder with the configuration of its transformers model."""
 
 
+def has_configuration(folder: Path) -> bool:
+    """Whether a generated folder holds a Hugging Face configuration."""
+    return (folder / HF_FILES / "config.json").is_file()
+
+
 def check_exportable(folder: Path, target: str) -> None:
     """Raises DataError unless the generated folder holds a Hugging Face configuration."""
-    if not (folder / HF_FILES / "config.json").is_file():
+    if not has_configuration(folder):
         raise DataError(
             f"--export-hf {target}: {folder} was not made from a transformers model.",
             "Omit the option: the run's weights/ has the weights under the original names.",

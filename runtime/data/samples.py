@@ -38,6 +38,7 @@ class Naming:
         self.fields = task.fields
         self.source = source
         self._arguments = task.arguments
+        self._has_label = task.label is not None
         self._dtype = dtype
 
     def named(self, sample: Any) -> Mapping[str, Any]:
@@ -45,6 +46,8 @@ class Naming:
         if not isinstance(sample, Mapping):
             values = sample if isinstance(sample, tuple | list) else (sample,)
             names = self._positions()
+            if not self._has_label and len(values) == len(names) + 1:
+                values = values[:-1]  # the target, which a prediction does not read
             if len(values) != len(names):
                 raise DataError(
                     f"a sample of {self.source} has {len(values)} values, but the model reads "

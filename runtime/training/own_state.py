@@ -18,15 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..checkpoint.contents import Rank, Wanted, put, state_of
-from ..checkpoint.folders import STATE, WEIGHTS, CheckpointError, unfinished
+from ..checkpoint.folders import LOOP_FACTS, STATE, WEIGHTS, CheckpointError, unfinished
 from ..checkpoint.storage import read_tensors, write_tensors, write_weights
 from ..distributed.process_groups import World, gather_alike
 from ..executor.loading import fill_stage
 from ..plan.plan import Plan
 from ..serialization import Origin, parse_json, read_text
 from ..tensor_files import dtype_of
-
-_FACTS = "loop.json"
 
 
 def full_state(plan: Plan, own: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
@@ -82,7 +80,7 @@ def save_own(
     if world.rank == 0:
         shutil.rmtree(target, ignore_errors=True)
         (target / STATE).mkdir(parents=True)
-        (target / _FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        (target / LOOP_FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     world.meet()
     modules = rank.modules if world.copy == 0 else {}
     with rank.executor.eval_weights():
@@ -99,8 +97,8 @@ def load_own(folder: Path, rank: Rank) -> dict[str, Any]:
 
     Raises CheckpointError for a folder that is not whole or does not fit this model and optimizer.
     """
-    origin = Origin(str(folder / _FACTS), CheckpointError, "Give a folder that save() wrote.")
-    facts = parse_json(read_text(folder / _FACTS, origin), origin, finite=False)
+    origin = Origin(str(folder / LOOP_FACTS), CheckpointError, "Give a folder that save() wrote.")
+    facts = parse_json(read_text(folder / LOOP_FACTS, origin), origin, finite=False)
     if not isinstance(facts, dict) or not {*loop_facts(rank, 0, 0, None)} <= facts.keys():
         raise CheckpointError(f"{folder} is not a saved pipeline.", "Give one that save() wrote.")
     now = loop_facts(rank, 0, 0, None)
