@@ -109,7 +109,11 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--packages", nargs="+", default=[*PACKAGES], choices=[*PACKAGES])
     parser.add_argument("--only", default="", help="only models whose name contains this text")
-    parser.add_argument("--again", type=Path, help="result file whose exact rows are kept")
+    parser.add_argument(
+        "--again",
+        type=Path,
+        help="result file whose other rows are kept, and exact ones of these packages",
+    )
     parser.add_argument("--output", default="out_of_sample", help="the name of the result")
     parser.add_argument(
         "--trace", action="store_true", help="judge in this process, and show tracebacks"
@@ -130,12 +134,18 @@ def main() -> None:
                 traceback.print_exc()
         return
     kept = json.loads(arguments.again.read_text())["rows"] if arguments.again else []
-    kept = [row for row in kept if row.get("2 stages") == row.get("4 stages") == "exact"]
+    kept = [
+        row
+        for row in kept
+        if row.get("2 stages") == row.get("4 stages") == "exact"
+        or (row["package"], row["model"]) not in cases
+    ]
     done = {(row["package"], row["model"]) for row in kept}
     work = [key for key in cases if key not in done]
     started = time.perf_counter()
     rows = list(kept)
-    order = [*cases]
+    order = [*dict.fromkeys([*((row["package"], row["model"]) for row in kept), *cases])]
+    to_run = len(work)
     for key, answer in each(
         examine, work, processes=arguments.processes, limit_s=20 * LIMIT_S, cases_a_process=12
     ):
@@ -144,13 +154,13 @@ def main() -> None:
         row |= dict.fromkeys(COLUMNS, f"traceback: {answer.why}") if died else answer
         rows.append(row)
         shown = {name: value for name, value in row.items() if value != "exact"}
-        print(f"{len(rows)}/{len(cases)} {json.dumps(shown)}", flush=True)
+        print(f"{len(rows)}/{len(kept) + to_run} {json.dumps(shown)}", flush=True)
         write_result(
             arguments.output,
             {
                 "versions": versions(),
                 "minutes": round((time.perf_counter() - started) / 60, 1),
-                "not yet run": len(cases) - len(rows),
+                "not yet run": len(kept) + to_run - len(rows),
                 "counts": counted(rows),
                 "rows": sorted(rows, key=lambda row: order.index((row["package"], row["model"]))),
             },

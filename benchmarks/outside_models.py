@@ -21,7 +21,7 @@ TIMM = (
     "beit3_base_patch16_224", "beit_base_patch16_224", "caformer_s18", "cait_xxs24_224",
     "coat_tiny", "coatnet_pico_rw_224", "convit_tiny", "convmixer_1024_20_ks9_p14",
     "convnext_atto_rms", "crossvit_tiny_240", "cs3darknet_focus_s", "davit_tiny",
-    "deit_tiny_patch16_224", "densenet121", "dla102x", "dpn107", "eca_botnext26ts_256",
+    "deit_tiny_patch16_224", "densenet121", "dla102x", "dpn48b", "eca_botnext26ts_256",
     "edgenext_xx_small", "efficientformer_l1", "efficientformerv2_s0", "efficientnet_lite0",
     "efficientvit_b0", "efficientvit_m0", "ese_vovnet19b_slim_dw", "eva02_tiny_patch14_224",
     "fasternet_s", "fastvit_t8", "focalnet_tiny_srf", "gcvit_xxtiny", "ghostnet_050",
