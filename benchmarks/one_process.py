@@ -105,7 +105,7 @@ def measure(case: Case, rounds: int, compiled: bool, folder: Path) -> dict[str, 
     }
     if compiled:
         calls["model"] = torch.compile(model)
-        pipe.stages = [torch.compile(stage) for stage in pipe.stages]
+        pipe.stages = torch.nn.ModuleList(torch.compile(stage) for stage in pipe.stages)
     times: dict[str, list[float]] = {"model": [], "pipeline": []}
     for number in range(rounds + 2):
         names = list(calls) if number % 2 else list(calls)[::-1]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import asyncpipe
@@ -33,9 +33,9 @@ def test_a_stage_compiles_without_a_graph_break(name: str, tmp_path: Path) -> No
     # In eval mode, since a compiled dropout draws other numbers.
     plain, compiled = asyncpipe.load(made).eval(), asyncpipe.load(made).eval()
     torch._dynamo.reset()
-    compiled.stages = [
+    compiled.stages = nn.ModuleList(
         torch.compile(stage, fullgraph=True, backend="aot_eager") for stage in compiled.stages
-    ]
+    )
     outputs, gradients = one_step(plain, inputs)
     again, its_gradients = one_step(compiled, inputs)
     for expected, actual in zip(outputs, again, strict=True):
