@@ -15,7 +15,9 @@ import os
 import pkgutil
 import re
 import shlex
+import signal
 import subprocess
+import urllib.request
 from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree
@@ -89,14 +91,22 @@ def run_shown(document: Path, line: str, command: list[str], folder: Path) -> No
     name, *arguments = shortened(command)
     if name == "python":
         arguments = ["-c", AS_NOTEBOOK, *arguments]
-    result = subprocess.run(
+    process = subprocess.Popen(
         [scripts / name if is_ours else name, *arguments],
         cwd=folder,
         env=os.environ | {"PATH": f"{scripts}:{os.environ['PATH']}"},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=300,
     )
+    if name == "asyncpipe-view":
+        assert process.stdout is not None
+        address = process.stdout.readline().strip()
+        with urllib.request.urlopen(address, timeout=60) as answer:
+            assert b"<html" in answer.read()
+        process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=300)
+    result = subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
     expected = int(line.rpartition("# exit code ")[2]) if "# exit code " in line else 0
     told = f"{shlex.join(command)}\n{result.stdout}\n{result.stderr}"
     assert result.returncode == expected, told

@@ -244,13 +244,15 @@ class Pipe(nn.Module):
         `remove_duplicate=False` under all its names."""
         place = {key: position for position, key in enumerate(self.plan.state_keys)}
         tied = {name: shared.names for shared in self.plan.shared for name in shared.names}
-        seen: set[str] = set()
+        seen: set[str | nn.Parameter] = set()
         for stage in self.stages if recurse else ():
             for own, parameter in stage.named_parameters(remove_duplicate=False):
                 names = sorted(tied.get(own, (own,)), key=lambda key: place.get(key, len(place)))
                 for name in names[:1] if remove_duplicate else names:
-                    if name not in seen:
-                        seen.add(name)
+                    # A compiled stage has other names for its parameters, which are the same.
+                    key = parameter if remove_duplicate else name
+                    if key not in seen:
+                        seen.add(key)
                         yield _below(prefix, name), parameter
 
     def named_buffers(

@@ -102,9 +102,9 @@ def _start():
 
 
 def _stand_for(address: str, arguments: list[str]) -> None:
-    descriptors = [0, 1, 2]
-    if "PMI_FD" in os.environ:  # through which mpiexec talks to its rank
-        descriptors.append(int(os.environ["PMI_FD"]))
+    # Also those by which mpiexec talks to its rank, and multiprocessing to its children.
+    inherited = (int(name) for name in os.listdir("/proc/self/fd"))
+    descriptors = [number for number in inherited if _is_open(number)]
     call = {
         "process": os.getpid(),
         "arguments": arguments,
@@ -126,6 +126,15 @@ def _stand_for(address: str, arguments: list[str]) -> None:
             signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), os.WTERMSIG(status))
     os._exit(os.WEXITSTATUS(status))
+
+
+def _is_open(descriptor: int) -> bool:
+    """Whether it still is, unlike the one that listed the descriptors."""
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
 
 
 def _read(connection: socket.socket, count: int) -> bytes:
@@ -180,7 +189,7 @@ def _reap() -> bool:
 
 def _keep(connection: socket.socket) -> list[str]:
     """Starts the process, tells its client how it ended, and kills it when the client is gone."""
-    length, received, _, _ = socket.recv_fds(connection, _WORD, 16)
+    length, received, _, _ = socket.recv_fds(connection, _WORD, 64)
     call = json.loads(_read(connection, int.from_bytes(length, "little")))
     process = os.fork()
     if process == 0:
@@ -238,7 +247,7 @@ def _run(arguments: list[str]) -> None:
     import types
 
     is_safe = bool(os.environ.get("PYTHONSAFEPATH"))
-    while arguments[0] in ("-u", "-P"):
+    while arguments[0] in ("-u", "-B", "-P"):
         is_safe |= arguments[0] == "-P"
         arguments = arguments[1:]
     match arguments:
