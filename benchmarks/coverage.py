@@ -172,7 +172,7 @@ def report(rows: list[dict[str, Any]]) -> dict[str, Any]:
             count = Counter(row[column].partition(":")[0] for row in those)
             share = round(100 * count["exact"] / max(1, len(those)), 1)
             counts[task][column] = {name: count[name] for name in OUTCOMES} | {"exact_%": share}
-            cells = f"{count['exact']} ({share:.1f} %) {count['refused']:4} {count['wrong']:4}"
+            cells = f"{count['exact']} ({share:.1f}%) {count['refused']:4} {count['wrong']:4}"
             line += f"  {cells:>{len(title)}}"
         print(line)
     for column in COLUMNS[:-1]:

@@ -13,7 +13,7 @@ not work in parallel otherwise; asynchronous steps are not, which makes their we
 possible in a pipeline of that length.
 
 Weights are independent of the load of the machine, but times are not: they come from runs during
-which other processes used at most 4 % of the cores. Runs of equal settings that the result file
+which other processes used at most 4% of the cores. Runs of equal settings that the result file
 already has are kept, so seeds and methods may be measured one after the other.
 """
 

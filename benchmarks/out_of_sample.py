@@ -101,7 +101,7 @@ def show(counts: dict[str, Any]) -> None:
         for column in COLUMNS:
             kinds = count[column]
             others = " ".join(f"{kinds[kind]} {kind}" for kind in OUTCOMES[1:] if kinds[kind])
-            line += f"  {kinds['exact_%']:.1f} % {others}"
+            line += f"  {kinds['exact_%']:.1f}% {others}"
         print(line)
 
 

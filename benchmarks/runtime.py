@@ -2,7 +2,7 @@
 
 All configurations of a case live in one group of processes with one thread each, and alternate in
 shuffled rounds, so that the load of the machine affects all alike; a sample counts only if other
-processes used at most 4 % of the cores meanwhile. Depending on its place in memory a configuration
+processes used at most 4% of the cores meanwhile. Depending on its place in memory a configuration
 may be a tenth faster or slower for the lifetime of its processes: so there are several groups, one
 after the other, that build the configurations in different orders. The ceiling is the speed of
 independent copies of the plain model, one per process, which no equal computation can exceed. An

@@ -3,7 +3,7 @@
 The limit to compare with is a copy within one process (memcpy); raw gloo and raw MPI are limits of
 the transports over them. Every round starts a pair of processes in which all transports alternate
 in shuffled order, and a pair under mpiexec for MPI, whose progress thread would slow the others;
-the results are medians over the rounds in which other processes used at most 4 % of the cores (over
+the results are medians over the rounds in which other processes used at most 4% of the cores (over
 all, if there were none), and the minimum.
 
     one way    half of a round trip: a message there and one of the same size back

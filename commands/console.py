@@ -249,7 +249,7 @@ class _BarOnceKnown(BarColumn):
 def print_plan(console: Console, plan: Plan) -> None:
     """The stage table, with each stage's share of the slowest one."""
     console.print()
-    print_table(console, stage_table(plan, console.width))
+    print_table(console, stage_table(plan))
 
 
 def print_candidates(console: Console, candidates: Sequence[Candidate], taken: str) -> None:

@@ -235,6 +235,6 @@ def _ending(summary: Summary) -> list[str]:
 
 
 def _parts(split: IdleSplit) -> str:
-    """`9 % bubble · 4 % imbalance · ..`, the largest first."""
+    """`9% bubble · 4% imbalance · ..`, the largest first."""
     parts = sorted(asdict(split).items(), key=lambda part: -part[1])
     return " · ".join(f"{write_share(share)} {name}" for name, share in parts)

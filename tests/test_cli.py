@@ -240,7 +240,7 @@ def test_the_teaching_example_in_two_stages_has_the_losses_of_one_process(tmp_pa
         result = run(tmp_path, "train", *options, "--schedule", schedule)
         assert result.returncode == 0, result.stderr
         assert "64 samples per step = 8 micro-batches × 8 samples × 1 replica" in result.stdout
-        assert "sgd, lr 0.1, linear decay to 30 %" in result.stdout
+        assert "sgd, lr 0.1, linear decay to 30%" in result.stdout
         assert "eval at step 10" in result.stdout
     single, piped, filled = (
         step_losses(tmp_path / f"runs/mlp_2p/{number}") for number in (1, 2, 3)

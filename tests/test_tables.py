@@ -49,34 +49,32 @@ def test_the_stage_table_has_whole_words_in_every_width(width: int) -> None:
     lines = in_columns(width, gpt2())
     assert max(map(len, lines)) <= width
     names = {name.removeprefix("transformer.") for stage in MODULES for name in stage}
-    shown = words(lines)
-    assert names <= {word.removeprefix("transformer.") for word in shown}
-    assert {"89.23", "156.3", "100"} <= shown
+    assert {"(transformer.*)", *names, "89.23", "156.3", "100%"} <= words(lines)
     assert "…" not in "".join(lines)
 
 
 def test_at_80_columns_a_stage_is_one_line_without_the_common_module() -> None:
     lines = [line for line in in_columns(80, gpt2()) if line.strip()]
-    assert lines[0].split("  ")[1] == "modules of transformer"
-    assert len(lines) == 5
-    assert lines[1].startswith("0      wte wpe drop h.0-1 ")
-    assert lines[4].startswith("3      lm_head ")
+    assert len(lines) == 6
+    assert {"stage", "modules", "(transformer.*)", "params"} <= words(lines[:2])
+    assert lines[2].startswith("0      wte wpe drop h.0-1 ")
+    assert lines[5].startswith("3      lm_head ")
     assert not {"█", "░"} & set("".join(lines))
-    assert "peak memory" in lines[0] and "sends" not in lines[0]
 
 
-def test_a_wide_terminal_has_every_column_and_the_full_names() -> None:
-    (table,) = stage_table(gpt2(), 200).fitted(200)
+def test_a_wide_terminal_has_every_column() -> None:
+    (table,) = stage_table(gpt2()).fitted(200)
     assert table == stage_table(gpt2())
     assert [column.heading for column in table.columns] == [
-        *("stage", "modules", "params", "forward", "backward", "load", "", "peak memory", "sends")
+        *("stage", "modules (transformer.*)", "params", "forward", "backward", "load", ""),
+        *("peak memory", "sends"),
     ]
-    assert "transformer.wte" in table.rows[0][1]
 
 
 def test_names_that_would_be_ambiguous_keep_the_module() -> None:
     assert common_module(["a.x", "x"]) == ""
     assert common_module(["a.b.x", "a.b.y", "head"]) == "a.b"
+    assert common_module(["a.b.0", "a.b.1-3", "head"]) == "a"
     assert common_module(["lm_head"]) == common_module([]) == ""
 
 
@@ -103,7 +101,7 @@ def test_columns_that_are_all_needed_are_printed_in_parts_below_the_first() -> N
 
 
 def test_the_tables_of_comparisons_fit_80_columns() -> None:
-    cells = ("stash+msnag", "adamw", "0.0003", "3", "12.3456", "0.1234", "0.0123", "0.4 %",
+    cells = ("stash+msnag", "adamw", "0.0003", "3", "12.3456", "0.1234", "0.0123", "0.4%",
              "12 min 3 s", "1.23×", "1.10×")  # fmt: skip
     candidate = Candidate("pipedream", 4, 367.5, 2560.1, 3 << 30, 5 << 20, 0.01, 3.2, "a note")
     for table in (Table(COLUMNS, (cells,)), candidate_table([candidate] * 2, timed=True)):
@@ -116,7 +114,7 @@ def test_a_plan_prints_its_stages_and_is_short_in_a_session() -> None:
     assert repr(plan) == f"<Plan gpt2: 4 stages, slowest stage {plan.bottleneck_ms:.4g} ms>"
     first, heading, *rows = str(plan).splitlines()
     assert first.startswith("gpt2: 4 stages, slowest stage ")
-    assert heading.startswith("stage  modules of transformer")
+    assert heading.startswith("stage  modules (transformer.*)")
     assert [row.split()[0] for row in rows] == ["0", "1", "2", "3"]
 
 
@@ -124,7 +122,7 @@ def test_a_notebook_shows_the_stages_as_html_with_names_escaped() -> None:
     plan = replace(gpt2(), name="<script>")
     page = plan._repr_html_()
     assert page.startswith("<table><caption>&lt;script&gt;: 4 stages")
-    assert page.count("<tr>") == 5 and "transformer.h.2-6</td>" in page
+    assert page.count("<tr>") == 5 and ">h.2-6</td>" in page
     assert "<script>" not in page
 
 

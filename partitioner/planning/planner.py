@@ -295,7 +295,7 @@ class GraphPlan:
     ranks_of_stage: the ranks of each stage, several if it is replicated
     bottleneck_ms, lower_bound_ms: the slowest rank for one micro-batch, and its proved bound
     step_ms, step_bound_ms: an optimizer step under the schedule, and its proved bound
-    gap: the share by which the objective is above its proved bound (0.02 is 2 %)
+    gap: the share by which the objective is above its proved bound (0.02 is 2%)
     optimal: the objective reaches its bound
     method: the planning method
     seconds: the duration of the search

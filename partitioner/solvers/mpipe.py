@@ -28,7 +28,7 @@ returns, which gives at least as many pieces.
 `largest_first` assigns blocks to ranks, the largest first, each to the rank that finishes it first.
 This is LPT (Graham: "Bounds on Multiprocessing Timing Anomalies", 1969): on k equal ranks without
 transfers at most 4/3 - 1/(3 k) of the optimum. Smallest first, as in FTPipe, which pops the wrong
-end of its sorted list, has no such bound and is 16 to 30 % worse on average.
+end of its sorted list, has no such bound and is 16 to 30% worse on average.
 """
 
 from __future__ import annotations

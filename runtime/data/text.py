@@ -26,11 +26,11 @@ class TextWindows:
     """Windows of a text, one after the other, as the inputs of a plan.
 
     causal    `input_ids` and equal `labels` (the model shifts them), or a shifted `target`
-    masked    15 % of the tokens hidden, `labels` -100 but there
+    masked    15% of the tokens hidden, `labels` -100 but there
     seq2seq   a window twice as long: `input_ids` its first half, `labels` its second
     classify  `labels` says which of the model's classes the window's document falls into
 
-    The last 5 % of the text is for evaluation; where documents are classes, every 20th window.
+    The last 5% of the text is for evaluation; where documents are classes, every 20th window.
     """
 
     def __init__(

@@ -281,7 +281,7 @@ def few_micro_batches_warning(name: str, *, ranks: int, micro_batches: int) -> s
     idle for more than a third of each step; None otherwise.
 
     >>> print(few_micro_batches_warning("1f1b", ranks=4, micro_batches=2))
-    2 micro-batches keep 4 ranks idle 60 % of the time (1f1b). 16 would be 16 %. --micro-batches 16
+    2 micro-batches keep 4 ranks idle 60% of the time (1f1b). 16 would be 16%. --micro-batches 16
     """
     if name not in SYNCHRONOUS or micro_batches >= 4 * ranks:
         return None
@@ -294,8 +294,8 @@ def few_micro_batches_warning(name: str, *, ranks: int, micro_batches: int) -> s
         return None
     return (
         f"{micro_batches} micro-batch{'es keep' if micro_batches > 1 else ' keeps'} "
-        f"{ranks} ranks idle {100 * now:.0f} % of the time ({name}). "
-        f"{4 * ranks} would be {100 * then:.0f} %. --micro-batches {4 * ranks}"
+        f"{ranks} ranks idle {100 * now:.0f}% of the time ({name}). "
+        f"{4 * ranks} would be {100 * then:.0f}%. --micro-batches {4 * ranks}"
     )
 
 

@@ -338,7 +338,7 @@ class Plan:
 
     @property
     def gap(self) -> float:
-        """The share by which the objective is above its proved lower bound (0.02 is 2 %). The
+        """The share by which the objective is above its proved lower bound (0.02 is 2%). The
         objective is the bottleneck, or the step of a synchronous schedule."""
         if self.setting.schedule in ASYNCHRONOUS:
             return self.bottleneck_ms / self.lower_bound_ms - 1 if self.lower_bound_ms else 0.0

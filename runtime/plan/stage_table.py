@@ -24,26 +24,25 @@ TEXT_WIDTH = 100
 """Columns of the table in `str(plan)`."""
 
 
-def stage_table(plan: Plan, width: int | None = None) -> Table:
-    """The modules and costs of each stage, with its share of the slowest one.
-
-    If the table is wider than `width` columns, the names of modules are without the module that
-    they are all in.
-    """
-    full = _table(plan, [stage.modules for stage in plan.stages], "modules")
-    inside = common_module([name for stage in plan.stages for name in stage.modules])
-    if width is None or full.width <= width or not inside:
-        return full
-    names = [[name.removeprefix(f"{inside}.") for name in stage.modules] for stage in plan.stages]
-    return _table(plan, names, f"modules of {inside}")
+def stage_table(plan: Plan) -> Table:
+    """The modules and costs of each stage, with its share of the slowest one. Names of modules are
+    without the module that they are all in."""
+    names = [stage.modules for stage in plan.stages]
+    inside = common_module([name for of_stage in names for name in of_stage])
+    if not inside:
+        return _table(plan, names, "modules")
+    inner = [[name.removeprefix(f"{inside}.") for name in of_stage] for of_stage in names]
+    return _table(plan, inner, f"modules ({inside}.*)")
 
 
 def common_module(names: Sequence[str]) -> str:
     """The path of the module that holds all modules with a dot in their names; "" if there is none
-    or if names would be ambiguous without it.
+    or if names would be ambiguous without it. No name is left that begins with a number.
 
     >>> common_module(["transformer.wte", "transformer.h.0-3", "transformer.h.4", "lm_head"])
     'transformer'
+    >>> common_module(["bert.layer.0-3", "bert.layer.4", "head"])
+    'bert'
     >>> common_module(["model.lm_head", "lm_head"]), common_module(["encoder.0", "decoder.0"])
     ('', '')
     """
@@ -52,6 +51,8 @@ def common_module(names: Sequence[str]) -> str:
     shortest = min(map(len, paths), default=1) - 1
     while shared < shortest and len({path[shared] for path in paths}) == 1:
         shared += 1
+    while shared and any(path[shared][0].isdigit() for path in paths):
+        shared -= 1
     inner = {".".join(path[shared:]) for path in paths}
     is_clear = inner.isdisjoint(name for name in names if "." not in name)
     return ".".join(paths[0][:shared]) if shared and is_clear else ""
@@ -77,7 +78,7 @@ def as_text(plan: Plan) -> str:
 
     text = StringIO()
     console = Console(file=text, width=TEXT_WIDTH, color_system=None)
-    for part in in_terminal(stage_table(plan, TEXT_WIDTH), TEXT_WIDTH):
+    for part in in_terminal(stage_table(plan), TEXT_WIDTH):
         console.print(part)
     return "\n".join(map(str.rstrip, visible(f"{_heading(plan)}\n{text.getvalue()}").splitlines()))
 

@@ -271,7 +271,7 @@ def _line(
 
 
 def _usual_most(ascending: Sequence[float]) -> float:
-    """The highest number, or less if it is far above 98 % of the numbers."""
+    """The highest number, or less if it is far above 98% of the numbers."""
     most, usual = ascending[-1], ascending[math.ceil(0.98 * len(ascending)) - 1]
     spread = usual - ascending[0]
     return usual + spread / 4 if spread > 0 and most > usual + spread else most

@@ -7,7 +7,7 @@ that shortens the step. `Fit.gap` bounds the distance from the optimum. The idea
 at measured costs is from Qi et al., "Zero bubble pipeline parallelism", ICLR 2024, section 3.1;
 there each backward is split and steps end together.
 
-Among orders whose periods differ by less than 0.1 % it takes the one with the fewest live
+Among orders whose periods differ by less than 0.1% it takes the one with the fewest live
 activations. The number of tries depends on the size alone, not on the clock: equal input, equal
 schedule.
 

@@ -187,9 +187,9 @@ def draw_timeline(timeline: Timeline, *, width: int = 72) -> str:
     >>> from asyncpipe.runtime.schedule.builders import one_f_one_b
     >>> timeline = simulate(one_f_one_b(3, 4), ActionCosts.equal(3, step_ms=1))
     >>> print(draw_timeline(timeline, width=38))
-    rank 0 |░░░░░░        ▓▓▓▓░░▓▓▓▓  ▓▓▓▓  ▓▓▓▓██|  32 % idle
-    rank 1 |  ░░░░    ▓▓▓▓░░▓▓▓▓░░▓▓▓▓  ▓▓▓▓██    |  32 % idle
-    rank 2 |    ░░▓▓▓▓░░▓▓▓▓░░▓▓▓▓░░▓▓▓▓██        |  32 % idle
+    rank 0 |░░░░░░        ▓▓▓▓░░▓▓▓▓  ▓▓▓▓  ▓▓▓▓██|  32% idle
+    rank 1 |  ░░░░    ▓▓▓▓░░▓▓▓▓░░▓▓▓▓  ▓▓▓▓██    |  32% idle
+    rank 2 |    ░░▓▓▓▓░░▓▓▓▓░░▓▓▓▓░░▓▓▓▓██        |  32% idle
             ░ forward  ▓ backward  █ step 19.00 ms
     """
     bars = [[" "] * width for _ in range(timeline.ranks)]
@@ -202,7 +202,7 @@ def draw_timeline(timeline: Timeline, *, width: int = 72) -> str:
             end = max(end, begin + 1)
         bars[event.rank][begin:end] = [_BARS[event.action.kind]] * (end - begin)
     lines = [
-        f"rank {rank} |{''.join(bar)}| {write_share(idle):>5} idle"
+        f"rank {rank} |{''.join(bar)}| {write_share(idle):>4} idle"
         for rank, (bar, idle) in enumerate(zip(bars, timeline.idle_shares, strict=True))
     ]
     end_ms = write_ms(timeline.makespan_ms)

@@ -10,8 +10,8 @@ further gradients:
     p <- p - lr f(t + i) b1^i m / (sqrt(b2^i s / (1 - b2^(t + i))) + eps)     for i = 1 .. n
 
 where f is 1 / (1 - b1^(t + i)), or NAdam's replacement of it. Coupled decay is a gradient, which
-both moments average. FTPipe leaves s unchanged. Then n = 7 steps are up to 0.35 % shorter than the
-optimizer's own at b2 = 0.999, and up to 16 % at b2 = 0.95. Here s decays as m does, so a prediction
+both moments average. FTPipe leaves s unchanged. Then n = 7 steps are up to 0.35% shorter than the
+optimizer's own at b2 = 0.999, and up to 16% at b2 = 0.95. Here s decays as m does, so a prediction
 equals the optimizer's steps exactly.
 
 The steps of SGD and Sutskever's SGD are linear in the weight p, the velocity v and the first step's

@@ -228,8 +228,8 @@ def ring_ms(split: str) -> float:
 
 
 def test_a_lone_rank_pays_for_both_ends_as_measured() -> None:
-    """The published ring of 8 ranks on 3 nodes: 4-3-1 took 13 % more than 4-2-2; of 6 ranks on 2
-    nodes 5-1 took 20 % more than 3-3. A model of links alone sees no difference."""
+    """The published ring of 8 ranks on 3 nodes: 4-3-1 took 13% more than 4-2-2; of 6 ranks on 2
+    nodes 5-1 took 20% more than 3-3. A model of links alone sees no difference."""
     assert ring_ms("a:4,b:2,c:2") == pytest.approx(1.0, abs=0.01)
     assert ring_ms("a:4,b:3,c:1") == pytest.approx(2.0, abs=0.01)
     assert ring_ms("a:3,b:3") == pytest.approx(1.0, abs=0.01)

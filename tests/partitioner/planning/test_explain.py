@@ -153,9 +153,9 @@ def test_a_cut_is_explained_by_both_neighbours_the_bytes_and_the_block_that_woul
     assert [finding.text for finding in found] == [
         "after 0.1, before 1.0: 1 value crosses, 1000 bytes forward and 1000 bytes back, 2.00 ms.",
         "one operation earlier, 0.1 to stage 1: stage 0 14.00 ms to 8.00 ms; stage 1 14.00 ms to "
-        "20.00 ms; the slowest stage takes 6.00 ms more (43 %), it would tear block 0.",
+        "20.00 ms; the slowest stage takes 6.00 ms more (43%), it would tear block 0.",
         "one operation later, 1.0 to stage 0: stage 0 14.00 ms to 20.00 ms; stage 1 14.00 ms to "
-        "8.00 ms; the slowest stage takes 6.00 ms more (43 %), it would tear block 1.",
+        "8.00 ms; the slowest stage takes 6.00 ms more (43%), it would tear block 1.",
     ]
 
 

@@ -297,7 +297,7 @@ def test_candidates_have_a_table_where_there_are_some(plan):
     cells = [text_of(cell) for cell in all_of(tree, "td")]
     start = cells.index("metis")
     assert cells[start : start + 8] == [
-        *("metis", "4", "12.50 ms", "100.0 ms", "3.0 MiB", "5.0 KiB", "25 %", "made acyclic")
+        *("metis", "4", "12.50 ms", "100.0 ms", "3.0 MiB", "5.0 KiB", "25%", "made acyclic")
     ]
 
 

@@ -428,7 +428,7 @@ def test_runs_are_compared_at_equal_steps_and_in_equal_time(tmp_path: Path) -> N
     assert rows["loss after 10 steps"] == ("0.0000", "5.0000")
     assert rows["loss 1.1 s after step 1"] == ("4.0000", "4.0000")
     assert rows["steps 1.1 s after step 1"] == ("6", "12")
-    assert rows["tokens/s"] == ("500", "1 000")
+    assert rows["tokens/s"] == ("500", "1,000")
     assert rows["step time"] == (write_ms(200), write_ms(100))
     assert compared.differences == (("lr", "0.1", "0.2"), ("seed", "", "1"))
     plain = json.loads(as_json(compared))

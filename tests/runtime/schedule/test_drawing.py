@@ -34,8 +34,8 @@ def test_both_parts_of_a_backward_are_drawn() -> None:
         rank 1 | .  F0 B0 F1 B1 W0 W1 S1
     """)
     assert draw_timeline(simulate(schedule, ActionCosts.equal(2, step_ms=1)), width=32) == (
-        "rank 0 |░░░░░░░░    ▓▓▓▓▒▒▒▒▓▓▓▓▒▒▒▒████|  12 % idle\n"
-        "rank 1 |    ░░░░▓▓▓▓░░░░▓▓▓▓▒▒▒▒▒▒▒▒████|  12 % idle\n"
+        "rank 0 |░░░░░░░░    ▓▓▓▓▒▒▒▒▓▓▓▓▒▒▒▒████|  12% idle\n"
+        "rank 1 |    ░░░░▓▓▓▓░░░░▓▓▓▓▒▒▒▒▒▒▒▒████|  12% idle\n"
         "        ░ forward  ▓ backward  ▒ its weights  █ step 8.00 ms"
     )
 
@@ -62,8 +62,7 @@ def test_the_end_of_the_axis_is_the_makespan_wherever_it_begins() -> None:
         for kind, start in (("F", 1000.0), ("B", 1010.0))
     )
     assert draw_timeline(Timeline("measured", 1, events), width=40) == (
-        f"rank 0 |{'░' * 20}{'▓' * 20}|   0 % idle\n"
-        "        ░ forward  ▓ backward  █ step   20.00 ms"
+        f"rank 0 |{'░' * 20}{'▓' * 20}|   0% idle\n        ░ forward  ▓ backward  █ step   20.00 ms"
     )
 
 

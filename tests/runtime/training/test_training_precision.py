@@ -171,7 +171,7 @@ def test_processes_may_cast_what_they_send(folders: Path, tmp_path: Path) -> Non
     assert column(lines, "loss") != column(exact, "loss")
     assert column(lines, "loss") == pytest.approx(column(exact, "loss"), rel=1e-2)
     (facts,) = events_of(tmp_path / "1", "start")
-    assert facts["precision"] == "boundaries have 50 % of the bytes as planned"
+    assert facts["precision"] == "boundaries have 50% of the bytes as planned"
 
 
 def test_asynchronous_runs_compute_in_bfloat16(folders: Path, tmp_path: Path) -> None:
