@@ -182,13 +182,13 @@ def _joined(
     for group in colocated(capture):
         together.union(*(node for node in group if node in position))
     by_name = {node.name: node for node in order if node not in again.free}
-    kept = list(by_name.values())
+    computed = list(by_name.values())
     changed = {storage for node in order for storage in node.meta["mutates"]}
     wanted = nx.utils.UnionFind(node for nodes in demanded for node in nodes)
     for nodes in demanded:
         wanted.union(*nodes)
     home = {node: wanted[node] for nodes in demanded for node in nodes}
-    for node in kept:
+    for node in computed:
         readers = [reader for reader in node.users if reader.name in by_name]
         viewed = None if changed & node.meta["storages"] else _viewed(node)
         if viewed is not None and viewed.name in by_name:
@@ -198,21 +198,21 @@ def _joined(
         elif viewed is not None:
             together.union(node, *readers[:1])
         elif is_guard(node):
-            together.union(*_guarded(node, by_name, kept))
+            together.union(*_guarded(node, by_name, computed))
         elif not isinstance(node.meta.get("val"), Tensor):
             together.union(node, *readers)
-    for before, node in itertools.pairwise(kept):
+    for before, node in itertools.pairwise(computed):
         if not node.users and not is_guard(node):
             together.union(node, before)
-    if kept and not kept[0].users and not is_guard(kept[0]):
-        together.union(*kept[:2])
+    if computed and not computed[0].users and not is_guard(computed[0]):
+        together.union(*computed[:2])
     for nodes in demanded:
         together.union(*(node for node in nodes if node.name in by_name))
     quotient = nx.DiGraph()
-    quotient.add_nodes_from(together[node] for node in kept)
+    quotient.add_nodes_from(together[node] for node in computed)
     quotient.add_edges_from(
         (together[source], together[node])
-        for node in kept
+        for node in computed
         for source in node.all_input_nodes
         if source.name in by_name and together[source] != together[node]
     )
@@ -223,14 +223,16 @@ def _joined(
     )
     fused = nx.condensation(quotient)
     members: dict[int, list[fx.Node]] = {}
-    for node in kept:
+    for node in computed:
         members.setdefault(fused.graph["mapping"][together[node]], []).append(node)
     for label, nodes in members.items():
         fused.nodes[label].update(members=nodes, first=position[nodes[0]])
     return fused
 
 
-def _guarded(guard: fx.Node, by_name: Mapping[str, fx.Node], kept: list[fx.Node]) -> set[fx.Node]:
+def _guarded(
+    guard: fx.Node, by_name: Mapping[str, fx.Node], computed: list[fx.Node]
+) -> set[fx.Node]:
     """A guard, the nodes computed only for it, and the values that they read, so that no stage
     consists of a guard alone."""
     members, waiting = {guard}, [guard]
@@ -243,7 +245,7 @@ def _guarded(guard: fx.Node, by_name: Mapping[str, fx.Node], kept: list[fx.Node]
                     waiting.append(used)
                 else:
                     looked_at.add(used)
-    following = (node for node in kept[kept.index(guard) :] if node.users)
+    following = (node for node in computed[computed.index(guard) :] if node.users)
     return members | (looked_at or set(itertools.islice(following, 1)))
 
 
@@ -294,8 +296,8 @@ def _costs(
 
 def _saved_as(members: list[fx.Node], makers: Mapping[fx.Node, str | None]) -> dict[str, str]:
     """Names in `saved` of values in the memory of another node."""
-    found = ((node.name, makers[node]) for node in members)
-    return {name: maker for name, maker in found if maker and maker != name}
+    maker_of = ((node.name, makers[node]) for node in members)
+    return {name: maker for name, maker in maker_of if maker and maker != name}
 
 
 class _TensorNames:
@@ -319,27 +321,29 @@ class _TensorNames:
         }
 
     def parameters_of(self, nodes: Iterable[fx.Node]) -> Iterator[tuple[str, int]]:
-        return self._found(nodes, parameters=True)
+        return self._named_sizes(nodes, parameters=True)
 
     def frozen_of(self, names: Iterable[str]) -> list[str]:
         """The names of the parameters that are frozen (`requires_grad` is False)."""
         return [name for name in names if not self.by_name[name].requires_grad]
 
     def buffers_of(self, nodes: Iterable[fx.Node]) -> Iterator[tuple[str, int]]:
-        return self._found(nodes, parameters=False)
+        return self._named_sizes(nodes, parameters=False)
 
     def linear_maps_of(self, nodes: Iterable[fx.Node]) -> Collection[Tensor]:
         """The parameters outside embeddings, each once."""
-        found = {id(tensor): tensor for node in nodes for tensor in self._read(node)}
+        tensors = {id(tensor): tensor for node in nodes for tensor in self._read(node)}
         return [
             tensor
-            for name, tensor in found.items()
+            for name, tensor in tensors.items()
             if isinstance(tensor, nn.Parameter)
             and tensor.requires_grad
             and name not in self._tables
         ]
 
-    def _found(self, nodes: Iterable[fx.Node], *, parameters: bool) -> Iterator[tuple[str, int]]:
+    def _named_sizes(
+        self, nodes: Iterable[fx.Node], *, parameters: bool
+    ) -> Iterator[tuple[str, int]]:
         for node in nodes:
             for tensor in self._read(node):
                 if isinstance(tensor, nn.Parameter) == parameters:

@@ -47,7 +47,7 @@ def find_demands(
             f"--stages {stages} there are {max(stages - 1, 0)}.",
             f"--stages {boundaries + 1}, or fewer --cut-at",
         )
-    together = [found for name in dict.fromkeys(keep_together) for found in names.modules(name)]
+    together = [module for name in dict.fromkeys(keep_together) for module in names.modules(name)]
     return Demands(cuts, tuple(together))
 
 
@@ -59,7 +59,7 @@ def groups_to_cut_before(demands: Demands, graph: nx.DiGraph) -> tuple[str, ...]
     members = {name: names for _, names in graph.nodes(data="names") for name in names}
     groups = {name: group for group, names in graph.nodes(data="names") for name in names}
     first = next(iter(graph))
-    found = []
+    cut_before = []
     for name, nodes in demands.cuts:
         # Nodes in no group are computed wherever they are read.
         placed = [node for node in nodes if node.name in groups] or _after(nodes, groups)
@@ -71,8 +71,8 @@ def groups_to_cut_before(demands: Demands, graph: nx.DiGraph) -> tuple[str, ...]
             )
         if not starts or any(not _is_view(node) for node in placed[: placed.index(starts[0])]):
             raise _inseparable(name, placed[0], members[placed[0].name], demands)
-        found.append(groups[starts[0].name])
-    return tuple(dict.fromkeys(found))
+        cut_before.append(groups[starts[0].name])
+    return tuple(dict.fromkeys(cut_before))
 
 
 def _after(nodes: Nodes, groups: Collection[str]) -> list[fx.Node]:
@@ -96,8 +96,8 @@ def _inseparable(name: str, node: fx.Node, members: Sequence[str], demands: Dema
     earlier = next(other for other in graph.nodes if other.name == members[0])
     reason = next(
         (
-            f"--keep-together {kept}"
-            for kept, nodes in demands.together
+            f"--keep-together {module}"
+            for module, nodes in demands.together
             if {earlier, node} <= set(nodes)
         ),
         "one changes or reads in place what the other made, or is a part of its result",
@@ -148,15 +148,15 @@ class _Names:
             for path, module in self._capture.model.named_modules()
             if path in self._inside
         }
-        found = [
+        modules = [
             (path, tuple(self._inside[path]))
             for path, kind in kinds.items()
             if name in (kind.__name__, f"{kind.__module__}.{kind.__qualname__}")
         ]
-        if not found:
+        if not modules:
             known = [*self._inside, *dict.fromkeys(kind.__name__ for kind in kinds.values())]
             raise self._unknown(name, "--keep-together", known)
-        return found
+        return modules
 
     def _line(self, name: str) -> Nodes:
         """The nodes of a line of the source that runs at one place of the program."""
@@ -167,14 +167,14 @@ class _Names:
             where = node.meta.get("source") or ("", 0)
             if where[1] == int(line) and f"/{where[0]}".endswith(f"/{file}"):
                 runs = lines.setdefault(where[0], [])
-                here = (where, node.meta.get("calls", ()))
-                if not runs or last != here:
+                call = (where, node.meta.get("calls", ()))
+                if not runs or last != call:
                     runs.append([])
                 runs[-1].append(node)
-                last = here
+                last = call
             else:
                 last = None
-        runs = [run for found in lines.values() for run in found]
+        runs = [run for runs_of_line in lines.values() for run in runs_of_line]
         if not runs:
             sources = {node.meta["source"] for node in self._nodes if node.meta.get("source")}
             known = sorted(f"{path.rpartition('/')[2]}:{number}" for path, number in sources)

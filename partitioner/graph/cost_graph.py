@@ -86,9 +86,9 @@ def costs_of(graph: nx.DiGraph, link: Link | None = None) -> Costs:
         values=values,
         send_ms=transfer_ms,
         receive_ms=transfer_ms,
-        parameters=_held(map(_parameters_of, nodes)),
-        saved=_held(map(_saved, nodes)),
-        frozen=_held(map(_frozen, nodes)),
+        parameters=_shared_bytes(map(_parameters_of, nodes)),
+        saved=_shared_bytes(map(_saved, nodes)),
+        frozen=_shared_bytes(map(_frozen, nodes)),
         buffer_bytes=_costs(graph, groups, "buffer_bytes"),
         transient_bytes=np.array([*map(_transient, nodes)], dtype=np.float64),
         live_bytes=np.array([node.get("live_bytes", 0) for node in nodes], dtype=np.float64),
@@ -131,21 +131,21 @@ def _weight_ms(graph: nx.DiGraph, groups: Sequence[Any], backward_ms: Floats) ->
     """The part of each backward that makes gradients of weights."""
     has_params = [bool(_parameters_of(graph.nodes[group])) for group in groups]
     unknown = not any(has_params)
-    found = np.zeros(len(groups))
+    weight_ms = np.zeros(len(groups))
     for index, (group, owns) in enumerate(zip(groups, has_params, strict=True)):
         node, whole_ms = graph.nodes[group], float(backward_ms[index])
-        found[index] = whole_ms / 2 if owns or unknown else 0.0
+        weight_ms[index] = whole_ms / 2 if owns or unknown else 0.0
         if "weight_ms" in node:
-            found[index] = _cost(group, node, "weight_ms")
-            if found[index] > whole_ms * (1 + 1e-9):
+            weight_ms[index] = _cost(group, node, "weight_ms")
+            if weight_ms[index] > whole_ms * (1 + 1e-9):
                 raise PlanError(
-                    f"node {group} has weight_ms = {found[index]:g}, which is a part of its "
+                    f"node {group} has weight_ms = {weight_ms[index]:g}, which is a part of its "
                     f"backward_ms = {whole_ms:g} and cannot be more."
                 )
-    return found
+    return weight_ms
 
 
-def _held(named: Iterable[Mapping[str, int]]) -> tuple[SharedBytes, ...]:
+def _shared_bytes(named: Iterable[Mapping[str, int]]) -> tuple[SharedBytes, ...]:
     """The named sizes of the groups, once for each name; a size without a name is its group's."""
     groups: dict[str, list[int]] = {}
     sizes: dict[str, float] = {}
@@ -170,14 +170,14 @@ def _times_on(graph: nx.DiGraph, groups: Sequence[Any]) -> dict[str, tuple[Float
     kinds = sorted(
         {kind for _, times in graph.nodes(data="times_on", default={}) for kind in times}
     )
-    found = {}
+    times_on = {}
     for kind in kinds:
         missing = [group for group in groups if kind not in graph.nodes[group].get("times_on", {})]
         if missing:
             raise PlanError(f"node {missing[0]} has no times on {kind}, other nodes have.")
         pairs = np.array([graph.nodes[group]["times_on"][kind] for group in groups], np.float64)
-        found[kind] = (pairs[:, 0], pairs[:, 1])
-    return found
+        times_on[kind] = (pairs[:, 0], pairs[:, 1])
+    return times_on
 
 
 def _costs(graph: nx.DiGraph, groups: Sequence[Any], key: str) -> Floats:
@@ -250,9 +250,9 @@ def with_updates(costs: Costs, ms_per_byte: float, micro_batches: int) -> Costs:
     additional time of stages that share a parameter is part of their exchange (`with_exchanges`).
     """
     update_ms = np.zeros(len(costs.groups))
-    for held in costs.parameters:
-        whole_ms = held.num_bytes * ms_per_byte / micro_batches
-        update_ms[list(held.groups)] += whole_ms / len(held.groups)
+    for shared in costs.parameters:
+        whole_ms = shared.num_bytes * ms_per_byte / micro_batches
+        update_ms[list(shared.groups)] += whole_ms / len(shared.groups)
     times_on = {
         kind: (
             forward_ms,
@@ -304,9 +304,11 @@ def with_rotations(costs: Costs, graph: nx.DiGraph, optimizer: str) -> Costs:
     """The costs of the graph, with its `rotation_bytes` among the buffers if it is for SOAP."""
     if not PLANNED[optimizer].rotates:
         return costs
-    kept = {str(group): node.get("rotation_bytes", 0) for group, node in graph.nodes.items()}
-    found = np.array([kept[group] for group in costs.groups], dtype=np.float64)
-    return replace(costs, buffer_bytes=costs.buffer_bytes + found)
+    bytes_of_group = {
+        str(group): node.get("rotation_bytes", 0) for group, node in graph.nodes.items()
+    }
+    rotation_bytes = np.array([bytes_of_group[group] for group in costs.groups], dtype=np.float64)
+    return replace(costs, buffer_bytes=costs.buffer_bytes + rotation_bytes)
 
 
 Calls = tuple[ModuleCall, ...]
@@ -383,14 +385,14 @@ class _Lives:
 
     def _last_read(self, node: fx.Node) -> int:
         """Where the last reader ends: a module that is given the value, when it returns."""
-        found = self._position[node]
+        last = self._position[node]
         for reader in node.users:
             if reader.op != "output":
                 depth = len(_shared(_calls(node), _calls(reader)))
                 inside = _calls(reader)[: depth + 1]
                 is_given = len(inside) > depth
-                found = max(found, self._end_of[inside] if is_given else self._position[reader])
-        return found
+                last = max(last, self._end_of[inside] if is_given else self._position[reader])
+        return last
 
     def _function(self, node: fx.Node) -> Calls:
         """The innermost module call whose function has the value in a variable."""

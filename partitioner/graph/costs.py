@@ -128,10 +128,14 @@ class HeldIndex:
     num_bytes: Floats
 
     @classmethod
-    def of(cls, held: Sequence[SharedBytes]) -> HeldIndex:
-        pairs = [(group, item) for item, one in enumerate(held) for group in one.groups]
+    def of(cls, shared_bytes: Sequence[SharedBytes]) -> HeldIndex:
+        pairs = [
+            (group, item) for item, shared in enumerate(shared_bytes) for group in shared.groups
+        ]
         groups, items = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
-        return cls(groups, items, np.array([one.num_bytes for one in held], dtype=np.float64))
+        return cls(
+            groups, items, np.array([shared.num_bytes for shared in shared_bytes], dtype=np.float64)
+        )
 
     def sums(self, at: Ints, count: int) -> Floats:
         """The bytes of each of `count` stages, an item once in each, with groups at stages `at`."""
@@ -317,8 +321,8 @@ class StageSums:
         return self.send_ms + self.receive_ms
 
     def __getitem__(self, which: Any) -> StageSums:
-        found = (np.asarray(getattr(self, field.name)) for field in fields(self))
-        return StageSums(*(amounts[which] if amounts.ndim else amounts for amounts in found))
+        all_amounts = (np.asarray(getattr(self, field.name)) for field in fields(self))
+        return StageSums(*(amounts[which] if amounts.ndim else amounts for amounts in all_amounts))
 
 
 def stage_sums(
@@ -394,6 +398,6 @@ def _sums(of_groups: Floats, at: Ints, count: int) -> Floats:
 
 
 def _largest(of_groups: Floats, at: Ints, count: int) -> Floats:
-    found = np.zeros(count)
-    np.maximum.at(found, at, of_groups)
-    return found
+    maxima = np.zeros(count)
+    np.maximum.at(maxima, at, of_groups)
+    return maxima

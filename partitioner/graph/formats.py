@@ -31,15 +31,15 @@ def checked(kind: type[T], raw: Any, origin: Origin, place: str) -> T:
     """The known fields of a part of a file. Raises the origin's error for a number that is not a
     valid cost.
     """
-    there = replace(origin, where=f"{origin.where}: {place}")
-    found: Any = shaped(kind, known_fields(kind, raw), there)
-    for name, value in asdict(found).items():
+    part = replace(origin, where=f"{origin.where}: {place}")
+    costs: Any = shaped(kind, known_fields(kind, raw), part)
+    for name, value in asdict(costs).items():
         numbers = value.values() if isinstance(value, Mapping) else [value]
         for number in numbers:
             if isinstance(number, int | float) and not 0 <= number < MOST:
-                raise there.refused(f": {name} has {number:g}, which is not a valid cost.")
-    made: T = found
-    return made
+                raise part.refused(f": {name} has {number:g}, which is not a valid cost.")
+    result: T = costs
+    return result
 
 
 def from_pipedream(text: str, name: str, origin: Origin) -> nx.DiGraph:
@@ -79,18 +79,18 @@ _PIPEDREAM_KEYS = {
 
 
 def _pipedream_costs(text: str, line: int, origin: Origin) -> dict[str, float]:
-    said = dict(re.findall(r"(\w+)=(\[[^\]]{0,9999}\]|[^,]+)", text[:99_999]))
-    found = {}
+    texts = dict(re.findall(r"(\w+)=(\[[^\]]{0,9999}\]|[^,]+)", text[:99_999]))
+    costs = {}
     for name, key in _PIPEDREAM_KEYS.items():
         try:
-            cost = sum(float(part) for part in said.get(key, "").strip("[]").split("; "))
+            cost = sum(float(part) for part in texts.get(key, "").strip("[]").split("; "))
         except ValueError:
             cost = math.nan
         if not 0 <= cost < MOST:
-            told = repr(said[key][:60]) if key in said else "missing"
-            raise origin.refused(f": line {line}: {key} is {told}, not a cost.")
-        found[name] = int(cost) if name.endswith("bytes") else cost
-    return found
+            shown = repr(texts[key][:60]) if key in texts else "missing"
+            raise origin.refused(f": line {line}: {key} is {shown}, not a cost.")
+        costs[name] = int(cost) if name.endswith("bytes") else cost
+    return costs
 
 
 @dataclass(frozen=True)
@@ -179,16 +179,16 @@ def _published(
 ) -> tuple[_Published, dict[int, _PublishedNode], list[_PublishedEdge]]:
     """The file's nodes by their numbers, and its edges, each between two of them."""
     whole = shaped(_Published, known_fields(_Published, raw), origin)
-    found = [
+    nodes_of_file = [
         checked(_PublishedNode, node, origin, f"nodes[{place}]")
         for place, node in enumerate(whole.nodes)
     ]
-    nodes = {node.id: node for node in found}
-    if len(nodes) < len(found):
+    nodes = {node.id: node for node in nodes_of_file}
+    if len(nodes) < len(nodes_of_file):
         raise origin.refused(": two of its nodes have one id.")
     edges = []
-    for place, each in enumerate(whole.edges):
-        edge = checked(_PublishedEdge, each, origin, f"edges[{place}]")
+    for place, raw_edge in enumerate(whole.edges):
+        edge = checked(_PublishedEdge, raw_edge, origin, f"edges[{place}]")
         if not {edge.sourceId, edge.destId} <= nodes.keys():
             raise origin.refused(f": edge {edge.sourceId} -> {edge.destId} names no node.")
         edges.append(edge)
@@ -197,10 +197,10 @@ def _published(
 
 def _latencies(times: Iterable[tuple[_PublishedNode, float]]) -> tuple[float, float]:
     """Forward and backward times of a group."""
-    found = [0.0, 0.0]
+    times_by_direction = [0.0, 0.0]
     for node, time_ms in times:
-        found[bool(node.isBackwardNode)] += time_ms
-    return found[0], found[1]
+        times_by_direction[bool(node.isBackwardNode)] += time_ms
+    return times_by_direction[0], times_by_direction[1]
 
 
 def _carry(

@@ -60,14 +60,14 @@ class Problem:
         """The costs as each position sees them; equal positions share one object."""
         distinct: dict[object, Costs] = {}
         setting = self.setting
-        found = []
+        costs_at = []
         for position, device in enumerate(setting.devices):
             joins = (setting.links or ())[max(position - 1, 0) : position + 1]
             key = (device.kind, device.speed, setting.replicas_at(position), joins)
             if key not in distinct:
                 distinct[key] = setting.seen_at(self.costs, position)
-            found.append(distinct[key])
-        return tuple(found)
+            costs_at.append(distinct[key])
+        return tuple(costs_at)
 
     @property
     def is_simple(self) -> bool:
@@ -222,7 +222,7 @@ def evaluate(problem: Problem, placement: Placement, in_flight: tuple[int, ...] 
     first_rank = [ranks_of_one[0] for ranks_of_one in ranks]
     setting = problem.setting.at(first_rank)
     if in_flight:
-        setting = replace(setting, held=in_flight)
+        setting = replace(setting, in_flight_at=in_flight)
     sums_seen: dict[int, StageSums] = {}
     sums: list[StageSums] = []
     for stage, of_stage in enumerate(ranks):

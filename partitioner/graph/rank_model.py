@@ -111,7 +111,7 @@ class RankConfig:
     replicas: rank j stands for `replicas[j]` equal ranks that share its micro-batches
     exchange: the link over which the replicas of rank j sum their gradients once a step
     rank_of_stage: the rank of each position, if ranks have several stages
-    held: micro-batches in flight by position, if the schedule depends on the costs of a placement
+    in_flight_at: micro-batches in flight by position, if they depend on the placement
     """
 
     devices: tuple[Device, ...]
@@ -126,7 +126,7 @@ class RankConfig:
     replicas: tuple[int, ...] = ()
     exchange: tuple[Link, ...] | None = None
     rank_of_stage: tuple[int, ...] = ()
-    held: tuple[int, ...] = ()
+    in_flight_at: tuple[int, ...] = ()
 
     @property
     def stages(self) -> int:
@@ -174,8 +174,8 @@ class RankConfig:
 
     @cached_property
     def _in_flight(self) -> tuple[int, ...]:
-        if self.held:
-            return self.held
+        if self.in_flight_at:
+            return self.in_flight_at
         if self.schedule not in (*_BY_DEPTH, *ASYNCHRONOUS):
             return scheduled(
                 self.schedule, self.stages, self.shared_micro_batches, self.rank_of_stage
@@ -257,11 +257,11 @@ class RankConfig:
         in_flight = self.in_flight(position)
         before = self.in_flight(position - 1) if position else in_flight
         ahead = max(0, min(DEPTH, before - in_flight))
-        held = min(DEPTH, in_flight)
+        buffers = min(DEPTH, in_flight)
         # Activations posted, gradients not yet acknowledged, and the one being computed; gradients
         # posted, and the sent tensors, unless they are kept for the backward anyway.
         on_the_way: Floats = (2 * ahead + 1) * sums.received_bytes + (
-            2 * held if recompute else held
+            2 * buffers if recompute else buffers
         ) * np.asarray(sums.sent_bytes)
         return on_the_way if recompute else on_the_way + in_flight * np.asarray(sums.root_bytes)
 

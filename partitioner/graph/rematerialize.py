@@ -164,12 +164,12 @@ class Recomputation:
         """
         pending = [node for node in wanted if node.op != "get_attr" and node not in at_hand]
         received, computed = set[fx.Node](), set[fx.Node]()
-        made = self._cut(pending, at_hand, fixed, own)
+        recomputed = self._cut(pending, at_hand, fixed, own)
         while pending:
             node = pending.pop()
             if node in received or node in computed:
                 continue
-            if node.op == "placeholder" or node in fixed or self._unit_of[node] not in made:
+            if node.op == "placeholder" or node in fixed or self._unit_of[node] not in recomputed:
                 received.add(node)
                 continue
             computed.update(self.together(node))
@@ -259,12 +259,12 @@ class Recomputation:
         sent = _Way(received=frozenset({node}))
         if unit not in self._makeable:
             return sent
-        made = _Way(units=frozenset({unit}), parameters=frozenset(unit.parameters))
+        recomputed = _Way(units=frozenset({unit}), parameters=frozenset(unit.parameters))
         for source in unit.sources:
-            made |= self._ways[source]
-        if len(made.units) > _LONGEST_RECOMPUTATION or made.received & {*unit.nodes}:
+            recomputed |= self._ways[source]
+        if len(recomputed.units) > _LONGEST_RECOMPUTATION or recomputed.received & {*unit.nodes}:
             return sent
-        return made if self._ms(made) <= self._ms(sent) else sent
+        return recomputed if self._ms(recomputed) <= self._ms(sent) else sent
 
     def _ms(self, way: _Way) -> float:
         return (
@@ -285,12 +285,12 @@ class Recomputation:
             return True
         # Another stage holds a parameter only if it is smaller than the result, and only if no
         # stage has to send anything for it: its holders also have to exchange its gradient.
-        held = sum(
+        param_bytes = sum(
             self._tensors[name].numel() * self._tensors[name].element_size()
             for name in unit.parameters
         )
-        made = max(num_bytes(node, self.prices.sizes) for node in unit.nodes)
-        return is_pure and held <= made
+        result_bytes = max(num_bytes(node, self.prices.sizes) for node in unit.nodes)
+        return is_pure and param_bytes <= result_bytes
 
     def _is_repeatable(self, node: fx.Node, changed: Set[int]) -> bool:
         meta = node.meta
@@ -325,13 +325,13 @@ def _units(capture: Capture) -> Mapping[fx.Node, _Unit]:
         sources = dict.fromkeys(
             source for node in nodes for source in node.all_input_nodes if source not in inside
         )
-        held = [str(source.target) for source in sources if source.op == "get_attr"]
+        names = [str(source.target) for source in sources if source.op == "get_attr"]
         for node in nodes:
             if node.op == "call_module":
                 leaf = capture.model.get_submodule(str(node.target))
-                held += [f"{node.target}.{name}" for name, _ in leaf.named_parameters()]
+                names += [f"{node.target}.{name}" for name, _ in leaf.named_parameters()]
         unit = _Unit(
-            tuple(nodes), tuple(sources), tuple(name for name in held if name in parameters)
+            tuple(nodes), tuple(sources), tuple(name for name in names if name in parameters)
         )
         units |= dict.fromkeys(nodes, unit)
     return units

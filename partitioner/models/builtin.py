@@ -308,8 +308,8 @@ def configuration_arguments(configuration: Any) -> dict[str, Any] | None:
                 for name, value in fields.items()
                 if name not in plain or not _is_same(plain[name], value)
             }
-            made = _fields(kind(**changed))
-            if all(name in made and _is_same(made[name], fields[name]) for name in fields):
+            rebuilt = _fields(kind(**changed))
+            if all(name in rebuilt and _is_same(rebuilt[name], fields[name]) for name in fields):
                 return changed
     except Exception:
         # Any error of a constructor only means that these arguments do not work.
@@ -350,7 +350,7 @@ def _fields(configuration: Any) -> Mapping[str, Any]:
     }
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    if is_configuration(one) and is_configuration(other):
-        return type(one) is type(other) and _fields(one) == _fields(other)
-    return type(one) is type(other) and bool(one == other)
+def _is_same(first: Any, other: Any) -> bool:
+    if is_configuration(first) and is_configuration(other):
+        return type(first) is type(other) and _fields(first) == _fields(other)
+    return type(first) is type(other) and bool(first == other)

@@ -99,8 +99,8 @@ def load_model(
         examples = _by_name(model, examples)
         if micro_batch_size:
             examples = _of_batch(examples, micro_batch_size)
-        made = random if meta else f"as {spec.rpartition(':')[2]} made them, seed {seed}"
-        return ModelSource(_name_of(spec), spec, model, examples, made)
+        origin = random if meta else f"as {spec.rpartition(':')[2]} made them, seed {seed}"
+        return ModelSource(_name_of(spec), spec, model, examples, origin)
     if spec in BUILTIN:
         with device, told_as(ModelError, f"--model {spec}"):
             model = BUILTIN[spec](**arguments)
@@ -291,15 +291,17 @@ def _class_of(transformers: Any, config: Any, spec: str) -> Any:
     usual = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     default = getattr(usual, "__name__", f"{config.model_type} without architectures")
     name = str((config.architectures or [default])[0])
-    found = getattr(transformers, name, None)
-    is_class = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
+    model_class = getattr(transformers, name, None)
+    is_class = isinstance(model_class, type) and issubclass(
+        model_class, transformers.PreTrainedModel
+    )
     if not (name.isidentifier() and is_class):
         raise ModelError(
             f"{spec} is a {name[:60]}, which transformers does not provide.",
             "Install a newer transformers, or write a function that builds the model: "
             "--model my_pkg.file:build",
         )
-    return found
+    return model_class
 
 
 def _tokenizer_files(folder: Path) -> dict[str, str]:
@@ -341,13 +343,13 @@ def _checked(factory: Callable[..., Any], arguments: dict[str, Any]) -> dict[str
     return arguments
 
 
-def _split_made(made: Any) -> tuple[nn.Module, Any]:
-    if isinstance(made, nn.Module):
-        return made, None
-    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
-        return made[0], made[1]
+def _split_made(built: Any) -> tuple[nn.Module, Any]:
+    if isinstance(built, nn.Module):
+        return built, None
+    if isinstance(built, tuple) and len(built) == 2 and isinstance(built[0], nn.Module):
+        return built[0], built[1]
     raise ModelError(
-        f"the factory returned {type(made).__name__}, not a model.",
+        f"the factory returned {type(built).__name__}, not a model.",
         "Return an nn.Module, or (nn.Module, {name: tensor}).",
     )
 

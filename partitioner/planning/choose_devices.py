@@ -63,7 +63,7 @@ class DeviceChoice:
     """
 
     search: Search
-    found: LayoutResult
+    result: LayoutResult
     by_shape: Mapping[Shape, LayoutResult]
     as_listed_ms: float | None
 
@@ -73,11 +73,11 @@ class DeviceChoice:
 
     @property
     def layout(self) -> Layout:
-        return self.found.layout
+        return self.result.layout
 
     @property
     def solution(self) -> Solution:
-        return self.found.solution
+        return self.result.solution
 
     def least_ms(self, cluster: Cluster) -> float | None:
         """The time of the chosen shape on the best layout of other devices, None if
@@ -136,7 +136,7 @@ def choose(
     shape = _least(eligible)
     best = search.best(tried[shape], shape)
     listed = tuple(range(sum(shape)))
-    as_listed = (one for one in tried[shape].found if one.layout.devices == listed)
+    as_listed = (result for result in tried[shape].results if result.layout.devices == listed)
     as_listed_ms = next((one.objective_ms for one in as_listed), None)
     return DeviceChoice(search, best, {**least, shape: best}, as_listed_ms)
 
@@ -145,9 +145,9 @@ def check_number(cluster: Cluster, stages: int | None) -> None:
     """Raises PlanError if there are fewer devices than requested stages."""
     number = len(cluster.devices)
     if stages is not None and stages > number:
-        there = f"there {'is' if number == 1 else 'are'} {number} device{'s' * (number > 1)}"
+        available = f"there {'is' if number == 1 else 'are'} {number} device{'s' * (number > 1)}"
         raise PlanError(
-            f"{stages} stages asked, but {there}.", f"--stages {number}, or leave --stages out."
+            f"{stages} stages asked, but {available}.", f"--stages {number}, or leave --stages out."
         )
 
 
@@ -177,23 +177,25 @@ def shapes(devices: int, stages: int | None = None, *, unequal: bool = True) -> 
     With `stages`, other numbers of stages appear only with equal replicas. `unequal`: single stages
     may be replicated, which only asynchronous schedules support.
     """
-    found: dict[Shape, None] = {}
+    distinct: dict[Shape, None] = {}
     for depth in range(1, devices + 1):
         most = devices // depth
         for replicas in range(1, most + 1) if devices <= _ALL_SHAPES else {1, most}:
-            found[(replicas,) * depth] = None
+            distinct[(replicas,) * depth] = None
         few = devices <= _MOST_DEVICES_IN_UNEQUAL_SHAPES
         if unequal and few and stages in (None, depth):
             for ends in combinations(range(1, devices), depth - 1):
                 cuts = (0, *ends, devices)
-                found[tuple(b - a for a, b in zip(cuts, cuts[1:], strict=False))] = None
-    return tuple(found)
+                distinct[tuple(b - a for a, b in zip(cuts, cuts[1:], strict=False))] = None
+    return tuple(distinct)
 
 
-def _least(found: Mapping[Shape, LayoutResult]) -> Shape:
-    least_ms = min(one.objective_ms for one in found.values())
-    near = [shape for shape, one in found.items() if one.objective_ms <= least_ms * (1 + _TIE)]
-    return min(near, key=lambda shape: (sum(shape), len(shape), found[shape].objective_ms))
+def _least(result_of: Mapping[Shape, LayoutResult]) -> Shape:
+    least_ms = min(result.objective_ms for result in result_of.values())
+    near = [
+        shape for shape, result in result_of.items() if result.objective_ms <= least_ms * (1 + _TIE)
+    ]
+    return min(near, key=lambda shape: (sum(shape), len(shape), result_of[shape].objective_ms))
 
 
 def _check_kinds(graph: nx.DiGraph, cluster: Cluster) -> None:
@@ -277,7 +279,7 @@ def _hosts(choice: DeviceChoice) -> str:
 
 def _order(choice: DeviceChoice) -> str:
     """The time on the devices in the order of the cluster."""
-    best_ms, listed_ms = choice.found.objective_ms, choice.as_listed_ms
+    best_ms, listed_ms = choice.result.objective_ms, choice.as_listed_ms
     if listed_ms is None or listed_ms <= best_ms * (1 + _WORTH_SAYING):
         return ""
     named = [_named(choice.cluster, device) for device in choice.layout.devices]
@@ -319,10 +321,10 @@ def _lone(choice: DeviceChoice) -> Iterator[str]:
     count = Counter(device.host for device in split.devices)
     hosts = ",".join(f"{host}:{count[host]}" for host in split.hosts)
     other_ms = choice.least_ms(split)
-    if other_ms is None or other_ms > choice.found.objective_ms * (1 + _WORTH_SAYING):
+    if other_ms is None or other_ms > choice.result.objective_ms * (1 + _WORTH_SAYING):
         yield alone
         return
-    gain = 1 - other_ms / choice.found.objective_ms
+    gain = 1 - other_ms / choice.result.objective_ms
     than = f"{write_share(gain)} less" if gain > _WORTH_SAYING else "no more"
     yield f"{alone}; --hosts {hosts} has no such rank and takes {than} ({write_ms(other_ms)})"
 
@@ -352,17 +354,17 @@ def _without_lone_ranks(cluster: Cluster) -> Cluster | None:
 
 def shape_sentence(choice: DeviceChoice, stages: int | None) -> str:
     """Reports if another shape would be faster or need fewer devices."""
-    taken, best_ms = choice.layout.shape, choice.found.objective_ms
-    others = {shape: one for shape, one in choice.by_shape.items() if shape != taken}
+    chosen, best_ms = choice.layout.shape, choice.result.objective_ms
+    others = {shape: result for shape, result in choice.by_shape.items() if shape != chosen}
     if not others:
         return ""
     if stages is None:
-        shape = min(others, key=lambda one: others[one].objective_ms)
+        shape = min(others, key=lambda other: others[other].objective_ms)
         return (
-            f"{_in_words(taken)} chosen of {len(others) + 1} ways to use the devices; the next is "
+            f"{_in_words(chosen)} chosen of {len(others) + 1} ways to use the devices; the next is "
             f"{_in_words(shape)} with {write_ms(others[shape].objective_ms)} a micro-batch"
         )
-    shape = min(others, key=lambda one: others[one].objective_ms)
+    shape = min(others, key=lambda other: others[other].objective_ms)
     other_ms = others[shape].objective_ms
     if other_ms < best_ms * (1 - _AS_FAST):
         return (
@@ -371,15 +373,15 @@ def shape_sentence(choice: DeviceChoice, stages: int | None) -> str:
         )
     fewer = [
         shape
-        for shape, one in others.items()
-        if sum(shape) < sum(taken) and one.objective_ms <= best_ms * (1 + _AS_FAST)
+        for shape, result in others.items()
+        if sum(shape) < sum(chosen) and result.objective_ms <= best_ms * (1 + _AS_FAST)
     ]
     if not fewer:
         return ""
-    shape = min(fewer, key=lambda one: (sum(one), len(one)))
+    shape = min(fewer, key=lambda shape: (sum(shape), len(shape)))
     return (
         f"{_in_words(shape)} would be as fast: {write_ms(others[shape].objective_ms)} a "
-        f"micro-batch on {sum(shape)} instead of {sum(taken)} devices"
+        f"micro-batch on {sum(shape)} instead of {sum(chosen)} devices"
     )
 
 
@@ -387,9 +389,9 @@ def _in_words(shape: Shape) -> str:
     return shape_name(shape) + (" (no pipeline)" if len(shape) == 1 else "")
 
 
-def _candidate(choice: DeviceChoice, found: LayoutResult) -> Candidate:
-    solution, shape = found.solution, found.layout.shape
-    more = found.objective_ms / choice.found.objective_ms - 1
+def _candidate(choice: DeviceChoice, result: LayoutResult) -> Candidate:
+    solution, shape = result.solution, result.layout.shape
+    more = result.objective_ms / choice.result.objective_ms - 1
     number = sum(shape)
     return Candidate(
         name=shape_name(shape),

@@ -97,7 +97,7 @@ class Cluster:
 
     def _are_alike(self, host: str, other: str) -> bool:
         content = [
-            Counter(kind[1:] for kind in self.kinds if kind[0] == one) for one in (host, other)
+            Counter(kind[1:] for kind in self.kinds if kind[0] == name) for name in (host, other)
         ]
         return (
             content[0] == content[1]
@@ -136,12 +136,12 @@ class Cluster:
     def link_of_hosts(self, first: str, second: str) -> Link:
         """The link between two hosts, or between two devices of one host."""
         if first == second:
-            found = self.within.get(first, self.within.get(ANY_HOST, LOCALHOST))
+            link = self.within.get(first, self.within.get(ANY_HOST, LOCALHOST))
         else:
             names = ((first, second), (first, ANY_HOST), (second, ANY_HOST), (ANY_HOST, ANY_HOST))
             pairs = [rising(*pair) for pair in names]
-            found = next((self.between[pair] for pair in pairs if pair in self.between), NETWORK)
-        return replace(found, overlap=self.overlap)
+            link = next((self.between[pair] for pair in pairs if pair in self.between), NETWORK)
+        return replace(link, overlap=self.overlap)
 
     def setting(self, columns: Sequence[Sequence[int]], **how: Any) -> RankConfig:
         """The configuration with stage j and its replicas on the devices `columns[j]`.
@@ -241,10 +241,10 @@ def read_cluster(path: str | Path) -> Cluster:
     for number, table in enumerate(tables["links"]):
         where = f"{path}: link {number + 1}"
         named = _hosts_of(table, where, hosts)
-        found, key = (within, named[0]) if "within" in table else (between, rising(*named))
-        if key in found:
+        links, key = (within, named[0]) if "within" in table else (between, rising(*named))
+        if key in links:
             raise PlanError(f"{where} joins what an earlier one joins.", "Leave one of the two.")
-        found[key] = _link(table, where)  # type: ignore[index]
+        links[key] = _link(table, where)  # type: ignore[index]
     return Cluster(tuple(devices), within, between, overlap)
 
 
@@ -318,10 +318,10 @@ def _tables(raw: Mapping[str, Any], name: str, where: str) -> list[Mapping[str, 
     return tables
 
 
-def _check_keys(table: Mapping[str, Any], known: Sequence[str], where: str, what: str) -> None:
+def _check_keys(table: Mapping[str, Any], known: Sequence[str], where: str, section: str) -> None:
     for key in table:
         if key not in known:
-            raise PlanError(f"{where}: {what} has no {key}.", _meant(key, known, "Keys"))
+            raise PlanError(f"{where}: {section} has no {key}.", _meant(key, known, "Keys"))
 
 
 def _number(table: Mapping[str, Any], key: str, where: str, least: float = 1e-12) -> float:
@@ -335,10 +335,10 @@ def _number(table: Mapping[str, Any], key: str, where: str, least: float = 1e-12
     return float(value)
 
 
-def _meant(word: str, known: Iterable[str], what: str) -> str:
+def _meant(word: str, known: Iterable[str], label: str) -> str:
     names = list(known)
     near = difflib.get_close_matches(word, names, n=1)
-    return f"Did you mean {near[0]}?" if near else f"{what}: {', '.join(names) or 'none named'}."
+    return f"Did you mean {near[0]}?" if near else f"{label}: {', '.join(names) or 'none named'}."
 
 
 # --- the configuration for a run ------------------------------------------------------------

@@ -56,23 +56,23 @@ def best_of(by: Callable[[str], Solution], methods: Collection[str]) -> Solution
     A method that cannot serve the request is a candidate with its reason. Raises the PlanError
     of the first method when every method fails.
     """
-    found: dict[str, Solution] = {}
+    solutions: dict[str, Solution] = {}
     refused: dict[str, PlanError] = {}
     names = _distinct(methods)
     for name in names:
         try:
-            found[name] = by(name)
+            solutions[name] = by(name)
         except PlanError as error:
             refused[name] = error
-    if not found:
+    if not solutions:
         raise refused[names[0]]
-    found = _with_best_bound(found)
-    eligible = [one for one in found.values() if _runs_as_priced(one)] or list(found.values())
+    solutions = _with_best_bound(solutions)
+    eligible = [*filter(_runs_as_priced, solutions.values())] or [*solutions.values()]
     given_up = eligible[0].problem.rules.prefer_modules + _ROUNDING
-    most_ms = min(one.objective_ms for one in eligible) * (1 + given_up)
-    best = next(one for one in eligible if one.objective_ms <= most_ms)
+    most_ms = min(solution.objective_ms for solution in eligible) * (1 + given_up)
+    best = next(solution for solution in eligible if solution.objective_ms <= most_ms)
     candidates = [
-        _candidate(found[name]) if name in found else _refusal(name, refused[name])
+        _candidate(solutions[name]) if name in solutions else _refusal(name, refused[name])
         for name in names
     ]
     return replace(best, candidates=tuple(candidates))
@@ -86,16 +86,18 @@ def _runs_as_priced(solution: Solution) -> bool:
     return solution.setting.is_asynchronous or is_simulated(solution.problem, placement)
 
 
-def _with_best_bound(found: dict[str, Solution]) -> dict[str, Solution]:
+def _with_best_bound(solutions: dict[str, Solution]) -> dict[str, Solution]:
     """A bound that one method proves for all plans with one stage per rank applies to the plans of
     the others.
     """
-    plain = {name: one for name, one in found.items() if one.placement.ranks is None}
-    bound_ms = max((one.lower_bound_ms for one in plain.values()), default=0.0)
-    step_ms = max((one.step_bound_ms for one in plain.values()), default=0.0)
-    return found | {
-        name: replace(one, lower_bound_ms=bound_ms, step_bound_ms=step_ms)
-        for name, one in plain.items()
+    plain = {
+        name: solution for name, solution in solutions.items() if solution.placement.ranks is None
+    }
+    bound_ms = max((solution.lower_bound_ms for solution in plain.values()), default=0.0)
+    step_ms = max((solution.step_bound_ms for solution in plain.values()), default=0.0)
+    return solutions | {
+        name: replace(solution, lower_bound_ms=bound_ms, step_bound_ms=step_ms)
+        for name, solution in plain.items()
     }
 
 

@@ -97,13 +97,13 @@ def layouts(cluster: Cluster, shape: Sequence[int], most: int) -> tuple[tuple[La
         return tuple(Layout(tuple((one,) for one in order)) for order in found_orders), are_all
     are_all = _sequences(cluster, sum(shape)) <= most * _MOST_ALIKE
     sequences = (_all_orders if are_all else _block_orders)(cluster, sum(shape))
-    found: dict[object, Layout] = {}
+    distinct: dict[object, Layout] = {}
     for order in sequences:
         for layout in _layouts_of(order, shape):
             kinds = [{cluster.devices[index].kind for index in of} for of in layout.columns]
             if all(len(kinds_of_one) == 1 for kinds_of_one in kinds):
-                found.setdefault(_layout_signature(cluster, layout), layout)
-    return tuple(found.values())[:most], are_all and len(found) <= most
+                distinct.setdefault(_layout_signature(cluster, layout), layout)
+    return tuple(distinct.values())[:most], are_all and len(distinct) <= most
 
 
 def _layouts_of(order: Order, shape: Sequence[int]) -> Iterator[Layout]:
@@ -123,7 +123,7 @@ def _layout_signature(cluster: Cluster, layout: Layout) -> object:
     kinds = cluster.kinds
     if layout.pipelines:
         pipelines = zip(*layout.columns, strict=True)
-        first = sorted(pipelines, key=lambda one: repr([kinds[index] for index in one]))
+        first = sorted(pipelines, key=lambda indices: repr([kinds[index] for index in indices]))
         return _signature(cluster, [index for pipeline in first for index in pipeline])
     columns = [sorted(column, key=lambda index: repr(kinds[index])) for column in layout.columns]
     return _signature(cluster, [index for column in columns for index in column])
@@ -135,9 +135,9 @@ def orders(cluster: Cluster, count: int, most: int) -> tuple[tuple[Order, ...], 
     """
     alike = min(math.factorial(len(cluster.hosts)), _MOST_ALIKE)
     if _sequences(cluster, count) <= most * alike:
-        found = _distinct(cluster, _all_orders(cluster, count))
-        if len(found) <= most:
-            return found, True
+        complete = _distinct(cluster, _all_orders(cluster, count))
+        if len(complete) <= most:
+            return complete, True
     return _distinct(cluster, _block_orders(cluster, count))[:most], False
 
 
@@ -157,13 +157,13 @@ def exchanged(cluster: Cluster, order: Order) -> tuple[Order, ...]:
             blocks[-1].append(device)
         else:
             blocks.append([device])
-    found = []
+    exchanges = []
     for first in range(len(blocks)):
         for second in range(first + 1, len(blocks)):
             swapped = list(blocks)
             swapped[first], swapped[second] = blocks[second], blocks[first]
-            found.append(tuple(device for block in swapped for device in block))
-    return _distinct(cluster, found)
+            exchanges.append(tuple(device for block in swapped for device in block))
+    return _distinct(cluster, exchanges)
 
 
 def crossings(cluster: Cluster, layout: Layout) -> tuple[int, int]:
@@ -198,14 +198,14 @@ def _all_orders(cluster: Cluster, count: int) -> Iterator[Order]:
         members.setdefault(kind, []).append(device)
     left = [list(reversed(devices)) for devices in members.values()]
 
-    def extend(taken: list[int]) -> Iterator[Order]:
-        if len(taken) == count:
-            yield tuple(taken)
+    def extend(chosen: list[int]) -> Iterator[Order]:
+        if len(chosen) == count:
+            yield tuple(chosen)
             return
         for devices in left:
             if devices:
                 device = devices.pop()
-                yield from extend([*taken, device])
+                yield from extend([*chosen, device])
                 devices.append(device)
 
     return extend([])
@@ -239,9 +239,9 @@ def _block_orders(cluster: Cluster, count: int) -> Iterator[Order]:
                 yield tuple(order)
 
 
-def _distinct(cluster: Cluster, found: Iterable[Order]) -> tuple[Order, ...]:
+def _distinct(cluster: Cluster, orders: Iterable[Order]) -> tuple[Order, ...]:
     by_signature: dict[object, Order] = {}
-    for order in found:
+    for order in orders:
         by_signature.setdefault(_signature(cluster, order), order)
     return tuple(by_signature.values())
 
@@ -284,13 +284,13 @@ class TriedLayout:
     method.
     """
 
-    found: tuple[LayoutResult, ...]
+    results: tuple[LayoutResult, ...]
     are_all: bool
     is_final: bool
 
     @property
     def least(self) -> LayoutResult:
-        return min(self.found, key=lambda one: one.objective_ms)
+        return min(self.results, key=lambda result: result.objective_ms)
 
 
 @dataclass(frozen=True)
@@ -318,23 +318,27 @@ class Search:
         most = self._most_layouts(shape) if is_asked else 2
         ways, are_all = layouts(self.cluster, shape, most)
         is_small = len(self.graph) * len(ways) <= _MOST_GROUPS_SOLVED
-        found = self._solved(ways, self.method if is_small else "chain")
-        return TriedLayout(tuple(found), are_all and len(found) == len(ways), is_small)
+        results = self._solved(ways, self.method if is_small else "chain")
+        return TriedLayout(tuple(results), are_all and len(results) == len(ways), is_small)
 
     def best(self, tried: TriedLayout, shape: Shape) -> LayoutResult:
         """The best layout of a shape by the requested method, with a bound for all its layouts."""
-        found = sorted(tried.found, key=lambda one: one.objective_ms)
+        results = sorted(tried.results, key=lambda result: result.objective_ms)
         if not tried.is_final:
-            again = self._solved([one.layout for one in found[:_MOST_RESOLVED]], self.method)
-            found = sorted(again, key=lambda one: one.objective_ms) + found[_MOST_RESOLVED:]
+            shortlist = [result.layout for result in results[:_MOST_RESOLVED]]
+            results[:_MOST_RESOLVED] = sorted(
+                self._solved(shortlist, self.method), key=lambda result: result.objective_ms
+            )
         if not tried.are_all and max(shape) == 1:
-            found = [self._improved(found[0], self.method if tried.is_final else "chain"), *found]
+            method = self.method if tried.is_final else "chain"
+            results.insert(0, self._improved(results[0], method))
         slack = min(self.options.get("prefer_modules", _ORDER_SLACK), _ORDER_SLACK) + 1e-9
-        near = [one for one in found if one.objective_ms <= found[0].objective_ms * (1 + slack)]
-        best = min(near, key=lambda one: crossings(self.cluster, one.layout))
+        limit_ms = results[0].objective_ms * (1 + slack)
+        near = [result for result in results if result.objective_ms <= limit_ms]
+        best = min(near, key=lambda result: crossings(self.cluster, result.layout))
         solution = self.solve(best.layout)
         if tried.are_all:
-            bound_ms = min(_bound_ms(one.solution) for one in found)
+            bound_ms = min(_bound_ms(result.solution) for result in results)
         else:
             bound_ms = self.bound_ms(shape)
         return LayoutResult(best.layout, with_bound(solution, bound_ms))
@@ -349,42 +353,42 @@ class Search:
             return free_bound_ms(self.graph, self.cluster)
         search = replace(self, cluster=together)
         is_small = len(self.graph) * len(ways) <= _MOST_GROUPS_SOLVED
-        found = search._solved(ways, self.method if is_small else "chain")
-        return min(_bound_ms(one.solution) for one in found)
+        results = search._solved(ways, self.method if is_small else "chain")
+        return min(_bound_ms(result.solution) for result in results)
 
     def _solved(self, ways: Collection[Layout], method: str) -> list[LayoutResult]:
         """The given layouts that fit. Raises PlanError if none does."""
         # All methods run only on the chosen layout, because running them on each takes too long.
         method = "auto" if method == ALL else method
-        found, refused = [], None
+        results, refused = [], None
         for layout in ways:
             try:
                 solution = self._solve(layout, method, {**self.options, "prefer_modules": 0.0})
             except PlanError as error:
                 refused = error
             else:
-                found.append(LayoutResult(layout, solution))
-        if not found:
+                results.append(LayoutResult(layout, solution))
+        if not results:
             raise refused or PlanError("no device can be used.")
-        return found
+        return results
 
-    def _improved(self, found: LayoutResult, method: str) -> LayoutResult:
+    def _improved(self, result: LayoutResult, method: str) -> LayoutResult:
         """Exchanges two blocks of devices as long as an exchange helps, up to a limit."""
-        left = self._most_layouts(found.layout.shape)
+        left = self._most_layouts(result.layout.shape)
         while True:
-            for order in exchanged(self.cluster, found.layout.devices):
+            for order in exchanged(self.cluster, result.layout.devices):
                 left -= 1
                 if left < 0:
-                    return found
+                    return result
                 try:
                     other = self._solved([Layout(tuple((one,) for one in order))], method)[0]
                 except PlanError:
                     continue
-                if other.objective_ms < found.objective_ms * (1 - 1e-9):
-                    found = other
+                if other.objective_ms < result.objective_ms * (1 - 1e-9):
+                    result = other
                     break
             else:
-                return found
+                return result
 
     def setting(self, layout: Layout) -> RankConfig:
         """The ranks of a layout and how they run."""

@@ -104,12 +104,12 @@ def moves(
         if not working:
             continue
         group = nearest(working)
-        one = _with_all(follow, {group}, inside)
-        yield f"one operation {way}, {costs.labels[group]} to stage {target}", one, target
+        moved = _with_all(follow, {group}, inside)
+        yield f"one operation {way}, {costs.labels[group]} to stage {target}", moved, target
         block = costs.blocks[group]
         of_block = {other for other in inside if costs.blocks[other] == block}
-        whole = _with_all(follow, of_block, inside) if block else one
-        if whole != one:
+        whole = _with_all(follow, of_block, inside) if block else moved
+        if whole != moved:
             yield f"one block {way}, {block} to stage {target}", whole, target
 
 
@@ -125,12 +125,12 @@ def _neighbours(costs: Costs) -> tuple[list[set[int]], list[set[int]]]:
 
 def _with_all(follow: list[set[int]], groups: set[int], inside: set[int]) -> frozenset[int]:
     """The groups and all their successors inside a stage: they have to move with them."""
-    found, rest = set(groups), list(groups)
+    moved, rest = set(groups), list(groups)
     while rest:
-        new = (follow[rest.pop()] & inside) - found
-        found |= new
+        new = (follow[rest.pop()] & inside) - moved
+        moved |= new
         rest += new
-    return frozenset(found)
+    return frozenset(moved)
 
 
 def moved_to(placement: Placement, groups: frozenset[int], target: int) -> Placement | None:
@@ -144,12 +144,15 @@ def moved_to(placement: Placement, groups: frozenset[int], target: int) -> Place
 
 def _moved(solution: Solution, stage: int, about: str, words: str, moved: Placement) -> Finding:
     problem, now, then = solution.problem, solution.evaluation, step_of(solution.problem, moved)
+    before_ms, after_ms = (
+        [load.load_ms for load in evaluation.stages] for evaluation in (now, then.evaluation)
+    )
     loads = "; ".join(
-        f"stage {one} {write_change(now.stages[one].load_ms, then.evaluation.stages[one].load_ms)}"
-        for one in (stage, stage + 1)
+        f"stage {near} {write_change(before_ms[near], after_ms[near])}"
+        for near in (stage, stage + 1)
     )
     beside = [_verdict(solution, then)]
-    before, after = (_crossing(problem, one, stage) for one in (solution.placement, moved))
+    before, after = (_crossing(problem, plan, stage) for plan in (solution.placement, moved))
     if after.num_bytes != before.num_bytes:
         beside.append(
             f"{write_bytes(after.num_bytes)} both ways instead of {write_bytes(before.num_bytes)}"

@@ -77,9 +77,9 @@ def least_memory(problem: Problem) -> Placement | None:
             continue
         first = int(demanded[np.searchsorted(demanded, end) - 1])
         starts = first + np.flatnonzero(may_cut[first:end])
-        here = sums[starts]
+        sums_of_stage = sums[starts]
         for stage in range(stages):
-            full = np.maximum(best[stage, starts], _share(setting, stage, here))
+            full = np.maximum(best[stage, starts], _share(setting, stage, sums_of_stage))
             chosen = int(full.argmin())
             best[stage + 1, end] = full[chosen]
             previous[stage + 1, end] = starts[chosen]
@@ -96,16 +96,16 @@ def suggestions(problem: Problem) -> str:
     """Changes that make a plan fit: changes of one option, or else the first combination of
     several.
     """
-    found = [words for words, changed in _changes(problem) if _fits(changed)]
-    if found:
-        return "Fits with: " + " · or ".join(found[:_MOST_SAID])
+    fitting = [words for words, changed in _changes(problem) if _fits(changed)]
+    if fitting:
+        return "Fits with: " + " · or ".join(fitting[:_MOST_SAID])
     words: list[str] = []
     all_changed = problem
     for change in (_recomputed, _scheduled, _optimized, _smaller, _more_stages):
         tried = list(change(all_changed))
-        for said, changed in tried:
+        for option, changed in tried:
             if _fits(changed):
-                return "Fits with: " + " ".join([*words, said])
+                return "Fits with: " + " ".join([*words, option])
         if tried and change is not _more_stages:
             words.append(tried[-1][0])
             all_changed = tried[-1][1]
@@ -209,7 +209,7 @@ def _scaled(costs: Costs, share: float) -> Costs:
     """The costs of smaller micro-batches: memory that grows with them shrinks to that share."""
     return replace(
         costs,
-        saved=tuple(replace(held, num_bytes=share * held.num_bytes) for held in costs.saved),
+        saved=tuple(replace(shared, num_bytes=share * shared.num_bytes) for shared in costs.saved),
         values=tuple(
             replace(value, forward_bytes=share * value.forward_bytes) for value in costs.values
         ),

@@ -61,7 +61,7 @@ def place_several(problem: Problem, stages: int, place: Place, *, effort: float 
     bound_ms = several_bound_ms(problem)
     is_made = problem.setting.schedule == AUTO and place in _PROVING
     fewer = _with_fewer(problem, stages, place) if is_made else None
-    found = []
+    candidates = []
     for rank_of_stage in _rank_orders(problem, stages):
         steps = list(_starts(problem, rank_of_stage, place))
         best = min(steps, key=lambda step: _key(problem, step))
@@ -74,11 +74,11 @@ def place_several(problem: Problem, stages: int, place: Place, *, effort: float 
             best = min((best, *moved), key=lambda step: _key(problem, step))
         if place is METHODS["auto"] and problem.setting.schedule != AUTO:
             best = _searched(problem, best, bound_ms)
-        found.append(best)
+        candidates.append(best)
     further = _cut_further(problem, fewer.placement, stages) if fewer else None
     if further:
-        found.append(improved(problem, step_of(problem, further, effort=LITTLE), bound_ms))
-    best = min(found, key=lambda step: _key(problem, step))
+        candidates.append(improved(problem, step_of(problem, further, effort=LITTLE), bound_ms))
+    best = min(candidates, key=lambda step: _key(problem, step))
     if is_made:
         best = _free(problem, best, bound_ms)
     if not best.evaluation.fits:
@@ -146,8 +146,8 @@ def _searched(problem: Problem, best: Step, bound_ms: float) -> Step:
         if best.step_ms <= bound_ms * (1 + _LEAST):
             break
         start = shaken(StepTimer(problem, schedule_of(problem, best)), best, rng)
-        found = improved(problem, start, bound_ms)
-        best = min(best, found, key=lambda step: _key(problem, step))
+        descended = improved(problem, start, bound_ms)
+        best = min(best, descended, key=lambda step: _key(problem, step))
     return best
 
 

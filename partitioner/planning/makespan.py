@@ -55,23 +55,27 @@ BoundaryEdge = tuple[int, int]
 
 def shortest_step(
     problem: Problem,
-    found: Placement,
+    placement: Placement,
     place: Callable[[Problem], Placement],
     bound_ms: float = 0.0,
 ) -> Step:
-    """The best of `found` and the candidates in the module docstring.
+    """The best of `placement` and the candidates in the module docstring.
 
-    `found` is the result of `place` for the problem. It is returned unchanged for an asynchronous
-    schedule, and for a method that proves nothing, which serves for comparison.
+    `placement` is the result of `place` for the problem. It is returned unchanged for an
+    asynchronous schedule, and for a method that proves nothing, which serves for comparison.
     """
-    step = step_of(problem, found)
-    proves = found.bound_ms is not None or found.order_optimum_ms is not None
-    if problem.setting.is_asynchronous or not proves or found.ranks is not None:
+    step = step_of(problem, placement)
+    proves = placement.bound_ms is not None or placement.order_optimum_ms is not None
+    if problem.setting.is_asynchronous or not proves or placement.ranks is not None:
         return step
     steps = [step, *(step_of(problem, other) for other in _candidates(problem, place))]
-    steps = [each for each in steps if each.evaluation.fits]
-    tidy = best = min(steps, key=lambda each: each.step_ms)
-    in_order = (one for one in steps if [*one.placement.stage_of] == sorted(one.placement.stage_of))
+    steps = [candidate for candidate in steps if candidate.evaluation.fits]
+    tidy = best = min(steps, key=lambda candidate: candidate.step_ms)
+    in_order = (
+        candidate
+        for candidate in steps
+        if [*candidate.placement.stage_of] == sorted(candidate.placement.stage_of)
+    )
     # Boundaries move within one order: that of the best plan, and the given one.
     starts = {step.placement.stage_of: step for step in (tidy, next(in_order, tidy))}
     for start in starts.values():
@@ -140,8 +144,8 @@ def improved(problem: Problem, start: Step, bound_ms: float) -> Step:
         moved = with_borders_moved(timer, best, bound_ms, moves=MOVES // 8)
         if moved is best:
             break
-        made = schedule_of(problem, moved)
-        again = step_of(problem, moved.placement, effort=LITTLE, known=[made])
+        schedule = schedule_of(problem, moved)
+        again = step_of(problem, moved.placement, effort=LITTLE, known=[schedule])
         if not _is_better(again, best):
             break
         best = again
@@ -254,8 +258,8 @@ class _Cuts:
     def at(self, placement: Placement) -> list[int]:
         """The cuts of a placement, as indices of `places`."""
         counts = np.bincount(placement.stage_of, minlength=placement.stages)
-        found: list[int] = np.searchsorted(self.places, np.cumsum(counts)[:-1]).tolist()
-        return found
+        cuts: list[int] = np.searchsorted(self.places, np.cumsum(counts)[:-1]).tolist()
+        return cuts
 
     def placement(self, like: Placement, cuts: Sequence[int]) -> Placement | None:
         """The placement with these cuts; None if a demanded cut is missing."""
@@ -289,8 +293,8 @@ def with_borders_moved(
     while stride and budget > 0 and not _is_least(best, bound_ms):
         for moved in _moves(now, stride, num_places):
             budget -= 1
-            if found := _better(timer, cuts, moved, best):
-                best, now = found, moved
+            if better := _better(timer, cuts, moved, best):
+                best, now = better, moved
                 break
         else:
             stride //= 2
@@ -327,17 +331,17 @@ def tidied(timer: StepTimer, step: Step, limit_ms: float) -> Step:
         position = int(cuts.places[place])
         return int(costs.cut_depth[position]), float(costs.cut_bytes[position])
 
-    for border, here in enumerate(list(now)):
+    for border, current in enumerate(list(now)):
         first = now[border - 1] + 1 if border else 0
         last = now[border + 1] if border + 1 < len(now) else len(cuts.places)
-        near = range(max(first, here - _NEAR), min(last, here + _NEAR + 1))
-        tidier = [place for place in near if price(place) < price(here)]
-        for place in sorted(tidier, key=lambda one: (price(one), abs(one - here))):
+        near = range(max(first, current - _NEAR), min(last, current + _NEAR + 1))
+        tidier = [place for place in near if price(place) < price(current)]
+        for place in sorted(tidier, key=lambda other: (price(other), abs(other - current))):
             trial = [*now[:border], place, *now[border + 1 :]]
             placement = cuts.placement(step.placement, trial)
-            found = placement and timer.shorter(placement, limit_ms)
-            if found:
-                step, now = found, trial
+            shorter = placement and timer.shorter(placement, limit_ms)
+            if shorter:
+                step, now = shorter, trial
                 break
     return step
 

@@ -56,7 +56,7 @@ class Way:
     """A number of stages per rank with its schedule and plan."""
 
     schedule: str
-    each: int
+    stages_per_rank: int
     solution: Solution
 
     @property
@@ -66,12 +66,12 @@ class Way:
         ranks = tuple(of_stage[0] for of_stage in solution.placement.ranks_of_stage)
         repeated = ranks if len(set(ranks)) < len(ranks) else ()
         count = solution.setting.shared_micro_batches
-        made = scheduled(self.schedule, len(ranks), count, repeated)
-        return solution.step_ms + ACTION_MS * max(map(len, made.ranks))
+        schedule = scheduled(self.schedule, len(ranks), count, repeated)
+        return solution.step_ms + ACTION_MS * max(map(len, schedule.ranks))
 
     @property
     def name(self) -> str:
-        stages = "1 stage" if self.each == 1 else f"{self.each} stages"
+        stages = "1 stage" if self.stages_per_rank == 1 else f"{self.stages_per_rank} stages"
         return f"{self.schedule} with {stages} a rank"
 
 
@@ -83,16 +83,16 @@ def choose_stages(graph: nx.DiGraph, options: Mapping[str, Any]) -> int:
     ranks, schedule = int(options["ranks"]), options.get("schedule") or "async-1f1b"
     if schedule not in (*VIRTUAL, AUTO):
         return ranks
-    found, refused = [], None
-    for each in _NUMBERS:
+    ways, refused = [], None
+    for stages_per_rank in _NUMBERS:
         try:
-            found.append(_way(graph, ranks, schedule, each, options))
+            ways.append(_way(graph, ranks, schedule, stages_per_rank, options))
         except AsyncPipeError as error:
             refused = refused or error
-    if not found:
+    if not ways:
         assert refused is not None
         raise PlanError(refused.what, refused.cure)
-    return ranks * min(found, key=lambda way: way.step_ms).each
+    return ranks * min(ways, key=lambda way: way.step_ms).stages_per_rank
 
 
 def other_ways(
@@ -105,38 +105,40 @@ def other_ways(
     ranks = setting.stages
     if setting.is_asynchronous or ranks == 1 or len(graph) > _MOST_GROUPS or stages % ranks:
         return [], []
-    taken = Way(setting.schedule, stages // ranks, solution)
-    ways = list(_others(graph, taken, {**options, "method": "chain"}))
+    chosen = Way(setting.schedule, stages // ranks, solution)
+    ways = list(_others(graph, chosen, {**options, "method": "chain"}))
     if not ways:
         return [], []
     best = min(ways, key=lambda way: way.step_ms)
-    gain = 1 - best.step_ms / taken.step_ms
+    gain = 1 - best.step_ms / chosen.step_ms
     faster = [f"{best.name} would be {write_share(gain)} faster"] if gain > _WORTH_SAYING else []
-    return faster, [_candidate(way, taken) for way in ways]
+    return faster, [_candidate(way, chosen) for way in ways]
 
 
-def _others(graph: nx.DiGraph, taken: Way, options: Mapping[str, Any]) -> Iterator[Way]:
-    ranks = taken.solution.setting.stages
-    several = taken.schedule if taken.schedule in ("looped-bfs", AUTO) else "interleaved"
-    for each in sorted({1, 2, 2 * taken.each}):
-        schedule = several if each > 1 else "1f1b"
-        if (schedule, each) == (taken.schedule, taken.each) or each > _MOST_EACH[taken.each == 1]:
+def _others(graph: nx.DiGraph, chosen: Way, options: Mapping[str, Any]) -> Iterator[Way]:
+    ranks = chosen.solution.setting.stages
+    several = chosen.schedule if chosen.schedule in ("looped-bfs", AUTO) else "interleaved"
+    for stages_per_rank in sorted({1, 2, 2 * chosen.stages_per_rank}):
+        schedule = several if stages_per_rank > 1 else "1f1b"
+        is_chosen = (schedule, stages_per_rank) == (chosen.schedule, chosen.stages_per_rank)
+        if is_chosen or stages_per_rank > _MOST_EACH[chosen.stages_per_rank == 1]:
             continue
         try:
-            yield _way(graph, ranks, schedule, each, options)
+            yield _way(graph, ranks, schedule, stages_per_rank, options)
         except AsyncPipeError:  # there is no such plan
             continue
 
 
 def _way(
-    graph: nx.DiGraph, ranks: int, schedule: str, each: int, options: Mapping[str, Any]
+    graph: nx.DiGraph, ranks: int, schedule: str, stages_per_rank: int, options: Mapping[str, Any]
 ) -> Way:
     running = {**options, "ranks": ranks, "schedule": schedule}
-    return Way(schedule, each, solve(graph, stages=ranks * each, link=LOCALHOST, **running))
+    solution = solve(graph, stages=ranks * stages_per_rank, link=LOCALHOST, **running)
+    return Way(schedule, stages_per_rank, solution)
 
 
-def _candidate(way: Way, taken: Way) -> Candidate:
-    more = way.step_ms / taken.step_ms - 1
+def _candidate(way: Way, chosen: Way) -> Candidate:
+    more = way.step_ms / chosen.step_ms - 1
     solution = way.solution
     return Candidate(
         name=way.name,

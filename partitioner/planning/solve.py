@@ -166,12 +166,12 @@ def solve(
     problem = Problem(costs, setting, Rules(may_cut, prefer_modules))
     demanding = replace(problem, rules=replace(problem.rules, must_cut=must_cut))
     is_folded = stages > setting.stages
-    found = (
+    result = (
         _folded(problem, demanding, stages, method)
         if is_folded
         else _one_a_rank(problem, demanding, method)
     )
-    return _solution(problem, found, method, started)
+    return _solution(problem, result, method, started)
 
 
 def _costs_of_run(graph: nx.DiGraph, link: Link, setting: RankConfig) -> Costs:
@@ -183,12 +183,12 @@ def _costs_of_run(graph: nx.DiGraph, link: Link, setting: RankConfig) -> Costs:
     return with_exchanges(costs, setting.micro_batches, slowest, update_ms_per_byte)
 
 
-def _solution(problem: Problem, found: _Found, method: str, started: float) -> Solution:
+def _solution(problem: Problem, result: _Result, method: str, started: float) -> Solution:
     """The solution of a problem that was `started` at that time."""
-    placement, evaluation = found.step.placement, found.step.evaluation
+    placement, evaluation = result.step.placement, result.step.evaluation
     explanation = explain_shortly(problem, evaluation, placement)
     if problem.setting.is_asynchronous:
-        price = _price_of_demands(placement.order_optimum_ms, found.order_optimum_ms)
+        price = _price_of_demands(placement.order_optimum_ms, result.order_optimum_ms)
         explanation = (*explanation, *price)
     return Solution(
         stage_of=dict(zip(problem.costs.groups, placement.stage_of, strict=True)),
@@ -196,10 +196,10 @@ def _solution(problem: Problem, found: _Found, method: str, started: float) -> S
         placement=placement,
         setting=problem.setting,
         evaluation=evaluation,
-        lower_bound_ms=found.bottleneck_bound_ms,
-        step_ms=found.step.step_ms,
-        step_bound_ms=found.step_bound_ms,
-        even_split=evaluate(problem, found.even),
+        lower_bound_ms=result.bottleneck_bound_ms,
+        step_ms=result.step.step_ms,
+        step_bound_ms=result.step_bound_ms,
+        even_split=evaluate(problem, result.even),
         method=_method_name(method),
         seconds=time.perf_counter() - started,
         explanation=explanation,
@@ -215,7 +215,7 @@ def _update_ms_per_byte(graph: nx.DiGraph, setting: RankConfig) -> float:
 
 
 @dataclass(frozen=True)
-class _Found:
+class _Result:
     """The plan, its bounds, the optimum over the cuts of the order without demanded cuts, and the
     split that counts blocks.
     """
@@ -227,7 +227,7 @@ class _Found:
     even: Placement
 
 
-def _one_a_rank(problem: Problem, demanding: Problem, method: str) -> _Found:
+def _one_a_rank(problem: Problem, demanding: Problem, method: str) -> _Result:
     """As many stages as ranks, or the result of a method that gives a rank several stages."""
     place = METHODS[method]
     try:
@@ -240,7 +240,7 @@ def _one_a_rank(problem: Problem, demanding: Problem, method: str) -> _Found:
     step = shortest_step(demanding, placement, place, bound_ms)
     if not step.evaluation.fits:
         raise NothingFits(demanding, method)
-    return _Found(
+    return _Result(
         step,
         bound_ms,
         bottleneck_bound_ms(problem, free),
@@ -249,7 +249,7 @@ def _one_a_rank(problem: Problem, demanding: Problem, method: str) -> _Found:
     )
 
 
-def _folded(problem: Problem, demanding: Problem, stages: int, method: str) -> _Found:
+def _folded(problem: Problem, demanding: Problem, stages: int, method: str) -> _Result:
     """More stages than ranks, so that each has several."""
     if METHODS[method] not in SUPPORTS_RANKS:
         raise PlanError(
@@ -266,7 +266,7 @@ def _folded(problem: Problem, demanding: Problem, stages: int, method: str) -> _
     rank_of_stage = rank_of_stage_in(problem, stages)
     step = place_several(demanding, stages, METHODS[method])
     counting = replace(problem, setting=problem.setting.at(rank_of_stage))
-    return _Found(
+    return _Result(
         step,
         several_bound_ms(problem),
         rank_bound_ms(problem),

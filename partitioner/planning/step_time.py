@@ -79,11 +79,11 @@ def step_of(
     if setting.schedule == AUTO:
         evaluation, fit = _fitted(problem, placement, effort, known)
         return Step(placement, evaluation, fit.period_ms, fit.schedule)
-    held: tuple[int, ...] = ()
+    flights: tuple[int, ...] = ()
     if has_replicas(problem, placement):
         shape = tuple(map(len, placement.ranks_of_stage))
-        held = in_flight(setting.schedule, setting.shared_micro_batches, shape)
-    evaluation = evaluate(problem, placement, held)
+        flights = in_flight(setting.schedule, setting.shared_micro_batches, shape)
+    evaluation = evaluate(problem, placement, flights)
     return Step(placement, evaluation, _timeline(problem, placement, evaluation).makespan_ms)
 
 
@@ -129,12 +129,12 @@ class StepTimer:
 
     def step(self, placement: Placement) -> Step:
         """The result of `step_of` for the placement under this schedule."""
-        held = self.schedule.in_flight if self._is_made and self.schedule else ()
-        evaluation = evaluate(self.problem, placement, held)
+        flights = self.schedule.in_flight if self._is_made and self.schedule else ()
+        evaluation = evaluate(self.problem, placement, flights)
         talk = communication_of(self.problem, placement)
         costs = action_costs(self.problem, placement, evaluation, talk)
-        made = self.schedule if self._is_made else None
-        return Step(placement, evaluation, self._end_ms(placement, costs, talk), made)
+        schedule = self.schedule if self._is_made else None
+        return Step(placement, evaluation, self._end_ms(placement, costs, talk), schedule)
 
     def shorter(self, placement: Placement, than_ms: float) -> Step | None:
         """The step of the placement if it fits and is below `than_ms`. With unlimited memory, the
@@ -157,14 +157,14 @@ class StepTimer:
         problem, count = self.problem, placement.stages
         at, first = np.asarray(placement.stage_of), placement.ranks_of_stage
         by_seen = {id(seen): _sums_ms(seen, at, count) for seen in problem.seen}
-        found = [by_seen[id(problem.seen[ranks[0]])][:, stage] for stage, ranks in enumerate(first)]
-        forward_ms, backward_ms, weight_ms = np.stack(found, axis=1)
+        times = [by_seen[id(problem.seen[ranks[0]])][:, stage] for stage, ranks in enumerate(first)]
+        forward_ms, backward_ms, weight_ms = np.stack(times, axis=1)
         if problem.setting.recompute == "all":
             setting = problem.setting.at(ranks[0] for ranks in first)
-            held = (
+            flights = (
                 self.schedule.in_flight if self.schedule else map(setting.in_flight, range(count))
             )
-            again = np.array([*held]) > 1
+            again = np.array([*flights]) > 1
             backward_ms = backward_ms + forward_ms * again
         return ActionCosts(
             forward_ms=tuple((forward_ms + talk.forward_ms).tolist()),

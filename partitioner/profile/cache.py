@@ -90,9 +90,9 @@ class ProfileCache:
 
     def _stored(self) -> dict[str, Any]:
         try:
-            found = json.loads(self.path.read_text(encoding="utf-8"))
-            same = found["environment"] == self._environment
-            return dict(found["costs"]) if same else {}
+            stored = json.loads(self.path.read_text(encoding="utf-8"))
+            same = stored["environment"] == self._environment
+            return dict(stored["costs"]) if same else {}
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return {}
 
@@ -217,6 +217,6 @@ def mixed_precision(dtype: str, *device_types: str, cached: bool = True) -> Iter
     with ExitStack() as stack:
         for kind in dict.fromkeys(device_types) if dtype != "float32" else ():
             if kind != "meta":
-                made = torch.autocast(kind, dtype=getattr(torch, dtype), cache_enabled=cached)
-                stack.enter_context(made)
+                autocast = torch.autocast(kind, dtype=getattr(torch, dtype), cache_enabled=cached)
+                stack.enter_context(autocast)
         yield

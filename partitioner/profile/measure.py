@@ -190,9 +190,9 @@ class _Bench:
             tensor._version != version for tensor, version in zip(given, versions, strict=True)
         )
         where = {_storage(tensor): index for index, tensor in enumerate(given)}
-        made = {_storage(tensor) for tensor in outputs} - where.keys()
-        known = where.keys() | made | {_storage(tensor) for tensor in own}
-        is_view = bool(outputs) and not made and not self.mutates
+        allocated = {_storage(tensor) for tensor in outputs} - where.keys()
+        known = where.keys() | allocated | {_storage(tensor) for tensor in own}
+        is_view = bool(outputs) and not allocated and not self.mutates
         return OperationCost(
             moved_bytes=sum(map(num_bytes, [*given, *outputs, *own])),
             internal_bytes=sum(
@@ -201,7 +201,7 @@ class _Bench:
                 if key not in known
             ),
             saved_arguments=tuple(sorted(where[key] for key in saved.keys() & where.keys())),
-            saves_result=bool(saved.keys() & made),
+            saves_result=bool(saved.keys() & allocated),
             is_view=is_view,
             has_backward=bool(self.wanted) and any(output.requires_grad for output in outputs),
         )
@@ -293,8 +293,8 @@ def _made_up(example: Tensor, device: torch.device) -> Tensor:
         (size - 1) * stride for size, stride in zip(example.shape, example.stride(), strict=True)
     )
     storage = _filled(reach if example.numel() else 0, example.dtype, device)
-    made = storage.as_strided(example.shape, example.stride())
-    return made.requires_grad_(example.requires_grad)
+    tensor = storage.as_strided(example.shape, example.stride())
+    return tensor.requires_grad_(example.requires_grad)
 
 
 def _filled(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:

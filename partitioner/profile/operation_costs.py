@@ -180,8 +180,8 @@ class CostWalk:
         if isinstance(value, (tuple, list, Mapping)):
             items = {part.args[1]: part for part in node.users if part.target is operator.getitem}
             keys = value if isinstance(value, Mapping) else range(len(value))
-            made = {key: self._made_up(items[key]) if key in items else None for key in keys}
-            return made if isinstance(value, Mapping) else [*made.values()]
+            results = {key: self._made_up(items[key]) if key in items else None for key in keys}
+            return results if isinstance(value, Mapping) else [*results.values()]
         if isinstance(value, Tensor):
             shape = node.meta.get("example") or self._resolved(node.meta["shape"])
             return torch.empty(shape, dtype=value.dtype, requires_grad=value.requires_grad)
@@ -191,8 +191,8 @@ class CostWalk:
         """The cost of a call, from the cache if it is there; zero if the call rejects
         invented arguments."""
         key = content_key(call.content) if self.cache and is_lasting(call.content) else None
-        if self.cache and key and (found := OperationCost.read(self.cache.get(key))):
-            return found
+        if self.cache and key and (stored := OperationCost.read(self.cache.get(key))):
+            return stored
         try:
             cost = self.cost_of(call.operation())
         except (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError):
@@ -321,8 +321,8 @@ def storage_makers(graph: fx.Graph) -> dict[fx.Node, str | None]:
     for node in graph.nodes:
         # Negative numbers are memory of evaluation mode.
         storages = [number for number in node.meta.get("storages", ()) if number >= 0]
-        found = {first.setdefault(storage, node) for storage in storages}
-        maker = found.pop() if len(found) == 1 else node
+        makers_here = {first.setdefault(storage, node) for storage in storages}
+        maker = makers_here.pop() if len(makers_here) == 1 else node
         makers[node] = None if maker.op == "get_attr" else maker.name
     return makers
 

@@ -242,8 +242,8 @@ def _whole(
     if cache is None or not is_lasting(content):
         return measured()
     key = content_key(f"whole\n{walk.capture.graph}\n{content}")
-    if (found := cache.get(key)) is not None:
-        return WholeTimes(*found)
+    if (times := cache.get(key)) is not None:
+        return WholeTimes(*times)
     whole = measured()
     cache.put(key, [whole.forward_ms, whole.backward_ms])
     return whole
@@ -396,12 +396,12 @@ def update_ms_per_byte(profile: Profile, optimizer: str, *, cached: bool = True)
     device = torch.device(profile.device)
     known = ProfileCache.of(device, profile.threads, "float32", read=cached)
     key = f"update of {optimizer}"
-    if (found := known.get(key)) is None:
+    if (ms_per_byte := known.get(key)) is None:
         with threads_set(profile.threads), torch.random.fork_rng(devices=[]):
-            found = _measured_update(optimizer, device)
-        known.put(key, found)
+            ms_per_byte = _measured_update(optimizer, device)
+        known.put(key, ms_per_byte)
         known.save()
-    return float(found)
+    return float(ms_per_byte)
 
 
 def _measured_update(optimizer: str, device: torch.device) -> float:

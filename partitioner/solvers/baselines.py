@@ -93,19 +93,19 @@ def place_two_d_bin(problem: Problem) -> Placement:
     """
     unit_of = without_little_ones(problem, LITTLE)
     coarse = on_units(problem, unit_of)
-    found = []
+    candidates = []
     for clusters in CLUSTERS:
         rank_of = _bins(coarse, clusters)
         placement = staged(problem, [rank_of[unit] for unit in unit_of])
         evaluation = evaluate(problem, placement)
         if evaluation.fits:
-            found.append((evaluation.score_ms, placement.stages, clusters, placement))
-    if not found:
+            candidates.append((evaluation.score_ms, placement.stages, clusters, placement))
+    if not candidates:
         raise DoesNotFit(
             f"no plan of --method 2dbin fits into the memory of {problem.stages} devices.",
             "--method auto searches all cuts.",
         )
-    return min(found, key=lambda one: one[:3])[-1]
+    return min(candidates, key=lambda candidate: candidate[:3])[-1]
 
 
 def clusters_of(times_ms: Floats, number: int) -> Ints:
@@ -176,7 +176,7 @@ def place_metis(problem: Problem) -> Placement:
     devices.
     """
     pymetis = _pymetis()
-    found = []
+    candidates = []
     for fineness in FINENESS:
         for seed in range(SEEDS):
             part_of = _cut(pymetis, problem.costs, fineness * problem.stages, seed)
@@ -186,10 +186,10 @@ def place_metis(problem: Problem) -> Placement:
             except DoesNotFit:
                 continue
             parts = GroupDivision(problem, expanded(ordered, places).stage_of)
-            found.append((parts.score, tuple(parts.part_of)))
-    if not found:
+            candidates.append((parts.score, tuple(parts.part_of)))
+    if not candidates:
         raise DoesNotFit(f"no {problem.stages}-stage plan fits into the memory of the devices.")
-    parts = GroupDivision(problem, min(found)[1])
+    parts = GroupDivision(problem, min(candidates)[1])
     budget, order = Budget(TRIALS), NeighbourOrder(problem.costs)
     descend(parts, order.advanced, budget)
     chains(parts, order.advanced, budget)
@@ -204,8 +204,8 @@ def _pymetis() -> ModuleType:
             "--method metis needs pymetis, which is not installed.",
             install("metis"),
         ) from error
-    found: ModuleType = pymetis
-    return found
+    module: ModuleType = pymetis
+    return module
 
 
 def _cut(pymetis: ModuleType, costs: Costs, parts: int, seed: int) -> list[int]:

@@ -262,8 +262,8 @@ def _near(values: tuple[Value, ...], heavy: int) -> set[int]:
     joined.add_node(heavy)
     for value in values:
         nx.add_star(joined, (value.owner, *value.readers))
-    found = nx.bfs_tree(joined, heavy)
-    return {heavy, *list(found)[:_MOST_GROUPS]}
+    nearest_first = nx.bfs_tree(joined, heavy)
+    return {heavy, *list(nearest_first)[:_MOST_GROUPS]}
 
 
 _Edges = Sequence[tuple[int, int]]
@@ -287,12 +287,12 @@ def _order(count: int, edges: _Edges, take: Callable[[deque[int]], int]) -> list
         after[source].append(target)
         missing[target] += 1
     ready = deque(group for group in range(count) if not missing[group])
-    found = []
+    order = []
     while ready:
         group = take(ready)
-        found.append(group)
+        order.append(group)
         for target in after[group]:
             missing[target] -= 1
             if not missing[target]:
                 ready.append(target)
-    return found
+    return order

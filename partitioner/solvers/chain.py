@@ -70,8 +70,13 @@ def interval_sums(costs: Costs, first: Ints | None = None) -> Iterator[tuple[int
     num_groups = len(costs.groups)
     starts = np.zeros(num_groups + 1, dtype=np.int64) if first is None else first
     forward, backward, buffers, updates = (
-        np.concatenate([[0.0], np.cumsum(each)])
-        for each in (costs.forward_ms, costs.backward_ms, costs.buffer_bytes, costs.update_ms)
+        np.concatenate([[0.0], np.cumsum(group_amounts)])
+        for group_amounts in (
+            costs.forward_ms,
+            costs.backward_ms,
+            costs.buffer_bytes,
+            costs.update_ms,
+        )
     )
     changing = {
         "send_ms": _send_changes(costs, costs.send_ms),
@@ -79,9 +84,9 @@ def interval_sums(costs: Costs, first: Ints | None = None) -> Iterator[tuple[int
         "root_bytes": _send_changes(costs, costs.root_bytes),
         "receive_ms": _receive_changes(costs, costs.receive_ms),
         "received_bytes": _receive_changes(costs, costs.value_bytes),
-        "param_bytes": _held_changes(costs.parameters, num_groups),
-        "frozen_bytes": _held_changes(costs.frozen, num_groups),
-        "saved_bytes": _held_changes(costs.saved, num_groups),
+        "param_bytes": _shared_changes(costs.parameters, num_groups),
+        "frozen_bytes": _shared_changes(costs.frozen, num_groups),
+        "saved_bytes": _shared_changes(costs.saved, num_groups),
         "tied_bytes": [
             sent + received
             for sent, received in zip(
@@ -152,10 +157,10 @@ def _receive_changes(costs: Costs, amounts: Floats) -> _Changes:
     return changes
 
 
-def _held_changes(held: Iterable[SharedBytes], num_groups: int) -> _Changes:
+def _shared_changes(shared_bytes: Iterable[SharedBytes], num_groups: int) -> _Changes:
     """The same for the amount that a stage holds from the first group that names it."""
     changes: _Changes = [[] for _ in range(num_groups)]
-    for item in held:
+    for item in shared_bytes:
         for earlier, group in zip((-1, *item.groups), item.groups, strict=False):
             changes[group].append((earlier + 1, group, item.num_bytes))
     return changes
@@ -339,13 +344,13 @@ class _Search:
         # Among equal plans, the one with the fewest ranks.
         ranks = int(np.flatnonzero(final <= final.min() * (1 + _REPLICA_ROUNDING))[0])
         layer, end = 0, len(self._problem.costs.groups)
-        found = []
+        stages = []
         while end:
             number = int(self._replicas[layer, ranks, end])
             end, ranks = int(self._start[layer, ranks, end]), ranks - number
-            found.append((end, range(ranks, ranks + number)))
+            stages.append((end, range(ranks, ranks + number)))
             layer = self._before[layer]
-        return found[::-1]
+        return stages[::-1]
 
     def _extend(self, end: int, loads_ms: dict[tuple[int, int, int], tuple[int, Floats]]) -> None:
         """Enters the best last stage that ends there, for every number of ranks."""
@@ -370,7 +375,7 @@ class _Search:
             end = column[0][0]
             if not (rules.may_cut[end] or end == len(problem.costs.groups)):
                 continue
-            sums = dict(zip(distinct, (found for _, found in column), strict=True))
+            sums = dict(zip(distinct, (column_sums for _, column_sums in column), strict=True))
             loads_ms = {}
             for ranks in sharing:
                 start = int(windows[len(ranks) - 1, end])

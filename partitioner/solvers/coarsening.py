@@ -69,36 +69,36 @@ class BlockGraph:
     def neighbours(self, block: int) -> list[int]:
         return sorted(self.before[block] | self.after[block])
 
-    def weight_of(self, one: int, other: int) -> float:
+    def weight_of(self, block: int, other: int) -> float:
         """Milliseconds of transfers between two blocks."""
-        return self.weight.get(_pair(one, other), 0.0)
+        return self.weight.get(_pair(block, other), 0.0)
 
     def sends_ms(self, block: int) -> float:
         """Milliseconds of transfers between a block and its successors."""
         return sum(self.weight_of(block, other) for other in self.after[block])
 
-    def may_merge(self, one: int, other: int) -> bool:
+    def may_merge(self, block: int, other: int) -> bool:
         """Two blocks that an edge joins can become one without creating a cycle."""
-        first, second = (one, other) if other in self.after[one] else (other, one)
+        first, second = (block, other) if other in self.after[block] else (other, block)
         if len(self.after[first]) == 1 or len(self.before[second]) == 1:
             return True
         return second not in self._reached(first, second)
 
-    def merge(self, one: int, other: int) -> None:
-        """Merges `other` into `one`."""
-        self._put_in_order(one, other)
-        self._in[other] = one
-        self.work_ms[one] += self.work_ms.pop(other)
+    def merge(self, block: int, other: int) -> None:
+        """Merges `other` into `block`."""
+        self._put_in_order(block, other)
+        self._in[other] = block
+        self.work_ms[block] += self.work_ms.pop(other)
         for near, far in ((self.after, self.before), (self.before, self.after)):
-            for block in near.pop(other):
-                far[block].discard(other)
-                if block != one:
-                    far[block].add(one)
-                    near[one].add(block)
-                if _pair(block, other) in self.weight:
-                    moved_ms = self.weight.pop(_pair(block, other))
-                    if block != one:
-                        pair = _pair(block, one)
+            for neighbour in near.pop(other):
+                far[neighbour].discard(other)
+                if neighbour != block:
+                    far[neighbour].add(block)
+                    near[block].add(neighbour)
+                if _pair(neighbour, other) in self.weight:
+                    moved_ms = self.weight.pop(_pair(neighbour, other))
+                    if neighbour != block:
+                        pair = _pair(neighbour, block)
                         self.weight[pair] = self.weight.get(pair, 0.0) + moved_ms
 
     def _reached(self, first: int, second: int) -> set[int]:
@@ -117,19 +117,19 @@ class BlockGraph:
                     front.append(block)
         return seen
 
-    def _put_in_order(self, one: int, other: int) -> None:
-        """Gives new positions to `one` and the blocks between the two, as if both were one."""
-        first, second = sorted((one, other), key=self._place.__getitem__)
+    def _put_in_order(self, block: int, other: int) -> None:
+        """Gives new positions to `block` and the blocks between the two, as if both were one."""
+        first, second = sorted((block, other), key=self._place.__getitem__)
         places = range(self._place[first], self._place[second] + 1)
         between = _present(self._at[places.start + 1 : places.stop - 1])
         later = self._reached(first, second)
-        ordered = [block for block in between if block not in later]
-        ordered += [one, *(block for block in between if block in later)]
+        ordered = [member for member in between if member not in later]
+        ordered += [block, *(member for member in between if member in later)]
         for place in places:
             self._at[place] = None
-        for place, block in zip(places, ordered, strict=False):
-            self._at[place] = block
-            self._place[block] = place
+        for place, member in zip(places, ordered, strict=False):
+            self._at[place] = member
+            self._place[member] = place
 
     def numbered(self) -> list[int]:
         """The block of every group, with the blocks numbered in a topological order."""
@@ -157,12 +157,12 @@ def match(blocks: BlockGraph, most_ms: float, generator: random.Random) -> None:
     """
     order = sorted(blocks.work_ms)
     generator.shuffle(order)
-    taken: set[int] = set()
+    matched: set[int] = set()
     for block in order:
-        if block in taken or block not in blocks:
+        if block in matched or block not in blocks:
             continue
         best = _best(
-            (other for other in blocks.neighbours(block) if other not in taken),
+            (other for other in blocks.neighbours(block) if other not in matched),
             key=lambda other, block=block: _rating(blocks, block, other),  # type: ignore[misc]
             allows=lambda other, block=block: (  # type: ignore[misc]
                 blocks.work_ms[block] + blocks.work_ms[other] <= most_ms
@@ -171,22 +171,22 @@ def match(blocks: BlockGraph, most_ms: float, generator: random.Random) -> None:
         )
         if best is not None:
             blocks.merge(block, best)
-            taken |= {block, best}
+            matched |= {block, best}
 
 
-def _rating(blocks: BlockGraph, one: int, other: int) -> float:
-    product = blocks.work_ms[one] * blocks.work_ms[other]
-    return blocks.weight_of(one, other) ** 2 / product if product else np.inf
+def _rating(blocks: BlockGraph, block: int, other: int) -> float:
+    product = blocks.work_ms[block] * blocks.work_ms[other]
+    return blocks.weight_of(block, other) ** 2 / product if product else np.inf
 
 
 def _best(
-    found: Iterable[int], key: Callable[[int], float], allows: Callable[[int], bool]
+    candidates: Iterable[int], key: Callable[[int], float], allows: Callable[[int], bool]
 ) -> int | None:
-    return next(filter(allows, sorted(found, key=lambda one: (-key(one), one))), None)
+    return next(filter(allows, sorted(candidates, key=lambda block: (-key(block), block))), None)
 
 
-def _pair(one: int, other: int) -> tuple[int, int]:
-    return (one, other) if one < other else (other, one)
+def _pair(block: int, other: int) -> tuple[int, int]:
+    return (block, other) if block < other else (other, block)
 
 
 def blocks_of(problem: Problem, number: int, generator: random.Random) -> list[int]:
@@ -196,15 +196,15 @@ def blocks_of(problem: Problem, number: int, generator: random.Random) -> list[i
     blocks, names = BlockGraph(problem.costs), problem.costs.blocks
     share_ms = float(problem.costs.work_ms.sum()) / problem.stages
 
-    def same_block(one: int, other: int) -> bool:
-        return bool(names[one]) and names[one] == names[other]
+    def same_block(block: int, other: int) -> bool:
+        return bool(names[block]) and names[block] == names[other]
 
-    def without_work(one: int, _: int) -> bool:
-        return not blocks.work_ms[one]
+    def without_work(block: int, _: int) -> bool:
+        return not blocks.work_ms[block]
 
-    def dear_to_send(one: int, other: int) -> bool:
-        both_ms = blocks.work_ms[one] + blocks.work_ms[other]
-        return blocks.sends_ms(one) > blocks.work_ms[one] and both_ms <= share_ms
+    def dear_to_send(block: int, other: int) -> bool:
+        both_ms = blocks.work_ms[block] + blocks.work_ms[other]
+        return blocks.sends_ms(block) > blocks.work_ms[block] and both_ms <= share_ms
 
     for wanted in (same_block, without_work, dear_to_send):
         _merge_where(blocks, number, wanted)
@@ -219,7 +219,7 @@ def without_little_ones(problem: Problem, share: float) -> list[int]:
     """
     blocks = BlockGraph(problem.costs)
     little_ms = share * float(problem.costs.work_ms.sum()) / problem.stages
-    _merge_where(blocks, problem.stages, lambda one, _: blocks.work_ms[one] <= little_ms)
+    _merge_where(blocks, problem.stages, lambda block, _: blocks.work_ms[block] <= little_ms)
     return blocks.numbered()
 
 
@@ -245,22 +245,22 @@ def _centres(blocks: BlockGraph, number: int, generator: random.Random) -> list[
     names = sorted(blocks.work_ms)
     done_ms = np.cumsum([blocks.work_ms[block] for block in names])
     places = [(index + generator.random()) / number * done_ms[-1] for index in range(number)]
-    found = np.minimum(np.searchsorted(done_ms, places), len(names) - 1)
-    return [names[index] for index in dict.fromkeys(found.tolist())]
+    indices = np.minimum(np.searchsorted(done_ms, places), len(names) - 1)
+    return [names[index] for index in dict.fromkeys(indices.tolist())]
 
 
 def _grow(blocks: BlockGraph, centres: list[int]) -> None:
     """The centers absorb round-robin a successor, or else a predecessor, that is not a center
     itself.
     """
-    taken = set(centres)
+    absorbed = set(centres)
     growing = list(centres)
     while growing:
         still = []
         for centre in growing:
             around = [*sorted(blocks.after[centre]), *sorted(blocks.before[centre])]
             for other in around:
-                if other not in taken and blocks.may_merge(centre, other):
+                if other not in absorbed and blocks.may_merge(centre, other):
                     blocks.merge(centre, other)
                     still.append(centre)
                     break

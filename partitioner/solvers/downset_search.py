@@ -193,20 +193,24 @@ class _Table:
     ) -> None:
         work = self.downsets.work[rows]
         reached = [
-            (source, target, stage, held)
+            (source, target, stage, selected)
             for source, target, stage in self.walk.steps
             if len(
-                held := np.flatnonzero((work >= inside.low[target]) & (work <= inside.high[target]))
+                selected := np.flatnonzero(
+                    (work >= inside.low[target]) & (work <= inside.high[target])
+                )
             )
         ]
         scores = self._scores(rows, columns, {stage for _, _, stage, _ in reached})
         # In the order of the states, so that those of the same rows are complete.
-        for source, target, stage, held in sorted(reached, key=lambda step: step[1]):
-            found = np.maximum(self.best[source, columns], scores[stage][held]).min(axis=1)
+        for source, target, stage, selected in sorted(reached, key=lambda step: step[1]):
+            scores_ms = np.maximum(self.best[source, columns], scores[stage][selected]).min(axis=1)
             if may_be_empty:
-                found = np.minimum(found, self.best[source, rows[held]])
-            found[found > self.limit_ms] = np.inf
-            self.best[target, rows[held]] = np.minimum(self.best[target, rows[held]], found)
+                scores_ms = np.minimum(scores_ms, self.best[source, rows[selected]])
+            scores_ms[scores_ms > self.limit_ms] = np.inf
+            self.best[target, rows[selected]] = np.minimum(
+                self.best[target, rows[selected]], scores_ms
+            )
 
     def _scores(self, rows: Ints, columns: Ints, stages: set[int]) -> dict[int, Floats]:
         """The scores of the stages from columns to rows; inf where there is none."""
@@ -225,7 +229,7 @@ class _Table:
 
     def stages(self, state: int) -> list[tuple[int, Ints]]:
         """The stages of the best plan, traced back from its end."""
-        row, found = len(self.downsets) - 1, []
+        row, stages = len(self.downsets) - 1, []
         while row:
             columns = np.flatnonzero(np.isfinite(self.best[:, :row]).any(axis=0))
             rows = np.array([row])
@@ -238,9 +242,9 @@ class _Table:
             chosen = int(np.argmin([choice.min() for choice in choices]))
             state, _, stage = into[chosen]
             column = int(columns[choices[chosen].argmin()])
-            found.append((stage, self._between(column, row)))
+            stages.append((stage, self._between(column, row)))
             row = column
-        return found[::-1]
+        return stages[::-1]
 
     def _between(self, column: int, row: int) -> Ints:
         bits = self.downsets.bits[:, row] & ~self.downsets.bits[:, column]

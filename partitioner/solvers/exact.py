@@ -98,16 +98,21 @@ def _improved(
         windows(reduced.problem, walk, limit_ms),
         most=MOST_DOWNSETS,
     )
-    found = None
+    result = None
     if downsets is not None:
-        found, bound_ms = rising_search(reduced.problem, walk, downsets, bound_ms, limit_ms)
-    if downsets is None or found is None:
+        result, bound_ms = rising_search(reduced.problem, walk, downsets, bound_ms, limit_ms)
+    if downsets is None or result is None:
         return _by_program(problem, stage_of, limit_ms, bound_ms)
-    if found.score_ms < np.inf:
-        stage_of, score_ms = reduced.stage_of([items for _, items in found.stages]), found.score_ms
+    if result.score_ms < np.inf:
+        stage_of, score_ms = (
+            reduced.stage_of([items for _, items in result.stages]),
+            result.score_ms,
+        )
     if not reduced.joined_idle:
         return stage_of, score_ms
-    bound_ms = min(score_ms, _with_idle_stages_ms(reduced.problem, walk, downsets, found, limit_ms))
+    bound_ms = min(
+        score_ms, _with_idle_stages_ms(reduced.problem, walk, downsets, result, limit_ms)
+    )
     if bound_ms >= score_ms * (1 - _ROUNDING):
         return stage_of, score_ms
     return _improved(problem, stage_of, score_ms, bound_ms, join_idle=False)
@@ -132,8 +137,8 @@ def _by_program(
         known = np.asarray(stage_of)[first].tolist()
     improved = milp.improve(reduced.problem, known, limit_ms, seconds=milp.SECONDS)
     if improved.stage_of is not None:
-        found = _moved(reduced.problem, improved.stage_of)
-        stage_of = tuple(np.asarray(found)[reduced.item_of].tolist())
+        stage_of_item = _moved(reduced.problem, improved.stage_of)
+        stage_of = tuple(np.asarray(stage_of_item)[reduced.item_of].tolist())
     return stage_of, max(bound_ms, improved.bound_ms)
 
 
@@ -148,19 +153,19 @@ def _moved(problem: Problem, stage_of: Sequence[int]) -> Sequence[int]:
     )
     descend(parts, order.advanced, budget)
     chains(parts, order.advanced, budget)
-    return min(stage_of, parts.part_of, key=lambda one: _score_ms(problem, one))
+    return min(stage_of, parts.part_of, key=lambda plan: _score_ms(problem, plan))
 
 
 def _with_idle_stages_ms(
-    problem: Problem, walk: SearchStates, downsets: Downsets, found: SearchResult, limit_ms: float
+    problem: Problem, walk: SearchStates, downsets: Downsets, result: SearchResult, limit_ms: float
 ) -> float:
     """A bound, or the limit, for plans in which some stage holds only groups that reductions joined
     to others.
     """
-    if len(set(problem.like)) == 1 and found.score_ms < np.inf:
+    if len(set(problem.like)) == 1 and result.score_ms < np.inf:
         # Without loss of generality, stages without groups are the last ones.
-        return found.fewer_ms
-    less_ms = min(limit_ms, found.score_ms) * (1 - _ROUNDING)
+        return result.fewer_ms
+    less_ms = min(limit_ms, result.score_ms) * (1 - _ROUNDING)
     loose = search(problem, walk, downsets, less_ms, may_be_empty=True)
     return min(loose.score_ms, limit_ms)
 
@@ -172,9 +177,9 @@ def rising_search(
     for trial_ms, pairs in _limits(problem, walk, downsets, bound_ms, limit_ms):
         if pairs > _MOST_PAIRS:
             return None, bound_ms
-        found = search(problem, walk, downsets, trial_ms)
-        if found.score_ms < np.inf:
-            return found, found.score_ms
+        result = search(problem, walk, downsets, trial_ms)
+        if result.score_ms < np.inf:
+            return result, result.score_ms
         bound_ms = max(bound_ms, trial_ms)
     return SearchResult(np.inf), bound_ms
 
@@ -271,14 +276,14 @@ def place_unordered(problem: Problem) -> tuple[tuple[int, ...], Placement]:
     best: tuple[tuple[int, ...], Placement] | None = None
     best_ms = np.inf
     for walk in walks:
-        found, _ = rising_search(smaller, walk, downsets, floor_ms, limit_ms)
-        if found is None or found.score_ms >= best_ms:
+        result, _ = rising_search(smaller, walk, downsets, floor_ms, limit_ms)
+        if result is None or result.score_ms >= best_ms:
             continue
-        best_ms = limit_ms = found.score_ms
+        best_ms = limit_ms = result.score_ms
         left = [list(positions) for positions in kinds]
         longest = len(walk.stages) // len(kinds)
-        order = tuple(left[index // longest].pop(0) for index, _ in found.stages)
-        stage_of = reduced.stage_of([items for _, items in found.stages])
+        order = tuple(left[index // longest].pop(0) for index, _ in result.stages)
+        stage_of = reduced.stage_of([items for _, items in result.stages])
         best = order, Placement(stage_of, bound_ms=best_ms, order_optimum_ms=best_ms)
     if best is None:
         raise PlanError("no plan fits into the memory of the devices, in whatever order.")

@@ -76,8 +76,8 @@ class Downsets:
 
     def within(self, windows: WorkWindows) -> Downsets:
         """The downsets whose work lies in some window."""
-        kept = windows.holds(self.work)
-        return Downsets(self.bits[:, kept], self.work[kept], self.num_groups)
+        selected = windows.holds(self.work)
+        return Downsets(self.bits[:, selected], self.work[selected], self.num_groups)
 
     def has(self, group: int, which: slice | Ints = slice(None)) -> Bools:
         """The downsets that contain the group, as a mask."""
@@ -148,12 +148,12 @@ def find_downsets(
     lows, highs = (windows.low / unit).tolist(), (windows.high / unit).tolist()
     limits = list(zip(lows, highs, strict=True))
     rows, works = bytearray(), []
-    found = 0
+    count = 0
     # A level: downset -> the groups that may be added, and its work.
     level = {0: (sum(1 << group for group in range(num_groups) if not before[group]), 0)}
     while level:
-        found += len(level)
-        if found > most:
+        count += len(level)
+        if count > most:
             return None
         following: dict[int, tuple[int, int]] = {}
         for downset, (ready, work) in level.items():
@@ -266,20 +266,20 @@ class PairSums:
             StageSums(
                 forward_ms=forward[rows, None] - forward[None, columns],
                 backward_ms=backward[rows, None] - backward[None, columns],
-                send_ms=found[_TALK],
+                send_ms=amounts[_TALK],
                 receive_ms=none,
-                param_bytes=found[_PARAMS] if self.memory else none,
+                param_bytes=amounts[_PARAMS] if self.memory else none,
                 buffer_bytes=buffers,
-                saved_bytes=found[_SAVED] if self.memory else none,
-                received_bytes=found[_RECEIVED] if self.memory else none,
+                saved_bytes=amounts[_SAVED] if self.memory else none,
+                received_bytes=amounts[_RECEIVED] if self.memory else none,
                 transient_bytes=transient,
-                sent_bytes=found[_SENT] if self.memory else none,
-                root_bytes=found[_ROOTS] if self.memory else none,
-                tied_bytes=found[_TIED] if self.memory else none,
-                frozen_bytes=found[_FROZEN] if self.memory else none,
+                sent_bytes=amounts[_SENT] if self.memory else none,
+                root_bytes=amounts[_ROOTS] if self.memory else none,
+                tied_bytes=amounts[_TIED] if self.memory else none,
+                frozen_bytes=amounts[_FROZEN] if self.memory else none,
                 live_bytes=live,
             )
-            for (forward, backward), found in zip(self._additive, fields, strict=True)
+            for (forward, backward), amounts in zip(self._additive, fields, strict=True)
         ]
 
     def _span(self, item: _Item) -> tuple[int, int]:
@@ -319,13 +319,13 @@ class PairSums:
     ) -> Bools:
         """Masks of the downsets that have any, or all, of the groups."""
         bits, masks = self.downsets.bits, mask_of(groups)
-        found = np.full(bits[0, which].shape, test is all)
+        holds = np.full(bits[0, which].shape, test is all)
         for word, mask in masks.items():
             if test is all:
-                found &= bits[word, which] & mask == mask
+                holds &= bits[word, which] & mask == mask
             else:
-                found |= bits[word, which] & mask != 0
-        return found
+                holds |= bits[word, which] & mask != 0
+        return holds
 
     def _crossing(self, rows: Ints, columns: Ints) -> Floats:
         """The sum over q: for each kind and field, rows by columns."""
@@ -334,8 +334,8 @@ class PairSums:
         for index in np.flatnonzero((self._first <= rows[-1]) & (self._end > rows[0])).tolist():
             item = self._items[index]
             for is_any, guard, which, amount in self._ways(item, rows):
-                found = weights.setdefault((is_any, guard), np.zeros(shape))
-                found += amount[:, :, None] * which
+                total = weights.setdefault((is_any, guard), np.zeros(shape))
+                total += amount[:, :, None] * which
         if not weights:
             return np.zeros((*shape, 1))
         phi = np.stack(
@@ -375,10 +375,10 @@ class PairSums:
             return
         patterns, which = np.unique(has[:, crossed], axis=1, return_inverse=True)
         for index, pattern in enumerate(patterns.T):
-            there = np.zeros(len(rows), dtype=bool)
-            there[crossed] = which.reshape(-1) == index
+            crosses_here = np.zeros(len(rows), dtype=bool)
+            crosses_here[crossed] = which.reshape(-1) == index
             inside = tuple(np.array(item.members)[pattern].tolist())
-            yield False, (*guard, *inside), there, item.weights
+            yield False, (*guard, *inside), crosses_here, item.weights
 
 
 def _items(kinds: Sequence[Costs], fields: int) -> Iterator[_Item]:
@@ -386,12 +386,12 @@ def _items(kinds: Sequence[Costs], fields: int) -> Iterator[_Item]:
     bytes that the same groups hold.
     """
     none = np.zeros((len(kinds), fields))
-    found: dict[tuple[int, tuple[int, ...]], tuple[Floats, Floats]] = {}
+    weights_of_item: dict[tuple[int, tuple[int, ...]], tuple[Floats, Floats]] = {}
     for index, value in enumerate(kinds[0].values):
         key = value.owner, value.readers
         if value.is_exchange:
             key = _EXCHANGED, tuple(sorted((value.owner, *value.readers)))
-        weights, sends = found.setdefault(key, (none.copy(), none.copy()))
+        weights, sends = weights_of_item.setdefault(key, (none.copy(), none.copy()))
         for kind, costs in enumerate(kinds):
             weights[kind, _TALK] += costs.receive_ms[index]
             sends[kind, _TALK] += costs.send_ms[index]
@@ -406,11 +406,11 @@ def _items(kinds: Sequence[Costs], fields: int) -> Iterator[_Item]:
             (_SAVED, kinds[0].saved),
             (_FROZEN, kinds[0].frozen),
         )
-        for field, held in of_fields:
-            for one in held:
-                weights, _ = found.setdefault((_HELD, one.groups), (none.copy(), none))
-                weights[:, field] += one.num_bytes
-    for (owner, members), (weights, sends) in found.items():
+        for field, shared_bytes in of_fields:
+            for shared in shared_bytes:
+                weights, _ = weights_of_item.setdefault((_HELD, shared.groups), (none.copy(), none))
+                weights[:, field] += shared.num_bytes
+    for (owner, members), (weights, sends) in weights_of_item.items():
         if weights.any() or sends.any():
             yield _Item(owner, members, weights, sends)
 

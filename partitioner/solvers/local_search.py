@@ -58,7 +58,9 @@ class GroupDivision:
                 at[part] = at.get(part, 0) + 1
             self._touching[value.owner].append(index)
             self._readers.append(at)
-        self._held = tuple(_HeldIn(held, self.part_of, count) for held in _kinds(costs))
+        self._shared_bytes = tuple(
+            _SharedBytesByPart(shared_bytes, self.part_of, count) for shared_bytes in _kinds(costs)
+        )
         self._sums = [[0.0] * count for _ in range(9)]
         for group, part in enumerate(self.part_of):
             self._add_group(group, part, 1)
@@ -105,8 +107,8 @@ class GroupDivision:
                 self._add_value(index, part, 1)
         self._add_group(group, source, -1)
         self._add_group(group, target, 1)
-        for held in self._held:
-            held.move(group, source, target)
+        for by_part in self._shared_bytes:
+            by_part.move(group, source, target)
         self.groups_in[source] -= 1
         self.groups_in[target] += 1
         for part in changed:
@@ -125,7 +127,7 @@ class GroupDivision:
         forward, backward, send, receive, buffers, received, sent, roots, tied = (
             of[part] for of in self._sums
         )
-        parameters, saved, frozen = (held.total[part] for held in self._held)
+        parameters, saved, frozen = (by_part.total[part] for by_part in self._shared_bytes)
         costs = self.problem.costs
         as_floats = (
             forward, backward, send, receive, parameters, buffers, saved, received,
@@ -185,15 +187,17 @@ class _Table:
         self.tied_bytes = seen.tied_bytes.tolist()
 
 
-class _HeldIn:
+class _SharedBytesByPart:
     """Bytes that each part has once for all its groups that name them."""
 
-    def __init__(self, held: Sequence[SharedBytes], part_of: Sequence[int], count: int) -> None:
+    def __init__(
+        self, shared_bytes: Sequence[SharedBytes], part_of: Sequence[int], count: int
+    ) -> None:
         self.total = [0.0] * count
-        self._bytes = [item.num_bytes for item in held]
+        self._bytes = [item.num_bytes for item in shared_bytes]
         self._of_group: dict[int, list[int]] = {}
-        self._at: list[dict[int, int]] = [{} for _ in held]
-        for index, item in enumerate(held):
+        self._at: list[dict[int, int]] = [{} for _ in shared_bytes]
+        for index, item in enumerate(shared_bytes):
             for group in item.groups:
                 self._of_group.setdefault(group, []).append(index)
                 self._enter(index, part_of[group])
@@ -301,9 +305,9 @@ def swap(parts: GroupDivision, budget: Budget) -> None:
             parts.move(other, slowest)
             for group in own:
                 budget.spend()
-                found = parts.score_after(group, part), group, other
-                if best is None or found < best:
-                    best = found
+                candidate = parts.score_after(group, part), group, other
+                if best is None or candidate < best:
+                    best = candidate
             parts.move(other, part)
         if best is None or best[0] >= parts.score:
             return
@@ -317,7 +321,7 @@ def _chain(parts: GroupDivision, neighbourhood: Neighbourhood, budget: Budget) -
     """One chain; returns whether it reduced the score."""
     start = best = parts.score
     done: list[tuple[int, int]] = []
-    kept = 0
+    best_length = 0
     locked: set[int] = set()
     while len(done) < CHAIN_LENGTH and not budget.is_spent:
         move = _best_move(parts, neighbourhood, budget, locked)
@@ -328,8 +332,8 @@ def _chain(parts: GroupDivision, neighbourhood: Neighbourhood, budget: Budget) -
         parts.move(group, target)
         locked.add(group)
         if score < best:
-            best, kept = score, len(done)
-    for group, source in reversed(done[kept:]):
+            best, best_length = score, len(done)
+    for group, source in reversed(done[best_length:]):
         parts.move(group, source)
     return best < start
 
@@ -341,9 +345,9 @@ def _best_move(
     best: tuple[Score, int, int] | None = None
     for group, target in _relieving(parts, neighbourhood, locked):
         budget.spend()
-        found = parts.score_after(group, target), group, target
-        if best is None or found < best:
-            best = found
+        candidate = parts.score_after(group, target), group, target
+        if best is None or candidate < best:
+            best = candidate
     return best
 
 

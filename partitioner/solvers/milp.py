@@ -73,9 +73,9 @@ def improve(
         return Improved(None if stage_of is None else tuple(stage_of), limit_ms)
     bound_ms = min(problem.setting.rounds * max(0.0, info.mip_dual_bound) * (1 - 1e-7), limit_ms)
     best = None if stage_of is None else tuple(stage_of)
-    found = program.stage_of(list(solver.getSolution().col_value))
-    if found is not None and _score_ms(problem, found) < (limit_ms if best else np.inf):
-        best = found
+    improved = program.stage_of(list(solver.getSolution().col_value))
+    if improved is not None and _score_ms(problem, improved) < (limit_ms if best else np.inf):
+        best = improved
     return Improved(best, bound_ms)
 
 
@@ -223,11 +223,11 @@ def _add_difference(
 
 def _transfers(costs: Costs) -> dict[tuple[int, tuple[int, ...]], Floats]:
     """Milliseconds to send and to receive all values with the same ends."""
-    found: dict[tuple[int, tuple[int, ...]], Floats] = {}
+    times_of_ends: dict[tuple[int, tuple[int, ...]], Floats] = {}
     for index, value in enumerate(costs.values):
-        times_ms = found.setdefault((value.owner, value.readers), np.zeros(2))
+        times_ms = times_of_ends.setdefault((value.owner, value.readers), np.zeros(2))
         times_ms += costs.send_ms[index], costs.receive_ms[index]
-    return found
+    return times_of_ends
 
 
 def _range_of_stages(problem: Problem, limit_ms: float) -> tuple[list[int], list[int]]:

@@ -92,17 +92,17 @@ def _sweep(
             ready[rank].append(group)
     pieces: list[list[int]] = []
     while any(ready.values()):
-        found = {
+        pieces_of_rank = {
             rank: _closure(rank, groups, waiting, after, rank_of)
             for rank, groups in ready.items()
             if groups
         }
         share = {
             rank: sum(work_ms[group] + 1e-9 for group in piece) / left[rank]
-            for rank, piece in found.items()
+            for rank, piece in pieces_of_rank.items()
         }
         rank = max(share, key=lambda rank: (round(share[rank], 9), -rank))
-        piece = found[rank]
+        piece = pieces_of_rank[rank]
         pieces.append(sorted(piece))
         left[rank] -= sum(work_ms[group] + 1e-9 for group in piece)
         ready[rank] = []
@@ -191,13 +191,13 @@ def place(problem: Problem) -> Placement:
     """
     for share in _TIGHTER:
         # The search does not know the number of stages, and so not the micro-batches in flight.
-        found = [
+        candidates = [
             (evaluation, placement)
             for rank_of in _assignments(_with_memory(problem, share))
             if (evaluation := evaluate(problem, placement := staged(problem, rank_of))).fits
         ]
-        if found:
-            return _with_fewer_stages(problem, *_preferred(problem, found))
+        if candidates:
+            return _with_fewer_stages(problem, *_preferred(problem, candidates))
     raise DoesNotFit(
         f"no plan with several stages on each of {problem.stages} ranks that was found fits into "
         "the memory of the devices."
@@ -205,21 +205,21 @@ def place(problem: Problem) -> Placement:
 
 
 def _preferred(
-    problem: Problem, found: Sequence[tuple[Evaluation, Placement]]
+    problem: Problem, candidates: Sequence[tuple[Evaluation, Placement]]
 ) -> tuple[Placement, float]:
     """Among the plans that are about as good as the best, the one with the fewest stages and then
     bytes, and the largest score that counts as about as good.
     """
-    best_ms = min(evaluation.score_ms for evaluation, _ in found)
+    best_ms = min(evaluation.score_ms for evaluation, _ in candidates)
     limit_ms = best_ms * (1 + problem.rules.prefer_modules) * (1 + _ROUNDING)
-    near = [one for one in found if one[0].score_ms <= limit_ms]
+    near = [candidate for candidate in candidates if candidate[0].score_ms <= limit_ms]
     _, placement = min(
         near,
-        key=lambda one: (
-            one[1].stages,
-            crossing_bytes(problem.costs, one[1]),
-            one[0].score_ms,
-            one[1].stage_of,
+        key=lambda candidate: (
+            candidate[1].stages,
+            crossing_bytes(problem.costs, candidate[1]),
+            candidate[0].score_ms,
+            candidate[1].stage_of,
         ),
     )
     return placement, limit_ms

@@ -119,14 +119,17 @@ def place(problem: Problem) -> Placement:
 
     Raises DoesNotFit when no plan fits into the memory of the devices.
     """
-    found = [_restart(problem, random.Random(seed)) for seed in range(RESTARTS)]
-    excess, (best_ms, *_) = min(parts.score for parts in found)
+    restarts = [_restart(problem, random.Random(seed)) for seed in range(RESTARTS)]
+    excess, (best_ms, *_) = min(parts.score for parts in restarts)
     if excess:
         raise DoesNotFit(f"no {problem.stages}-stage plan fits into the memory of the devices.")
     limit_ms = best_ms * (1 + problem.rules.prefer_modules)
-    near = [parts for parts in found if not parts.score[0] and parts.score[1][0] <= limit_ms]
+    near = [parts for parts in restarts if not parts.score[0] and parts.score[1][0] <= limit_ms]
     placements = [Placement(tuple(parts.part_of)) for parts in near]
-    return min(placements, key=lambda one: (crossing_bytes(problem.costs, one), one.stage_of))
+    return min(
+        placements,
+        key=lambda placement: (crossing_bytes(problem.costs, placement), placement.stage_of),
+    )
 
 
 def _restart(problem: Problem, generator: random.Random) -> GroupDivision:
@@ -173,7 +176,7 @@ def _first_cut(problem: Problem, generator: random.Random) -> GroupDivision:
         except DoesNotFit:
             continue
         parts = GroupDivision(problem, expanded(ordered, place_of).stage_of)
-        best = min(best, parts, key=lambda one: one.score)
+        best = min(best, parts, key=lambda cut: cut.score)
     return best
 
 

@@ -78,12 +78,12 @@ def contracted(costs: Costs, item_of: Ints) -> Costs:
     count = int(item_of.max()) + 1
     first = np.full(count, len(item_of), dtype=np.int64)
     np.minimum.at(first, item_of, np.arange(len(item_of)))
-    values, kept = [], []
+    values, crossing = [], []
     for index, value in enumerate(costs.values):
         owner, readers = _ends(value, item_of)
         if readers:
             values.append(replace(value, owner=owner, readers=readers))
-            kept.append(index)
+            crossing.append(index)
     edges = {(int(item_of[a]), int(item_of[b])) for a, b in costs.edges}
     parameters = np.zeros(count, dtype=bool)
     np.logical_or.at(parameters, item_of, costs.has_params)
@@ -92,9 +92,9 @@ def contracted(costs: Costs, item_of: Ints) -> Costs:
         return np.bincount(item_of, weights=amounts, minlength=count).astype(np.float64)
 
     def largest(amounts: Floats) -> Floats:
-        found = np.zeros(count)
-        np.maximum.at(found, item_of, amounts)
-        return found
+        maxima = np.zeros(count)
+        np.maximum.at(maxima, item_of, amounts)
+        return maxima
 
     return replace(
         costs,
@@ -105,11 +105,11 @@ def contracted(costs: Costs, item_of: Ints) -> Costs:
         weight_ms=total(costs.weight_ms),
         edges=tuple(sorted((a, b) for a, b in edges if a != b)),
         values=tuple(values),
-        send_ms=costs.send_ms[kept],
-        receive_ms=costs.receive_ms[kept],
-        parameters=_held(costs.parameters, item_of),
-        saved=_held(costs.saved, item_of),
-        frozen=_held(costs.frozen, item_of),
+        send_ms=costs.send_ms[crossing],
+        receive_ms=costs.receive_ms[crossing],
+        parameters=_merged_bytes(costs.parameters, item_of),
+        saved=_merged_bytes(costs.saved, item_of),
+        frozen=_merged_bytes(costs.frozen, item_of),
         buffer_bytes=total(costs.buffer_bytes),
         transient_bytes=largest(costs.transient_bytes),
         live_bytes=largest(costs.live_bytes),
@@ -133,10 +133,12 @@ def _ends(value: Value, item_of: Ints) -> tuple[int, tuple[int, ...]]:
     return owner, tuple(sorted(readers))
 
 
-def _held(held: Iterable[SharedBytes], item_of: Ints) -> tuple[SharedBytes, ...]:
+def _merged_bytes(shared_bytes: Iterable[SharedBytes], item_of: Ints) -> tuple[SharedBytes, ...]:
     return tuple(
-        SharedBytes(tuple(sorted({int(item_of[group]) for group in one.groups})), one.num_bytes)
-        for one in held
+        SharedBytes(
+            tuple(sorted({int(item_of[group]) for group in shared.groups})), shared.num_bytes
+        )
+        for shared in shared_bytes
     )
 
 
@@ -152,15 +154,15 @@ def without_memory(problem: Problem) -> Problem:
         backward_ms=np.zeros(1),
         send_ms=np.zeros(1),
         receive_ms=np.zeros(1),
-        param_bytes=np.array([sum(held.num_bytes for held in costs.parameters)]),
+        param_bytes=np.array([sum(shared.num_bytes for shared in costs.parameters)]),
         buffer_bytes=np.array([costs.buffer_bytes.sum()]),
-        saved_bytes=np.array([sum(held.num_bytes for held in costs.saved)]),
+        saved_bytes=np.array([sum(shared.num_bytes for shared in costs.saved)]),
         received_bytes=np.array([costs.value_bytes.sum()]),
         transient_bytes=np.array([costs.transient_bytes.max()]),
         sent_bytes=np.array([costs.value_bytes.sum()]),
         root_bytes=np.array([costs.root_bytes.sum()]),
         tied_bytes=np.array([cautious(problem).costs.tied_bytes.sum()]),
-        frozen_bytes=np.array([sum(held.num_bytes for held in costs.frozen)]),
+        frozen_bytes=np.array([sum(shared.num_bytes for shared in costs.frozen)]),
         live_bytes=np.array([costs.live_bytes.max()]),
     )
     for position, device in enumerate(setting.devices):
@@ -179,8 +181,10 @@ def cautious(problem: Problem) -> Problem:
     original problem.
     """
     values = (
-        replace(one, tied_bytes=one.exchanged_bytes(min(problem.stages, 1 + len(one.readers))))
-        for one in problem.costs.values
+        replace(
+            value, tied_bytes=value.exchanged_bytes(min(problem.stages, 1 + len(value.readers)))
+        )
+        for value in problem.costs.values
     )
     return replace(problem, costs=replace(problem.costs, values=tuple(values)))
 
@@ -216,8 +220,8 @@ def _fused(
     if not pairs:
         return items, item_of
     tied = items.copy()
-    for one, other in pairs:
-        tied.add_edges_from([(one, other), (other, one)])
+    for group, other in pairs:
+        tied.add_edges_from([(group, other), (other, group)])
     fused = nx.condensation(tied)
     number = np.zeros(int(item_of.max()) + 1, dtype=np.int64)
     for item, component in fused.graph["mapping"].items():

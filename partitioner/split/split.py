@@ -144,11 +144,11 @@ def _members(
     received: list[set[fx.Node]] = [set() for _ in range(count)]
     for stage in reversed(range(count)):
         sent = {node for values in received for node in values if homes.get(node) == stage}
-        kept = sent.union(returned_from, fixed)
+        sent_or_fixed = sent.union(returned_from, fixed)
         needed = [
             node
             for node, home in homes.items()
-            if home == stage and (node in kept or not again.is_makeable(node))
+            if home == stage and (node in sent_or_fixed or not again.is_makeable(node))
         ]
         needed += [
             node for node, home in returned_from.items() if home == stage and is_external(node)
@@ -158,7 +158,7 @@ def _members(
             node = needed.pop()
             if node in computed[stage]:
                 continue
-            if homes.get(node) != stage or (node in again.free and node not in kept):
+            if homes.get(node) != stage or (node in again.free and node not in sent_or_fixed):
                 outside[node] = None
                 continue
             together = again.together(node)
@@ -166,8 +166,8 @@ def _members(
             needed += [source for other in together for source in other.all_input_nodes]
         wanted = [node for node in outside if node not in computed[stage]]
         own = {node for node, home in homes.items() if home == stage} - {*fixed}
-        received[stage], made = again.choose(wanted, computed[stage], fixed, own)
-        computed[stage] |= made
+        received[stage], recomputed = again.choose(wanted, computed[stage], fixed, own)
+        computed[stage] |= recomputed
         if (missing := _input_for_sizes(capture, computed[stage], received[stage])) is not None:
             received[stage].add(missing)
     return _Members(computed, received)
@@ -233,7 +233,7 @@ def _homes_of_tensors(
     outputs: Iterable[fx.Node], homes: Mapping[fx.Node, int]
 ) -> dict[fx.Node, int]:
     """For a parameter or buffer that the model returns, the last stage that holds it anyway."""
-    found: dict[fx.Node, int] = {}
+    homes_of_tensors: dict[fx.Node, int] = {}
     for node in outputs:
         if node.op == "get_attr":
             for user, home in homes.items():
@@ -241,8 +241,8 @@ def _homes_of_tensors(
                     f"{user.target}."
                 )
                 if is_owner or node in user.all_input_nodes:
-                    found[node] = max(home, found.get(node, 0))
-    return found
+                    homes_of_tensors[node] = max(home, homes_of_tensors.get(node, 0))
+    return homes_of_tensors
 
 
 def _is_tensor(node: fx.Node) -> bool:
@@ -342,28 +342,30 @@ def stage_tensors(capture: Capture, stage: StageGraph) -> StageTensors:
     order of the model. Buffers are those of the state_dict."""
     modules, attributes = used_names(capture, stage)
     model = capture.model
-    held = set(attributes)
+    held_names = set(attributes)
     # A stage holds a torch.nn module as a whole, also where it reads only one of its parameters.
     for name in attributes:
         path = name.rpartition(".")[0]
         if path and is_torch_leaf(model.get_submodule(path)):
-            held |= {f"{path}.{own}" for own, _ in model.get_submodule(path).named_parameters()}
+            held_names |= {
+                f"{path}.{own}" for own, _ in model.get_submodule(path).named_parameters()
+            }
     for path in modules:
         leaf = model.get_submodule(path)
-        held |= {f"{path}.{name}" for name in leaf.state_dict(keep_vars=True)}
-        held |= {f"{path}.{name}" for name, _ in leaf.named_parameters()}
+        held_names |= {f"{path}.{name}" for name in leaf.state_dict(keep_vars=True)}
+        held_names |= {f"{path}.{name}" for name, _ in leaf.named_parameters()}
     saved = model.state_dict(keep_vars=True)
     return StageTensors(
         modules=tuple(modules),
         parameters=tuple(
             name
             for name, value in saved.items()
-            if name in held and isinstance(value, nn.Parameter)
+            if name in held_names and isinstance(value, nn.Parameter)
         ),
         buffers=tuple(
             name
             for name, value in saved.items()
-            if name in held and not isinstance(value, nn.Parameter)
+            if name in held_names and not isinstance(value, nn.Parameter)
         ),
     )
 
@@ -386,8 +388,8 @@ def used_names(capture: Capture, stage: StageGraph) -> tuple[tuple[str, ...], tu
 def unused_tensors(capture: Capture, stages: Iterable[StageGraph]) -> tuple[str, ...]:
     """Names in the model's state_dict whose tensor no stage holds under any name."""
     saved = capture.model.state_dict(keep_vars=True)
-    held: set[int] = set()
+    held_ids: set[int] = set()
     for stage in stages:
         tensors = stage_tensors(capture, stage)
-        held |= {id(saved[name]) for name in (*tensors.parameters, *tensors.buffers)}
-    return tuple(name for name, value in saved.items() if id(value) not in held)
+        held_ids |= {id(saved[name]) for name in (*tensors.parameters, *tensors.buffers)}
+    return tuple(name for name, value in saved.items() if id(value) not in held_ids)

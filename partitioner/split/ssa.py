@@ -114,8 +114,8 @@ class _Separation:
             def renamed(node: fx.Node, stage: int = stage) -> fx.Node | None:
                 return self._renamed.get((stage, node)) or self._new.get(node)
 
-            arguments, made = fx.map_arg((dict(record.arguments), record.result), renamed)
-            calls[call] = replace(record, arguments=arguments, result=made)
+            arguments, result = fx.map_arg((dict(record.arguments), record.result), renamed)
+            calls[call] = replace(record, arguments=arguments, result=result)
         order = [node for node in self._graph.nodes if node in self._stage]
         stage_of = {node: self._stage[node] for node in order}
         return replace(self._capture, graph=self._graph, calls=calls), stage_of
@@ -193,7 +193,7 @@ class _Separation:
             source = self._tensor(family, version, family.viewed[tensor])
             assert version.at is not None
             with self._graph.inserting_before(version.at):
-                made = self._add(
+                view = self._add(
                     view_again(tensor, source),
                     self._new[tensor],
                     tensor,
@@ -201,7 +201,7 @@ class _Separation:
                     version.stage,
                     version.storages,
                 )
-            version.tensors[tensor] = made
+            version.tensors[tensor] = view
         return version.tensors[tensor]
 
     def _latest(self, family: Family, version: _Version, tensor: fx.Node, before: int) -> fx.Node:
