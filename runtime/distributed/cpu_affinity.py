@@ -88,8 +88,8 @@ def read_topology(
         path = sys / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
         siblings = parse_cpus(_text(path)) or (cpu,)
         cores.setdefault(siblings, []).append(cpu)
-    made = sorted(Core(node_of.get(own[0], 0), tuple(own)) for own in cores.values())
-    return Topology(tuple(made), _quota(sys, proc))
+    sorted_cores = sorted(Core(node_of.get(own[0], 0), tuple(own)) for own in cores.values())
+    return Topology(tuple(sorted_cores), _quota(sys, proc))
 
 
 def allowed_cpus() -> frozenset[int]:
@@ -220,20 +220,20 @@ def near_cores(topology: Topology, shares: Sequence[Cpus]) -> tuple[Cpus, ...]:
 
 def _nodes_of_ranks(of_node: dict[int, list[Core]], wanted: list[int | None]) -> list[int]:
     """A node for each rank, the wanted one if it has a core left."""
-    taken = dict.fromkeys(of_node, 0)
+    used = dict.fromkeys(of_node, 0)
     free = 0
     placed: list[int | None] = []
     for node in wanted:
-        if node is not None and taken[node] < len(of_node[node]):
-            taken[node] += 1
+        if node is not None and used[node] < len(of_node[node]):
+            used[node] += 1
             placed.append(node)
         else:
             free += 1
             placed.append(None)
     rest: list[int] = []
     for _ in range(free):
-        node = max(of_node, key=lambda n: (len(of_node[n]) // (taken[n] + 1), -taken[n], -n))
-        taken[node] += 1
+        node = max(of_node, key=lambda n: (len(of_node[n]) // (used[n] + 1), -used[n], -n))
+        used[node] += 1
         rest.append(node)
     rest.sort()
     return [rest.pop(0) if node is None else node for node in placed]
@@ -321,18 +321,18 @@ def _short(content: bytes | None) -> str:
 def check_alike(resources: Sequence[RankResources]) -> None:
     """Raises SettingsError, the same on all ranks, if a rank has other versions than most."""
     for name in dict.fromkeys(name for of_rank in resources for name, _ in of_rank.versions):
-        found = [dict(of_rank.versions).get(name, "none") for of_rank in resources]
-        counted = Counter(filter(None, found)).most_common()
+        numbers = [dict(of_rank.versions).get(name, "none") for of_rank in resources]
+        counted = Counter(filter(None, numbers)).most_common()
         if len(counted) < 2:
             continue
         usual, times = counted[0]  # of two alike rank 0's
-        rank = next(rank for rank, value in enumerate(found) if value not in (usual, ""))
-        other = found.index(usual)
+        rank = next(rank for rank, value in enumerate(numbers) if value not in (usual, ""))
+        other = numbers.index(usual)
         others = f"rank {other} on {resources[other].host} has {usual}"
         if times > 1:
             others = f"{times} ranks have {usual}, such as rank {other} on {resources[other].host}"
         raise SettingsError(
-            f"rank {rank} on {resources[rank].host} has {name} {found[rank]}, {others}.",
+            f"rank {rank} on {resources[rank].host} has {name} {numbers[rank]}, {others}.",
             "All ranks need the same: use one folder and one environment on all hosts.",
         )
 
@@ -424,13 +424,13 @@ def _gpus_of(
     """The GPU of each rank of one host; ranks that see the same GPUs divide them."""
     if options.device == "cpu":
         return {}
-    found = {}
+    gpus = {}
     for rank in local:
         sharing = [other for other in local if resources[other].gpus == resources[rank].gpus]
         check_devices(options, plan, len(sharing), len(resources[rank].gpus))
         index = gpu_of_rank(plan, len(sharing), options.ranks_per_gpu)[sharing.index(rank)]
-        found[rank] = resources[rank].gpus[index]
-    return found
+        gpus[rank] = resources[rank].gpus[index]
+    return gpus
 
 
 def _index_of(gpu: Gpu, of_rank: RankResources) -> int:
@@ -438,9 +438,9 @@ def _index_of(gpu: Gpu, of_rank: RankResources) -> int:
 
 
 def _visible_gpus() -> tuple[Gpu, ...]:
-    found = []
+    gpus = []
     for index in range(torch.cuda.device_count()):
         card: Any = torch.cuda.get_device_properties(index)
         address = f"{card.pci_domain_id:04x}:{card.pci_bus_id:02x}:{card.pci_device_id:02x}.0"
-        found.append(Gpu(str(card.uuid), node_of_pci(address)))
-    return tuple(found)
+        gpus.append(Gpu(str(card.uuid), node_of_pci(address)))
+    return tuple(gpus)

@@ -45,11 +45,11 @@ class Equality:
         modules: Mapping[int, nn.Module],
         config: RunConfig,
         world: World,
-        held: Iterable[TiedParameter] = (),
+        tied_parameters: Iterable[TiedParameter] = (),
     ) -> None:
         self._modules, self._config, self._world = modules, config, world
         self._compare(_named(modules, with_buffers=True), "at the start")
-        for tied in held:
+        for tied in tied_parameters:
             digests = gather_alike(_digest(tied.parameter), len(tied.ranks), tied.group)
             names = [f"{tied.name}, a parameter of several stages"]
             _check(tied.ranks, digests, names, "at the start")
@@ -117,15 +117,15 @@ def held_parameters(
     plan: Plan, modules: Mapping[int, nn.Module], world: World
 ) -> list[TiedParameter]:
     """The tied parameters of this rank; none unless single stages have replicas."""
-    found = []
+    tied_parameters = []
     for number, group in world.tied_groups.items():
         shared = plan.shared[number]
         (parameter,) = (
             modules[stage].get_parameter(name) for stage, name in shared.holders if stage in modules
         )
         ranks = world.grid.holders_of(shared.stages)
-        found.append(TiedParameter(shared.names[0], parameter, ranks, group))
-    return found
+        tied_parameters.append(TiedParameter(shared.names[0], parameter, ranks, group))
+    return tied_parameters
 
 
 class SharedParameterError(AsyncPipeError):

@@ -202,11 +202,11 @@ class RankFolder:
 
     def failures(self) -> list[Failure]:
         """All failures, the earliest first."""
-        found = [
+        failures = [
             Failure(**json.loads(path.read_text(encoding="utf-8")))
             for path in self.path.glob("*.error.json")
         ]
-        return sorted(found, key=lambda failure: failure.time_s)
+        return sorted(failures, key=lambda failure: failure.time_s)
 
     def first_cause(self, exit_codes: Mapping[int, int], stages: Mapping[int, str]) -> RankError:
         """The error to report, from the exit codes of the ranks that ended and the files that they
@@ -225,7 +225,7 @@ class RankFolder:
                 )
         if (cause := self.told_cause()) is not None:
             return cause
-        ended = sorted(exit_codes.items(), key=lambda each: each[1] != CANNOT_WRITE)
+        ended = sorted(exit_codes.items(), key=lambda pair: pair[1] != CANNOT_WRITE)
         rank, code = next(iter(ended), (0, 1))
         who = f"rank {rank}{stages.get(rank, '')}"
         if code == CANNOT_WRITE:

@@ -182,15 +182,15 @@ def _of_agent(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _local_ranks(launcher: _Launcher, environment: Mapping[str, str], ranks: int) -> int:
-    said = environment.get(launcher.local_ranks)
+    value = environment.get(launcher.local_ranks)
     if launcher.name == "srun":
         node = int(environment.get("SLURM_NODEID", "0"))
-        by_node = tasks_per_node(said or environment.get("SLURM_TASKS_PER_NODE", ""))
+        by_node = tasks_per_node(value or environment.get("SLURM_TASKS_PER_NODE", ""))
         if node < len(by_node):
             return by_node[node]
         by_option = environment.get("SLURM_NTASKS_PER_NODE", "")
         return min(ranks, int(by_option)) if by_option.isdigit() else ranks
-    return int(said) if said else ranks
+    return int(value) if value else ranks
 
 
 def tasks_per_node(text: str) -> tuple[int, ...]:

@@ -57,12 +57,12 @@ class Interface:
         return f"{self.name} ({self.address})"
 
 
-def check_interface(asked: str) -> None:
+def check_interface(name: str) -> None:
     """Raises SettingsError when this host has no such interface."""
     have = interfaces()
-    if have and asked not in {each.name for each in have}:
+    if have and name not in {interface.name for interface in have}:
         raise SettingsError(
-            f"--interface {asked}: {socket.gethostname()} has {_listed(have)}.",
+            f"--interface {name}: {socket.gethostname()} has {_listed(have)}.",
             "Choose one that every host has, or omit the option.",
         )
 
@@ -78,14 +78,18 @@ def choose_interface(info: RankInfo, asked: str | None = None) -> str | None:
         return asked
     have = interfaces()
     if info.all_local:
-        return next((each.name for each in have if each.is_loopback), None)
+        return next((interface.name for interface in have if interface.is_loopback), None)
     for address in resolve_host(info.head) if info.head else ():
         towards = source_towards(address)
-        for each in have:
-            if each.address == towards and not each.is_loopback:
-                return each.name
-    outside = [each for each in have if not each.is_loopback and not _is_link_local(each.address)]
-    if len({each.name for each in outside}) > 1:
+        for interface in have:
+            if interface.address == towards and not interface.is_loopback:
+                return interface.name
+    outside = [
+        interface
+        for interface in have
+        if not interface.is_loopback and not _is_link_local(interface.address)
+    ]
+    if len({interface.name for interface in outside}) > 1:
         raise SettingsError(
             f"cannot determine the network over which {socket.gethostname()} reaches the other "
             f"hosts: it has {_listed(outside)}, and rank 0 is at "
@@ -104,19 +108,19 @@ def name_interface(name: str | None, *, asked: bool) -> None:
 
 def interfaces() -> tuple[Interface, ...]:
     """The interfaces of this host that are up, IPv4 before IPv6; empty unless on Linux."""
-    found = []
+    own = []
     up = [name for _, name in socket.if_nameindex() if not _is_down(name)]
     for name in up:
         address = _ipv4_of(name)
         if address is not None:
-            found.append(Interface(name, address))
+            own.append(Interface(name, address))
     table = Path("/proc/net/if_inet6")
     for line in table.read_text().splitlines() if table.is_file() else ():
         digits, _, _, _, _, name = line.split()
         if name not in up:
             continue
-        found.append(Interface(name, str(ipaddress.ip_address(bytes.fromhex(digits)))))
-    return tuple(found)
+        own.append(Interface(name, str(ipaddress.ip_address(bytes.fromhex(digits)))))
+    return tuple(own)
 
 
 def address_of(name: str | None) -> str | None:
@@ -127,10 +131,10 @@ def address_of(name: str | None) -> str | None:
 def resolve_host(name: str) -> tuple[str, ...]:
     """The addresses of a host as resolved here; empty if its name is unknown."""
     try:
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        entries = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except OSError:
         return ()
-    return tuple(dict.fromkeys(str(address[0]) for *_, address in found))
+    return tuple(dict.fromkeys(str(address[0]) for *_, address in entries))
 
 
 def source_towards(address: str) -> str | None:
@@ -147,18 +151,20 @@ def source_towards(address: str) -> str | None:
 def unreachable(info: RankInfo, seconds: float) -> TransportError:
     """The error of a rank that cannot reach rank 0, after one more attempt at each of its
     addresses."""
-    here, addresses = socket.gethostname(), resolve_host(info.head)
+    own_host, addresses = socket.gethostname(), resolve_host(info.head)
     tried = [f"{address}: {_attempt(address, info.port)}" for address in addresses]
-    about = "; ".join(tried) if tried else f"{here} cannot resolve the name {info.head}"
-    own = [each for each in addresses if ipaddress.ip_address(each.split("%")[0]).is_loopback]
+    about = "; ".join(tried) if tried else f"{own_host} cannot resolve the name {info.head}"
+    own = [
+        address for address in addresses if ipaddress.ip_address(address.split("%")[0]).is_loopback
+    ]
     if own and info.head not in own:
-        about += f"; on {here} {info.head} is {own[0]}, its own loopback"
-    outside = _listed([each for each in interfaces() if not each.is_loopback])
+        about += f"; on {own_host} {info.head} is {own[0]}, its own loopback"
+    outside = _listed([interface for interface in interfaces() if not interface.is_loopback])
     return TransportError(
-        f"rank {info.rank} on {here} cannot reach rank 0 at {info.head}:{info.port} in "
+        f"rank {info.rank} on {own_host} cannot reach rank 0 at {info.head}:{info.port} in "
         f"{seconds:g} s ({about}).",
-        f"--master-addr with an address of rank 0's host that {here} reaches, or --interface with "
-        f"the network between them; {here} has {outside}.",
+        f"--master-addr with an address of rank 0's host that {own_host} reaches, or --interface "
+        f"with the network between them; {own_host} has {outside}.",
     )
 
 
@@ -240,15 +246,15 @@ def wait_for_all(store: Store, info: RankInfo, seconds: float) -> Store:
         if head != entered:
             store.set(f"{head}/{info.rank}", f"{own} {socket.gethostname()}")
             entered = head
-        if info.rank == 0 and len(here := _here(store, head, info.ranks)) == info.ranks:
-            store.set(f"{head}/closed", " ".join(here.values()))
+        if info.rank == 0 and len(present := _present(store, head, info.ranks)) == info.ranks:
+            store.set(f"{head}/closed", " ".join(present.values()))
         if own in _read(store, f"{head}/closed").split():
             return PrefixStore(head, store)
         time.sleep(_POLL_S)
-    raise _missing(info, _here(store, entered, info.ranks), seconds)
+    raise _missing(info, _present(store, entered, info.ranks), seconds)
 
 
-def _here(store: Store, head: str, ranks: int) -> dict[int, str]:
+def _present(store: Store, head: str, ranks: int) -> dict[int, str]:
     """The entries of the ranks in a list: each one's random name and its host."""
     entries = {rank: _read(store, f"{head}/{rank}") for rank in range(ranks)}
     return {rank: entry for rank, entry in entries.items() if entry}
@@ -280,17 +286,17 @@ def joining_error(info: RankInfo, seconds: float, text: str) -> TransportError:
     return unreachable(info, seconds)
 
 
-def _missing(info: RankInfo, here: Mapping[int, str], seconds: float) -> TransportError:
+def _missing(info: RankInfo, present: Mapping[int, str], seconds: float) -> TransportError:
     # Without rank 0 there is no list of the others.
-    missing = [rank for rank in range(info.ranks) if rank not in here] if here else [0]
+    missing = [rank for rank in range(info.ranks) if rank not in present] if present else [0]
     at = f" at {info.head}:{info.port}" if info.head and info.port else ""
     by_host: dict[str, list[int]] = defaultdict(list)
-    for rank, entry in here.items():
+    for rank, entry in present.items():
         by_host[entry.split()[1]].append(rank)
-    there = ", ".join(f"{_ranks(ranks)} on {host}" for host, ranks in by_host.items())
+    hosts = ", ".join(f"{_ranks(ranks)} on {host}" for host, ranks in by_host.items())
     return TransportError(
         f"rank {info.rank} timed out{at} after {seconds:g} s waiting for {_ranks(missing)}"
-        f"{'; present: ' if there else ''}{there}.",
+        f"{'; present: ' if hosts else ''}{hosts}.",
         f"Check the output of {_ranks(missing)}, or allow more time with --timeout-s.",
     )
 

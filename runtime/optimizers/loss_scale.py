@@ -61,9 +61,9 @@ class LossScale:
 
     def update(self, *, overflowed: bool) -> None:
         """Ends a step, with the result of all ranks."""
-        found = torch.full((1,), float(overflowed))
+        found_inf = torch.full((1,), float(overflowed))
         torch._amp_update_scale_(
-            self._scale, self._steps_since_change, found, GROWTH, BACKOFF, self._interval
+            self._scale, self._steps_since_change, found_inf, GROWTH, BACKOFF, self._interval
         )
         self._found = None
         self.value = float(self._scale)

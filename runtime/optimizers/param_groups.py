@@ -40,7 +40,7 @@ def hidden_matrices(plan: Plan, index: int, stage: nn.Module) -> list[nn.Paramet
     if matrices and index == max(spec.index for spec in plan.stages if spec.parameters):
         outside.add(id(matrices[-1]))
     by_identity = {id(matrix): matrix for matrix in matrices}
-    return [matrix for found, matrix in by_identity.items() if found not in outside]
+    return [matrix for identity, matrix in by_identity.items() if identity not in outside]
 
 
 class Joint(Optimizer):

@@ -120,9 +120,9 @@ def _find_bases(state: dict[str, Tensor], gradient: Tensor, beta: float) -> bool
     _observe_covariances(state, gradient, beta)
     # Where G has no numbers the run ends at its loss, with a better message than the SVD's.
     vectors = torch.linalg.svd(gradient.double().nan_to_num(), full_matrices=False)
-    for side, found in (("left", vectors.U), ("right", vectors.Vh.T)):
+    for side, singular in (("left", vectors.U), ("right", vectors.Vh.T)):
         if side in state:
-            basis = torch.linalg.qr(found, mode="complete").Q
+            basis = torch.linalg.qr(singular, mode="complete").Q
             state[f"{side}_basis"] = basis.to(gradient.dtype)
     return True
 
@@ -216,5 +216,5 @@ class Sutskever(Optimizer):
         state = self.state[parameter]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
-        found: Tensor = state["momentum_buffer"]
-        return found
+        buffer: Tensor = state["momentum_buffer"]
+        return buffer

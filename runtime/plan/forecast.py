@@ -54,10 +54,10 @@ def forecast_step(
     costs = _costs(plan, step_ms)
     waiting = _shared(plan) if shared_stages is None else [*shared_stages]
     if isinstance(schedule, str):
-        made = planned_schedule(plan, schedule, micro_batches, steps=count)
+        planned = planned_schedule(plan, schedule, micro_batches, steps=count)
     else:
-        made = schedule.compute
-    if made.replicas:
+        planned = schedule.compute
+    if planned.replicas:
         costs = replace(
             costs,
             step_ms=tuple(
@@ -76,10 +76,10 @@ def forecast_step(
             processors=processors,
         )
 
-    timeline = simulated(made)
+    timeline = simulated(planned)
     if name == AUTO:
-        row = simulated(_in_a_row(made, 2 * _LAPS))
-        period_ms = (row.end_ms - simulated(_in_a_row(made, _LAPS)).end_ms) / _LAPS
+        row = simulated(_in_a_row(planned, 2 * _LAPS))
+        period_ms = (row.end_ms - simulated(_in_a_row(planned, _LAPS)).end_ms) / _LAPS
         busy_ms = (1 - timeline.idle_share) * timeline.makespan_ms
         return Forecast(period_ms, max(0.0, 1 - busy_ms / period_ms if period_ms else 0.0), row)
     idle = timeline.steady_idle_share if count > 1 else timeline.idle_share
@@ -211,15 +211,15 @@ def forecast_one_step(plan: Plan, schedule: str, micro_batches: int) -> OneStep:
     steps = 3 + -(-2 * len(plan.stages) // micro_batches)
     if not has_stage_replicas(plan, schedule, micro_batches):
         plan = _without_replicas(plan)
-    found = forecast_step(plan, schedule, micro_batches, steps=steps)
-    timeline = found.timeline
+    forecast = forecast_step(plan, schedule, micro_batches, steps=steps)
+    timeline = forecast.timeline
     if schedule == AUTO:
         row = [event for event in timeline.events if event.action.kind != "S"]
         start_ms = min(event.start_ms for event in row if event.action.index >= micro_batches)
-        return OneStep(start_ms, start_ms + found.step_ms, found.idle_share, timeline)
+        return OneStep(start_ms, start_ms + forecast.step_ms, forecast.idle_share, timeline)
     if schedule not in ASYNCHRONOUS:
-        return OneStep(timeline.start_ms, timeline.end_ms, found.idle_share, timeline)
-    return OneStep(*timeline.steady_step, found.idle_share, timeline)
+        return OneStep(timeline.start_ms, timeline.end_ms, forecast.idle_share, timeline)
+    return OneStep(*timeline.steady_step, forecast.idle_share, timeline)
 
 
 def compared_schedules(plan: Plan) -> tuple[str, ...]:

@@ -416,9 +416,9 @@ def read_plan(folder: str | Path) -> Plan:
     """
     path = Path(folder) / "plan.json"
     if not path.is_file():
-        what = "has no plan.json" if path.parent.is_dir() else "does not exist"
+        problem = "has no plan.json" if path.parent.is_dir() else "does not exist"
         raise PlanError(
-            f"{folder} {what}: not a generated model.",
+            f"{folder} {problem}: not a generated model.",
             "asyncpipe-partition --model gpt2 --stages 4 makes one.",
         )
     origin = Origin(str(path), PlanError, "Partition the model again.")

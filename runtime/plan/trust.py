@@ -42,8 +42,8 @@ def own_modules(folder: Path, files: str = "*.py") -> Mapping[str, Path]:
     paths = [path for path in folder.glob(files) if path.is_file()]
     sources = (path.read_bytes() for path in paths if path.stat().st_size <= MOST_BYTES)
     names = {name for source in sources for name in imported_names(source)}
-    found = {name: _file_of(name, folder) for name in sorted(names - _OURS)}
-    return {name: path for name, path in found.items() if path is not None}
+    files_of = {name: _file_of(name, folder) for name in sorted(names - _OURS)}
+    return {name: path for name, path in files_of.items() if path is not None}
 
 
 def imported_names(source: bytes) -> set[str]:
@@ -183,19 +183,19 @@ def _strange(folder: Path) -> list[str]:
 
 def _outside(folder: Path) -> dict[str, tuple[Path, ...]]:
     """The marks of the code that a folder runs in addition to its own files."""
-    found = {str(path): _marks_of_code(f"{path}:") for path in own_modules(folder).values()}
+    marks = {str(path): _marks_of_code(f"{path}:") for path in own_modules(folder).values()}
     if (criterion := named_criterion(folder)) and names_object(criterion):
-        found[criterion] = _marks_of_code(criterion)
-    return found
+        marks[criterion] = _marks_of_code(criterion)
+    return marks
 
 
 def _marks(folder: Path) -> tuple[Path, ...]:
     """The files that stand for this folder here, and for its content anywhere."""
     if (state := state_folder()) is None:
         return ()
-    here = hashlib.sha256(os.fsencode(folder.resolve()))
-    here.update(_hash_of([folder / "plan.json"]).encode())
-    return state / "trusted" / here.hexdigest(), state / "trusted" / content_hash(folder)
+    digest = hashlib.sha256(os.fsencode(folder.resolve()))
+    digest.update(_hash_of([folder / "plan.json"]).encode())
+    return state / "trusted" / digest.hexdigest(), state / "trusted" / content_hash(folder)
 
 
 def _left(marks: tuple[Path, ...]) -> bool:

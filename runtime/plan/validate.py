@@ -79,8 +79,8 @@ def _contradictions(plan: Plan) -> Iterator[str]:
             yield f"{' and '.join(shared.names) or 'a shared parameter'} is held by no stage of it"
             continue
         for index, name in shared.holders:
-            held = (*plan.stages[index].parameters, *plan.stages[index].buffers)
-            yield from _unknown(f"stage {index} shares", [name], held)
+            names = (*plan.stages[index].parameters, *plan.stages[index].buffers)
+            yield from _unknown(f"stage {index} shares", [name], names)
 
 
 def _broken(value: Any, place: str) -> Iterator[str]:
@@ -140,29 +140,33 @@ def _stage(plan: Plan, stage: StageSpec, place: int) -> Iterator[str]:
     if not stage.ranks or len(set(stage.ranks)) < len(stage.ranks):
         yield f"{name} is on the ranks {stage.ranks}"
     for record in (stage, stage.memory, *stage.parts):
-        for found in _negative(record):
-            yield f"{name} {found}"
+        for problem in _negative(record):
+            yield f"{name} {problem}"
     for boundary in stage.sends:
         targets = boundary.targets
         if boundary.source != place or not _rising((place, *targets, len(plan.stages))):
             yield f"{name} sends {boundary.tensor.name} from {boundary.source} to {targets}"
-    sent = [one for one in plan.boundaries if place in one.targets]
+    sent = [received for received in plan.boundaries if place in received.targets]
     if sorted(map(repr, sent)) != sorted(map(repr, stage.receives)):
         yield f"{name} receives other tensors than those sent to it"
-    there = {spec.name for spec in plan.inputs} | {one.tensor.name for one in stage.receives}
-    yield from _unknown(f"{name} reads", stage.inputs, there)
+    available = {spec.name for spec in plan.inputs} | {
+        received.tensor.name for received in stage.receives
+    }
+    yield from _unknown(f"{name} reads", stage.inputs, available)
     known = {spec.name for spec in (*plan.inputs, *plan.values)}
     yield from _unknown(f"{name} makes", stage.outputs, known)
     yield from _unknown(f"{name} changes", stage.changes, stage.parameters)
     yield from _unknown(f"{name} changes", stage.changes_trained, stage.changes)
-    yield from _unknown(f"{name} sends", [one.tensor.name for one in stage.sends], stage.outputs)
+    yield from _unknown(
+        f"{name} sends", [received.tensor.name for received in stage.sends], stage.outputs
+    )
 
 
 def _rising(numbers: Sequence[int]) -> bool:
     return all(first < second for first, second in zip(numbers, numbers[1:], strict=False))
 
 
-def _unknown(what: str, names: Any, known: Any) -> Iterator[str]:
+def _unknown(reader: str, names: Any, known: Any) -> Iterator[str]:
     for name in names:
         if name not in known:
-            yield f"{what} {name}, which does not exist"
+            yield f"{reader} {name}, which does not exist"

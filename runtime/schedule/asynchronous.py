@@ -261,8 +261,8 @@ class Delays:
         '11/4'
         """
         late = -(-max(self.ahead[stage] for stage in stages) // self.step_every)
-        each = [self.of_step(stage, version) for stage in stages]
-        return late + sum(each, Fraction(0)) / len(each)
+        delays = [self.of_step(stage, version) for stage in stages]
+        return late + sum(delays, Fraction(0)) / len(delays)
 
     def has(self, stage: int, micro_batch: int, forward: int, backward: int) -> bool:
         """True if a ledger entry equals the closed form."""
@@ -346,14 +346,14 @@ def weight_copies(names: str, ahead: int, step_every: int, *, recomputes: bool =
     gathered = any(method.gathered for method in methods)
     always = any(method.always for method in methods)
     refilled = any(method.refilled for method in methods)
-    kept = any(method.kept for method in methods)
+    keeps = any(method.kept for method in methods)
     if not (ahead or always):
         return beside
-    if not kept and refilled:
+    if not keeps and refilled:
         return beside + 1 + (recomputes and any(method.twice for method in methods))
-    if not kept and recomputes:
+    if not keeps and recomputes:
         return beside + (1 + always if predicted else 0)
-    if not kept and not predicted:
+    if not keeps and not predicted:
         return beside
     views = views_in_flight(
         ahead, step_every, predicted=predicted, gathered=gathered, always=always

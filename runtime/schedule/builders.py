@@ -158,10 +158,10 @@ def make_schedule(
     if name in ASYNCHRONOUS:
         assert step_every is not None
         warmup = warmup_of(name, stages, step_every, ahead, staleness_cap)
-        made = ASYNCHRONOUS[name](stages, micro_batches, step_every, warmup)
+        schedule = ASYNCHRONOUS[name](stages, micro_batches, step_every, warmup)
         if ranks == stages and rank_of_stage is None:
-            return made
-        return fold(made, rank_of_stage or [stage % ranks for stage in range(stages)], costs)
+            return schedule
+        return fold(schedule, rank_of_stage or [stage % ranks for stage in range(stages)], costs)
     if name == AUTO:
         return fit_auto(costs or ActionCosts.equal(stages), micro_batches, ranks=ranks).schedule
     if name in VIRTUAL:
@@ -177,8 +177,8 @@ def warmup_of(
         staleness_cap = DEFAULT_CAP
     if ahead is None and staleness_cap is None:
         return None
-    found = depths(stages, ahead)
-    return found if staleness_cap is None else capped(found, step_every, staleness_cap)
+    warmup = depths(stages, ahead)
+    return warmup if staleness_cap is None else capped(warmup, step_every, staleness_cap)
 
 
 def _known(name: str) -> str:
@@ -212,10 +212,10 @@ def _check_ranks(name: str, stages: int, ranks: int) -> None:
     are += f" on {ranks} rank{'s' if ranks > 1 else ''}"
     if name == "zb-v":
         if stages != 2 * ranks:
-            here = f"--ranks {stages // 2}, or partition" if stages % 2 == 0 else "Partition"
+            change = f"--ranks {stages // 2}, or partition" if stages % 2 == 0 else "Partition"
             raise ScheduleError(
                 f"zb-v has two stages on every rank, but {are}.",
-                f"{here} again with --stages {2 * ranks}.",
+                f"{change} again with --stages {2 * ranks}.",
             )
     elif name in VIRTUAL:
         if stages % ranks:
@@ -290,8 +290,8 @@ def named_for(rank_of_stage: Sequence[int], micro_batches: int) -> Iterator[Sche
     stages, ranks = len(rank_of_stage), len(set(rank_of_stage))
     for name in (*SYNCHRONOUS, *VIRTUAL):
         try:
-            made = make_schedule(name, stages=stages, micro_batches=micro_batches, ranks=ranks)
+            schedule = make_schedule(name, stages=stages, micro_batches=micro_batches, ranks=ranks)
         except ScheduleError:
             continue
-        if made.rank_of_stage == tuple(rank_of_stage):
-            yield made
+        if schedule.rank_of_stage == tuple(rank_of_stage):
+            yield schedule

@@ -65,23 +65,25 @@ def fit_schedule(tasks: Tasks, named: Iterable[Schedule] = (), *, effort: float 
     (24.0, 0.0)
     """
     _check_limit(tasks)
-    known = (rows for made in named if all(map(tasks.is_ordered, rows := tasks.rows_of(made))))
-    found = [order for rows in known if (order := timed(tasks, rows))]
-    enough = min((order.period_ms for order in found), default=math.inf)
+    known = (
+        rows for schedule in named if all(map(tasks.is_ordered, rows := tasks.rows_of(schedule)))
+    )
+    candidates = [order for rows in known if (order := timed(tasks, rows))]
+    enough = min((order.period_ms for order in candidates), default=math.inf)
     size = 2 * tasks.count
     for policy in islice(policies(tasks), max(1, int(effort * _GREEDY_TASKS / size))):
-        if any(order.period_ms <= tasks.bound_ms for order in found):
+        if any(order.period_ms <= tasks.bound_ms for order in candidates):
             break
-        found += [order for rows in orders(tasks, policy) if (order := timed(tasks, rows))]
+        candidates += [order for rows in orders(tasks, policy) if (order := timed(tasks, rows))]
     tries = int(effort * min(_MOST_TRIES, _SEARCHED_TASKS / size))
-    starts = [merged(tasks, min(found, key=_rank), tries)]
-    whole = min((order for order in found if not order.splits), key=_rank, default=starts[0])
+    starts = [merged(tasks, min(candidates, key=_rank), tries)]
+    whole = min((order for order in candidates if not order.splits), key=_rank, default=starts[0])
     if whole.rows != starts[0].rows:
         starts.append(whole)
     ends = [improve(tasks, start, tries) for start in starts]
-    shortest = min(order.period_ms for order in found + ends)
+    shortest = min(order.period_ms for order in candidates + ends)
     close = min(shortest * _CLOSE, enough) + 1e-9
-    near = [order for order in found + ends if order.period_ms <= close]
+    near = [order for order in candidates + ends if order.period_ms <= close]
     best = min(near, key=lambda order: (sum(tasks.peaks(order.rows)), _rank(order)))
     return Fit(tasks.schedule_of(best.rows, "auto"), best.period_ms, tasks.bound_ms)
 

@@ -74,8 +74,8 @@ def parse_action(text: str) -> Action:
     Action(stage=2, kind='RECV_B', index=3, peer=4, version=None)
     """
     for pattern in (_COMPUTE, _STEP, _MESSAGE):
-        if found := pattern.fullmatch(text):
-            stage, kind, index, peer, version = found.groups()
+        if match := pattern.fullmatch(text):
+            stage, kind, index, peer, version = match.groups()
             return Action(
                 int(stage),
                 cast(Kind, kind),
@@ -222,13 +222,13 @@ def count_in_flight(ranks: Iterable[Iterable[Action]], stages: int) -> tuple[int
     split = split_backwards(rows)
     most = [0] * stages
     for row in rows:
-        held = [0] * stages
+        in_flight = [0] * stages
         for action in row:
             if action.kind == "F":
-                held[action.stage] += 1
+                in_flight[action.stage] += 1
             elif is_backward_end(action, split):
-                held[action.stage] -= 1
-            most[action.stage] = max(most[action.stage], held[action.stage])
+                in_flight[action.stage] -= 1
+            most[action.stage] = max(most[action.stage], in_flight[action.stage])
     return tuple(most)
 
 

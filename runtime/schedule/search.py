@@ -66,8 +66,8 @@ def improve(tasks: Tasks, order: TaskOrder, tries: int) -> TaskOrder:
     bound = tasks.bound_ms * (1 + _NEAR)
     tie = _TIED * tasks.bound_ms
 
-    def cost(one: TaskOrder) -> float:
-        return one.period_ms + tie * one.splits
+    def cost(order: TaskOrder) -> float:
+        return order.period_ms + tie * order.splits
 
     best = current = order
     history = deque([cost(order)] * _HISTORY)
@@ -79,9 +79,9 @@ def improve(tasks: Tasks, order: TaskOrder, tries: int) -> TaskOrder:
             break
         rows = changed(tasks, current, cycle, random)
         worst = max(history[0], cost(current))
-        found = timed(tasks, rows, current, below_ms=worst) if rows else None
-        if found is not None and (cost(found) <= cost(current) or cost(found) <= history[0]):
-            current = found
+        trial = timed(tasks, rows, current, below_ms=worst) if rows else None
+        if trial is not None and (cost(trial) <= cost(current) or cost(trial) <= history[0]):
+            current = trial
             cycle = critical_cycle(tasks, current)
             if cost(current) < cost(best):
                 best, found_at = current, number
@@ -101,11 +101,11 @@ def merged(tasks: Tasks, order: TaskOrder, tries: float = math.inf) -> TaskOrder
         tries -= 1
         undone = [_whole(tasks, row, set(some)) for row in order.rows]
         rows = [row for row in undone if row is not None]
-        found = None
+        merged_order = None
         if len(rows) == len(undone):
-            found = timed(tasks, rows, order, below_ms=order.period_ms + 1e-9)
-        if found is not None and found.period_ms <= order.period_ms + 1e-9:
-            order = found
+            merged_order = timed(tasks, rows, order, below_ms=order.period_ms + 1e-9)
+        if merged_order is not None and merged_order.period_ms <= order.period_ms + 1e-9:
+            order = merged_order
         elif len(some) > 1:
             half = len(some) // 2
             waiting += some[half:], some[:half]  # W is in the way of later whole backwards
@@ -220,14 +220,16 @@ def policies(tasks: Tasks) -> Iterator[Policy]:
     """The policies, the most promising first."""
     ranks, m = tasks.ranks, tasks.micro_batches
     chunks = max(map(len, tasks.of_rank))
-    each = [sum(tasks.weights[j] for j in own) / len(own) for own in tasks.of_rank]
+    mean_weights = [sum(tasks.weights[j] for j in own) / len(own) for own in tasks.of_rank]
     tight = [(chunks - 1) * (ranks + 1) + 2 * (ranks - 1 - r) + 1 for r in range(ranks)]
     wide = [chunks * (ranks + 1) + 2 * (ranks - r) for r in range(ranks)]
     shares = (math.inf, 0, 2) if tasks.may_split else (0,)
     splits = [_split_counts(tasks, times) for times in shares]
     for forward_first, group in product((False, True), sorted({1, min(ranks, m), m})):
         for counts, split in product((wide, [2 * m * chunks] * ranks, tight), splits):
-            ahead = tuple(count * weight for count, weight in zip(counts, each, strict=True))
+            ahead = tuple(
+                count * weight for count, weight in zip(counts, mean_weights, strict=True)
+            )
             yield Policy(group, ahead, forward_first, split)
 
 
@@ -248,9 +250,9 @@ def orders(tasks: Tasks, policy: Policy) -> Iterator[Rows]:
     for _ in range(_STEPS):
         rows = _Step(tasks, policy, free_ms).rows
         yield rows
-        found = tasks.run(rows, free_ms, [0.0] * tasks.links)
-        assert found is not None
-        after, _ = found
+        run = tasks.run(rows, free_ms, [0.0] * tasks.links)
+        assert run is not None
+        after, _ = run
         free_ms = [time - min(after) for time in after]
 
 

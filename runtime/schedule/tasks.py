@@ -278,10 +278,10 @@ class Tasks:
             first = min(free)
             free = [time - first for time in free]
             links_ms = [time - first for time in links_ms]
-            found = self.run(rows, free, links_ms)
-            if found is None:
+            run = self.run(rows, free, links_ms)
+            if run is None:
                 return None
-            after, end_ms = found
+            after, end_ms = run
             gains = [end - begin for begin, end in zip(free, after, strict=True)]
             if max(gains) - min(gains) <= _SAME:
                 break
@@ -296,14 +296,14 @@ class Tasks:
 
     def peak(self, row: Sequence[int]) -> float:
         """The most that a rank holds between forwards and backwards of this order."""
-        held = most = 0.0
+        in_flight = most = 0.0
         for task in row:
             kind = self.kind(task)
             if kind == FORWARD:
-                held += self.weights[self.stage(task)]
-                most = max(most, held)
+                in_flight += self.weights[self.stage(task)]
+                most = max(most, in_flight)
             elif kind != INPUTS:
-                held -= self.weights[self.stage(task)]
+                in_flight -= self.weights[self.stage(task)]
         return most
 
     def fits(self, rows: Rows) -> bool:
@@ -338,8 +338,8 @@ class Tasks:
                 if (weight := self.cost_ms[whole + 2 * n]) > 0:
                     split = self.cost_ms[whole + n] + weight
                     prices.append((split - self.cost_ms[whole]) / weight)
-            each = sum(costs.forward_ms[j] + costs.backward_ms[j] for j in own)
-            work = self.micro_batches * each + sum(costs.step_ms[j] for j in own)
+            micro_batch_ms = sum(costs.forward_ms[j] + costs.backward_ms[j] for j in own)
+            work = self.micro_batches * micro_batch_ms + sum(costs.step_ms[j] for j in own)
             price = max(0.0, min(prices)) if self.may_split else 1.0
             bound = max(bound, work + price * gap)
         return bound

@@ -124,8 +124,8 @@ def _replicas(rows: Sequence[Sequence[Action]]) -> tuple[tuple[int, ...], ...]:
     ranks_of: dict[int, list[int]] = {}
     for rank in sorted(range(len(rows)), key=lambda rank: _first(rows[rank])):
         ranks_of.setdefault(rows[rank][0].stage, []).append(rank)
-    found = tuple(tuple(ranks_of[stage]) for stage in sorted(ranks_of))
-    return found if len(rows) > len(found) else ()
+    replicas = tuple(tuple(ranks_of[stage]) for stage in sorted(ranks_of))
+    return replicas if len(rows) > len(replicas) else ()
 
 
 def _first(row: Sequence[Action]) -> float:

@@ -72,17 +72,17 @@ def _check_actions(schedule: Schedule) -> None:
         seen[_at_its_rank(schedule, action, rank)] += 1
         if rank not in (ranks := schedule.ranks_of(action.stage)):
             are = "rank" if len(ranks) == 1 else "ranks"
-            found = f"stage {action.stage} is on {are} {', '.join(map(str, ranks))}"
+            problem = f"stage {action.stage} is on {are} {', '.join(map(str, ranks))}"
         elif action.kind != "S" and rank != (at := schedule.rank_of(action.stage, action.index)):
-            found = f"micro-batch {action.index} of stage {action.stage} is on rank {at}"
+            problem = f"micro-batch {action.index} of stage {action.stage} is on rank {at}"
         elif seen[_at_its_rank(schedule, action, rank)] > 1:
-            found = "it is duplicated"
+            problem = "it is duplicated"
         elif action.kind in numbers and action.index not in numbers[action.kind]:
             of = numbers[action.kind]
-            found = f"{action.kind} of a stage runs from {of.start} to {of.stop - 1}"
+            problem = f"{action.kind} of a stage runs from {of.start} to {of.stop - 1}"
         else:
             continue
-        _raise_at(schedule, rank, position, found)
+        _raise_at(schedule, rank, position, problem)
     for stage in range(schedule.stages):
         for kind in ("F", "B", "S"):
             for action in (Action(stage, kind, index) for index in numbers[kind]):
@@ -121,17 +121,17 @@ def _at_its_rank(schedule: Schedule, action: Action, rank: int) -> tuple[Action,
 
 
 def _check_versions(schedule: Schedule) -> None:
-    made: Counter[tuple[int, int]] = Counter()
+    steps: Counter[tuple[int, int]] = Counter()
     for rank, position, action in _walk(schedule):
-        here = rank, action.stage
+        place = rank, action.stage
         if action.kind == "S":
-            if action.index != made[here] + 1:
-                found = f"the next step of stage {action.stage} makes {made[here] + 1}"
-                _raise_at(schedule, rank, position, found)
-            made[here] += 1
-        elif action.kind in ("F", "B", "W") and action.version != made[here]:
-            found = f"stage {action.stage} is at version {made[here]} there"
-            _raise_at(schedule, rank, position, found)
+            if action.index != steps[place] + 1:
+                problem = f"the next step of stage {action.stage} makes {steps[place] + 1}"
+                _raise_at(schedule, rank, position, problem)
+            steps[place] += 1
+        elif action.kind in ("F", "B", "W") and action.version != steps[place]:
+            problem = f"stage {action.stage} is at version {steps[place]} there"
+            _raise_at(schedule, rank, position, problem)
 
 
 def _check_in_flight(schedule: Schedule) -> None:
@@ -196,11 +196,11 @@ def _raise_stuck(player: Player) -> NoReturn:
     )
 
 
-def _raise_at(schedule: Schedule, rank: int, position: int, found: str) -> NoReturn:
+def _raise_at(schedule: Schedule, rank: int, position: int, problem: str) -> NoReturn:
     where = f"at {schedule.ranks[rank][position]} " if schedule.ranks[rank] else ""
     raise ScheduleError(
-        f"{schedule.name} is not legal {where}on rank {rank}: {found}.\n"
-        f"{_draw_arrows(schedule, {rank: (position, found)})}",
+        f"{schedule.name} is not legal {where}on rank {rank}: {problem}.\n"
+        f"{_draw_arrows(schedule, {rank: (position, problem)})}",
         _CURE,
     )
 

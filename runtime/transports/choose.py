@@ -52,7 +52,7 @@ class TransportChoice:
         return f"{self.name} ({self.reason})" if self.reason else self.name
 
 
-def choose(asked: str, where: Circumstances) -> TransportChoice:
+def choose(name: str, where: Circumstances) -> TransportChoice:
     """The transport of that name, or the fastest that works for `auto`.
 
     Raises TransportError for one that cannot work there.
@@ -60,11 +60,11 @@ def choose(asked: str, where: Circumstances) -> TransportChoice:
     >>> print(choose("auto", Circumstances(4, apart="they are on 2 hosts")))
     gloo (they are on 2 hosts)
     """
-    if asked == "auto":
+    if name == "auto":
         return _fastest(where)
-    if refusal := _refusal(asked, where):
-        raise TransportError(f"--transport {asked}: {refusal}", "--transport auto")
-    return TransportChoice(asked if where.ranks > 1 else "local")
+    if refusal := _refusal(name, where):
+        raise TransportError(f"--transport {name}: {refusal}", "--transport auto")
+    return TransportChoice(name if where.ranks > 1 else "local")
 
 
 def _fastest(where: Circumstances) -> TransportChoice:
@@ -79,19 +79,19 @@ def _fastest(where: Circumstances) -> TransportChoice:
     )
 
 
-def _refusal(asked: str, where: Circumstances) -> str:
+def _refusal(name: str, where: Circumstances) -> str:
     """Why the transport cannot work there; "" if it can."""
     if where.ranks == 1:
         return ""
-    if asked == "local":
+    if name == "local":
         return f"it connects ranks of one process, and this run has {where.ranks} processes."
-    if asked == "nccl" and not where.on_gpus:
+    if name == "nccl" and not where.on_gpus:
         return "it carries tensors between GPUs, and --device is cpu."
-    if asked == "nccl" and not where.has_nccl:
+    if name == "nccl" and not where.has_nccl:
         return "this torch was built without NCCL."
-    if asked == "nccl" and not where.own_gpus:
+    if name == "nccl" and not where.own_gpus:
         return "several ranks share one GPU, which NCCL refuses."
-    if asked == "shm" and where.apart:
+    if name == "shm" and where.apart:
         return f"{where.apart}."
     return ""
 

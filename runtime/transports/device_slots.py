@@ -178,13 +178,13 @@ class Incoming:
             slot = _Slot(memory.open(buffer), memory.open_event(filled), memory.new_event())
             self._slots[place] = slot
         slot = self._slots[place]
-        found = memory.allocate(channel.nbytes)
+        copied = memory.allocate(channel.nbytes)
         memory.wait(slot.filled)
-        memory.copy(found, slot.buffer[: channel.nbytes])
+        memory.copy(copied, slot.buffer[: channel.nbytes])
         memory.record(slot.emptied)
         if handles:
             handle = memory.share_event(slot.emptied)
-        return _view(found, channel.dtype, channel.shape), handle
+        return _view(copied, channel.dtype, channel.shape), handle
 
 
 def _view(buffer: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:

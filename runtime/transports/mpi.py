@@ -379,13 +379,13 @@ def mpiexec() -> str:
     """The launcher next to this interpreter, where packages install it; otherwise the one on the
     path."""
     beside = Path(sys.executable).parent / "mpiexec"
-    found = str(beside) if beside.is_file() else shutil.which("mpiexec")
-    if found is None:
+    launcher = str(beside) if beside.is_file() else shutil.which("mpiexec")
+    if launcher is None:
         raise TransportError(
             "--transport mpi: mpiexec, which starts the ranks, was not found.",
             f"{install('mpi')}, or on a cluster: module load openmpi",
         )
-    return found
+    return launcher
 
 
 def takes_cuda(world: Any) -> bool:

@@ -185,15 +185,15 @@ class ShmTransport:
             channel, index = under_way[0]
             self._wait(partial(_is_shorter, under_way, count), peer, channel.sending(index))
 
-    def _wait(self, done: Callable[[], bool], peer: int, what: str) -> None:
-        """Takes packets in until `done`; `what` is waited for, of `peer`."""
+    def _wait(self, done: Callable[[], bool], peer: int, waiting: str) -> None:
+        """Takes packets in until `done`; `waiting` describes the wait for `peer` in errors."""
         end_s = time.monotonic() + self._timeout_s
         while not done():
             if peer in self._peers.gone:
-                raise peer_is_gone(what, peer, ".")
+                raise peer_is_gone(waiting, peer, ".")
             left_s = end_s - time.monotonic()
             if left_s <= 0:
-                raise timed_out(what, peer, self._timeout_s)
+                raise timed_out(waiting, peer, self._timeout_s)
             self._post_notes()
             self._progress(left_s)
 
@@ -276,19 +276,19 @@ class ShmTransport:
             return content.view(channel.shape).clone()
         if message.kind == _DEVICE:
             handles = message.rest.decode()
-            found, handle = self._incoming[peer].empty(message.place, handles, channel)
+            tensor, handle = self._incoming[peer].empty(message.place, handles, channel)
             if handle:
                 self._post(peer, _EMPTIED, place=message.place, rest=handle.encode())
             else:
                 self._let_go[peer].append((tag, ~message.place))
-            return found
+            return tensor
         slot = self._peers.memories[peer].bytes_at(message.place, size)
-        found = torch.from_numpy(slot).view(channel.dtype).view(channel.shape)
+        tensor = torch.from_numpy(slot).view(channel.dtype).view(channel.shape)
         is_kept = self._kept[peer, tag] < self.depth
         self._kept[peer, tag] += 1
         let_go = weakref.finalize(slot, self._let_go[peer].append, (tag, message.place))
         let_go.atexit = False
-        return found if is_kept else found.clone()
+        return tensor if is_kept else tensor.clone()
 
 
 def _is_shorter(under_way: _UnderWay, count: int) -> bool:
