@@ -139,7 +139,7 @@ def _with_written_step(plan: Plan, solution: Solution) -> Plan:
 def _stage(
     capture: Capture,
     stage: StageGraph,
-    held: StageTensors,
+    tensors: StageTensors,
     profile: Profile,
     solution: Solution,
     transfers: _Transfers,
@@ -151,7 +151,7 @@ def _stage(
     if not solution.setting.is_of_profile:
         costs = _on_device(costs, load)
     forward_ms = sum(cost.forward_ms for cost in costs)
-    changes = tuple(name for name in held.parameters if name in capture.changed)
+    changes = tuple(name for name in tensors.parameters if name in capture.changed)
     again = load.recomputes and load.activation_bytes > 0
     return StageSpec(
         index=stage.index,
@@ -160,8 +160,8 @@ def _stage(
         modules=in_rows(dict.fromkeys(label for label in labels if label)),
         inputs=tuple(node.name for node in stage.inputs),
         outputs=tuple(node.name for node in stage.outputs),
-        parameters=held.parameters,
-        buffers=held.buffers,
+        parameters=tensors.parameters,
+        buffers=tensors.buffers,
         draws_random=any(node.meta.get("random", False) for node in stage.nodes),
         draws_numbers=any(node.meta.get("draws_numbers", False) for node in stage.nodes),
         forward_ms=forward_ms,
@@ -214,16 +214,16 @@ def _transfers(
 ) -> _Transfers:
     problem, placement = solution.problem, solution.placement
     parameters = dict(capture.model.named_parameters(remove_duplicate=False))
-    held = (
-        (each.stages, parameters[name].numel() * parameters[name].element_size())
-        for each in shared
-        if len(each.stages) > 1
-        for name in each.names[:1]
+    exchanged = (
+        (parameter.stages, parameters[name].numel() * parameters[name].element_size())
+        for parameter in shared
+        if len(parameter.stages) > 1
+        for name in parameter.names[:1]
     )
     return _Transfers(
         boundaries,
         communication_of_boundaries(problem, placement, boundaries, sizes),
-        exchanges_of_stages_ms(problem, placement, held),
+        exchanges_of_stages_ms(problem, placement, exchanged),
     )
 
 
@@ -254,7 +254,7 @@ def _setting(solution: Solution, transfers: _Transfers) -> PlanSetting:
 
 def _boundaries(capture: Capture, stages: Sequence[StageGraph]) -> list[Boundary]:
     """Every value that crosses, in the order of the stages that compute them."""
-    found = []
+    boundaries = []
     for stage in stages:
         for node in stage.outputs:
             targets = tuple(
@@ -263,8 +263,8 @@ def _boundaries(capture: Capture, stages: Sequence[StageGraph]) -> list[Boundary
                 if other.index > stage.index and node in other.inputs
             )
             if targets and node.op != "placeholder":
-                found.append(Boundary(capture.tensor_spec(node), stage.index, targets))
-    return found
+                boundaries.append(Boundary(capture.tensor_spec(node), stage.index, targets))
+    return boundaries
 
 
 def _if_sent(
@@ -348,26 +348,26 @@ def _shared_parameters(
     names: dict[int, list[str]] = {}
     for name, parameter in capture.model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    found = []
+    shared = []
     for aliases in names.values():
         holders = tuple(
-            (index, next(name for name in aliases if name in held.parameters))
-            for index, held in enumerate(tensors)
-            if not set(aliases).isdisjoint(held.parameters)
+            (index, next(name for name in aliases if name in stage.parameters))
+            for index, stage in enumerate(tensors)
+            if not set(aliases).isdisjoint(stage.parameters)
         )
         if holders and (len(aliases) > 1 or len(holders) > 1):
             owner = holders[0][1]
             others = tuple(name for name in aliases if name != owner)
-            found.append(SharedParameter((owner, *others), holders))
+            shared.append(SharedParameter((owner, *others), holders))
     saved = capture.model.state_dict(keep_vars=True)
     of_buffer: dict[int, list[str]] = {}
     for name, buffer in capture.model.named_buffers(remove_duplicate=False):
         if name in saved:
             of_buffer.setdefault(id(buffer), []).append(name)
     for aliases in of_buffer.values():
-        held = [(at, name) for at, stage in enumerate(tensors) for name in stage.buffers]
-        own = next((each for each in held if each[1] in aliases), None)
+        buffers = [(at, name) for at, stage in enumerate(tensors) for name in stage.buffers]
+        own = next((holder for holder in buffers if holder[1] in aliases), None)
         if own is not None and len(aliases) > 1:
             others = tuple(name for name in aliases if name != own[1])
-            found.append(SharedParameter((own[1], *others), (own,)))
-    return tuple(found)
+            shared.append(SharedParameter((own[1], *others), (own,)))
+    return tuple(shared)

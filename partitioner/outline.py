@@ -283,11 +283,11 @@ def _part(
         return calls[depth] if len(calls) > depth else None
 
     items: list[OutlineOperation | OutlineModule] = []
-    for found, members in groupby(nodes, inner):
-        if found is None:
+    for child, members in groupby(nodes, inner):
+        if child is None:
             items += [_operation(captured, node, call.path, costs) for node in members]
         else:
-            items.append(_part(captured, found, list(members), depth + 1, costs))
+            items.append(_part(captured, child, list(members), depth + 1, costs))
     kind = type(captured.model.get_submodule(call.path)).__name__
     return OutlineModule(call.path, kind, call.index, tuple(items))
 

@@ -169,15 +169,15 @@ def _fitted(profile: Profile, timed: Sequence[tuple[Cut, Sequence[WholeTimes]]])
         (cut, [time.scaled(usual_ms / (_sum_ms(times) or 1.0)) for time in times])
         for cut, times in timed
     ]
-    found = profile
+    fitted = profile
     for cut, _ in scaled:
-        found = with_copies(found, cut.captured)
-    parts = found
+        fitted = with_copies(fitted, cut.captured)
+    parts = fitted
     for _ in range(_SWEEPS if len(scaled) > 1 else 1):
         for cut, times in scaled:
-            found = rescaled(found, cut.stages, times)
+            fitted = rescaled(fitted, cut.stages, times)
     last, times = scaled[-1]
-    return replace(found, stage_scales=rescaled(parts, last.stages, times).stage_scales)
+    return replace(fitted, stage_scales=rescaled(parts, last.stages, times).stage_scales)
 
 
 def _sum_ms(times: Sequence[WholeTimes]) -> float:
@@ -185,8 +185,8 @@ def _sum_ms(times: Sequence[WholeTimes]) -> float:
 
 
 def _same(cut: Cut, other: Cut) -> bool:
-    one, two = cut.solution.placement, other.solution.placement
-    return (one.stage_of, one.ranks_of_stage) == (two.stage_of, two.ranks_of_stage)
+    first, second = cut.solution.placement, other.solution.placement
+    return (first.stage_of, first.ranks_of_stage) == (second.stage_of, second.ranks_of_stage)
 
 
 def _objective_ms(solution: Solution, problem: Problem) -> float:
@@ -279,17 +279,19 @@ def cut_and_time(
         read=not options.no_cache,
     )
 
-    def time(made: Cut) -> Sequence[WholeTimes]:
+    def time(timed_cut: Cut) -> Sequence[WholeTimes]:
         timing = StageTiming(
-            at_once=_at_once(made, measured),
+            at_once=_at_once(timed_cut, measured),
             threads=measured.threads,
             dtype=measured.dtype,
             cache=cache,
             content=measured.content,
         )
         # A stage that recomputes keeps the activations of one micro-batch.
-        in_flight = [1 if load.recomputes else load.in_flight for load in made.solution.loads]
-        return time_stages(made.captured, made.stages, in_flight, timing, on_progress=on_progress)
+        in_flight = [1 if load.recomputes else load.in_flight for load in timed_cut.solution.loads]
+        return time_stages(
+            timed_cut.captured, timed_cut.stages, in_flight, timing, on_progress=on_progress
+        )
 
     try:
         costs, chosen = refined(cut, measured, time)
@@ -299,14 +301,14 @@ def cut_and_time(
     return costs, chosen
 
 
-def _at_once(made: Cut, measured: Profile) -> int:
+def _at_once(cut: Cut, measured: Profile) -> int:
     """The number of stages that compute at the same time on this machine. A rank on a GPU uses the
     GPU alone. With several threads a rank the clock is wall time, in which stages would wait for
     the Python of other stages."""
     if measured.device != "cpu" or measured.threads > 1:
         return 1
-    hosts = Counter(device.host for device in made.solution.problem.setting.devices)
-    return min(os.cpu_count() or 1, len(made.stages), max(hosts.values()))
+    hosts = Counter(device.host for device in cut.solution.problem.setting.devices)
+    return min(os.cpu_count() or 1, len(cut.stages), max(hosts.values()))
 
 
 def _kind(captured: Capture, options: PartitionOptions) -> str:
@@ -355,9 +357,9 @@ def own_failure_told(model: nn.Module, example_inputs: Mapping[str, Any]) -> Ite
         is_refusal = isinstance(error, AsyncPipeError) and error.__cause__ is None
         if is_refusal or any(parameter.is_meta for parameter in model.parameters()):
             raise
-        if (told := backward_failure(model, example_inputs)) is None:
+        if (failure := backward_failure(model, example_inputs)) is None:
             raise
-        raise CaptureError(*told) from error
+        raise CaptureError(*failure) from error
 
 
 def backward_failure(model: nn.Module, example_inputs: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -385,11 +387,11 @@ def backward_failure(model: nn.Module, example_inputs: Mapping[str, Any]) -> tup
             try:
                 torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
             except Exception as error:
-                what = str(error).split("Hint:")[0].strip().split("\n")[0]
+                message = str(error).split("Hint:")[0].strip().split("\n")[0]
                 place = own_line(error) or _place([str(each.message) for each in caught])
                 at = f" at {place}" if place else ""
                 return (
-                    f"the backward of {name} itself fails{at}: {type(error).__name__}: {what}",
+                    f"the backward of {name} itself fails{at}: {type(error).__name__}: {message}",
                     "Make loss.backward() of the model run. An operation in place (add_, relu_, "
                     "x += 1) may not change a tensor that the backward reads: use add, relu or "
                     "x = x + 1.",
@@ -401,6 +403,6 @@ def backward_failure(model: nn.Module, example_inputs: Mapping[str, Any]) -> tup
 
 def _place(messages: list[str]) -> str:
     """The author's last line in the message of anomaly detection about the forward."""
-    frames = [found for message in messages for found in _FRAME.findall(message)]
+    frames = [frame for message in messages for frame in _FRAME.findall(message)]
     own = [f"{file}:{line}" for file, line in frames if is_own_file(file)]
     return own[-1] if own else ""

@@ -99,7 +99,13 @@ def node_labels(stages: Sequence[StageGraph]) -> list[list[str | None]]:
         if len(indices) == 1:
             for call in node.meta.get("calls", ()):
                 homes.setdefault(call, set()).update(indices)
-    whole = _Whole({call: min(found) for call, found in homes.items() if len(found) == 1})
+    whole = _Whole(
+        {
+            call: min(stages_of_call)
+            for call, stages_of_call in homes.items()
+            if len(stages_of_call) == 1
+        }
+    )
     return [
         [
             whole.label(node, stage.index) if len(stages_of[node]) == 1 else None

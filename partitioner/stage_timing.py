@@ -84,20 +84,22 @@ def time_stages(
     timing = timing or StageTiming()
     cache = timing.cache
     keys = [
-        _key(stage, held, timing) if cache else None
-        for stage, held in zip(stages, in_flight, strict=True)
+        _key(stage, count, timing) if cache else None
+        for stage, count in zip(stages, in_flight, strict=True)
     ]
     known = [_known(cache, key) for key in keys]
     if None not in known:
         return tuple(times for times in known if times)
     with threads_set(timing.threads), state_kept(captured):
         benches = _benches(captured, stages, timing)
-        begin = [partial(bench.run, held) for bench, held in zip(benches, in_flight, strict=True)]
-        taken = _taken(begin, [found is None for found in known], timing, on_progress)
-    times = tuple(found or first_quartile(each) for found, each in zip(known, taken, strict=True))
-    for key, each in zip(keys, times, strict=True):
+        begin = [partial(bench.run, count) for bench, count in zip(benches, in_flight, strict=True)]
+        samples = _samples(begin, [stored is None for stored in known], timing, on_progress)
+    times = tuple(
+        stored or first_quartile(of_stage) for stored, of_stage in zip(known, samples, strict=True)
+    )
+    for key, whole in zip(keys, times, strict=True):
         if cache and key:
-            cache.put(key, [each.forward_ms, each.backward_ms])
+            cache.put(key, [whole.forward_ms, whole.backward_ms])
     return times
 
 
@@ -112,7 +114,7 @@ def _benches(captured: Capture, stages: Sequence[StageGraph], timing: StageTimin
     return benches
 
 
-def _taken(
+def _samples(
     begin: Sequence[Callable[[], Iterator[WholeTimes]]],
     is_new: Sequence[bool],
     timing: StageTiming,
@@ -121,7 +123,7 @@ def _taken(
     """The times of each stage, groups of `at_once` stages by turns; `begin` begins the runs of each
     stage with a warm-up round. Groups without a new stage are left out.
     """
-    taken: list[list[WholeTimes]] = [[] for _ in begin]
+    samples: list[list[WholeTimes]] = [[] for _ in begin]
     for lap in range(_LAPS):
         for first in range(0, len(begin), timing.at_once):
             group = [(first + ahead) % len(begin) for ahead in range(timing.at_once)]
@@ -129,10 +131,10 @@ def _taken(
                 runs = [begin[index]() for index in group]
                 of_group = together(runs, timing.enough_ms / _LAPS, timing.threads, turn=lap)
                 for index, times_of_one in zip(group, of_group, strict=True):
-                    taken[index] += times_of_one
+                    samples[index] += times_of_one
             if on_progress and lap == _LAPS - 1:
                 on_progress(min(first + timing.at_once, len(begin)), len(begin))
-    return taken
+    return samples
 
 
 def first_quartile(times: Sequence[WholeTimes]) -> WholeTimes:
@@ -178,8 +180,8 @@ def rescaled(
 
 
 def _known(cache: ProfileCache | None, key: str | None) -> WholeTimes | None:
-    found = cache.get(key) if cache and key else None
-    return None if found is None else WholeTimes(*found)
+    stored = cache.get(key) if cache and key else None
+    return None if stored is None else WholeTimes(*stored)
 
 
 def _key(stage: StageGraph, in_flight: int, timing: StageTiming) -> str | None:
@@ -230,7 +232,7 @@ def together(
         return times_of(number)
 
     def times_of(number: int) -> list[WholeTimes]:
-        taken: list[WholeTimes] = []
+        samples: list[WholeTimes] = []
         spent_ms = 0.0
         try:
             with threads_set(threads):  # each thread sets its own number
@@ -239,14 +241,14 @@ def together(
                     time = next(runs[number])
                     if number not in unfinished:
                         continue
-                    taken.append(time)
+                    samples.append(time)
                     spent_ms += time.forward_ms + time.backward_ms
-                    if len(taken) >= _MOST or len(taken) >= _LEAST and spent_ms > enough_ms:
+                    if len(samples) >= _MOST or len(samples) >= _LEAST and spent_ms > enough_ms:
                         unfinished.discard(number)
         except BaseException:
             unfinished.clear()
             raise
-        return taken
+        return samples
 
     if len(runs) == 1:
         return [times_of(0)]

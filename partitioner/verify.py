@@ -141,17 +141,17 @@ def verify(
 
 def verify_names(model: nn.Module, plan: Plan, stages: list[nn.Module]) -> None:
     """Checks that the stages' state_dicts split the model's: keys and shapes, apart from ties."""
-    wanted = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    got = {name: tensor.shape for stage in stages for name, tensor in stage.state_dict().items()}
+    expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    actual = {name: tensor.shape for stage in stages for name, tensor in stage.state_dict().items()}
     tied = {name for shared in plan.shared for name in shared.names}
-    unused = wanted.keys() - got.keys() - tied - set(plan.unused)
-    if unused or not got.keys() <= wanted.keys():
-        wrong = sorted(unused | (got.keys() - wanted.keys()))
+    unused = expected.keys() - actual.keys() - tied - set(plan.unused)
+    if unused or not actual.keys() <= expected.keys():
+        wrong = sorted(unused | (actual.keys() - expected.keys()))
         raise PlanError(f"the generated stages and {plan.name} differ in {', '.join(wrong[:5])}.")
-    for name, shape in got.items():
-        if shape != wanted[name]:
+    for name, shape in actual.items():
+        if shape != expected[name]:
             raise PlanError(
-                f"{name} is {tuple(shape)} in the generated stage, {tuple(wanted[name])} in "
+                f"{name} is {tuple(shape)} in the generated stage, {tuple(expected[name])} in "
                 f"{plan.name}."
             )
 
@@ -274,7 +274,7 @@ class _Comparison:
                     raise
                 raise UnfitNoise from error  # a guard, perhaps: other numbers take another branch
             buffers = {name: expected.buffers[name] for name in actual.buffers}
-            for what, theirs, ours in (
+            for kind, theirs, ours in (
                 ("output", expected.outputs, actual.outputs),
                 ("gradient of", expected.gradients, actual.gradients),
                 ("buffer", buffers, actual.buffers),
@@ -282,7 +282,7 @@ class _Comparison:
                 ("input", expected.inputs, actual.inputs),
             ):
                 try:
-                    largest = max(largest, compare(theirs, ours, TOLERANCE, what))
+                    largest = max(largest, compare(theirs, ours, TOLERANCE, kind))
                 except PlanError as error:
                     raise self._explained(sample.inputs, error) from error.__cause__
         return largest
@@ -297,7 +297,10 @@ class _Comparison:
             if refusal := self.pair.refused(larger):
                 verified = replace(verified, refused=verified.refused or refusal)
                 continue
-            if not is_small and sum(math.prod(it.resolve(larger)) for it in plan.inputs) > _MANY:
+            if (
+                not is_small
+                and sum(math.prod(spec.resolve(larger)) for spec in plan.inputs) > _MANY
+            ):
                 continue
             attempt = partial(self._original, modes=modes if is_small else modes[:1])
             if (further := taken(attempt, self.pair.given.tensors, dims, larger)) is not None:
@@ -394,10 +397,10 @@ def _run_stage(
     except AsyncPipeError:
         raise
     except Exception as error:
-        told = str(error).strip().split("\n")[0]
+        reason = str(error).strip().split("\n")[0]
         raise PlanError(
             f"stage {spec.index} raises {type(error).__name__}{sizes_text(sizes, ' at ')}, where "
-            f"the original does not: {told} ({where_in_stage(error, stage)})",
+            f"the original does not: {reason} ({where_in_stage(error, stage)})",
             "Keep the module that it comes from as one node (--leaf Class), and please report "
             "the model.",
         ) from error
@@ -413,14 +416,14 @@ def _sum_of_gradients(copies: list[Tensor]) -> Tensor | None:
 
 
 def _take_gradients(model: nn.Module) -> dict[str, Tensor]:
-    taken = {
+    gradients = {
         name: parameter.grad.to_dense()
         for name, parameter in model.named_parameters()
         if parameter.grad is not None
     }
     for parameter in model.parameters():
         parameter.grad = None
-    return taken
+    return gradients
 
 
 def _verify_shapes(pair: _Pair, sizes: Mapping[str, int] | None) -> Verified:

@@ -41,6 +41,6 @@ def by_extra(requirements: list[str]) -> dict[str, list[str]]:
     extras: dict[str, list[str]] = {}
     for requirement in requirements:
         package, _, condition = requirement.partition(";")
-        if found := re.search(r"extra == [\"']([\w-]+)[\"']", condition):
-            extras.setdefault(found[1], []).append(package.strip())
+        if match := re.search(r"extra == [\"']([\w-]+)[\"']", condition):
+            extras.setdefault(match[1], []).append(package.strip())
     return extras

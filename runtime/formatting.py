@@ -91,12 +91,12 @@ def write_bytes(count: float) -> str:
     return f"{count:.0f} bytes"
 
 
-def counted(number: int, what: str, plural: str = "") -> str:
+def counted(number: int, noun: str, plural: str = "") -> str:
     """
     >>> counted(1, "stage"), counted(4, "stage"), counted(2, "micro-batch", "micro-batches")
     ('1 stage', '4 stages', '2 micro-batches')
     """
-    return f"{number:,} {what if number == 1 else plural or what + 's'}"
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
 def write_duration(seconds: float) -> str:
@@ -210,15 +210,15 @@ class Table:
         >>> [[column.heading for column in part.columns] for part in table.fitted(10)]
         [['stage', 'ms'], ['stage', 'n']]
         """
-        kept = list(range(len(self.columns)))
-        for index in sorted(kept, key=lambda index: -self.columns[index].leave_out):
-            if _total(map(self._least, kept)) <= width or not self.columns[index].leave_out:
+        columns = list(range(len(self.columns)))
+        for index in sorted(columns, key=lambda index: -self.columns[index].leave_out):
+            if _total(map(self._least, columns)) <= width or not self.columns[index].leave_out:
                 break
-            kept.remove(index)
-        parts = [kept[:1]]
-        for index in kept[1:]:
+            columns.remove(index)
+        parts = [columns[:1]]
+        for index in columns[1:]:
             if _total(map(self._least, [*parts[-1], index])) > width and len(parts[-1]) > 1:
-                parts.append(kept[:1])
+                parts.append(columns[:1])
             parts[-1].append(index)
         return tuple(self._only(part) for part in parts)
 
@@ -255,8 +255,8 @@ class Table:
 
 def _total(widths: Iterable[int]) -> int:
     """The width of a table whose columns have these widths."""
-    each = list(widths)
-    return sum(each) + _GAP * (len(each) - 1)
+    column_widths = list(widths)
+    return sum(column_widths) + _GAP * (len(column_widths) - 1)
 
 
 def in_terminal(
@@ -308,8 +308,8 @@ def hiding_in(text: str) -> str:
     >>> hiding_in("plain"), hiding_in("a\\u202eb"), hiding_in("a\\x1b[2J")
     ('', '\\\\u202e', '\\\\x1b')
     """
-    found = _HIDING.search(text)
-    return _spelled(found[0]) if found else ""
+    hidden = _HIDING.search(text)
+    return _spelled(hidden[0]) if hidden else ""
 
 
 def visible(text: str) -> str:
@@ -319,7 +319,7 @@ def visible(text: str) -> str:
     >>> print(visible("a\\u202eb\\x1b[2J"))
     a\\u202eb\\x1b[2J
     """
-    return _SHOWN.sub(lambda found: _spelled(found[0]), text)
+    return _SHOWN.sub(lambda hidden: _spelled(hidden[0]), text)
 
 
 def one_line(text: str) -> str:

@@ -30,9 +30,9 @@ def isolate() -> None:
     named = [entry for entry in entries if entry]
     if os.environ.get(_PATH) and "" in entries:  # an empty entry is the current folder
         os.environ[_PATH] = os.pathsep.join(named)
-        here = os.getcwd()
-        if here not in map(os.path.abspath, named):
-            sys.path[:] = [entry for entry in sys.path if entry not in ("", here)]
+        current = os.getcwd()
+        if current not in map(os.path.abspath, named):
+            sys.path[:] = [entry for entry in sys.path if entry not in ("", current)]
     os.environ[_SAFE_PATH] = "1"
 
 

@@ -38,17 +38,17 @@ class KnownNames:
         >>> TRAIN.in_ours(["DIR", "--learning_rate=1e-3", "--bf16"], ["--lr", "--precision"])
         ['DIR', '--lr', '1e-3', '--precision', 'bfloat16']
         """
-        found: list[str] = []
+        translated: list[str] = []
         for position, word in enumerate(words):
             if word == "--":
-                return [*found, *words[position:]]
+                return [*translated, *words[position:]]
             flag, is_assigned, value = word.partition("=")
             ours = self.same.get(_bare(flag), "").split() if flag.startswith("--") else []
             if ours and ours[0] in own:
-                found += [*ours, *([value] if is_assigned else [])]
+                translated += [*ours, *([value] if is_assigned else [])]
             else:
-                found.append(word)
-        return found
+                translated.append(word)
+        return translated
 
     def meant(self, name: str, own: Collection[str], otherwise: str = "") -> str:
         """The answer to an option that a command does not have: the right one, if it is known.

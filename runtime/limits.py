@@ -230,24 +230,25 @@ def refusal(limit: Limit, name: str, value: Any, place: str = "") -> tuple[str, 
         return None
     wrong, wrong_value = limit, value
     if isinstance(limit, ListOf) and isinstance(value, list | tuple) and limit.count is None:
-        for each in value:  # names the one that is wrong
-            if not limit.item.has(each):
-                wrong, wrong_value = limit.item, each
+        for item in value:  # names the one that is wrong
+            if not limit.item.has(item):
+                wrong, wrong_value = limit.item, item
                 break
-            if list(value).count(each) > 1:
-                return f"{_written(name, each, place)} is given twice.", "Leave one out."
+            if list(value).count(item) > 1:
+                return f"{_written(name, item, place)} is given twice.", "Leave one out."
 
-    what = f"{_written(name, wrong_value, place)} is not {wrong.words}."
+    as_typed = _assigned if place else typed
+    message = f"{_written(name, wrong_value, place)} is not {wrong.words}."
     chosen = wrong.first if isinstance(wrong, Either) else wrong
     names = chosen.names if isinstance(chosen, Choice) else ()
     meant = value_in_ours(str(wrong_value), names)
     if near := [meant] if meant in names else get_close_matches(str(wrong_value), names, n=1):
-        return what, f"Did you mean {_assigned(name, near[0]) if place else typed(name, near[0])}?"
+        return message, f"Did you mean {as_typed(name, near[0])}?"
     if isinstance(wrong, Text) and (hidden := _hidden_in(str(wrong_value))):
         written = _written(name, wrong_value, place)
-        what = f"{written} has a control or hidden character ('{hidden}')."
+        message = f"{written} has a control or hidden character ('{hidden}')."
     example = limit.example
-    return what, f"Use for example {_assigned(name, example) if place else typed(name, example)}."
+    return message, f"Use for example {as_typed(name, example)}."
 
 
 def _hidden_in(text: str) -> str:

@@ -141,7 +141,7 @@ def options_of(kind: type[Any]) -> Mapping[str, Option]:
 
     Raises TypeError for a field that declares none.
     """
-    for each in fields(kind):
-        if _KEY not in each.metadata:
-            raise TypeError(f"{kind.__name__}.{each.name} declares no option (runtime/options.py)")
-    return MappingProxyType({each.name: each.metadata[_KEY] for each in fields(kind)})
+    for entry in fields(kind):
+        if _KEY not in entry.metadata:
+            raise TypeError(f"{kind.__name__}.{entry.name} declares no option (runtime/options.py)")
+    return MappingProxyType({entry.name: entry.metadata[_KEY] for entry in fields(kind)})

@@ -122,12 +122,12 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
 def describe_environment() -> dict[str, Any]:
     """Versions and machine, as values for JSON."""
     packages = (*NEEDED, *(package for extra in EXTRAS.values() for package in extra))
-    found = {package: version_of(package) for package in packages}
+    versions = {package: version_of(package) for package in packages}
     return {
         "versions": {
             "asyncpipe": __version__,
             "python": platform.python_version(),
-            **{package: number for package, number in found.items() if number},
+            **{package: number for package, number in versions.items() if number},
         },
         "host": socket.gethostname(),
         "system": f"{platform.system()} {platform.release()}",
@@ -148,15 +148,15 @@ def version_of(package: str) -> str:
 
 def cpu_model(proc: Path = PROC) -> str:
     """The name of the processor."""
-    found = re.search(r"^(?:model name|Model)\s*:\s*(.+)$", _text(proc / "cpuinfo"), re.MULTILINE)
-    return found[1].strip() if found else platform.processor() or platform.machine()
+    match = re.search(r"^(?:model name|Model)\s*:\s*(.+)$", _text(proc / "cpuinfo"), re.MULTILINE)
+    return match[1].strip() if match else platform.processor() or platform.machine()
 
 
 def memory_bytes(proc: Path = PROC) -> int:
     """The machine's memory; 0 where it is not known."""
-    found = re.search(r"^MemTotal:\s*(\d+) kB", _text(proc / "meminfo"), re.MULTILINE)
-    if found:
-        return 1024 * int(found[1])
+    match = re.search(r"^MemTotal:\s*(\d+) kB", _text(proc / "meminfo"), re.MULTILINE)
+    if match:
+        return 1024 * int(match[1])
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, OSError, ValueError):

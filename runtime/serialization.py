@@ -41,9 +41,9 @@ class Origin:
     error: type[AsyncPipeError]
     cure: str = ""
 
-    def refused(self, what: str) -> AsyncPipeError:
+    def refused(self, problem: str) -> AsyncPipeError:
         """The error about this place."""
-        return self.error(f"{self.where}{what}", self.cure)
+        return self.error(f"{self.where}{problem}", self.cure)
 
 
 def read_text(path: Path, origin: Origin) -> str:
@@ -87,8 +87,8 @@ def parse_json(text: str, origin: Origin, *, finite: bool = True) -> Any:
 
 def parse_toml(text: str, origin: Origin) -> dict[str, Any]:
     """The value of a TOML text. Raises the origin's error as `parse_json` does."""
-    found: dict[str, Any] = _parsed(tomllib.loads, text, "TOML", origin)
-    return found
+    table: dict[str, Any] = _parsed(tomllib.loads, text, "TOML", origin)
+    return table
 
 
 def read_json_lines(
@@ -153,10 +153,10 @@ def _parsed(parse: Callable[[str], Any], text: str, form: str, origin: Origin) -
     except RecursionError:
         raise origin.refused(" is nested too deeply.") from None
     except ValueError as error:
-        what = str(error)
-        if "set_int_max_str_digits" in what:  # Python's words for what a program may do
-            what = "it has a number of more than 4300 digits"
-        raise origin.refused(f" is not {form}: {visible(what)}.") from error
+        problem = str(error)
+        if "set_int_max_str_digits" in problem:  # Python's words for what a program may do
+            problem = "it has a number of more than 4300 digits"
+        raise origin.refused(f" is not {form}: {visible(problem)}.") from error
     level, depth = [raw], 0
     while level:
         for item in level:
@@ -178,12 +178,12 @@ def _inner(item: Any) -> Iterator[Any]:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) < len(pairs):
+    table = dict(pairs)
+    if len(table) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
         raise ValueError(f"{_short(twice)} is there twice")
-    return made
+    return table
 
 
 def _shaped(kind: Any, raw: Any, place: str) -> Any:
@@ -263,8 +263,8 @@ def _types_of(kind: Any) -> tuple[Mapping[str, Any], frozenset[str]]:
     """The types of a dataclass's fields, and the fields that have no default."""
     hints = get_type_hints(kind)
     needed = {
-        each.name
-        for each in fields(kind)
-        if each.default is MISSING and each.default_factory is MISSING
+        field.name
+        for field in fields(kind)
+        if field.default is MISSING and field.default_factory is MISSING
     }
-    return {each.name: hints[each.name] for each in fields(kind)}, frozenset(needed)
+    return {field.name: hints[field.name] for field in fields(kind)}, frozenset(needed)

@@ -39,27 +39,27 @@ def read_tensors(
     missing. Raises DataError when the path holds no weights or lacks a tensor.
     """
     files = _files_by_name(Path(path))
-    found: dict[str, str] = {}
+    key_of: dict[str, str] = {}
     missing = []
     for name in names:
         full = (name, *(aliases or {}).get(name, ()))
         for candidate in (*full, *(other.partition(".")[2] for other in full)):
             if candidate in files:
-                found[name] = candidate
+                key_of[name] = candidate
                 break
         else:
             if name not in optional:
                 missing.append(name)
     if missing:
         raise DataError(
-            f"{path} lacks {len(missing)} of the {len(missing) + len(found)} tensors needed here, "
+            f"{path} lacks {len(missing)} of the {len(missing) + len(key_of)} tensors needed here, "
             f"the first is {missing[0]}.",
             "Give a file of the same model, or partition that model again.",
         )
     tensors = {}
-    for file in sorted({files[key] for key in found.values()}):
+    for file in sorted({files[key] for key in key_of.values()}):
         with _opened(file) as archive:
-            for name, key in found.items():
+            for name, key in key_of.items():
                 if files[key] == file:
                     tensors[name] = archive.get_tensor(key)
     return tensors
@@ -153,9 +153,9 @@ def _indexed(index: Path) -> dict[str, Path]:
     origin = Origin(str(index), DataError, "Download or export the weights again.")
     raw = known_fields(_Index, parse_json(read_text(index, origin), origin))
     weight_map = shaped(_Index, raw, origin).weight_map
-    there = {path.name for path in index.parent.iterdir()}
+    names = {path.name for path in index.parent.iterdir()}
     for name, file in weight_map.items():
-        if file not in there:
+        if file not in names:
             raise origin.refused(
                 f" says that {name[:60]} is in {file[:60]}, which is not in its folder."
             )

@@ -98,7 +98,7 @@ def hashed_name(prefix: str, path: Path) -> str:
 
 
 @contextmanager
-def told_as(error: type[AsyncPipeError], what: str) -> Iterator[None]:
+def told_as(error: type[AsyncPipeError], subject: str) -> Iterator[None]:
     """An exception in the user's code becomes one sentence with the line it came from."""
     try:
         yield
@@ -106,7 +106,7 @@ def told_as(error: type[AsyncPipeError], what: str) -> Iterator[None]:
         raise
     except Exception as cause:
         place = own_line(cause) or last_line(cause)
-        raise error(f"{what} failed at {place}: {type(cause).__name__}: {cause}") from cause
+        raise error(f"{subject} failed at {place}: {type(cause).__name__}: {cause}") from cause
 
 
 def own_line(error: BaseException) -> str:
@@ -249,8 +249,8 @@ def _ways_out_raise() -> Iterator[None]:
         if is_asked():
             raise SystemExit(code)
         if os.getpid() == own and code == 0:
-            told = _told(SystemExit(code), "os._exit in a thread", _line_of_caller())
-            sys.stderr.write(f"error: {told.what}\n{told.cure}\n")
+            error = _told(SystemExit(code), "os._exit in a thread", _line_of_caller())
+            sys.stderr.write(f"error: {error.what}\n{error.cure}\n")
             sys.stderr.flush()
             code = 1
         real(code)

@@ -239,8 +239,8 @@ def _table(schedules: Sequence[str], samples: Sequence[CurvePoint]) -> Table:
 def drawn_schedules(plan: Plan) -> tuple[str, ...]:
     """The plan's own schedule or 1f1b, and one for comparison. Computed schedules are left out,
     because each number of micro-batches would take seconds."""
-    told = [name for name in compared_schedules(plan) if name not in ("gpipe", AUTO)]
-    return tuple(dict.fromkeys((told[0], told[-1])))
+    names = [name for name in compared_schedules(plan) if name not in ("gpipe", AUTO)]
+    return tuple(dict.fromkeys((names[0], names[-1])))
 
 
 def _sample(plan: Plan, schedule: str, count: int) -> CurvePoint:

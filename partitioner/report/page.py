@@ -242,8 +242,8 @@ def render_report(plan: Plan, code: Mapping[str, str]) -> str:
     steps, by_count = planned_steps(plan), curves(plan)
     simulated = {
         "steps": [
-            {"schedule": one.schedule, "step_ms": one.step_ms, "idle_share": one.idle_share}
-            for one in steps
+            {"schedule": step.schedule, "step_ms": step.step_ms, "idle_share": step.idle_share}
+            for step in steps
         ],
         "by_micro_batches": [asdict(sample) for sample in by_count.samples],
     }
@@ -364,7 +364,7 @@ class Topic:
 
 
 def _topics(findings: tuple[Finding, ...]) -> list[Topic]:
-    found = []
+    topics = []
     for topic, heading in TOPICS.items():
         of_topic = [finding for finding in findings if finding.topic == topic]
         abouts = tuple(
@@ -372,8 +372,8 @@ def _topics(findings: tuple[Finding, ...]) -> list[Topic]:
             for about, same in groupby(of_topic, key=lambda finding: finding.about)
         )
         if abouts:
-            found.append(Topic(heading, abouts, any(len(texts) > 1 for _, texts in abouts)))
-    return found
+            topics.append(Topic(heading, abouts, any(len(texts) > 1 for _, texts in abouts)))
+    return topics
 
 
 def candidate_table(candidates: Sequence[Candidate], *, timed: bool) -> Table:

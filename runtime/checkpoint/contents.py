@@ -123,32 +123,32 @@ class Rank:
 def weights_of(rank: Rank, unused: Tensors) -> dict[int, dict[str, Tensor]]:
     """Copies of the weights and buffers that each stage of this rank writes, under original names;
     only on the first replica. `unused` are those that no stage reads."""
-    found = {}
+    weights = {}
     with rank.executor.eval_weights():
         for stage, module in rank.modules.items() if rank.world.copy == 0 else ():
             state = {**unused, **module.state_dict()}
             names = own_names(rank.plan, stage)
-            found[stage] = {name: _copied(state[name]) for name in names if name in state}
-    return found
+            weights[stage] = {name: _copied(state[name]) for name in names if name in state}
+    return weights
 
 
 @torch.no_grad()
 def state_of(rank: Rank) -> dict[str, Tensor]:
     """Copies of all other state of this rank."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, state in random_states(rank.device).items():
-        found[f"random.{rank.world.rank}.{name}"] = state
+        tensors[f"random.{rank.world.rank}.{name}"] = state
     copy = rank.world.copy
     for module in rank.modules.values():
         in_weights = module.state_dict().keys() if copy == 0 else ()
         for name, buffer in module.named_buffers():
             if name not in in_weights:
-                found[f"buffer.{copy}.{name}"] = buffer
+                tensors[f"buffer.{copy}.{name}"] = buffer
     if rank.world.copy == 0:
-        found |= dict(_kept_of_weights(rank))
+        tensors |= dict(_kept_of_weights(rank))
         for (name, step), summed in rank.executor.shared.state().items():
-            found[f"shared.{name}.{step}"] = summed
-    return {name: _copied(tensor) for name, tensor in found.items()}
+            tensors[f"shared.{name}.{step}"] = summed
+    return {name: _copied(tensor) for name, tensor in tensors.items()}
 
 
 def _kept_of_weights(rank: Rank) -> Iterator[tuple[str, Tensor]]:
@@ -205,8 +205,8 @@ def put(rank: Rank, state: Tensors, step: int, *, each_has_own: bool) -> None:
         rank.executor.set_version(stage, step)
         for name, buffer in module.named_buffers():
             for copy in (world.copy, 0):
-                if (kept := state.get(f"buffer.{copy}.{name}")) is not None:
-                    buffer.copy_(kept)
+                if (saved := state.get(f"buffer.{copy}.{name}")) is not None:
+                    buffer.copy_(saved)
                     break
     _put_of_weights(rank, state, step, each_has_own)
     _put_pending(rank, state)
@@ -255,24 +255,24 @@ def _put_of_weights(rank: Rank, state: Tensors, step: int, each_has_own: bool) -
         for name, parameter in own.items():
             if live := _first(state, [f"live.{key}" for key in keys[name]]):
                 parameter.copy_(live[0])
-        kept: dict[Tensor, Tensors] = {
+        saved: dict[Tensor, Tensors] = {
             own[name]: states[0] for name in own if (states := _first(of_optimizer, keys[name]))
         }
-        rank.optimizers[stage].load(kept, step)
+        rank.optimizers[stage].load(saved, step)
         parts = {
             part: {
-                name: found[0].to(own[name].device, copy=True)
+                name: copies[0].to(own[name].device, copy=True)
                 for name in own
-                if (found := _first(tensors, keys[name]))
+                if (copies := _first(tensors, keys[name]))
             }
             for part, tensors in of_methods.items()
         }
         rank.executor.binders[stage].load({part: of for part, of in parts.items() if of})
 
 
-def _first(kept: Mapping[str, Kept], keys: Sequence[str]) -> list[Kept]:
+def _first(candidates: Mapping[str, Kept], keys: Sequence[str]) -> list[Kept]:
     """The state under the first key that exists, as a list; empty if there is none."""
-    return [kept[key] for key in keys if key in kept][:1]
+    return [candidates[key] for key in keys if key in candidates][:1]
 
 
 def _weight_of(rest: str) -> str:

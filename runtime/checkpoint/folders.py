@@ -104,12 +104,12 @@ def is_checkpoint(path: Path) -> bool:
 
 def checkpoints_in(run_folder: Path) -> list[Path]:
     """The checkpoints of a run, the newest first."""
-    found = {
+    path_of_step = {
         int(named[1]): path
         for path in (run_folder / CHECKPOINTS).glob("step-*")
         if (named := _NAME.fullmatch(path.name)) and path.is_dir()
     }
-    return [found[step] for step in sorted(found, reverse=True)]
+    return [path_of_step[step] for step in sorted(path_of_step, reverse=True)]
 
 
 def read_facts(checkpoint: Path) -> Facts:
@@ -189,10 +189,10 @@ def best_of(checkpoints: Iterable[Path], count: int) -> list[Path]:
 
 def prune(run_folder: Path, *, last: int, best: int) -> None:
     """Removes all but the `last` checkpoints and the `best` ones."""
-    there = checkpoints_in(run_folder)
-    kept = {*there[:last], *best_of(there, best)}
-    for path in there:
-        if path not in kept:
+    checkpoints = checkpoints_in(run_folder)
+    keep = {*checkpoints[:last], *best_of(checkpoints, best)}
+    for path in checkpoints:
+        if path not in keep:
             remove(path)
 
 

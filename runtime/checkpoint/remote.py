@@ -98,11 +98,11 @@ class Location:
     def put(self, checkpoint: Path) -> None:
         """Copies a checkpoint here; replaces one of the same name."""
         files, base = self._opened()
-        there = f"{base}/{checkpoint.name}"
+        target = f"{base}/{checkpoint.name}"
         if self.has(checkpoint.name):
             self.remove(checkpoint.name)
         for file in (*files_of(checkpoint), MANIFEST):
-            self._tried("written", files.put_file, str(checkpoint / file), f"{there}/{file}")
+            self._tried("written", files.put_file, str(checkpoint / file), f"{target}/{file}")
 
     def get(self, name: str, target: Path) -> None:
         """Copies a checkpoint to `target`, which appears only when it is complete.
@@ -162,14 +162,14 @@ class Location:
         files.invalidate_cache()
         entries = self._tried("read", _entries, files, base)
         names = sorted(
-            PurePosixPath(each["name"]).name for each in entries if each["type"] == "directory"
+            PurePosixPath(entry["name"]).name for entry in entries if entry["type"] == "directory"
         )
         return {name: self.has(name) for name in names if is_name(name)}
 
     def _check_there(self, name: str) -> None:
         if not self.has(name):
-            there = ", ".join(self.names()) or "none"
-            raise LocationError(f"{self.url} has no {name}.", f"Checkpoints there: {there}.")
+            names = ", ".join(self.names()) or "none"
+            raise LocationError(f"{self.url} has no {name}.", f"Checkpoints there: {names}.")
 
     def _fetch(self, path: str, target: Path) -> None:
         files, _ = self._opened()

@@ -48,16 +48,16 @@ def resumed_run(settings: Settings) -> Path | None:
     run = _run_of(settings.resume, settings.output, settings.folder)
     if settings.resume is None or settings.resume == AUTO or run is None:
         return run
-    asked, newest = Path(settings.resume), checkpoints_in(run)[:1]
+    resumed, newest = Path(settings.resume), checkpoints_in(run)[:1]
     if not newest:
         raise SettingsError(
-            f"--resume {asked}: {run / CHECKPOINTS} has no checkpoint.",
+            f"--resume {resumed}: {run / CHECKPOINTS} has no checkpoint.",
             "A run writes checkpoints with --save-every 100.",
         )
     is_in_place = settings.output is None or _is_same(Path(settings.output), run)
-    if is_checkpoint(asked) and is_in_place and not _is_same(newest[0], asked):
+    if is_checkpoint(resumed) and is_in_place and not _is_same(newest[0], resumed):
         raise SettingsError(
-            f"--resume {asked}: {run} has a later checkpoint, {newest[0].name}.",
+            f"--resume {resumed}: {run} has a later checkpoint, {newest[0].name}.",
             f"--resume {run} continues from that; --output NEW starts another run from this one.",
         )
     return run
@@ -140,16 +140,16 @@ def keep_records_until(metrics: Path, step: int) -> None:
     """Removes the records of a run after a step and that of its end; the run writes them again."""
     if not metrics.is_file():
         return
-    kept = []
+    lines = []
     for line in metrics.read_bytes().splitlines():
         record = _record(line)
         event, at = record.get("event"), record.get("step", 0)
         if event in ("step", "eval") and not (isinstance(at, int | float) and at <= step):
             break
         if event not in (None, "end"):
-            kept.append(line + b"\n")
+            lines.append(line + b"\n")
     new = metrics.with_suffix(".new")
-    new.write_bytes(b"".join(kept))
+    new.write_bytes(b"".join(lines))
     new.replace(metrics)
 
 
@@ -191,14 +191,14 @@ def nothing_left_to_do(config: RunConfig, folder: Path) -> str:
 
 def _has_made(end: Mapping[str, Any], epochs: float | None) -> bool:
     """True if another step would be beyond the epochs."""
-    steps, made = end.get("steps"), end.get("epoch")
-    if epochs is None or not isinstance(steps, int) or not isinstance(made, float) or not steps:
+    steps, epoch = end.get("steps"), end.get("epoch")
+    if epochs is None or not isinstance(steps, int) or not isinstance(epoch, float) or not steps:
         return False
-    return made * (steps + 1) / steps > epochs >= made * (1 - 1e-9)
+    return epoch * (steps + 1) / steps > epochs >= epoch * (1 - 1e-9)
 
 
-def _is_same(one: Path, other: Path) -> bool:
-    return one.resolve() == other.resolve()
+def _is_same(path: Path, other: Path) -> bool:
+    return path.resolve() == other.resolve()
 
 
 def _run_of(resume: str | None, output: str | None, folder: str) -> Path | None:

@@ -183,8 +183,8 @@ class Saver:
             files |= manifest_entry(folder, path)
         content = {"schema": SCHEMA, "files": dict(sorted(files.items()))}
         write_text(folder / MANIFEST, json.dumps(content, indent=1) + "\n")
-        for each in (folder / WEIGHTS, folder / STATE, folder):
-            sync(each)
+        for written in (folder / WEIGHTS, folder / STATE, folder):
+            sync(written)
         if target.exists():  # damaged, or of a run that continued differently
             remove(target)
         folder.rename(target)

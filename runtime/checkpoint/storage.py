@@ -100,8 +100,8 @@ def write_tensors(
     except SafetensorError as error:
         # The message is the only place that has the system's error number.
         number = re.search(r"os error (\d+)", str(error))
-        what = (int(number[1]), os.strerror(int(number[1]))) if number else (str(error),)
-        raise OSError(*what) from error
+        arguments = (int(number[1]), os.strerror(int(number[1]))) if number else (str(error),)
+        raise OSError(*arguments) from error
     writer.finish(metadata, [results])
     return sorted({folder / file_of(name) for name in tensors})
 
@@ -111,9 +111,9 @@ def shapes_in(folder: Path) -> dict[str, tuple[int, ...]]:
     with _reading(folder):
         stored = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     return {
-        name: tuple(one.size)
-        for name, one in stored.items()
-        if isinstance(one, TensorStorageMetadata)
+        name: tuple(tensor.size)
+        for name, tensor in stored.items()
+        if isinstance(tensor, TensorStorageMetadata)
     }
 
 
@@ -125,17 +125,17 @@ def read_tensors(folder: Path, is_wanted: Callable[[str], bool]) -> dict[str, Te
     reader = HuggingFaceStorageReader(str(folder))
     with _reading(folder):
         metadata = reader.read_metadata()
-        found: dict[str, Any] = {
+        tensors: dict[str, Any] = {
             name: torch.empty(stored.size, dtype=stored.properties.dtype)
             for name, stored in metadata.state_dict_metadata.items()
             if isinstance(stored, TensorStorageMetadata) and is_wanted(name)
         }
         reader.set_up_storage_reader(metadata, is_coordinator=True)
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        planner.set_up_planner(found, metadata, is_coordinator=True)
+        planner.set_up_planner(tensors, metadata, is_coordinator=True)
         plan = planner.create_global_plan([planner.create_local_plan()])[0]
         reader.read_data(planner.finish_plan(plan), planner).wait()
-    return found
+    return tensors
 
 
 @contextmanager

@@ -80,9 +80,9 @@ def find_trained(source: Path, folder: Path | None = None) -> TrainedWeights:
         return _of_run(source, holder / WEIGHTS, options, folder)
     if (source / LOOP_FACTS).is_file():
         return _of_run(source, source / WEIGHTS, {}, folder)
-    what = "is not a run, a checkpoint, a saved pipeline or a generated folder"
+    problem = "is not a run, a checkpoint, a saved pipeline or a generated folder"
     raise CheckpointError(
-        f"{source} {what if source.exists() else 'does not exist'}.",
+        f"{source} {problem if source.exists() else 'does not exist'}.",
         "Give for example runs/gpt2_4p/1, or a folder in its checkpoints/.",
     )
 

@@ -79,7 +79,7 @@ def arms(
 ) -> list[Arm]:
     """The runs of all combinations, seeds outermost. A method's own options are not varied; without
     optimizers, learning rates or seeds, runs have those of the settings."""
-    made = []
+    arms = []
     for seed, method in product(seeds or (settings.seed,), methods):
         named = (method.optimizer,) if method.optimizer else tuple(optimizers) or (None,)
         rates = (None,) if "lr" in method.own else tuple(lrs) or (None,)
@@ -93,8 +93,8 @@ def arms(
                 staleness=None if method.is_sync else method.staleness,
                 **chosen,
             )
-            made.append(Arm(method, changed))
-    return made
+            arms.append(Arm(method, changed))
+    return arms
 
 
 def read_runs(path: Path) -> dict[str, ComparedRun]:
@@ -200,9 +200,9 @@ def rows(runs: Iterable[ComparedRun], ends: Ends) -> list[MethodRow]:
     grouped: dict[tuple[str, str], list[ComparedRun]] = {}
     for run in runs:
         grouped.setdefault((run.optimizer, run.name), []).append(run)
-    found = [_row(name, optimizer, own, ends) for (optimizer, name), own in grouped.items()]
-    baselines = {row.optimizer: row for row in found if row.method.split(",")[0] == "sync"}
-    compared = [_compared(row, baselines.get(row.optimizer), ends) for row in found]
+    table = [_row(name, optimizer, own, ends) for (optimizer, name), own in grouped.items()]
+    baselines = {row.optimizer: row for row in table if row.method.split(",")[0] == "sync"}
+    compared = [_compared(row, baselines.get(row.optimizer), ends) for row in table]
     return sorted(compared, key=lambda row: (row.optimizer, row.gap != 0.0, row.loss))
 
 
@@ -234,9 +234,9 @@ def cells(row: MethodRow) -> tuple[str, ...]:
     )
 
 
-def method_table(found: Sequence[MethodRow]) -> Table:
+def method_table(table_rows: Sequence[MethodRow]) -> Table:
     """The table of a comparison."""
-    return Table(COLUMNS, tuple(map(cells, found)))
+    return Table(COLUMNS, tuple(map(cells, table_rows)))
 
 
 def _row(name: str, optimizer: str, runs: Sequence[ComparedRun], ends: Ends) -> MethodRow:
@@ -294,8 +294,8 @@ def time_to(runs: Sequence[ComparedRun], loss: float, ends: Ends) -> float | Non
 
 def mean_curve(runs: Sequence[ComparedRun]) -> tuple[float, ...]:
     """The mean of the evaluated losses over runs, up to the end of the shortest."""
-    each = zip(*(run.curve.evaluated for run in runs), strict=False)
-    return tuple(sum(losses) / len(losses) for losses in each)
+    losses_by_step = zip(*(run.curve.evaluated for run in runs), strict=False)
+    return tuple(sum(losses) / len(losses) for losses in losses_by_step)
 
 
 def _mean(runs: Sequence[ComparedRun]) -> float:
@@ -353,11 +353,11 @@ def _label(row: MethodRow) -> str:
 def _series(row: MethodRow, at: Sequence[float] | None) -> Series:
     y = mean_curve(row.runs)
     x = [float(step) if at is None else at[step - 1] for step in row.runs[0].curve.steps]
-    each = list(zip(*(run.curve.evaluated for run in row.runs), strict=False))
+    losses_by_step = list(zip(*(run.curve.evaluated for run in row.runs), strict=False))
     return Series(
         _label(row),
         tuple(zip(x, y, strict=False)),
-        tuple((place, min(ys), max(ys)) for place, ys in zip(x, each, strict=False)),
+        tuple((place, min(ys), max(ys)) for place, ys in zip(x, losses_by_step, strict=False)),
     )
 
 
@@ -434,10 +434,10 @@ def compare(
         made += is_new
         on_run(run, len(runs), len(wanted))
     ends = ends_of(settings_of)
-    found = rows(runs, ends)
-    (folder / "table.md").write_text(method_table(found).to_markdown(), encoding="utf-8")
-    (folder / "curves.svg").write_text(draw(found, ends, title=plan.name), encoding="utf-8")
-    return MethodComparison(tuple(found), folder, made, len(runs) - made)
+    table = rows(runs, ends)
+    (folder / "table.md").write_text(method_table(table).to_markdown(), encoding="utf-8")
+    (folder / "curves.svg").write_text(draw(table, ends, title=plan.name), encoding="utf-8")
+    return MethodComparison(tuple(table), folder, made, len(runs) - made)
 
 
 def ends_of(settings_of: Mapping[str, Settings]) -> Ends:

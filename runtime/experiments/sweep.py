@@ -121,8 +121,8 @@ def with_outcome(run: SweptRun, folder: Path, code: int, log: Path) -> SweptRun:
 
 
 def _last_error(log: Path) -> str:
-    found = re.findall(r"^error: (.*)", log.read_text(encoding="utf-8", errors="replace"), re.M)
-    return str(found[-1]) if found else ""
+    errors = re.findall(r"^error: (.*)", log.read_text(encoding="utf-8", errors="replace"), re.M)
+    return str(errors[-1]) if errors else ""
 
 
 def sweep_table(runs: Sequence[SweptRun]) -> Table:
@@ -250,9 +250,10 @@ def run_sweep(
     untrusted generated folder; KeyboardInterrupt after Ctrl-C and SystemExit after SIGTERM, when
     all runs have ended.
     """
-    one = next(iter(sweep.jobs.values())).config  # options of the command are equal in all
+    # The options of the command are equal in all runs.
+    command_options = next(iter(sweep.jobs.values())).config
     for model in {job.config.folder for job in sweep.jobs.values()}:
-        if one.trust:
+        if command_options.trust:
             remember(model)
         elif not is_trusted(model):
             raise untrusted(model)
@@ -268,7 +269,7 @@ def run_sweep(
         with (
             FolderLock("sweep") as lock,
             ended_by_signals(),
-            ended_after(one.max_run_s),
+            ended_after(command_options.max_run_s),
             closing(run_children(children, shares)) as ended,
         ):
             lock.take(sweep.folder)

@@ -126,22 +126,22 @@ class _Trial:
         step, every = self._executor.versions[stage], self._config.eval_every
         if step != self._config.steps and (not every or step % every):
             return
-        kept = self._kept[step]
+        weights = self._kept[step]
         # Autograd must not see a change to the weights that micro-batches in flight have read.
         with self._executor.weights[stage].unseen_by_autograd():
             with self._executor.binders[stage].eval_weights():
-                kept[stage] = _copied(_state(self._modules[stage]))
-        if len(kept) < len(self._modules):
+                weights[stage] = _copied(_state(self._modules[stage]))
+        if len(weights) < len(self._modules):
             return
         if self._is_synchronous:
-            kept.update((j, _state(module)) for j, module in self._modules.items())
+            weights.update((j, _state(module)) for j, module in self._modules.items())
         self._evaluate(self._kept.pop(step), step)
 
     @torch.no_grad()
     def _evaluate(self, weights: Mapping[int, _State], step: int) -> None:
         for stage, state in weights.items():
-            for own, kept in zip(_state(self._evaluated[stage]), state, strict=True):
-                own.copy_(kept)
+            for own, trained in zip(_state(self._evaluated[stage]), state, strict=True):
+                own.copy_(trained)
         since = self._losses[self._points[-1][0] if self._points else 0 : step]
         loss = self._evaluation(self._evaluating, step).loss
         self._points.append((step, loss, sum(since) / len(since)))

@@ -61,20 +61,20 @@ def lists_from_texts(texts: Iterable[str]) -> dict[str, tuple[Any, ...]]:
 
     Raises SettingsError for an unknown option, one that cannot be varied, or a wrong value.
     """
-    found: dict[str, tuple[Any, ...]] = {}
+    lists: dict[str, tuple[Any, ...]] = {}
     for text in texts:
         flag = f"--sweep {text}"
         name, equals, values = text.partition("=")
         name = name.replace("-", "_")
         if not equals:
             raise SettingsError(f"{flag} has no values.", "--sweep lr=1e-3,3e-3")
-        if name in found:
+        if name in lists:
             raise SettingsError(
                 f"{flag}: the values of {name} were given already.", "Give them in one list."
             )
         _check_name(name, flag)
-        found[name] = _distinct([_value(name, each, flag) for each in values.split(",")], flag)
-    return found
+        lists[name] = _distinct([_value(name, each, flag) for each in values.split(",")], flag)
+    return lists
 
 
 def lists_of_file(path: Path) -> dict[str, tuple[Any, ...]]:
@@ -87,7 +87,7 @@ def lists_of_file(path: Path) -> dict[str, tuple[Any, ...]]:
         raise SettingsError(
             f"{path}: sweep is not a table.", "[sweep] and below it lr = [1e-3, 3e-3]"
         )
-    found = {}
+    lists = {}
     for name, values in table.items():
         place = f"{path}: [sweep]"
         _check_name(name, place)
@@ -95,8 +95,8 @@ def lists_of_file(path: Path) -> dict[str, tuple[Any, ...]]:
             raise SettingsError(
                 f"{place} {name} = {values!r} is not a list of values.", f"{name} = [.., ..]"
             )
-        found[name] = _distinct([checked(name, value, place) for value in values], place)
-    return found
+        lists[name] = _distinct([checked(name, value, place) for value in values], place)
+    return lists
 
 
 def variants(lists: Mapping[str, Sequence[Any]]) -> list[Values]:

@@ -76,8 +76,10 @@ def describe(
     """The error with rank, step, action, requested, free and planned memory, and remedies."""
     activity, _ = activities.now
     free, whole = _room(world.machine.device)
-    found = _WANTED.search(str(error))
-    wanted = f"wanted {write_bytes(int(float(found[1]) * _UNITS[found[2]]))}, " if found else ""
+    request = _WANTED.search(str(error))
+    wanted = (
+        f"wanted {write_bytes(int(float(request[1]) * _UNITS[request[2]]))}, " if request else ""
+    )
     stage = plan.stages[activity.stage] if activity.stage >= 0 else None
     planned = ""
     if stage is not None and stage.peak_bytes:
@@ -165,8 +167,8 @@ def _listen(rank: int) -> int:
 
     for port in (FIRST_PORT + rank, 0):
         try:
-            _, found = debugpy.listen(("127.0.0.1", port))
-            return int(found)
+            _, bound_port = debugpy.listen(("127.0.0.1", port))
+            return int(bound_port)
         except RuntimeError:  # The port is taken.
             continue
     raise SettingsError(f"--debug {rank}: no port of 127.0.0.1 is free for a debugger.")

@@ -120,8 +120,8 @@ def split_idle(
     fed = _with_data(real, times, schedule)
     equal = waits(_equalised(real, schedule))
     whole = _with_overhead(fed, times, schedule)
-    found = zip(equal, waits(real), waits(fed), waits(whole), strict=True)
-    parts = [_parts(time, *waited) for time, waited in zip(times, found, strict=True)]
+    waits_of_ranks = zip(equal, waits(real), waits(fed), waits(whole), strict=True)
+    parts = [_parts(time, *waited) for time, waited in zip(times, waits_of_ranks, strict=True)]
     walls = [time.wall_ms for time in times]
     by_rank = tuple(_shares([part], wall) for part, wall in zip(parts, walls, strict=True))
     return _shares(parts, sum(walls)), by_rank
@@ -251,12 +251,12 @@ def _parts(
 ) -> dict[str, float]:
     """The parts of one rank's idle time in milliseconds."""
     left_ms, explained_ms = time.waiting_ms, 0.0
-    taken = []
+    parts = []
     for level_ms in (min(equal_ms, real_ms), real_ms, fed_ms, whole_ms):
-        taken.append(min(left_ms, max(0.0, level_ms - explained_ms)))
-        left_ms -= taken[-1]
+        parts.append(min(left_ms, max(0.0, level_ms - explained_ms)))
+        left_ms -= parts[-1]
         explained_ms = max(explained_ms, level_ms)
-    bubble, imbalance, data, overhead = taken
+    bubble, imbalance, data, overhead = parts
     return {
         "bubble": bubble,
         "imbalance": imbalance,

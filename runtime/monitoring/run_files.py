@@ -98,8 +98,8 @@ def read_run(folder: Path) -> RunRecords:
     if not path.is_file():
         raise not_a_run(folder)
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    found = [record for line in lines if (record := record_of(line)) is not None]
-    return gathered(folder, found, len(lines) - len(found))
+    records = [record for line in lines if (record := record_of(line)) is not None]
+    return gathered(folder, records, len(lines) - len(records))
 
 
 def not_a_run(folder: Path) -> DataError:
@@ -126,8 +126,8 @@ def numbers(record: Record, name: str) -> tuple[float, ...]:
     value = record.get(name)
     if not isinstance(value, list):
         return ()
-    found = tuple(number({name: each}, name) for each in value)
-    return () if any(map(math.isnan, found)) else found
+    values = tuple(number({name: each}, name) for each in value)
+    return () if any(map(math.isnan, values)) else values
 
 
 def part(record: Record, name: str) -> Record:
@@ -174,10 +174,10 @@ def gathered(folder: Path, records: Sequence[Record], damaged: int = 0) -> RunRe
 
     def happened(record: Record, kind: str, text: str) -> None:
         elapsed_s = number(record, "time_s") - began_s
-        found = number(record, "step")
-        if not math.isfinite(found):
-            found = number(steps[-1], "step") if steps else 0
-        events.append(RunEvent(int(found), elapsed_s, kind, text))
+        step = number(record, "step")
+        if not math.isfinite(step):
+            step = number(steps[-1], "step") if steps else 0
+        events.append(RunEvent(int(step), elapsed_s, kind, text))
 
     for record in records:
         match record["event"]:

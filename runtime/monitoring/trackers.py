@@ -79,14 +79,14 @@ def _opened(name: str, config: RunConfig, folder: Path) -> Reporter:
             factory = _OPEN[name]
         else:
             factory = import_seeded(name, "--log", SettingsError, config.seed)
-        made: Reporter = factory(config, folder)
-    missing = [hook for hook in HOOKS if not callable(getattr(made, hook, None))]
+        reporter: Reporter = factory(config, folder)
+    missing = [hook for hook in HOOKS if not callable(getattr(reporter, hook, None))]
     if missing:
         raise SettingsError(
-            f"--log {name} returned a {type(made).__name__}, which lacks {', '.join(missing)}.",
+            f"--log {name} returned a {type(reporter).__name__}, which lacks {', '.join(missing)}.",
             "Subclass asyncpipe.Reporter and override what you need.",
         )
-    return made
+    return reporter
 
 
 Ending = Literal["finished", "stopped", "failed"]

@@ -325,19 +325,19 @@ class Watchdog:
         self._leave_stacks(seen)
         if self._world.rank != 0:
             return
-        what, cure = self._words(seen, stalled_s)
+        message, cure = self._words(seen, stalled_s)
         ends = f"The run ends after {self._limit_s:g} s (--timeout-s)."
-        self.tell(f"{what}\n{cure}\n{ends}")
+        self.tell(f"{message}\n{cure}\n{ends}")
 
     def _words(self, seen: dict[int, Sighting], stalled_s: float) -> tuple[str, str]:
-        what = describe_stall(seen, stalled_s, self._left.last_step() + 1)
+        message = describe_stall(seen, stalled_s, self._left.last_step() + 1)
         first = culprits(seen)[0]
         stacks = [str(path) for rank in culprits(seen) if (path := self._stacks(rank)).is_file()]
         parts = [f"stacks: {', '.join(stacks)}"] if stacks else []
         parts.append(usual_cause(seen[first]))
         if stalled_s >= self._limit_s:
             parts.append(f"longer limit: --timeout-s {2 * self._limit_s:g}")
-        return what, " · ".join(parts)
+        return message, " · ".join(parts)
 
     def _leave_stacks(self, seen: dict[int, Sighting], ended_by: str = "") -> None:
         """Writes this rank's stacks, or the traceback that ended it, and the stacks of ranks of
@@ -353,9 +353,9 @@ class Watchdog:
                         os.kill(seen[rank].state.pid, _STACK_SIGNAL)
         time.sleep(_BEAT_S)  # The others write theirs meanwhile.
         for rank in silent:
-            held = self._path("held", rank).read_text(encoding="utf-8")
-            if held and self._world.rank == min(able):
-                _write(self._stacks(rank), held)
+            dump = self._path("held", rank).read_text(encoding="utf-8")
+            if dump and self._world.rank == min(able):
+                _write(self._stacks(rank), dump)
 
     def _judge(self, stalled_s: float, ended_by: str = "") -> StallError | None:
         """The error of the run, unless another rank has recorded one already."""
