@@ -375,7 +375,9 @@ def backward_failure(model: nn.Module, example_inputs: Mapping[str, Any]) -> tup
                 outputs = pytree.tree_leaves(plain_structure(given.call(model.train(), inputs)))
             except Exception:
                 return None
-            roots = [one for one in outputs if isinstance(one, Tensor) and one.requires_grad]
+            roots = [
+                output for output in outputs if isinstance(output, Tensor) and output.requires_grad
+            ]
             if not roots:
                 return (
                     f"{name} cannot be trained: none of its outputs has a gradient, because each "
@@ -388,7 +390,7 @@ def backward_failure(model: nn.Module, example_inputs: Mapping[str, Any]) -> tup
                 torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
             except Exception as error:
                 message = str(error).split("Hint:")[0].strip().split("\n")[0]
-                place = own_line(error) or _place([str(each.message) for each in caught])
+                place = own_line(error) or _place([str(warning.message) for warning in caught])
                 at = f" at {place}" if place else ""
                 return (
                     f"the backward of {name} itself fails{at}: {type(error).__name__}: {message}",

@@ -64,14 +64,14 @@ class KnownNames:
         bare = _bare(name)
         if answer := self.answers.get(bare):
             return answer
-        near = {_bare(each): each for each in own}
+        near = {_bare(name): name for name in own}
         option, _, value = self.same.get(bare, "").removeprefix("--").partition(" ")
         if option in near:
             ours = near[option]
             if value:
                 ours += f" {value}" if ours.startswith("--") else f' = "{value}"'
             return f"Did you mean {ours}?"
-        alike = [each for each in near if each[:1] == bare[:1]]
+        alike = [name for name in near if name[:1] == bare[:1]]
         close = get_close_matches(bare, alike, n=1, cutoff=_CLOSE)
         return f"Did you mean {near[close[0]]}?" if close else otherwise
 
@@ -239,4 +239,7 @@ def value_in_ours(word: str, names: Collection[str]) -> str:
     ('adamw', 'cuda')
     """
     lower = word.lower()
-    return next((each for each in (word, lower, VALUES.get(lower, "")) if each in names), word)
+    return next(
+        (candidate for candidate in (word, lower, VALUES.get(lower, "")) if candidate in names),
+        word,
+    )

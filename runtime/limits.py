@@ -253,7 +253,9 @@ def refusal(limit: Limit, name: str, value: Any, place: str = "") -> tuple[str, 
 
 def _hidden_in(text: str) -> str:
     """The first character that no name may have, spelled out; "" if there is none."""
-    return hiding_in(text) or next((repr(each)[1:-1] for each in text if each in "\n\t"), "")
+    return hiding_in(text) or next(
+        (repr(character)[1:-1] for character in text if character in "\n\t"), ""
+    )
 
 
 def flag_of(option: str) -> str:

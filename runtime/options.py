@@ -88,7 +88,7 @@ def default_in_words(value: Any) -> str:
     ['none', '300', '0.9 0.999', 'sync stash', 'none']
     """
     values = value if isinstance(value, list | tuple) else () if value is None else (value,)
-    words = (f"{each:g}" if isinstance(each, float) else str(each) for each in values)
+    words = (f"{value:g}" if isinstance(value, float) else str(value) for value in values)
     return " ".join(words) or "none"
 
 

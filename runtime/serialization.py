@@ -132,7 +132,7 @@ def shaped(kind: type[T], raw: Any, origin: Origin) -> T:
 
 def known_fields(kind: Any, raw: Any) -> Any:
     """An object without what a dataclass has no field for; anything else as it is."""
-    names = {each.name for each in fields(kind)}
+    names = {field.name for field in fields(kind)}
     if not isinstance(raw, dict):
         return raw
     return {name: item for name, item in raw.items() if name in names}

@@ -286,10 +286,6 @@ class Scope:
             if child.held is not None and not child.held.is_parameter and is_name(name)
         )
 
-    @property
-    def member_names(self) -> frozenset[str]:
-        return frozenset(self._root.children)
-
     def _assignments(self, member: Member) -> list[str]:
         return [self._assignment(name, child) for name, child in self._ordered(member)]
 

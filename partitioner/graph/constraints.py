@@ -115,7 +115,7 @@ def _described(node: fx.Node) -> str:
 
 
 class _Names:
-    """What can be named in a captured graph."""
+    """The modules, lines and operations of a captured graph that options can name."""
 
     def __init__(self, capture: Capture) -> None:
         self._capture = capture

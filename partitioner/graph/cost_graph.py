@@ -349,7 +349,7 @@ def live_bytes(capture: Capture, sizes: Mapping[str, int]) -> dict[str, int]:
 def _needs_gradient(node: fx.Node) -> bool:
     value = node.meta.get("val")
     values: Iterable[object] = value if isinstance(value, (tuple, list)) else (value,)
-    return any(isinstance(each, Tensor) and each.requires_grad for each in values)
+    return any(isinstance(value, Tensor) and value.requires_grad for value in values)
 
 
 class _Lives:

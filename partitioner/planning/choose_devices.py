@@ -137,7 +137,7 @@ def choose(
     best = search.best(tried[shape], shape)
     listed = tuple(range(sum(shape)))
     as_listed = (result for result in tried[shape].results if result.layout.devices == listed)
-    as_listed_ms = next((one.objective_ms for one in as_listed), None)
+    as_listed_ms = next((result.objective_ms for result in as_listed), None)
     return DeviceChoice(search, best, {**least, shape: best}, as_listed_ms)
 
 
@@ -292,7 +292,7 @@ def _order(choice: DeviceChoice) -> str:
 
 def _named(cluster: Cluster, index: int) -> str:
     device = cluster.devices[index]
-    names = {one.name for one in cluster.devices}
+    names = {device.name for device in cluster.devices}
     return device.name if len(names) > 1 or not device.host else device.host
 
 

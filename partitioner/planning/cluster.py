@@ -92,7 +92,8 @@ class Cluster:
         first: dict[str, str] = {}
         for host in self.hosts:
             earlier = dict.fromkeys(first.values())
-            first[host] = next((one for one in earlier if self._are_alike(host, one)), host)
+            alike = (other for other in earlier if self._are_alike(host, other))
+            first[host] = next(alike, host)
         return first
 
     def _are_alike(self, host: str, other: str) -> bool:

@@ -92,7 +92,7 @@ def _others(graph: nx.DiGraph, solution: Solution, link: Link) -> Iterator[_Othe
         fewer = counted(stages - 1, "stage")
         yield f"one stage fewer ({fewer})", graph, stages - 1, link, _shorter(setting)
         for factor in (2, 10):
-            links = setting.links and tuple(_faster(one, factor) for one in setting.links)
+            links = setting.links and tuple(_faster(link, factor) for link in setting.links)
             yield (
                 f"links {factor} times as fast",
                 _with_faster_edges(graph, factor),
@@ -159,7 +159,7 @@ def _change(
         other = resolve(graph, stages=stages, link=link, setting=setting)
     except PlanError as error:
         return Finding("change", about, f"there is no such plan: {error.what}")
-    peaks = [max(one.evaluation.rank_bytes) for one in (solution, other)]
+    peaks = [max(plan.evaluation.rank_bytes) for plan in (solution, other)]
     memory = " to ".join(dict.fromkeys(write_bytes(peak) for peak in peaks))
     speed = solution.objective_ms / other.objective_ms if other.objective_ms else 1.0
     step = (

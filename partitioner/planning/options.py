@@ -360,7 +360,9 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
     """A function whose keyword arguments are checked as the options of their names; `**running`
     takes those of `PlanConfig`."""
     parameters = inspect.signature(function).parameters.values()
-    known = [each.name for each in parameters if each.kind is not each.VAR_KEYWORD]
+    known = [
+        parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD
+    ]
     known += [] if len(known) == len(parameters) else PlanConfig.__annotations__
 
     @wraps(function)

@@ -79,11 +79,6 @@ class NodeCost:
     saved: Mapping[str, int] = field(default_factory=dict)
     weight_share: float | None = None
 
-    @property
-    def recompute_ms(self) -> float:
-        """Backward with recompute: a forward first."""
-        return self.forward_ms + self.backward_ms
-
 
 class CostWalk:
     """Runs the graph once and asks `cost_of` for the cost of every distinct call.

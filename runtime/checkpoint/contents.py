@@ -107,8 +107,8 @@ class Rank:
 
     def is_first(self, stage: int, name: str) -> bool:
         """True if no earlier stage holds the parameter."""
-        holders = [one.holders for one in self.plan.shared if (stage, name) in one.holders]
-        return all(stage == min(holder for holder, _ in each) for each in holders)
+        holders = [shared.holders for shared in self.plan.shared if (stage, name) in shared.holders]
+        return all(stage == min(holder for holder, _ in of_parameter) for of_parameter in holders)
 
     def keys_of(self, stage: int, name: str, *, each_has_own: bool) -> Sequence[str]:
         """The keys under which a stage looks up the state of its parameter: all names of the
@@ -232,7 +232,7 @@ def _put_pending(rank: Rank, state: Tensors) -> None:
             names = shared_names(rank.plan).get(name, (name,))
             if names[0] in rank.executor.shared.specs or not rank.is_first(stage, name):
                 continue
-            for _, summed in sorted(each for each in sums.items() if each[0][0] in names):
+            for _, summed in sorted(item for item in sums.items() if item[0][0] in names):
                 own = parameter.grad
                 new = summed.to(parameter.device, copy=True)
                 parameter.grad = new if own is None else own + new

@@ -434,7 +434,7 @@ def _gpus_of(
 
 
 def _index_of(gpu: Gpu, of_rank: RankResources) -> int:
-    return [each.uuid for each in of_rank.gpus].index(gpu.uuid)
+    return [own.uuid for own in of_rank.gpus].index(gpu.uuid)
 
 
 def _visible_gpus() -> tuple[Gpu, ...]:

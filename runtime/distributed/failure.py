@@ -358,7 +358,7 @@ def disk_is_tight(folder: Path) -> DiskError:
 
 
 def _cannot_write(path: Path, why: str) -> DiskError:
-    known = next((each for each in (path, *path.parents) if each.exists()), Path("/"))
+    known = next((parent for parent in (path, *path.parents) if parent.exists()), Path("/"))
     free, whole = shutil.disk_usage(known).free, shutil.disk_usage(known).total
     return DiskError(
         f"{path} cannot be written: {why.lower()} ({write_bytes(free)} of {write_bytes(whole)} "

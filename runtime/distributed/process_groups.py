@@ -162,7 +162,7 @@ def join(info: RankInfo, config: RunConfig, plan: Plan, code: Mapping[str, str])
             "Give --master-addr HOST, the name or address of the first host.",
         )
     interface = choose_interface(info, config.interface)
-    name_interface(interface, asked=config.interface is not None)
+    name_interface(interface, requested=config.interface is not None)
     timeout_s = config.patience_s
     timeout = datetime.timedelta(seconds=timeout_s)
     try:

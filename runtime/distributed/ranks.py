@@ -342,7 +342,9 @@ def describe_placement(plan: Plan, schedule: Schedule, machine: Machine) -> str:
     hosts = machine.host_of_rank
     if len(set(hosts)) < 2:
         return ""
-    pairs = {(each.source, target) for each in plan.boundaries for target in each.targets}
+    pairs = {
+        (boundary.source, target) for boundary in plan.boundaries for target in boundary.targets
+    }
     crossing = sum(
         any(hosts[ranks[source]] != hosts[ranks[target]] for ranks in schedule.placements)
         for source, target in pairs

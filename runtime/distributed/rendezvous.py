@@ -67,15 +67,15 @@ def check_interface(name: str) -> None:
         )
 
 
-def choose_interface(info: RankInfo, asked: str | None = None) -> str | None:
+def choose_interface(info: RankInfo, requested: str | None = None) -> str | None:
     """The interface over which this rank connects to the others; None leaves it to the backends.
 
-    `asked` is the user's choice. Raises SettingsError when it does not exist, or when several
+    `requested` is the user's choice. Raises SettingsError when it does not exist, or when several
     interfaces are possible.
     """
-    if asked is not None:
-        check_interface(asked)
-        return asked
+    if requested is not None:
+        check_interface(requested)
+        return requested
     have = interfaces()
     if info.all_local:
         return next((interface.name for interface in have if interface.is_loopback), None)
@@ -99,10 +99,11 @@ def choose_interface(info: RankInfo, asked: str | None = None) -> str | None:
     return outside[0].name if outside else None
 
 
-def name_interface(name: str | None, *, asked: bool) -> None:
-    """Sets the backends' environment variables; keeps those of the user unless the user `asked`."""
+def name_interface(name: str | None, *, requested: bool) -> None:
+    """Sets the backends' environment variables; those of the user stay unless the
+    user `requested` this interface."""
     for variable in VARIABLES:
-        if name is not None and (asked or variable not in os.environ):
+        if name is not None and (requested or variable not in os.environ):
             os.environ[variable] = name
 
 
@@ -125,7 +126,7 @@ def interfaces() -> tuple[Interface, ...]:
 
 def address_of(name: str | None) -> str | None:
     """The first address of an interface."""
-    return next((each.address for each in interfaces() if each.name == name), None)
+    return next((interface.address for interface in interfaces() if interface.name == name), None)
 
 
 def resolve_host(name: str) -> tuple[str, ...]:
@@ -204,7 +205,7 @@ def _is_link_local(address: str) -> bool:
 
 
 def _listed(have: Sequence[Interface]) -> str:
-    first = {each.name: each for each in reversed(have)}
+    first = {interface.name: interface for interface in reversed(have)}
     return ", ".join(map(str, reversed(first.values()))) or "no interface that is up"
 
 

@@ -24,7 +24,7 @@ from ..plan.plan import NO_WEIGHTS, Plan, StageSpec, read_plan, verify_evaluates
 from ..plan.structure import rebuilt
 from ..plan.trust import own_modules
 from ..tensor_files import read_tensors, write_shard
-from ..user_code import file_hash, hashed_name, import_file, source_of
+from ..user_code import hashed_name, import_file, source_of
 
 
 class ChangedCodeError(PlanError):
@@ -87,11 +87,6 @@ def load_stage_class(
     module = _import_stage(Path(folder) / spec.file, code)
     stage_class: type[nn.Module] = getattr(module, spec.class_name)
     return stage_class
-
-
-def is_edited(folder: str | Path, spec: StageSpec) -> bool:
-    """True if the stage's file differs from the generated one."""
-    return file_hash(Path(folder) / spec.file) != spec.sha256
 
 
 def shared_names(plan: Plan) -> dict[str, tuple[str, ...]]:

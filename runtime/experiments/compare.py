@@ -339,7 +339,7 @@ def draw(
     return render(
         "curves.svg.j2",
         title=title,
-        charts=[one for one in charts if one is not None],
+        charts=[chart for chart in charts if chart is not None],
         looks=looks,
         width=WIDTH,
         height=_HEIGHT,
@@ -363,7 +363,7 @@ def _series(row: MethodRow, at: Sequence[float] | None) -> Series:
 
 def _chart(heading: str, series: Sequence[Series], unit: str) -> Chart | None:
     # Losses above the second evaluation of the worst are similar in all rows.
-    seconds = [sorted(high for _, _, high in one.band)[-2:][0] for one in series]
+    seconds = [sorted(high for _, _, high in line.band)[-2:][0] for line in series]
     return chart(
         heading,
         series,
@@ -425,19 +425,19 @@ def compare(
     )
     for arm in wanted:
         key_of(arm, folder, code)
-    runs, made = [], 0
+    runs, new_runs = [], 0
     settings_of: dict[str, Settings] = {}
     made_runs = make_runs(wanted, folder / "runs.jsonl", code)
     for arm, (run, is_new) in zip(wanted, made_runs, strict=True):
         runs.append(run)
         settings_of[run.key] = arm.settings
-        made += is_new
+        new_runs += is_new
         on_run(run, len(runs), len(wanted))
     ends = ends_of(settings_of)
     table = rows(runs, ends)
     (folder / "table.md").write_text(method_table(table).to_markdown(), encoding="utf-8")
     (folder / "curves.svg").write_text(draw(table, ends, title=plan.name), encoding="utf-8")
-    return MethodComparison(tuple(table), folder, made, len(runs) - made)
+    return MethodComparison(tuple(table), folder, new_runs, len(runs) - new_runs)
 
 
 def ends_of(settings_of: Mapping[str, Settings]) -> Ends:

@@ -73,7 +73,7 @@ def lists_from_texts(texts: Iterable[str]) -> dict[str, tuple[Any, ...]]:
                 f"{flag}: the values of {name} were given already.", "Give them in one list."
             )
         _check_name(name, flag)
-        lists[name] = _distinct([_value(name, each, flag) for each in values.split(",")], flag)
+        lists[name] = _distinct([_value(name, word, flag) for word in values.split(",")], flag)
     return lists
 
 

@@ -126,7 +126,7 @@ def numbers(record: Record, name: str) -> tuple[float, ...]:
     value = record.get(name)
     if not isinstance(value, list):
         return ()
-    values = tuple(number({name: each}, name) for each in value)
+    values = tuple(number({name: item}, name) for item in value)
     return () if any(map(math.isnan, values)) else values
 
 
@@ -233,7 +233,7 @@ def _add(known: list[Record], record: Record) -> None:
 def _at_its_time(evaluation: Record, steps: Sequence[Record]) -> Record:
     """An evaluation with the time of the last recorded step before it."""
     step = number(evaluation, "step")
-    before = [each for each in steps[-2:] if number(each, "step") <= step]
+    before = [record for record in steps[-2:] if number(record, "step") <= step]
     return {**evaluation, "elapsed_s": number(before[-1], "elapsed_s") if before else math.nan}
 
 

@@ -222,10 +222,10 @@ def to_plain(spans: Iterable[Span]) -> list[list[Any]]:
 
 def from_plain(plain: Iterable[Sequence[Any]], *, later_s: float = 0.0) -> Iterator[Span]:
     """The spans of another rank, whose clock is `later_s` behind."""
-    for kind, what, index, start_s, end_s, first_micro_batch, step in plain:
-        subject: Action | StageMessage | str = what if isinstance(what, str) else ""
-        if not isinstance(what, str):
-            of, *parts = what
+    for kind, about, index, start_s, end_s, first_micro_batch, step in plain:
+        subject: Action | StageMessage | str = about if isinstance(about, str) else ""
+        if not isinstance(about, str):
+            of, *parts = about
             subject = Action(*parts) if of == "action" else StageMessage(*parts)
         activity = Activity(kind, subject, index)
         yield Span(activity, start_s + later_s, end_s + later_s, first_micro_batch, step)

@@ -200,7 +200,7 @@ class Sutskever(Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """One step of all parameters that have gradients."""
         for group in self.param_groups:
-            parameters = [one for one in group["params"] if one.grad is not None]
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             if not parameters:
                 continue
             gradients = [parameter.grad for parameter in parameters]

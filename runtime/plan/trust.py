@@ -52,7 +52,7 @@ def imported_names(source: bytes) -> set[str]:
         nodes = list(ast.walk(ast.parse(source.decode("utf-8"))))
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # the import will report it
         return set()
-    modules = [each.name for node in nodes if isinstance(node, ast.Import) for each in node.names]
+    modules = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     modules += [
         node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and node.level == 0
     ]

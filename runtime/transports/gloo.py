@@ -125,10 +125,10 @@ class GlooTransport:
     def _send_error(self, channel: Channel, index: int, error: RuntimeError) -> TransportError:
         return self._error(channel.sending(index), channel.target_rank, error)
 
-    def _error(self, what: str, peer: int, error: RuntimeError) -> TransportError:
+    def _error(self, wait: str, peer: int, error: RuntimeError) -> TransportError:
         if "Timed out" in str(error):
-            return timed_out(what, peer, self._timeout.total_seconds())
-        return peer_is_gone(what, peer, f": {str(error).splitlines()[0]}")
+            return timed_out(wait, peer, self._timeout.total_seconds())
+        return peer_is_gone(wait, peer, f": {str(error).splitlines()[0]}")
 
 
 def _tag(channel: Channel, index: int) -> int:

@@ -237,13 +237,13 @@ class MpiTransport:
             self._progress.wait(message, self._timeout_s)
 
     @contextmanager
-    def _waiting(self, what: str, peer: int) -> Iterator[None]:
+    def _waiting(self, wait: str, peer: int) -> Iterator[None]:
         try:
             yield
         except TimeoutError as error:
-            raise timed_out(what, peer, self._timeout_s) from error
+            raise timed_out(wait, peer, self._timeout_s) from error
         except self._mpi.Exception as error:
-            raise peer_is_gone(what, peer, f": {error}") from error
+            raise peer_is_gone(wait, peer, f": {error}") from error
 
     def _world(self, channel: Channel) -> Any:
         return self._worlds[DIRECTIONS[channel.kind]]

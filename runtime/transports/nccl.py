@@ -71,7 +71,7 @@ class _Arrivals:
 
 @dataclass(frozen=True)
 class _Sent:
-    """What must live until it has arrived."""
+    """A message whose tensors must live until it has arrived."""
 
     index: int
     tensors: tuple[Tensor, Tensor]
@@ -264,13 +264,13 @@ class NcclTransport:
         return group
 
     @contextmanager
-    def _waiting(self, what: str, peer: int) -> Iterator[None]:
+    def _waiting(self, wait: str, peer: int) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
             if re.search("tim(ed|ing) out", str(error), re.IGNORECASE):
-                raise timed_out(what, peer, self._timeout.total_seconds()) from error
-            raise peer_is_gone(what, peer, f": {str(error).splitlines()[0]}") from error
+                raise timed_out(wait, peer, self._timeout.total_seconds()) from error
+            raise peer_is_gone(wait, peer, f": {str(error).splitlines()[0]}") from error
 
 
 def _lane(channel: Channel) -> Lane:

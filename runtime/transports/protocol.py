@@ -134,18 +134,18 @@ class Transport(Protocol):
         """Waits until everything sent has arrived."""
 
 
-def timed_out(what: str, peer: int, timeout_s: float) -> TransportError:
-    """`what` is a channel's `waiting` or `sending`."""
+def timed_out(wait: str, peer: int, timeout_s: float) -> TransportError:
+    """`wait` is a channel's `waiting` or `sending`."""
     return TransportError(
-        f"{what} ({timeout_s:g} s).",
+        f"{wait} ({timeout_s:g} s).",
         f"See what rank {peer} does, or allow more time with --timeout-s.",
     )
 
 
-def peer_is_gone(what: str, peer: int, detail: str = "") -> TransportError:
-    """`what` is a channel's `waiting` or `sending`."""
+def peer_is_gone(wait: str, peer: int, detail: str = "") -> TransportError:
+    """`wait` is a channel's `waiting` or `sending`."""
     return TransportError(
-        f"{what}, but rank {peer} is gone{detail}",
+        f"{wait}, but rank {peer} is gone{detail}",
         f"The output of rank {peer} says why it ended.",
     )
 

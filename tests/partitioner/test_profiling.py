@@ -20,7 +20,6 @@ from asyncpipe.partitioner.profile.measure import (
     estimate,
     measure,
 )
-from asyncpipe.partitioner.profile.operation_costs import NodeCost
 from asyncpipe.partitioner.profile.profiler import profile, profile_analytic
 from asyncpipe.partitioner.profile.roofline import (
     DeviceSpec,
@@ -100,10 +99,6 @@ def test_the_graph_has_the_most_that_lives_in_one_operation_of_a_group() -> None
     for _, data in build_graph(captured, costs).nodes(data=True):
         most = max(costs.nodes[name].transient_bytes for name in data["names"])
         assert data["transient_bytes"] == most > 0
-
-
-def test_backward_with_recomputation_has_a_forward_in_it() -> None:
-    assert NodeCost(forward_ms=2.0, backward_ms=3.0).recompute_ms == 5.0
 
 
 def test_a_model_that_does_not_fit_is_measured_a_piece_at_a_time() -> None:

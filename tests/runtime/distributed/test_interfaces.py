@@ -76,9 +76,9 @@ def test_what_the_environment_names_stands_unless_the_user_asks(
     monkeypatch.setenv(first, "ib0")
     monkeypatch.setenv(second, "")
     monkeypatch.delenv(second)
-    name_interface("eth0", asked=False)
+    name_interface("eth0", requested=False)
     assert (os.environ[first], os.environ[second]) == ("ib0", "eth0")
-    name_interface("eth1", asked=True)
+    name_interface("eth1", requested=True)
     assert (os.environ[first], os.environ[second]) == ("eth1", "eth1")
 
 
