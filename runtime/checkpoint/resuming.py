@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from ..config.option_files import is_all_known, merged, read_config
 from ..config.settings import RunConfig, Settings, SettingsError
 from ..errors import AsyncPipeError
-from ..monitoring.run_files import METRICS
+from ..monitoring.run_files import METRICS, read_run
 from ..options import options_of
 from ..schedule.asynchronous import ASYNCHRONOUS
 from ..schedule.builders import spelled
@@ -140,16 +140,15 @@ def keep_records_until(metrics: Path, step: int) -> None:
     """Removes the records of a run after a step and that of its end; the run writes them again."""
     if not metrics.is_file():
         return
-    lines = []
-    for line in metrics.read_bytes().splitlines():
-        record = _record(line)
-        event, at = record.get("event"), record.get("step", 0)
-        if event in ("step", "eval") and not (isinstance(at, int | float) and at <= step):
-            break
-        if event not in (None, "end"):
-            lines.append(line + b"\n")
     new = metrics.with_suffix(".new")
-    new.write_bytes(b"".join(lines))
+    with metrics.open("rb") as lines, new.open("wb") as kept:
+        for line in lines:
+            record = _record(line)
+            event, at = record.get("event"), record.get("step", 0)
+            if event in ("step", "eval") and not (isinstance(at, int | float) and at <= step):
+                break
+            if event not in (None, "end"):
+                kept.write(line.rstrip(b"\n") + b"\n")
     new.replace(metrics)
 
 
@@ -171,13 +170,11 @@ def nothing_left_to_do(config: RunConfig, folder: Path) -> str:
     """
     if config.resume != AUTO or not (folder / WEIGHTS).is_dir():
         return ""
-    metrics = folder / METRICS
-    lines = metrics.read_bytes().splitlines() if metrics.is_file() else []
-    ends = [record for line in lines if (record := _record(line)).get("event") == "end"]
-    if not ends:
+    end = read_run(folder).end if (folder / METRICS).is_file() else {}
+    if not end:
         return ""
-    steps = ends[-1].get("steps")
-    is_whole = steps == config.steps or _has_made(ends[-1], config.epochs)
+    steps = end.get("steps")
+    is_whole = steps == config.steps or _has_made(end, config.epochs)
     if is_whole and config.export_hf is None:
         return f"{folder} has made all {steps} steps; nothing is left to do"
     if checkpoints_in(folder):

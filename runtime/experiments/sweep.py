@@ -32,6 +32,7 @@ from ..errors import AsyncPipeError, DataError
 from ..formatting import Column, Table, write_accuracy, write_duration, write_loss
 from ..launch.job import make_job
 from ..launch.local import ended_after
+from ..monitoring.run_files import read_run
 from ..plan.plan import Plan
 from ..plan.trust import is_trusted, remember, untrusted
 from ..process import Interrupted
@@ -105,9 +106,7 @@ def with_outcome(run: SweptRun, folder: Path, code: int, log: Path) -> SweptRun:
     """The run with the result of its process: an exit code, metrics in its folder, and a log."""
     if code != 0:
         return replace(run, state=FAILED, error=_last_error(log) or f"ended with exit code {code}")
-    text = (folder / "metrics.jsonl").read_text(encoding="utf-8", errors="replace")
-    lines = text.splitlines()
-    end = next(event for event in map(json.loads, reversed(lines)) if event["event"] == "end")
+    end = read_run(folder).end
     evaluated = end["eval_loss"]
     return replace(
         run,

@@ -7,21 +7,19 @@ NaN. Steps that were repeated after a restart replace the earlier ones.
 
 from __future__ import annotations
 
-import json
 import math
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ..errors import DataError
 from ..schedule.schedule import Action
 from ..schedule.simulate import Event as Did
 from ..schedule.simulate import Timeline
+from .tail import Record, Tail
 
 METRICS, CONFIG = "metrics.jsonl", "config.toml"
-Record = Mapping[str, Any]
 _RANKS, _LONG_MS = 4096, 1e12
 
 
@@ -97,9 +95,9 @@ def read_run(folder: Path) -> RunRecords:
     path = folder / METRICS
     if not path.is_file():
         raise not_a_run(folder)
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    records = [record for line in lines if (record := record_of(line)) is not None]
-    return gathered(folder, records, len(lines) - len(records))
+    tail = Tail(path)
+    tail.finish()
+    return gathered(folder, tail)
 
 
 def not_a_run(folder: Path) -> DataError:
@@ -142,17 +140,6 @@ def points(records: Iterable[Record], name: str, by: str) -> tuple[tuple[float, 
     return tuple(pair for pair in pairs if not any(map(math.isnan, pair)))
 
 
-def record_of(line: str) -> Record | None:
-    """The record in a line of metrics.jsonl; None for other content."""
-    try:
-        value = json.loads(line)
-        if "\\u" in line:
-            json.dumps(value, ensure_ascii=False).encode()  # fails for half a surrogate pair
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) and isinstance(value.get("event"), str) else None
-
-
 def _config(path: Path) -> Record:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
@@ -160,8 +147,8 @@ def _config(path: Path) -> Record:
         return {}
 
 
-def gathered(folder: Path, records: Sequence[Record], damaged: int = 0) -> RunRecords:
-    """The run of a folder from its records, in their order; `damaged` lines were none."""
+def gathered(folder: Path, tail: Tail) -> RunRecords:
+    """The run of a folder from the records that were read of its metrics.jsonl."""
     config = _config(folder / CONFIG)
     start: Record = {}
     end: Record = {}
@@ -179,7 +166,7 @@ def gathered(folder: Path, records: Sequence[Record], damaged: int = 0) -> RunRe
             step = number(steps[-1], "step") if steps else 0
         events.append(RunEvent(int(step), elapsed_s, kind, text))
 
-    for record in records:
+    for record in tail.records():
         match record["event"]:
             case "start":
                 if start:
@@ -215,7 +202,7 @@ def gathered(folder: Path, records: Sequence[Record], damaged: int = 0) -> RunRe
         drawn,
         end,
         failure,
-        damaged,
+        tail.damaged,
         tuple(losses),
     )
 

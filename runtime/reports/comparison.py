@@ -23,7 +23,8 @@ from ..formatting import (
     write_ms,
     write_share,
 )
-from ..monitoring.run_files import Record, RunRecords, number, part, points, read_run
+from ..monitoring.run_files import RunRecords, number, part, points, read_run
+from ..monitoring.tail import Record
 from .charts import Chart, Series, chart
 from .measures import (
     UNITS,

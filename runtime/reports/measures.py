@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from ..monitoring.run_files import Record, RunRecords, number, numbers, part, points
+from ..monitoring.run_files import RunRecords, number, numbers, part, points
+from ..monitoring.tail import Record
 
 IDLE_PARTS = ("bubble", "imbalance", "communication", "data", "overhead")
 TIME_PARTS = ("waiting", "sending", "data", "overhead")

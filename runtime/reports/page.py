@@ -408,5 +408,7 @@ def _leave(folder: Path, failure: str) -> None:
 def _add_failure(path: Path, text: str) -> None:
     """Appends a last record, even after a line that a killed process left unfinished."""
     record = {"event": "failure", "text": text, "time_s": round(time.time(), 3)}
-    unfinished = not path.read_bytes().endswith(b"\n")
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 1))
+        unfinished = file.read() != b"\n"
     append_line(path, "\n" * unfinished + json.dumps(record))

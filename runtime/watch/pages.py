@@ -14,7 +14,8 @@ from typing import Any
 
 from ..errors import AsyncPipeError
 from ..formatting import Column, Table, write_duration
-from ..monitoring.run_files import RunRecords, number
+from ..monitoring.run_files import METRICS, RunRecords, gathered, number
+from ..monitoring.tail import Tail
 from ..plan.plan import Plan, read_plan
 from ..reports.comparison import compare_runs, comparison_values
 from ..reports.gantt import Drawing, Window
@@ -25,7 +26,6 @@ from ..reports.planned_steps import planned_steps
 from ..reports.rendering import render
 from ..schedule.asynchronous import ASYNCHRONOUS
 from .ranks_seen import OVER, RanksSeen, see_ranks
-from .tail import Tail
 
 RUN_PARTS = (
     "header", "ranks", "failure", "curves", "others", "step", "idle", "tables", "events", "setup",
@@ -54,13 +54,13 @@ class RunPage:
     names = RUN_PARTS
 
     def __init__(self, folder: Path) -> None:
-        self._tail = Tail(folder)
+        self._folder, self._tail = folder, Tail(folder / METRICS)
         self._parts: dict[str, str] = {}
         self._planned: _Planned | None = None
         self._rendered = -1
         self.version = 0
         self._tail.read()
-        self.run = self._tail.run()
+        self.run = gathered(self._folder, self._tail)
         self.seen = see_ranks(self.run)
 
     @property
@@ -75,7 +75,7 @@ class RunPage:
         """Reads what the run has left since the last time."""
         has_more = self._tail.read()
         if has_more:
-            self.run = self._tail.run()
+            self.run = gathered(self._folder, self._tail)
         before, self.seen = self.seen, see_ranks(self.run)
         self.version += has_more or before.standing != self.seen.standing
 

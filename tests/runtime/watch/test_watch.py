@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -20,13 +21,13 @@ from typing import Any
 import pytest
 
 from asyncpipe.runtime.distributed.failure import RankFolder
-from asyncpipe.runtime.monitoring.run_files import METRICS
+from asyncpipe.runtime.monitoring import tail as tails
+from asyncpipe.runtime.monitoring.run_files import METRICS, gathered, read_run
+from asyncpipe.runtime.monitoring.tail import Tail
 from asyncpipe.runtime.monitoring.watchdog import RankState
-from asyncpipe.runtime.watch import tail as tails
 from asyncpipe.runtime.watch.pages import RunPage, SeveralPage
 from asyncpipe.runtime.watch.ranks_seen import see_ranks
 from asyncpipe.runtime.watch.server import Viewer, address_of, open_socket
-from asyncpipe.runtime.watch.tail import Tail
 from asyncpipe.tests.support.oracles.html_pages import SCRIPT, all_of, by_id, parsed, text_of
 from asyncpipe.tests.support.processes.in_process import error_of
 
@@ -94,21 +95,21 @@ def status_of(parts: dict[str, str]) -> str:
 
 
 def test_a_tail_has_the_records_of_whole_lines_alone(folder: Path) -> None:
-    tail = Tail(folder)
-    assert tail.read() and tail.run().last_step == 3
+    tail = Tail(folder / METRICS)
+    assert tail.read() and gathered(folder, tail).last_step == 3
     assert not tail.read()
     with (folder / METRICS).open("ab") as file:
         file.write(json.dumps(step(4)).encode()[:20])
     tail.read()
-    assert tail.run().last_step == 3 and tail.run().damaged == 0
+    assert gathered(folder, tail).last_step == 3 and gathered(folder, tail).damaged == 0
     with (folder / METRICS).open("ab") as file:
         file.write(json.dumps(step(4)).encode()[20:] + b"\n\xff\x00\xfe\n[1]\n")
     assert tail.read()
-    assert tail.run().last_step == 4 and tail.run().damaged == 2
+    assert gathered(folder, tail).last_step == 4 and gathered(folder, tail).damaged == 2
 
 
 def test_a_tail_begins_again_with_a_file_that_a_resumed_run_has_written(folder: Path) -> None:
-    tail = Tail(folder)
+    tail = Tail(folder / METRICS)
     tail.read()
     kept = "".join((folder / METRICS).read_text().splitlines(keepends=True)[:2])
     for write_again in ("in place", "as a new file"):
@@ -119,7 +120,7 @@ def test_a_tail_begins_again_with_a_file_that_a_resumed_run_has_written(folder: 
         path.replace(folder / METRICS)
         append(folder, *(step(number, 7.0) for number in range(2, 9)))
         tail.read()
-        losses = [record["loss"] for record in tail.run().steps]
+        losses = [record["loss"] for record in gathered(folder, tail).steps]
         assert losses == [1.0] + [7.0] * 7, write_again
 
 
@@ -128,9 +129,9 @@ def test_a_long_run_is_thinned_evenly_with_its_first_and_its_last_step(
 ) -> None:
     monkeypatch.setattr(tails, "_KEPT", 64)
     append(folder, *map(step, range(4, 1002)))
-    tail = Tail(folder)
+    tail = Tail(folder / METRICS)
     tail.read()
-    steps = [record["step"] for record in tail.run().steps]
+    steps = [record["step"] for record in gathered(folder, tail).steps]
     assert (steps[0], steps[-1]) == (1, 1001)
     assert 32 <= len(steps) <= 66
     assert len({after - before for before, after in zip(steps, steps[1:-1], strict=False)}) == 1
@@ -141,9 +142,31 @@ def test_a_line_without_an_end_is_not_kept(folder: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(tails, "_READ", 512)
     with (folder / METRICS).open("ab") as file:
         file.write(b"x" * 5000 + b"\n" + json.dumps(step(4)).encode() + b"\n")
-    tail = Tail(folder)
+    tail = Tail(folder / METRICS)
     tail.read()
-    assert tail.run().last_step == 4 and tail.run().damaged == 1
+    assert gathered(folder, tail).last_step == 4 and gathered(folder, tail).damaged == 1
+
+
+def test_a_file_of_any_size_is_read_in_bounded_memory(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long records, events of any name, bytes that are no text, and a last line without an end."""
+    monkeypatch.setattr(tails, "_KEPT_BYTES", 1 << 20)
+    text = "x" * (1 << 16)
+    with (folder / METRICS).open("ab") as file:
+        for number in range(4, 200):
+            note, other = {"event": "note", "text": text}, {"event": f"other {number}", "x": text}
+            records = step(number, text=text), note, other
+            file.writelines(json.dumps(record).encode() + b"\n" for record in records)
+            file.write(b"\x00\xff" * (1 << 15) + b"\n")
+        file.write(json.dumps(step(200)).encode())
+    assert (folder / METRICS).stat().st_size > 48 << 20
+    tracemalloc.start()
+    run = read_run(folder)
+    kept, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept < 3 << 20 and most < 10 << 20
+    assert run.last_step == 200 and run.damaged == 196
 
 
 def test_a_run_whose_ranks_work_is_running(folder: Path) -> None:
