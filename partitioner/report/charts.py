@@ -163,7 +163,7 @@ def _memory_of_ranks(plan: Plan) -> list[dict[str, int]]:
 
 def _against(total: int, limit: int | None) -> str:
     if limit is None:
-        return "no limit given"
+        return ""
     if total > limit:
         return f"{write_bytes(total - limit)} over {write_bytes(limit)}"
     return f"{write_share(total / limit)} of {write_bytes(limit)}"
@@ -172,7 +172,7 @@ def _against(total: int, limit: int | None) -> str:
 def _limits_note(limits: Sequence[int | None], scale: float) -> str:
     far = {limit for limit in limits if limit is not None and limit > scale}
     if all(limit is None for limit in limits):
-        return "No memory limit was given: --memory-limit draws it here and is kept by every plan."
+        return "No memory limit was given; --memory-limit adds one, and plans stay below it."
     if far:
         names = " and ".join(write_bytes(limit) for limit in sorted(far))
         return f"The limit of {names} is beyond the scale."
@@ -211,7 +211,7 @@ def curves(plan: Plan) -> Curves:
     return Curves(
         charts=(
             _chart("Idle share", samples, lambda sample: sample.idle_share, write_share),
-            _chart("Time of one micro-batch", samples, lambda sample: sample.each_ms, write_ms),
+            _chart("Time per micro-batch", samples, lambda sample: sample.each_ms, write_ms),
         ),
         samples=samples,
         table=_table(schedules, samples),
@@ -220,7 +220,7 @@ def curves(plan: Plan) -> Curves:
 
 
 def _table(schedules: Sequence[str], samples: Sequence[CurvePoint]) -> Table:
-    headings = (heading for schedule in schedules for heading in (f"step, {schedule}", "idle"))
+    headings = (f"{what}, {schedule}" for schedule in schedules for what in ("step", "idle"))
     rows = (
         (
             str(count),

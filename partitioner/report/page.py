@@ -54,7 +54,7 @@ def _gain(plan: Plan) -> Card:
     if ratio < _GAINS:
         heading = "Even split by blocks"
         return Card(heading, "equally fast", f"slowest stage {write_ms(plan.even_split_ms)}")
-    detail = f"counting blocks instead: slowest stage {write_ms(plan.even_split_ms)}"
+    detail = f"the same number of blocks per stage: {write_ms(plan.even_split_ms)}"
     return Card("Faster than an even split", write_ratio(ratio), detail)
 
 
@@ -75,7 +75,7 @@ def _step(plan: Plan) -> Card:
     count = plan.setting.micro_batches
     step = forecast_one_step(plan, plan.setting.schedule, count)
     detail = f"{plan.setting.schedule}, {counted(count, 'micro-batch', 'micro-batches')}"
-    return Card("One simulated step", write_ms(step.step_ms), detail)
+    return Card("One predicted step", write_ms(step.step_ms), detail)
 
 
 def _idle(plan: Plan) -> Card:
@@ -253,6 +253,7 @@ def render_report(plan: Plan, code: Mapping[str, str]) -> str:
         title=title_of(plan),
         status=_status(plan),
         is_good=plan.optimal,
+        why="",
         command=plan.command,
         facts=_facts(plan),
         cards=cards(plan),
@@ -289,9 +290,9 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
         ("micro-batch", sizes),
         ("costs", costs),
         ("method", plan.method),
-        ("schedule", f"{setting.schedule}, {setting.micro_batches} micro-batches a step"),
+        ("schedule", f"{setting.schedule}, {setting.micro_batches} micro-batches per step"),
         ("weights", plan.weights),
-        ("graph", plan.hashes.get("graph", "")[:12]),
+        ("graph hash", plan.hashes.get("graph", "")[:12]),
         ("asyncpipe", f"{__version__}, plan schema {plan.schema}"),
     ]
 
@@ -340,7 +341,7 @@ def _computed_again(plan: Plan) -> Table:
         Column("from", "text"),
         Column("to", "text"),
         Column("bytes per micro-batch"),
-        Column("with everything sent"),
+        Column("without recomputation"),
     )
     rows = (
         (str(flow.source), str(flow.target), write_bytes(flow.sent), write_bytes(flow.if_sent))

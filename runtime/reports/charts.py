@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -90,12 +91,14 @@ def _steps(exponent: int) -> tuple[float, ...]:
     return tuple(10.0**exponent * factor for factor in (1, 2, 5, 10, 20))
 
 
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 480, 234, 58, 14, 12, 48
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 480, 230, 58, 14, 12, 40
 _MOST = 400
 """The maximum number of points of a line; more would not be visible."""
 _HOVERED = 40
 """The maximum number of points of a line that show their numbers."""
 _HUGE = 1e90
+_NEAR = 0.25
+"""An axis whose first number is at most this part of its last one begins at 0."""
 _FEW = 12
 """The maximum number of points drawn as dots, for which there are two styles."""
 
@@ -182,7 +185,7 @@ def chart(
     x_unit: the unit of x.
     x_title: the name of x, by default its unit.
     write: formats a number of y.
-    floor, x_floor: numbers that the axes include.
+    floor, x_floor: numbers that the axes include. An axis of x includes 0 if that is near.
     ceiling: the upper limit of y; lines above it leave the chart at its top. By default a few
         points far above all others, such as the first losses, are cut off.
     is_even: draws the values of x at equal distances, each with its number.
@@ -193,9 +196,7 @@ def chart(
     ys = sorted(y for _, one in drawn for _, *each in (*one.finite, *one.band) for y in each)
     low = ys[0] if floor is None else min(floor, ys[0])
     high = _usual_most(ys) if ceiling is None else max(low, ceiling)
-    x_low, x_high = xs[0] if x_floor is None else min(x_floor, xs[0]), xs[-1]
-    if x_low == x_high:
-        x_low, x_high = x_low - 1, x_high + 1
+    x_low, x_high = _x_range(xs[0], xs[-1], x_floor)
     bottom, right = height - BOTTOM, WIDTH - RIGHT
     axes = _Axes(x_low, x_high, ticks_around(low, high), right, bottom, xs if is_even else ())
     has_few = len(series) <= 2
@@ -222,8 +223,20 @@ def chart(
             for x in (xs if is_even else ticks_around(x_low, x_high))
             if x_low <= x <= x_high
         ),
-        y_ticks=tuple((axes.y_of(y), write(y)) for y in axes.y_ticks),
+        y_ticks=tuple((axes.y_of(y), _without_zeros(write(y))) for y in axes.y_ticks),
     )
+
+
+def _x_range(first: float, last: float, floor: float | None) -> tuple[float, float]:
+    """The ends of an axis of x.
+
+    >>> _x_range(1, 40, None), _x_range(300, 400, None), _x_range(20, 20, None), _x_range(0, 0, 0)
+    ((0.0, 40), (300, 400), (0.0, 20), (-1, 1))
+    """
+    low = first if floor is None else min(floor, first)
+    if low > 0 and (low <= _NEAR * last or low == last):
+        low = 0.0
+    return (low - 1, last + 1) if low == last else (low, last)
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,6 +281,15 @@ def _line(
         ),
         has_dots=has_dots,
     )
+
+
+def _without_zeros(text: str) -> str:
+    """A number of an axis without zeros after its point.
+
+    >>> [*map(_without_zeros, ("40.00 ms", "5.0 %", "0.20 ms", "100 %"))]
+    ['40 ms', '5 %', '0.2 ms', '100 %']
+    """
+    return re.sub(r"(\.\d*?)0+(?!\d)", r"\1", text).replace(". ", " ").removesuffix(".")
 
 
 def _usual_most(ascending: Sequence[float]) -> float:

@@ -31,6 +31,7 @@ from .measures import (
     after_first_step,
     idle_shares,
     last,
+    options_of,
     rank_memory,
     rate_field,
     rate_of,
@@ -119,7 +120,6 @@ def as_json(comparison: RunComparison) -> str:
 def _rows(runs: Sequence[RunRecords], step: float, seconds: float) -> list[tuple[str, list[str]]]:
     after = f"after {step:g} steps"
     within = f"{known(seconds, write_duration)} after step 1"
-    rates = {UNITS.get(rate_field(run), rate_field(run)) for run in runs}
     return [
         ("ended", [status_of(run) for run in runs]),
         (f"loss {after}", [known(_at(run.losses, "step", step), write_loss) for run in runs]),
@@ -136,16 +136,20 @@ def _rows(runs: Sequence[RunRecords], step: float, seconds: float) -> list[tuple
             [known(_at_time(run, seconds, "step"), "{:g}".format) for run in runs],
         ),
         (
-            " or ".join(sorted(rates)),
+            _rate_units(runs),
             [known(rate_of(run), write_count) for run in runs],
         ),
         ("step time", [known(step_times(run).measured, write_ms) for run in runs]),
-        ("step time, simulated", [known(step_times(run).predicted, write_ms) for run in runs]),
+        ("step time, predicted", [known(step_times(run).predicted, write_ms) for run in runs]),
         ("ranks idle", [known(idle_shares(run).measured, write_share) for run in runs]),
-        ("ranks idle, simulated", [known(idle_shares(run).predicted, write_share) for run in runs]),
-        ("fullest rank", [known(_fullest(run), write_bytes) for run in runs]),
+        ("ranks idle, predicted", [known(idle_shares(run).predicted, write_share) for run in runs]),
+        ("peak memory of the fullest rank", [known(_fullest(run), write_bytes) for run in runs]),
         ("time of all steps", [known(last(run, "elapsed_s"), write_duration) for run in runs]),
     ]
+
+
+def _rate_units(runs: Sequence[RunRecords]) -> str:
+    return " or ".join(sorted({UNITS.get(rate_field(run), rate_field(run)) for run in runs}))
 
 
 def _fullest(run: RunRecords) -> float:
@@ -166,7 +170,7 @@ def _at_time(run: RunRecords, seconds: float, name: str = "loss") -> float:
 def _differences(runs: Sequence[RunRecords]) -> list[tuple[str, list[str]]]:
     """Options, versions and machines that differ between the runs."""
     of_runs = [
-        {name: json.dumps(value, default=str) for name, value in run.config.items()}
+        options_of(run)
         | versions_of(run)
         | {
             name: str(part(run.start, "environment").get(name, ""))
@@ -207,21 +211,23 @@ def comparison_values(comparison: RunComparison) -> dict[str, Any]:
     """The values of the parts of the page, for their templates."""
     results, differences = comparison.tables
     charts = [
-        _chart(comparison, "Loss", "loss", "step"),
-        _chart(comparison, "Loss", "loss", "elapsed_s"),
-        _chart(comparison, "Evaluation loss", "loss", "step", evaluated=True),
-        _chart(comparison, "Evaluation loss", "loss", "elapsed_s", evaluated=True),
-        _chart(comparison, "Throughput", "", "step"),
-        _chart(comparison, "Idle share", "idle_share", "step"),
+        _chart(comparison, "Loss over steps", "loss", "step"),
+        _chart(comparison, "Loss over time", "loss", "elapsed_s"),
+        _chart(comparison, "Evaluation loss over steps", "loss", "step", evaluated=True),
+        _chart(comparison, "Evaluation loss over time", "loss", "elapsed_s", evaluated=True),
+        _chart(comparison, f"Throughput, {_rate_units(comparison.runs)}", "", "step"),
+        _chart(comparison, "Idle share, mean of the ranks", "idle_share", "step"),
     ]
     return dict(
         title=" · ".join(comparison.names),
         status=f"{len(comparison.runs)} runs",
         is_good=False,
         command="",
+        why="",
         facts=[
-            (name, str(run.folder))
+            (name, folder)
             for name, run in zip(comparison.names, comparison.runs, strict=True)
+            if (folder := str(run.folder)) != name
         ],
         cards=[],
         drawn=comparison.names[:_MOST],

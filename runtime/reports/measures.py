@@ -232,11 +232,11 @@ def _medians(rows: Sequence[Sequence[float]]) -> list[float]:
 
 
 _TITLES = {
-    "delay_mean": "Delay of the weights, mean, in steps",
-    "delay_max": "Delay of the weights, largest, in steps",
-    "gap": "Change of the weights between forward and backward, relative",
-    "passages": "Backwards counted",
-    "unexpected": "Backwards with another weight version than the schedule's",
+    "delay_mean": "Mean delay of the weights in steps",
+    "delay_max": "Largest delay of the weights in steps",
+    "gap": "Gap: relative change of the weights from forward to backward",
+    "passages": "Backward passes",
+    "unexpected": "Backward passes with an unexpected weight version",
     "accuracy": "Accuracy",
 }
 
@@ -245,7 +245,7 @@ def title_of_field(name: str) -> str:
     """The name of a field of the records for people.
 
     >>> title_of_field("delay_mean"), title_of_field("norm_of_update")
-    ('Delay of the weights, mean, in steps', 'Norm of update')
+    ('Mean delay of the weights in steps', 'Norm of update')
     """
     plain = name.replace("_", " ")
     return _TITLES.get(name, plain[:1].upper() + plain[1:])
@@ -326,6 +326,14 @@ def summary_of(run: RunRecords) -> dict[str, object]:
         **{name: value for name, value in found.items() if math.isfinite(value)},
         "versions": versions_of(run),
         "config": dict(run.config),
+    }
+
+
+def options_of(run: RunRecords) -> dict[str, str]:
+    """The options of a run as texts."""
+    return {
+        str(name): value if isinstance(value, str) else json.dumps(value, default=str)
+        for name, value in run.config.items()
     }
 
 

@@ -29,8 +29,8 @@ _FLOAT_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class ModuleBox:
-    """A module of a stage; its label is its name without the prefix that all have, if there is
-    room. A vertical label reads upwards."""
+    """A module of a stage; its label is its name, or as many of its last parts as there is room
+    for. A vertical label reads upwards."""
 
     x: float
     width: float
@@ -188,8 +188,8 @@ def _span(
         is_hatched=stage.index % 2 == 1,
         is_slowest=is_slowest,
         lines=(
-            _fitting(width, (name, f"stage {stage.index}", str(stage.index)), _LETTER),
-            _fitting(width, (*loads, f"{stage.load_ms:.0f}"), _SMALL_LETTER),
+            _fitting(width - 4, (name, f"stage {stage.index}", str(stage.index)), _LETTER),
+            _fitting(width - 4, (*loads, f"{stage.load_ms:.0f}"), _SMALL_LETTER),
         ),
         title=(
             f"{name}: {', '.join(stage.modules) or 'operations only'}; {load} per micro-batch with "
@@ -212,7 +212,8 @@ def parameter_count(stage: StageSpec) -> str:
 def _module(
     stage: StageSpec, part: StagePart, prefix: str, x: float, width: float, share: float
 ) -> ModuleBox:
-    names = (part.name, part.name.removeprefix(prefix))
+    short = part.name.removeprefix(prefix)
+    names = (part.name, short, *_ends(short))
     label = _fitting(width, names, _LETTER)
     vertical = _fitting(_STRIP, names, _LETTER) if not label and width >= _LINE else ""
     return ModuleBox(
@@ -222,6 +223,18 @@ def _module(
         is_vertical=bool(vertical),
         title=f"{part.name} in stage {stage.index}: " + "; ".join(_described(part, share)),
     )
+
+
+def _ends(name: str) -> Iterator[str]:
+    """The last parts of a name of at least a word, the longest first.
+
+    >>> list(_ends("decoder.block.0")), list(_ends("lm_head"))
+    (['block.0'], [])
+    """
+    while "." in name:
+        name = name.partition(".")[2]
+        if not name.isdecimal():
+            yield name
 
 
 def _described(part: StagePart, share: float) -> Iterator[str]:

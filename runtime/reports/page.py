@@ -30,9 +30,7 @@ from ..formatting import (
 from ..monitoring.records import append_line
 from ..monitoring.run_files import METRICS, RunRecords, number, part, read_run
 from ..plan.trust import write_here
-from ..schedule.simulate import Timeline
 from .charts import Bar, Card, segment
-from .gantt import Drawing, Window, draw, scale_of
 from .measures import (
     UNITS,
     Compared,
@@ -40,6 +38,7 @@ from .measures import (
     idle_shares,
     last,
     last_evaluation,
+    options_of,
     rank_idle,
     rank_memory,
     rate_field,
@@ -53,6 +52,7 @@ from .measures import (
 )
 from .rendering import in_script, render, write_page
 from .run_charts import loss_charts, more_charts, other_charts, speed_charts
+from .run_step import RunPlan, step_figures
 
 _LOOKS = {
     "bubble": "transfers",
@@ -85,18 +85,6 @@ _REASONS = {
     "waiting": "waiting for other ranks",
     "sending": "sending",
 }
-
-_MANY = 1_000_000
-
-
-@dataclass(frozen=True, slots=True)
-class StepDrawings:
-    """One step as measured and as simulated, on one scale."""
-
-    measured: Drawing
-    measured_summary: str
-    simulated: Drawing
-    simulated_summary: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,39 +123,13 @@ def _idle_bar(row: RankIdle) -> Bar:
     )
 
 
-def step_drawings(run: RunRecords) -> StepDrawings | None:
-    """The measured and the simulated step; None if none was recorded."""
-    if run.drawn is None:
-        return None
-    measured, simulated = run.drawn.measured, run.drawn.simulated
-    scale = scale_of(max(measured.makespan_ms, simulated.makespan_ms))
-    count = number(run.start, "micro_batches")
-    micro_batches = int(count) if 1 <= count < _MANY else 1
-
-    def drawing(timeline: Timeline) -> Drawing:
-        stages = {event.action.stage for event in timeline.events}
-        return draw(
-            Window(timeline, timeline.start_ms, timeline.end_ms),
-            scale,
-            micro_batches,
-            labels=[f"rank {rank}" for rank in range(timeline.ranks)],
-            several=len(stages) > timeline.ranks,
-        )
-
-    def summary(timeline: Timeline, how: str) -> str:
-        idle = write_share(timeline.idle_share)
-        return f"{how}: {write_ms(timeline.makespan_ms)}, ranks idle {idle}."
-
-    return StepDrawings(
-        drawing(measured),
-        summary(measured, "Measured"),
-        drawing(simulated),
-        summary(simulated, f"Simulated with {run.drawn.costs}"),
-    )
-
-
 TRACE = "trace.json"
-_FACTS = {"ranks": "processes", "simulated": "predicted step", "memory": "planned memory"}
+_FACTS = {
+    "ranks": "processes",
+    "simulated": "predicted step",
+    "memory": "planned memory",
+    "versions": "weight versions",
+}
 """Names of facts in the records -> those that the page has."""
 _YEAR_3000_S = 32_503_680_000
 
@@ -175,10 +137,11 @@ _YEAR_3000_S = 32_503_680_000
 def render_run(run: RunRecords) -> str:
     """The page. It needs no script and refers only to files of the run's own folder; its numbers
     are in a JSON block, `run`, and those of every step in metrics.jsonl."""
-    return render("run_report.html.j2", **run_values(run), run_json=in_script(to_json(run)))
+    values = run_values(run, RunPlan.of(run))
+    return render("run_report.html.j2", **values, run_json=in_script(to_json(run)))
 
 
-def run_values(run: RunRecords) -> dict[str, Any]:
+def run_values(run: RunRecords, planned: RunPlan | None) -> dict[str, Any]:
     """The values of the parts of the page, for their templates."""
     facts = [
         (_FACTS.get(str(name), str(name)), str(text))
@@ -191,14 +154,16 @@ def run_values(run: RunRecords) -> dict[str, Any]:
         command="",
         facts=facts,
         cards=_cards(run),
-        failure=run.failure,
+        why=run.failure,
         damaged=run.damaged,
         loss=loss_charts(run),
         speed=speed_charts(run),
         more=more_charts(run),
         idle=idle_bars(run),
-        step=step_drawings(run),
+        strip=planned.strip if planned else None,
+        figures=step_figures(run, planned),
         trace=TRACE if (run.folder / TRACE).is_file() else "",
+        is_linked=True,
         step_table=_step_table(run),
         step_note=_step_note(run),
         stages=_stage_table(run),
@@ -207,14 +172,14 @@ def run_values(run: RunRecords) -> dict[str, Any]:
         others=other_charts(run),
         staleness=_numbers(part(run.end, "staleness")),
         events=_event_table(run),
-        config=[(str(name), json.dumps(value, default=str)) for name, value in run.config.items()],
+        config=list(options_of(run).items()),
         environment=environment_rows(run),
     )
 
 
 def _step_table(run: RunRecords) -> Table:
     return _table(
-        ("predicted", "measured", "measured / predicted"),
+        ("predicted", "measured", "ratio"),
         [
             ("step time", *_beside(step_times(run), write_ms)),
             ("ranks idle", *_beside(idle_shares(run), write_share)),
@@ -330,11 +295,11 @@ def _cards(run: RunRecords) -> list[Card]:
             "Throughput",
             rate_of(run),
             write_count,
-            f"{UNITS.get(rate, rate)}, after the first step",
+            f"{UNITS.get(rate, rate)}, excluding step 1",
         ),
-        _card("Step time", step.measured, write_ms, _simulated(step, write_ms)),
-        _card("Ranks idle", idle.measured, write_share, _simulated(idle, write_share)),
-        _card("Fullest rank", max(memory, default=math.nan), write_bytes, "the whole process"),
+        _card("Step time", step.measured, write_ms, _predicted(step, write_ms)),
+        _card("Ranks idle", idle.measured, write_share, _predicted(idle, write_share)),
+        _card("Peak memory", max(memory, default=math.nan), write_bytes, "fullest rank, process"),
         _card("Time", last(run, "elapsed_s"), write_duration, _length(run)),
     ]
 
@@ -349,8 +314,8 @@ def _card(heading: str, value: float, write: Callable[[float], str], detail: str
     return Card(heading, known(value, write) or "unknown", detail)
 
 
-def _simulated(compared: Compared, write: Callable[[float], str]) -> str:
-    return f"simulated: {known(compared.predicted, write) or 'unknown'}"
+def _predicted(compared: Compared, write: Callable[[float], str]) -> str:
+    return f"predicted: {known(compared.predicted, write) or 'unknown'}"
 
 
 def _beside(compared: Compared, write: Callable[[float], str]) -> Sequence[str]:

@@ -21,9 +21,9 @@ def loss_charts(run: RunRecords) -> list[Chart]:
     """Training and evaluation loss over steps, and over the time after the first step."""
     later = after_first_step(run)
     found = []
-    for ran, by, unit, axis in (
-        (run, "step", "step", "step"),
-        (later, "elapsed_s", "s", "seconds after step 1"),
+    for ran, by, unit, axis, heading in (
+        (run, "step", "step", "step", "Loss over steps"),
+        (later, "elapsed_s", "s", "seconds after step 1", "Loss over time"),
     ):
         series = [
             Series("training", points(ran.losses, "loss", by)),
@@ -31,7 +31,9 @@ def loss_charts(run: RunRecords) -> list[Chart]:
         ]
         x_floor = 0.0 if ran is later else None
         found.append(
-            chart("Loss", series, x_unit=unit, x_title=axis, write="{:.4g}".format, x_floor=x_floor)
+            chart(
+                heading, series, x_unit=unit, x_title=axis, write="{:.4g}".format, x_floor=x_floor
+            )
         )
     return _drawn(found)
 

@@ -97,7 +97,7 @@ def test_title_command_status_and_hash_are_shown(page, plan):
     (pairs,) = all_of(tree, "dl", "facts")
     names, values = (map(text_of, all_of(pairs, tag)) for tag in ("dt", "dd"))
     facts = dict(zip(names, values, strict=True))
-    assert facts["graph"] == plan.hashes["graph"][:12]
+    assert facts["graph hash"] == plan.hashes["graph"][:12]
     assert facts["method"] == plan.method
     assert facts["asyncpipe"].startswith(asyncpipe.__version__)
     status = text_of(all_of(tree, "span", "status")[0])

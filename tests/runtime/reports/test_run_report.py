@@ -152,8 +152,11 @@ def test_one_measured_step_is_drawn_above_the_simulated_one(ran: RunRecords) -> 
             ordered = sorted(events, key=lambda event: event.start_ms)
             for one, other in zip(ordered, ordered[1:], strict=False):
                 assert one.end_ms <= other.start_ms + 0.002
-    summaries = [text_of(one) for one in all_of(parsed(render_run(ran)), "figcaption")]
-    assert summaries[0].startswith("Measured") and summaries[1].startswith("Simulated")
+    page = parsed(render_run(ran))
+    captions = [text_of(one).partition(":")[0] for one in all_of(page, "figcaption")]
+    assert captions[1:3] == ["Measured", "Predicted"]
+    assert len(all_of(page, "path", "activations")) == 2  # of each rank
+    assert {"stage 0", "stage 1"} <= {text_of(one) for one in all_of(page, "text", "strong")}
 
 
 def test_the_idle_bars_are_the_split_of_the_run(ran: RunRecords) -> None:
@@ -169,7 +172,7 @@ def test_delays_and_whatever_numbers_methods_add_have_their_charts(
     late = read_run(folder / "async")
     assert {"delay_mean", "delay_max"} <= other_series(late).keys()
     headings = {text_of(one) for one in all_of(parsed(render_run(late)), "h3")}
-    assert "Delay of the weights, mean, in steps" in headings
+    assert "Mean delay of the weights in steps" in headings
     made = read_run(write_run(tmp_path / "new", *steps(5, gap=0.5, gap_by_stage=[1.0, 2.0])))
     assert [len(other_series(made)[name]) for name in ("gap", "gap_by_stage")] == [1, 2]
     assert "delay_mean" not in other_series(made)
@@ -181,7 +184,7 @@ def test_configuration_environment_and_facts_are_told(folder: Path) -> None:
     told = [text_of(one) for one in all_of(page, "dt")]
     texts = [text_of(one) for one in all_of(page, "dd")]
     pairs = dict(zip(told, texts, strict=True))
-    assert pairs["schedule"] == '"async-1f1b"' and pairs["steps"] == "12" and pairs["lr"] == "0.002"
+    assert pairs["schedule"] == "async-1f1b" and pairs["steps"] == "12" and pairs["lr"] == "0.002"
     assert {"torch", "python", "asyncpipe", "cpu", "host", "begun"} <= pairs.keys()
     assert "2 processes" in pairs["processes"]
     block = json.loads(by_id(page, "run").text or "")

@@ -187,7 +187,7 @@ def test_a_stall_says_who_waits_for_whom(folder: Path) -> None:
     leave(folder, 1, os.getpid(), idle_s=31.0, kind="data", text="reads the data of micro-batch 5")
     parts = shown(folder)
     assert status_of(parts) == "stalled: step 3 of 100"
-    text = text_of(parsed_part(parts["ranks"]))
+    text = text_of(parsed_part(parts["header"]))
     assert "No progress for 30 s at step 1. rank 0 waits for the gradient from rank 1;" in text
     assert "rank 1 reads the data" in text and "Usual cause: the data loader" in text
 
@@ -199,7 +199,7 @@ def test_a_run_whose_processes_are_gone_was_killed(folder: Path) -> None:
         os.utime(path, (time.time() - 60, time.time() - 60))
     parts = shown(folder)
     assert status_of(parts) == "killed after step 3 of 100"
-    assert "the 2 processes of its ranks ended without a record" in parts["ranks"]
+    assert "the 2 processes of its ranks ended without a record" in parts["header"]
 
 
 def test_another_process_with_the_number_of_a_killed_rank_is_none_of_the_run(folder: Path) -> None:
@@ -227,7 +227,7 @@ def test_a_run_that_is_over_says_how(folder: Path, records: list[object], status
     append(folder, *records)
     parts = shown(folder)
     assert status_of(parts) == status
-    assert "<b>" not in parts["failure"] and parts["ranks"] == ""
+    assert "<b>failed" not in parts["header"] and parts["ranks"] == ""
 
 
 def test_a_run_that_has_not_begun_is_starting(tmp_path: Path) -> None:
@@ -255,8 +255,8 @@ def test_the_planned_step_is_drawn_until_the_measured_one_is_there(folder: Path)
     assert text_of(all_of(measured, "h2")[0]) == "One step, measured above predicted"
     assert [text_of(one).partition(":")[0] for one in all_of(measured, "figcaption")] == [
         "Measured",
-        "Simulated with costs",
-        "Memory by the plan's sizes, over the measured step; all ranks have one scale.",
+        "Predicted",
+        "Sizes from the plan, over the measured step. All ranks have the same scale.",
     ]
     assert len(all_of(measured, "path", "activations")) == 2  # of each rank
 
@@ -266,16 +266,20 @@ def test_a_run_of_another_plan_or_of_none_has_no_drawing_of_it(folder: Path) -> 
     drawn = {"costs": "costs", "simulated": timeline, "measured": timeline}
     append(folder, {"event": "timelines", **drawn})
     assert len(all_of(parsed_part(shown(folder)["step"]), "svg", "timed")) == 2
-    (folder / "config.toml").write_text('folder = "nowhere"\n')
+    others = {"forward_ms": [1.0, 2.0, 3.0], "backward_ms": [1.0, 2.0, 3.0]}
+    (folder / METRICS).write_text(json.dumps(START | {"predicted": others}) + "\n")
+    assert shown(folder)["step"] == shown(folder)["cut"] == ""
     (folder / METRICS).write_text(json.dumps(START) + "\n")
-    assert shown(folder)["step"] == ""
+    assert len(all_of(parsed_part(shown(folder)["cut"]), "path", "cut")) == 1
+    (folder / "config.toml").write_text('folder = "nowhere"\n')
+    assert shown(folder)["step"] == shown(folder)["cut"] == ""
 
 
 def test_delay_gap_and_learning_rate_have_curves(folder: Path) -> None:
     append(folder, *(step(number, delay_mean=1.5, gap=0.1) for number in (4, 5)))
     headings = [text_of(one) for one in all_of(parsed_part(shown(folder)["others"]), "h3")]
-    assert {"Learning rate", "Delay of the weights, mean, in steps"} <= {*headings}
-    assert any(heading.startswith("Change of the weights") for heading in headings)
+    assert {"Learning rate", "Mean delay of the weights in steps"} <= {*headings}
+    assert any(heading.startswith("Gap: ") for heading in headings)
 
 
 def test_only_parts_that_have_changed_are_rendered_again(folder: Path) -> None:
