@@ -141,7 +141,7 @@ def test_what_may_be_a_name_is_that_name(text: str) -> None:
 def test_a_text_in_a_page_is_that_text(text: str) -> None:
     page = render(
         "page.html.j2",
-        title=text, is_good=True, status=text, command=text, facts=[(text, text)],
+        title=text, is_good=True, status=text, why=text, command=text, facts=[(text, text)],
         cards=[{"heading": text, "number": text, "detail": text}],
     )  # fmt: skip
     check_alone(page, scripts=0)

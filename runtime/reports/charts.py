@@ -286,10 +286,12 @@ def _line(
 def _without_zeros(text: str) -> str:
     """A number of an axis without zeros after its point.
 
-    >>> [*map(_without_zeros, ("40.00 ms", "5.0 %", "0.20 ms", "100 %"))]
-    ['40 ms', '5 %', '0.2 ms', '100 %']
+    >>> [*map(_without_zeros, ("40.00 ms", "5.0%", "0.20 ms", "100%", "0.305"))]
+    ['40 ms', '5%', '0.2 ms', '100%', '0.305']
     """
-    return re.sub(r"(\.\d*?)0+(?!\d)", r"\1", text).replace(". ", " ").removesuffix(".")
+    return re.sub(
+        r"\.(?:0+|(\d*?[1-9])0+)(?!\d)", lambda zeros: f".{zeros[1]}" * bool(zeros[1]), text
+    )
 
 
 def _usual_most(ascending: Sequence[float]) -> float:
