@@ -58,11 +58,11 @@ class Leaf:
 
 
 @dataclass(frozen=True, slots=True)
-class HeldTensor:
+class MemberTensor:
     """A parameter, buffer or constant that a body uses directly."""
 
     path: str
-    tensor: Tensor
+    value: Tensor
     is_parameter: bool
     is_persistent: bool
 
@@ -83,7 +83,7 @@ class Canonical:
     key: Hashable
     numbers: tuple[BodyNumber, ...]
     leaves: tuple[Leaf, ...]
-    tensors: tuple[HeldTensor, ...]
+    tensors: tuple[MemberTensor, ...]
     children: tuple[SubmoduleCall, ...]
 
 
@@ -128,14 +128,14 @@ class Canonicalizer:
             self._constructors[path] = construct(module, path, self._capture.model)
         return self._constructors[path]
 
-    def held(self, name: str) -> HeldTensor:
+    def tensor(self, name: str) -> MemberTensor:
         if name in self._capture.constants:
-            return HeldTensor(name, self._capture.constants[name], False, False)
+            return MemberTensor(name, self._capture.constants[name], False, False)
         path, _, last = name.rpartition(".")
         tensor = getattr(self._capture.model.get_submodule(path), last)
         assert isinstance(tensor, Tensor)
         is_parameter = isinstance(tensor, nn.Parameter)
-        return HeldTensor(name, tensor, is_parameter, name in self._persistent)
+        return MemberTensor(name, tensor, is_parameter, name in self._persistent)
 
 
 class _Walk:
@@ -146,7 +146,7 @@ class _Walk:
         self._index: dict[fx.Node, int] = {}
         self._numbers: list[BodyNumber] = []
         self._leaves: dict[str, Leaf] = {}
-        self._tensors: dict[str, HeldTensor] = {}
+        self._tensors: dict[str, MemberTensor] = {}
         self._children: dict[str, SubmoduleCall] = {}
 
     def canonical(self) -> Canonical:
@@ -156,7 +156,7 @@ class _Walk:
         steps = tuple(self._item(item, body) for item in body.items)
         results = tuple(self._value(node) for node in body.results)
         members = [self._leaf_key(leaf) for leaf in self._leaves.values()]
-        members += [self._tensor_key(held) for held in self._tensors.values()]
+        members += [self._tensor_key(member) for member in self._tensors.values()]
         key = (body.type_name, len(body.inputs), body.symbols, steps, results, tuple(members))
         return Canonical(
             body,
@@ -183,9 +183,9 @@ class _Walk:
             case RecomputedSegment(recompute, body):
                 given = tuple(self._value(node) for node in body.inputs)
                 inside = tuple(self._item(inner, body) for inner in body.items)
-                made = tuple(map(self._number, body.results))
+                outputs = tuple(map(self._number, body.results))
                 regions = body.regions[len(around.regions) :]
-                return ("segment", _options(recompute), given, inside, made, regions)
+                return ("segment", _options(recompute), given, inside, outputs, regions)
             case Loop(calls):
                 return tuple(self._item(call, around) for call in calls)
             case SubmoduleCall(call, body, chain):
@@ -260,8 +260,8 @@ class _Walk:
     def _use_tensor(self, name: str) -> None:
         if name in self._tensors:
             return
-        held = self._tensors[name] = self._owner.held(name)
-        for dimension, length in enumerate(held.tensor.shape):
+        member = self._tensors[name] = self._owner.tensor(name)
+        for dimension, length in enumerate(member.value.shape):
             self._numbers.append(BodyNumber(NumberPlace(dimension, member=name), length, "size"))
 
     def _leaf_key(self, leaf: Leaf) -> Hashable:
@@ -273,11 +273,11 @@ class _Walk:
         frozen = (constructor.frozen, constructor.frozen_names)
         return (self._relative(leaf.path), constructor.type, arguments, frozen)
 
-    def _tensor_key(self, held: HeldTensor) -> Hashable:
-        tensor = held.tensor
-        kind = (held.is_parameter, held.is_persistent, tensor.requires_grad)
-        made = None if held.is_parameter or held.is_persistent else str(rebuild(tensor))
-        return (self._relative(held.path), tensor.dtype, tensor.dim(), kind, made)
+    def _tensor_key(self, member: MemberTensor) -> Hashable:
+        tensor = member.value
+        kind = (member.is_parameter, member.is_persistent, tensor.requires_grad)
+        expression = None if member.is_parameter or member.is_persistent else str(rebuild(tensor))
+        return (self._relative(member.path), tensor.dtype, tensor.dim(), kind, expression)
 
 
 def _options(recompute: Recompute | None) -> Hashable:
@@ -363,13 +363,13 @@ class _Simplifier:
         return replace(self._capture, graph=self._graph, calls=records), stages
 
     def _copy(self, node: fx.Node) -> None:
-        made = self._graph.node_copy(node, lambda source: self._of(node, source))
-        made.meta["calls"] = self._names.calls(node)
+        copied = self._graph.node_copy(node, lambda source: self._of(node, source))
+        copied.meta["calls"] = self._names.calls(node)
         if node.op == "call_module":
-            made.target = self._names.module(node)
+            copied.target = self._names.module(node)
         elif node.op == "call_method" and node.target == "to":
-            made.args, made.kwargs = _without_device(made)
-        self._new[node] = made
+            copied.args, copied.kwargs = _without_device(copied)
+        self._new[node] = copied
 
     def _of(self, reader: fx.Node | None, source: fx.Node) -> fx.Node:
         """The new node for a value that `reader` reads."""
@@ -378,8 +378,8 @@ class _Simplifier:
         is_known = reader is not None and reader.op != "output"
         name = self._names.tensor(reader, source) if reader and is_known else str(source.target)
         if name not in self._attributes:
-            made = self._attributes[name] = self._graph.get_attr(name)
-            made.meta = dict(source.meta)
+            node = self._attributes[name] = self._graph.get_attr(name)
+            node.meta = dict(source.meta)
         return self._attributes[name]
 
     def _renewed(self, value: Any) -> Any:

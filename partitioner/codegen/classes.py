@@ -72,7 +72,7 @@ class Classes:
 
 
 def classify(
-    capture: Capture, stage: Body, canonicalizer: Canonicalizer, taken: Iterable[str]
+    capture: Capture, stage: Body, canonicalizer: Canonicalizer, used_names: Iterable[str]
 ) -> Classes:
     """The classes that a stage needs. Raises Conflict for a module that is called in two ways."""
     groups: dict[Hashable, list[Canonical]] = defaultdict(list)
@@ -88,36 +88,34 @@ def classify(
             groups[canonical.key].append(canonical)
 
     collect(stage)
-    names = _class_names(groups, set(taken))
+    names = _class_names(groups, set(used_names))
     of_path: dict[str, ModuleClass] = {}
     ordered = []
     for key, members in groups.items():
         paths = tuple(dict.fromkeys(member.body.path for member in members))
-        made = ModuleClass(names[key], members[0], paths)
-        _find_arguments(capture, made, members, of_path)
-        of_path |= dict.fromkeys(paths, made)
-        ordered.append(made)
+        module_class = ModuleClass(names[key], members[0], paths)
+        _find_arguments(capture, module_class, members, of_path)
+        of_path |= dict.fromkeys(paths, module_class)
+        ordered.append(module_class)
     return Classes(tuple(ordered), of_path)
 
 
-def _class_names(
-    groups: Mapping[Hashable, list[Canonical]], taken: set[str]
-) -> dict[Hashable, str]:
+def _class_names(groups: Mapping[Hashable, list[Canonical]], used: set[str]) -> dict[Hashable, str]:
     names = {}
     for key, members in groups.items():
         stem = name = members[0].body.type_name
         count = 1
-        while name in taken:
+        while name in used:
             count += 1
             name = f"{stem}{count}" if not stem[-1].isdigit() else f"{stem}_{count}"
-        taken.add(name)
+        used.add(name)
         names[key] = name
     return names
 
 
 def _find_arguments(
     capture: Capture,
-    made: ModuleClass,
+    module_class: ModuleClass,
     members: list[Canonical],
     of_path: Mapping[str, ModuleClass],
 ) -> None:
@@ -133,18 +131,18 @@ def _find_arguments(
         if len(set(values)) > 1:
             columns.setdefault(values, []).append(numbers[0])
     arguments = []
-    own = capture.model.get_submodule(made.paths[0])
-    taken = {"self", "training", *own._modules, *own._parameters, *own._buffers}
+    own = capture.model.get_submodule(module_class.paths[0])
+    used = {"self", "training", *own._modules, *own._parameters, *own._buffers}
     for values, numbers_ in columns.items():
-        name = _argument_name(capture, members, values, numbers_, taken)
-        taken.add(name)
+        name = _argument_name(capture, members, values, numbers_, used)
+        used.add(name)
         by_path = {
             member.body.path: value for member, (_, value) in zip(members, values, strict=True)
         }
         kinds = dict.fromkeys(_type_name(value) for _, value in values)
         arguments.append(ConstructorArgument(name, " | ".join(kinds), by_path))
-        made.argument_of |= {number.place: name for number in numbers_}
-    made.arguments = tuple(_in_original_order(capture, made, arguments))
+        module_class.argument_of |= {number.place: name for number in numbers_}
+    module_class.arguments = tuple(_in_original_order(capture, module_class, arguments))
 
 
 def _numbers(member: Canonical, of_path: Mapping[str, ModuleClass]) -> list[BodyNumber]:
@@ -171,7 +169,7 @@ def _argument_name(
     members: list[Canonical],
     values: tuple[Any, ...],
     numbers: list[BodyNumber],
-    taken: set[str],
+    used: set[str],
 ) -> str:
     """The name of a number in the original: an attribute of the module, else the argument of the
     leaf that takes it."""
@@ -183,29 +181,29 @@ def _argument_name(
     ]
     for name in attributes:
         own = tuple((type(value), value) for value in (getattr(m, name, None) for m in modules))
-        if own == values and name not in taken:
+        if own == values and name not in used:
             return name
     for number in numbers:
         path = number.place.member.rpartition(".")[2]
         if number.name in ("", "size"):
             continue
         for name in (number.name, f"{path}_{number.name}"):
-            if name not in taken and is_name(name):
+            if name not in used and is_name(name):
                 return name
     stem = next((n.place.member.rpartition(".")[2] for n in numbers if n.place.member), "")
     stem = f"{stem}_size" if stem and is_name(stem) else "value"
     name, count = stem, 1
-    while name in taken:
+    while name in used:
         count += 1
         name = f"{stem}_{count}"
     return name
 
 
 def _in_original_order(
-    capture: Capture, made: ModuleClass, arguments: list[ConstructorArgument]
+    capture: Capture, module_class: ModuleClass, arguments: list[ConstructorArgument]
 ) -> list[ConstructorArgument]:
     """Sorts attributes of the original first, in the order in which the original sets them."""
-    order = list(vars(capture.model.get_submodule(made.paths[0])))
+    order = list(vars(capture.model.get_submodule(module_class.paths[0])))
     position = {argument.name: place for place, argument in enumerate(arguments)}
     return sorted(
         arguments,
@@ -229,25 +227,25 @@ class PartialClass:
 class PartialClasses:
     """The classes without a forward of one file; equal containers share a class."""
 
-    def __init__(self, taken: set[str]) -> None:
-        self._taken = taken
-        self._found: dict[tuple[object, ...], PartialClass] = {}
+    def __init__(self, used: set[str]) -> None:
+        self._taken = used
+        self._parts: dict[tuple[object, ...], PartialClass] = {}
 
     def add(self, type_name: str, path: str, annotations: Sequence[str], lines: list[str]) -> str:
         key = (type_name, *annotations, *lines)
-        if key not in self._found:
+        if key not in self._parts:
             stem = name = f"{class_name(type_name)}Part"
             count = 1
             while name in self._taken:
                 count += 1
                 name = f"{stem}{count}"
             self._taken.add(name)
-            self._found[key] = PartialClass(name, path, tuple(annotations), tuple(lines))
-        return self._found[key].name
+            self._parts[key] = PartialClass(name, path, tuple(annotations), tuple(lines))
+        return self._parts[key].name
 
     @property
     def ordered(self) -> tuple[PartialClass, ...]:
-        return tuple(self._found.values())
+        return tuple(self._parts.values())
 
 
 _MODES = {(False, False): "False", (True, True): "True", (False, True): "not mode"}
@@ -267,10 +265,10 @@ def train_method(capture: Capture, stage: StageGraph) -> tuple[str, ...]:
             unlike[_MODES[capture.flags[path]]].append(path)
     if not unlike:
         return ()
-    kept = " and ".join(_SAYS[mode] for mode in unlike)
+    modes = " and ".join(_SAYS[mode] for mode in unlike)
     return (
         "    def train(self, mode: bool = True) -> Self:",
-        f'        """Keeps modules in {kept}, as the original does."""',
+        f'        """Keeps modules in {modes}, as the original does."""',
         "        super().train(mode)",
         *(line for mode, paths in unlike.items() for line in _loop(modules, paths, mode)),
         "        return self",
@@ -313,23 +311,23 @@ def ties(capture: Capture, canonicalizer: Canonicalizer, stage: Body) -> list[tu
     ]
     tied_modules = _pairs(modules)
     tied = tuple(f"{path}." for path, _ in tied_modules)
-    held = set(_parameters(capture, canonicalizer, stage))
+    parameter_names = set(_parameters(capture, canonicalizer, stage))
     parameters = [
         (name, parameter)
         for name, parameter in capture.model.named_parameters(remove_duplicate=False)
-        if name in held and not name.startswith(tied)
+        if name in parameter_names and not name.startswith(tied)
     ]
     return tied_modules + _pairs(parameters)
 
 
 def _pairs(named: Sequence[tuple[str, object]]) -> list[tuple[str, str]]:
     owners: dict[int, str] = {}
-    found = []
+    pairs = []
     for name, value in named:
         owner = owners.setdefault(id(value), name)
         if owner != name:
-            found.append((name, owner))
-    return found
+            pairs.append((name, owner))
+    return pairs
 
 
 def _leaves(canonicalizer: Canonicalizer, body: Body) -> Iterator[str]:
@@ -345,8 +343,8 @@ def _parameters(capture: Capture, canonicalizer: Canonicalizer, body: Body) -> I
         module = capture.model.get_submodule(leaf.path)
         for name, _ in module.named_parameters():
             yield f"{leaf.path}.{name}"
-    for held in canonical.tensors:
-        if held.is_parameter:
-            yield held.path
+    for member in canonical.tensors:
+        if member.is_parameter:
+            yield member.path
     for child in canonical.children:
         yield from _parameters(capture, canonicalizer, child.body)

@@ -149,11 +149,11 @@ def name_callable(target: Callable[..., Any], require: Callable[[str, str], None
     return qualified
 
 
-def _import(thing: Any, qualified: str, require: Callable[[str, str], None]) -> None:
-    module = getattr(thing, "__module__", None)
+def _import(value: Any, qualified: str, require: Callable[[str, str], None]) -> None:
+    module = getattr(value, "__module__", None)
     if module == "__main__" or not is_path(module) or not is_path(qualified):
         raise PlanError(
-            f"cannot write a call of {qualified or thing!r} of {module}: generated code could not "
+            f"cannot write a call of {qualified or value!r} of {module}: generated code could not "
             f"import it.",
             "Move it to the top level of a module that can be imported.",
         )
@@ -232,7 +232,7 @@ class SizeSource:
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    found: tuple[SizeSource, ...]
+    known: tuple[SizeSource, ...]
     unknown: tuple[str, ...]
 
 
@@ -245,7 +245,7 @@ def find_sources(
     """Finds a source for each symbol in `needed`: an argument of the function if one has the
     symbol, else the first result that has it and that is computed, in both modes, before the
     symbol is needed."""
-    found: dict[str, SizeSource] = {}
+    source_of: dict[str, SizeSource] = {}
     wanted = tuple(dict.fromkeys(needed))
     first_use = {
         symbol: min(place for place, item in enumerate(items) if symbol in symbols_of(item))
@@ -253,7 +253,7 @@ def find_sources(
     }
     regions = [decided(regions_of(item)) for item in items]
     always = frozenset.intersection(*regions) if regions else frozenset[Region]()
-    made = [(-1, node) for node in inputs] + [
+    candidates = [(-1, node) for node in inputs] + [
         (place, node)
         for place, item in enumerate(items)
         if regions[place] == always
@@ -261,17 +261,17 @@ def find_sources(
     ]
     for exact in (True, False):
         for symbol in wanted:
-            if symbol in found:
+            if symbol in source_of:
                 continue
-            for place, node in made:
+            for place, node in candidates:
                 if place >= first_use[symbol]:
                     break
-                if (source := _source(symbol, node, found, exact=exact)) is not None:
-                    found[symbol] = source
+                if (source := _source(symbol, node, source_of, exact=exact)) is not None:
+                    source_of[symbol] = source
                     break
     return Sources(
-        tuple(found[symbol] for symbol in wanted if symbol in found),
-        tuple(sorted(symbol for symbol in wanted if symbol not in found)),
+        tuple(source_of[symbol] for symbol in wanted if symbol in source_of),
+        tuple(sorted(symbol for symbol in wanted if symbol not in source_of)),
     )
 
 
@@ -330,10 +330,10 @@ def rebuild(tensor: Tensor) -> Code | None:
     if tensor.device.type == "meta":
         return None
     value = tensor.detach().cpu()
-    for code, made in _guesses(value):
+    for code, guess in _guesses(value):
         if len(code.flat) > _LONGEST:
             continue
-        if made.dtype == value.dtype and made.shape == value.shape and torch.equal(made, value):
+        if guess.dtype == value.dtype and guess.shape == value.shape and torch.equal(guess, value):
             return code
     return None
 
@@ -359,16 +359,16 @@ def _guesses(value: Tensor) -> Iterator[tuple[Code, Tensor]]:
             name = "ones" if number else "zeros"
             yield call(f"torch.{name}", (*sizes, *_dtype(value.dtype))), value
         elif value.dim() == 0:
-            made = torch.tensor(number, dtype=value.dtype)
-            yield call("torch.tensor", (_literal(value), *_dtype_of_literal(value))), made
+            guess = torch.tensor(number, dtype=value.dtype)
+            yield call("torch.tensor", (_literal(value), *_dtype_of_literal(value))), guess
     width = value.shape[-1] if value.dim() else 0
     if value.dim() == 1:
         yield call("torch.arange", (sizes[0], *_arange_dtype(value))), _arange(width, value)
         yield from _frequencies(value)
     if value.dim() == 2 and value.shape[0] == 1:
-        made = _arange(width, value).unsqueeze(0)
+        guess = _arange(width, value).unsqueeze(0)
         inner = call("torch.arange", (sizes[1], *_arange_dtype(value)))
-        yield Code(f"{inner}.unsqueeze(0)"), made
+        yield Code(f"{inner}.unsqueeze(0)"), guess
     if value.dim() >= 2 and value.shape[-2] == width and value.numel() == width * width:
         square = torch.ones(width, width, dtype=value.dtype).tril().view(value.shape)
         inner = call("torch.ones", (sizes[-1], sizes[-1], *_dtype(value.dtype)))

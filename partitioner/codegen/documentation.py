@@ -161,15 +161,15 @@ def _costs(header: Header, index: int) -> list[tuple[str, str]]:
     rows = []
     if card.forward_ms is not None and card.backward_ms is not None:
         share = f" ({write_share(card.share)} of the pipeline)" if card.share is not None else ""
-        found = f", {header.costs_are}" if header.costs_are else ""
+        origin = f", {header.costs_are}" if header.costs_are else ""
         cost = f"forward {write_ms(card.forward_ms)}, backward {write_ms(card.backward_ms)}"
-        rows.append(("cost", cost + share + found))
+        rows.append(("cost", cost + share + origin))
     sizes = [
         (card.param_bytes, "parameters"),
         (card.activation_bytes, "activations per micro-batch"),
         (card.peak_bytes, "at peak"),
     ]
-    memory = [f"{write_bytes(count)} {what}" for count, what in sizes if count is not None]
+    memory = [f"{write_bytes(count)} {use}" for count, use in sizes if count is not None]
     return [*rows, ("memory", ", ".join(memory))] if memory else rows
 
 

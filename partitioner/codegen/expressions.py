@@ -265,10 +265,10 @@ def _function(
         text = f"{inside} if self.training else {evaluation.within(layout.CONDITIONAL)}"
         return Code(text, layout.CONDITIONAL)
     if target is unless:
-        condition, made, former = map(writer.write, args)
+        condition, computed, former = map(writer.write, args)
         inside = former.within(layout.CONDITIONAL + 1)
         mode = "self.training and " if is_of_training(args[0]) else ""
-        text = f"{inside} if {mode}{condition.within(layout.COMPARE)} else {made}"
+        text = f"{inside} if {mode}{condition.within(layout.COMPARE)} else {computed}"
         return Code(text, layout.CONDITIONAL)
     if target is operator.getitem:
         receiver = writer.write(args[0]).within(layout.ATOM)

@@ -110,7 +110,7 @@ class _Writer:
         self._folds = Folds()
         self._reads = ValueReads(body)
         needed = [symbol for item in body.items for symbol in symbols_of(item)]
-        self._sources = find_sources(needed, body.inputs, body.items).found
+        self._sources = find_sources(needed, body.inputs, body.items).known
         symbols = {source.symbol for source in self._sources} | set(body.symbols)
         self._variables = Variables(self._reads.last, frozenset(symbols))
         self._names = FunctionNames(
@@ -283,9 +283,9 @@ class _Writer:
                 self._capture, body, self._scope, self._argument_of, self._is_stage, self._is_flat,
                 {}, self._helpers,
             )  # fmt: skip
-            made = self._helpers[name] = writer.forward(name)
-            self._names.imports |= made.imports
-            self._names.used_arguments |= made.used_arguments
+            method = self._helpers[name] = writer.forward(name)
+            self._names.imports |= method.imports
+            self._names.used_arguments |= method.used_arguments
             self._helper_of[body] = name
         return self._helper_of[body]
 
@@ -366,11 +366,11 @@ class _Writer:
         arguments += [self._names.size(symbol) for symbol in body.symbols]
         paths = [item.call.path for item in loop.calls]
         siblings = self._names.siblings(paths[0].rpartition(".")[0])
-        iterable, each = self._scope.iterate(paths, siblings)
+        iterable, element = self._scope.iterate(paths, siblings)
         stem = item_name(paths[0], body.type_name)
-        variable = "index" if each else self._names.free([stem], self._here, names)
+        variable = "index" if element else self._names.free([stem], self._here, names)
         header = Opener((self._here,), f"for {variable} in {iterable}:")
-        code = self._called(each or variable, arguments, first.recompute)
+        code = self._called(element or variable, arguments, first.recompute)
         self._write(f"{', '.join(names)} = ", code, loop, (*self._blocks, header))
         for node, name in zip(loop.results, names, strict=True):
             if name != "_":

@@ -18,7 +18,7 @@ from ..capture import Capture
 from ..capture.leaf_modules import Constructor
 from ..models.builtin import configuration_arguments, is_configuration
 from . import constants
-from .canonical import Canonical, HeldTensor, NumberPlace
+from .canonical import Canonical, MemberTensor, NumberPlace
 from .classes import Classes, ModuleClass, PartialClasses
 from .constants import write_constant
 from .items import Conflict
@@ -96,14 +96,14 @@ class Member:
     path: the name in the original
     leaf: the constructor of a leaf
     instance: the class of an instance
-    held: a tensor
+    tensor: a parameter or buffer
     children: the members of a container
     """
 
     path: str
     leaf: Constructor | None = None
     instance: ModuleClass | None = None
-    held: HeldTensor | None = None
+    tensor: MemberTensor | None = None
     children: dict[str, Member] = field(default_factory=dict)
 
 
@@ -130,8 +130,8 @@ class Scope:
             self._place(child.call.path).instance = classes.of_path[child.call.path]
         for leaf in canonical.leaves:
             self._place(leaf.path).leaf = leaf.constructor
-        for held in canonical.tensors:
-            self._place(held.path).held = held
+        for tensor in canonical.tensors:
+            self._place(tensor.path).tensor = tensor
         self._verify(self._root)
         self._part_of: dict[str, str] = {}
         self.lines = (
@@ -209,7 +209,7 @@ class Scope:
             return member.instance.name
         if member.leaf is not None:
             return member.leaf.name
-        if member.held is not None:
+        if member.tensor is not None:
             return ""
         module = self._capture.model.get_submodule(member.path)
         match self._kind(member):
@@ -244,8 +244,8 @@ class Scope:
                 # A type checker takes its attributes for tensors or modules.
                 module = self._capture.model.get_submodule(member.path)
                 return f"[{list(module._modules).index(name)}]"
-        held = member.children[name].held
-        kind = "submodule" if held is None else "parameter" if held.is_parameter else "buffer"
+        tensor = member.children[name].tensor
+        kind = "submodule" if tensor is None else "parameter" if tensor.is_parameter else "buffer"
         return f".{name}" if is_name(name) else f".get_{kind}({quoted(name)})"
 
     def iterate(self, paths: Sequence[str], text: str) -> tuple[str, str]:
@@ -283,7 +283,7 @@ class Scope:
         return tuple(
             name
             for name, child in self._ordered(member)
-            if child.held is not None and not child.held.is_parameter and is_name(name)
+            if child.tensor is not None and not child.tensor.is_parameter and is_name(name)
         )
 
     def _assignments(self, member: Member) -> list[str]:
@@ -298,23 +298,23 @@ class Scope:
         )
 
     def _assignment(self, name: str, member: Member) -> str:
-        held = member.held
-        if not is_name(name) and (held is None or held.is_parameter):
+        tensor = member.tensor
+        if not is_name(name) and (tensor is None or tensor.is_parameter):
             items = (Code(quoted(name)), self._expression(member))
-            adder = "self.add_module" if held is None else "self.register_parameter"
+            adder = "self.add_module" if tensor is None else "self.register_parameter"
             return lay_out("", call(adder, items), indent=8)
-        if held is None or held.is_parameter:
+        if tensor is None or tensor.is_parameter:
             return lay_out(f"self.{name} = ", self._expression(member), indent=8)
-        arguments = [Code(quoted(name)), self._buffer(held)]
-        arguments += [] if held.is_persistent else [Code("persistent=False")]
+        arguments = [Code(quoted(name)), self._buffer(tensor)]
+        arguments += [] if tensor.is_persistent else [Code("persistent=False")]
         return lay_out("", call("self.register_buffer", tuple(arguments)), indent=8)
 
     def _expression(self, member: Member) -> Code:
         if member.leaf is not None:
             return self._constructor(member.path, member.leaf)
         if member.instance is not None:
-            made = member.instance
-            named = zip(made.arguments, made.values(member.path), strict=True)
+            instance = member.instance
+            named = zip(instance.arguments, instance.values(member.path), strict=True)
             values = [
                 (argument.name, self._number(NumberPlace(argument.name, member=member.path), value))
                 for argument, value in named
@@ -322,9 +322,9 @@ class Scope:
             # A call with more than two bare numbers would be hard to read.
             bare = len(values) <= 2
             items = tuple(code if bare else prefixed(f"{name}=", code) for name, code in values)
-            return call(made.name, items)
-        if member.held is not None:
-            return self._parameter(member.held)
+            return call(instance.name, items)
+        if member.tensor is not None:
+            return self._parameter(member.tensor)
         return self._container(member)
 
     def _number(self, place: NumberPlace, value: object) -> Code:
@@ -354,22 +354,22 @@ class Scope:
         tail = ").requires_grad_(False)" if constructor.frozen else ")"
         return bracket(f"{constructor.name}(", tuple(items), tail)
 
-    def _parameter(self, held: HeldTensor) -> Code:
-        inside: tuple[Code, ...] = (self._empty(held),)
-        if not held.tensor.requires_grad:
+    def _parameter(self, tensor: MemberTensor) -> Code:
+        inside: tuple[Code, ...] = (self._empty(tensor),)
+        if not tensor.value.requires_grad:
             inside += (Code("requires_grad=False"),)
         return call("nn.Parameter", inside)
 
-    def _buffer(self, held: HeldTensor) -> Code:
-        made = None if held.is_persistent else constants.rebuild(held.tensor)
-        return made or self._empty(held)
+    def _buffer(self, tensor: MemberTensor) -> Code:
+        expression = None if tensor.is_persistent else constants.rebuild(tensor.value)
+        return expression or self._empty(tensor)
 
-    def _empty(self, held: HeldTensor) -> Code:
+    def _empty(self, tensor: MemberTensor) -> Code:
         shape = tuple(
-            self._number(NumberPlace(dimension, member=held.path), length)
-            for dimension, length in enumerate(held.tensor.shape)
+            self._number(NumberPlace(dimension, member=tensor.path), length)
+            for dimension, length in enumerate(tensor.value.shape)
         )
-        return constants.empty(shape, held.tensor.dtype)
+        return constants.empty(shape, tensor.value.dtype)
 
     # --- containers -------------------------------------------------------------------------
 
@@ -424,4 +424,4 @@ def _within(text: str, names: Sequence[str]) -> str:
 
 
 def _holds_tensors(member: Member) -> bool:
-    return all(child.held is not None for child in member.children.values())
+    return all(child.tensor is not None for child in member.children.values())

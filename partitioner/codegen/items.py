@@ -139,9 +139,9 @@ def inputs_of(item: Item) -> tuple[fx.Node, ...]:
     """The values that an item reads; a value that it reads several times occurs several times."""
     match item:
         case Op(node):
-            found: list[fx.Node] = []
-            fx.map_arg((node.args, node.kwargs), found.append)
-            return tuple(found)
+            nodes: list[fx.Node] = []
+            fx.map_arg((node.args, node.kwargs), nodes.append)
+            return tuple(nodes)
         case SubmoduleCall(_, body) | RecomputedSegment(_, body):
             return body.inputs
         case Loop(calls):

@@ -38,7 +38,7 @@ def decided_around(node: fx.Node) -> frozenset[Region]:
 def decisions_in(nodes: Iterable[fx.Node]) -> dict[int, set[fx.Node]]:
     """The nodes of each decision, by its number: its condition, the nodes that run only under it,
     and the choices that it makes."""
-    found: dict[int, set[fx.Node]] = defaultdict(set)
+    nodes_of: dict[int, set[fx.Node]] = defaultdict(set)
     for node in nodes:
         numbers = [region.decision for region in node.meta.get("regions", ())]
         numbers.append(node.meta.get("decision", -1))
@@ -46,8 +46,8 @@ def decisions_in(nodes: Iterable[fx.Node]) -> dict[int, set[fx.Node]]:
             numbers.append(node.all_input_nodes[0].meta["decision"])
         for number in numbers:
             if number >= 0:
-                found[number].add(node)
-    return found
+                nodes_of[number].add(node)
+    return nodes_of
 
 
 def can_be_method(

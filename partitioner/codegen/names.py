@@ -171,9 +171,9 @@ TRAINING, EVALUATION = Region("training"), Region("evaluation")
 def sides_of(node: fx.Node) -> tuple[fx.Node, ...]:
     """The two values of a choice, that of training first; empty for another node."""
     if node.target is unless:
-        _, made, former = node.args
-        assert isinstance(made, fx.Node) and isinstance(former, fx.Node)
-        return made, former
+        _, computed, former = node.args
+        assert isinstance(computed, fx.Node) and isinstance(former, fx.Node)
+        return computed, former
     sides: Any = node.args[0] if node.args else ()
     if node.target is operator.getitem and node.args[1] == IfTraining(0, 1):
         return sides if isinstance(sides, tuple) else ()
@@ -202,7 +202,7 @@ class Choices:
         self._choosing = {
             position for position, item in enumerate(items) if sides_of(item.nodes[-1])
         }
-        made = {
+        regions_of_node = {
             node: regions_of(item)
             for item in items
             if not isinstance(item, Loop)
@@ -214,7 +214,7 @@ class Choices:
                 continue
             for side, mode in zip(sides_of(choice), modes_of(choice), strict=True):
                 others = [read for read in reads.of(side) if read != position]
-                if mode in made.get(side, ()) and all(
+                if mode in regions_of_node.get(side, ()) and all(
                     read < position and self._is_in(mode, read) for read in others
                 ):
                     self.choice_of[side] = choice
@@ -233,14 +233,14 @@ class Choices:
         hint = [str(choice.meta["hint"])] if "hint" in choice.meta else []
         good = [name for name in (*hint, *older, *wanted) if is_good(name)]
         for name in good:
-            held = variables.holds.get(name, ())
+            values = variables.holds.get(name, ())
             if not names.is_taken(name, position):
                 return name
-            if names.is_only_held(name) and self._may_hold(held, side, position):
+            if names.is_only_held(name) and self._may_hold(values, side, position):
                 return name
         return names.free(good, position, ())
 
-    def _may_hold(self, held: Iterable[fx.Node], side: fx.Node, position: int) -> bool:
+    def _may_hold(self, values: Iterable[fx.Node], side: fx.Node, position: int) -> bool:
         """Returns whether a variable with these values may take that of a side: after that position
         only the other mode and the choice read them, the other mode only until it has its side."""
         choice = self.choice_of[side]
@@ -251,7 +251,7 @@ class Choices:
         end = next((p for p, item in enumerate(self._items) if maker in item.results), position)
         return all(
             self._is_in(mode, read) and (node is other or read <= end)
-            for node in held
+            for node in values
             for read in self._reads.of(node)
             if read > position and not (node is other and self._is_choice(choice, read))
         )
@@ -301,13 +301,13 @@ def _with(region: Region, names: FunctionNames) -> str:
     return f"with {call('torch.autocast', tuple(items))}:"
 
 
-def helper_name(recompute: Recompute, taken: Container[str], scope: Scope) -> str:
+def helper_name(recompute: Recompute, used: Container[str], scope: Scope) -> str:
     """The name of the method for a recomputed part: that of the author's function, if possible."""
     stem = recompute.function
     if not is_good(stem) or stem in ("forward", "checkpoint"):
         stem = "recomputed"
     name, count = stem, 1
-    while name in taken or hasattr(nn.Module, name) or scope.has(name):
+    while name in used or hasattr(nn.Module, name) or scope.has(name):
         count += 1
         name = f"{stem}_{count}"
     return name

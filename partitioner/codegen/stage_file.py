@@ -92,14 +92,14 @@ class StageWriter:
         else:
             body = build(self._capture, stage, self._is_same, flat, names)
         name = f"Stage{stage.index}"
-        taken = {name, *_RESERVED, *self._canonicalizer.imported_classes}
-        classes = classify(self._capture, body, self._canonicalizer, taken)
-        parts = PartialClasses(taken | {made.name for made in classes.ordered})
+        used_names = {name, *_RESERVED, *self._canonicalizer.imported_classes}
+        classes = classify(self._capture, body, self._canonicalizer, used_names)
+        parts = PartialClasses(used_names | {module_class.name for module_class in classes.ordered})
         texts: list[ClassText] = []
         imports: set[tuple[str, str]] = set()
         scopes: dict[ModuleClass, Scope] = {}
-        for made in classes.ordered:
-            texts += self._class(made, classes, parts, scopes, imports)
+        for module_class in classes.ordered:
+            texts += self._class(module_class, classes, parts, scopes, imports)
 
         known = len(parts.ordered)
         scope = Scope(self._capture, self._canonicalizer.canonical(body), classes, parts, scopes)
@@ -137,13 +137,13 @@ class StageWriter:
             _render(card, texts, imports), dict(zip(stage.outputs, forward.results, strict=True))
         )
 
-    def _is_same(self, one: Body, other: Body) -> bool:
+    def _is_same(self, body: Body, other: Body) -> bool:
         canonical = self._canonicalizer.canonical
-        return canonical(one).key == canonical(other).key
+        return canonical(body).key == canonical(other).key
 
     def _class(
         self,
-        made: ModuleClass,
+        module_class: ModuleClass,
         classes: Classes,
         parts: PartialClasses,
         scopes: dict[ModuleClass, Scope],
@@ -151,25 +151,27 @@ class StageWriter:
     ) -> Iterable[ClassText]:
         """A class, after the classes without a forward that it needs."""
         known = len(parts.ordered)
-        scope = scopes[made] = Scope(
-            self._capture, made.canonical, classes, parts, scopes, made.argument_of
+        scope = scopes[module_class] = Scope(
+            self._capture, module_class.canonical, classes, parts, scopes, module_class.argument_of
         )
-        forward = write_forward(self._capture, made.canonical.body, scope, made.argument_of)
-        kept = [
+        forward = write_forward(
+            self._capture, module_class.canonical.body, scope, module_class.argument_of
+        )
+        attributes = [
             f"        self.{argument.name} = {argument.name}"
-            for argument in made.arguments
+            for argument in module_class.arguments
             if argument.name in forward.used_arguments
         ]
         imports |= scope.imports | forward.imports
         yield from map(_part_text, parts.ordered[known:])
         yield ClassText(
-            name=made.name,
-            summary=self._class_summary(made),
+            name=module_class.name,
+            summary=self._class_summary(module_class),
             annotations=scope.annotations,
             init_signature=_init_signature(
-                [f"{argument.name}: {argument.type_name}" for argument in made.arguments]
+                [f"{argument.name}: {argument.type_name}" for argument in module_class.arguments]
             ),
-            init_lines=(*kept, *scope.lines),
+            init_lines=(*attributes, *scope.lines),
             forward=forward,
         )
 
@@ -181,10 +183,12 @@ class StageWriter:
             f"{position}; parameter names are those of {self._header.model}.", f"{position}."
         )
 
-    def _class_summary(self, made: ModuleClass) -> str:
+    def _class_summary(self, module_class: ModuleClass) -> str:
         """`GPT2Attention (transformers.models.gpt2.modeling_gpt2): transformer.h.*.attn.`"""
-        kind = type(self._capture.model.get_submodule(made.paths[0]))
-        patterns = list(dict.fromkeys(_pattern(path, len(made.paths)) for path in made.paths))
+        kind = type(self._capture.model.get_submodule(module_class.paths[0]))
+        patterns = list(
+            dict.fromkeys(_pattern(path, len(module_class.paths)) for path in module_class.paths)
+        )
         more = f" and {len(patterns) - 1} more" if len(patterns) > 1 else ""
         homes = (f" ({kind.__module__})", f" ({kind.__module__.rpartition('.')[2]})", "")
         return _fitting(

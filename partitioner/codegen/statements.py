@@ -102,8 +102,8 @@ class _Blocks:
     def _enter(self, blocks: tuple[Opener, ...]) -> Iterator[str]:
         before, self._open = self._open, blocks
         shared = 0
-        for one, other in zip(before, blocks, strict=False):
-            if one.key != other.key:
+        for opener, other in zip(before, blocks, strict=False):
+            if opener.key != other.key:
                 break
             shared += 1
         after_else = shared in self._else_at
@@ -369,12 +369,12 @@ class Folds:
 def can_fold(
     item: Op | SubmoduleCall | RecomputedSegment,
     code: Code,
-    here: int,
+    position: int,
     reads: ValueReads,
     is_taken: Callable[[str], bool],
 ) -> bool:
-    """Returns whether the only reader of the only result of the item at position `here` may contain
-    its expression."""
+    """Returns whether the only reader of the only result of the item at `position` may contain its
+    expression."""
     if len(item.results) != 1 or (isinstance(item, Op) and item.items):
         return False
     (result,) = item.results
@@ -384,7 +384,7 @@ def can_fold(
     if regions_of(reader) != regions_of(item):
         return False
     hint = result.meta.get("hint")
-    is_next = reads.of(result) == [here + 1]
+    is_next = reads.of(result) == [position + 1]
     if hint is None or not is_good(hint):
         return is_next or line_of(result) == line_of(reader.nodes[-1])
     return is_next and is_taken(hint)

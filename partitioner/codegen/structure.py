@@ -154,9 +154,9 @@ class _Builder:
                     names.setdefault(node, name if isinstance(value, fx.Node) else "")
         for node in read:
             names[node] = names.get(node) or _own_name(node)
-        made = [node for node in nodes if self._readers[node] - members]
-        wanted = [node for node in _tensors_in(record.result) if node in made]
-        results = tuple(dict.fromkeys([*wanted, *made]))
+        outputs = [node for node in nodes if self._readers[node] - members]
+        wanted = [node for node in _tensors_in(record.result) if node in outputs]
+        results = tuple(dict.fromkeys([*wanted, *outputs]))
         items = self._items(nodes, place)
         body = Body(
             path=call.path,
@@ -221,16 +221,16 @@ class _Builder:
             return None
 
         items: list[Item] = []
-        for found, group in groupby(nodes, outermost):
+        for scope, group in groupby(nodes, outermost):
             members = list(group)
             around = _regions_around(members, nodes)
-            match found:
+            match scope:
                 case None:
                     items += map(Op, members)
                 case ModuleCall():
-                    items.append(self._whole_call(found, members, place, around))
+                    items.append(self._whole_call(scope, members, place, around))
                 case Recompute():
-                    items += self._recomputed(found, members, place.within(found), around)
+                    items += self._recomputed(scope, members, place.within(scope), around)
         return _unpacked(items, self._readers)
 
     def _recomputes(self, node: fx.Node, place: _Place, level: int) -> list[Recompute]:
@@ -366,8 +366,8 @@ def _regions_around(members: Sequence[fx.Node], nodes: Sequence[fx.Node]) -> int
 
     def shared(left: tuple[Region, ...], right: tuple[Region, ...]) -> int:
         same = 0
-        for one, other in zip(left, right, strict=False):
-            if one != other:
+        for region, other in zip(left, right, strict=False):
+            if region != other:
                 break
             same += 1
         return same
@@ -427,9 +427,9 @@ def _unpacked(items: list[Item], readers: dict[fx.Node, set[fx.Node | None]]) ->
                 assert index is not None
                 if elements[index] is None:
                     elements[index] = user
-            taken = {element for element in elements if element is not None}
-            if len(taken) == len(users):
-                done |= taken
+            used = {element for element in elements if element is not None}
+            if len(used) == len(users):
+                done |= used
                 result.append(Op(item.node, tuple(elements), item.recompute))
                 continue
         result.append(item)
