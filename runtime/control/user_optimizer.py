@@ -8,7 +8,7 @@ a parameter's group, which some optimizers change at every step, belong to the s
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from ..user_code import told_as
 
 _VALUES = "values"
 """The name of the part that has the values without tensors, as UTF-8 of JSON."""
-_SCHEDULED = ("params", "lr", "initial_lr", "shared")
+_SCHEDULED = ("lr", "initial_lr", "shared")
 """Entries of a group that the run sets."""
 
 
@@ -65,15 +65,18 @@ def _set_apart(optimizer: Optimizer, shared: Mapping[str, Tensor]) -> None:
     optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
 
 
-def user_state_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
-    """The state of a parameter as tensors. Raises SettingsError for one that has other values."""
+def user_state_of(
+    optimizer: Optimizer, parameter: Tensor, *, scheduled: Collection[str] = _SCHEDULED
+) -> dict[str, Tensor]:
+    """The state of a parameter as tensors, with the options of its group but for those that are
+    `scheduled`. Raises SettingsError for a state that has other values."""
     state = optimizer.state.get(parameter, {})
     tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
     others = {key: value for key, value in state.items() if key not in tensors}
     group = _group_of(optimizer, parameter)
-    kept = {key: value for key, value in group.items() if key not in _SCHEDULED}
+    kept = {k: value for k, value in group.items() if k not in ("params", *scheduled)}
     try:
-        text = json.dumps({"state": others, "group": kept})
+        text = json.dumps({"state": others, "group": kept}, default=_number)
     except (TypeError, ValueError) as error:
         raise SettingsError(
             f"the state of {type(optimizer).__name__} cannot be written to a checkpoint: {error}.",
@@ -90,13 +93,22 @@ def load_user_state(optimizer: Optimizer, parameter: Tensor, state: Mapping[str,
     values = json.loads(bytes(tensors.pop(_VALUES).tolist()))
     group = _group_of(optimizer, parameter)
     for key, value in values["group"].items():
-        group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+        if isinstance(now := group.get(key), Tensor):
+            now.fill_(value)
+        else:
+            group[key] = tuple(value) if isinstance(now, tuple) else value
     on_device = group.get("capturable") or group.get("fused")
     if tensors or values["state"]:
         optimizer.state[parameter] = values["state"] | {
             key: value.to(parameter.device if value.ndim or on_device else "cpu", copy=True)
             for key, value in tensors.items()
         }
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.item()
+    raise TypeError(f"{type(value).__name__} is not a number or a text")
 
 
 def _group_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:

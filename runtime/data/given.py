@@ -18,6 +18,7 @@ from torch import Tensor
 from ..errors import DataError
 from ..plan.plan import Plan
 from ..tensor_files import raw_bytes
+from .samples import OTHER_NAMES
 from .task import TARGET, arguments_of, batch_dims, named_inputs, sizes_of
 
 
@@ -100,11 +101,13 @@ def named_values(plan: Plan, batch: Any, *, target: bool) -> dict[str, Tensor]:
         args: Sequence[Any] = ()
         kwargs = dict(batch)
     else:
-        args = (batch,) if isinstance(batch, Tensor) else tuple(batch)
-        kwargs = {}
+        args, kwargs = _positional(batch), {}
         if target:
             *args, kwargs[TARGET] = args
     own = kwargs.pop(TARGET, None)
+    if own is None and target:
+        free = [name for name in OTHER_NAMES[TARGET] if name not in arguments_of(plan)]
+        own = next((kwargs.pop(name) for name in free if name in kwargs), None)
     if not target and len(args) == 1 + len(arguments_of(plan)):
         args = args[:-1]  # a loader's pairs, for a prediction
     values = {
@@ -118,3 +121,16 @@ def named_values(plan: Plan, batch: Any, *, target: bool) -> dict[str, Tensor]:
             "Give it under the name target, or as the last value of a tuple.",
         )
     return {**values, TARGET: torch.as_tensor(own)}
+
+
+def _positional(batch: Any) -> Sequence[Any]:
+    """The arguments of a batch that has no names."""
+    if isinstance(batch, tuple | list):
+        return tuple(batch)
+    if isinstance(batch, Tensor) or hasattr(batch, "__array__"):
+        return (batch,)
+    raise DataError(
+        "a batch is a dict of the model's arguments, a tuple of them or a tensor, not an object "
+        f"of class {type(batch).__name__}.",
+        "Give what a DataLoader yields, batch by batch.",
+    )

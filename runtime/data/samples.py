@@ -24,7 +24,7 @@ from .task import TARGET, Task
 _DIGESTED_BYTES = 1 << 26
 """The most bytes of a column that its digest reads, in pieces over its whole length."""
 
-_OTHER_NAMES = {TARGET: ("label", "labels"), "labels": ("label",)}
+OTHER_NAMES = {TARGET: ("label", "labels"), "labels": ("label",)}
 """Names under which data sets keep what the model or the criterion calls otherwise."""
 
 Collate = Callable[[list[Any]], Any]
@@ -59,7 +59,7 @@ class Naming:
             plain = name.removeprefix("*")
             if plain in sample and structure != plain:
                 named |= tensors_by_name(structure, sample[plain], plain)
-        for name, others in _OTHER_NAMES.items():
+        for name, others in OTHER_NAMES.items():
             found = [other for other in others if other in named and other not in self.fields]
             if name in self.fields and name not in named and len(found) == 1:
                 named[name] = named[found[0]]

@@ -252,9 +252,8 @@ class RankFolder:
     def _killed(self, rank: int, code: int, stages: str) -> RankError:
         name = signal.Signals(-code).name
         hint = "Linux does this when memory runs out; see dmesg | tail" if name == "SIGKILL" else ""
-        return RankError(
-            f"rank {rank}{stages} was killed by {name} at step {self.step_of(rank) + 1}.", hint
-        )
+        at = f" at step {self.step_of(rank) + 1}" if self._left_step(rank) else ""
+        return RankError(f"rank {rank}{stages} was killed by {name}{at}.", hint)
 
 
 def failure_of(

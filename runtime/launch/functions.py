@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Callable
@@ -12,13 +13,14 @@ from typing import Any
 import torch
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 
 from ..config.settings import SettingsError
 from ..distributed.failure import RankFolder, failure_of
 from ..distributed.ranks import find_rank_info
 from ..distributed.rendezvous import Loopback
 from ..process import die_with
+from ..user_code import exits_told
 from .local import quiet_agent
 
 
@@ -36,7 +38,8 @@ def launch(function: Callable[..., Any], *arguments: Any, ranks: int) -> list[An
     arguments: its arguments.
     ranks: the number of processes.
 
-    Raises RankError with the first cause when a rank fails, once all ranks have ended.
+    Raises RankError with the first cause when a rank fails, and KeyboardInterrupt after Ctrl-C, once
+    all ranks have ended.
     """
     if ranks < 1:
         raise SettingsError(f"ranks is {ranks}.", "Give 1 or more.")
@@ -71,6 +74,10 @@ def launch(function: Callable[..., Any], *arguments: Any, ranks: int) -> list[An
         try:
             with quiet_agent():
                 result = agent.run()
+        except SignalException as ended:
+            if ended.sigval is signal.SIGINT:
+                raise KeyboardInterrupt from ended
+            raise
         finally:
             meeting.shutdown()
         if result.is_failed():
@@ -94,7 +101,8 @@ def _run(
         torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
     try:
-        return function(*arguments)
+        with exits_told():
+            return function(*arguments)
     except BaseException as error:
         left = RankFolder(Path(folder))
         left.write(failure_of(error, rank, "", None))

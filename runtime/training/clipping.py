@@ -170,6 +170,18 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
         torch._foreach_mul_(gradients, factor)
 
 
+def clip_all(plan: Plan, modules: Mapping[int, nn.Module], world: World, limit: float) -> float:
+    """Scales the gradients of all stages so that their common norm is at most `limit`; returns the
+    norm before. Collective."""
+    shares = [share_of(plan, stage, module) for stage, module in modules.items()]
+    squares = [float(squared_norm(gradients_of(share.counted))) for share in shares]
+    (square,) = world.sums([sum(squares) if world.copy == 0 else 0.0])
+    factor = clip_factor(square**0.5, limit)
+    for module in modules.values():
+        scale_gradients(module.parameters(), factor)
+    return float(square**0.5)
+
+
 _LAST = "last"
 """The key of the squares of the last step, next to version numbers."""
 
@@ -322,11 +334,13 @@ class Finite:
 
     loss: the last finite loss.
 
+    has_own: a loop of the user's makes the steps, whose learning rate is not that of the options.
+
     Every check raises LossError.
     """
 
-    def __init__(self, config: RunConfig) -> None:
-        self._config = config
+    def __init__(self, config: RunConfig, *, has_own: bool = False) -> None:
+        self._config, self._has_own = config, has_own
         self._norm = ""
         self._step = 0
         self.loss = math.nan
@@ -368,6 +382,11 @@ class Finite:
 
     @property
     def _cure(self) -> str:
+        if self._has_own:
+            return (
+                "Give the optimizer a lower learning rate or a longer warm-up, or clip the "
+                "gradients with Pipeline(..., clip=1.0)."
+            )
         lr = self._config.lr
         other = "--precision bfloat16, or " if self._config.is_scaled else ""
         clip = "" if self._config.clip else ", or --clip 1"

@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..config.settings import SettingsError
 from ..data.given import GivenBatch
+from ..distributed.calls import Call, Calls
 from ..distributed.process_groups import World
 from ..errors import DataError
 from ..executor.instrumented import Observer
@@ -31,23 +33,38 @@ class StepResult:
 
     step: int
     outputs: Any = None
-    _loss: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.float64), repr=False)
+    _content: Tensor = field(
+        default_factory=lambda: torch.zeros(2, dtype=torch.float64), repr=False
+    )
     _arrival: dist.Work | None = field(default=None, repr=False)
+    _call: Call | None = field(default=None, repr=False)
 
     @property
     def loss(self) -> float:
         """The mean loss of the step's samples, the same on every rank; waits for the slowest."""
-        if self._arrival is not None:
-            self._arrival.wait()
+        if self._call is not None and self._arrival is not None:
+            with self._call.waiting():
+                self._arrival.wait()
             self._arrival = None
-        return float(self._loss)
+            self._call.check_sum(float(self._content[1]))
+        return float(self._content[0])
+
+    def verify(self) -> None:
+        """Raises CallError where other ranks have made another call than this step, if that is
+        known already."""
+        if self._arrival is None or self._arrival.is_completed():
+            _ = self.loss
 
 
-def shared_loss(step: int, part: float, group: dist.ProcessGroup | None) -> StepResult:
+def shared_loss(
+    step: int, part: float, group: dist.ProcessGroup | None, calls: Calls
+) -> StepResult:
     """The result of a step on one rank, whose part of the loss is to be added to the others'."""
-    loss = torch.tensor([part], dtype=torch.float64)
-    arrival = None if group is None else dist.all_reduce(loss, group=group, async_op=True)
-    return StepResult(step, None, loss, arrival)
+    content = torch.tensor([part, calls.number], dtype=torch.float64)
+    if group is None:
+        return StepResult(step, None, content)
+    arrival = dist.all_reduce(content, group=group, async_op=True)
+    return StepResult(step, None, content, arrival, calls.present)
 
 
 @dataclass(frozen=True)
@@ -114,20 +131,31 @@ def gather_outputs(
     return rebuilt(plan.outputs, joined, {**plan.sizes, **sizes[0], "batch": sum(samples)})
 
 
-def check_alike(given: GivenBatch, step: int, world: World) -> None:
-    """Compares the batches of all ranks at the first step and at every power of two. Raises
-    DataError where they differ."""
+def check_alike(
+    given: GivenBatch, step: int, world: World, calls: Calls, *, has_optimizer: bool
+) -> None:
+    """Compares the calls, batches and optimizers of all ranks at the first step and at every power
+    of two. Raises CallError, DataError or SettingsError where they differ."""
     if step & (step - 1):
         return
-    digests = world.gathered(given.digest())
-    for rank, digest in enumerate(digests):
-        if digest != digests[0]:
+    own = calls.number.to_bytes(8, "big") + bytes([has_optimizer]) + given.digest()
+    told = world.gathered(own)
+    calls.check_alike([int.from_bytes(each[:8], "big") for each in told])
+    for rank, each in enumerate(told):
+        if each[9:] != told[0][9:]:
             raise DataError(
                 f"rank {rank} has another batch than rank 0 at step {step + 1}, but all ranks run "
                 "the same loop over the same data.",
                 "Seed the loader alike on all ranks, such as DataLoader(..., "
                 "generator=torch.Generator().manual_seed(0)), and use no DistributedSampler.",
             )
+    without = [str(rank) for rank, each in enumerate(told) if not each[8]]
+    if 0 < len(without) < world.ranks:
+        raise SettingsError(
+            f"the optimizer is given at step {step + 1} on some ranks, but not on rank "
+            f"{', '.join(without)}, whose weights would stay as they are.",
+            "Give step(batch, optimizer=...) an optimizer on every rank.",
+        )
 
 
 class StreamFeed:

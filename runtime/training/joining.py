@@ -17,9 +17,12 @@ from ..config.settings import Settings, SettingsError
 from ..data.task import GIVEN, architecture_of
 from ..distributed.process_groups import World, join, stay_alone
 from ..distributed.ranks import RankInfo, find_rank_info
+from ..formatting import did_you_mean
 from ..known_names import TRAIN
-from ..plan.plan import read_plan
+from ..plan.plan import Plan, read_plan
 from ..plan.trust import code_hashes, is_trusted, remember, untrusted
+from ..user_code import names_object
+from .evaluation import CRITERIA
 from .setup import Job
 
 
@@ -78,13 +81,14 @@ def joined_job(
     """The job of a pipeline whose loop has the data. Raises AsyncPipeError where the options do not
     fit the folder."""
     check_keywords("Pipeline", options, PipelineKeywords)
+    planned = read_plan(str(folder))
+    _check_objects(planned, loss, options.get("optimizer"))
     settings = Settings(
         folder=str(folder),
         data=GIVEN,
         criterion=loss if isinstance(loss, str) or loss is None else GIVEN,
         **{"clip": None if "optimizer" in options else 0.0, **options},
     )
-    planned = read_plan(str(folder))
     settings = _as_found(settings, find_rank_info_of(settings))
     config, task = resolve(settings, planned, architecture=architecture_of(folder))
     job = Job(config, task, planned, Path(folder), code_hashes(folder))
@@ -93,6 +97,31 @@ def joined_job(
         schedule = make_segment(job.plan, config, steps=1)
         check_ranks(planned, schedule, info.ranks, config.pipelines)
     return job
+
+
+def _check_objects(plan: Plan, loss: object, optimizer: object) -> None:
+    """Raises SettingsError for a loss or an optimizer of another kind than a pipeline takes."""
+    if isinstance(loss, type):
+        raise SettingsError(
+            f"loss is the class {loss.__name__}.", f"Give an object of it: loss={loss.__name__}()."
+        )
+    if isinstance(loss, str) and loss not in CRITERIA and not names_object(loss):
+        raise SettingsError(
+            f"the loss {loss!r} is not known.",
+            did_you_mean(loss, CRITERIA)
+            or f"It is {', '.join(CRITERIA)}, or a function of the output and the target.",
+        )
+    if loss is None and plan.loss is None and plan.criterion is None:
+        raise SettingsError(
+            f"{plan.name} returns no loss, and none was given.",
+            'Give Pipeline(..., loss="cross_entropy"), or a function of the output and the target.',
+        )
+    if optimizer is not None and not isinstance(optimizer, str):
+        raise SettingsError(
+            f"optimizer is an object of class {type(optimizer).__name__}, but a pipeline takes the "
+            "name of a built-in one.",
+            "Give yours to the step: pipe.step(batch, optimizer=optimizer).",
+        )
 
 
 def check_keywords(call: str, options: Mapping[str, Any], keywords: type[Any]) -> None:

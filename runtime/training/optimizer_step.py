@@ -125,7 +125,7 @@ class OptimizerStepper(ActionObserver):
         self._stepped: Counter[int] = Counter()
         self._complete: set[int] = set()
         self._message: StepMessage | None = None
-        self._finite = Finite(config)
+        self._finite = Finite(config, has_own=own is not None)
         self._is_skipped = False
         self._optimizer_s = 0.0
         self._base_bytes = _base_bytes(modules)

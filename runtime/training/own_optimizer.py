@@ -7,13 +7,24 @@ with the parameters of one stage alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import inspect
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+
+from ..config.settings import SettingsError
+from ..control.user_optimizer import load_user_state, user_state_of
+
+_SCHEDULED = ("lr", "momentum", "betas")
+"""The entries of a group that schedulers of torch change."""
+_FORGOTTEN = 100
+"""The steps in a row whose gradients add up, after which a warning asks for the optimizer."""
 
 
 class OwnOptimizer:
@@ -27,31 +38,122 @@ class OwnOptimizer:
         self.optimizer: Optimizer | None = None
         self._scheduler: LRScheduler | None = None
         self._first_step = 0
-        self._rates: list[list[float]] = []
+        self._options: list[list[dict[str, Any]]] = []
+        self._before: dict[nn.Parameter, Tensor] = {}
+        self._added = 0
 
-    def use(self, optimizer: Optimizer | None, scheduler: LRScheduler | None, step: int) -> None:
-        """Sets the optimizer, and the scheduler that is stepped after each of its steps, from
-        `step` (counted from 0) on."""
+    def use(
+        self,
+        optimizer: Optimizer | None,
+        scheduler: LRScheduler | None,
+        step: int,
+        parameters: Sequence[nn.Parameter],
+    ) -> None:
+        """Sets the optimizer of this rank's parameters, and the scheduler that is stepped after
+        each of its steps, from `step` (counted from 0) on; sets the gradients so far aside.
+
+        Raises SettingsError for an optimizer or a scheduler that cannot be stepped here.
+        """
+        if optimizer is not None and optimizer is not self.optimizer:
+            check_optimizer(optimizer, parameters)
+        if scheduler is not None:
+            check_scheduler(scheduler, optimizer)
         self.optimizer, self._scheduler = optimizer, scheduler
-        self._first_step, self._rates = step, []
+        self._first_step, self._options = step, []
+        self._before = {each: each.grad for each in parameters if each.grad is not None}
+        for parameter in self._before:
+            parameter.grad = None
 
-    def rates_at(self, step: int) -> list[float] | None:
-        """The learning rate of each group at a step, counted from 0; None where the user sets them.
+    def leave_gradients(self) -> None:
+        """Leaves the gradients of a step that had no optimizer, added to those before."""
+        if self.optimizer is not None:
+            return
+        for parameter, gradient in chain(self._before.items(), self.left.items()):
+            own = parameter.grad
+            parameter.grad = gradient if own is None else own + gradient
+        self._added = self._added + 1 if self._before else 0
+        self._before = {}
+        self.left.clear()
+        if self._added == _FORGOTTEN:
+            warnings.warn(
+                f"the gradients of {_FORGOTTEN} steps have been added up, and no optimizer has "
+                "used them. Give step(batch, optimizer=optimizer), or call optimizer.step() and "
+                "optimizer.zero_grad() in the loop.",
+                stacklevel=4,
+            )
+
+    def options_at(self, step: int) -> list[dict[str, Any]] | None:
+        """What the scheduler sets of each group at a step, counted from 0; None where the user sets
+        it.
 
         Stages reach a step at different moments, and its first one steps the scheduler.
         """
         if self._scheduler is None or self.optimizer is None:
             return None
-        while len(self._rates) <= step - self._first_step:
-            if self._rates:
+        while len(self._options) <= step - self._first_step:
+            if self._options:
                 self._scheduler.step()
-            self._rates.append([group["lr"] for group in self.optimizer.param_groups])
-        return self._rates[step - self._first_step]
+            groups = self.optimizer.param_groups
+            self._options.append(
+                [{key: group[key] for key in _SCHEDULED if key in group} for group in groups]
+            )
+        return self._options[step - self._first_step]
 
     def finish(self) -> None:
         """Steps the scheduler for the last step, as a loop does."""
-        if self._scheduler is not None and self._rates:
+        if self._scheduler is not None and self._options:
             self._scheduler.step()
+
+
+def check_optimizer(optimizer: object, parameters: Sequence[nn.Parameter]) -> None:
+    """Raises SettingsError for what is not an optimizer of these parameters that steps on their
+    gradients alone."""
+    if not isinstance(optimizer, Optimizer):
+        is_class = isinstance(optimizer, type)
+        name = optimizer.__name__ if is_class else type(optimizer).__name__
+        raise SettingsError(
+            f"optimizer is {'the class' if is_class else 'an object of class'} {name}, not a "
+            "torch.optim.Optimizer.",
+            "Give for example torch.optim.AdamW(pipe.parameters(), lr=1e-3).",
+        )
+    if needed := _needed(type(optimizer).step):
+        raise SettingsError(
+            f"{type(optimizer).__name__}.step() needs a {needed}, to compute the loss again within "
+            "a step, and a step of the pipeline computes it once.",
+            "Use an optimizer that steps on gradients, such as torch.optim.AdamW, or call step "
+            "without an optimizer and use the gradients that it leaves.",
+        )
+    own = set(map(id, parameters))
+    given = [each for group in optimizer.param_groups for each in group["params"]]
+    if others := sum(id(each) not in own for each in given):
+        raise SettingsError(
+            f"{others} of the {len(given)} parameters of the optimizer are not of this pipeline's "
+            "stages on this rank, so that it would not train them.",
+            "Make the optimizer from pipe.parameters() of this Pipeline.",
+        )
+
+
+def check_scheduler(scheduler: LRScheduler, optimizer: Optimizer | None) -> None:
+    """Raises SettingsError for a scheduler that a stream cannot step."""
+    name = type(scheduler).__name__
+    if needed := _needed(type(scheduler).step):
+        raise SettingsError(
+            f"{name}.step() needs {needed}, which a stream does not have when it steps.",
+            "Use a loop over pipe.step and call scheduler.step(result.loss) there.",
+        )
+    if getattr(scheduler, "optimizer", optimizer) is not optimizer:
+        raise SettingsError(
+            f"the {name} schedules another optimizer than the one given.",
+            "Make the scheduler from the optimizer that the stream gets.",
+        )
+
+
+def _needed(step: Callable[..., Any]) -> str:
+    """The first argument that a method must have besides self; "" for none."""
+    _, *arguments = inspect.signature(step).parameters.values()
+    of_one = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    needed = (a.name for a in arguments if a.default is a.empty and a.kind in of_one)
+    return next(needed, "")
 
 
 class StageView:
@@ -81,26 +183,26 @@ class StageView:
         return 1.0
 
     def state_of(self, parameter: Tensor) -> dict[str, Tensor]:
-        """The optimizer's state of a parameter."""
-        state = self.optimizer.state.get(parameter, {}) if self.optimizer is not None else {}
-        return {key: value for key, value in state.items() if isinstance(value, Tensor)}
+        """The optimizer's state of a parameter, and the options of its group."""
+        optimizer = self.optimizer
+        return {} if optimizer is None else user_state_of(optimizer, parameter, scheduled=())
 
     def load(self, states: Mapping[Tensor, Mapping[str, Tensor]], steps: int) -> None:
         """Restores the states that `state_of` returned, after `steps` steps."""
         self._done = steps
         if self.optimizer is not None:
             for parameter, state in states.items():
-                self.optimizer.state[parameter] = dict(state)
+                load_user_state(self.optimizer, parameter, state)
 
     def skip(self) -> None:
         """Leaves a step out."""
-        self._own.rates_at(self._done)
+        self._own.options_at(self._done)
         self._done += 1
 
     def step(self, lr_scale: float = 1.0, shared: Mapping[str, float] | None = None) -> None:
         """Steps the stage's parameters at the learning rates of its groups times `lr_scale`, or for
         a tied parameter times its scale in `shared`. Without an optimizer, keeps the gradients."""
-        rates = self._own.rates_at(self._done)
+        options = self._own.options_at(self._done)
         self._done += 1
         optimizer = self.optimizer
         if optimizer is None:
@@ -110,32 +212,35 @@ class StageView:
         scales = dict.fromkeys(self._parameters, lr_scale)
         for name, scale in (shared or {}).items():
             scales[self._shared[name]] = scale  # type: ignore[index]
-        with _groups_of(optimizer, scales, rates):
+        with _groups_of(optimizer, scales, options):
             optimizer.step()
 
 
 @contextmanager
 def _groups_of(
-    optimizer: Optimizer, scales: Mapping[nn.Parameter, float], rates: list[float] | None
+    optimizer: Optimizer,
+    scales: Mapping[nn.Parameter, float],
+    options: Sequence[Mapping[str, Any]] | None,
 ) -> Iterator[None]:
     """Inside, the optimizer has these parameters alone, at scaled learning rates."""
     groups = optimizer.param_groups
-    at = [group["lr"] for group in groups] if rates is None else rates
     view: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    for group, rate in zip(groups, at, strict=True):
+    for group, scheduled in zip(groups, options or [{}] * len(groups), strict=True):
         by_scale: dict[float, list[nn.Parameter]] = {}
         for parameter in group["params"]:
             if parameter in scales:
                 by_scale.setdefault(scales[parameter], []).append(parameter)
         for scale, own in by_scale.items():
-            view.append((group, {**group, "params": own, "lr": _scaled(rate, scale)}))
+            part = {**group, **scheduled, "params": own}
+            view.append((group, {**part, "lr": _scaled(part["lr"], scale)}))
     optimizer.param_groups = [part for _, part in view]
     try:
         yield
     finally:
         optimizer.param_groups = groups
         for group, part in view:  # some optimizers keep numbers of their own in a group
-            group.update({key: part[key] for key in part if key not in ("params", "lr")})
+            set_outside = ("params", *_SCHEDULED)
+            group.update({key: part[key] for key in part if key not in set_outside})
 
 
 def _scaled(rate: Any, scale: float) -> Any:

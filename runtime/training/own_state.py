@@ -117,7 +117,13 @@ def load_own(folder: Path, rank: Rank) -> dict[str, Any]:
     for module in rank.modules.values():
         fill_stage(module, folder / WEIGHTS, rank.plan)
     is_alike = all(facts[name] == now[name] for name in ("stages", "asynchronous"))
-    put(rank, state, facts["steps"], each_has_own=is_alike and rank.is_async)
+    try:
+        put(rank, state, facts["steps"], each_has_own=is_alike and rank.is_async)
+    except (LookupError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{folder} does not fit this pipeline: {type(error).__name__}: {error}",
+            "Load it without an optimizer for the weights alone.",
+        ) from error
     return facts
 
 

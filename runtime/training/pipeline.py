@@ -30,6 +30,7 @@ from ..config.batch_layout import StepBatch
 from ..config.segments import RunSegment, segments
 from ..config.settings import SettingsError
 from ..data.given import GivenBatch, split_batch
+from ..distributed.calls import Calls
 from ..distributed.process_groups import SharedStore, leave
 from ..errors import DataError
 from ..executor.instrumented import Activities
@@ -39,7 +40,7 @@ from ..monitoring.gather import RankFigures
 from ..process import keep_freed_memory
 from ..tensor_files import dtype_of
 from .checkpointing import Stopping
-from .clipping import clip_factor, gradients_of, scale_gradients, share_of, squared_norm
+from .clipping import clip_all
 from .evaluation import forward_schedule
 from .given_batches import (
     EvalResult,
@@ -97,13 +98,14 @@ class Pipeline(TrainedStages):
         board = SharedStore(world, f"pipeline {self._number}")
         given = None if isinstance(loss, str) else loss
         setup = agree(job, world, Activities(), board, criterion=given)
+        self._calls = Calls(world, board, job.config.patience_s)
         self._forward_like = setup.schedule
         self._own = None if "optimizer" in options else OwnOptimizer()
         super().__init__(setup, self._made_step, own=self._own)
         self._made: deque[StepResult] = deque()
+        self._last = StepResult(0)
         self._steps = self._micro_batches = self._streams = 0
         self._stream: Generator[StepResult, None, None] | None = None
-        self._is_streaming = False
         self._unused: Mapping[str, Tensor] = {}
         if world.rank == 0:
             self._unused = load_unused(folder, job.plan, weights=setup.weights)
@@ -148,30 +150,35 @@ class Pipeline(TrainedStages):
         An asynchronous schedule is flushed: `stream` is the way to train without flushes. Raises
         DataError for a batch that does not fit the plan or differs between ranks.
         """
-        self._check_idle()
+        self._calls.check()
         given = self._split(batch)
+        self._use(optimizer, None)
+        with self._calls.during(f"step {self._steps + 1}", breaks=True):
+            return self._step(given, outputs=outputs)
+
+    def _step(self, given: GivenBatch, *, outputs: bool) -> StepResult:
         world, start = self._world, self._steps
+        self._last.verify()
         in_replica = len(given.parts) // world.replicas
-        first = self._micro_batches + world.replica * in_replica
-        check_alike(given, self._steps, world)
+        check_alike(given, start, world, self._calls, has_optimizer=self._has_optimizer)
         own = slice(world.replica * in_replica, (world.replica + 1) * in_replica)
         segment = RunSegment(range(start, start + 1), in_replica, True)
-        before = self._use(optimizer, None)
         self.stepper.outputs = {} if outputs else None
         for _ in self.run(
             segment,
             self.schedule_of(segment),
             lambda number: given.parts[number - self._micro_batches],
             StepBatch(given.samples, world.replicas),
-            first,
+            self._micro_batches + own.start,
             sizes=given.sizes[own],
             step_samples=sum(given.samples) if world.replicas > 1 else None,
         ):
             pass
-        self._leave_gradients(before)
+        if self._own is not None:
+            self._own.leave_gradients()
         self._steps += 1
         self._micro_batches += len(given.parts)
-        result = self._made.popleft()
+        self._last = result = self._made.popleft()
         if outputs:
             result.outputs = gather_outputs(self.plan, self.stepper.outputs or {}, given.sizes[own])
         return result
@@ -197,7 +204,7 @@ class Pipeline(TrainedStages):
         under way then. A loop that leaves early, and `flush`, complete those that have begun on any
         rank.
         """
-        self._check_idle()
+        self._calls.check()
         if steps is None and not hasattr(batches, "__len__"):
             raise DataError(
                 f"a {type(batches).__name__} does not say how many batches it has.",
@@ -220,14 +227,18 @@ class Pipeline(TrainedStages):
             self._stream = None
 
     def _streamed(self, batches: Iterator[Any], steps: int) -> Generator[StepResult, None, None]:
+        with self._calls.during(f"the stream from step {self._steps + 1}", breaks=True):
+            yield from self._stream_steps(batches, steps)
+
+    def _stream_steps(
+        self, batches: Iterator[Any], steps: int
+    ) -> Generator[StepResult, None, None]:
         world, start = self._world, self._steps
         head = list(islice(batches, min(1, steps)))
-        given = [self._split(batch) for batch in head]
-        if not given:
+        if not head:
             return
-        self._is_streaming = True
-        check_alike(given[0], self._steps, world)
-        shape = given[0]
+        shape = self._split(head[0])
+        check_alike(shape, start, world, self._calls, has_optimizer=self._has_optimizer)
         feed = StreamFeed(chain(head, batches), self._split, shape, self._micro_batches)
         batch = StepBatch(shape.samples, world.replicas, start)
         self._streams += 1
@@ -254,7 +265,6 @@ class Pipeline(TrainedStages):
                 self._micro_batches += (self._steps - begin) * len(shape.parts)
                 if self._steps < segment.steps.stop:
                     break
-        self._is_streaming = False
         self._made.clear()
         if self._own is not None:
             self._own.finish()
@@ -280,23 +290,30 @@ class Pipeline(TrainedStages):
     def evaluate(self, batches: Iterable[Any]) -> EvalResult:
         """The mean loss over all samples of these batches, in evaluation mode and without
         gradients; the same on every rank."""
-        self._check_idle()
+        self._calls.check()
         loss = counted = 0.0
-        for batch in batches:
-            given = self._split(batch)
-            done = self._forward(given, self._world.replica, self._world.replicas, outputs=False)
-            loss, counted = loss + done.loss, counted + done.counted
-        loss, counted = self._world.sums([loss, counted])
-        return EvalResult(loss / counted if counted else math.nan, int(counted))
+        with self._calls.during("evaluate", breaks=self.ranks > 1):
+            for batch in batches:
+                given = self._split(batch)
+                done = self._forward(
+                    given, self._world.replica, self._world.replicas, outputs=False
+                )
+                loss, counted = loss + done.loss, counted + done.counted
+            loss, counted, calls = self._world.sums([loss, counted, self._calls.number])
+            self._calls.present.check_sum(calls)
+        if not counted:
+            raise DataError("evaluate got no batches.", "Give a DataLoader, or a list of batches.")
+        return EvalResult(loss / counted, int(counted))
 
     def predict(self, batches: Iterable[Any]) -> Iterator[Any]:
         """The model's output for each batch, in order, in evaluation mode and without gradients:
         on the ranks whose stages make it, as in `StepResult`; None on the others. No target is
         needed. Replicas all compute the same."""
         for batch in batches:
-            self._check_idle()
+            self._calls.check()
             given = self._split(batch, target=False)
-            done = self._forward(given, 0, 1, outputs=True)
+            with self._calls.during("predict", breaks=self.ranks > 1):
+                done = self._forward(given, 0, 1, outputs=True)
             yield gather_outputs(self.plan, done.outputs, given.sizes)
 
     def _forward(self, given: GivenBatch, part: int, parts: int, *, outputs: bool) -> Evaluated:
@@ -320,12 +337,8 @@ class Pipeline(TrainedStages):
     def clip_grad_norm_(self, limit: float) -> float:
         """Scales the gradients of all stages so that their common norm is at most `limit`; returns
         the norm before. For gradients that a `step` without an optimizer has left."""
-        shares = [share_of(self.plan, stage, module) for stage, module in self.modules.items()]
-        squares = [float(squared_norm(gradients_of(share.counted))) for share in shares]
-        (square,) = self._world.sums([sum(squares) if self._world.copy == 0 else 0.0])
-        factor = clip_factor(square**0.5, limit)
-        scale_gradients(self.parameters(), factor)
-        return float(square**0.5)
+        with self._calls.during("clip_grad_norm_", breaks=False):
+            return clip_all(self.plan, self.modules, self._world, limit)
 
     def state_dict(self, *, full: bool = False) -> dict[str, Tensor]:
         """The weights and buffers of this rank's stages under the original model's names; with
@@ -342,7 +355,8 @@ class Pipeline(TrainedStages):
         if not full:
             return own
         kept = own if self._world.copy == 0 else {}
-        return full_state(self.plan, kept | dict(self._unused), self._world)
+        with self._calls.during("state_dict(full=True)", breaks=False):
+            return full_state(self.plan, kept | dict(self._unused), self._world)
 
     def save(
         self, folder: str | Path, *, optimizer: Optimizer | None = None, extra: Any = None
@@ -353,12 +367,13 @@ class Pipeline(TrainedStages):
         optimizer: the loop's optimizer, by default that of the last step.
         extra: anything that JSON can hold, such as the state of a scheduler; `load` returns it.
         """
-        self._check_idle()
+        self._calls.check()
         if optimizer is not None:
             self._use(optimizer, None)
         rank = self._as_rank()
         facts = loop_facts(rank, self._steps, self._micro_batches, extra)
-        save_own(Path(folder), rank, self._unused, facts)
+        with self._calls.during("save", breaks=False):
+            save_own(Path(folder), rank, self._unused, facts)
 
     def load(self, folder: str | Path, *, optimizer: Optimizer | None = None) -> Any:
         """Restores what `save` wrote, also from another number of ranks or another cut of the same
@@ -366,9 +381,10 @@ class Pipeline(TrainedStages):
 
         optimizer: the loop's optimizer, whose state is restored too.
         """
-        self._check_idle()
+        self._calls.check()
         self._use(optimizer, None)
-        facts = load_own(Path(folder), self._as_rank())
+        with self._calls.during("load", breaks=False):
+            facts = load_own(Path(folder), self._as_rank())
         self._steps, self._micro_batches = facts["steps"], facts["micro_batches"]
         return facts["extra"]
 
@@ -376,6 +392,7 @@ class Pipeline(TrainedStages):
         """Ends a stream, and leaves the process groups if this object has created them. Not needed
         at the end of a program."""
         self.flush()
+        self._calls.close()
         self.executor.close()
         if self._owns_groups:
             leave()
@@ -397,13 +414,6 @@ class Pipeline(TrainedStages):
             self.config.is_async,
         )
 
-    def _check_idle(self) -> None:
-        if self._is_streaming:
-            raise SettingsError(
-                "a stream of this pipeline is under way.",
-                "Leave its loop or call flush() first.",
-            )
-
     def _split(self, batch: Any, *, target: bool | None = None) -> GivenBatch:
         if target is None:
             target = self.plan.loss is None
@@ -416,34 +426,24 @@ class Pipeline(TrainedStages):
             dtype=dtype_of(self.config.dtype),
         )
 
-    def _use(
-        self, optimizer: Optimizer | None, scheduler: LRScheduler | None
-    ) -> dict[nn.Parameter, Tensor]:
-        """Sets the optimizer of the next steps; takes away and returns the gradients so far."""
-        if self._own is None:
-            if optimizer is not None:
-                raise SettingsError(
-                    f"the pipeline has the built-in optimizer {self.config.optimizer}, and was "
-                    f"given a {type(optimizer).__name__}.",
-                    "Leave one of them out.",
-                )
-            return {}
-        self._own.use(optimizer, scheduler, self._steps)
-        before = {each: each.grad for each in self.parameters() if each.grad is not None}
-        for parameter in before:
-            parameter.grad = None
-        return before
+    def _use(self, optimizer: Optimizer | None, scheduler: LRScheduler | None) -> None:
+        """Sets the optimizer of the next steps."""
+        if self._own is not None:
+            self._own.use(optimizer, scheduler, self._steps, list(self.parameters()))
+        elif optimizer is not None:
+            raise SettingsError(
+                f"the pipeline has the built-in optimizer {self.config.optimizer}, and was "
+                f"given a {type(optimizer).__name__}.",
+                "Leave one of them out.",
+            )
 
-    def _leave_gradients(self, before: Mapping[nn.Parameter, Tensor]) -> None:
-        """Leaves the gradients of a step that had no optimizer, added to those before."""
-        if self._own is None or self._own.optimizer is not None:
-            return
-        for parameter, gradient in chain(before.items(), self._own.left.items()):
-            own = parameter.grad
-            parameter.grad = gradient if own is None else own + gradient
-        self._own.left.clear()
+    @property
+    def _has_optimizer(self) -> bool:
+        """Whether the weights of this rank are stepped, if it has any."""
+        has_weights = any(each.requires_grad for each in self.parameters())
+        return self._own is None or self._own.optimizer is not None or not has_weights
 
     def _made_step(self, figures: RankFigures) -> None:
         """Called when this rank has completed a step."""
         part = 0.0 if math.isnan(figures.loss) else figures.loss
-        self._made.append(shared_loss(int(figures.step), part, self._world.metrics))
+        self._made.append(shared_loss(int(figures.step), part, self._world.metrics, self._calls))

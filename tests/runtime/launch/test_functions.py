@@ -1,12 +1,15 @@
 """`asyncpipe.launch`: a function in a process for each rank."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import SignalException
 
 import asyncpipe
 from asyncpipe.runtime.errors import AsyncPipeError
@@ -69,7 +72,16 @@ def test_ranks_of_a_script_return_their_results_and_the_first_cause_ends_all(
     assert results == "[(0, 2), (10, 2)] 3"
     assert failed.startswith("rank 1 failed: ValueError: no such sheep")
     assert "sheep.py:9" in failed
-    assert left.startswith("rank 0 ended with exit code 3")
+    assert "sheep.py:13 ended the process (SystemExit: " in left
+
+
+def test_ctrl_c_is_what_python_calls_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(agent: object) -> None:
+        raise SignalException("process got signal 2", signal.SIGINT)
+
+    monkeypatch.setattr(LocalElasticAgent, "run", run)
+    with pytest.raises(KeyboardInterrupt):
+        asyncpipe.launch(print, ranks=2)
 
 
 def test_a_function_of_a_notebook_runs_in_forks_of_it(tmp_path: Path) -> None:

@@ -3,7 +3,9 @@ against the command with the same options."""
 
 from __future__ import annotations
 
+import copy
 import itertools
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -12,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, ReduceLROnPlateau, StepLR
 
 import asyncpipe
 from asyncpipe.commands.in_python import TrainKeywords
@@ -294,11 +296,33 @@ def test_a_stream_that_is_left_completes_the_same_steps_on_all_ranks_and_another
 
 def saved(rank: int, folder: str, target: str) -> list[float]:
     pipe = asyncpipe.Pipeline(folder, loss=loss_of, micro_batches=2)
-    optimizer = torch.optim.Adam(pipe.parameters(), lr=RATE)
+    optimizer = Counting(pipe.parameters(), lr=RATE)
+    scheduler = ExponentialLR(optimizer, 0.5)
     for batch in batches(3):
         pipe.step(batch, optimizer=optimizer)
-    pipe.save(target, extra={"epoch": 7})
-    return [pipe.step(batch, optimizer=optimizer).loss for batch in batches(3)]
+        scheduler.step()
+    pipe.save(target, extra={"epoch": 7, "scheduler": scheduler.state_dict()})
+    return continued(pipe, optimizer, scheduler)
+
+
+class Counting(torch.optim.SGD):
+    """Its rate falls by a number that it keeps for each parameter, as Python's."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for each in group["params"]:
+                state = self.state[each]
+                state["steps"] = state.get("steps", 0) + 1
+                each.sub_(each.grad, alpha=group["lr"] / state["steps"])
+
+
+def continued(pipe: asyncpipe.Pipeline, optimizer: Any, scheduler: Any) -> list[float]:
+    losses = []
+    for batch in batches(3):
+        losses.append(pipe.step(batch, optimizer=optimizer).loss)
+        scheduler.step()
+    return losses
 
 
 def test_what_is_saved_goes_on_with_the_same_numbers_on_another_number_of_ranks(
@@ -306,13 +330,15 @@ def test_what_is_saved_goes_on_with_the_same_numbers_on_another_number_of_ranks(
 ) -> None:
     two, _ = run_processes(2, saved, str(folder), str(tmp_path / "saved"))
     pipe = asyncpipe.Pipeline(folder, loss=loss_of, micro_batches=2)
-    optimizer = torch.optim.Adam(pipe.parameters(), lr=RATE)
-    assert pipe.load(tmp_path / "saved", optimizer=optimizer) == {"epoch": 7}
-    assert pipe.steps == 3
-    assert [pipe.step(batch, optimizer=optimizer).loss for batch in batches(3)] == two
+    optimizer = Counting(pipe.parameters(), lr=RATE)  # made before, with another rate than is saved
+    scheduler = ExponentialLR(optimizer, 0.5)
+    extra = pipe.load(tmp_path / "saved", optimizer=optimizer)
+    scheduler.load_state_dict(extra["scheduler"])
+    assert (extra["epoch"], pipe.steps) == (7, 3)
+    assert continued(pipe, optimizer, scheduler) == two
     with pytest.raises(AsyncPipeError, match="exists already"):
         pipe.save(tmp_path / "saved")
-    with pytest.raises(AsyncPipeError, match="the state of Adam, and the optimizer is SGD"):
+    with pytest.raises(AsyncPipeError, match="the state of Counting, and the optimizer is SGD"):
         other = torch.optim.SGD(pipe.parameters(), lr=RATE)
         pipe.load(tmp_path / "saved", optimizer=other)
 
@@ -351,6 +377,60 @@ def test_a_process_alone_runs_all_stages_and_asks_for_a_launcher_for_more(folder
     assert "torchrun" in told.value.cure
 
 
+def unlike_calls(rank: int, folder: str, kind: str, target: str) -> str:
+    pipe = asyncpipe.Pipeline(folder, loss=loss_of, timeout_s=4)
+    optimizer = sgd(pipe)
+    first, second = batches(2)
+    for _ in range(3):
+        pipe.step(first, optimizer=optimizer)
+    try:
+        if kind == "order":  # all tensors find a taker: only the numbers of the calls differ
+            calls = [lambda: list(pipe.predict([second])), lambda: pipe.step(first)]
+            results = [call() for call in (calls[::-1] if rank else calls)]
+            _ = results[0 if rank else 1].loss
+        elif kind == "save" and rank == 0:
+            pipe.save(target)
+        elif kind == "optimizer":
+            for _ in range(3):
+                pipe.step(first, optimizer=None if rank == 0 else optimizer)
+        else:
+            pipe.evaluate([first])
+    except AsyncPipeError as error:
+        return f"{error.what} {error.cure}"
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        ("order", "step 4 is call . of rank ., and other ranks have made more or fewer calls"),
+        ("save", "in save; rank 1 is in evaluate.*the same calls .* on every rank"),
+        ("optimizer", "the optimizer is given at step 5 on some ranks, but not on rank 0"),
+    ],
+)
+def test_ranks_that_make_other_calls_are_told_which(
+    folder: Path, tmp_path: Path, kind: str, what: str
+) -> None:
+    told = run_processes(2, unlike_calls, str(folder), kind, str(tmp_path / "saved"))
+    assert re.search(what, told[0]), told
+
+
+def test_after_a_failed_step_nothing_goes_on(folder: Path) -> None:
+    pipe = asyncpipe.Pipeline(folder, loss=loss_of)
+    x, y = batches(1)[0]
+    with pytest.raises(AsyncPipeError, match=r"failed in the forward .* out of bounds"):
+        pipe.step((x, y + 9))
+    with pytest.raises(AsyncPipeError, match=r"step 1 has failed \(StageError\)"):
+        pipe.step((x, y))
+
+
+def test_gradients_that_nobody_uses_are_noticed(folder: Path) -> None:
+    pipe = asyncpipe.Pipeline(folder, loss=loss_of, micro_batches=1)
+    with pytest.warns(UserWarning, match="gradients of 100 steps have been added up"):
+        for _ in range(101):
+            pipe.step(batches(1, samples=1)[0])
+
+
 Break = Callable[[asyncpipe.Pipeline], Any]
 
 
@@ -362,6 +442,13 @@ Break = Callable[[asyncpipe.Pipeline], Any]
         (lambda pipe: pipe.step((torch.zeros(3, 16), torch.zeros(2).long())), "x 3, target 2"),
         (lambda pipe: pipe.step((torch.zeros(0, 16), torch.zeros(0).long())), "has 0 samples"),
         (lambda pipe: pipe.step((torch.zeros(4, 5), torch.zeros(4).long())), "captured for 16"),
+        (lambda pipe: pipe.step(None), "not an object of class NoneType"),
+        (lambda pipe: pipe.evaluate([]), "evaluate got no batches"),
+        (lambda pipe: step(pipe, torch.optim.LBFGS(pipe.parameters())), "needs a closure"),
+        (lambda pipe: step(pipe, torch.optim.SGD), "optimizer is the class SGD"),
+        (lambda pipe: step(pipe, copy.deepcopy(sgd(pipe))), "are not of this pipeline's stages"),
+        (lambda pipe: stream(pipe, ReduceLROnPlateau), "step.. needs metrics"),
+        (lambda pipe: stream(pipe, lambda _: StepLR(sgd(pipe), 1)), "schedules another optimizer"),
         (lambda pipe: pipe.stream(batches(2)), "there is no optimizer"),
         (lambda pipe: pipe.stream(iter(batches(2)), optimizer=sgd(pipe)), "does not say how many"),
         (lambda pipe: list(pipe.stream(batches(2), steps=3, optimizer=sgd(pipe))), "ended after 2"),
@@ -377,6 +464,30 @@ def test_a_batch_or_a_call_that_does_not_fit_is_one_sentence(
     pipe = asyncpipe.Pipeline(folder, loss=loss_of, micro_batches=4)
     with pytest.raises(AsyncPipeError, match=what):
         make(pipe)
+
+
+def step(pipe: asyncpipe.Pipeline, optimizer: Any) -> None:
+    pipe.step(batches(1)[0], optimizer=optimizer)
+
+
+def stream(pipe: asyncpipe.Pipeline, schedule: Callable[[Any], Any]) -> None:
+    optimizer = sgd(pipe)
+    pipe.stream(batches(2), optimizer=optimizer, scheduler=schedule(optimizer))
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"loss": nn.CrossEntropyLoss}, "loss is the class CrossEntropyLoss"),
+        ({"loss": "crossentropy"}, "the loss 'crossentropy' is not known"),
+        ({"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(1))])}, "object of class SGD"),
+    ],
+)
+def test_an_object_of_another_kind_is_named(
+    folder: Path, options: dict[str, Any], what: str
+) -> None:
+    with pytest.raises(AsyncPipeError, match=what):
+        asyncpipe.Pipeline(folder, **{"loss": loss_of, **options})
 
 
 def sgd(pipe: asyncpipe.Pipeline) -> torch.optim.Optimizer:
