@@ -38,8 +38,8 @@ def launch(function: Callable[..., Any], *arguments: Any, ranks: int) -> list[An
     arguments: its arguments.
     ranks: the number of processes.
 
-    Raises RankError with the first cause when a rank fails, and KeyboardInterrupt after Ctrl-C, once
-    all ranks have ended.
+    Raises RankError with the first cause when a rank fails, and KeyboardInterrupt after Ctrl-C,
+    once all ranks have ended.
     """
     if ranks < 1:
         raise SettingsError(f"ranks is {ranks}.", "Give 1 or more.")
