@@ -101,10 +101,10 @@ def print_info(
     if as_json:
         print_text(json.dumps(sections, indent=1))
         return
-    width = max(len(name) for found in sections.values() for name in found)
-    for heading, found in sections.items():
+    width = max(len(name) for rows in sections.values() for name in rows)
+    for heading, rows in sections.items():
         console.print(f"[bold]{escape(heading)}[/]")
-        for name, text in found.items():
+        for name, text in rows.items():
             console.print(f"  [dim]{escape(name):{width}}[/]  {escape(text)}", soft_wrap=True)
 
 
@@ -252,13 +252,13 @@ def print_plan(console: Console, plan: Plan) -> None:
     print_table(console, stage_table(plan))
 
 
-def print_candidates(console: Console, candidates: Sequence[Candidate], taken: str) -> None:
+def print_candidates(console: Console, candidates: Sequence[Candidate], chosen: str) -> None:
     """What each method gave, the one taken in bold; nothing where none were compared."""
     from ..partitioner.report.page import candidate_table
 
     styles = {
-        position: "bold" if one.name == taken else "" if one.stages else "dim"
-        for position, one in enumerate(candidates)
+        position: "bold" if candidate.name == chosen else "" if candidate.stages else "dim"
+        for position, candidate in enumerate(candidates)
     }
     print_table(console, candidate_table(candidates, timed=True), styles)
 

@@ -93,10 +93,10 @@ def train(folder: str | Path, **options: Unpack[TrainKeywords]) -> RunResult:
     """
     check_keywords("train", options, TrainKeywords)
     settings = settings_from({**options, "folder": str(folder)})
-    made = run(settings, REPORTER, partial(print_starting, settings))
-    records = read_run(made)
+    run_folder = run(settings, REPORTER, partial(print_starting, settings))
+    records = read_run(run_folder)
     return RunResult(
-        made,
+        run_folder,
         {int(number(step, "step")): number(step, "loss") for step in records.steps},
         {int(number(each, "step")): number(each, "loss") for each in records.evals},
         records,

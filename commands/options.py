@@ -165,9 +165,9 @@ def _flags_of(kind: type[Any]) -> type[Any]:
         name = declared.flag or own
         shown = flag_type(name, declared, _kind(declared.limit))
         entries.append((name, shown, field(default=None)))
-    made = make_dataclass(f"{kind.__name__}Flags", entries, frozen=True, kw_only=True)
-    made.__module__ = __name__  # cyclopts resolves the annotations there
-    return made
+    flags = make_dataclass(f"{kind.__name__}Flags", entries, frozen=True, kw_only=True)
+    flags.__module__ = __name__  # cyclopts resolves the annotations there
+    return flags
 
 
 def _on_command_line(kind: type[T]) -> type[T]:

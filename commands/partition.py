@@ -150,9 +150,9 @@ def _given(flags: Any) -> dict[str, Any]:
         elif name == "inputs":
             value = _by_key(flag, value)
         elif name in ("batch_dim", "sequence_dim"):
-            from ..partitioner.capture.sizes import read_said
+            from ..partitioner.capture.sizes import parse_dimension
 
-            value = read_said(flag, value)
+            value = parse_dimension(flag, value)
         elif name == "save_weights":
             value = not value
         given[name] = value

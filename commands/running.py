@@ -70,8 +70,8 @@ def run(app: App) -> int:
     except Exception as error:
         if {"-v", "--verbose"} & set(sys.argv):
             sys.stderr.write(visible(traceback.format_exc()))
-        what, cure = _unexpected(error)
-        errors.print(f"[bold red]error:[/] {_shown(what)}", soft_wrap=True)
+        message, cure = _unexpected(error)
+        errors.print(f"[bold red]error:[/] {_shown(message)}", soft_wrap=True)
         if cure:
             errors.print(_shown(cure), soft_wrap=True)
         return 1
@@ -90,8 +90,8 @@ def _options(app: App) -> set[str]:
     apps = [app, *(app[name] for name in app if not name.startswith("-"))]
     return {
         name
-        for each in apps
-        for argument in each.assemble_argument_collection()
+        for command in apps
+        for argument in command.assemble_argument_collection()
         for name in argument.names
     }
 

@@ -65,17 +65,18 @@ def predict_command(
     """
     from ..runtime.launch.prediction import Prediction, predict
 
-    asked = Prediction(run, output, data, split, batch_size, folder)
-    made = predict(asked, trust=trust, force=force)
+    prediction = Prediction(run, output, data, split, batch_size, folder)
+    predicted = predict(prediction, trust=trust, force=force)
     if json:
-        print_text(jsons.dumps(asdict(made), default=str))
+        print_text(jsons.dumps(asdict(predicted), default=str))
         return 0
     console = make_console()
-    for name, (dtype, shape) in made.tensors.items():
+    for name, (dtype, shape) in predicted.tensors.items():
         console.print(f"{name}  {dtype} {list(shape)}", markup=False)
-    if made.left_out:
-        console.print(f"left out, without a dimension of samples: {', '.join(made.left_out)}")
-    console.print(f"written  {made.output} · {counted(made.samples, 'sample')} · {made.weights}")
+    if predicted.left_out:
+        console.print(f"left out, without a dimension of samples: {', '.join(predicted.left_out)}")
+    samples = counted(predicted.samples, "sample")
+    console.print(f"written  {predicted.output} · {samples} · {predicted.weights}")
     return 0
 
 
@@ -111,10 +112,10 @@ def export_command(
     """
     from ..runtime.checkpoint.trained import export
 
-    made = export(run, target, folder=folder, force=force)
+    exported = export(run, target, folder=folder, force=force)
     if json:
-        print_text(jsons.dumps(asdict(made), default=str))
+        print_text(jsons.dumps(asdict(exported), default=str))
         return 0
-    size = f"{counted(made.tensors, 'tensor')}, {write_bytes(made.bytes)}"
-    make_console().print(f"written  {made.folder} · {size} · from {made.weights}")
+    size = f"{counted(exported.tensors, 'tensor')}, {write_bytes(exported.bytes)}"
+    make_console().print(f"written  {exported.folder} · {size} · from {exported.weights}")
     return 0

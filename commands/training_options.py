@@ -32,9 +32,9 @@ def _given_options(name: str, is_chosen: Callable[[Option], bool]) -> type[Given
         limit = option.limit
         kind: Any = Literal[limit.names] if isinstance(limit, Choice) else hints[own]
         options.append((own, flag_type(own, option, kind), field(default=None)))
-    made = make_dataclass(name, options, bases=(GivenOptions,), frozen=True, kw_only=True)
-    made.__module__ = __name__  # cyclopts resolves the annotations there
-    return made
+    flags = make_dataclass(name, options, bases=(GivenOptions,), frozen=True, kw_only=True)
+    flags.__module__ = __name__  # cyclopts resolves the annotations there
+    return flags
 
 
 if TYPE_CHECKING:

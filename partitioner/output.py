@@ -23,7 +23,7 @@ from ..runtime.limits import ListOf, flag_of
 from ..runtime.plan.plan import Plan, read_plan
 from ..runtime.tensor_files import tensor_bytes, write_index, write_shard
 from ..runtime.user_code import file_hash, portable
-from .capture.sizes import write_said
+from .capture.sizes import format_dimension
 from .planning.keywords import PlanConfig
 from .planning.options import DEFAULTS, OPTIONS, PartitionOptions
 
@@ -47,7 +47,7 @@ def command_of(spec: str, options: PartitionOptions, stages: int) -> str:
         if value == DEFAULTS[name]:
             continue
         if name in ("batch_dim", "sequence_dim"):
-            values = write_said(value)
+            values = format_dimension(value)
         elif isinstance(OPTIONS[name].limit, ListOf):
             values = list(value)
         else:

@@ -42,15 +42,15 @@ from .capture.sizes import (
     Attempted,
     Sample,
     Tensors,
+    accepted,
     dynamic_of,
-    first_taken,
+    first_accepted,
     larger_sizes,
     nearby_sizes,
     refused_by_model,
     sizes_in,
     sizes_text,
     smaller_sizes,
-    taken,
 )
 
 Refused = Callable[[Mapping[str, int]], str]
@@ -203,7 +203,7 @@ class _Pair:
         choices = (smaller_sizes(plan.sizes), nearby_sizes(plan.sizes)) if sizes is None else ()
         wanted = plan.sizes if sizes is None else sizes
         try:
-            return first_taken(attempted, self.given.tensors, dims, wanted, choices)
+            return first_accepted(attempted, self.given.tensors, dims, wanted, choices)
         except Exception as error:
             raise PlanError(*refused_by_model(self.model, wanted, error)) from error
 
@@ -303,7 +303,7 @@ class _Comparison:
             ):
                 continue
             attempt = partial(self._original, modes=modes if is_small else modes[:1])
-            if (further := taken(attempt, self.pair.given.tensors, dims, larger)) is not None:
+            if (further := accepted(attempt, self.pair.given.tensors, dims, larger)) is not None:
                 try:
                     difference = self._largest_difference(further)
                 except (PlanError, UnfitNoise) as error:

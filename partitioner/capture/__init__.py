@@ -43,11 +43,11 @@ from .modes import Trace, merged_capture, trace_dynamo, trace_forward
 from .size_guards import add_size_guard, at_least_two
 from .sizes import (
     BATCH,
+    DimensionOption,
     Dimensions,
-    Said,
-    asked_lengths,
-    check_said,
-    said_batch,
+    batch_of_option,
+    check_dimension,
+    named_lengths,
     symbols,
     without_symbol,
 )
@@ -65,7 +65,7 @@ from .values import (
 
 __all__ = [
     "Arguments", "CallRecord", "Capture", "IfTraining", "LocalDevice", "ModuleCall", "Recompute",
-    "Region", "Said", "Size", "capture", "colocated", "draws_in_order", "in_order",
+    "Region", "DimensionOption", "Size", "capture", "colocated", "draws_in_order", "in_order",
     "read_arguments", "run", "size_text",
     "tensor_spec",
 ]  # fmt: skip
@@ -80,8 +80,8 @@ def capture(
     example_inputs: Mapping[str, Any],
     *,
     dynamic: Dynamic | None = None,
-    batch_dim: Said = "auto",
-    sequence_dim: Said = "auto",
+    batch_dim: DimensionOption = "auto",
+    sequence_dim: DimensionOption = "auto",
     leaves: Collection[str] = (),
     check: bool = True,
     method: str = "auto",
@@ -175,30 +175,35 @@ def modes_by_hand(model: nn.Module) -> Iterator[str]:
     if outer:
         shown = ", ".join(f"{path} ({type(modules[path]).__name__})" for path in outer[:3])
         more = f" and {len(outer) - 3} more" if len(outer) > 3 else ""
-        kept, root = ("evaluation", "training") if model.training else ("training", "evaluation")
+        modes = ("training", "evaluation")
+        own, root = modes[::-1] if model.training else modes
         yield (
-            f"{shown}{more} {'is' if len(outer) == 1 else 'are'} in {kept} mode and the model in "
+            f"{shown}{more} {'is' if len(outer) == 1 else 'are'} in {own} mode and the model in "
             f"{root} mode; the stages follow train() and eval() of the model, which reset it: to "
             "keep it, override train() in the class of the model"
         )
 
 
 def _dimensions(
-    model: nn.Module, given: Arguments, dynamic: Dynamic | None, batch_dim: Said, sequence_dim: Said
+    model: nn.Module,
+    given: Arguments,
+    dynamic: Dynamic | None,
+    batch_dim: DimensionOption,
+    sequence_dim: DimensionOption,
 ) -> Dimensions:
     """The free sizes that the user named in `dynamic`, else those of batch and sequence."""
     if dynamic is not None:
         names = (symbol for named in dynamic.values() for symbol in named.values())
         return Dimensions(dynamic, frozenset(names))
-    check_said("--batch-dim", batch_dim, given.tensors)
-    check_said("--sequence-dim", sequence_dim, given.tensors)
+    check_dimension("--batch-dim", batch_dim, given.tensors)
+    check_dimension("--sequence-dim", sequence_dim, given.tensors)
     if batch_dim == "auto":
         batch, note = find_batch(model, given)
     else:
-        batch, note = said_batch(batch_dim, given.tensors), ""
+        batch, note = batch_of_option(batch_dim, given.tensors), ""
     dims = symbols(given.tensors, batch, sequence_dim)
-    asked = asked_lengths(dims, sequence_dim)
-    return Dimensions(dims, asked, (note,) if note else ())
+    named_symbols = named_lengths(dims, sequence_dim)
+    return Dimensions(dims, named_symbols, (note,) if note else ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,11 +272,11 @@ def _by_dynamo(request: Request) -> Capture:
     return _captured(replace(request, check=True), trace_dynamo, None)
 
 
-def _captured(request: Request, trace: Trace, kept: AutomaticLeaves | None) -> Capture:
+def _captured(request: Request, trace: Trace, automatic: AutomaticLeaves | None) -> Capture:
     """A capture by one method, with as many free sizes as possible."""
     model, given, dims = request.model, request.given, request.dimensions.dims
-    is_leaf = kept.is_leaf if kept else request.is_leaf
-    has_to_be_free = request.dimensions.asked | {BATCH}
+    is_leaf = automatic.is_leaf if automatic else request.is_leaf
+    has_to_be_free = request.dimensions.named | {BATCH}
     notes: list[str] = []
     is_corrected = not request.may_fix
     while True:
@@ -294,11 +299,11 @@ def _captured(request: Request, trace: Trace, kept: AutomaticLeaves | None) -> C
                     notes.append(fixed(error, dims, error.symbol))
                     dims = without_symbol(dims, error.symbol)
                     continue
-            if kept is None or not kept.keep(failed.paths, error):
+            if automatic is None or not automatic.keep(failed.paths, error):
                 raise error from failed.__cause__
-    if kept:
+    if automatic:
         called = {str(node.target) for node in captured.graph.find_nodes(op="call_module")}
-        notes += kept.notes(called)
+        notes += automatic.notes(called)
     if request.check and not is_on_meta(model):
         notes += _refuse_one(captured, check_capture(captured, given.tensors))
     return _noted(captured, *notes)

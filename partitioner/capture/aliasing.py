@@ -53,9 +53,9 @@ class Family:
 
     def __init__(self, storages: frozenset[int], nodes: Iterable[fx.Node]) -> None:
         self.storages = storages
-        found = list(nodes)
-        self.externals = tuple(node for node in found if is_external(node))
-        self.touching = tuple(node for node in found if not is_external(node))
+        members = list(nodes)
+        self.externals = tuple(node for node in members if is_external(node))
+        self.touching = tuple(node for node in members if not is_external(node))
         self.changes = tuple(
             place for place, node in enumerate(self.touching) if node.meta["mutates"] & storages
         )
@@ -188,13 +188,13 @@ def families(capture: Capture) -> list[Family]:
             touching[storage].append(place)
     group_of = {storage: frozenset(group) for group in groups.all() for storage in group}
     changed = sorted({storage for node in nodes for storage in node.meta["mutates"]})
-    found = []
-    for storages in dict.fromkeys(group_of.get(one, frozenset({one})) for one in changed):
+    first_places = []
+    for storages in dict.fromkeys(group_of.get(number, frozenset({number})) for number in changed):
         places = sorted({place for storage in storages for place in touching[storage]})
-        found.append((places, storages))
+        first_places.append((places, storages))
     return [
         Family(storages, [nodes[place] for place in places])
-        for places, storages in sorted(found, key=lambda pair: pair[0])
+        for places, storages in sorted(first_places, key=lambda pair: pair[0])
     ]
 
 
@@ -220,9 +220,9 @@ def colocated(capture: Capture) -> list[frozenset[fx.Node]]:
         for run in family.together():
             groups.join(run)
     order = {node: position for position, node in enumerate(nodes)}
-    found = [frozenset(node for node in group if not is_external(node)) for group in groups.all()]
+    members = [frozenset(node for node in group if not is_external(node)) for group in groups.all()]
     return sorted(
-        (group for group in found if len(group) > 1),
+        (group for group in members if len(group) > 1),
         key=lambda group: min(order[node] for node in group),
     )
 
@@ -251,24 +251,24 @@ def _must_follow(node: fx.Node) -> bool:
 
 def _decided(nodes: Iterable[fx.Node]) -> dict[int, list[fx.Node]]:
     """For each random decision, its node and the nodes that it may leave out."""
-    found: dict[int, list[fx.Node]] = defaultdict(list)
+    nodes_of: dict[int, list[fx.Node]] = defaultdict(list)
     for node in nodes:
         if "decision" in node.meta:
-            found[node.meta["decision"]].append(node)
+            nodes_of[node.meta["decision"]].append(node)
         for region in node.meta.get("regions", ()):
             if region.decision >= 0:
-                found[region.decision].append(node)
-    return found
+                nodes_of[region.decision].append(node)
+    return nodes_of
 
 
 def _back_to_its_maker(node: fx.Node) -> Iterator[fx.Node]:
     """The nodes from a value back to the one that allocated its memory. A stage receives tensors
     contiguous, so that a call that copies them in the model would return a view there."""
-    found: fx.Node | None = node
-    while found is not None and not is_external(found):
-        yield found
-        own, inputs = found.meta["storages"], found.all_input_nodes
-        found = next((other for other in inputs if own & other.meta["storages"]), None)
+    current: fx.Node | None = node
+    while current is not None and not is_external(current):
+        yield current
+        own, inputs = current.meta["storages"], current.all_input_nodes
+        current = next((other for other in inputs if own & other.meta["storages"]), None)
 
 
 class _Groups(Generic[Item]):
@@ -290,10 +290,10 @@ class _Groups(Generic[Item]):
         return item
 
     def all(self) -> list[list[Item]]:
-        found: dict[Item, list[Item]] = defaultdict(list)
+        groups: dict[Item, list[Item]] = defaultdict(list)
         for item in self._parent:
-            found[self._root(item)].append(item)
-        return list(found.values())
+            groups[self._root(item)].append(item)
+        return list(groups.values())
 
 
 class RemadeBufferError(CaptureError):
@@ -372,10 +372,10 @@ def make_tables(model: nn.Module, given: Arguments) -> str:
 
     Buffers that a checkpoint holds keep theirs, and nothing is made for a model on meta.
     """
-    made = [] if is_on_meta(model) else _tables_made(model, given) or []
-    for module, name, table in made:
+    tables = [] if is_on_meta(model) else _tables_made(model, given) or []
+    for module, name, table in tables:
         module._buffers[name] = table
-    return ", ".join(sorted({name for _, name, _ in made}))
+    return ", ".join(sorted({name for _, name, _ in tables}))
 
 
 def _tables_made(model: nn.Module, given: Arguments) -> list[tuple[nn.Module, str, Tensor]] | None:

@@ -120,8 +120,8 @@ def is_plain(leaf: Any) -> bool:
 
 
 def leaves(value: Any) -> list[Any]:
-    found: list[Any] = torch.utils._pytree.tree_leaves(value)
-    return found
+    flat: list[Any] = torch.utils._pytree.tree_leaves(value)
+    return flat
 
 
 def has_forward_hooks(module: nn.Module) -> bool:
@@ -240,15 +240,15 @@ def _mapped(value: Any, path: str, function: Callable[[Any, str], Any]) -> Any:
     if isinstance(value, (tuple, list)):
         return type(value)([inner(item, position) for position, item in enumerate(value)])
     if isinstance(value, Mapping):
-        made: Any = copy.copy(value)
+        copied: Any = copy.copy(value)
         for key, item in value.items():
-            made[key] = inner(item, key)
-        return made
+            copied[key] = inner(item, key)
+        return copied
     if is_record(value):
-        made = copy.copy(value)
+        copied = copy.copy(value)
         for name, item in fields_of(value).items():
-            object.__setattr__(made, name, inner(item, name))
-        return made
+            object.__setattr__(copied, name, inner(item, name))
+        return copied
     if any(isinstance(item, Tensor) for item in getattr(value, "__dict__", {}).values()):
         raise CaptureError(
             f"the input {path} is a {type(value).__name__}, which holds tensors but is not a "
@@ -263,9 +263,9 @@ def _identifier(path: str) -> str:
     return name if name.isidentifier() else f"input_{name}"
 
 
-def _free(name: str, taken: Mapping[str, Any]) -> str:
+def _free(name: str, used: Mapping[str, Any]) -> str:
     free, count = name, 1
-    while free in taken:
+    while free in used:
         count += 1
         free = f"{name}_{count}"
     return free

@@ -62,7 +62,7 @@ def find_batch(model: nn.Module, given: Arguments) -> tuple[Batch, str]:
     ways = list(islice(_ways(given.tensors), _WAYS_TRIED))
     for way in (usual, *(way for way in ways if way != usual)):
         if _is_independent(runs, given.tensors, way, whole):
-            return way, "" if way == usual else _told(way)
+            return way, "" if way == usual else _note(way)
     if _covers(usual, given.tensors) and runs(_part(given.tensors, usual, 0)) is not None:
         # Losses may compare the samples of a batch, and random numbers differ between runs.
         return usual, ""
@@ -72,7 +72,7 @@ def find_batch(model: nn.Module, given: Arguments) -> tuple[Batch, str]:
     )
 
 
-def _told(batch: Batch) -> str:
+def _note(batch: Batch) -> str:
     places = [f"dimension {dim} of {name}" for name, dim in batch.items() if dim is not None]
     without = [name for name, dim in batch.items() if dim is None]
     lacking = f" ({' and '.join(without)} without one)" if without else ""
@@ -179,39 +179,43 @@ def _is_independent(
         if enlarged is None:
             return False
         whole = enlarged
-    ones, twos = (runs(_part(inputs, batch, number)) for number in (0, 1))
-    if ones is None or twos is None or not len(whole) == len(ones) == len(twos):
+    firsts, seconds = (runs(_part(inputs, batch, number)) for number in (0, 1))
+    if firsts is None or seconds is None or not len(whole) == len(firsts) == len(seconds):
         return False
     first = size // 2
     by_sample: list[bool] = []
     others: list[bool] = []
-    for all_, one, two in zip(whole, ones, twos, strict=True):
-        if one.dim() != all_.dim() or two.dim() != all_.dim():
+    for all_, first_part, second_part in zip(whole, firsts, seconds, strict=True):
+        if first_part.dim() != all_.dim() or second_part.dim() != all_.dim():
             return False
-        longer = [dim for dim in range(all_.dim()) if all_.shape[dim] != two.shape[dim]]
+        longer = [dim for dim in range(all_.dim()) if all_.shape[dim] != second_part.shape[dim]]
         if longer:
-            by_sample.append(any(_close(all_, made) for made in _joined(all_, one, two, longer)))
-        elif one.shape == all_.shape:
-            mean = (one.double() * first + two.double() * (size - first)) / size
-            others.append(_close(all_, mean) or _close(all_, one.double() + two.double()))
+            by_sample.append(
+                any(_close(all_, join) for join in _joined(all_, first_part, second_part, longer))
+            )
+        elif first_part.shape == all_.shape:
+            mean = (first_part.double() * first + second_part.double() * (size - first)) / size
+            others.append(
+                _close(all_, mean) or _close(all_, first_part.double() + second_part.double())
+            )
         else:
             return False
     # With ignored labels a loss is not a mean over samples: results by sample are decisive.
     return all(by_sample) if by_sample else bool(others) and all(others)
 
 
-def _joined(all_: Tensor, one: Tensor, two: Tensor, dims: list[int]) -> Iterator[Tensor]:
+def _joined(all_: Tensor, first: Tensor, second: Tensor, dims: list[int]) -> Iterator[Tensor]:
     """Possible joins of the results of two parts: concatenated along a dimension, or interleaved,
     as if several dimensions were flattened with the batch last."""
     if len(dims) > 1:
         return
     (dim,) = dims
-    if one.shape[dim] + two.shape[dim] != all_.shape[dim]:
+    if first.shape[dim] + second.shape[dim] != all_.shape[dim]:
         return
-    yield torch.cat([one, two], dim)
-    for often in range(2, min(one.shape[dim], two.shape[dim]) + 1):
-        if one.shape[dim] % often == 0 and two.shape[dim] % often == 0:
-            apart = [_apart(part, dim, often) for part in (one, two)]
+    yield torch.cat([first, second], dim)
+    for often in range(2, min(first.shape[dim], second.shape[dim]) + 1):
+        if first.shape[dim] % often == 0 and second.shape[dim] % often == 0:
+            apart = [_apart(part, dim, often) for part in (first, second)]
             yield torch.cat(apart, dim + 1).flatten(dim, dim + 1)
 
 
@@ -221,14 +225,14 @@ def _apart(tensor: Tensor, dim: int, often: int) -> Tensor:
     return tensor.reshape(*shape[:dim], often, shape[dim] // often, *shape[dim + 1 :])
 
 
-def _close(expected: Tensor, found: Tensor) -> bool:
-    if expected.shape != found.shape:
+def _close(expected: Tensor, actual: Tensor) -> bool:
+    if expected.shape != actual.shape:
         return False
     if expected.dtype == torch.bool:
-        return torch.equal(expected, found.to(torch.bool))
-    expected, found = expected.double(), found.double()
+        return torch.equal(expected, actual.to(torch.bool))
+    expected, actual = expected.double(), actual.double()
     scale = float(expected.abs().max()) if expected.numel() else 0.0
-    return torch.allclose(expected, found, rtol=_TOLERANCE, atol=_TOLERANCE * scale)
+    return torch.allclose(expected, actual, rtol=_TOLERANCE, atol=_TOLERANCE * scale)
 
 
 def corrected(
@@ -274,8 +278,8 @@ def corrected(
 
 def fixed(error: PinnedSizeError, dims: Dynamic, symbol: str) -> str:
     """The note for a size that forward allows at one value only, and that is fixed there."""
-    what = f"the {symbol} size" if symbol.endswith(SEQUENCE) else places(dims, symbol)
-    return f"{what} is fixed: {error.where.rstrip(',')} works for {error.value} only"
+    size = f"the {symbol} size" if symbol.endswith(SEQUENCE) else places(dims, symbol)
+    return f"{size} is fixed: {error.where.rstrip(',')} works for {error.value} only"
 
 
 def with_places(error: PinnedSizeError, dims: Dynamic) -> PinnedSizeError:
@@ -310,5 +314,5 @@ def _with_more(given: Arguments, dims: Dynamic) -> dict[str, dict[int, str]]:
 
 def _why(pins: Mapping[str, PinnedSizeError], symbols: Collection[str]) -> str:
     """The line that made these sizes equal, or a number."""
-    found = next((pins[symbol] for symbol in sorted(symbols) if symbol in pins), None)
-    return f": {found.where.rstrip(',')} needs that" if found else ""
+    pin = next((pins[symbol] for symbol in sorted(symbols) if symbol in pins), None)
+    return f": {pin.where.rstrip(',')} needs that" if pin else ""

@@ -302,28 +302,28 @@ class NodeHints:
         """Names a new value after the variable of the assignment that makes it."""
         self._frames.update((id(frame), frame) for frame in frames)
         parts = [self._node_of(part) for part in value] if _is_sequence(value) else []
-        for made in (node, *parts):
-            if made is not None:
-                self._made_in[made] = frozenset(map(id, frames))
+        for new in (node, *parts):
+            if new is not None:
+                self._made_in[new] = frozenset(map(id, frames))
         names = assigned_names(frames[0]) if frames else ()
         if len(names) == 1 and parts != [node]:
             self._hint(node, names[0])
         elif len(names) == len(parts):
-            for made, name in zip(parts, names, strict=True):
-                self._hint(made, name)
+            for new, name in zip(parts, names, strict=True):
+                self._hint(new, name)
 
     def look(self, frames: Sequence[FrameType] | None = None) -> None:
         """Names values after variables that have been assigned since they were made."""
         for frame in user_frames(self._top) if frames is None else frames:
             for name, value in frame.f_locals.items():
                 if isinstance(value, Tensor):
-                    self._found(frame, name, value)
+                    self._hint_value(frame, name, value)
                 elif _is_sequence(value):
                     for position, part in enumerate(value[:_PARTS]):
                         if isinstance(part, Tensor):
-                            self._found(frame, f"{name}_{position}", part)
+                            self._hint_value(frame, f"{name}_{position}", part)
 
-    def _found(self, frame: FrameType, name: str, value: Tensor) -> None:
+    def _hint_value(self, frame: FrameType, name: str, value: Tensor) -> None:
         node = self._node_of(value)
         if node is not None and id(frame) in self._made_in.get(node, ()):
             self._hint(node, name)

@@ -34,13 +34,13 @@ from .model_state import (
 from .random_numbers import Draw
 from .sizes import (
     Sample,
+    accepted,
     dynamic_of,
-    first_taken,
+    first_accepted,
     larger_sizes,
     nearby_sizes,
     refused_by_model,
     smaller_sizes,
-    taken,
 )
 
 # Below this, gradients are compared too: above, the check would take longer than the capture.
@@ -101,7 +101,7 @@ class _Check:
             self._compare(sample.inputs, expected, seed)
         sizes = self._capture.sizes
         for larger in larger_sizes(sizes, all_of_them=True) if self._small else ():
-            if (further := taken(self._original, self._real, self._dims, larger)) is not None:
+            if (further := accepted(self._original, self._real, self._dims, larger)) is not None:
                 try:
                     self._compare(further.inputs, further.result, 0)
                 except (CaptureError, UnfitNoise) as error:
@@ -116,7 +116,7 @@ class _Check:
         model, sizes = self._capture.model, self._capture.sizes
         choices = (smaller_sizes(sizes), nearby_sizes(sizes))
         try:
-            return first_taken(self._original, self._real, self._dims, sizes, choices)
+            return first_accepted(self._original, self._real, self._dims, sizes, choices)
         except Exception as error:
             if not self._is_own:
                 raise UnfitNoise from error
@@ -125,7 +125,7 @@ class _Check:
     def _differs_at_one(self, symbol: str) -> bool:
         """True if graph and model differ where the size of a symbol is 1."""
         sizes = {**smaller_sizes(self._capture.sizes), symbol: 1}
-        if (single := taken(self._original, self._real, self._dims, sizes)) is not None:
+        if (single := accepted(self._original, self._real, self._dims, sizes)) is not None:
             try:
                 self._compare(single.inputs, single.result, 0)
             except (CaptureError, UnfitNoise):
@@ -192,17 +192,17 @@ def _seeds(capture: Capture, sample: Mapping[str, Tensor]) -> list[int]:
         return list(range(_SEEDS))
     drawing = [node for node in nodes if isinstance(node.target, Draw)]
     needed = [node for node in nodes if node in _ancestors([*decisions, *drawing])]
-    found: dict[tuple[fx.Node, bool], int] = {}
+    seed_of: dict[tuple[fx.Node, bool], int] = {}
     with unchanged(capture.model), torch.no_grad():
         for seed in range(_SEEDS_TRIED):
             seed_all(seed)
             env: dict[fx.Node, Any] = {}
             run(capture, sample, training=True, nodes=needed, env=env)
             for node in decisions:
-                found.setdefault((node, bool(env[node])), seed)
-            if len(found) == 2 * len(decisions):
+                seed_of.setdefault((node, bool(env[node])), seed)
+            if len(seed_of) == 2 * len(decisions):
                 break
-    return list(dict.fromkeys([0, *found.values()]))
+    return list(dict.fromkeys([0, *seed_of.values()]))
 
 
 def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
@@ -276,25 +276,25 @@ def _gradients(model: nn.Module, outputs: list[Tensor]) -> dict[str, Tensor]:
             parameter.grad = gradient
 
 
-def _equal(expected: Tensor, found: Tensor | None) -> bool:
-    if found is None or found.shape != expected.shape or found.dtype != expected.dtype:
+def _equal(expected: Tensor, actual: Tensor | None) -> bool:
+    if actual is None or actual.shape != expected.shape or actual.dtype != expected.dtype:
         return False
     if not expected.is_floating_point():
-        return torch.equal(expected, found)
+        return torch.equal(expected, actual)
     tolerance = 1e-5 if torch.finfo(expected.dtype).bits >= 32 else 1e-2
     scale = float(expected.nan_to_num(0, 0, 0).abs().max()) if expected.numel() else 0.0
-    return torch.allclose(expected, found, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
+    return torch.allclose(expected, actual, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
 
 
-def _difference(expected: Tensor | None, found: Tensor | None) -> str:
-    if found is None or expected is None:
-        return f"the {'graph' if found is None else 'model'} has none"
-    if found.shape != expected.shape or found.dtype != expected.dtype:
+def _difference(expected: Tensor | None, actual: Tensor | None) -> str:
+    if actual is None or expected is None:
+        return f"the {'graph' if actual is None else 'model'} has none"
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
         return (
             f"{expected.dtype} {tuple(expected.shape)} of the model, "
-            f"{found.dtype} {tuple(found.shape)} of the graph"
+            f"{actual.dtype} {tuple(actual.shape)} of the graph"
         )
-    return f"by up to {float((expected.double() - found.double()).abs().max()):.3g}"
+    return f"by up to {float((expected.double() - actual.double()).abs().max()):.3g}"
 
 
 def _sizes_text(capture: Capture, sample: Mapping[str, Any]) -> str:
@@ -336,41 +336,41 @@ def detached(outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def compare(
-    expected: Mapping[str, Tensor], actual: Mapping[str, Tensor], tolerance: float, what: str
+    expected: Mapping[str, Tensor], actual: Mapping[str, Tensor], tolerance: float, kind: str
 ) -> float:
     """The largest relative difference; raises PlanError for the first value beyond tolerance."""
     if expected.keys() != actual.keys():
         name = sorted(expected.keys() ^ actual.keys())[0]
         where = "the original" if name in expected else "the stages"
-        raise PlanError(f"only {where} has the {what} {name}.")
+        raise PlanError(f"only {where} has the {kind} {name}.")
     largest, floor = 0.0, 1e-6
-    if what.startswith("gradient"):
+    if kind.startswith("gradient"):
         # A gradient of rounding errors only, as of a key's bias before a softmax, has no scale.
-        floor = max([floor, *(1e-4 * _finite_magnitude(wanted) for wanted in expected.values())])
-    for name, wanted in expected.items():
-        got = actual[name]
-        if wanted.shape != got.shape or wanted.dtype != got.dtype:
+        floor = max([floor, *(1e-4 * _finite_magnitude(theirs) for theirs in expected.values())])
+    for name, theirs in expected.items():
+        ours = actual[name]
+        if theirs.shape != ours.shape or theirs.dtype != ours.dtype:
             raise PlanError(
-                f"the {what} {name} is {wanted.dtype} {tuple(wanted.shape)} in the original, "
-                f"{got.dtype} {tuple(got.shape)} in the stages."
+                f"the {kind} {name} is {theirs.dtype} {tuple(theirs.shape)} in the original, "
+                f"{ours.dtype} {tuple(ours.shape)} in the stages."
             )
-        if wanted.numel() == 0:
+        if theirs.numel() == 0:
             continue
-        if not wanted.is_floating_point() and not wanted.is_complex():
-            wanted, got = wanted.double(), got.double()
+        if not theirs.is_floating_point() and not theirs.is_complex():
+            theirs, ours = theirs.double(), ours.double()
         # Before a batch norm, the gradient of a bias consists of rounding errors only. Their scale
         # is that of the terms of its weight's gradient.
-        weight = expected.get(f"{name.removesuffix('bias')}weight", wanted)
-        of_terms = _finite_magnitude(weight) if what.startswith("gradient") else 0.0
-        if not math.isfinite(_magnitude(wanted)):
+        weight = expected.get(f"{name.removesuffix('bias')}weight", theirs)
+        of_terms = _finite_magnitude(weight) if kind.startswith("gradient") else 0.0
+        if not math.isfinite(_magnitude(theirs)):
             # Infinite logits of masked positions, the loss of an impossible target.
-            alike = ~wanted.isfinite() & ((wanted == got) | (wanted.isnan() & got.isnan()))
-            wanted, got = wanted.masked_fill(alike, 0), got.masked_fill(alike, 0)
-        scale = max(_finite_magnitude(wanted), floor, of_terms)
-        difference = _magnitude(wanted - got) / scale
+            alike = ~theirs.isfinite() & ((theirs == ours) | (theirs.isnan() & ours.isnan()))
+            theirs, ours = theirs.masked_fill(alike, 0), ours.masked_fill(alike, 0)
+        scale = max(_finite_magnitude(theirs), floor, of_terms)
+        difference = _magnitude(theirs - ours) / scale
         if not difference <= tolerance:
             raise PlanError(
-                f"the {what} {name} of the generated stages differs from the original's by "
+                f"the {kind} {name} of the generated stages differs from the original's by "
                 f"{difference:.1e} of its largest magnitude; {tolerance:.0e} is allowed.",
                 _REPORT,
             )

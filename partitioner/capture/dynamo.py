@@ -74,18 +74,18 @@ def torch_graph(
     ):
         enter, leave, assigned = _mark(), _mark(), _mark()
         leaves, buffers = _reporting(model, is_leaf, enter, leave)
-        found = _exported(
+        exported = _exported(
             _Entry(model, call, tuple(tensors), buffers, assigned),
             # Copies, because Dynamo would merge inputs that are the same tensor.
             tuple(_copy(tensor, is_on_meta(model)) for tensor in tensors.values()),
             [dict.fromkeys(dims.get(name, {}), torch.export.Dim.DYNAMIC) for name in tensors],
         )
-        return TorchGraph(found, leaves, buffers, enter, leave, assigned)
+        return TorchGraph(exported, leaves, buffers, enter, leave, assigned)
 
 
 def _copy(tensor: Tensor, to_meta: bool) -> Tensor:
-    made = tensor.detach().to("meta") if to_meta else tensor.detach().clone()
-    return made.requires_grad_(tensor.requires_grad)
+    copied = tensor.detach().to("meta") if to_meta else tensor.detach().clone()
+    return copied.requires_grad_(tensor.requires_grad)
 
 
 class _Entry(nn.Module):
@@ -117,8 +117,8 @@ def _exported(entry: nn.Module, tensors: tuple[Tensor, ...], dynamic: list[Any])
     shapes = {"tensors": tuple(dynamic)}
     export: Any = getattr(_trace, "_export_to_torch_ir", None)
     if export is None:
-        found = torch._dynamo.export(entry, dynamic_shapes=shapes, tracing_mode="symbolic")
-        module: fx.GraphModule = found(*tensors).graph_module
+        exporter = torch._dynamo.export(entry, dynamic_shapes=shapes, tracing_mode="symbolic")
+        module: fx.GraphModule = exporter(*tensors).graph_module
         return module
     options = {"restore_fqn": False, "_log_export_usage": False}
     known = inspect.signature(export).parameters
@@ -259,18 +259,18 @@ def _without_locks(model: nn.Module) -> Iterator[None]:
         for name, module in list(sys.modules.items())
         if name.partition(".")[0] in packages and module is not None
     ]
-    found: list[tuple[dict[str, Any], str, Any]] = [
+    locks: list[tuple[dict[str, Any], str, Any]] = [
         (scope, name, value)
         for scope in scopes
         for name, value in list(scope.items())
         if isinstance(value, kinds)
     ]
-    for scope, name, _ in found:
+    for scope, name, _ in locks:
         scope[name] = contextlib.nullcontext()
     try:
         yield
     finally:
-        for scope, name, value in found:
+        for scope, name, value in locks:
             scope[name] = value
 
 

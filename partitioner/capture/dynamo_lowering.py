@@ -33,25 +33,25 @@ from .values import AUGMENTED
 
 
 def replay(
-    found: TorchGraph, model: nn.Module, world: FakeWorld, tracer: Tracer, tensors: list[Tensor]
+    exported: TorchGraph, model: nn.Module, world: FakeWorld, tracer: Tracer, tensors: list[Tensor]
 ) -> Any:
     """The model's result for fake tensors, given in the order of the graph's placeholders."""
-    return _Replay(found, model, world, tracer).run(tensors)
+    return _Replay(exported, model, world, tracer).run(tensors)
 
 
 class _Replay:
     def __init__(
-        self, found: TorchGraph, model: nn.Module, world: FakeWorld, tracer: Tracer
+        self, exported: TorchGraph, model: nn.Module, world: FakeWorld, tracer: Tracer
     ) -> None:
-        self._found, self._model = found, model
+        self._exported, self._model = exported, model
         self._world, self._tracer = world, tracer
         self._values: dict[fx.Node, Any] = {}
         self._transforms = Transforms(tracer)
         self._place: fx.Node | None = None
 
     def run(self, tensors: list[Tensor]) -> Any:
-        nodes = self._nodes(self._found.module.graph, tensors)
-        for node in takewhile(lambda node: node.target is not self._found.enter, nodes):
+        nodes = self._nodes(self._exported.module.graph, tensors)
+        for node in takewhile(lambda node: node.target is not self._exported.enter, nodes):
             self._run(node)
         result = self._until_leave(nodes)
         self._until_leave(nodes)
@@ -66,14 +66,14 @@ class _Replay:
     def _until_leave(self, nodes: Iterator[fx.Node]) -> Any:
         """Runs nodes up to the end of the current module, and returns its result."""
         for node in nodes:
-            if node.op == "output" or node.target is self._found.leave:
+            if node.op == "output" or node.target is self._exported.leave:
                 return self._value(node.args[0])
-            if node.target is self._found.assigned:
+            if node.target is self._exported.assigned:
                 values = self._value(node.args[0])
-                for (module, name), value in zip(self._found.buffers, values, strict=True):
+                for (module, name), value in zip(self._exported.buffers, values, strict=True):
                     self._tracer.assign_buffer(module, name, value)
                 continue
-            if node.target is not self._found.enter:
+            if node.target is not self._exported.enter:
                 self._run(node)
                 continue
             path, args, kwargs = self._value(node.args)
@@ -88,10 +88,10 @@ class _Replay:
         transformed = self._transforms.take(node, args, kwargs, self._values)
         if not transformed:
             self._values[node] = self._called(node, args, kwargs)
-        made = takewhile(lambda new: new is not before, reversed(self._tracer.graph.nodes))
+        new_nodes = takewhile(lambda new: new is not before, reversed(self._tracer.graph.nodes))
         if self._place is None or _lines(node):
             self._place = node  # nodes that torch adds at the end of a transform have no line
-        _describe(list(made)[::-1], node, _lines(self._place))
+        _describe(list(new_nodes)[::-1], node, _lines(self._place))
 
     def _called(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         if node.op == "get_attr":
@@ -99,8 +99,8 @@ class _Replay:
         if node.op == "call_method":
             return _method(str(node.target), args, kwargs)
         if node.op == "call_module":
-            return self._found.module.get_submodule(str(node.target))(*args, **kwargs)
-        path = self._found.leaves.get(node.target)
+            return self._exported.module.get_submodule(str(node.target))(*args, **kwargs)
+        path = self._exported.leaves.get(node.target)
         if path is not None:
             return self._tracer.call_module(self._model.get_submodule(path), args, kwargs)
         if getattr(node.target, "__name__", "") == "wrapped_item":  # of an array
@@ -148,10 +148,10 @@ def _converted(number: Callable[[Any], Any], dtype: torch.dtype) -> Callable[[An
 
 
 def _bounded(number: Callable[..., Any], bound: str) -> Callable[..., Any]:
-    def extreme(one: Any, other: Any) -> Any:
+    def extreme(value: Any, other: Any) -> Any:
         if isinstance(other, Tensor):
-            one, other = other, one
-        return one.clamp(**{bound: other}) if isinstance(one, Tensor) else number(one, other)
+            value, other = other, value
+        return value.clamp(**{bound: other}) if isinstance(value, Tensor) else number(value, other)
 
     return extreme
 
@@ -182,22 +182,22 @@ _FUNCTIONS: Mapping[Any, Callable[..., Any]] = {
 # --- names and lines ------------------------------------------------------------------------
 
 
-def _describe(made: list[fx.Node], node: fx.Node, lines: list[SourceLine]) -> None:
+def _describe(new_nodes: list[fx.Node], node: fx.Node, lines: list[SourceLine]) -> None:
     """Gives new nodes the line and the variable names of the node that they come from."""
-    if not lines or not made:
+    if not lines or not new_nodes:
         return
     place = lines[-1]
-    for new in made:
+    for new in new_nodes:
         if new.meta["source"] is None:
             new.meta["source"] = (short_name(place.file, _module_of(place.file)), place.line)
-    last = made[-1]
+    last = new_nodes[-1]
     if node.target in AUGMENTED and last.op == "call_method":
         # The graph has the method for the written `x += y`.
         last.op, last.target = "call_function", node.target
     parts = _assigned(place.text)
     name = re.sub(r"_\d+$", "", node.name)
-    if len(parts) == len(made) - 1 > 0:
-        for new, part in zip(made[1:], parts, strict=True):
+    if len(parts) == len(new_nodes) - 1 > 0:
+        for new, part in zip(new_nodes[1:], parts, strict=True):
             _hint(new, part)
     elif any(name in _assigned(line.text) for line in lines):
         _hint(last, name)
@@ -225,8 +225,8 @@ def _assigned(text: str) -> list[str]:
     >>> _assigned("query, key = self.both(states == 0)")
     ['query', 'key']
     """
-    found = re.match(r"([\w\s,()]+?)\s*[-+*/|&@]?=(?!=)", text)
-    return [name.strip(" ()") for name in found[1].split(",")] if found else []
+    match = re.match(r"([\w\s,()]+?)\s*[-+*/|&@]?=(?!=)", text)
+    return [name.strip(" ()") for name in match[1].split(",")] if match else []
 
 
 def _hint(node: fx.Node, name: str) -> None:
@@ -270,8 +270,8 @@ class Transforms:
         self._depth -= name.endswith("_decrement_nesting")
         if not self._depth:
             known = self._operators.again()
-            for made, value in list(values.items()):
-                values[made] = map_leaves(
+            for source, value in list(values.items()):
+                values[source] = map_leaves(
                     lambda leaf: known.get(id(leaf), leaf) if isinstance(leaf, Tensor) else leaf,
                     value,
                 )
@@ -327,9 +327,9 @@ def spelled(func: Any) -> Callable[..., Any]:
     is_method = bool(arguments) and arguments[0].name == "self"
     homes = [Tensor] if is_method else []
     for home in (*homes, torch, torch._C._nn):
-        found = getattr(home, name, None)
-        if found is not None and not name.startswith("_"):
-            return found  # type: ignore[no-any-return]
+        public = getattr(home, name, None)
+        if public is not None and not name.startswith("_"):
+            return public  # type: ignore[no-any-return]
     return func  # type: ignore[no-any-return]
 
 

@@ -248,7 +248,7 @@ class FakeWorld:
             for module in self.model.modules()
             for attributes in (module.__dict__, module._buffers, module._parameters)
         ]
-        kept = [
+        contents = [
             (value, list(value) if isinstance(value, list) else dict(value))
             for module in self.model.modules()
             for name, value in vars(module).items()
@@ -267,7 +267,7 @@ class FakeWorld:
                 tensors[name] = real
             for attributes, old in before:
                 _drop_fakes(attributes, old)
-            for container, items in kept:
+            for container, items in contents:
                 _restore(container, items)
 
     @contextmanager
@@ -329,13 +329,13 @@ def explained(
 
     `drawn` are the symbols of numbers that Python or NumPy draws.
     """
-    found = user_frame_of(error.__traceback__)
-    if found is None:
+    frame_and_line = user_frame_of(error.__traceback__)
+    if frame_and_line is None:
         return UnseenError(
             f"cannot trace {type(model).__name__}: {type(error).__name__}: {_first_line(error)}",
             f"Does it run on inputs like these? {describe_arguments(given.tensors)}",
         )
-    frame, line = found
+    frame, line = frame_and_line
     where, text = place(frame, line), source_text(frame, line)
     leaf = _leaf(frame, model)
     if isinstance(error, GuardOnDataDependentSymNode):
@@ -396,12 +396,12 @@ _PINNED = re.compile(
 
 def pinned(error: Exception, given: Arguments, dims: Dynamic) -> PinnedSizeError | None:
     """Dynamo's error for a size that forward fixes at one value; None for any other error."""
-    found = _PINNED.search(str(error))
-    if found is None:
+    match = _PINNED.search(str(error))
+    if match is None:
         return None
-    position, dim, value = map(int, found.groups())
+    position, dim, value = map(int, match.groups())
     symbol = dims[list(given.tensors)[position]][dim]
-    lines = user_lines(str(error)[found.end() :].partition("\n\n  - ")[0])
+    lines = user_lines(str(error)[match.end() :].partition("\n\n  - ")[0])
     where = f"{Path(lines[-1].file).name}:{lines[-1].line}" if lines else "forward"
     return PinnedSizeError(
         symbol, where, value, f"Leave {symbol} out of dynamic=... to fix it at {value}."

@@ -235,10 +235,10 @@ def _last_uses(nodes: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
             last[node] = node
         for used in node.all_input_nodes:
             last[used] = node
-    found: dict[fx.Node, list[fx.Node]] = {}
+    last_read_by: dict[fx.Node, list[fx.Node]] = {}
     for used, user in last.items():
-        found.setdefault(user, []).append(used)
-    return found
+        last_read_by.setdefault(user, []).append(used)
+    return last_read_by
 
 
 def _resolved(regions: tuple[Region, ...], device: torch.device) -> tuple[Region, ...]:

@@ -151,9 +151,9 @@ def construct(module: nn.Module, path: str, model: nn.Module | None = None) -> C
         for name in optional
         if name in given
     ]
-    held = dict(module.named_parameters())
-    stuck = tuple(name for name, value in held.items() if not value.requires_grad)
-    frozen = bool(held) and len(stuck) == len(held)
+    parameters = dict(module.named_parameters())
+    stuck = tuple(name for name, value in parameters.items() if not value.requires_grad)
+    frozen = bool(parameters) and len(stuck) == len(parameters)
     return Constructor(kind, tuple(arguments), frozen, () if frozen else stuck)
 
 
@@ -326,18 +326,18 @@ def _is_same(built: nn.Module | None, module: nn.Module) -> bool:
     if mine != other or list(built.state_dict()) != list(module.state_dict()):
         return False
     return all(
-        one.extra_repr() == two.extra_repr() and _plain(one) == _plain_beside(one, two)
-        for one, two in zip(built.modules(), module.modules(), strict=True)
+        ours.extra_repr() == theirs.extra_repr() and _plain(ours) == _plain_beside(ours, theirs)
+        for ours, theirs in zip(built.modules(), module.modules(), strict=True)
     )
 
 
 def _plain_beside(built: nn.Module, module: nn.Module) -> dict[str, Any]:
     """The plain attributes of a module; for torch.nn only those that the class sets: others, such
     as a `qconfig`, are annotations."""
-    found = _plain(module)
+    attributes = _plain(module)
     if is_torch_leaf(module):
-        return {name: value for name, value in found.items() if name in vars(built)}
-    return found
+        return {name: value for name, value in attributes.items() if name in vars(built)}
+    return attributes
 
 
 def _plain(module: nn.Module) -> dict[str, Any]:

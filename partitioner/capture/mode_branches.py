@@ -131,9 +131,9 @@ class _Both:
         """Writes the choice after a decision of training; evaluation, which never leaves anything
         out, reads its result too."""
         copy = self._copy(node, fx.node.map_arg(node.args, self.now[0].__getitem__), {})
-        made = node.args[1]
+        result = node.args[1]
         for train, other in self.pairs:
-            if train is made:
+            if train is result:
                 self.now[1][other] = copy
         self._stands_for(0, node, copy)
 
@@ -207,7 +207,7 @@ class _Both:
     def record(self, record: CallRecord, other: CallRecord | None, of: int = 0) -> CallRecord:
         """A module call in terms of this graph, with the result that readers of both modes see."""
 
-        def made(value: Any) -> Any:
+        def copied(value: Any) -> Any:
             return fx.node.map_arg(value, self.made[of].get)
 
         result = fx.node.map_arg(record.result, self.now[of].get)
@@ -216,7 +216,7 @@ class _Both:
                 result = merged_arguments(record.result, other.result, self._already_chosen)
             except Different:
                 pass
-        arguments = {name: made(value) for name, value in record.arguments.items()}
+        arguments = {name: copied(value) for name, value in record.arguments.items()}
         return CallRecord(record.type_name, record.module_path, arguments, result)
 
     def _already_chosen(self, train: fx.Node, other: fx.Node) -> fx.Node | None:
@@ -263,8 +263,8 @@ def modes_differ(
             f"{_ALONE_IN_MODE}.",
         )
     cure = f"{_ALONE_IN_MODE}."
-    if (kept := _module_of(difference, model)) is not None:
-        cure = f"{_ALONE_IN_MODE}; or keep the module that decides as one node: --leaf {kept}."
+    if (leaf := _module_of(difference, model)) is not None:
+        cure = f"{_ALONE_IN_MODE}; or keep the module that decides as one node: --leaf {leaf}."
     return CaptureError(
         "forward differs between training and evaluation, from "
         f"{_place(difference[0])} in training and {_place(difference[1])} in evaluation on, and "

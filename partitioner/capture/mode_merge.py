@@ -186,14 +186,14 @@ def merged_arguments(
 
 
 def _has_node(value: Any) -> bool:
-    found: list[fx.Node] = []
-    fx.node.map_arg(value, found.append)
-    return bool(found)
+    nodes: list[fx.Node] = []
+    fx.node.map_arg(value, nodes.append)
+    return bool(nodes)
 
 
-def unless(condition: Any, made: Any, former: Any) -> Any:
-    """`former` where the condition holds, else `made`."""
-    return former if condition else made
+def unless(condition: Any, computed: Any, former: Any) -> Any:
+    """`former` where the condition holds, else `computed`."""
+    return former if condition else computed
 
 
 # Functions that draw a number from 0 (included) to 1 (excluded).
@@ -311,8 +311,8 @@ class _Decision:
         copied = (node for node in graph.nodes if node.meta.get("copied"))
         self.former = {*chosen, *copied}
         self.pairs = [*common_externals(graph, other), *self._same_calls()]
-        self.partner = {there: here for here, there in self.pairs}
-        self.here: dict[fx.Node, fx.Node] = {}  # Nodes of the other graph in this one.
+        self.partner = {theirs: ours for ours, theirs in self.pairs}
+        self.copies: dict[fx.Node, fx.Node] = {}  # Nodes of the other graph in this one.
         self.storages: dict[int, int] = {}
         self.choices: dict[tuple[fx.Node, fx.Node], fx.Node] = {}
         self.last = condition
@@ -320,23 +320,23 @@ class _Decision:
     def write(self) -> None:
         if any(region.decision >= 0 for region in self.condition.meta["regions"]):
             raise Different  # A decision within another.
-        kept = {*self.partner.values(), *self.former}
-        alone = [node for node in self.graph.nodes if node not in kept and not is_external(node)]
+        shared = {*self.partner.values(), *self.former}
+        alone = [node for node in self.graph.nodes if node not in shared and not is_external(node)]
         if alone and alone[0] < self.condition:
             raise Different
         for node in alone:
             self._place(node, self.is_true, node.meta["regions"])
         self.condition.meta["decision"] = self.decision
-        for node, there in self.pairs:
-            self.storages.update(zip(_storages(there), _storages(node), strict=False))
+        for node, theirs in self.pairs:
+            self.storages.update(zip(_storages(theirs), _storages(node), strict=False))
         self._copy_others()
         hint = "kept" if self.is_true else "dropped"
-        self.condition.meta["hint"] = "drawn" if self.here else hint
+        self.condition.meta["hint"] = "drawn" if self.copies else hint
         self.last = max([self.condition, *alone])
-        for node, there in self.pairs:
+        for node, theirs in self.pairs:
             if not is_external(node):
-                node.args = merged_arguments(node.args, there.args, self._chosen)
-                node.kwargs = merged_arguments(node.kwargs, there.kwargs, self._chosen)
+                node.args = merged_arguments(node.args, theirs.args, self._chosen)
+                node.kwargs = merged_arguments(node.kwargs, theirs.kwargs, self._chosen)
 
     def _same_calls(self) -> list[Pair]:
         """The calls of both graphs: all before the decision, and the common ones after it."""
@@ -360,69 +360,69 @@ class _Decision:
     def _copy_others(self) -> None:
         """Copies nodes that only the other graph has before the next node that both have."""
         waiting: list[fx.Node] = []
-        for there in self.others:
-            here = self.partner.get(there)
-            if here is not None and not is_external(here):
+        for theirs in self.others:
+            ours = self.partner.get(theirs)
+            if ours is not None and not is_external(ours):
                 for node in waiting:
-                    self._copy(node, here)
+                    self._copy(node, ours)
                 waiting = []
-            elif here is None:
-                waiting.append(there)
+            elif ours is None:
+                waiting.append(theirs)
 
-    def _copy(self, there: fx.Node, before: fx.Node) -> None:
+    def _copy(self, theirs: fx.Node, before: fx.Node) -> None:
         if before < self.condition or before is self.condition:
             raise Different
         with self.graph.inserting_before(before):
-            node = self.graph.node_copy(there, self._standing_for)
-        node.meta = dict(there.meta)
+            node = self.graph.node_copy(theirs, self._standing_for)
+        node.meta = dict(theirs.meta)
         for key in STORAGES:
-            node.meta[key] = frozenset(map(self._storage, there.meta[key]))
-        if not is_external(there):
-            self._place(node, not self.is_true, there.meta["regions"])
+            node.meta[key] = frozenset(map(self._storage, theirs.meta[key]))
+        if not is_external(theirs):
+            self._place(node, not self.is_true, theirs.meta["regions"])
         node.meta["copied"] = True
-        self.here[there] = node
+        self.copies[theirs] = node
 
-    def _storage(self, there: int) -> int:
-        """The number here of memory in the other graph."""
-        taken = {number for node in self.graph.nodes for number in node.meta["storages"]}
-        return self.storages.setdefault(there, max(taken | {*self.storages.values(), -1}) + 1)
+    def _storage(self, theirs: int) -> int:
+        """The number in this graph of memory in the other."""
+        used = {number for node in self.graph.nodes for number in node.meta["storages"]}
+        return self.storages.setdefault(theirs, max(used | {*self.storages.values(), -1}) + 1)
 
-    def _standing_for(self, there: fx.Node) -> fx.Node:
-        """The node here of a value in the other graph, after the choices of former decisions."""
-        here = self.here.get(there) or self.partner[there]
-        choice = self.now.get(here)
+    def _standing_for(self, theirs: fx.Node) -> fx.Node:
+        """The node of this graph for a value in the other, after choices of former decisions."""
+        ours = self.copies.get(theirs) or self.partner[theirs]
+        choice = self.now.get(ours)
         if choice is None:
-            return here
-        if all(region.decision < 0 for region in here.meta["regions"]):
+            return ours
+        if all(region.decision < 0 for region in ours.meta["regions"]):
             raise Different  # Made before the decision: it may stand for itself or for the choice.
         return choice
 
-    def _chosen(self, made: fx.Node, there: fx.Node) -> fx.Node:
-        if self.partner.get(there) is made:
-            return made
-        former = self._standing_for(there)
-        if former is made:
-            return made
-        if (made, former) not in self.choices:
-            last = max(made, former, self.last)
-            self.choices[made, former] = self._choice(made, former, last)
-        return self.choices[made, former]
+    def _chosen(self, computed: fx.Node, theirs: fx.Node) -> fx.Node:
+        if self.partner.get(theirs) is computed:
+            return computed
+        former = self._standing_for(theirs)
+        if former is computed:
+            return computed
+        if (computed, former) not in self.choices:
+            last = max(computed, former, self.last)
+            self.choices[computed, former] = self._choice(computed, former, last)
+        return self.choices[computed, former]
 
-    def _choice(self, made: fx.Node, former: fx.Node, last: fx.Node) -> fx.Node:
-        values = made.meta["val"], former.meta["val"]
+    def _choice(self, computed: fx.Node, former: fx.Node, last: fx.Node) -> fx.Node:
+        values = computed.meta["val"], former.meta["val"]
         if not all(isinstance(value, Tensor) for value in values):
             raise Different
-        if values[0].dtype != values[1].dtype or made.meta["shape"] != former.meta["shape"]:
+        if values[0].dtype != values[1].dtype or computed.meta["shape"] != former.meta["shape"]:
             raise Different
-        sides = (former, made) if self.is_true else (made, former)
+        sides = (former, computed) if self.is_true else (computed, former)
         with self.graph.inserting_after(last):
             node = self.graph.call_function(unless, (self.condition, *sides))
-        regions = tuple(region for region in made.meta["regions"] if region.decision < 0)
+        regions = tuple(region for region in computed.meta["regions"] if region.decision < 0)
         node.meta.update(
-            made.meta, calls=self.condition.meta["calls"], regions=regions, made=made,
+            computed.meta, calls=self.condition.meta["calls"], regions=regions, made=computed,
             source=self.condition.meta["source"], random=False, draws_numbers=False,
             mutates=frozenset(), touches=frozenset(), from_sizes=False,
-            storages=made.meta["storages"] | former.meta["storages"],
+            storages=computed.meta["storages"] | former.meta["storages"],
         )  # fmt: skip
         return node
 

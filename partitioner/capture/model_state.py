@@ -110,15 +110,15 @@ def _mutable_state(model: nn.Module) -> tuple[list[tuple[_Place, _Place]], list[
     """The dicts, lists, sets and deques of the modules, each with a copy, and the tensors in them
     that are neither parameters nor buffers."""
     registered = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    found: dict[int, tuple[_Place, _Place]] = {}
+    containers: dict[int, tuple[_Place, _Place]] = {}
     tensors: list[Tensor] = []
 
     def visit(value: Any, depth: int) -> None:
         if isinstance(value, Tensor):
             if id(value) not in registered and value.grad_fn is None:
                 tensors.append(value)
-        elif isinstance(value, _CONTAINERS) and id(value) not in found and depth:
-            found[id(value)] = (value, copy.copy(value))
+        elif isinstance(value, _CONTAINERS) and id(value) not in containers and depth:
+            containers[id(value)] = (value, copy.copy(value))
             if len(value) <= _LARGEST:
                 for item in list(value.values() if isinstance(value, dict) else value):
                     visit(item, depth - 1)
@@ -126,7 +126,7 @@ def _mutable_state(model: nn.Module) -> tuple[list[tuple[_Place, _Place]], list[
     for module in model.modules():
         if not isinstance(module, torch.jit.ScriptModule):
             visit(module.__dict__, _DEEPEST)
-    return list(found.values()), tensors
+    return list(containers.values()), tensors
 
 
 def _refill(place: _Place, before: _Place) -> None:
@@ -140,7 +140,7 @@ def _refill(place: _Place, before: _Place) -> None:
             place.clear()
             place.update(before)
     elif len(place) != len(before) or any(
-        one is not other for one, other in zip(place, before, strict=True)
+        item is not other for item, other in zip(place, before, strict=True)
     ):
         place.clear()
         (place.update if isinstance(place, set) else place.extend)(before)
@@ -150,8 +150,8 @@ def _refill(place: _Place, before: _Place) -> None:
 def without_cache(model: nn.Module) -> Iterator[None]:
     """Switches off, for the block, the key-value caches and segment memories of transformers
     models, which training does not need."""
-    found: list[Any] = [getattr(module, "config", None) for module in model.modules()]
-    configs = {id(config): config for config in found}.values()
+    owned: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+    configs = {id(config): config for config in owned}.values()
     on = [(config, name) for config in configs for name in _CACHES if getattr(config, name, None)]
     for config, name in on:
         setattr(config, name, False)
@@ -288,9 +288,9 @@ def moved(value: Tensor, place: int, *, any_sign: bool = True) -> Tensor:
     gets positive numbers, or numbers of any sign. Infinite numbers, and large ones as in masks,
     are unchanged.
     """
-    made = value.clone()
+    noisy = value.clone()
     if not value.is_floating_point() or not value.numel():
-        return made
+        return noisy
     exact = value.detach() if value.dtype == torch.float64 else value.detach().float()
     noise = _noise(value.numel(), place).to(exact).view(value.shape)
     low, high = (float(bound) for bound in torch.aminmax(exact.nan_to_num()))
@@ -301,7 +301,7 @@ def moved(value: Tensor, place: int, *, any_sign: bool = True) -> Tensor:
     else:
         usual = torch.where(exact.abs() <= _LARGEST_COPY, exact, 0)
         other = exact + _SHARE * usual.square().mean().sqrt() * noise
-    return made.copy_(torch.where(exact.abs() <= _LARGEST_COPY, other, exact))
+    return noisy.copy_(torch.where(exact.abs() <= _LARGEST_COPY, other, exact))
 
 
 @lru_cache(maxsize=1)
@@ -403,8 +403,8 @@ def _line(model: nn.Module, name: str) -> str:
     except (OSError, TypeError):
         return ""
     writes = re.compile(rf"\bself\.{re.escape(attribute)}\b(?:\[.*\])?(?:\s*[-+*/]?=[^=]|\.)")
-    found = [number for number, line in enumerate(lines) if writes.search(line)]
-    return f" ({Path(file).name}:{start + found[-1]})" if found else ""
+    writing = [number for number, line in enumerate(lines) if writes.search(line)]
+    return f" ({Path(file).name}:{start + writing[-1]})" if writing else ""
 
 
 def adopt(stage: nn.Module, model: nn.Module, constants: Mapping[str, Tensor]) -> None:

@@ -104,11 +104,11 @@ class _ModeCapture:
             return self._trace(self._model, world, self._large, self._dims, self._is_leaf, mode)
 
         ways = both_ways(run)
-        asked = ways.tracer.asks_gradients
-        if asked and not _same_calls(ways.tracer.graph, run(ways.true, not training).graph):
+        location = ways.tracer.asks_gradients
+        if location and not _same_calls(ways.tracer.graph, run(ways.true, not training).graph):
             raise FailedTrace(
                 CaptureError(
-                    f"{asked} computes other results with gradients than under torch.no_grad().",
+                    f"{location} computes other results with gradients than under torch.no_grad().",
                     GRADIENTS_CURE,
                 ),
                 (),
@@ -141,9 +141,9 @@ class _ModeCapture:
         inputs, dims = self._given.tensors, self._dims
         traces = (train, evaluation)
         notes = [note for trace in traces for note in trace.notes]
-        asked, others = (list(trace.size_decisions.values()) for trace in traces)
+        decisions, others = (list(trace.size_decisions.values()) for trace in traces)
         hints = sizes_in(self._large.tensors, dims)
-        notes += add_size_guards(graph, asked, others, hints, self._runs)
+        notes += add_size_guards(graph, decisions, others, hints, self._runs)
         prune(graph)
         graph, calls = renamed(graph, calls)
         graph.lint()
@@ -174,8 +174,8 @@ def _unlike_mode(
 def _same_calls(graph: fx.Graph, other: fx.Graph) -> bool:
     """True if two traces of one mode hold the same calls."""
     calls, others = (
-        [(node.op, node.target, str(node.args), str(node.kwargs)) for node in each.nodes]
-        for each in (graph, other)
+        [(node.op, node.target, str(node.args), str(node.kwargs)) for node in mode_graph.nodes]
+        for mode_graph in (graph, other)
     )
     return calls == others
 
@@ -298,13 +298,13 @@ def trace_dynamo(
         return given.call(model, tensors)
 
     try:
-        found = torch_graph(model, call, given.tensors, dims, is_leaf, training=mode.training)
+        exported = torch_graph(model, call, given.tensors, dims, is_leaf, training=mode.training)
     except Exception as error:
-        what = pinned(error, given, dims) or explained(error, model, given)
-        raise FailedTrace(what, ()) from error
+        explanation = pinned(error, given, dims) or explained(error, model, given)
+        raise FailedTrace(explanation, ()) from error
 
     def forward(tracer: Tracer, fakes: Mapping[str, Any]) -> Any:
-        return replay(found, model, world, tracer, [fakes[name] for name in given.tensors])
+        return replay(exported, model, world, tracer, [fakes[name] for name in given.tensors])
 
     return trace_forward(model, world, given, dims, is_leaf, mode, forward=forward)
 

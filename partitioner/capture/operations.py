@@ -330,7 +330,7 @@ def run_opaque(
     ]
     if len({len(each) for each in shapes}) != 1 or not _are_alike(results):
         raise _unsure(name)
-    found = iter([_fit(name, each, samples) for each in zip(*shapes, strict=True)])
+    resolved = iter([_fit(name, each, samples) for each in zip(*shapes, strict=True)])
     needs_grad = torch.is_grad_enabled() and any(
         tensor.requires_grad for tensor in (*tensors_in((args, kwargs)), *module.parameters())
     )
@@ -338,9 +338,9 @@ def run_opaque(
     def fake(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        shape = [_symbolic(world, *size) for size in next(found)]
-        made = torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
-        return made.requires_grad_(needs_grad and leaf.is_floating_point())
+        shape = [_symbolic(world, *size) for size in next(resolved)]
+        empty = torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
+        return empty.requires_grad_(needs_grad and leaf.is_floating_point())
 
     for tensor, changed in zip(
         (*tensors_in((args, kwargs)), *module.parameters(), *module.buffers()),

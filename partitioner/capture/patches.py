@@ -411,12 +411,12 @@ def gradients_asked(
     `call` makes the results from equal parameters, buffers and random numbers, with gradients or
     under `torch.no_grad()`.
     """
-    asked: list[str] = []
+    places_asked: list[str] = []
 
     def watch(frame: FrameType, event: str, function: Any) -> None:
         if event == "c_call" and function is torch.is_grad_enabled:
             if is_user_file(frame.f_code.co_filename):
-                asked.append(place(frame, frame.f_lineno))
+                places_asked.append(place(frame, frame.f_lineno))
 
     before = sys.getprofile()
     sys.setprofile(watch)
@@ -430,5 +430,5 @@ def gradients_asked(
         for name, value in recorded.items()
     ):
         return None
-    where = asked[0] if asked else f"forward of {type(model).__name__}"
+    where = places_asked[0] if places_asked else f"forward of {type(model).__name__}"
     return f"{where} computes other results with gradients than under torch.no_grad().", CURE

@@ -78,13 +78,13 @@ class DrawRecorder(Protocol):
 
 def _global_functions() -> dict[int, Draw]:
     """The functions that draw from the two global generators, by `id`."""
-    found: dict[int, Draw] = {}
+    draws: dict[int, Draw] = {}
     for module, prefix in ((random, "random"), (np.random, "np.random")):
         generator = random._inst if module is random else np.random.mtrand._rand
         for name, value in vars(module).items():
             if getattr(value, "__self__", None) is generator and name not in _NO_DRAWS:
-                found[id(value)] = Draw(f"{prefix}.{name}", value)
-    return found
+                draws[id(value)] = Draw(f"{prefix}.{name}", value)
+    return draws
 
 
 @contextmanager

@@ -124,12 +124,12 @@ class Readings:
         if expression in self._made:
             return self._made[expression]
         if isinstance(expression, sympy.Symbol):
-            made = self._size_of_a_tensor(expression)
+            node = self._size_of_a_tensor(expression)
         else:
-            made = self._operation(expression)
-        if made is not None:
-            self._made[expression] = made
-        return made
+            node = self._operation(expression)
+        if node is not None:
+            self._made[expression] = node
+        return node
 
     def examples(self) -> None:
         """Sets `meta["example"]` of each node with a data-dependent size or number."""
@@ -199,8 +199,8 @@ class Readings:
             call = ("call_function", function, (left, right))
             return self._bindings.add(call, 0, self._site())
 
-        made: fx.Node = reduce(apply, arguments)
-        return made
+        result: fx.Node = reduce(apply, arguments)
+        return result
 
     def _argument(self, part: sympy.Basic) -> Any:
         if part.is_number:

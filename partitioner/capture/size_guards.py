@@ -72,7 +72,7 @@ class SizeDecisions:
     """
 
     def __init__(self, world: FakeWorld, top: FrameType, is_recording: Callable[[], bool]) -> None:
-        self.found: dict[sympy.Basic, Decision] = {}
+        self.decisions: dict[sympy.Basic, Decision] = {}
         self._world, self._top, self._is_recording = world, top, is_recording
         self._in_call: dict[sympy.Basic, None] | None = None
 
@@ -95,15 +95,15 @@ class SizeDecisions:
         finally:
             self._in_call = before
 
-    def of_forward(self, asked: Iterable[sympy.Basic]) -> None:
+    def of_forward(self, conditions: Iterable[sympy.Basic]) -> None:
         """Records the questions of a function that is not a node of the graph."""
-        for condition in asked:
+        for condition in conditions:
             self._add(condition)
 
-    def of_node(self, asked: Iterable[sympy.Basic], node: fx.Node) -> None:
+    def of_node(self, conditions: Iterable[sympy.Basic], node: fx.Node) -> None:
         """Records the questions of a node's function that decide the shape of its result."""
-        for condition in asked:
-            if condition in self.found or not _is_written(condition):
+        for condition in conditions:
+            if condition in self.decisions or not _is_written(condition):
                 continue
             hints = self._world.hints
             others = counterexamples(condition, hints, least=2)
@@ -111,14 +111,14 @@ class SizeDecisions:
                 self._add(condition, is_shape=True)
 
     def _add(self, condition: sympy.Basic, *, is_shape: bool = False) -> None:
-        if condition in self.found:
+        if condition in self.decisions:
             return
         frames = user_frames(self._top)
         frame = frames[0] if frames else None
         if not _is_written(condition):
-            there = place(frame, frame.f_lineno) if frame else "forward"
+            location = place(frame, frame.f_lineno) if frame else "forward"
             raise CaptureError(
-                f"{there} depends on {condition}, which generated code cannot check.",
+                f"{location} depends on {condition}, which generated code cannot check.",
                 "Write it with +, -, *, //, %, min, max, comparisons, math.ceil or math.floor.",
             )
         others = counterexamples(condition, self._world.hints, least=1)
@@ -126,7 +126,7 @@ class SizeDecisions:
             self._refuse_one_size(condition, len(others))
             where = f"{short_path(frame).rpartition('/')[2]}:{frame.f_lineno}" if frame else ""
             text = source_text(frame, frame.f_lineno) if frame else ""
-            self.found[condition] = Decision(condition, where or "forward", text, is_shape)
+            self.decisions[condition] = Decision(condition, where or "forward", text, is_shape)
 
     def _refuse_one_size(self, condition: sympy.Basic, others: int) -> None:
         """Raises PinnedSizeError if a size satisfies a condition at the example's number only."""
@@ -139,16 +139,16 @@ class SizeDecisions:
     def _has_another_shape(self, node: fx.Node, sizes: Sizes) -> bool:
         """True if a node's function, at these sizes, makes another shape than the node has."""
         hints = self._world.hints
-        if self._made(node, hints) != self._expected(node, hints):
+        if self._shapes_of(node, hints) != self._expected(node, hints):
             return True  # The function cannot be run alone.
-        made = self._made(node, sizes)
-        return made is not None and made != self._expected(node, sizes)
+        shapes = self._shapes_of(node, sizes)
+        return shapes is not None and shapes != self._expected(node, sizes)
 
     def _expected(self, node: fx.Node, sizes: Sizes) -> list[tuple[int, ...]]:
         tensors = tensors_in(plain_structure(node.meta["val"]))
         return [self._numbers(tensor.shape, sizes) for tensor in tensors]
 
-    def _made(self, node: fx.Node, sizes: Sizes) -> list[tuple[int, ...]] | None:
+    def _shapes_of(self, node: fx.Node, sizes: Sizes) -> list[tuple[int, ...]] | None:
         """The shapes that a node's function makes from arguments of these sizes; None if it
         raises."""
 
@@ -168,8 +168,8 @@ class SizeDecisions:
         try:
             with torch.no_grad():
                 args, kwargs = map_leaves(argument, node.args), map_leaves(argument, node.kwargs)
-                made = call_node(self._world.model, node, args, kwargs)
-                return [tuple(tensor.shape) for tensor in tensors_in(plain_structure(made))]
+                result = call_node(self._world.model, node, args, kwargs)
+                return [tuple(tensor.shape) for tensor in tensors_in(plain_structure(result))]
         except Exception:
             return None
 
@@ -200,7 +200,7 @@ def _is_written(condition: sympy.Basic) -> bool:
 @lru_cache(maxsize=4096)
 def _candidates(condition: sympy.Basic, hint: int, least: int, count: int) -> tuple[int, ...]:
     """Sizes to try for one symbol of a condition, the nearest to the example's first."""
-    found = {*range(1, _SMALL), *_FURTHER, 2 * hint, 2 * hint + 1, 4 * hint}
+    sizes = {*range(1, _SMALL), *_FURTHER, 2 * hint, 2 * hint + 1, 4 * hint}
     numbers = {abs(float(number)) for number in condition.atoms(sympy.Number) if number.is_finite}
     known = {0.0, *numbers}
     known |= {a / b for a, b in itertools.permutations(numbers, 2) if b}
@@ -212,7 +212,7 @@ def _candidates(condition: sympy.Basic, hint: int, least: int, count: int) -> tu
         for base in (math.floor(number),)
         for shift in (-1, 0, 1, 2)
     }
-    legal = [size for size in found | special | {hint - 1, hint + 1} if least <= size <= _LARGEST]
+    legal = [size for size in sizes | special | {hint - 1, hint + 1} if least <= size <= _LARGEST]
     legal.sort(key=lambda size: (size not in special, abs(math.log(size / hint)), size))
     return tuple(sorted(legal[:count], key=lambda size: (abs(math.log(size / hint)), size)))
 
@@ -263,18 +263,18 @@ def some_of(others: Sequence[Sizes], hints: Sizes) -> list[Sizes]:
 
 def without_implied(decisions: Sequence[Decision], hints: Sizes) -> list[Decision]:
     """The decisions without those whose conditions follow from others."""
-    kept = list(dict.fromkeys(decisions))
+    needed = list(dict.fromkeys(decisions))
     for decision in decisions[::-1]:
         others = [
             other.condition
-            for other in kept
+            for other in needed
             if other is not decision
             and other.condition.free_symbols <= decision.condition.free_symbols
         ]
         alone = counterexamples(decision.condition, hints, least=1)
         if all(any(_fails(other, sizes) for other in others) for sizes in alone):
-            kept.remove(decision)
-    return kept
+            needed.remove(decision)
+    return needed
 
 
 Runs = Callable[[Mapping[str, int], bool], bool]

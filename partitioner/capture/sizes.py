@@ -4,8 +4,8 @@
 `batch_dimension.py` finds; the others are a guess that forward may correct: a size that it fixes
 becomes a number, two sizes that it requires to be equal become one symbol.
 
-`first_taken` finds inputs of other sizes that a model accepts, made of the example's own values. A
-model may need an end of sentence, sorted offsets, or matching lengths. Therefore a dimension is
+`first_accepted` finds inputs of other sizes that a model accepts, made of the example's own values.
+A model may need an end of sentence, sorted offsets, or matching lengths. Therefore a dimension is
 shortened or stretched in order, with its first and last entry in place, and inputs that the model
 itself refuses are not used to test its stages.
 """
@@ -130,7 +130,7 @@ def sizes_text(sizes: Mapping[str, int], before: str = "") -> str:
     return before + words if words else ""
 
 
-def first_taken(
+def first_accepted(
     attempt: Callable[[Tensors], Attempted],
     inputs: Mapping[str, Tensor],
     dims: Dynamic,
@@ -144,14 +144,14 @@ def first_taken(
     Raises the exception of `attempt` on the captured sizes.
     """
     for sizes in choices:
-        if (sample := taken(attempt, inputs, dims, sizes)) is not None:
+        if (sample := accepted(attempt, inputs, dims, sizes)) is not None:
             return sample
     current: Sample[Attempted] | None = None
     sizes = dict(captured)
     for symbol in sorted(captured, key=lambda name: name != BATCH):
         for choice in choices if len(captured) > 1 else ():
             changed = {**sizes, symbol: choice[symbol]}
-            if (sample := taken(attempt, inputs, dims, changed)) is not None:
+            if (sample := accepted(attempt, inputs, dims, changed)) is not None:
                 current, sizes = sample, changed
                 break
     if current is None:
@@ -160,7 +160,7 @@ def first_taken(
     return current
 
 
-def taken(
+def accepted(
     attempt: Callable[[Tensors], Attempted],
     inputs: Mapping[str, Tensor],
     dims: Dynamic,
@@ -184,7 +184,7 @@ def _orders(
     yield resized(inputs, dims, sizes)
 
 
-Said: TypeAlias = Literal["auto"] | int | None | Mapping[str, int | None]
+DimensionOption: TypeAlias = Literal["auto"] | int | None | Mapping[str, int | None]
 """An option: a dimension of all inputs, of the named ones, of none (None), or "auto"."""
 Batch: TypeAlias = Mapping[str, int | None]
 """The dimension of each input that counts samples; None for an input without one."""
@@ -196,20 +196,20 @@ class Dimensions:
     """The free dimensions of the inputs.
 
     dims: the symbols of the free dimensions by input and dimension
-    asked: the symbols that the user named, and that forward must not fix
+    named: the symbols that the user named, and that forward must not fix
     notes: remarks for the user
     """
 
     dims: Dynamic
-    asked: frozenset[str]
+    named: frozenset[str]
     notes: tuple[str, ...] = ()
 
 
-def check_said(flag: str, said: Said, inputs: Mapping[str, Tensor]) -> None:
+def check_dimension(flag: str, choice: DimensionOption, inputs: Mapping[str, Tensor]) -> None:
     """Raises CaptureError for an unknown input or dimension."""
-    if said is None or said == "auto":
+    if choice is None or choice == "auto":
         return
-    given = dict.fromkeys(inputs, said) if isinstance(said, int) else said
+    given = dict.fromkeys(inputs, choice) if isinstance(choice, int) else choice
     if not isinstance(given, Mapping):
         raise CaptureError(
             f"{flag} {given!r} is not a dimension.",
@@ -221,13 +221,13 @@ def check_said(flag: str, said: Said, inputs: Mapping[str, Tensor]) -> None:
                 f"{flag} {name}={_text(dim)}, but the inputs are {', '.join(inputs)}.",
                 did_you_mean(name, inputs, f"Name one of them: {flag} {next(iter(inputs))}=0"),
             )
-    if isinstance(said, int) and all(_has(tensor, said) is False for tensor in inputs.values()):
+    if isinstance(choice, int) and all(_has(tensor, choice) is False for tensor in inputs.values()):
         raise CaptureError(
-            f"{flag} {said}, but no input has a dimension {said}: "
+            f"{flag} {choice}, but no input has a dimension {choice}: "
             f"{', '.join(f'{name} {list(each.shape)}' for name, each in inputs.items())}.",
             "Count dimensions from 0.",
         )
-    for name, dim in {} if isinstance(said, int) else given.items():
+    for name, dim in {} if isinstance(choice, int) else given.items():
         if dim is not None and not _has(inputs[name], dim):
             raise CaptureError(
                 f"{flag} {name}={dim}, but {name} has {inputs[name].dim()} dimensions "
@@ -240,28 +240,28 @@ def _text(dim: int | None) -> str:
     return "none" if dim is None else str(dim)
 
 
-def write_said(said: Said) -> list[str]:
+def format_dimension(choice: DimensionOption) -> list[str]:
     """The values of an option of the command line.
 
-    >>> write_said("auto"), write_said(None), write_said({"x": 1, "edges": None})
+    >>> format_dimension("auto"), format_dimension(None), format_dimension({"x": 1, "edges": None})
     ([], ['none'], ['x=1', 'edges=none'])
     """
-    if said == "auto":
+    if choice == "auto":
         return []
-    if isinstance(said, Mapping):
-        return [f"{name}={_text(dim)}" for name, dim in said.items()]
-    return [_text(said)]
+    if isinstance(choice, Mapping):
+        return [f"{name}={_text(dim)}" for name, dim in choice.items()]
+    return [_text(choice)]
 
 
-def read_said(flag: str, texts: Sequence[str]) -> Said:
+def parse_dimension(flag: str, texts: Sequence[str]) -> DimensionOption:
     """Parses an option; raises CaptureError unless it is a number, none or INPUT=DIMENSION.
 
-    >>> read_said("--batch-dim", []), read_said("--batch-dim", ["x=1", "edges=none"])
+    >>> parse_dimension("--batch-dim", []), parse_dimension("--batch-dim", ["x=1", "edges=none"])
     ('auto', {'x': 1, 'edges': None})
     """
     if not texts:
         return "auto"
-    found: dict[str, int | None] = {}
+    by_input: dict[str, int | None] = {}
     for text in texts:
         name, _, value = text.rpartition("=")
         if value != "none" and not (value.isascii() and value.isdecimal()):
@@ -269,33 +269,33 @@ def read_said(flag: str, texts: Sequence[str]) -> Said:
                 f"{flag} {text} is not a dimension.",
                 f"Give a number, none, or either by input: {flag} {name or 'INPUT'}=1.",
             )
-        found[name] = None if value == "none" else int(value)
-    if "" in found and len(texts) > 1:
+        by_input[name] = None if value == "none" else int(value)
+    if "" in by_input and len(texts) > 1:
         raise CaptureError(
             f"{flag} is given both for all inputs and for single ones ({', '.join(texts)}).",
-            f"Give it once, or by input: {flag} INPUT={_text(found[''])}.",
+            f"Give it once, or by input: {flag} INPUT={_text(by_input[''])}.",
         )
-    return found[""] if "" in found else found
+    return by_input[""] if "" in by_input else by_input
 
 
 def _has(tensor: Tensor, dim: object) -> bool:
     return isinstance(dim, int) and not isinstance(dim, bool) and 0 <= dim < tensor.dim()
 
 
-def said_batch(said: Said, inputs: Mapping[str, Tensor]) -> Batch:
+def batch_of_option(choice: DimensionOption, inputs: Mapping[str, Tensor]) -> Batch:
     """The batch dimension of every input, given those that the user names.
 
     Other inputs have it at their first dimension of equal size. Raises CaptureError if the named
     dimensions differ in size.
     """
-    if said is None or said == "auto":
+    if choice is None or choice == "auto":
         return dict.fromkeys(inputs)
-    if isinstance(said, int):
-        given = {name: said for name, tensor in inputs.items() if _has(tensor, said)}
-        size = inputs[next(iter(given))].shape[said]
+    if isinstance(choice, int):
+        given = {name: choice for name, tensor in inputs.items() if _has(tensor, choice)}
+        size = inputs[next(iter(given))].shape[choice]
         named: Batch = {name: dim for name, dim in given.items() if inputs[name].shape[dim] == size}
     else:
-        named = said
+        named = choice
     places = [(name, dim) for name, dim in named.items() if dim is not None]
     sizes = {inputs[name].shape[dim] for name, dim in places}
     if len(sizes) > 1:
@@ -306,11 +306,11 @@ def said_batch(said: Said, inputs: Mapping[str, Tensor]) -> Batch:
         )
     if not sizes:
         return {**usual_batch({n: t for n, t in inputs.items() if n not in named}), **named}
-    found: dict[str, int | None] = {}
+    batch: dict[str, int | None] = {}
     for name, tensor in inputs.items():
         equal = [dim for dim, size in enumerate(tensor.shape) if size in sizes]
-        found[name] = named[name] if name in named else equal[0] if equal else None
-    return found
+        batch[name] = named[name] if name in named else equal[0] if equal else None
+    return batch
 
 
 def usual_batch(inputs: Mapping[str, Tensor]) -> Batch:
@@ -329,7 +329,7 @@ def usual_batch(inputs: Mapping[str, Tensor]) -> Batch:
 
 
 def symbols(
-    inputs: Mapping[str, Tensor], batch: Batch, sequence: Said
+    inputs: Mapping[str, Tensor], batch: Batch, sequence: DimensionOption
 ) -> dict[str, dict[int, str]]:
     """The free dimensions with the symbols of their sizes.
 
@@ -343,37 +343,39 @@ def symbols(
     >>> symbols(inputs, {"ids": 0, "edges": None}, "auto")
     {'ids': {0: 'batch', 1: 'sequence'}, 'edges': {0: 'edges_rows', 1: 'edges_columns'}}
     """
-    found: dict[str, dict[int, str]] = {}
+    of_inputs: dict[str, dict[int, str]] = {}
     lengths: dict[int, str] = {}
     has_batch = any(dim is not None for dim in batch.values())
     for name, tensor in inputs.items():
         own = batch.get(name)
-        found[name] = {} if own is None else {own: BATCH}
+        of_inputs[name] = {} if own is None else {own: BATCH}
         broadcasts = own is None and has_batch and tensor.dim() > 0 and tensor.shape[0] == 1
         for dim in _sequence_dims(name, tensor, 0 if broadcasts else own, sequence):
             symbol = f"{name}_{SEQUENCE}" if lengths else SEQUENCE
-            found[name][dim] = lengths.setdefault(tensor.shape[dim], symbol)
+            of_inputs[name][dim] = lengths.setdefault(tensor.shape[dim], symbol)
         if own is None and not broadcasts:
             for dim, kind in enumerate(("rows", "columns")[: 1 + _is_ids(tensor)]):
                 # A size of 1 broadcasts.
                 if dim < tensor.dim() and tensor.shape[dim] > 1:
-                    found[name].setdefault(dim, f"{name}_{kind}")
-    return found
+                    of_inputs[name].setdefault(dim, f"{name}_{kind}")
+    return of_inputs
 
 
 def _is_ids(tensor: Tensor) -> bool:
     return tensor.dim() == 2 and not tensor.is_floating_point() and not tensor.is_complex()
 
 
-def _sequence_dims(name: str, tensor: Tensor, batch: int | None, said: Said) -> Iterator[int]:
-    if said is None:
+def _sequence_dims(
+    name: str, tensor: Tensor, batch: int | None, choice: DimensionOption
+) -> Iterator[int]:
+    if choice is None:
         return
-    given = dict.fromkeys((name,), said) if isinstance(said, int) else said
+    given = dict.fromkeys((name,), choice) if isinstance(choice, int) else choice
     if isinstance(given, Mapping) and name in given:
         dim = given[name]
         if dim is not None and _has(tensor, dim) and dim != batch:
             yield dim
-    elif isinstance(said, int) or batch is None:
+    elif isinstance(choice, int) or batch is None:
         return
     elif _is_ids(tensor):
         yield 1 - batch
@@ -381,9 +383,9 @@ def _sequence_dims(name: str, tensor: Tensor, batch: int | None, said: Said) -> 
         yield 0
 
 
-def asked_lengths(dims: Dynamic, said: Said) -> frozenset[str]:
+def named_lengths(dims: Dynamic, choice: DimensionOption) -> frozenset[str]:
     """The symbols of the dimensions that the user named with `--sequence-dim`."""
-    given = dict.fromkeys(dims, said) if isinstance(said, int) else said
+    given = dict.fromkeys(dims, choice) if isinstance(choice, int) else choice
     if not isinstance(given, Mapping):
         return frozenset()
     named = ((dims[name], dim) for name, dim in given.items() if dim is not None)
@@ -401,8 +403,8 @@ def places(dims: Dynamic, symbol: str) -> str:
     """The dimensions of a size in words, such as `dimension 0 of x and of y`."""
     by_dim: dict[int, list[str]] = {}
     for name, named in dims.items():
-        for dim, each in named.items():
-            if each == symbol:
+        for dim, own in named.items():
+            if own == symbol:
                 by_dim.setdefault(dim, []).append(f"of {name}")
     return ", ".join(f"dimension {dim} {' and '.join(names)}" for dim, names in by_dim.items())
 

@@ -67,18 +67,18 @@ class SourceLine(NamedTuple):
 
 def user_lines(stack: str) -> list[SourceLine]:
     """The user's lines in the text of a stack, the innermost last."""
-    found = [SourceLine(file, int(line), text) for file, line, text in _LINE.findall(stack)]
-    return [line for line in found if is_user_file(line.file)]
+    lines = [SourceLine(file, int(line), text) for file, line, text in _LINE.findall(stack)]
+    return [line for line in lines if is_user_file(line.file)]
 
 
 def user_frame_of(traceback: TracebackType | None) -> tuple[FrameType, int] | None:
     """The innermost frame of the user in a traceback, and its line."""
-    found = None
+    innermost = None
     while traceback is not None:
         if is_user_file(traceback.tb_frame.f_code.co_filename):
-            found = traceback.tb_frame, traceback.tb_lineno
+            innermost = traceback.tb_frame, traceback.tb_lineno
         traceback = traceback.tb_next
-    return found
+    return innermost
 
 
 def source_text(frame: FrameType, line: int) -> str:
@@ -99,8 +99,8 @@ def short_name(file: str, module_name: str) -> str:
     module = module_name.split(".")
     if path.stem == "__init__":
         module.append("__init__")
-    found = path.with_suffix("").parts[-len(module) :]
-    return "/".join(found) + path.suffix if list(found) == module else path.name
+    tail = path.with_suffix("").parts[-len(module) :]
+    return "/".join(tail) + path.suffix if list(tail) == module else path.name
 
 
 def where(top: FrameType) -> str:
@@ -143,17 +143,17 @@ def _augmented(code: CodeType) -> frozenset[int]:
 @lru_cache(maxsize=4096)
 def _assignments(code: CodeType) -> dict[int, tuple[str, ...]]:
     steps = _instructions(code)
-    found = {}
+    names_at = {}
     for position, step in enumerate(steps[:-1]):
         following = steps[position + 1]
         if following.opname == "UNPACK_SEQUENCE":
             count = following.arg or 0
             names = [name for later in steps[position + 2 :][:count] for name in _stored(later)]
             if len(names) >= count:
-                found[step.offset] = tuple(names[:count])
+                names_at[step.offset] = tuple(names[:count])
         elif names := _stored(following):
-            found[step.offset] = (names[0],)
-    return found
+            names_at[step.offset] = (names[0],)
+    return names_at
 
 
 def _stored(step: dis.Instruction) -> list[str]:

@@ -111,7 +111,7 @@ class Tracer(TorchFunctionMode):
             self._paths.setdefault(id(module), path)
         self.graph, self.constants = self._bindings.graph, self._bindings.constants
         self.decisions = self._readings.decisions
-        self.size_decisions = self._sizes.found
+        self.size_decisions = self._sizes.decisions
 
     def __enter__(self) -> Tracer:
         self._world.env.on_answer = self._sizes.note
@@ -192,8 +192,8 @@ class Tracer(TorchFunctionMode):
         if args and isinstance(args[0], np.ndarray):
             # Made from other data: a real tensor, which is a constant.
             with _disable_current_modes():
-                made = func(*args, **kwargs)
-            return self._recorded(lambda: made, _no_call, (), {})
+                array = func(*args, **kwargs)
+            return self._recorded(lambda: array, _no_call, (), {})
         if func is Tensor.__len__:
             return self._len(args[0])
         if func in WITHOUT_HISTORY and not args[0].is_leaf:
@@ -396,13 +396,13 @@ class Tracer(TorchFunctionMode):
             given = [*tensors_in(args), *tensors_in(kwargs)]
             reached = [(tensor, tensor._version) for tensor in (*given, *own)]
             self.random.drawn = self._drew_numbers = False
-            with self._sizes.call() as asked:
+            with self._sizes.call() as conditions:
                 value = run()
             changed = [tensor for tensor, version in reached if tensor._version != version]
             if sets_grad:
                 changed = given
             if not changed and next(tensors_in(value), None) is None:
-                self._sizes.of_forward(asked)
+                self._sizes.of_forward(conditions)
                 return value
             if isinstance(value, Tensor) and not isinstance(value, FakeTensor) and not given:
                 # Made from other data, such as a NumPy array: a constant of the model.
@@ -424,7 +424,7 @@ class Tracer(TorchFunctionMode):
             )
             node.meta["draws_numbers"] = self._drew_numbers
             self._names.assign(node, value, frames)
-            self._sizes.of_node(asked, node)
+            self._sizes.of_node(conditions, node)
         return value
 
     @contextmanager

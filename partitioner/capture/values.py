@@ -366,14 +366,14 @@ def known_answer(
 
 
 def _ancestors_of_known(node: fx.Node) -> list[fx.Node]:
-    found: set[fx.Node] = set()
+    ancestors: set[fx.Node] = set()
     waiting = [node]
     while waiting:
         current = waiting.pop()
-        if current not in found:
-            found.add(current)
+        if current not in ancestors:
+            ancestors.add(current)
             waiting += current.all_input_nodes
-    return sorted(found)
+    return sorted(ancestors)
 
 
 def _evaluate(nodes: list[fx.Node], sizes: Mapping[str, int]) -> Tensor:

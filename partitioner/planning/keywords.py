@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 if TYPE_CHECKING:
-    from ..capture import Said
+    from ..capture import DimensionOption
     from .cluster import Cluster
 
 
@@ -30,8 +30,8 @@ class PlanConfig(TypedDict, total=False):
 class OutlineKeywords(TypedDict, total=False):
     """The options of `PartitionOptions` that `outline` reads."""
 
-    batch_dim: Said
-    sequence_dim: Said
+    batch_dim: DimensionOption
+    sequence_dim: DimensionOption
     capture: str
     mode: str
     leaves: Collection[str]

@@ -38,7 +38,7 @@ from ...runtime.schedule.builders import AUTO, SCHEDULES
 from .keywords import PlanConfig
 
 if TYPE_CHECKING:
-    from ..capture import Said
+    from ..capture import DimensionOption
     from .cluster import Cluster
 
 P = ParamSpec("P")
@@ -123,7 +123,7 @@ class PartitionOptions:
         "model of over 50 M parameters]",
     )
     seq: int = _loads(128, Whole(1, 2**24, 128), "Sequence length in tokens.")
-    batch_dim: Said = _captures(
+    batch_dim: DimensionOption = _captures(
         "auto",
         _DIMENSIONS,
         "The batch dimension: INPUT=1 or INPUT=none for one input, 1 or none for all inputs "
@@ -131,7 +131,7 @@ class PartitionOptions:
         "results for a part of the samples]",
         is_words=True,
     )
-    sequence_dim: Said = _captures(
+    sequence_dim: DimensionOption = _captures(
         "auto",
         _DIMENSIONS,
         "The sequence dimension, whose size stays symbolic: INPUT=1 or INPUT=none for one input, "

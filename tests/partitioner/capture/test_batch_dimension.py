@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import asyncpipe
 from asyncpipe.partitioner.capture import Capture, capture, read_arguments
 from asyncpipe.partitioner.capture.batch_dimension import find_batch
-from asyncpipe.partitioner.capture.sizes import read_said
+from asyncpipe.partitioner.capture.sizes import parse_dimension
 from asyncpipe.runtime.errors import CaptureError
 from asyncpipe.tests.support.models.batch_dimensions import edges, example
 from asyncpipe.tests.support.oracles.captures import assert_graph_is_model
@@ -155,7 +155,7 @@ def test_batches_of_different_sizes_are_a_sentence() -> None:
 @pytest.mark.parametrize("texts", [["x=one"], ["x"], ["-1"], ["x=-1"], ["none", "x=1"], ["x="]])
 def test_an_option_that_is_no_dimension_is_a_sentence(texts: list[str]) -> None:
     with pytest.raises(CaptureError, match="--batch-dim"):
-        read_said("--batch-dim", texts)
+        parse_dimension("--batch-dim", texts)
 
 
 class Contrast(nn.Module):

@@ -15,7 +15,7 @@ from transformers import (
 )
 
 import asyncpipe
-from asyncpipe.partitioner.capture.sizes import first_taken, resized
+from asyncpipe.partitioner.capture.sizes import first_accepted, resized
 from asyncpipe.partitioner.verify import verify
 from asyncpipe.runtime.errors import PlanError
 from asyncpipe.runtime.plan.plan import read_plan
@@ -102,7 +102,7 @@ def test_lengths_stay_sorted() -> None:
     inputs = {"x": torch.randn(4, 7, 5), "lengths": torch.tensor([7, 5, 3, 2])}
     dims = {"x": {0: "batch"}, "lengths": {0: "batch"}}
     for batch in (3, 9):
-        sample = first_taken(
+        sample = first_accepted(
             lambda given: model(**given), inputs, dims, {"batch": 4}, [{"batch": batch}]
         )
         assert sample.sizes == {"batch": batch}
