@@ -81,7 +81,7 @@ def test_a_weight_is_cast_once_a_step(
     if not is_kept:
         monkeypatch.setattr(Precision, "casts_kept", lambda self: nullcontext())
     model = readers()
-    dtypes = replace(AS_PLANNED, made={"h": torch.float32, "loss": torch.float32})
+    dtypes = replace(AS_PLANNED, by_name={"h": torch.float32, "loss": torch.float32})
     modules = [module.float() for module in model.build()]
     with CountCasts() as counted:
         pipelined(
@@ -112,7 +112,7 @@ def run_readers(precision: Precision) -> tuple[Found, Found, Plan]:
 
     expected = plain(chained, loss, torch.bfloat16)
     named = {(step, name.split(".", 1)[1]): g for (step, name), g in expected[1].items()}
-    dtypes = replace(AS_PLANNED, made={"h": torch.float32, "loss": torch.float32})
+    dtypes = replace(AS_PLANNED, by_name={"h": torch.float32, "loss": torch.float32})
     fresh = [module.float() for module in model.build()]
     actual = pipelined(model.plan, fresh, model.make_inputs, precision=precision, dtypes=dtypes)
     return (expected[0], named), actual, model.plan

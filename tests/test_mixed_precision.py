@@ -188,7 +188,7 @@ def test_under_autocast_a_pipeline_is_the_plain_model(
         schedule=schedule,
         criterion=criterion_of(case),
         precision=precision,
-        dtypes=BoundaryDtypes(made=dtypes_of_folder(folder, plan, precision)),
+        dtypes=BoundaryDtypes(by_name=dtypes_of_folder(folder, plan, precision)),
     )
     assert_same(plan, expected, actual)
 
@@ -199,7 +199,7 @@ def test_a_second_forward_is_cast_as_the_first(
 ) -> None:
     case, folder = CASES[name], folders(name, 2)
     plan, precision = read_plan(folder), Precision(torch.bfloat16)
-    dtypes = BoundaryDtypes(made=dtypes_of_folder(folder, plan, precision))
+    dtypes = BoundaryDtypes(by_name=dtypes_of_folder(folder, plan, precision))
     options = {"criterion": criterion_of(case), "precision": precision, "dtypes": dtypes}
     kept = pipelined(plan, loaded(folder, plan), case.micro_batch, schedule="gpipe", **options)
     again = recomputing(plan)
@@ -285,14 +285,14 @@ def test_cast_boundaries_are_the_plain_model_with_casts_at_its_cuts(
     pipe = CastPipe(asyncpipe.load(folder).train(), (0, 1, 2, 3))
     expected = plain(pipe, lambda i: cast_loss(case, pipe, i), dtype)
     made = dtypes_of_folder(folder, plan, precision)
-    dtypes = BoundaryDtypes(made=made, crossing=torch.bfloat16)
+    dtypes = BoundaryDtypes(by_name=made, crossing=torch.bfloat16)
     is_cast = dtype is None or name == "t5"
     assert bool(dtypes.cast(plan)) == is_cast  # under autocast the others are bfloat16 anyway
     options = {"criterion": criterion_of(case), "precision": precision}
     actual = pipelined(plan, loaded(folder, plan), case.micro_batch, dtypes=dtypes, **options)
     assert_same(plan, expected, actual)
     if is_cast:
-        uncast = BoundaryDtypes(made=made)
+        uncast = BoundaryDtypes(by_name=made)
         other = pipelined(plan, loaded(folder, plan), case.micro_batch, dtypes=uncast, **options)
         with pytest.raises(AssertionError):
             assert_same(plan, expected, other)
@@ -328,7 +328,7 @@ def on_a_rank(rank: int, folder: Path) -> Found:
         GlooTransport(),
         seed=SEED,
         precision=precision,
-        dtypes=BoundaryDtypes(made=found, crossing=torch.bfloat16),
+        dtypes=BoundaryDtypes(by_name=found, crossing=torch.bfloat16),
     )
     for step in range(STEPS):
         pipeline.run(
@@ -381,7 +381,7 @@ def test_stashed_weights_are_cast_version_by_version(step_every: int) -> None:
         staleness="stash",
         modules=fresh,
         precision=Precision(torch.bfloat16),
-        dtypes=BoundaryDtypes(made=made),
+        dtypes=BoundaryDtypes(by_name=made),
     )
     assert trained.ledger == expected.ledger
     for own, other in zip(trained.modules, expected.modules, strict=True):

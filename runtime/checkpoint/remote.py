@@ -337,13 +337,13 @@ def copy(checkpoint: Path, url: str, *, last: int, best: int) -> str:
     location = Location(url)
     try:
         location.put(checkpoint)
-        location.keep(_kept(location, last, best))
+        location.keep(_to_keep(location, last, best))
     except LocationError as error:
         return f"not copied: {error.what}"
     return f"copied to {url}"
 
 
-def _kept(location: Location, last: int, best: int) -> set[str]:
+def _to_keep(location: Location, last: int, best: int) -> set[str]:
     """As `folders.prune`, but for the checkpoints at the location: the run's folder may be lost."""
     names = sorted(location.names(), key=_step, reverse=True)
     if not best:

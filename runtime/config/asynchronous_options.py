@@ -129,11 +129,11 @@ def longest_segment(config: RunConfig) -> int:
 def steps_of_start(settings: Settings) -> int:
     """The number of steps that `sync_start`, a number or a share of all, makes synchronous."""
     text = settings.sync_start or "0"
-    found = re.fullmatch(r"(\d{1,15})|(\d{1,9}(?:\.\d{1,9})?)%", text)
+    match = re.fullmatch(r"(\d{1,15})|(\d{1,9}(?:\.\d{1,9})?)%", text)
     steps = -1
-    if found:
-        share = found[2] and ceil(settings.steps * float(found[2]) / 100 - 1e-9)
-        steps = int(found[1] or share)
+    if match:
+        share = match[2] and ceil(settings.steps * float(match[2]) / 100 - 1e-9)
+        steps = int(match[1] or share)
     if not 0 <= steps <= settings.steps:
         raise SettingsError(
             f"--sync-start {text} is not a number or a share of the {settings.steps} steps.",

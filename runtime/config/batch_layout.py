@@ -227,17 +227,17 @@ def with_replicas(settings: Settings, plan: Plan) -> Settings:
 def _check_stage_replicas(settings: Settings, ranks_of_stage: Sequence[Sequence[int]]) -> None:
     """Raises SettingsError for what single stages with replicas cannot be combined with."""
     has = describe_stages(ranks_of_stage)
-    one = "--replicas 1 for one rank a stage"
+    cure = "--replicas 1 for one rank a stage"
     if settings.schedule not in REPLICATED and not settings.schedule_file:
         raise SettingsError(
             f"the plan has {has}, but single stages have no replicas under {settings.schedule}.",
-            f"--schedule {' or '.join(REPLICATED)}, or {one}.",
+            f"--schedule {' or '.join(REPLICATED)}, or {cure}.",
         )
     ranks = sum(map(len, ranks_of_stage))
     if settings.ranks not in (None, ranks):
         raise SettingsError(
             f"--ranks {settings.ranks}, but the plan has {has}: {ranks} ranks.",
-            f"Leave it out, or {one}.",
+            f"Leave it out, or {cure}.",
         )
 
 

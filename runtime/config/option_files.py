@@ -62,8 +62,8 @@ def merged(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     {'lr': 0.1, 'epochs': 2.0}
     """
     is_longer = not given.keys().isdisjoint(_LENGTHS)
-    kept = {name: value for name, value in own.items() if not (is_longer and name in _LENGTHS)}
-    return {**kept, **given}
+    base = {name: value for name, value in own.items() if not (is_longer and name in _LENGTHS)}
+    return {**base, **given}
 
 
 def settings_from(options: Mapping[str, Any]) -> Settings:

@@ -254,18 +254,20 @@ def _with_seq(command: str, tokens: int) -> str:
 
 def _sequence(settings: Settings, plan: Plan) -> int | None:
     planned = plan.sizes.get("sequence")
-    asked = settings.seq
-    if asked is None or asked == planned:
+    length = settings.seq
+    if length is None or length == planned:
         return planned
     if planned is None or not uses_symbol(plan, "sequence"):
         fixed = "has no sequence length" if planned is None else f"was made for {planned} only"
-        raise SettingsError(f"--seq {asked}, but the plan {fixed}.", _with_seq(plan.command, asked))
-    if asked > planned:
         raise SettingsError(
-            f"--seq {asked}, but the plan was made for {planned} tokens.",
-            _with_seq(plan.command, asked),
+            f"--seq {length}, but the plan {fixed}.", _with_seq(plan.command, length)
         )
-    return asked
+    if length > planned:
+        raise SettingsError(
+            f"--seq {length}, but the plan was made for {planned} tokens.",
+            _with_seq(plan.command, length),
+        )
+    return length
 
 
 def _annealing_steps(settings: Settings, warmup: int) -> int | None:

@@ -58,10 +58,10 @@ def make_flushed_step(plan: Plan, config: RunConfig, micro_batches: int) -> Sche
     if not config.is_async:
         return make_segment(plan, replace(config, micro_batches=micro_batches), steps=1)
     placed = _schedule(plan, config, 1).rank_of_stage
-    made = one_f_one_b(len(placed), micro_batches)
-    if made.rank_of_stage != placed:
-        made = fold(made, placed, costs_of_plan(plan))
-    return lowered(plan, made, check=True)
+    schedule = one_f_one_b(len(placed), micro_batches)
+    if schedule.rank_of_stage != placed:
+        schedule = fold(schedule, placed, costs_of_plan(plan))
+    return lowered(plan, schedule, check=True)
 
 
 def schedule_of(plan: Plan, config: RunConfig, segment: RunSegment) -> Schedule:
@@ -74,10 +74,10 @@ def schedule_of(plan: Plan, config: RunConfig, segment: RunSegment) -> Schedule:
 def lowered(plan: Plan, schedule: Schedule, *, check: bool) -> Schedule:
     """The schedule with the plan's messages; validated if asked to."""
     edges, gradients = forward_edges(plan), gradient_edges(plan)
-    made = lower(schedule, edges, grad_edges=gradients)
+    result = lower(schedule, edges, grad_edges=gradients)
     if check:
-        validate(made, edges, grad_edges=gradients, shared_stages=shared_stages(plan))
-    return made
+        validate(result, edges, grad_edges=gradients, shared_stages=shared_stages(plan))
+    return result
 
 
 def _schedule(plan: Plan, config: RunConfig, steps: int) -> Schedule:
@@ -132,7 +132,7 @@ def fit(
     stages = len(plan.stages)
     ranks = ranks_of_plan(plan, config) or stages
     rank_of_stage = rank_of_stage or _planned_placement(plan, ranks)
-    found = fit_auto(
+    fitted = fit_auto(
         costs,
         config.micro_batches,
         ranks=ranks,
@@ -143,7 +143,7 @@ def fit(
         may_split=may_split,
         limit=_activation_limit(plan, ranks),
     )
-    return found.schedule
+    return fitted.schedule
 
 
 def waiting_stages(plan: Plan, config: RunConfig) -> tuple[tuple[int, ...], ...]:
@@ -164,8 +164,8 @@ def _activation_limit(plan: Plan, ranks: int) -> ActivationLimit:
     left = [float(size or 0) for size in room]
     for stage, rank in zip(plan.stages, _ranks_of_stages(plan), strict=True):
         left[rank] -= stage.memory.total - stage.memory.activations
-    each = (stage.memory.activations / max(1, stage.in_flight) for stage in plan.stages)
-    return ActivationLimit(tuple(left), tuple(each))
+    of_micro_batch = (stage.memory.activations / max(1, stage.in_flight) for stage in plan.stages)
+    return ActivationLimit(tuple(left), tuple(of_micro_batch))
 
 
 def _planned_placement(plan: Plan, ranks: int | None) -> tuple[int, ...] | None:
@@ -186,36 +186,36 @@ def _read(path: str, plan: Plan, config: RunConfig) -> Schedule:
         f"--schedule {path}", ScheduleError, "--print-schedule shows what such a file looks like."
     )
     # Checked with the plan's edges when it is lowered.
-    made = from_text(read_text(Path(path), origin), (), grad_edges=())
-    again = f"Print one that does: --schedule {made.name} --print-schedule"
-    if made.stages != len(plan.stages):
+    schedule = from_text(read_text(Path(path), origin), (), grad_edges=())
+    again = f"Print one that does: --schedule {schedule.name} --print-schedule"
+    if schedule.stages != len(plan.stages):
         raise ScheduleError(
-            f"{path} has {counted(made.stages, 'stage')}, but the plan has {len(plan.stages)}.",
+            f"{path} has {counted(schedule.stages, 'stage')}, but the plan has {len(plan.stages)}.",
             again,
         )
-    if not made.synchronous:
+    if not schedule.synchronous:
         raise ScheduleError(
-            f"{path} has {made.steps} steps, but a schedule from a file makes one, at its end.",
+            f"{path} has {schedule.steps} steps, but a schedule from a file makes one, at its end.",
             "Use --schedule async-1f1b for an asynchronous run.",
         )
-    if made.micro_batches != config.micro_batches:
+    if schedule.micro_batches != config.micro_batches:
         raise ScheduleError(
-            f"{path} has {made.micro_batches} micro-batches, but a step has "
+            f"{path} has {schedule.micro_batches} micro-batches, but a step has "
             f"{config.micro_batches}.",
-            f"--micro-batches {made.micro_batches}",
+            f"--micro-batches {schedule.micro_batches}",
         )
-    if made.replicas != (asked := stage_replicas(plan, config)):
-        has = describe_stages(made.replicas) or "one rank a stage"
+    if schedule.replicas != (expected := stage_replicas(plan, config)):
+        has = describe_stages(schedule.replicas) or "one rank a stage"
         raise ScheduleError(
-            f"{path} has {has}, but the run {describe_stages(asked) or 'one rank a stage'}.",
+            f"{path} has {has}, but the run {describe_stages(expected) or 'one rank a stage'}.",
             "Print it for this plan, or --replicas 1 for one rank a stage.",
         )
-    if config.ranks not in (None, len(made.ranks)):
+    if config.ranks not in (None, len(schedule.ranks)):
         raise ScheduleError(
-            f"{path} has {counted(len(made.ranks), 'rank')}, but --ranks is {config.ranks}.",
-            f"--ranks {len(made.ranks)}, or leave it out.",
+            f"{path} has {counted(len(schedule.ranks), 'rank')}, but --ranks is {config.ranks}.",
+            f"--ranks {len(schedule.ranks)}, or leave it out.",
         )
-    return made.compute
+    return schedule.compute
 
 
 def segments(config: RunConfig, start: int = 0) -> Iterator[RunSegment]:

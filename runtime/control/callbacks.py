@@ -89,8 +89,8 @@ class Callbacks(Reporter):
 
     def take(self) -> Request:
         """What was asked for since the last call."""
-        asked, self._asked = self._asked, Request()
-        return asked
+        request, self._asked = self._asked, Request()
+        return request
 
     def _call(self, hook: str, *arguments: Any) -> None:
         own = getattr(self._own, hook, None)
@@ -99,23 +99,23 @@ class Callbacks(Reporter):
         self._calls += 1
         key = ("callbacks", hook, self._calls)
         with drawing_from(self._seed, *key), told_as(SettingsError, f"{self._what}: {hook}"):
-            asked = own(*arguments)
-        if asked is not None:
-            self._asked |= self._checked(hook, asked)
+            request = own(*arguments)
+        if request is not None:
+            self._asked |= self._checked(hook, request)
 
-    def _checked(self, hook: str, asked: Any) -> Request:
-        if not isinstance(asked, Request):
+    def _checked(self, hook: str, request: Any) -> Request:
+        if not isinstance(request, Request):
             raise SettingsError(
-                f"{self._what}: {hook} returned a {type(asked).__name__}.",
+                f"{self._what}: {hook} returned a {type(request).__name__}.",
                 "Return None or asyncpipe.Request(stop=True).",
             )
-        factor = asked.lr_factor
+        factor = request.lr_factor
         if factor is not None and not 0 <= factor < math.inf:
             raise SettingsError(
                 f"{self._what}: {hook} asked for the learning rate factor {factor}.",
                 "Ask for a finite number, 0 or more.",
             )
-        return asked
+        return request
 
 
 def agreed(world: World, own: Callbacks | None) -> Request:

@@ -51,9 +51,9 @@ class Metric:
         returns something else."""
         result = rebuilt(self._plan.outputs, {**self._absent, **outputs}, self._plan.sizes)
         with drawing_from(self._seed, "metric", micro_batch), told_as(SettingsError, self._what):
-            found = self._call(result, target)
+            returned = self._call(result, target)
         name = self._spec.rpartition(":")[2]
-        named = found if isinstance(found, Mapping) else {name: found}
+        named = returned if isinstance(returned, Mapping) else {name: returned}
         return {str(key): self._number(str(key), value) for key, value in named.items()}
 
     def _number(self, name: str, value: Any) -> float:

@@ -37,20 +37,20 @@ def make_user_optimizer(
     named = [(name, each) for name, each in stage.named_parameters() if each.requires_grad]
     make = import_seeded(spec, "--optimizer", SettingsError, config.seed)
     with told_as(SettingsError, f"--optimizer {spec}"):
-        made = make(list(named), config.lr)
-    if not isinstance(made, Optimizer):
+        optimizer = make(list(named), config.lr)
+    if not isinstance(optimizer, Optimizer):
         raise SettingsError(
-            f"--optimizer {spec} returned a {type(made).__name__}.",
+            f"--optimizer {spec} returned a {type(optimizer).__name__}.",
             "Return a torch.optim.Optimizer of the parameters.",
         )
     own = {id(parameter) for _, parameter in named}
-    if any(id(each) not in own for group in made.param_groups for each in group["params"]):
+    if any(id(each) not in own for group in optimizer.param_groups for each in group["params"]):
         raise SettingsError(
             f"--optimizer {spec} returned an optimizer of other tensors than it was given.",
             "Give it the parameters themselves.",
         )
-    _set_apart(made, shared)
-    return made
+    _set_apart(optimizer, shared)
+    return optimizer
 
 
 def _set_apart(optimizer: Optimizer, shared: Mapping[str, Tensor]) -> None:
@@ -74,9 +74,9 @@ def user_state_of(
     tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
     others = {key: value for key, value in state.items() if key not in tensors}
     group = _group_of(optimizer, parameter)
-    kept = {k: value for k, value in group.items() if k not in ("params", *scheduled)}
+    options = {k: value for k, value in group.items() if k not in ("params", *scheduled)}
     try:
-        text = json.dumps({"state": others, "group": kept}, default=_number)
+        text = json.dumps({"state": others, "group": options}, default=_number)
     except (TypeError, ValueError) as error:
         raise SettingsError(
             f"the state of {type(optimizer).__name__} cannot be written to a checkpoint: {error}.",

@@ -50,14 +50,14 @@ class Digits:
 
     def get(self, indices: Sequence[int], fields: Collection[str]) -> dict[str, Tensor]:
         chosen = torch.tensor(indices)
-        found = {}
+        values = {}
         if self._task.sample in fields:
             grey = self._images[chosen].unsqueeze(1)
             large = F.interpolate(grey, self._size, mode="bilinear", align_corners=False)
-            found[self._task.sample] = large.repeat(1, self._channels, 1, 1).to(self._dtype)
+            values[self._task.sample] = large.repeat(1, self._channels, 1, 1).to(self._dtype)
         if self._task.label in fields:
-            found[str(self._task.label)] = self._labels[chosen]
-        return found
+            values[str(self._task.label)] = self._labels[chosen]
+        return values
 
 
 def _load_digits() -> tuple[Tensor, Tensor]:
@@ -112,12 +112,12 @@ class Clusters:
 
     def get(self, indices: Sequence[int], fields: Collection[str]) -> dict[str, Tensor]:
         chosen = torch.tensor(indices) + self._first
-        found = {}
+        values = {}
         if self._task.sample in fields:
-            found[self._task.sample] = self._points[chosen].to(self._dtype)
+            values[self._task.sample] = self._points[chosen].to(self._dtype)
         if self._task.label in fields:
-            found[str(self._task.label)] = self._labels[chosen]
-        return found
+            values[str(self._task.label)] = self._labels[chosen]
+        return values
 
     @cached_property
     def _cluster_of_sample(self) -> Tensor:

@@ -40,13 +40,13 @@ class GivenBatch:
 
     def digest(self) -> bytes:
         """32 bytes that differ when a value does."""
-        found = hashlib.sha256()
+        sha256 = hashlib.sha256()
         for part in self.parts:
             for name in sorted(part):
                 value = part[name].detach().cpu().contiguous()
-                found.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-                found.update(raw_bytes(value))
-        return found.digest()
+                sha256.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+                sha256.update(raw_bytes(value))
+        return sha256.digest()
 
 
 def split_batch(
@@ -73,8 +73,8 @@ def split_batch(
         if (dim := dims.get(name)) is not None and value.dim() > dim
     }
     if len(set(lengths.values())) > 1:
-        told = ", ".join(f"{name} {length}" for name, length in lengths.items())
-        raise DataError(f"the inputs of a batch differ in their number of samples: {told}.")
+        counts = ", ".join(f"{name} {length}" for name, length in lengths.items())
+        raise DataError(f"the inputs of a batch differ in their number of samples: {counts}.")
     samples = next(iter(lengths.values()), 1)
     parts = min(count * replicas, samples) // replicas * replicas
     if parts == 0:

@@ -63,10 +63,10 @@ def own_parts(source: str, seed: int) -> tuple[Part, Part | None]:
         with drawing_from(seed, "data"), told_as(DataError, f"--data {source}"):
             return function() if callable(function) else function
 
-    made = call()
-    pair = _pair(made, source)
+    data = call()
+    pair = _pair(data, source)
     if pair is None:
-        return _part(made, source, call if callable(function) else None), None
+        return _part(data, source, call if callable(function) else None), None
 
     def call_for(place: int) -> Any:
         again = _pair(call(), source)
@@ -79,72 +79,72 @@ def own_parts(source: str, seed: int) -> tuple[Part, Part | None]:
     return first, _part(held_out, source, partial(call_for, 1), evaluation_seed=seed)
 
 
-def _pair(made: Any, source: str) -> tuple[Any, Any] | None:
+def _pair(data: Any, source: str) -> tuple[Any, Any] | None:
     """Training and evaluation data, if the value has both."""
-    if isinstance(made, Mapping) and set(made) <= {*_TRAIN, *_HELD_OUT} and made:
-        train = next((made[name] for name in _TRAIN if name in made), None)
+    if isinstance(data, Mapping) and set(data) <= {*_TRAIN, *_HELD_OUT} and data:
+        train = next((data[name] for name in _TRAIN if name in data), None)
         if train is None:
             raise DataError(
-                f"--data {source} gives the splits {', '.join(made)}, but none to train on.",
+                f"--data {source} gives the splits {', '.join(data)}, but none to train on.",
                 "Name one of them train.",
             )
-        return train, next((made[name] for name in _HELD_OUT if name in made), None)
-    if not isinstance(made, tuple | list) or not made:
+        return train, next((data[name] for name in _HELD_OUT if name in data), None)
+    if not isinstance(data, tuple | list) or not data:
         return None
-    if all(map(_is_collection, made)):
-        if len(made) != 2:
-            kinds = " and ".join(sorted({type(part).__name__ for part in made}))
+    if all(map(_is_collection, data)):
+        if len(data) != 2:
+            kinds = " and ".join(sorted({type(part).__name__ for part in data}))
             raise DataError(
-                f"--data {source} gives a {type(made).__name__} of {len(made)} {kinds}.",
+                f"--data {source} gives a {type(data).__name__} of {len(data)} {kinds}.",
                 "Return one of them, or a pair (train, eval).",
             )
-        return made[0], made[1]
-    if isinstance(made, tuple) and len(made) == 2 and not _are_arrays(made):
-        rows = tuple(_with_rows(part, source) for part in made)
+        return data[0], data[1]
+    if isinstance(data, tuple) and len(data) == 2 and not _are_arrays(data):
+        rows = tuple(_with_rows(part, source) for part in data)
         if all(map(_is_dataset, rows)):
             return rows
     return None
 
 
 def _part(
-    made: Any, source: str, call: Callable[[], Any] | None, *, evaluation_seed: int | None = None
+    data: Any, source: str, call: Callable[[], Any] | None, *, evaluation_seed: int | None = None
 ) -> Part:
     """One of the two; `call` makes it again. A seed is given for evaluation data, whose order is
     that of their sampler."""
-    if _is_stream(made):
-        loader = made if isinstance(made, DataLoader) else None
-        return Part(None, loader, Stream(source, made, call))
-    if isinstance(made, DataLoader):
-        check_sampler(made, source)
-        samples = made.dataset
-        if evaluation_seed is not None and (sampler := sampler_of(made)) is not None:
+    if _is_stream(data):
+        loader = data if isinstance(data, DataLoader) else None
+        return Part(None, loader, Stream(source, data, call))
+    if isinstance(data, DataLoader):
+        check_sampler(data, source)
+        samples = data.dataset
+        if evaluation_seed is not None and (sampler := sampler_of(data)) is not None:
             samples = Subset(samples, drawn_indices(sampler, evaluation_seed, 0))
-        return Part(samples, made)
-    rows = _with_rows(made, source)
+        return Part(samples, data)
+    rows = _with_rows(data, source)
     if not _is_dataset(rows):
         raise DataError(
-            f"--data {source} gives a {type(made).__name__}, not a sequence of samples.", _FORMS
+            f"--data {source} gives a {type(data).__name__}, not a sequence of samples.", _FORMS
         )
     return Part(rows)
 
 
-def _with_rows(made: Any, source: str) -> Any:
-    is_columns = (isinstance(made, Mapping) and made) or _are_arrays(made)
-    return Columns(tuple(made) if isinstance(made, list) else made, source) if is_columns else made
+def _with_rows(data: Any, source: str) -> Any:
+    is_columns = (isinstance(data, Mapping) and data) or _are_arrays(data)
+    return Columns(tuple(data) if isinstance(data, list) else data, source) if is_columns else data
 
 
-def _are_arrays(made: Any) -> bool:
+def _are_arrays(data: Any) -> bool:
     """True for (X, y): arrays with a row for each sample. A list of two equal shapes is a list of
     two samples."""
-    if not isinstance(made, tuple | list) or len(made) < 2 or not _is_array(made[0]):
+    if not isinstance(data, tuple | list) or len(data) < 2 or not _is_array(data[0]):
         return False
-    if isinstance(made, tuple):
-        return all(_is_array(one) or isinstance(one, list) for one in made)
+    if isinstance(data, tuple):
+        return all(_is_array(column) or isinstance(column, list) for column in data)
     lengths, shapes = (
-        {len(one) for one in made if _is_array(one)},
-        {tuple(one.shape) for one in made if _is_array(one)},
+        {len(column) for column in data if _is_array(column)},
+        {tuple(column.shape) for column in data if _is_array(column)},
     )
-    return all(map(_is_array, made)) and len(lengths) == 1 and len(shapes) > 1
+    return all(map(_is_array, data)) and len(lengths) == 1 and len(shapes) > 1
 
 
 def _is_array(value: Any) -> bool:

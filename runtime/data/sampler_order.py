@@ -73,10 +73,10 @@ def drawn_indices(sampler: Any, seed: int, epoch: int) -> list[int]:
     with drawing_from(seed, "epoch", epoch):
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
-        found: list[int] = []
+        indices: list[int] = []
         for drawn in sampler:
-            found += drawn if isinstance(drawn, list | tuple) else [int(drawn)]
-    return found
+            indices += drawn if isinstance(drawn, list | tuple) else [int(drawn)]
+    return indices
 
 
 class SamplerOrder(SampleOrder):

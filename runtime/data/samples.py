@@ -60,9 +60,9 @@ class Naming:
             if plain in sample and structure != plain:
                 named |= tensors_by_name(structure, sample[plain], plain)
         for name, others in OTHER_NAMES.items():
-            found = [other for other in others if other in named and other not in self.fields]
-            if name in self.fields and name not in named and len(found) == 1:
-                named[name] = named[found[0]]
+            unused = [other for other in others if other in named and other not in self.fields]
+            if name in self.fields and name not in named and len(unused) == 1:
+                named[name] = named[unused[0]]
         return named
 
     def check(self, named: Mapping[str, Any], fields: Collection[str]) -> None:
@@ -171,9 +171,9 @@ class Columns:
         self._leaves = dict(_leaves(columns))
         lengths = {name: len(leaf) for name, leaf in self._leaves.items()}
         if len(set(lengths.values())) != 1:
-            told = ", ".join(f"{name} {length}" for name, length in lengths.items())
+            listed = ", ".join(f"{name} {length}" for name, length in lengths.items())
             raise DataError(
-                f"--data {source}: the columns differ in length ({told}).",
+                f"--data {source}: the columns differ in length ({listed}).",
                 "Return training and evaluation data as a pair: (X_train, y_train), (X_eval, "
                 "y_eval)."
                 if isinstance(columns, tuple)
@@ -190,13 +190,13 @@ class Columns:
 
     def digest(self) -> bytes:
         """32 bytes that differ when a tensor or an array of the columns does."""
-        found = hashlib.sha256()
+        sha256 = hashlib.sha256()
         for name, leaf in self._leaves.items():
             if isinstance(leaf, Tensor | np.ndarray):
                 for part in _pieces(torch.as_tensor(leaf)):
-                    found.update(f"{name} {part.dtype} {tuple(part.shape)}".encode())
-                    found.update(raw_bytes(part))
-        return found.digest()
+                    sha256.update(f"{name} {part.dtype} {tuple(part.shape)}".encode())
+                    sha256.update(raw_bytes(part))
+        return sha256.digest()
 
 
 def _pieces(column: Tensor, pieces: int = 64) -> Iterator[Tensor]:

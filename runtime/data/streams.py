@@ -111,13 +111,13 @@ class StreamReader:
         """The next samples. Raises DataError when the stream has none."""
         self._go_to_place()
         if self._stream.has_batches:
-            made = self._divided(count)
+            rows = self._divided(count)
         else:
             with drawing_from(self._seed, "stream", self.position):
                 samples = [self._next() for _ in range(count)]
-            made = batch_of(samples, self._fields, self._naming, None)
+            rows = batch_of(samples, self._fields, self._naming, None)
         self.position += count
-        return made
+        return rows
 
     def state(self) -> dict[str, Any] | None:
         """The place in the stream as JSON; None if the stream cannot say it."""
@@ -254,13 +254,13 @@ class StreamSamples:
 def first_rows(stream: Stream, naming: Naming, count: int, seed: int) -> list[Any]:
     """The first samples of evaluation data, or all of them if there are fewer; those of batches as
     dicts. Their random numbers depend on the seed alone."""
-    found: list[Any] = []
+    rows: list[Any] = []
     with drawing_from(seed, "evaluation stream"):
         for item in stream.opened():
-            found += rows_of(item, naming) if stream.has_batches else [item]
-            if len(found) >= count:
+            rows += rows_of(item, naming) if stream.has_batches else [item]
+            if len(rows) >= count:
                 break
-    return found[:count]
+    return rows[:count]
 
 
 def rows_of(batch: Any, naming: Naming) -> list[Rows]:

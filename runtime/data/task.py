@@ -61,7 +61,7 @@ def sizes_of(plan: Plan, values: Mapping[str, Any]) -> dict[str, int]:
     Raises DataError where an input has another number of dimensions or another size than the plan
     was made for, and where one symbol would have two numbers.
     """
-    found: dict[str, tuple[int, str]] = {}
+    size_of: dict[str, tuple[int, str]] = {}
     for spec in plan.inputs:
         if spec.name not in values:
             continue
@@ -77,14 +77,14 @@ def sizes_of(plan: Plan, values: Mapping[str, Any]) -> dict[str, int]:
                 if size != wanted:
                     raise _another_size(plan, spec, dim, shape)
             elif wanted in plan.sizes:
-                known, where = found.setdefault(wanted, (size, f"dimension {dim} of {spec.name}"))
+                known, where = size_of.setdefault(wanted, (size, f"dimension {dim} of {spec.name}"))
                 if known != size:
                     raise DataError(
                         f"the {wanted} size is {known} in {where}, but {size} in dimension {dim} "
                         f"of {spec.name} (in {_text(shape)}).",
                         f"Give inputs of one {wanted} size.",
                     )
-    return {**plan.sizes, **{symbol: size for symbol, (size, _) in found.items()}}
+    return {**plan.sizes, **{symbol: size for symbol, (size, _) in size_of.items()}}
 
 
 def _another_size(plan: Plan, spec: TensorSpec, dim: int, shape: tuple[int, ...]) -> DataError:
@@ -124,8 +124,8 @@ def _unlike(
     plan: Plan, structures: Mapping[str, Any], given: Mapping[str, Any], more: str = ""
 ) -> DataError:
     takes = [name for name, inner in structures.items() if any(names_in(inner))]
-    got = ", ".join(name for name, value in given.items() if value is not None)
-    return DataError(f"{plan.name} takes {', '.join(takes)}; got {got or 'nothing'}{more}.")
+    names = ", ".join(name for name, value in given.items() if value is not None)
+    return DataError(f"{plan.name} takes {', '.join(takes)}; got {names or 'nothing'}{more}.")
 
 
 TARGET = "target"
@@ -245,8 +245,8 @@ def batch_dims(plan: Plan) -> dict[str, int | None]:
     one. The target has it where the model's first output has it, else where the first input has."""
     dims = {spec.name: spec.batch_dim for spec in plan.inputs}
     outputs = set(names_in(plan.outputs))
-    made = [spec.batch_dim for spec in plan.values if spec.name in outputs]
-    known = [dim for dim in (*made, *dims.values()) if dim is not None]
+    output_dims = [spec.batch_dim for spec in plan.values if spec.name in outputs]
+    known = [dim for dim in (*output_dims, *dims.values()) if dim is not None]
     return {**dims, TARGET: known[0] if known else None}
 
 

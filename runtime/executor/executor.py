@@ -327,14 +327,14 @@ class Executor:
                 )
             else:
                 outputs, loss = stage.evaluate(micro_batch, inputs, fed if run.losses else None)
-        run.mailbox.made(action)
+        run.mailbox.completed(action)
         for channel in run.mailbox.outgoing("activation", action.stage):
             if generator and channel.name == GENERATOR_STATE:
                 run.mailbox.put(channel, action.index, generator.state)
             else:
                 run.mailbox.put(channel, action.index, outputs[channel.name])
-        if made := {name: outputs[name] for name in outputs if name in self._model_outputs}:
-            run.recorder.observer.on_outputs(micro_batch, made)
+        if own_outputs := {name: outputs[name] for name in outputs if name in self._model_outputs}:
+            run.recorder.observer.on_outputs(micro_batch, own_outputs)
         if loss is not None:
             run.recorder.loss(micro_batch, loss)
 
@@ -365,7 +365,7 @@ class Executor:
                 self.weights[action.stage].add_gradients(micro_batch)
             else:
                 self._finish_micro_batch(run, where)
-        run.mailbox.made(action)
+        run.mailbox.completed(action)
         for channel in run.mailbox.outgoing("gradient", action.stage):
             run.mailbox.put(channel, action.index, gradients[channel.name])
 
@@ -413,10 +413,10 @@ class Executor:
         return GeneratorState(self.device, state, self._draws_numbers)
 
     def _check(self, schedule: Schedule, training: bool) -> None:
-        asked, has = (each.replicas or each.rank_of_stage for each in (schedule, self))
-        if asked != has:
+        wanted, has = (owner.replicas or owner.rank_of_stage for owner in (schedule, self))
+        if wanted != has:
             raise ScheduleError(
-                f"the schedule puts stages on ranks {asked}, the pipeline on {has}."
+                f"the schedule puts stages on ranks {wanted}, the pipeline on {has}."
             )
         if len(schedule.ranks) > 1 and not schedule.is_lowered:
             raise ScheduleError(

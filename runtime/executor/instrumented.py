@@ -95,10 +95,10 @@ class Activity(NamedTuple):
                 return f"is in the optimizer step {stage}"
             return f"is in {_WORDS[self.kind]} of micro-batch {self.index} {stage}"
         if isinstance(self.subject, StageMessage):
-            what = self.subject.describe(self.index)
+            message = self.subject.describe(self.index)
             if self.kind == "receive":
-                return f"waits for {what} from rank {self.peer}"
-            return f"waits for rank {self.peer} to take {what}"
+                return f"waits for {message} from rank {self.peer}"
+            return f"waits for rank {self.peer} to take {message}"
         if self.kind == "data":
             return f"reads the data of {self.subject or f'micro-batch {self.index}'}"
         return f"waits for all ranks: {self.subject}" if self.kind == "meet" else f"{self.subject}"

@@ -171,16 +171,16 @@ def _without(plan: Plan) -> str:
 @torch.no_grad()
 def _fill_constants(module: nn.Module, path: Path, plan: Plan) -> None:
     """Buffers outside the state_dict whose values their constructor cannot make."""
-    held = dict(module.named_buffers()).keys() & set(plan.constants)
-    if not held:
+    names = dict(module.named_buffers()).keys() & set(plan.constants)
+    if not names:
         return
     if not path.is_dir():
         raise PlanError(
-            f"{path.parent} lacks the values of {', '.join(sorted(held)[:3])}, which are in no "
+            f"{path.parent} lacks the values of {', '.join(sorted(names)[:3])}, which are in no "
             f"weights: {_why_none(plan)}.",
             f"Partition the model again{_without(plan)}.",
         )
-    for name, tensor in read_tensors(path, [CONSTANTS + name for name in sorted(held)]).items():
+    for name, tensor in read_tensors(path, [CONSTANTS + name for name in sorted(names)]).items():
         module.get_buffer(name.removeprefix(CONSTANTS)).copy_(tensor)
 
 
@@ -362,7 +362,7 @@ def _tie(plan: Plan, stages: nn.ModuleList) -> None:
             continue
         for stage in shared.stages:
             # A stage may hold the parameter under several of its names.
-            held = {name for name, _ in stages[stage].named_parameters(remove_duplicate=False)}
-            for name in held & set(shared.names):
+            names = {name for name, _ in stages[stage].named_parameters(remove_duplicate=False)}
+            for name in names & set(shared.names):
                 path, _, leaf = name.rpartition(".")
                 setattr(stages[stage].get_submodule(path), leaf, owner)

@@ -55,7 +55,7 @@ class _Receives:
     to_post: deque[int] = field(default_factory=deque)
     """The indices to post."""
     posted: int = 0
-    taken: int = 0
+    received: int = 0
 
 
 class Mailbox:
@@ -142,12 +142,12 @@ class Mailbox:
         tensor = yield from take(self.transport, self._posted.pop((channel, index)))
         edge = channel.kind, channel.source, channel.target
         if channel is self._edges[edge][0]:
-            self._receives[edge].taken += 1
+            self._receives[edge].received += 1
             self._post_ahead(edge)
             self._let_go(channel, index)
         return tensor
 
-    def made(self, action: Action) -> None:
+    def completed(self, action: Action) -> None:
         """An F or B is over, so that more may have been sent to its stage."""
         kind: ChannelKind = "gradient" if action.kind == "F" else "activation"
         for edge in self._receives_of[kind, action.stage]:
@@ -176,7 +176,7 @@ class Mailbox:
 
     def _post_ahead(self, edge: _Edge) -> None:
         receives = self._receives[edge]
-        most = min(receives.at_most, receives.taken + self.transport.depth)
+        most = min(receives.at_most, receives.received + self.transport.depth)
         while receives.to_post and receives.posted < most and self._is_run(receives.to_post[0]):
             self._post_next(edge)
 
@@ -262,13 +262,13 @@ def channels_of_each(
 ) -> list[tuple[Channel, ...]]:
     """The channels for each micro-batch's sizes and the ranks that have it: they differ in shape or
     ranks, and not in their tags."""
-    made: dict[object, tuple[Channel, ...]] = {}
-    found, ranks = [], schedule.rank_of_stage
+    by_sizes: dict[object, tuple[Channel, ...]] = {}
+    channels, ranks = [], schedule.rank_of_stage
     for index, own in enumerate(sizes):
         if schedule.replicas:
             ranks = tuple(schedule.rank_of(stage, index) for stage in range(schedule.stages))
-        if (key := (ranks, *own.items())) not in made:
-            made[key] = plan_channels(
+        if (key := (ranks, *own.items())) not in by_sizes:
+            by_sizes[key] = plan_channels(
                 plan,
                 ranks,
                 sizes=own,
@@ -276,8 +276,8 @@ def channels_of_each(
                 state_bytes=state_bytes,
                 dtypes=dtypes,
             )
-        found.append(made[key])
-    return found
+        channels.append(by_sizes[key])
+    return channels
 
 
 def plan_channels(

@@ -88,7 +88,7 @@ class BoundaryDtypes:
 
     weights: torch.dtype = torch.float32
     """The dtype of the plan's float32 tensors."""
-    made: Mapping[str, torch.dtype] = field(default_factory=dict)
+    by_name: Mapping[str, torch.dtype] = field(default_factory=dict)
     """Name -> dtype of boundaries whose dtype differs."""
     crossing: torch.dtype | None = None
     """The dtype to which wider floating-point tensors are cast between ranks."""
@@ -96,7 +96,7 @@ class BoundaryDtypes:
     def at_stages(self, tensor: TensorSpec) -> torch.dtype:
         planned: torch.dtype = getattr(torch, tensor.dtype)
         converted = self.weights if planned is torch.float32 else planned
-        return self.made.get(tensor.name, converted)
+        return self.by_name.get(tensor.name, converted)
 
     def between_ranks(self, tensor: TensorSpec) -> torch.dtype:
         own = self.at_stages(tensor)

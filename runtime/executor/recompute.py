@@ -45,18 +45,18 @@ class Buffers:
         When a buffer changes for the first time, `earlier` forwards found the same value.
         """
         with torch.no_grad():
-            found = {name: buffer.clone() for name, buffer in self._module.named_buffers()}
+            begin = {name: buffer.clone() for name, buffer in self._module.named_buffers()}
         before = self._versions()
-        values = dict(found)
+        values = dict(begin)
         yield values
         changed = {name for name, version in self._versions().items() if version != before[name]}
         if self._is_first:
             now = dict(self._module.named_buffers())
-            changed |= {name for name in found if not torch.equal(found[name], now[name])}
+            changed |= {name for name in begin if not torch.equal(begin[name], now[name])}
             self._is_first = False
         for name in changed - self._changing:
             for other in earlier:
-                other.setdefault(name, found[name])
+                other.setdefault(name, begin[name])
         self._changing |= changed
         for name in values.keys() - self._changing:
             del values[name]

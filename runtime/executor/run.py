@@ -196,8 +196,8 @@ def _authors_place(file: str, line: int, first: int) -> str:
     """The nearest place at the end of a line or above it, within the function that begins at
     `first`."""
     for number in range(line, first, -1):
-        if found := _PLACE.search(linecache.getline(file, number)):
-            return found[1]
+        if match := _PLACE.search(linecache.getline(file, number)):
+            return match[1]
     return ""
 
 
@@ -237,14 +237,14 @@ def immediate_backward(program: Program) -> frozenset[tuple[int, int]]:
     """Stage and index of the micro-batches whose backward is the stage's next action after their
     forward. Recomputing saves no memory for them."""
     last: dict[int, Action] = {}
-    found: set[tuple[int, int]] = set()
+    immediate: set[tuple[int, int]] = set()
     for action in program:
         if action.kind in ("F", "B", "W"):
             before = last.get(action.stage)
             if action.kind == "B" and before and (before.kind, before.index) == ("F", action.index):
-                found.add((action.stage, action.index))
+                immediate.add((action.stage, action.index))
             last[action.stage] = action
-    return frozenset(found)
+    return frozenset(immediate)
 
 
 def loss_divisors(

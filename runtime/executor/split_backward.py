@@ -143,10 +143,10 @@ def _embedding(
     padding = -1 if padding_idx is None else padding_idx % len(weight)
 
     def parts(call: WeightUse, gradient: Tensor) -> Parts:
-        made = torch.ops.aten.embedding_backward(
+        weight_gradient = torch.ops.aten.embedding_backward(
             gradient, call.input, len(weight), padding, scale_grad_by_freq, sparse
         )
-        return made, None
+        return weight_gradient, None
 
     return WeightUse(input, weight, None, parts, casts=False)
 
@@ -163,14 +163,21 @@ def _convolution(
     if input.dim() != weight.dim():
         return None
     dims = weight.dim() - 2
-    spread = _each(dilation, dims)
+    spread = _per_dimension(dilation, dims)
     if isinstance(padding, str):
         around = [d * (n - 1) for d, n in zip(spread, weight.shape[2:], strict=True)]
         if padding == "same" and any(total % 2 for total in around):
             return None
         padding = [total // 2 if padding == "same" else 0 for total in around]
     return _convolved(
-        input, weight, bias, _each(stride, dims), _each(padding, dims), spread, None, groups
+        input,
+        weight,
+        bias,
+        _per_dimension(stride, dims),
+        _per_dimension(padding, dims),
+        spread,
+        None,
+        groups,
     )
 
 
@@ -191,10 +198,10 @@ def _transposed_convolution(
         input,
         weight,
         bias,
-        _each(stride, dims),
-        _each(padding, dims),
-        _each(dilation, dims),
-        _each(output_padding, dims),
+        _per_dimension(stride, dims),
+        _per_dimension(padding, dims),
+        _per_dimension(dilation, dims),
+        _per_dimension(output_padding, dims),
         groups,
     )
 
@@ -212,7 +219,7 @@ def _convolved(
     """`output_padding` is None unless the convolution is a transposed one."""
 
     def parts(call: WeightUse, gradient: Tensor) -> Parts:
-        _, *made = torch.ops.aten.convolution_backward(
+        _, *gradients = torch.ops.aten.convolution_backward(
             gradient,
             call.input,
             call.weight.detach().to(gradient.dtype),
@@ -225,12 +232,12 @@ def _convolved(
             groups,
             [False, call.weight.requires_grad, call.bias_needs_grad],
         )
-        return made[0], made[1]
+        return gradients[0], gradients[1]
 
     return WeightUse(input, weight, bias, parts)
 
 
-def _each(value: int | Sequence[int], dims: int) -> Sequence[int]:
+def _per_dimension(value: int | Sequence[int], dims: int) -> Sequence[int]:
     return [value] * dims if isinstance(value, int) else list(value) * (dims // len(value))
 
 

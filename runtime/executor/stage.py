@@ -180,12 +180,12 @@ class Stage:
     def recompute(self, micro_batch: int, *, weights: Weights | None = None) -> None:
         """Recomputes the forward of a micro-batch, if it kept only its inputs, with `weights`
         instead of the module's parameters. Raises StageError."""
-        kept = self._kept[micro_batch]
-        if isinstance(kept, _Repeatable):
-            forward_inputs = replace(kept.forward_inputs, weights=weights)
+        repeatable = self._kept[micro_batch]
+        if isinstance(repeatable, _Repeatable):
+            forward_inputs = replace(repeatable.forward_inputs, weights=weights)
             try:
                 self._kept[micro_batch] = self._repeated(
-                    replace(kept, forward_inputs=forward_inputs)
+                    replace(repeatable, forward_inputs=forward_inputs)
                 )
             except Exception as error:
                 raise self._error("second forward", micro_batch, error) from error
@@ -254,20 +254,22 @@ class Stage:
             return outputs, loss
         begin, changed = generator and generator.copy(), self._changed.values()
         earlier = (other.buffers for other in self._kept.values() if isinstance(other, _Repeatable))
-        with self._buffers.remembered(earlier) as found, nothing_saved():
+        with self._buffers.remembered(earlier) as buffers, nothing_saved():
             outputs, loss = self._run(forward_inputs, generator)
-        self._kept[micro_batch] = _Repeatable(forward_inputs, begin, found, changed)
+        self._kept[micro_batch] = _Repeatable(forward_inputs, begin, buffers, changed)
         return outputs, loss
 
-    def _repeated(self, kept: _Repeatable) -> _InFlight:
+    def _repeated(self, repeatable: _Repeatable) -> _InFlight:
         with (
             self._counting(None),
-            kept.forward_inputs.split or nullcontext(),
-            self._changed.holding(kept.changed),
+            repeatable.forward_inputs.split or nullcontext(),
+            self._changed.holding(repeatable.changed),
             self._changed.saved_apart(),
         ):
-            outputs, loss = self._run(kept.forward_inputs, kept.generator, kept.buffers)
-        return self._in_flight(kept.forward_inputs, outputs, loss)
+            outputs, loss = self._run(
+                repeatable.forward_inputs, repeatable.generator, repeatable.buffers
+            )
+        return self._in_flight(repeatable.forward_inputs, outputs, loss)
 
     def _in_flight(
         self, forward_inputs: _ForwardInputs, outputs: Mapping[str, Tensor], loss: Tensor | None
@@ -321,17 +323,18 @@ class Stage:
         return bound
 
     def _error(self, action: str, micro_batch: int, error: Exception) -> StageError:
-        what, cure = f"{type(error).__name__}: {error}", ""
+        message, cure = f"{type(error).__name__}: {error}", ""
         if isinstance(error, AsyncPipeError):
-            what, cure = error.what, error.cure
-        told = StageError(
-            f"stage {self.spec.index} failed in the {action} of micro-batch {micro_batch}: {what}",
+            message, cure = error.what, error.cure
+        stage_error = StageError(
+            f"stage {self.spec.index} failed in the {action} of micro-batch {micro_batch}: "
+            f"{message}",
             cure,
         )
         # Kept with the error, since only its sentence may reach the terminal.
         detail = "".join(traceback.format_exception(error))
-        told.add_note("\n".join(filter(None, [where_in_stage(error, self.module), detail])))
-        return told
+        stage_error.add_note("\n".join(filter(None, [where_in_stage(error, self.module), detail])))
+        return stage_error
 
 
 def _detached(

@@ -79,14 +79,14 @@ class SharedGradients:
         self._is_verified = True
         checksums = {
             (shared.names[0], stage): _checksum(parameter)
-            for stage, held in self._held.items()
-            for shared, parameter in held
+            for stage, tied in self._held.items()
+            for shared, parameter in tied
         }
         for (name, stage), checksum in checksums.items():
             for channel in self._remote("checksum", name, source=stage):
                 self.transport.send(channel, checksum, 0)
-        for stage, held in self._held.items():
-            for shared, _ in held:
+        for stage, tied in self._held.items():
+            for shared, _ in tied:
                 name = shared.names[0]
                 for holder, holder_name in shared.holders:
                     other = checksums.get((name, holder))
@@ -138,7 +138,11 @@ class SharedGradients:
 
     def _trained(self, stage: int) -> Iterator[tuple[SharedParameter, nn.Parameter]]:
         """The shared parameters of a stage that need a gradient: nothing is exchanged of others."""
-        return ((shared, held) for shared, held in self._held[stage] if held.requires_grad)
+        return (
+            (shared, parameter)
+            for shared, parameter in self._held[stage]
+            if parameter.requires_grad
+        )
 
     def drain(self) -> Generator[Handle, None, None]:
         """Takes everything that others have sent, to be kept for the next segment."""
@@ -148,18 +152,18 @@ class SharedGradients:
     def state(self) -> dict[tuple[str, int], Tensor]:
         """The sums, by first name and window, that are left over for the next segment; those of
         parameters of which this rank has the first holder. After a drain."""
-        found = {}
-        for stage, held in self._held.items():
-            for shared, _ in held:
+        sums = {}
+        for stage, tied in self._held.items():
+            for shared, _ in tied:
                 name = shared.names[0]
                 for window in self._windows[name, stage] if stage == shared.stages[0] else ():
-                    found[name, window] = self._left_over(shared, stage, window)
-        return found
+                    sums[name, window] = self._left_over(shared, stage, window)
+        return sums
 
     def load(self, sums: Mapping[tuple[str, int], Tensor]) -> None:
         """Takes up what all ranks' `state` gave."""
-        for stage, held in self._held.items():
-            for shared, parameter in held:
+        for stage, tied in self._held.items():
+            for shared, parameter in tied:
                 own = shared.names[0]
                 for name, window in sorted(key for key in sums if key[0] in shared.names):
                     self._windows[own, stage].append(window)
@@ -202,7 +206,7 @@ class SharedGradients:
         return total
 
     def _parameters(self) -> Iterator[tuple[SharedParameter, nn.Parameter]]:
-        return (pair for held in self._held.values() for pair in held)
+        return (pair for tied in self._held.values() for pair in tied)
 
     def _remote(
         self, kind: ChannelKind, name: str, *, source: int | None = None, target: int | None = None
@@ -225,8 +229,10 @@ def shared_weights(plan: Plan, stage: int) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _check_separate(held: Mapping[int, list[tuple[SharedParameter, nn.Parameter]]]) -> None:
-    for (stage, mine), (other, theirs) in combinations(held.items(), 2):
+def _check_separate(
+    tied_of_stage: Mapping[int, list[tuple[SharedParameter, nn.Parameter]]],
+) -> None:
+    for (stage, mine), (other, theirs) in combinations(tied_of_stage.items(), 2):
         for shared, parameter in mine:
             if any(parameter is another for _, another in theirs):
                 raise PlanError(

@@ -61,9 +61,9 @@ class WeightBinder:
         """The bytes of the stage's weights besides the live ones: the most leaves that existed at
         once, and the tensors that methods keep between two steps."""
         live = self.weights.live.values()
-        kept = {id(t): t.nbytes for m in self.methods for t in m.kept()}
-        kept |= {id(weight): 0 for weight in live}
-        return self.weights.ring_size * sum(t.nbytes for t in live) + sum(kept.values())
+        bytes_of_tensor = {id(t): t.nbytes for m in self.methods for t in m.kept()}
+        bytes_of_tensor |= {id(weight): 0 for weight in live}
+        return self.weights.ring_size * sum(t.nbytes for t in live) + sum(bytes_of_tensor.values())
 
     def attach(self, steps: Steps) -> None:
         """Gives the methods the stage's optimizer."""

@@ -72,14 +72,14 @@ def gpus() -> dict[str, str]:
             f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
         )
         return {"none": f"torch sees none; it was {built}"}
-    found = {}
+    cards = {}
     for index in range(torch.cuda.device_count()):
         card = torch.cuda.get_device_properties(index)
-        found[str(index)] = (
+        cards[str(index)] = (
             f"{card.name}, {write_bytes(card.total_memory)}, compute capability "
             f"{card.major}.{card.minor}"
         )
-    return found
+    return cards
 
 
 def links(sys: Path = SYS) -> dict[str, str]:
@@ -161,7 +161,7 @@ def _mpi() -> str:
         name: value for name, value in os.environ.items() if not name.startswith(_OF_LAUNCHERS)
     }
     try:
-        asked = subprocess.run(
+        answer = subprocess.run(
             [sys.executable, *ISOLATED, "-c", _ASK_MPI],
             env=environment,
             capture_output=True,
@@ -170,10 +170,10 @@ def _mpi() -> str:
         )
     except subprocess.TimeoutExpired:
         return f"mpi4py is installed, but MPI did not start in {_PATIENCE_S:g} s"
-    if asked.returncode:
-        said = asked.stderr.strip().splitlines() or ["it ended without a message"]
-        return f"mpi4py is installed, but MPI does not start: {said[-1].strip()}"
-    library, level = json.loads(asked.stdout.splitlines()[-1])
+    if answer.returncode:
+        lines_of_error = answer.stderr.strip().splitlines() or ["it ended without a message"]
+        return f"mpi4py is installed, but MPI does not start: {lines_of_error[-1].strip()}"
+    library, level = json.loads(answer.stdout.splitlines()[-1])
     lines = " ".join(library.split())
     enough = "" if level == "MULTIPLE" else ", which is too low: two threads call it"
     return f"{_shortened(lines)}, thread level {level}{enough}"
@@ -185,8 +185,8 @@ def _shortened(library: str) -> str:
     >>> _shortened("MPICH Version: 5.0.2 Release date: .."), _shortened("Open MPI v5.0.3, ..")
     ('MPICH 5.0.2', 'Open MPI v5.0.3')
     """
-    found = re.match(r"(\D+?)\s*(?:Version:)?\s*(v?\d[\w.]*)", library)
-    return f"{found[1]} {found[2]}" if found else library
+    match = re.match(r"(\D+?)\s*(?:Version:)?\s*(v?\d[\w.]*)", library)
+    return f"{match[1]} {match[2]}" if match else library
 
 
 def _mpiexec() -> str:

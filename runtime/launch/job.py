@@ -239,8 +239,8 @@ def _alone(job: Job) -> Job:
 
 def reporter_factory(spec: str) -> Callable[[RunConfig], Reporter]:
     """The object that `module:function` names."""
-    made: Callable[[RunConfig], Reporter] = import_object(spec, "reporter", AsyncPipeError)
-    return made
+    factory: Callable[[RunConfig], Reporter] = import_object(spec, "reporter", AsyncPipeError)
+    return factory
 
 
 def _next_folder(settings: Settings) -> Path:
@@ -250,5 +250,5 @@ def _next_folder(settings: Settings) -> Path:
     if (run := resumed_run(settings)) is not None:
         return run
     runs = runs_of(settings.folder)
-    taken = [int(path.name) for path in runs.glob("*") if path.name.isdigit()]
-    return runs / str(max(taken, default=0) + 1)
+    numbers = [int(path.name) for path in runs.glob("*") if path.name.isdigit()]
+    return runs / str(max(numbers, default=0) + 1)

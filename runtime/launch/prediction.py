@@ -107,7 +107,7 @@ class _Work:
     parts: Path
 
 
-def predict(asked: Prediction, *, trust: bool = False, force: bool = False) -> Predicted:
+def predict(prediction: Prediction, *, trust: bool = False, force: bool = False) -> Predicted:
     """Writes the model's outputs for all samples in their order, whole or not at all.
 
     trust: the folder's code, and the data function that a run names, may run although they were
@@ -116,16 +116,16 @@ def predict(asked: Prediction, *, trust: bool = False, force: bool = False) -> P
 
     Raises AsyncPipeError where source, data and output do not fit, before anything runs.
     """
-    if asked.output.exists() and not force:
+    if prediction.output.exists() and not force:
         raise CheckpointError(
-            f"{asked.output} exists already.", "Name another file, or replace it with --force."
+            f"{prediction.output} exists already.", "Name another file, or replace it with --force."
         )
-    trained = find_trained(asked.source, asked.folder)
+    trained = find_trained(prediction.source, prediction.folder)
     planned = read_plan(trained.folder)
     verify_evaluates(planned)
-    kept = {name: trained.options[name] for name in _KEPT if name in trained.options}
-    data = asked.data or trained.options.get("data")
-    options: dict[str, Any] = {**kept, "data": data} if data else kept
+    own_options = {name: trained.options[name] for name in _KEPT if name in trained.options}
+    data = prediction.data or trained.options.get("data")
+    options: dict[str, Any] = {**own_options, "data": data} if data else own_options
     settings = Settings(
         folder=str(trained.folder),
         init_from=str(trained.weights),
@@ -134,20 +134,24 @@ def predict(asked: Prediction, *, trust: bool = False, force: bool = False) -> P
     )
     config, task = resolve(settings, planned, architecture=architecture_of(trained.folder))
     _check_data(config.data)
-    _check_code(config, asked, trust=trust)
+    _check_code(config, prediction, trust=trust)
     plan = sized_plan(planned, config)
-    size = asked.batch_size or plan.sizes.get("batch", 1) * len(plan.stages)
+    size = prediction.batch_size or plan.sizes.get("batch", 1) * len(plan.stages)
     ranks = grid_of(make_segment(plan, config, steps=1), 1).processes
     try:
-        asked.output.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".predictions-", dir=asked.output.parent) as parts:
-            work = _Work(config, task, plan, kept, asked.split, size, Path(parts))
+        prediction.output.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(
+            prefix=".predictions-", dir=prediction.output.parent
+        ) as parts:
+            work = _Work(config, task, plan, own_options, prediction.split, size, Path(parts))
             samples, *_ = launch(_run_rank, work, ranks=ranks)
-            written = _join(Path(parts), asked.output)
+            written = _join(Path(parts), prediction.output)
     except OSError as error:
-        raise CheckpointError(f"{asked.output} cannot be written: {error.strerror}.") from error
+        raise CheckpointError(
+            f"{prediction.output} cannot be written: {error.strerror}."
+        ) from error
     left_out = tuple(name for name in _batch_dims(plan) if name not in written)
-    return Predicted(asked.output, trained.weights, samples, written, left_out)
+    return Predicted(prediction.output, trained.weights, samples, written, left_out)
 
 
 def _check_data(source: str) -> None:
@@ -160,10 +164,10 @@ def _check_data(source: str) -> None:
     check_own_file(source, "--data", DataError)
 
 
-def _check_code(config: RunConfig, asked: Prediction, *, trust: bool) -> None:
+def _check_code(config: RunConfig, prediction: Prediction, *, trust: bool) -> None:
     """Raises TrustError for code that no command here has made or named."""
     named = {"folder": config.folder, "data": config.data, "trust": trust}
-    check_code(named, ("data",) if asked.data else (), str(asked.source))
+    check_code(named, ("data",) if prediction.data else (), str(prediction.source))
     if trust:
         remember(config.folder)
     elif not is_trusted(config.folder):
@@ -178,7 +182,7 @@ def _run_rank(work: _Work) -> int:
     inputs = tuple(spec.name for spec in work.plan.inputs)
     dataset, fields = _samples(work, inputs)
     dims = _batch_dims(work.plan)
-    made: dict[str, list[Tensor]] = {}
+    outputs: dict[str, list[Tensor]] = {}
     with Pipeline(
         work.config.folder,
         loss=None if work.plan.loss is not None else _no_loss,
@@ -189,10 +193,10 @@ def _run_rank(work: _Work) -> int:
         for output in pipe.predict(_batches(dataset, fields, work)):
             for name, tensor in named_leaves(output):
                 if isinstance(tensor, Tensor) and dims[name] is not None:
-                    made.setdefault(name, []).append(tensor.cpu())
+                    outputs.setdefault(name, []).append(tensor.cpu())
         rank = pipe.rank
-    if made:
-        joined = {name: _joined(name, parts, dims[name] or 0) for name, parts in made.items()}
+    if outputs:
+        joined = {name: _joined(name, parts, dims[name] or 0) for name, parts in outputs.items()}
         save_file(joined, work.parts / f"{rank:05}.safetensors")
     return len(dataset)
 
@@ -250,9 +254,9 @@ def _batches(dataset: Dataset, fields: tuple[str, ...], work: _Work) -> Iterator
         given = {name: rebuilt(item, values, sizes) for name, item in structures.items()}
         if any(name.startswith("*") for name in given):
             yield tuple(
-                each
+                argument
                 for name, value in given.items()
-                for each in (value if name.startswith("*") else (value,))
+                for argument in (value if name.startswith("*") else (value,))
             )
         else:
             yield given
@@ -313,6 +317,8 @@ def _join(parts: Path, output: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
         save_file(joined, files[0])
     with safe_open(files[0], "pt") as archive:
         slices = {name: archive.get_slice(name) for name in archive.keys()}
-        found = {name: (one.get_dtype(), tuple(one.get_shape())) for name, one in slices.items()}
+        header = {
+            name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()
+        }
     os.replace(files[0], output)
-    return found
+    return header

@@ -307,33 +307,33 @@ class CompositeReporter(Reporter):
         self._seed, self._calls = seed, 0
 
     def on_start(self, start: StartRecord) -> None:
-        self._each(lambda reporter: reporter.on_start(start))
+        self._notify(lambda reporter: reporter.on_start(start))
 
     def on_step(self, record: StepRecord) -> None:
-        self._each(lambda reporter: reporter.on_step(record))
+        self._notify(lambda reporter: reporter.on_step(record))
 
     def on_eval(self, record: EvalRecord) -> None:
-        self._each(lambda reporter: reporter.on_eval(record))
+        self._notify(lambda reporter: reporter.on_eval(record))
 
     def on_note(self, about: str, text: str) -> None:
-        self._each(lambda reporter: reporter.on_note(about, text))
+        self._notify(lambda reporter: reporter.on_note(about, text))
 
     def on_warning(self, text: str) -> None:
-        self._each(lambda reporter: reporter.on_warning(text))
+        self._notify(lambda reporter: reporter.on_warning(text))
 
     def on_timelines(self, costs: str, simulated: Timeline, measured: Timeline) -> None:
-        self._each(lambda reporter: reporter.on_timelines(costs, simulated, measured))
+        self._notify(lambda reporter: reporter.on_timelines(costs, simulated, measured))
 
     def on_end(self, summary: Summary) -> None:
-        self._each(lambda reporter: reporter.on_end(summary))
+        self._notify(lambda reporter: reporter.on_end(summary))
 
     def on_stop(self, text: str) -> None:
-        self._each(lambda reporter: reporter.on_stop(text))
+        self._notify(lambda reporter: reporter.on_stop(text))
 
     def on_failure(self, text: str) -> None:
-        self._each(lambda reporter: reporter.on_failure(text))
+        self._notify(lambda reporter: reporter.on_failure(text))
 
-    def _each(self, tell: Callable[[Reporter], None]) -> None:
+    def _notify(self, tell: Callable[[Reporter], None]) -> None:
         for reporter in self._own:
             tell(reporter)
         self._calls += 1

@@ -27,7 +27,7 @@ class LossScale:
         self._scale = torch.tensor([initial], dtype=torch.float32)
         self._steps_since_change = torch.zeros(1, dtype=torch.int32)
         self._interval = interval
-        self._found: Tensor | None = None
+        self._found_inf: Tensor | None = None
         self.value = initial
         """The scale of the current step."""
         self.skipped = 0
@@ -50,14 +50,14 @@ class LossScale:
         if not gradients:
             return
         device = gradients[0].device
-        if self._found is None:
-            self._found = torch.zeros(1, device=device)
+        if self._found_inf is None:
+            self._found_inf = torch.zeros(1, device=device)
         inverse = self._scale.double().reciprocal().float().to(device)
-        torch._amp_foreach_non_finite_check_and_unscale_(list(gradients), self._found, inverse)
+        torch._amp_foreach_non_finite_check_and_unscale_(list(gradients), self._found_inf, inverse)
 
     def overflowed(self) -> bool:
         """True if this rank found an overflow since the last `update`."""
-        return self._found is not None and bool(self._found)
+        return self._found_inf is not None and bool(self._found_inf)
 
     def update(self, *, overflowed: bool) -> None:
         """Ends a step, with the result of all ranks."""
@@ -65,6 +65,6 @@ class LossScale:
         torch._amp_update_scale_(
             self._scale, self._steps_since_change, found_inf, GROWTH, BACKOFF, self._interval
         )
-        self._found = None
+        self._found_inf = None
         self.value = float(self._scale)
         self.skipped += overflowed

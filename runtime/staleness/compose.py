@@ -261,10 +261,10 @@ def _lack(need: Need, names: Iterable[str], run: Conditions) -> tuple[str, str] 
         is_met, text, cure = _OF_OPTIMIZERS[need]
         return None if is_met(run) else (f"{text}, but the optimizer is {_in_words(run)}", cure)
     if need == "forward weights" and not any(METHODS[name].keeps_forward for name in names):
-        kept = "+".join(["stash", *(name for name in names if not _reads_otherwise(name))])
+        with_stash = "+".join(["stash", *(name for name in names if not _reads_otherwise(name))])
         return (
             "compares with the weights of the forward, which are not kept",
-            f"--staleness {kept}",
+            f"--staleness {with_stash}",
         )
     if need == "recomputation" and not run.recomputes:
         stages = run.without_recompute

@@ -57,10 +57,10 @@ class Group:
 
     def read(self, key: str) -> list[Tensor]:
         """A tensor of each weight's state; zeros where it is missing."""
-        found = (state.get(key) for state in self.states)
+        values = (state.get(key) for state in self.states)
         return [
             torch.zeros_like(leaf) if value is None else value
-            for leaf, value in zip(self.leaves, found, strict=True)
+            for leaf, value in zip(self.leaves, values, strict=True)
         ]
 
     @property
@@ -73,12 +73,12 @@ class Group:
 
     def without(self, left_out: Sequence[bool]) -> Group:
         """The group without some of its weights."""
-        kept = [place for place, is_left_out in enumerate(left_out) if not is_left_out]
+        places = [place for place, is_left_out in enumerate(left_out) if not is_left_out]
         return replace(
             self,
-            leaves=[self.leaves[place] for place in kept],
-            states=[self.states[place] for place in kept],
-            gradients=self.gradients and [self.gradients[place] for place in kept],
+            leaves=[self.leaves[place] for place in places],
+            states=[self.states[place] for place in places],
+            gradients=self.gradients and [self.gradients[place] for place in places],
         )
 
 
@@ -186,12 +186,12 @@ def adam_direction(group: Group) -> None:
     """p - m' / (sqrt(s') + eps) for each learning rate, with bias-corrected m' and s'."""
     beta1, beta2 = group.options["betas"]
     # A weight that was never stepped has neither moments nor a bias.
-    taken = [max(1.0, steps) for steps in group.steps_taken]
+    counts = [max(1.0, steps) for steps in group.steps_taken]
     spread = torch._foreach_sqrt(group.read("exp_avg_sq"))
-    torch._foreach_div_(spread, [sqrt(1 - beta2**steps) for steps in taken])
+    torch._foreach_div_(spread, [sqrt(1 - beta2**steps) for steps in counts])
     torch._foreach_add_(spread, group.options["eps"])
     rate = sum(group.rates)
-    scales = [-rate / (1 - beta1**steps) for steps in taken]
+    scales = [-rate / (1 - beta1**steps) for steps in counts]
     torch._foreach_addcdiv_(group.leaves, group.read("exp_avg"), spread, scales)
 
 
@@ -203,9 +203,9 @@ def _step_ahead(group: Group, factors: Factors) -> None:
     # Both moments are these times a power of their beta, until there is a gradient to average.
     kept1 = kept2 = 1.0
     roots = torch._foreach_sqrt(second)
-    taken = group.steps_taken
-    each = [
-        factors(steps, state, options) for steps, state in zip(taken, group.states, strict=True)
+    counts = group.steps_taken
+    steps_of_weights = [
+        factors(steps, state, options) for steps, state in zip(counts, group.states, strict=True)
     ]
     for ahead, rate in enumerate(group.rates, 1):
         gradients: Tensors | None = group.gradients if ahead == 1 else None
@@ -223,10 +223,10 @@ def _step_ahead(group: Group, factors: Factors) -> None:
             kept1 = kept2 = 1.0
             roots = torch._foreach_sqrt(second)
         spread = torch._foreach_mul(
-            roots, [sqrt(kept2 / (1 - beta2 ** (steps + ahead))) for steps in taken]
+            roots, [sqrt(kept2 / (1 - beta2 ** (steps + ahead))) for steps in counts]
         )
         torch._foreach_add_(spread, options["eps"])
-        of_gradient, of_first = zip(*map(next, each), strict=True)
+        of_gradient, of_first = zip(*map(next, steps_of_weights), strict=True)
         if gradients is not None and any(of_gradient):
             scales = [-rate * factor for factor in of_gradient]
             torch._foreach_addcdiv_(group.leaves, gradients, spread, scales)

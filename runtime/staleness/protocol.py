@@ -298,8 +298,8 @@ def _tensors_in(value: object) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
-        for one in value.values():
-            yield from _tensors_in(one)
+        for item in value.values():
+            yield from _tensors_in(item)
     elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _tensors_in(one)
+        for item in value:
+            yield from _tensors_in(item)

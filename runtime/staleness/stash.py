@@ -62,7 +62,7 @@ class TwoBuffered(Staleness):
         self._kept: View | None = None
 
     def state(self, weights: WeightVersions) -> State:
-        return {} if self._kept is None else {"before": weights.held(self._kept)}
+        return {} if self._kept is None else {"before": weights.leaves_of(self._kept)}
 
     def load(self, weights: WeightVersions, state: State) -> None:
         before = filled(weights, state["before"])

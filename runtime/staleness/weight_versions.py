@@ -173,7 +173,7 @@ class WeightVersions:
         copy.users.add(view)
         return copy.leaves
 
-    def held(self, view: View) -> Weights:
+    def leaves_of(self, view: View) -> Weights:
         """The values of a held view."""
         return self._copies[view].leaves
 

@@ -136,16 +136,16 @@ class Feed:
         else:
             indices = self._order.samples(first, size)
         key = (EVALUATION if self._order is None else TRAINING, first)
-        made = read_samples(
+        fields = read_samples(
             self._dataset,
             indices,
             self._fields,
             seed=self._seed,
             key=key,
-            what=f"micro-batch {micro_batch}",
+            owner=f"micro-batch {micro_batch}",
         )
         # Models may take views of their inputs, as they can with a collated batch.
-        return laid_out(made, self._dims)
+        return laid_out(fields, self._dims)
 
 
 TRAINING, EVALUATION = "samples", "evaluation"
@@ -159,33 +159,33 @@ def read_samples(
     *,
     seed: int | None,
     key: tuple[str, int],
-    what: str,
+    owner: str,
 ) -> dict[str, Tensor]:
-    """The fields of these samples; `what` names them in errors. With a seed, random numbers depend
+    """The fields of these samples; `owner` names them in errors. With a seed, random numbers depend
     only on it and on the key. Raises DataError, and ReadError for errors in the user's code."""
-    with read_errors(what, indices), nullcontext() if seed is None else drawing_from(seed, *key):
+    with read_errors(owner, indices), nullcontext() if seed is None else drawing_from(seed, *key):
         return dataset.get(indices, fields)
 
 
 @contextmanager
-def read_errors(what: str, indices: Sequence[int]) -> Iterator[None]:
+def read_errors(owner: str, indices: Sequence[int]) -> Iterator[None]:
     """An error of the user's code while these samples are read becomes a ReadError."""
     try:
         yield
     except AsyncPipeError:
         raise
     except Exception as error:
-        raise _unread(what, indices, error) from error
+        raise _unread(owner, indices, error) from error
 
 
-def _unread(what: str, indices: Sequence[int], error: Exception) -> ReadError:
+def _unread(owner: str, indices: Sequence[int], error: Exception) -> ReadError:
     numbers = ", ".join(map(str, indices[:4])) + ", .." * (len(indices) > 4)
     at = f" ({place})" if (place := own_line(error)) else ""
     # The socket of a worker may be gone with it; the error for a missing file has a name.
     is_socket = isinstance(error, FileNotFoundError) and error.filename is None
     is_pipe = isinstance(error, EOFError | ConnectionError)
     return ReadError(
-        f"the data of {what} (samples {numbers}) could not be read: "
+        f"the data of {owner} (samples {numbers}) could not be read: "
         f"{type(error).__name__}{': ' if str(error) else ''}{error}{at}.",
         LOADER_HAS_ENDED if is_socket or is_pipe or is_of_loader(error) else "",
     )
@@ -196,8 +196,8 @@ def of_one_size(feed: MicroBatches, plan: Plan) -> MicroBatches:
     the number of its samples: ranks exchange tensors of sizes that are known beforehand."""
 
     def checked(micro_batch: int) -> dict[str, Tensor]:
-        made = feed(micro_batch)
-        for name, size in sizes_of(plan, made).items():
+        fields = feed(micro_batch)
+        for name, size in sizes_of(plan, fields).items():
             if name != "batch" and size != plan.sizes[name]:
                 raise DataError(
                     f"micro-batch {micro_batch} has the {name} size {size}, but the ranks of this "
@@ -205,7 +205,7 @@ def of_one_size(feed: MicroBatches, plan: Plan) -> MicroBatches:
                     f"Pad every micro-batch to {plan.sizes[name]} in the collate function, or "
                     "train in one process with --schedule single, where sizes may differ.",
                 )
-        return made
+        return fields
 
     return checked
 
@@ -272,12 +272,12 @@ def _open_own(config: RunConfig, task: Task) -> Data:
     train, held_out = parts
     assert train is not None
     is_open = len(train) == UNKNOWN_LENGTH
-    told = "a stream of samples" if is_open else f"{len(train):,} samples"
+    size = "a stream of samples" if is_open else f"{len(train):,} samples"
     return Data(
         train,
         held_out,
         source,
-        f"{source} ({told})",
+        f"{source} ({size})",
         hashlib.sha256(b"".join(digests)).digest(),
         seed=seed,
         loader=own[0].loader,
@@ -289,8 +289,8 @@ def _dataset(part: Part, naming: Naming) -> Dataset:
     if part.stream is not None:
         return StreamSamples(part.stream, naming)
     if hasattr(part.samples, "get") and part.loader is None:
-        made: Dataset = part.samples
-        return made
+        samples: Dataset = part.samples
+        return samples
     return OwnDataset(part.samples, naming, part.collate)
 
 
@@ -342,7 +342,7 @@ def needs_encoding(config: RunConfig) -> bool:
 
 def _digest(tokens: Tokens, sample: int = 1 << 20) -> bytes:
     """Identifies a text by its length and its first and last million tokens."""
-    found = hashlib.sha256(str(len(tokens.ids)).encode())
+    sha256 = hashlib.sha256(str(len(tokens.ids)).encode())
     for part in (tokens.ids[:sample], tokens.ids[-sample:]):
-        found.update(part.tobytes())
-    return found.digest()
+        sha256.update(part.tobytes())
+    return sha256.digest()

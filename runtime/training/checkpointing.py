@@ -109,7 +109,7 @@ class Checkpoints:
 
 
 def resume(
-    rank: Rank, found: FoundCheckpoint, config: RunConfig, trainer: OptimizerStepper
+    rank: Rank, checkpoint: FoundCheckpoint, config: RunConfig, trainer: OptimizerStepper
 ) -> None:
     """Restores the state of a checkpoint on a rank whose stages already have its weights.
 
@@ -117,13 +117,13 @@ def resume(
     """
     from ..checkpoint.storage import read_tensors
 
-    facts = found.facts
+    facts = checkpoint.facts
     was_async = facts.settings.get("schedule") in ASYNCHRONOUS
     has_optimizer = _is_same(str(facts.settings.get("optimizer")), config.optimizer)
     each_has_own = rank.is_async and was_async and facts.stages == len(rank.plan.stages)
     wanted = Wanted(rank)
     state = read_tensors(
-        found.path / STATE,
+        checkpoint.path / STATE,
         lambda key: wanted(key) and (has_optimizer or not key.startswith("optimizer.")),
     )
     try:
@@ -131,8 +131,8 @@ def resume(
         trainer.load(facts.trainer)
     except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise CheckpointError(
-            f"{found.path} does not fit this run: {type(error).__name__}: {error}",
-            f"--init-from {found.path} uses only its weights.",
+            f"{checkpoint.path} does not fit this run: {type(error).__name__}: {error}",
+            f"--init-from {checkpoint.path} uses only its weights.",
         ) from error
 
 
@@ -141,50 +141,53 @@ def _is_same(before: str, now: str) -> bool:
     return before == now or (":" in now and Path(before).name == Path(now).name)
 
 
-def check_model(plan: Plan, folder: Path, found: FoundCheckpoint) -> None:
+def check_model(plan: Plan, folder: Path, checkpoint: FoundCheckpoint) -> None:
     """Raises CheckpointError for a checkpoint of another model than that of the generated folder,
     if that folder has weights to compare with."""
     from ..checkpoint.storage import shapes_in
 
     if not (folder / WEIGHTS).is_dir():
         return
-    planned, there = shapes_in(folder / WEIGHTS), shapes_in(found.path / WEIGHTS)
+    planned, stored = shapes_in(folder / WEIGHTS), shapes_in(checkpoint.path / WEIGHTS)
     names = [name for name in plan.state_keys if name in planned and name not in plan.unused]
-    lacking = [name for name in names if name not in there]
-    other = [name for name in names if name in there and there[name] != planned[name]]
+    lacking = [name for name in names if name not in stored]
+    other = [name for name in names if name in stored and stored[name] != planned[name]]
     if not lacking and not other:
         return
-    message = f"{found.path} is a checkpoint of {found.facts.plan} and does not fit {plan.name}"
+    message = (
+        f"{checkpoint.path} is a checkpoint of {checkpoint.facts.plan} and does not fit {plan.name}"
+    )
     if lacking:
         message += f": it lacks {len(lacking)} of {len(names)} tensors, the first is {lacking[0]}."
     else:
         name = other[0]
         message += (
             f": {len(other)} of {len(names)} tensors differ in shape, the first is {name}: "
-            f"{there[name]} in the checkpoint, {planned[name]} in the plan."
+            f"{stored[name]} in the checkpoint, {planned[name]} in the plan."
         )
     raise CheckpointError(
         message,
-        f"Resume it with {found.facts.settings.get('folder')}, or with another partition of that "
-        "model.",
+        f"Resume it with {checkpoint.facts.settings.get('folder')}, or with another partition of "
+        "that model.",
     )
 
 
-def check_steps(config: RunConfig, found: FoundCheckpoint) -> None:
+def check_steps(config: RunConfig, checkpoint: FoundCheckpoint) -> None:
     """Raises PlanError for a checkpoint that is beyond the run's last step."""
-    if found.facts.step > config.steps:
+    path, step = checkpoint.path, checkpoint.facts.step
+    if step > config.steps:
         raise PlanError(
-            f"{found.path} is of step {found.facts.step}, but the run has {config.steps} steps.",
-            f"--steps {found.facts.step} or more, or --init-from {found.path} for a new run.",
+            f"{path} is of step {step}, but the run has {config.steps} steps.",
+            f"--steps {step} or more, or --init-from {path} for a new run.",
         )
 
 
-def describe_resumption(found: FoundCheckpoint, config: RunConfig, length: int) -> list[str]:
+def describe_resumption(checkpoint: FoundCheckpoint, config: RunConfig, length: int) -> list[str]:
     """The step from which a run resumes, in data of `length` samples, and the changes since."""
-    facts = found.facts
+    facts = checkpoint.facts
     lines = [
         f"after step {facts.step} of {config.steps}, {facts.samples:,} samples "
-        f"({facts.samples / length:.2f} epochs) · {found.path}"
+        f"({facts.samples / length:.2f} epochs) · {checkpoint.path}"
     ]
     if changed := differences(facts.settings, config):
         lines.append(f"with {', '.join(changed)}")

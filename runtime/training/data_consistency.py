@@ -129,10 +129,10 @@ class Agreement:
                 own = self._seen(epoch)
             parts = self._world.gathered(own.to_bytes())
             seen = [_Seen(*_CONTENT.unpack(part)) for part in parts]
-            readers = {rank: one for rank, one in enumerate(seen) if one.reads}
-            for rank, one in readers.items():
+            readers = {rank: reader for rank, reader in enumerate(seen) if reader.reads}
+            for rank, reader in readers.items():
                 other, expected = next(iter(readers.items()))
-                if how := self._difference(expected, one, epoch):
+                if how := self._difference(expected, reader, epoch):
                     raise _disagreement(other, rank, how)
             if epoch == self._begun:
                 warning = self._warning(readers)
@@ -171,8 +171,8 @@ class Agreement:
         differed when it was read again with all fields, and with this rank's own."""
 
         def read(fields: Collection[str]) -> dict[str, Tensor]:
-            key, what = ("compared", indices[0]), "the start of an epoch"
-            return read_samples(dataset, indices, fields, seed=seed, key=key, what=what)
+            key, owner = ("compared", indices[0]), "the start of an epoch"
+            return read_samples(dataset, indices, fields, seed=seed, key=key, owner=owner)
 
         def first_unlike(fields: Mapping[str, Tensor]) -> int:
             pairs = (
@@ -200,12 +200,12 @@ class Agreement:
         """The difference between the data of two ranks; "" if there is none."""
         if other.order != expected.order:
             return f"their order of epoch {epoch} differs"
-        for kind, one, two in (
+        for kind, mine, theirs in (
             ("", expected.train, other.train),
             (" of the evaluation data", expected.evaluation, other.evaluation),
         ):
-            places = range(0, len(one), _OF_SAMPLE)
-            unequal = (at for at in places if one[at:][:_OF_SAMPLE] != two[at:][:_OF_SAMPLE])
+            places = range(0, len(mine), _OF_SAMPLE)
+            unequal = (at for at in places if mine[at:][:_OF_SAMPLE] != theirs[at:][:_OF_SAMPLE])
             if (at := next(unequal, None)) is not None:
                 samples = self._held_out_samples() if kind else self._train_samples(epoch)
                 sample = samples[at // _OF_SAMPLE]
@@ -215,18 +215,18 @@ class Agreement:
     def _warning(self, readers: Mapping[int, _Seen]) -> str:
         """A warning of samples that depend on more than the seed. Raises DataError where this is
         not allowed."""
-        for rank, one in readers.items():
-            if one.partial >= 0:
+        for rank, reader in readers.items():
+            if reader.partial >= 0:
                 raise DataError(
-                    f"sample {one.partial} of the data has other values when rank {rank} asks for "
-                    "some of its fields alone: inputs would meet the labels of other samples.",
+                    f"sample {reader.partial} of the data has other values when rank {rank} asks "
+                    "for some of its fields alone: inputs would meet the labels of other samples.",
                     "get(indices, fields) must give a field the same values, whichever fields are "
                     "requested.",
                 )
-            if one.unlike >= 0:
+            if reader.unlike >= 0:
                 return (
-                    f"sample {one.unlike} of the data has other values when it is read again with "
-                    f"the same seed: a resumed run does not repeat this one. {_HOW_TO_DRAW}"
+                    f"sample {reader.unlike} of the data has other values when it is read again "
+                    f"with the same seed: a resumed run does not repeat this one. {_HOW_TO_DRAW}"
                 )
         return ""
 

@@ -193,8 +193,8 @@ def right_answers(logits: Tensor, labels: Tensor) -> tuple[int, int]:
     if labels.is_floating_point() or labels.shape != logits.shape[:-1]:
         return 0, 0
     labels = labels.to(logits.device)
-    asked = labels >= 0
-    return int((logits.argmax(-1) == labels)[asked].sum()), int(asked.sum())
+    counted = labels >= 0
+    return int((logits.argmax(-1) == labels)[counted].sum()), int(counted.sum())
 
 
 Criterion = Callable[[Any, Tensor], Tensor]
@@ -252,5 +252,5 @@ def find_criterion(name: str, seed: int) -> Criterion:
     if name in CRITERIA:
         return CRITERIA[name]
     check_name(name)
-    found: Criterion = import_seeded(name, "--criterion", SettingsError, seed)
-    return found
+    criterion: Criterion = import_seeded(name, "--criterion", SettingsError, seed)
+    return criterion

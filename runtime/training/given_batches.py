@@ -104,7 +104,9 @@ class Evaluated(Observer):
 
 
 def gather_outputs(
-    plan: Plan, made: Mapping[int, Mapping[str, Tensor]], sizes: Sequence[Mapping[str, int]]
+    plan: Plan,
+    of_micro_batch: Mapping[int, Mapping[str, Tensor]],
+    sizes: Sequence[Mapping[str, int]],
 ) -> Any:
     """The output of a whole batch, in the model's structure, out of those of its micro-batches in
     their order; None if this rank makes none.
@@ -112,11 +114,11 @@ def gather_outputs(
     Tensors with a batch are joined along it; of a loss the result is the mean over samples, and of
     another tensor without a batch those of all micro-batches, stacked.
     """
-    if not made:
+    if not of_micro_batch:
         return None
     dims = {spec.name: spec.batch_dim for spec in plan.values}
     samples = [size.get("batch", 1) for size in sizes]
-    order = [made[number] for number in sorted(made)]
+    order = [of_micro_batch[number] for number in sorted(of_micro_batch)]
     joined: dict[str, Any] = dict.fromkeys(output_names(plan))
     for name in order[0]:
         parts = [values[name] for values in order]
@@ -189,13 +191,13 @@ class StreamFeed:
         return self._kept[number][index]
 
     def _next(self) -> GivenBatch:
-        found = list(islice(self._batches, 1))
-        if not found:
+        batches = list(islice(self._batches, 1))
+        if not batches:
             raise DataError(
                 f"the stream ended after {self._read} batches, before its last step.",
                 "Give stream(..., steps=N) with the number of batches.",
             )
-        given = self._split(found[0])
+        given = self._split(batches[0])
         if given.sizes != self.shape.sizes:
             raise DataError(
                 f"batch {self._read + 1} has micro-batches of {_text(given)} samples, the first "

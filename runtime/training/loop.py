@@ -63,14 +63,14 @@ def train(
         memory_watched(job.plan, job.config, world, activities),
         Stopping(board, patience_s=job.config.patience_s) as stopping,
     ):
-        found, skipped = find_checkpoint(job, world, activities)
+        checkpoint, skipped = find_checkpoint(job, world, activities)
         shown = partial(_make_shown, make_reporter, job.folder)
         with reporting(job.config, job.folder, world, shown) as reporter, exits_told():
             if reporter is not None:
                 watchdog.tell = reporter.on_warning
                 for text in skipped:
                     reporter.on_warning(text)
-            setup = set_up(job, world, reporter, found, on_step, activities, board)
+            setup = set_up(job, world, reporter, checkpoint, on_step, activities, board)
             with activities.during(Activity("other", "loads its stages")):
                 run = _Run(setup, stopping)
             run.train()
@@ -96,7 +96,7 @@ class _Run:
 
     def __init__(self, setup: Setup, stopping: Stopping) -> None:
         job, world, schedule = setup.job, setup.world, setup.schedule
-        config, plan, found = job.config, job.plan, setup.found
+        config, plan, checkpoint = job.config, job.plan, setup.checkpoint
         self._setup, self._config, self._plan, self._world = setup, config, plan, world
         self._stopping = stopping
         self._activities = setup.activities
@@ -134,14 +134,14 @@ class _Run:
             figures=self._figures_until,
             optimizer_ms=lambda: self._watch.optimizer_ms if self._watch else (),
             tell=self._rescheduled,
-            resumed=found.facts.schedule if found else None,
+            resumed=checkpoint.facts.schedule if checkpoint else None,
         )
         check_tokens(setup, self._modules)
         self._checkpoints = self._resume()
 
     def _make_watch(self) -> Watch | None:
         """On rank 0, turns the metrics of all ranks into records."""
-        found = self._setup.found
+        checkpoint = self._setup.checkpoint
         if self._reporter is None:
             return None
         return Watch(
@@ -151,53 +151,53 @@ class _Run:
             self._reporter,
             self._trainer.batch,
             length=self._trainer.agreement.length,
-            seconds=found.facts.seconds if found else 0.0,
+            seconds=checkpoint.facts.seconds if checkpoint else 0.0,
         )
 
     def train(self) -> None:
         """Runs all segments with the evaluations and checkpoints between them, and a last
         evaluation. Raises Stopped when the run was asked to stop before its end."""
-        config, made = self._config, self._setup.start
-        self._gather.start(config.steps - made)
-        is_over = self._is_patience_over(made)
-        for segment in segments(config, made):
+        config, steps_made = self._config, self._setup.start
+        self._gather.start(config.steps - steps_made)
+        is_over = self._is_patience_over(steps_made)
+        for segment in segments(config, steps_made):
             if is_over or not self._stopping.may(segment.steps.start + 1):
                 break
-            made = self._make(segment)
-            if made < segment.steps.stop:
+            steps_made = self._make(segment)
+            if steps_made < segment.steps.stop:
                 break
-            is_over = self._act(made)
-        is_stopped = made < config.steps and not is_over
+            is_over = self._act(steps_made)
+        is_stopped = steps_made < config.steps and not is_over
         if is_stopped:
-            self._save(made)
-        elif self._evaluated is None or self._evaluated.step != made:
-            self._evaluate(made)
+            self._save(steps_made)
+        elif self._evaluated is None or self._evaluated.step != steps_made:
+            self._evaluate(steps_made)
         if is_over and config.save_every:
-            self._save(made)
+            self._save(steps_made)
         with self._activities.during(Activity("meet", "the metrics of all steps")):
             self._gather.finish()
         self._executor.close()
         self._checkpoints.finish()
         if is_stopped:
-            self._stop(made)
+            self._stop(steps_made)
 
     def _act(self, step: int) -> bool:
         """Evaluates and saves after a step where that is due or asked for; returns True if the run
         ends there."""
-        config, asked = self._config, self._asked(step)
+        config, request = self._config, self._asked(step)
         is_due = self._checkpoints.is_due(step)
-        is_evaluated = asked.evaluate or (config.eval_every and step % config.eval_every == 0)
+        is_evaluated = request.evaluate or (config.eval_every and step % config.eval_every == 0)
         if is_evaluated or (is_due and config.keep_best):
             self._evaluate(step)
-            asked |= self._asked(step)
-        if is_due or asked.save:
+            request |= self._asked(step)
+        if is_due or request.save:
             self._save(step)
             if self._callbacks is not None:
                 self._callbacks.on_checkpoint(step)
         self._checkpoints.poll()
-        if asked.stop:
+        if request.stop:
             self._note("ended", f"by --callbacks after step {step} of {config.steps}")
-        return asked.stop or self._is_patience_over(step)
+        return request.stop or self._is_patience_over(step)
 
     def _asked(self, step: int) -> Request:
         """What callbacks ask for after a step, the same on all ranks, with the learning rate
@@ -206,10 +206,10 @@ class _Run:
             return Request()
         self._drain(step)
         with self._activities.during(Activity("meet", "what callbacks ask for")):
-            asked = agreed(self._world, self._callbacks)
-        if asked.lr_factor is not None:
-            self._set_lr_factor(asked.lr_factor)
-        return asked
+            request = agreed(self._world, self._callbacks)
+        if request.lr_factor is not None:
+            self._set_lr_factor(request.lr_factor)
+        return request
 
     def _set_lr_factor(self, factor: float) -> None:
         self._stepper.set_lr_factor(factor)
@@ -285,14 +285,14 @@ class _Run:
             may=lambda step: self._stopping.may(steps.start + step),
         )
         last = self._stopping.last
-        made = steps.stop if last is None else min(last, steps.stop)
+        last_step = steps.stop if last is None else min(last, steps.stop)
         with self._activities.during(Activity("other", "compares the replicas' weights")):
-            self._equality.check(made)
-        return made
+            self._equality.check(last_step)
+        return last_step
 
     def _resume(self) -> Checkpoints:
         """Restores the checkpoint if there is one; returns the writer of later checkpoints."""
-        setup, config, found = self._setup, self._config, self._setup.found
+        setup, config, checkpoint = self._setup, self._config, self._setup.checkpoint
         rank = Rank(
             self._plan,
             self._world,
@@ -301,12 +301,12 @@ class _Run:
             self._stepper.optimizers,
             config.is_async,
         )
-        if found is not None:
-            resume(rank, found, config, self._stepper)
+        if checkpoint is not None:
+            resume(rank, checkpoint, config, self._stepper)
             self._set_lr_factor(self._stepper.lr_factor)
-            if (state := found.facts.trainer.get("patience")) is not None:
+            if (state := checkpoint.facts.trainer.get("patience")) is not None:
                 self._patience = Patience.of(state)
-            for text in describe_resumption(found, config, self._trainer.agreement.length):
+            for text in describe_resumption(checkpoint, config, self._trainer.agreement.length):
                 self._note("resumed", text)
             if again := self._trainer.describe_resumption():
                 self._note("resumed", again)
@@ -327,7 +327,7 @@ class _Run:
             self._activities,
             unused=self._unused,
             length=self._trainer.agreement.length,
-            first_step=found.facts.step if found else -1,
+            first_step=checkpoint.facts.step if checkpoint else -1,
         )
 
     def _save(self, step: int) -> None:

@@ -257,9 +257,9 @@ class OptimizerStepper(ActionObserver):
             return
         late = steps_until_known(self._delays.ahead, self._delays.step_every)
         own, shared = self._norms.of(stage, version, late)
-        for each in (own, *shared.values()):
-            self._finite.check_norm(version, each.norm, {stage: each.norm})
-        factors = {name: each.factor for name, each in shared.items()}
+        for norm in (own, *shared.values()):
+            self._finite.check_norm(version, norm.norm, {stage: norm.norm})
+        factors = {name: norm.factor for name, norm in shared.items()}
         self._step(stage, version, own.factor, factors)
 
     def _take(
@@ -409,16 +409,19 @@ class OptimizerStepper(ActionObserver):
 
 def _gradient_sums(
     shares: Mapping[int, NormShare],
-    held: Sequence[TiedParameter],
+    tied_parameters: Sequence[TiedParameter],
     world: World,
     gradient_group: dist.ProcessGroup | None,
 ) -> GradientSums | None:
     """The sums of gradients over replicas; None without any."""
-    if gradient_group is None and not held:
+    if gradient_group is None and not tied_parameters:
         return None
-    peers = {*world.grid.copies_of(world.rank), *(rank for tied in held for rank in tied.ranks)}
+    peers = {
+        *world.grid.copies_of(world.rank),
+        *(rank for tied in tied_parameters for rank in tied.ranks),
+    }
     ranks = ", ".join(map(str, sorted(peers)))
-    return GradientSums(shares, gradient_group, f"ranks {ranks}", held=held)
+    return GradientSums(shares, gradient_group, f"ranks {ranks}", tied_parameters=tied_parameters)
 
 
 def _mean(losses: list[tuple[Tensor, int]]) -> float:

@@ -109,11 +109,10 @@ def check_optimizer(optimizer: object, parameters: Sequence[nn.Parameter]) -> No
     """Raises SettingsError for what is not an optimizer of these parameters that steps on their
     gradients alone."""
     if not isinstance(optimizer, Optimizer):
-        is_class = isinstance(optimizer, type)
-        name = optimizer.__name__ if is_class else type(optimizer).__name__
+        kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+        noun = "the class" if kind is optimizer else "an object of class"
         raise SettingsError(
-            f"optimizer is {'the class' if is_class else 'an object of class'} {name}, not a "
-            "torch.optim.Optimizer.",
+            f"optimizer is {noun} {kind.__name__}, not a torch.optim.Optimizer.",
             "Give for example torch.optim.AdamW(pipe.parameters(), lr=1e-3).",
         )
     if needed := _needed(type(optimizer).step):

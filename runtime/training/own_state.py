@@ -30,25 +30,25 @@ from ..tensor_files import dtype_of
 def full_state(plan: Plan, own: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
     """The tensors of all ranks on rank 0, in the order of the original's state_dict; tied ones
     under every name. Collective."""
-    made = {name: tensor.cpu().contiguous() for name, tensor in own.items()}
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in own.items()}
     if world.control is not None:
-        made = _gathered(made, world)
+        tensors = _gathered(tensors, world)
     if world.rank != 0:
         return {}
     for shared in plan.shared:
-        first = next((made[name] for name in shared.names if name in made), None)
+        first = next((tensors[name] for name in shared.names if name in tensors), None)
         if first is not None:
-            made |= dict.fromkeys(shared.names, first)
-    return {name: made[name] for name in plan.state_keys if name in made}
+            tensors |= dict.fromkeys(shared.names, first)
+    return {name: tensors[name] for name in plan.state_keys if name in tensors}
 
 
 def _gathered(own: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
-    heads = [[name, str(each.dtype), list(each.shape)] for name, each in own.items()]
+    heads = [[name, str(value.dtype), list(value.shape)] for name, value in own.items()]
     content = json.dumps(heads).encode()
     lengths = world.gathered(len(content).to_bytes(8, "big"))
     longest = max(int.from_bytes(length, "big") for length in lengths)
     texts = gather_alike(content.ljust(longest), world.ranks, world.control)
-    made = dict(own) if world.rank == 0 else {}
+    tensors = dict(own) if world.rank == 0 else {}
     for rank in range(1, world.ranks):
         if world.rank == rank:
             for tensor in own.values():
@@ -57,8 +57,8 @@ def _gathered(own: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
             for name, dtype, shape in json.loads(texts[rank]):
                 tensor = torch.empty(shape, dtype=dtype_of(dtype.removeprefix("torch.")))
                 dist.recv(_raw(tensor), rank, group=world.control)
-                made[name] = tensor
-    return made
+                tensors[name] = tensor
+    return tensors
 
 
 def _raw(tensor: Tensor) -> Tensor:

@@ -215,9 +215,9 @@ class Pipeline(TrainedStages):
                 "stream makes the optimizer's steps, but there is no optimizer.",
                 'Give stream(..., optimizer=...), or Pipeline(..., optimizer="adamw", lr=...).',
             )
-        made = len(batches) if steps is None else steps  # type: ignore[arg-type]
+        steps_to_make = len(batches) if steps is None else steps  # type: ignore[arg-type]
         self._use(optimizer, scheduler)
-        self._stream = self._streamed(iter(batches), made)
+        self._stream = self._streamed(iter(batches), steps_to_make)
         return self._stream
 
     def flush(self) -> None:
@@ -354,9 +354,9 @@ class Pipeline(TrainedStages):
             }
         if not full:
             return own
-        kept = own if self._world.copy == 0 else {}
+        written = own if self._world.copy == 0 else {}
         with self._calls.during("state_dict(full=True)", breaks=False):
-            return full_state(self.plan, kept | dict(self._unused), self._world)
+            return full_state(self.plan, written | dict(self._unused), self._world)
 
     def save(
         self, folder: str | Path, *, optimizer: Optimizer | None = None, extra: Any = None

@@ -117,10 +117,10 @@ class ReadAhead:
                 break
         if micro_batch not in self._made:
             return self._feed(micro_batch)
-        made, state = self._made.pop(micro_batch)
+        fields, state = self._made.pop(micro_batch)
         if micro_batch > self._last:
             self._last, self.state = micro_batch, state
-        return made
+        return fields
 
     def close(self) -> None:
         """Ends the workers."""
@@ -146,7 +146,7 @@ class ReadAhead:
 
     def _next(self, micro_batch: int) -> tuple[int, dict[str, Tensor], Any]:
         try:
-            number, made, state = next(self._reading)
+            number, fields, state = next(self._reading)
         except RuntimeError as error:
             self.close()
             if not is_of_loader(error):
@@ -155,12 +155,12 @@ class ReadAhead:
                 f"the data of micro-batch {micro_batch} could not be read: {error}",
                 LOADER_HAS_ENDED,
             ) from error
-        if isinstance(made, AsyncPipeError):
-            raise made
+        if isinstance(fields, AsyncPipeError):
+            raise fields
         self._received += 1
         if self._is_all_sent and self._received == self._sent:
             self.close()
-        return number, {name: _unpacked(value) for name, value in made.items()}, state
+        return number, {name: _unpacked(value) for name, value in fields.items()}, state
 
 
 _open: weakref.WeakSet[ReadAhead] = weakref.WeakSet()
@@ -191,11 +191,11 @@ class _ByNumber(Dataset[tuple[int, Any, Any]]):
 
     def __getitem__(self, number: int) -> tuple[int, Any, Any]:
         try:
-            made = self._feed(number)
+            fields = self._feed(number)
         except AsyncPipeError as error:
             return number, error, None
         state = self._feed.state() if isinstance(self._feed, StreamFeed) else None
-        return number, {name: _packed(value) for name, value in made.items()}, state
+        return number, {name: _packed(value) for name, value in fields.items()}, state
 
 
 def _packed(value: Tensor) -> Tensor | NDArray[Any]:
@@ -210,8 +210,8 @@ def _unpacked(value: Tensor | NDArray[Any]) -> Tensor:
     return value if isinstance(value, Tensor) else torch.from_numpy(value).clone()
 
 
-def _as_it_is(made: Any) -> Any:
-    return made
+def _as_it_is(item: Any) -> Any:
+    return item
 
 
 def _begin(own: Callable[[int], None] | None, worker: int) -> None:

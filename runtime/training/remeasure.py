@@ -73,9 +73,9 @@ class Remeasuring:
         self._is_wanted = config.schedule == AUTO and config.steps >= _ENOUGH
         if resumed is not None:
             self._is_wanted = False
-            made = from_text(resumed, (), grad_edges=()) if resumed else first
-            if config.schedule == AUTO and _is_like(made, first):
-                self.current = lowered(plan, made.compute, check=True)
+            schedule = from_text(resumed, (), grad_edges=()) if resumed else first
+            if config.schedule == AUTO and _is_like(schedule, first):
+                self.current = lowered(plan, schedule.compute, check=True)
         if self._is_wanted:
             self.current = lowered(plan, with_whole_backwards(first.compute), check=False)
 
@@ -94,34 +94,34 @@ class Remeasuring:
             self.current = lowered(self._plan, split, check=False)
         elif self._is_wanted and step == _LAST + 1:
             text = self._fitted() if self._world.rank == 0 else ""
-            made = from_text(self._world.text_of_first(text), (), grad_edges=())
-            self.current = lowered(self._plan, made, check=True)
+            schedule = from_text(self._world.text_of_first(text), (), grad_edges=())
+            self.current = lowered(self._plan, schedule, check=True)
         return self.current
 
     def _fitted(self) -> str:
         """The text of the new schedule."""
         plan, first = self._plan, self._first.compute
         costs = costs_of_steps(self._figures(_LAST), self._optimizer_ms(), first)
-        made = fit(plan, self._config, costs, rank_of_stage=first.rank_of_stage)
+        fitted = fit(plan, self._config, costs, rank_of_stage=first.rank_of_stage)
         edges, gradients = forward_edges(plan), gradient_edges(plan)
         waiting = waiting_stages(plan, self._config)
         before, after = (
             simulate(schedule, costs, edges, grad_edges=gradients, shared_stages=waiting)
-            for schedule in (first, made)
+            for schedule in (first, fitted)
         )
-        split = len(made.split)
+        split = len(fitted.split)
         self._tell(
             f"computed from what steps {_WHOLE[0]} to {_LAST} took: "
             f"{write_ms(after.makespan_ms)} a step instead of {write_ms(before.makespan_ms)}; "
-            f"{split or 'none'} of {made.stages * made.micro_batches} backwards in two parts",
-            made,
+            f"{split or 'none'} of {fitted.stages * fitted.micro_batches} backwards in two parts",
+            fitted,
         )
-        return to_text(made)
+        return to_text(fitted)
 
 
-def _is_like(made: Schedule, other: Schedule) -> bool:
+def _is_like(schedule: Schedule, other: Schedule) -> bool:
     """True if one schedule can replace the other."""
-    return (made.rank_of_stage, made.replicas, made.micro_batches) == (
+    return (schedule.rank_of_stage, schedule.replicas, schedule.micro_batches) == (
         other.rank_of_stage,
         other.replicas,
         other.micro_batches,
@@ -167,8 +167,8 @@ def costs_of_steps(
     def of(kind: str, stage: int, steps: range) -> float:
         place = COMPUTING.index(kind) * len(stages) + stage
         rank = schedule.rank_of_stage[stage]
-        found = [ranks[rank].stage_s[place] for ranks in figures if int(ranks[0].step) in steps]
-        return 1e3 * median(found) / m
+        seconds = [ranks[rank].stage_s[place] for ranks in figures if int(ranks[0].step) in steps]
+        return 1e3 * median(seconds) / m
 
     whole = [of("B", stage, _WHOLE) for stage in stages]
     weight = [of("W", stage, _SPLIT) for stage in stages]

@@ -77,7 +77,7 @@ class GradientSums:
     shares: the parameters of each stage.
     group: the ranks with the same stages; None without others.
     peers: their names, for errors.
-    held: the tied parameters that are summed over all of their ranks, if any.
+    tied_parameters: the tied parameters that are summed over all of their ranks, if any.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class GradientSums:
         group: dist.ProcessGroup | None,
         peers: str,
         *,
-        held: Sequence[TiedParameter] = (),
+        tied_parameters: Sequence[TiedParameter] = (),
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self._group, self._peers = group, peers
@@ -94,7 +94,7 @@ class GradientSums:
             stage: _Window(make_buckets(share.own, bucket_bytes) if group else [])
             for stage, share in shares.items()
         }
-        groups = {each.parameter: each.group for each in held}
+        groups = {tied.parameter: tied.group for tied in tied_parameters}
         self._shared = {
             stage: [
                 _Bucket([parameter], groups.get(parameter))

@@ -246,8 +246,8 @@ def predict(plan: Plan, schedule: Schedule, forecast: Forecast | None) -> Predic
 def together(stages: Sequence[StageMemory]) -> int:
     """The memory of a rank with these stages in bytes; transient memory is shared between
     stages."""
-    kept = sum(memory.total - memory.transient for memory in stages)
-    return kept + max((memory.transient for memory in stages), default=0)
+    lasting = sum(memory.total - memory.transient for memory in stages)
+    return lasting + max((memory.transient for memory in stages), default=0)
 
 
 def replicas_warning(plan: Plan, replicas: int) -> str:

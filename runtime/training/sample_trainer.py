@@ -55,7 +55,7 @@ class StageTrainer:
         report: Callable[[RankFigures], None],
         after_step: Callable[[int], None] | None = None,
     ) -> None:
-        job, world, data, found = setup.job, setup.world, setup.data, setup.found
+        job, world, data, checkpoint = setup.job, setup.world, setup.data, setup.checkpoint
         config, plan = job.config, job.plan
         self._setup, self._config, self._plan = setup, config, plan
         has_criterion = config.criterion is not None
@@ -63,7 +63,7 @@ class StageTrainer:
         self._reading = [
             stage for stage in own if needed_inputs(plan, (stage,), criterion=has_criterion)
         ]
-        first = found.facts.samples if found else 0
+        first = checkpoint.facts.samples if checkpoint else 0
         self.batch = StepBatch.of(config, first_step=setup.start, first_sample=first)
         order = data.order(config.seed) if data else None
         self._samples = self._training_feed(order)
@@ -87,13 +87,13 @@ class StageTrainer:
 
     def describe_resumption(self) -> str:
         """A note on samples of a stream that are read again; "" if none are."""
-        data, found = self._setup.data, self._setup.found
+        data, checkpoint = self._setup.data, self._setup.checkpoint
         is_stream = data is not None and isinstance(data.train, StreamSamples)
-        if not is_stream or found is None or _STREAM in found.facts.trainer:
+        if not is_stream or checkpoint is None or _STREAM in checkpoint.facts.trainer:
             return ""
         return (
-            f"the stream has no state_dict: its first {found.facts.samples:,} samples are read and "
-            "skipped"
+            f"the stream has no state_dict: its first {checkpoint.facts.samples:,} samples are "
+            "read and skipped"
         )
 
     def _observed(self, feed: MicroBatches, activities: Activities) -> MicroBatches:
@@ -119,7 +119,7 @@ class StageTrainer:
             seed=config.seed,
             dims=data.dims,
             first=self.batch.first_of(setup.start, 0),
-            place=setup.found.facts.trainer.get(_STREAM) if setup.found else None,
+            place=setup.checkpoint.facts.trainer.get(_STREAM) if setup.checkpoint else None,
         )
         return ReadAhead(stream, self._training_numbers, workers)
 

@@ -59,10 +59,10 @@ def agree_on_transport(world: World, options: ExecutionOptions, device: str) -> 
 
     Raises TransportError, on all of them, for a transport that cannot work there.
     """
-    asked = world.text_of_first(options.transport)
+    name = world.text_of_first(options.transport)
     places = world.gathered(whereabouts(torch.device(device)))
     own = [places[rank] for rank in world.grid.pipeline_of(world.rank)]
-    return choose(asked, find_circumstances(world.pipeline_group, own))
+    return choose(name, find_circumstances(world.pipeline_group, own))
 
 
 def group_of_gradients(
@@ -167,7 +167,7 @@ class Setup:
     dtypes: the dtypes of tensors between ranks.
     transport: the transport of the pipeline.
     gradient_group: the group that sums gradients; None without replicas.
-    found: the checkpoint to resume from, if there is one.
+    checkpoint: the checkpoint to resume from, if there is one.
     data: this rank's data; None if its stages read none.
     fields: the fields of the data that its stages read.
     reporter: the reporter, on rank 0.
@@ -182,7 +182,7 @@ class Setup:
     dtypes: BoundaryDtypes
     transport: TransportChoice
     gradient_group: dist.ProcessGroup | None
-    found: FoundCheckpoint | None
+    checkpoint: FoundCheckpoint | None
     data: Data | None
     fields: tuple[str, ...]
     reporter: Reporter | None
@@ -194,13 +194,13 @@ class Setup:
     @property
     def start(self) -> int:
         """The number of steps that were made before."""
-        return self.found.facts.step if self.found else 0
+        return self.checkpoint.facts.step if self.checkpoint else 0
 
     @property
     def weights(self) -> str | None:
         """The location of the stages' weights, if not in the generated folder."""
-        if self.found is not None:
-            return str(self.found.path / WEIGHTS)
+        if self.checkpoint is not None:
+            return str(self.checkpoint.path / WEIGHTS)
         return initial_weights(self.job.config, self.job.folder)
 
 
@@ -208,7 +208,7 @@ def set_up(
     job: Job,
     world: World,
     reporter: Reporter | None,
-    found: FoundCheckpoint | None,
+    checkpoint: FoundCheckpoint | None,
     on_step: Callable[[int], None],
     activities: Activities,
     board: SharedStore,
@@ -221,7 +221,9 @@ def set_up(
     if config.export_hf:
         check_exportable(Path(config.folder), config.export_hf)
     wait_for_debugger(config, world, reporter)
-    setup = agree(job, world, activities, board, found=found, reporter=reporter, on_step=on_step)
+    setup = agree(
+        job, world, activities, board, checkpoint=checkpoint, reporter=reporter, on_step=on_step
+    )
     schedule, data = setup.schedule, setup.data
     if reporter is None:
         return setup
@@ -251,7 +253,7 @@ def agree(
     activities: Activities,
     board: SharedStore,
     *,
-    found: FoundCheckpoint | None = None,
+    checkpoint: FoundCheckpoint | None = None,
     reporter: Reporter | None = None,
     on_step: Callable[[int], None] = lambda step: None,
     criterion: Criterion | None = None,
@@ -275,7 +277,7 @@ def agree(
         dtypes,
         transport,
         gradient_group,
-        found,
+        checkpoint,
         open_data(config, job.task, plan, job.folder) if fields and reads_data else None,
         fields,
         reporter,
@@ -301,17 +303,17 @@ def find_checkpoint(
     """The checkpoint to resume from, and messages about those that were skipped; rank 0 drops the
     folder's later records."""
     config = job.config
-    asked, may_skip = candidates(config, job.folder)
+    named, may_skip = candidates(config, job.folder)
     if world.rank == 0:
         clear_unfinished(job.folder)
     with activities.during(Activity("meet", "the checkpoint to resume from")):
-        found, skipped = first_good(asked, world, may_skip=may_skip)
-    if found is not None:
-        check_steps(config, found)
-        check_model(job.planned, Path(config.folder), found)
+        checkpoint, skipped = first_good(named, world, may_skip=may_skip)
+    if checkpoint is not None:
+        check_steps(config, checkpoint)
+        check_model(job.planned, Path(config.folder), checkpoint)
     if world.rank == 0:
-        keep_records_until(job.folder / METRICS, found.facts.step if found else 0)
-    return found, skipped
+        keep_records_until(job.folder / METRICS, checkpoint.facts.step if checkpoint else 0)
+    return checkpoint, skipped
 
 
 def write_schedule(folder: Path, schedule: Schedule) -> None:

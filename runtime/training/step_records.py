@@ -179,8 +179,10 @@ class Watch:
             return sum(times) / max(1, sum(ms > 0 for ms in times)) / len(interval)
 
         kinds: tuple[Kind, ...] = ("F", "B", "W", "S")
-        found = {kind: tuple(of_one(kind, stage) for stage in range(stages)) for kind in kinds}
-        return {kind: times for kind, times in found.items() if any(times)}
+        times_of_kind = {
+            kind: tuple(of_one(kind, stage) for stage in range(stages)) for kind in kinds
+        }
+        return {kind: times for kind, times in times_of_kind.items() if any(times)}
 
     def _share_of(self, rank: int, part: str) -> float:
         """The share of a part in the rank's time, since the last logged step."""

@@ -46,9 +46,9 @@ class StreamFeed:
         with read_errors(f"micro-batch {micro_batch}", range(begin, begin + size)):
             for count in self._skipped(micro_batch):
                 self._reader.take(count)
-            made = self._reader.take(size)
+            rows = self._reader.take(size)
         self._next = micro_batch + 1
-        return laid_out(made, self._dims)
+        return laid_out(rows, self._dims)
 
     def state(self) -> dict[str, Any] | None:
         """The place in the stream as JSON; None if the stream cannot say it."""

@@ -63,11 +63,11 @@ def see_ranks(run: RunRecords) -> RanksSeen:
     if not left.path.is_dir():
         # The launcher removes it at the end of a run, of which there is always a record.
         is_new = not run.start
-        return RanksSeen("starting" if is_new else "killed", "" if is_new else _gone(run, 0), {})
+        return RanksSeen("starting" if is_new else "killed", "" if is_new else _killed(run, 0), {})
     ranks = {rank: seen for rank in _ranks_in(left.path) if (seen := _sighting(left.path, rank))}
     numbers = [rank for rank in _ranks_in(left.path) if left.process_of(rank) > 0]
     if _are_gone(left, ranks, numbers):
-        return RanksSeen("killed", _gone(run, len(ranks) or len(numbers)), ranks)
+        return RanksSeen("killed", _killed(run, len(ranks) or len(numbers)), ranks)
     limit_s = number(run.config, "stall_s")
     if not limit_s >= 0:
         limit_s = ExecutionOptions().stall_s
@@ -125,7 +125,7 @@ def _are_gone(left: RankFolder, ranks: Mapping[int, Sighting], numbers: list[int
     return bool(numbers) and not any(is_alive(left.process_of(rank)) for rank in numbers)
 
 
-def _gone(run: RunRecords, ranks: int) -> str:
+def _killed(run: RunRecords, ranks: int) -> str:
     whose = f"the {counted(ranks, 'process', 'processes')} of its ranks" if ranks else "its ranks"
     return (
         f"The run was killed after step {run.last_step}: {whose} ended without a record of an end "

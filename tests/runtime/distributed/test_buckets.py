@@ -140,7 +140,7 @@ def sum_held(rank: int) -> dict[str, Tensor | None]:
         {rank // 2: NormShare([own], {"last": held}, [held])},
         pair if rank < 2 else None,
         "ranks",
-        held=[TiedParameter("last", held, (0, 1, 2), all_ranks)],
+        tied_parameters=[TiedParameter("last", held, (0, 1, 2), all_ranks)],
     )
     sums.expect(rank // 2)
     model(inputs(rank)).square().sum().backward()
