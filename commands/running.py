@@ -12,7 +12,7 @@ from ..runtime.errors import AsyncPipeError, is_out_of_memory
 from ..runtime.formatting import visible
 from ..runtime.known_names import PARTITION, TRAIN, KnownNames
 from ..runtime.process import Ended
-from ..runtime.user_code import exits_told, last_line, own_line
+from ..runtime.user_code import exits_as_errors, last_line, own_line
 from .console import SafeConsole
 
 _NAMES = {
@@ -39,7 +39,7 @@ def run(app: App) -> int:
     app.suppress_keyboard_interrupt = False  # handled below
     app.console = SafeConsole()
     try:
-        with exits_told():
+        with exits_as_errors():
             ended = app(
                 _in_ours(app, sys.argv[1:]),
                 exit_on_error=False,

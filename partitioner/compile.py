@@ -55,7 +55,7 @@ from .profiling import (
     Cut,
     check_profile,
     cut_and_time,
-    own_failure_told,
+    own_failure_raised,
     profile_capture,
 )
 from .report import render_report
@@ -158,9 +158,9 @@ class Compilation:
             check_target(folder, facts, force=self.options.force)
         return folder
 
-    def own_failure_told(self) -> Any:
+    def own_failure_raised(self) -> Any:
         """A context that raises CaptureError instead if the model's own backward fails."""
-        return own_failure_told(self.source.model, self.source.example_inputs)
+        return own_failure_raised(self.source.model, self.source.example_inputs)
 
 
 def partition_source(
@@ -258,7 +258,7 @@ def capture_phase(job: Compilation) -> Captured:
 
 def profile_phase(job: Compilation, captured: Captured) -> Profile:
     """The costs of each operation."""
-    with job.own_failure_told():
+    with job.own_failure_raised():
         profile = profile_capture(
             captured.capture, job.options, job.ranks, whole=False, on_progress=job.on_progress
         )
@@ -307,7 +307,7 @@ def plan_phase(job: Compilation, captured: Captured, profile: Profile) -> Planne
     with explained():
         planner = planner_for(graph, job.cluster, options.stages, solving)
     cut = partial(graphs.cut, planner, prices)
-    with job.own_failure_told():
+    with job.own_failure_raised():
         profile, chosen = cut_and_time(
             captured.capture, cut, profile, options, on_progress=job.on_progress
         )
@@ -393,7 +393,7 @@ def write_phase(job: Compilation, planned: Planned, generated: Generated) -> Non
     captured = planned.cut.captured
 
     def check(aside: Path) -> None:
-        with job.own_failure_told():
+        with job.own_failure_raised():
             verified = verify(
                 source.model,
                 plan,

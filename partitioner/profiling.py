@@ -348,7 +348,7 @@ _FRAME = re.compile(r'File "(.+?)", line (\d+)')
 
 
 @contextmanager
-def own_failure_told(model: nn.Module, example_inputs: Mapping[str, Any]) -> Iterator[None]:
+def own_failure_raised(model: nn.Module, example_inputs: Mapping[str, Any]) -> Iterator[None]:
     """A context that turns an exception into a CaptureError if the model's own backward fails too,
     with the line of the author's forward that autograd cannot differentiate."""
     try:

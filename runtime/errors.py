@@ -59,8 +59,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     words = ("can't allocate memory", "CUDA out of memory", "not enough memory")
-    is_told = isinstance(error, RuntimeError) and any(word in str(error) for word in words)
-    return isinstance(error, MemoryError) or is_told
+    is_reported = isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+    return isinstance(error, MemoryError) or is_reported
 
 
 LOADER_HAS_ENDED = (

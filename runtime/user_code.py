@@ -3,9 +3,9 @@
 `package.module:name` or `path/file.py:name` names an object of the user's.
 
 `sys.exit(0)` or `os._exit(0)` in a model, a stage, a criterion or the data would end a command as
-if it had succeeded; `exits_told` turns it into an error that names the line. A signal is not such
-an error. Exits of compiled code without Python are not seen here: the command sees that ranks in
-their own processes end early.
+if it had succeeded; `exits_as_errors` turns it into an error that names the line. A signal is not
+such an error. Exits of compiled code without Python are not seen here: the command sees that ranks
+in their own processes end early.
 
 The text of a stage's file is read once: the same text is hashed, shown and run.
 """
@@ -98,7 +98,7 @@ def hashed_name(prefix: str, path: Path) -> str:
 
 
 @contextmanager
-def told_as(error: type[AsyncPipeError], subject: str) -> Iterator[None]:
+def user_errors_as(error: type[AsyncPipeError], subject: str) -> Iterator[None]:
     """An exception in the user's code becomes one sentence with the line it came from."""
     try:
         yield
@@ -162,7 +162,7 @@ def _import_own_file(path: Path, option: str, error: type[AsyncPipeError]) -> Mo
                 return known
         elif name != path.stem or not is_installed(name):
             add_own_folder(path.parent)
-            with told_as(error, f"{option} {path}"):
+            with user_errors_as(error, f"{option} {path}"):
                 return import_file(path, name)
     raise AssertionError(f"{path} has no name")
 
@@ -178,7 +178,7 @@ def is_installed(name: str) -> bool:
 def _import_module(name: str, option: str, error: type[AsyncPipeError]) -> ModuleType:
     if not is_installed(name.partition(".")[0]):
         add_own_folder(Path.cwd())
-    with told_as(error, f"{option} {name}"):
+    with user_errors_as(error, f"{option} {name}"):
         try:
             return importlib.import_module(name)
         except ModuleNotFoundError as cause:
@@ -193,7 +193,7 @@ class ExitError(AsyncPipeError):
 
 
 @contextmanager
-def exits_told() -> Iterator[None]:
+def exits_as_errors() -> Iterator[None]:
     """Raises ExitError where the code inside ends this process by an exception, by `os._exit` or
     C's functions as ctypes finds them, or puts another program in its place (`os.exec*`). A thread
     that ends it with code 0 is named, and the code is 1.
@@ -206,14 +206,14 @@ def exits_told() -> Iterator[None]:
         except (Ended, Interrupted):
             raise
         except SystemExit as leaving:
-            raise _told(leaving, f"SystemExit: {leaving.code}") from leaving
+            raise _exit_error(leaving, f"SystemExit: {leaving.code}") from leaving
         except KeyboardInterrupt as interrupt:
             if not are_marked:
                 raise
-            raise _told(interrupt, "KeyboardInterrupt without Ctrl-C") from interrupt
+            raise _exit_error(interrupt, "KeyboardInterrupt without Ctrl-C") from interrupt
 
 
-def _told(leaving: BaseException, how: str, place: str = "") -> ExitError:
+def _exit_error(leaving: BaseException, how: str, place: str = "") -> ExitError:
     return ExitError(
         f"{place or own_line(leaving) or last_line(leaving)} ended the process ({how}).",
         "Return from there, or raise an exception that says what is wrong.",
@@ -249,7 +249,7 @@ def _ways_out_raise() -> Iterator[None]:
         if is_asked():
             raise SystemExit(code)
         if os.getpid() == own and code == 0:
-            error = _told(SystemExit(code), "os._exit in a thread", _line_of_caller())
+            error = _exit_error(SystemExit(code), "os._exit in a thread", _line_of_caller())
             sys.stderr.write(f"error: {error.what}\n{error.cure}\n")
             sys.stderr.flush()
             code = 1
@@ -260,20 +260,20 @@ def _ways_out_raise() -> Iterator[None]:
             raise SystemExit(how)
 
     built_in: Any = sys.modules[os.name]  # where os has it from
-    outer, _watched.told = _watched.told, on_way_out
+    outer, _watched.report = _watched.report, on_way_out
     _watched.begin()
     os._exit = built_in._exit = leave  # type: ignore[assignment]
     try:
         yield
     finally:
         os._exit = built_in._exit = real
-        _watched.told = outer
+        _watched.report = outer
 
 
 class _Watched:
     """What Python reports of the ways out of a process; a hook for that cannot be taken away."""
 
-    told: Callable[[str], None] | None = None
+    report: Callable[[str], None] | None = None
     _has_begun = False
 
     def begin(self) -> None:
@@ -282,12 +282,12 @@ class _Watched:
             self._has_begun = True
 
     def _on_event(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if self.told is None or event not in _EVENTS:
+        if self.report is None or event not in _EVENTS:
             return
         if event == "os.exec":
-            self.told(f"os.exec of {os.fsdecode(arguments[0])}")
+            self.report(f"os.exec of {os.fsdecode(arguments[0])}")
         elif arguments[1] in _EXITS_OF_C:
-            self.told(f"{arguments[1]} of C")
+            self.report(f"{arguments[1]} of C")
 
 
 _watched = _Watched()

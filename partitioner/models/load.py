@@ -20,7 +20,7 @@ from ...runtime.errors import ModelError
 from ...runtime.extras import install
 from ...runtime.formatting import counted
 from ...runtime.plan.plan import ON_META, READ_FROM
-from ...runtime.user_code import import_object, told_as
+from ...runtime.user_code import import_object, user_errors_as
 from .builtin import BUILTIN, PRESETS
 
 _MOST_VALUES = 2**33
@@ -87,7 +87,7 @@ def load_model(
     random = f"random, seed {seed}" if not meta else ON_META
     if ":" in spec:
         factory = _find_factory(spec)
-        with device, told_as(ModelError, f"--model {spec}"):
+        with device, user_errors_as(ModelError, f"--model {spec}"):
             model, examples = _split_made(factory(**_checked(factory, arguments)))
         if inputs:
             examples = {name: parse_input(name, text) for name, text in inputs.items()}
@@ -102,7 +102,7 @@ def load_model(
         origin = random if meta else f"as {spec.rpartition(':')[2]} made them, seed {seed}"
         return ModelSource(_name_of(spec), spec, model, examples, origin)
     if spec in BUILTIN:
-        with device, told_as(ModelError, f"--model {spec}"):
+        with device, user_errors_as(ModelError, f"--model {spec}"):
             model = BUILTIN[spec](**arguments)
         inputs_made = _builtin_inputs(spec, model, micro_batch_size or default_size(model))
         criterion = "cross_entropy" if spec == "mlp" else None
@@ -224,12 +224,12 @@ def _load_transformers(
             close = difflib.get_close_matches(key, vars(config), 1)
             hint = f" Did you mean {close[0]}?" if close else ""
             raise ModelError(f"{type(config).__name__} has no field {key!r}.{hint}")
-        with told_as(ModelError, f"--model-arg {key}"):
+        with user_errors_as(ModelError, f"--model-arg {key}"):
             setattr(config, key, value)
     config.architectures = [model_class.__name__]
     files = {"config.json": config.to_json_string()}
     stored = local and any(folder.glob("*.safetensors"))
-    with device, told_as(ModelError, f"--model {spec}"):
+    with device, user_errors_as(ModelError, f"--model {spec}"):
         if stored and not meta:
             model = model_class.from_pretrained(
                 folder, config=config, dtype=torch.float32, use_safetensors=True

@@ -25,7 +25,7 @@ from ..config.settings import RunConfig, SettingsError
 from ..distributed.process_groups import World
 from ..monitoring.records import EvalRecord, Reporter, StepRecord, Summary
 from ..rng import drawing_from, import_seeded
-from ..user_code import told_as
+from ..user_code import user_errors_as
 
 HOOKS = ("on_step", "on_evaluation", "on_checkpoint", "on_end")
 """The methods that an object of callbacks may have."""
@@ -64,7 +64,7 @@ class Callbacks(Reporter):
         self._what, self._seed = f"--callbacks {config.callbacks}", config.seed
         spec = str(config.callbacks)
         make = import_seeded(spec, "--callbacks", SettingsError, self._seed)
-        with drawing_from(self._seed, "callbacks"), told_as(SettingsError, self._what):
+        with drawing_from(self._seed, "callbacks"), user_errors_as(SettingsError, self._what):
             self._own = make(config, folder)
         if not any(callable(getattr(self._own, hook, None)) for hook in HOOKS):
             raise SettingsError(
@@ -98,7 +98,7 @@ class Callbacks(Reporter):
             return
         self._calls += 1
         key = ("callbacks", hook, self._calls)
-        with drawing_from(self._seed, *key), told_as(SettingsError, f"{self._what}: {hook}"):
+        with drawing_from(self._seed, *key), user_errors_as(SettingsError, f"{self._what}: {hook}"):
             request = own(*arguments)
         if request is not None:
             self._asked |= self._checked(hook, request)

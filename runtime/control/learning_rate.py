@@ -8,7 +8,7 @@ from functools import partial
 
 from ..config.settings import RunConfig, SettingsError
 from ..rng import import_seeded
-from ..user_code import told_as
+from ..user_code import user_errors_as
 
 WSD_SHARE = 0.2
 """The share of the steps in which the learning rate of `--decay wsd` falls."""
@@ -57,7 +57,7 @@ def learning_rate_of(config: RunConfig) -> Callable[[int], float]:
 
 def _own_factor(spec: str, config: RunConfig, step: int) -> float:
     schedule = import_seeded(spec, "--lr-schedule", SettingsError, config.seed)
-    with told_as(SettingsError, f"--lr-schedule {spec}"):
+    with user_errors_as(SettingsError, f"--lr-schedule {spec}"):
         factor = float(schedule(step, config.steps))
     if not 0 <= factor < math.inf:
         raise SettingsError(

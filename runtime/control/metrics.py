@@ -23,7 +23,7 @@ from ..monitoring.records import EvalRecord
 from ..plan.plan import Plan
 from ..plan.structure import rebuilt
 from ..rng import drawing_from, import_seeded
-from ..user_code import told_as
+from ..user_code import user_errors_as
 
 Sums = dict[str, tuple[float, float]]
 """The name of a metric -> the sum of its values times their samples, and the number of samples."""
@@ -50,7 +50,10 @@ class Metric:
         """The metrics of a micro-batch by name. Raises SettingsError where the user's code fails or
         returns something else."""
         result = rebuilt(self._plan.outputs, {**self._absent, **outputs}, self._plan.sizes)
-        with drawing_from(self._seed, "metric", micro_batch), told_as(SettingsError, self._what):
+        with (
+            drawing_from(self._seed, "metric", micro_batch),
+            user_errors_as(SettingsError, self._what),
+        ):
             returned = self._call(result, target)
         name = self._spec.rpartition(":")[2]
         named = returned if isinstance(returned, Mapping) else {name: returned}

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from ..config.settings import RunConfig, SettingsError
 from ..rng import import_seeded
-from ..user_code import told_as
+from ..user_code import user_errors_as
 
 _VALUES = "values"
 """The name of the part that has the values without tensors, as UTF-8 of JSON."""
@@ -36,7 +36,7 @@ def make_user_optimizer(
     spec = config.optimizer
     named = [(name, each) for name, each in stage.named_parameters() if each.requires_grad]
     make = import_seeded(spec, "--optimizer", SettingsError, config.seed)
-    with told_as(SettingsError, f"--optimizer {spec}"):
+    with user_errors_as(SettingsError, f"--optimizer {spec}"):
         optimizer = make(list(named), config.lr)
     if not isinstance(optimizer, Optimizer):
         raise SettingsError(

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, defau
 
 from ..errors import DataError
 from ..rng import drawing_from, import_seeded
-from ..user_code import told_as
+from ..user_code import user_errors_as
 from .sampler_order import check_sampler, drawn_indices, sampler_of
 from .samples import Collate, Columns
 from .streams import Stream
@@ -60,7 +60,7 @@ def own_parts(source: str, seed: int) -> tuple[Part, Part | None]:
     function = import_seeded(source, "--data", DataError, seed)
 
     def call() -> Any:
-        with drawing_from(seed, "data"), told_as(DataError, f"--data {source}"):
+        with drawing_from(seed, "data"), user_errors_as(DataError, f"--data {source}"):
             return function() if callable(function) else function
 
     data = call()

@@ -20,7 +20,7 @@ from torch.utils.data import (
 
 from ..errors import DataError
 from ..rng import drawing_from
-from ..user_code import told_as
+from ..user_code import user_errors_as
 from .task import SampleOrder
 
 _LIBRARIES = ("torch", "torchdata")
@@ -104,7 +104,7 @@ class SamplerOrder(SampleOrder):
 
     def _draw(self) -> None:
         epoch, self._next = self._next, self._next + 1
-        with told_as(DataError, f"the sampler of --data {self._source}"):
+        with user_errors_as(DataError, f"the sampler of --data {self._source}"):
             indices = drawn_indices(self._sampler, self._seed, epoch)
         first = self.length if self._epochs else len(indices)
         if not indices or len(indices) != first:

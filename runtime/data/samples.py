@@ -18,7 +18,7 @@ from torch import Tensor
 from ..errors import DataError
 from ..plan.structure import names_in, tensors_by_name
 from ..tensor_files import raw_bytes
-from ..user_code import told_as
+from ..user_code import user_errors_as
 from .task import TARGET, Task
 
 _DIGESTED_BYTES = 1 << 26
@@ -118,7 +118,7 @@ class OwnDataset:
         return self._naming.fields
 
     def __len__(self) -> int:
-        with told_as(DataError, f"the length of --data {self._naming.source}"):
+        with user_errors_as(DataError, f"the length of --data {self._naming.source}"):
             return len(self._samples)
 
     def get(self, indices: Sequence[int], fields: Collection[str]) -> dict[str, Tensor]:

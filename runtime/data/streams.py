@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from ..errors import DataError
 from ..rng import drawing_from
-from ..user_code import told_as
+from ..user_code import user_errors_as
 from .samples import Naming, batch_of
 
 UNKNOWN_LENGTH = 2**48
@@ -138,7 +138,9 @@ class StreamReader:
         if place is None:
             return
         self._batches = int(place["batches"])
-        with told_as(DataError, f"the position in the stream of --data {self._stream.source}"):
+        with user_errors_as(
+            DataError, f"the position in the stream of --data {self._stream.source}"
+        ):
             self._open(int(place["epoch"]), unpacked_state(place["inner"]))
         self._divided(int(place["used"]))
 

@@ -55,8 +55,8 @@ class Call:
         except (RuntimeError, TransportError) as error:
             if not is_consequence(error):
                 raise
-            is_told = isinstance(error, TransportError)
-            raise self.calls.waited(error) from (error.__cause__ if is_told else error)
+            is_reported = isinstance(error, TransportError)
+            raise self.calls.waited(error) from (error.__cause__ if is_reported else error)
 
 
 class Calls:

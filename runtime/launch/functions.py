@@ -20,7 +20,7 @@ from ..distributed.failure import RankFolder, failure_of
 from ..distributed.ranks import find_rank_info
 from ..distributed.rendezvous import Loopback
 from ..process import die_with
-from ..user_code import exits_told
+from ..user_code import exits_as_errors
 from .local import quiet_agent
 
 
@@ -101,7 +101,7 @@ def _run(
         torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
     try:
-        with exits_told():
+        with exits_as_errors():
             return function(*arguments)
     except BaseException as error:
         left = RankFolder(Path(folder))

@@ -43,7 +43,7 @@ from ..training.clipping import check_clipping_ranks
 from ..training.evaluation import check_name
 from ..training.loop import train
 from ..training.setup import Job
-from ..user_code import check_own_file, exits_told, import_object, names_object
+from ..user_code import check_own_file, exits_as_errors, import_object, names_object
 
 
 def check_job(job: Job) -> None:
@@ -136,7 +136,7 @@ def with_steps_of_epochs(job: Job, world: World) -> Job:
     length, error = 0, ""
     if world.rank == 0:
         try:
-            with exits_told():
+            with exits_as_errors():
                 prepare_data(job.config, job.task, job.folder)
                 length = _samples_of(job)
         except AsyncPipeError as refused:
@@ -156,13 +156,13 @@ def _samples_of(job: Job) -> int:
 
 def _with_steps(job: Job, length: int) -> Job:
     """The job with the steps that its epochs make of data of `length` samples."""
-    assert job.asked is not None
+    assert job.settings is not None
     if length == UNKNOWN_LENGTH:
         raise DataError(
             f"--epochs {job.config.epochs:g}, but {job.config.data} has no length.",
             "Give --steps or --samples, or its iterable a __len__.",
         )
-    config, task = _resolved(with_epochs(job.asked, length), job.planned)
+    config, task = _resolved(with_epochs(job.settings, length), job.planned)
     return replace(job, config=replace(config, epochs=job.config.epochs), task=task)
 
 
@@ -193,7 +193,7 @@ def make_folder(job: Job) -> Job:
         bring(job.config, job.folder)
         # What follows from the steps is not known before epochs are counted.
         is_counted = job.config.epochs is None
-        _write_configuration(job.config if is_counted else job.asked or job.config, job.folder)
+        _write_configuration(job.config if is_counted else job.settings or job.config, job.folder)
         remember_code_of(job.config)
     except (AsyncPipeError, OSError) as error:
         shutil.rmtree(job.folder / "ranks")

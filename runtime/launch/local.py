@@ -229,7 +229,7 @@ def start_ranks(job: Job, reporter: str, on_launch: Callable[[int], None]) -> Pa
 def _run_ranks(job: Job, reporter: str, stages: Mapping[int, str]) -> None:
     left = RankFolder(job.folder)
     # Each rank resolves them again; trust was checked before.
-    settings = asdict(replace(job.asked or job.config, trust=True))
+    settings = asdict(replace(job.settings or job.config, trust=True))
     options = json.dumps({"settings": settings, "code": dict(job.code)})
     command = (*ISOLATED, "-m", WORKER, str(os.getpid()), options, str(job.folder), reporter)
     try:

@@ -23,7 +23,7 @@ from ..distributed.ranks import find_rank_info
 from ..process import die_with_parent
 from ..training.checkpointing import Stopped
 from ..transports.mpi import mpiexec
-from ..user_code import exits_told
+from ..user_code import exits_as_errors
 
 _RULER = b"====="
 """The beginning of a report of MPICH's mpiexec, which may be on standard output."""
@@ -133,7 +133,7 @@ def run(options: str, folder: str, reporter: str) -> NoReturn:
             (stage,) = (j for j, ranks in enumerate(world.ranks_of_stage) if rank in ranks)
             stages = f" (stage {stage}{world.grid.whose(rank)})"
         try:
-            with exits_told():
+            with exits_as_errors():
                 run_rank(job, world, reporter)
         except Stopped:  # not a failure for the parent process
             left.mark_stopped()

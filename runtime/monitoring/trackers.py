@@ -33,7 +33,7 @@ from ..extras import install
 from ..process import STOPPED, Ended
 from ..rng import drawing_from, import_seeded
 from ..schedule.simulate import Timeline
-from ..user_code import names_object, told_as
+from ..user_code import names_object, user_errors_as
 from .records import HOOKS, EvalRecord, MetricsFile, Reporter, StartRecord, StepRecord, Summary
 from .run_files import CONFIG, METRICS
 
@@ -74,7 +74,7 @@ def open_trackers(config: RunConfig, folder: Path) -> dict[str, Reporter]:
 
 
 def _opened(name: str, config: RunConfig, folder: Path) -> Reporter:
-    with told_as(SettingsError, f"--log {name}"):
+    with user_errors_as(SettingsError, f"--log {name}"):
         if name in TRACKERS:
             factory = _OPEN[name]
         else:

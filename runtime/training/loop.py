@@ -30,7 +30,7 @@ from ..monitoring.trackers import CompositeReporter, reporting
 from ..monitoring.watchdog import Watchdog
 from ..rng import drawing_from
 from ..schedule.schedule import Schedule
-from ..user_code import exits_told
+from ..user_code import exits_as_errors
 from ..watch.server import ViewError
 from ..watch.worker import start_viewer
 from .checkpointing import Checkpoints, Stopped, Stopping, describe_resumption, resume, save_weights
@@ -65,7 +65,7 @@ def train(
     ):
         checkpoint, skipped = find_checkpoint(job, world, activities)
         shown = partial(_make_shown, make_reporter, job.folder)
-        with reporting(job.config, job.folder, world, shown) as reporter, exits_told():
+        with reporting(job.config, job.folder, world, shown) as reporter, exits_as_errors():
             if reporter is not None:
                 watchdog.tell = reporter.on_warning
                 for text in skipped:

@@ -140,7 +140,7 @@ class Job:
     planned: the plan as it was made.
     folder: the run's folder.
     code: the SHA-256 of each file of the stages when the command began.
-    asked: the options as given; None where no run is started.
+    settings: the options as given; None where no run is started.
     lock: the lock of the folder, which the process that leads the run holds.
     """
 
@@ -149,7 +149,7 @@ class Job:
     planned: Plan
     folder: Path
     code: Mapping[str, str]
-    asked: Settings | None = None
+    settings: Settings | None = None
     lock: FolderLock = field(default_factory=lambda: FolderLock("run"), compare=False)
 
     @property

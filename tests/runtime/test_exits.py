@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from asyncpipe.runtime.process import Ended, Interrupted
-from asyncpipe.runtime.user_code import ExitError, exits_told
+from asyncpipe.runtime.user_code import ExitError, exits_as_errors
 from asyncpipe.tests.support.faults.run_faults import FaultyRun
 from asyncpipe.tests.support.models.hand_folders import WIDTH, write_mlp
 from asyncpipe.tests.support.processes.quick_python import bin_folder
@@ -165,7 +165,7 @@ def test_each_way_to_end_a_process_is_told_with_its_line(tmp_path: Path, how: st
     if (child := os.fork()) == 0:
         ended = 1
         try:
-            with exits_told():
+            with exits_as_errors():
                 exec(code, {})
         except ExitError as error:
             ended = told if "/own.py:2 ended the process" in str(error) else 2
@@ -176,7 +176,7 @@ def test_each_way_to_end_a_process_is_told_with_its_line(tmp_path: Path, how: st
 
 def test_what_ends_a_process_is_as_it_was_afterwards() -> None:
     real = os._exit
-    with exits_told():
+    with exits_as_errors():
         assert os._exit is not real
     assert os._exit is real is sys.modules[os.name]._exit
     assert ctypes.CDLL(None)._exit  # nobody is asked any more
@@ -193,17 +193,17 @@ def test_a_thread_that_ends_the_process_is_told(folder: Path, tmp_path: Path) ->
 
 
 def test_signals_and_other_processes_end_as_they_did() -> None:
-    with pytest.raises(Ended), exits_told():
+    with pytest.raises(Ended), exits_as_errors():
         raise Ended(143)
-    with pytest.raises(Interrupted), exits_told(), exits_told():
+    with pytest.raises(Interrupted), exits_as_errors(), exits_as_errors():
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(5)
-    with exits_told():
+    with exits_as_errors():
         if (child := os.fork()) == 0:
             os._exit(7)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    thread = threading.Thread(target=lambda: exits_told().__enter__())
+    thread = threading.Thread(target=lambda: exits_as_errors().__enter__())
     thread.start()
     thread.join()
 
