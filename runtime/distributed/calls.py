@@ -124,36 +124,36 @@ class Calls:
     def waited(self, error: BaseException) -> TransportError:
         """The error of a rank that waited in vain, with the calls that the others are in."""
         if isinstance(error, TransportError):
-            what, cure = error.what.removesuffix("."), error.cure
+            message, cure = error.what.removesuffix("."), error.cure
         else:
             how = (
                 f"waited {self._patience_s:g} s for the other ranks"
                 if "timed out" in str(error).lower()
                 else "lost the connection to another rank"
             )
-            what = f"rank {self.rank} {how}"
+            message = f"rank {self.rank} {how}"
             cure = "See what the other ranks do, or allow more time with timeout_s."
         own = f"is in {self._name}"
         others = {rank: of for rank, of in self._others(own).items() if of != own}
         if others:
-            told = ", ".join(f"rank {rank} {of}" for rank, of in others.items())
+            calls = ", ".join(f"rank {rank} {of}" for rank, of in others.items())
             cure = "Make the same calls of the pipeline in the same order on every rank."
-            return TransportError(f"{what}, in {self._name}; {told}.", cure)
-        return TransportError(f"{what}, in {self._name}.", cure)
+            return TransportError(f"{message}, in {self._name}; {calls}.", cure)
+        return TransportError(f"{message}, in {self._name}.", cure)
 
     def _others(self, own: str) -> dict[int, str]:
-        """What other ranks say that they are doing."""
+        """The calls that the other ranks report to be in, by rank."""
         self._post(own)
-        found: dict[int, str] = {}
+        call_of: dict[int, str] = {}
         end_s = time.monotonic() + _PATIENCE_S
         others = [rank for rank in range(self.ranks) if rank != self.rank]
-        while len(found) < len(others) and time.monotonic() < end_s:
+        while len(call_of) < len(others) and time.monotonic() < end_s:
             with contextlib.suppress(RuntimeError, dist.DistError):  # the store ends with rank 0
                 for rank in others:
                     text = self._board.read(f"call/{rank}")
-                    found |= {} if text is None else {rank: text}
+                    call_of |= {} if text is None else {rank: text}
             time.sleep(_LOOK_S)
-        return found
+        return call_of
 
     def _post(self, text: str) -> None:
         with contextlib.suppress(RuntimeError, dist.DistError):

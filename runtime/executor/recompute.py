@@ -98,11 +98,11 @@ class ChangedParameters:
             return
         memory = {parameter.untyped_storage()._cdata for parameter in self._parameters}
 
-        def kept(tensor: Tensor) -> Tensor:
+        def saved(tensor: Tensor) -> Tensor:
             is_theirs = tensor.untyped_storage()._cdata in memory
             return tensor.detach().clone() if is_theirs else tensor
 
-        with saved_tensors_hooks(kept, lambda tensor: tensor):
+        with saved_tensors_hooks(saved, lambda tensor: tensor):
             yield
 
     @torch.no_grad()

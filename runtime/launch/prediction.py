@@ -90,10 +90,10 @@ class Predicted:
 
 @dataclass(frozen=True)
 class _Work:
-    """What each rank does.
+    """The work of each rank.
 
     config, task, plan: the resolved options, the task, and the plan at their sizes.
-    kept: the options of the run that its predictions keep.
+    options: the options of the run that its predictions keep.
     split, batch_size: as for Prediction.
     parts: the folder in which ranks leave their outputs.
     """
@@ -101,7 +101,7 @@ class _Work:
     config: RunConfig
     task: Task
     plan: Plan
-    kept: Mapping[str, Any]
+    options: Mapping[str, Any]
     split: str | None
     batch_size: int
     parts: Path
@@ -188,7 +188,7 @@ def _run_rank(work: _Work) -> int:
         loss=None if work.plan.loss is not None else _no_loss,
         micro_batches=len(work.plan.stages),
         init_from=work.config.init_from,
-        **work.kept,
+        **work.options,
     ) as pipe:
         for output in pipe.predict(_batches(dataset, fields, work)):
             for name, tensor in named_leaves(output):

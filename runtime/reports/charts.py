@@ -190,10 +190,10 @@ def chart(
         points far above all others, such as the first losses, are cut off.
     is_even: draws the values of x at equal distances, each with its number.
     """
-    if not (drawn := [(number, one) for number, one in enumerate(series) if one.finite]):
+    if not (drawn := [(number, line) for number, line in enumerate(series) if line.finite]):
         return None
-    xs = sorted({x for _, one in drawn for x, _ in one.finite})
-    ys = sorted(y for _, one in drawn for _, *each in (*one.finite, *one.band) for y in each)
+    xs = sorted({x for _, line in drawn for x, _ in line.finite})
+    ys = sorted(y for _, line in drawn for _, *each in (*line.finite, *line.band) for y in each)
     low = ys[0] if floor is None else min(floor, ys[0])
     high = _usual_most(ys) if ceiling is None else max(low, ceiling)
     x_low, x_high = _x_range(xs[0], xs[-1], x_floor)
@@ -211,12 +211,12 @@ def chart(
         lines=tuple(
             _line(
                 number,
-                one,
+                line,
                 axes,
                 lambda x, y: f"{x_unit} {x:g}: {write(y)}",
-                has_dots=len(one.finite) <= _FEW and has_few,
+                has_dots=len(line.finite) <= _FEW and has_few,
             )
-            for number, one in drawn
+            for number, line in drawn
         ),
         x_ticks=tuple(
             (axes.x_of(x), f"{x:g}")
@@ -266,18 +266,18 @@ class _Axes:
 
 
 def _line(
-    number: int, one: Series, axes: _Axes, title: Callable[[float, float], str], *, has_dots: bool
+    number: int, line: Series, axes: _Axes, title: Callable[[float, float], str], *, has_dots: bool
 ) -> ChartLine:
-    path = _thinned(one.finite, _MOST)
-    around = [(x, y) for x, _, y in one.band] + [(x, y) for x, y, _ in reversed(one.band)]
+    path = _thinned(line.finite, _MOST)
+    around = [(x, y) for x, _, y in line.band] + [(x, y) for x, y, _ in reversed(line.band)]
     return ChartLine(
-        one.label,
+        line.label,
         number,
         axes.path_of(path if len(path) > 1 else [*path, *path]),  # a point is a line too
         axes.path_of(around) + "Z" if around else "",
         tuple(
-            Point(axes.x_of(x), axes.y_of(y), f"{one.label}, {title(x, y)}")
-            for x, y in _thinned(one.finite, _HOVERED)
+            Point(axes.x_of(x), axes.y_of(y), f"{line.label}, {title(x, y)}")
+            for x, y in _thinned(line.finite, _HOVERED)
         ),
         has_dots=has_dots,
     )

@@ -73,9 +73,9 @@ def compare(folders: Sequence[Path]) -> RunComparison:
     return compare_runs([read_run(folder) for folder in folders])
 
 
-def compare_runs(found: Sequence[RunRecords]) -> RunComparison:
+def compare_runs(records: Sequence[RunRecords]) -> RunComparison:
     """Compares these runs."""
-    runs = tuple(found)
+    runs = tuple(records)
     step = min(float(run.last_step) for run in runs)
     seconds = min(last(after_first_step(run), "elapsed_s") for run in runs)
     return RunComparison(
@@ -158,8 +158,8 @@ def _fullest(run: RunRecords) -> float:
 
 def _at(records: Sequence[Record], by: str, limit: float, name: str = "loss") -> float:
     """A field of the last record up to a step or a time."""
-    found = [number(record, name) for record in records if number(record, by) <= limit]
-    return found[-1] if found else math.nan
+    values = [number(record, name) for record in records if number(record, by) <= limit]
+    return values[-1] if values else math.nan
 
 
 def _at_time(run: RunRecords, seconds: float, name: str = "loss") -> float:

@@ -147,7 +147,7 @@ def _box(
     start = max(event.start_ms, window.start_ms) - window.start_ms
     end = min(event.end_ms, window.end_ms) - window.start_ms
     width = max((end - start) * scale, 3.0 if action.kind == "S" else 0.0)
-    what = f"{_NAMES[action.kind]} {action.index}" + (f" of stage {action.stage}" * several)
+    name = f"{_NAMES[action.kind]} {action.index}" + (f" of stage {action.stage}" * several)
     label = str(action.index % micro_batches) if action.kind != "S" else ""
     from_ms, to_ms = event.start_ms - window.start_ms, event.end_ms - window.start_ms
     return ActionBox(
@@ -156,7 +156,7 @@ def _box(
         y=event.rank * _ROW,
         width=round(width, 2),
         label=label if width >= _LETTER * len(label) + _AROUND else "",
-        title=f"rank {event.rank}, {what}: {write_ms(from_ms)} to {write_ms(to_ms)}",
+        title=f"rank {event.rank}, {name}: {write_ms(from_ms)} to {write_ms(to_ms)}",
         is_cut=event.start_ms < window.start_ms - _ROUNDED_MS
         or event.end_ms > window.end_ms + _ROUNDED_MS,
     )

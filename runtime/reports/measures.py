@@ -109,26 +109,28 @@ def other_series(run: RunRecords) -> dict[str, list[tuple[tuple[float, float], .
     list."""
     fixed = _FIXED | {rate_field(run)}
     names = dict.fromkeys(name for record in run.steps for name in record)
-    found: dict[str, list[tuple[tuple[float, float], ...]]] = {}
+    of_field: dict[str, list[tuple[tuple[float, float], ...]]] = {}
     for name in names:
         if name in fixed or name.endswith("_shares"):
             continue
         if single := run.series(name):
-            found[name] = [single]
+            of_field[name] = [single]
             continue
         rows = [(number(record, "step"), numbers(record, name)) for record in run.steps]
         places = range(max((len(values) for _, values in rows), default=0))
         lists = [tuple((x, row[at]) for x, row in rows if len(row) > at) for at in places]
         if lists:
-            found[name] = lists
-    return found
+            of_field[name] = lists
+    return of_field
 
 
 def metrics_of_evaluations(run: RunRecords) -> dict[str, tuple[tuple[float, float], ...]]:
     """The accuracy and the user's metrics over steps, by name."""
     names = dict.fromkeys(name for record in run.evals for name in record)
-    found = {name: points(run.evals, name, "step") for name in names if name not in _OF_EVALUATION}
-    return {name: series for name, series in found.items() if series}
+    of_metric = {
+        name: points(run.evals, name, "step") for name in names if name not in _OF_EVALUATION
+    }
+    return {name: series for name, series in of_metric.items() if series}
 
 
 _OF_EVALUATION = {"event", "step", "loss", "batches", "samples", "length", "elapsed_s"}
@@ -157,8 +159,8 @@ def stage_times(run: RunRecords) -> list[StageTimes]:
     """The times of every stage: medians over the recorded steps."""
     predicted = part(run.start, "predicted")
     forward, backward = numbers(predicted, "forward_ms"), numbers(predicted, "backward_ms")
-    taken = {kind: _usual_of_stages(run, kind) for kind in "FBWS"}
-    stages = max(len(forward), *(len(times) for times in taken.values()))
+    measured = {kind: _usual_of_stages(run, kind) for kind in "FBWS"}
+    stages = max(len(forward), *(len(times) for times in measured.values()))
 
     def at(values: Sequence[float], stage: int) -> float:
         return values[stage] if stage < len(values) else math.nan
@@ -166,12 +168,12 @@ def stage_times(run: RunRecords) -> list[StageTimes]:
     return [
         StageTimes(
             stage,
-            Compared(at(forward, stage), at(taken["F"], stage)),
+            Compared(at(forward, stage), at(measured["F"], stage)),
             Compared(
                 at(backward, stage),
-                at(taken["B"], stage) + (at(taken["W"], stage) if taken["W"] else 0.0),
+                at(measured["B"], stage) + (at(measured["W"], stage) if measured["W"] else 0.0),
             ),
-            at(taken["S"], stage),
+            at(measured["S"], stage),
         )
         for stage in range(stages)
     ]
@@ -282,8 +284,8 @@ def status_of(run: RunRecords) -> str:
     """How the run ended, as far as it is recorded."""
     if run.end:
         return f"✓ {run.last_step} steps"
-    asked = number(run.config, "steps")
-    of = f" of {asked:g}" if math.isfinite(asked) else ""
+    steps = number(run.config, "steps")
+    of = f" of {steps:g}" if math.isfinite(steps) else ""
     how = "ended after" if run.failure else "not at its end:"
     return f"{how} step {run.last_step}{of}"
 
@@ -306,7 +308,7 @@ def to_json(run: RunRecords) -> str:
 def summary_of(run: RunRecords) -> dict[str, object]:
     """The numbers of a run, for other programs; unknown ones are omitted."""
     step, idle = step_times(run), idle_shares(run)
-    found = {
+    figures = {
         "last_loss": last(run, "loss"),
         "eval_loss": last_evaluation(run),
         "seconds": last(run, "elapsed_s"),
@@ -323,7 +325,7 @@ def summary_of(run: RunRecords) -> dict[str, object]:
         "status": status_of(run),
         "failure": run.failure,
         "last_step": run.last_step,
-        **{name: value for name, value in found.items() if math.isfinite(value)},
+        **{name: value for name, value in figures.items() if math.isfinite(value)},
         "versions": versions_of(run),
         "config": dict(run.config),
     }

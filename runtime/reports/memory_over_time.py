@@ -149,14 +149,14 @@ def rank_memory_over_time(plan: Plan, events: Sequence[Event], window: Window) -
     if window.timeline.name not in ASYNCHRONOUS:
         fixed["versions"] = 0
     changes = _changes(plan, events)
-    held: Counter[str] = Counter()
+    changing: Counter[str] = Counter()
     begin = Moment(window.start_ms, {**fixed})
     for at_ms in sorted(changes):
         if at_ms >= window.end_ms:
             break
-        held.update(changes[at_ms])
+        changing.update(changes[at_ms])
         moment = Moment(
-            max(at_ms, window.start_ms), fixed | {kind: held[kind] for kind in _CHANGING}
+            max(at_ms, window.start_ms), fixed | {kind: changing[kind] for kind in _CHANGING}
         )
         if at_ms > window.start_ms:
             yield begin
@@ -174,16 +174,16 @@ def _changes(plan: Plan, events: Sequence[Event]) -> dict[float, Counter[str]]:
     split = split_backwards([[event.action for event in events]])
     for event in events:
         stage = plan.stages[event.action.stage]
-        kept, again = _activation_bytes(stage)
+        saved, again = _activation_bytes(stage)
         change(event.start_ms, "transient", stage.memory.transient)
         change(event.end_ms, "transient", -stage.memory.transient)
         if event.action.kind == "F":
-            change(event.start_ms, "activations", kept)
+            change(event.start_ms, "activations", saved)
         elif event.action.kind == "B":
             change(event.start_ms, "activations", again)
             change(event.end_ms, "activations", -again)
         if is_backward_end(event.action, split):
-            change(event.end_ms, "activations", -kept)
+            change(event.end_ms, "activations", -saved)
     return changes
 
 
@@ -246,13 +246,13 @@ def _runs(
     moments: Sequence[Moment], lower: Sequence[int], upper: Sequence[int]
 ) -> tuple[list[float], list[int], list[int]]:
     """Starts, lower and upper ends of a layer, without moments in which neither changes."""
-    kept = [
+    changes = [
         at
         for at in range(len(moments))
         if not at or (lower[at], upper[at]) != (lower[at - 1], upper[at - 1])
     ]
     return (
-        [moments[at].start_ms for at in kept],
-        [lower[at] for at in kept],
-        [upper[at] for at in kept],
+        [moments[at].start_ms for at in changes],
+        [lower[at] for at in changes],
+        [upper[at] for at in changes],
     )

@@ -319,10 +319,10 @@ def _sent(plan: Plan) -> dict[tuple[int, int], _Link]:
             pairs.setdefault((boundary.source, target), []).append((size, text))
     return {
         (source, target): _Link(
-            write_bytes(sum(size for size, _ in found)),
-            f"stage {source} to {target}: " + "; ".join(text for _, text in found),
+            write_bytes(sum(size for size, _ in transfers)),
+            f"stage {source} to {target}: " + "; ".join(text for _, text in transfers),
         )
-        for (source, target), found in sorted(pairs.items())
+        for (source, target), transfers in sorted(pairs.items())
     }
 
 
@@ -335,10 +335,10 @@ def _tied(plan: Plan) -> dict[tuple[int, int], _Link]:
             names.setdefault((first, other), []).append(" = ".join(shared.names))
     return {
         pair: _Link(
-            "tied weights" if len(found) == 1 else f"{len(found)} tied weights",
-            f"held by stages {pair[0]} and {pair[1]}, gradients are summed: " + "; ".join(found),
+            "tied weights" if len(texts) == 1 else f"{len(texts)} tied weights",
+            f"held by stages {pair[0]} and {pair[1]}, gradients are summed: " + "; ".join(texts),
         )
-        for pair, found in sorted(names.items())
+        for pair, texts in sorted(names.items())
     }
 
 
@@ -346,8 +346,8 @@ def _levels(pairs: Iterable[tuple[int, int]]) -> dict[tuple[int, int], int]:
     """Assigns different levels to arcs that would overlap; short arcs are nearest to the strip."""
     levels: dict[tuple[int, int], int] = {}
     for source, target in sorted(pairs, key=lambda pair: (pair[1] - pair[0], pair)):
-        taken = {
+        used = {
             level for (first, last), level in levels.items() if first < target and source < last
         }
-        levels[source, target] = min(set(range(len(levels) + 1)) - taken)
+        levels[source, target] = min(set(range(len(levels) + 1)) - used)
     return levels

@@ -51,8 +51,8 @@ def picture(plan: Plan) -> str:
 
 
 def _key(entries: Sequence[tuple[str, str]]) -> tuple[KeyEntry, ...]:
-    found, x = [], 4.0
+    key, x = [], 4.0
     for kind, text in entries:
-        found.append(KeyEntry(kind, round(x, 1), text))
+        key.append(KeyEntry(kind, round(x, 1), text))
         x += _SQUARE + _LETTER * len(text) + _APART
-    return tuple(found)
+    return tuple(key)

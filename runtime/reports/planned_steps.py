@@ -85,8 +85,8 @@ def _planned_step(
 def _summary(plan: Plan, schedule: str, step: OneStep, count: int) -> str:
     stages = len(plan.stages)
     number = counted(count, "micro-batch", "micro-batches")
-    made = planned_schedule(plan, schedule, count)
-    in_flight = ", ".join(map(str, made.in_flight))
+    timetable = planned_schedule(plan, schedule, count)
+    in_flight = ", ".join(map(str, timetable.in_flight))
     text = (
         f"{schedule}: {number} in {write_ms(step.step_ms)}, ranks idle "
         f"{write_share(step.idle_share)}; in flight at most {in_flight}"

@@ -48,10 +48,10 @@ def in_script(text: str) -> Markup:
 
 def write_page(file: Path, page: str, cure: str = "Choose another file with --output.") -> Path:
     """Writes a page whole or not at all. Raises DataError, with `cure`, if it cannot."""
-    made = file.with_name(f".{file.name}.made")
+    new = file.with_name(f".{file.name}.made")
     try:
-        write_here(made, page)
-        made.replace(file)
+        write_here(new, page)
+        new.replace(file)
     except OSError as error:
         raise DataError(
             f"{file} cannot be written: {(error.strerror or str(error)).lower()}.",

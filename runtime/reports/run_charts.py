@@ -20,7 +20,7 @@ from .measures import (
 def loss_charts(run: RunRecords) -> list[Chart]:
     """Training and evaluation loss over steps, and over the time after the first step."""
     later = after_first_step(run)
-    found = []
+    charts = []
     for ran, by, unit, axis, heading in (
         (run, "step", "step", "step", "Loss over steps"),
         (later, "elapsed_s", "s", "seconds after step 1", "Loss over time"),
@@ -30,12 +30,12 @@ def loss_charts(run: RunRecords) -> list[Chart]:
             Series("evaluation", points(ran.evals, "loss", by)),
         ]
         x_floor = 0.0 if ran is later else None
-        found.append(
+        charts.append(
             chart(
                 heading, series, x_unit=unit, x_title=axis, write="{:.4g}".format, x_floor=x_floor
             )
         )
-    return _drawn(found)
+    return _drawn(charts)
 
 
 def speed_charts(run: RunRecords) -> list[Chart]:
@@ -67,7 +67,7 @@ def more_charts(run: RunRecords) -> list[Chart]:
 def other_charts(run: RunRecords) -> list[Chart]:
     """The metrics of the evaluations, and all other numbers of the steps, such as delays; a line
     for each element of a list."""
-    found = [
+    charts = [
         chart(title_of_field(name), [Series("evaluation", series)], x_unit="step")
         for name, series in metrics_of_evaluations(run).items()
     ]
@@ -75,9 +75,9 @@ def other_charts(run: RunRecords) -> list[Chart]:
         title = title_of_field(name)
         labels = [title] if len(rows) == 1 else [f"{title} {place}" for place in range(len(rows))]
         series = [Series(label, row) for label, row in zip(labels, rows, strict=True)]
-        found.append(chart(title, series, x_unit="step", floor=0.0))
-    return _drawn(found)
+        charts.append(chart(title, series, x_unit="step", floor=0.0))
+    return _drawn(charts)
 
 
-def _drawn(found: Sequence[Chart | None]) -> list[Chart]:
-    return [drawn for drawn in found if drawn is not None]
+def _drawn(charts: Sequence[Chart | None]) -> list[Chart]:
+    return [drawn for drawn in charts if drawn is not None]

@@ -141,17 +141,17 @@ def check_alike(
     if step & (step - 1):
         return
     own = calls.number.to_bytes(8, "big") + bytes([has_optimizer]) + given.digest()
-    told = world.gathered(own)
-    calls.check_alike([int.from_bytes(each[:8], "big") for each in told])
-    for rank, each in enumerate(told):
-        if each[9:] != told[0][9:]:
+    of_ranks = world.gathered(own)
+    calls.check_alike([int.from_bytes(of_rank[:8], "big") for of_rank in of_ranks])
+    for rank, of_rank in enumerate(of_ranks):
+        if of_rank[9:] != of_ranks[0][9:]:
             raise DataError(
                 f"rank {rank} has another batch than rank 0 at step {step + 1}, but all ranks run "
                 "the same loop over the same data.",
                 "Seed the loader alike on all ranks, such as DataLoader(..., "
                 "generator=torch.Generator().manual_seed(0)), and use no DistributedSampler.",
             )
-    without = [str(rank) for rank, each in enumerate(told) if not each[8]]
+    without = [str(rank) for rank, of_rank in enumerate(of_ranks) if not of_rank[8]]
     if 0 < len(without) < world.ranks:
         raise SettingsError(
             f"the optimizer is given at step {step + 1} on some ranks, but not on rank "

@@ -184,12 +184,12 @@ class _Run:
     def _act(self, step: int) -> bool:
         """Evaluates and saves after a step where that is due or asked for; returns True if the run
         ends there."""
-        config, request = self._config, self._asked(step)
+        config, request = self._config, self._requested(step)
         is_due = self._checkpoints.is_due(step)
         is_evaluated = request.evaluate or (config.eval_every and step % config.eval_every == 0)
         if is_evaluated or (is_due and config.keep_best):
             self._evaluate(step)
-            request |= self._asked(step)
+            request |= self._requested(step)
         if is_due or request.save:
             self._save(step)
             if self._callbacks is not None:
@@ -199,7 +199,7 @@ class _Run:
             self._note("ended", f"by --callbacks after step {step} of {config.steps}")
         return request.stop or self._is_patience_over(step)
 
-    def _asked(self, step: int) -> Request:
+    def _requested(self, step: int) -> Request:
         """What callbacks ask for after a step, the same on all ranks, with the learning rate
         set."""
         if self._config.callbacks is None:

@@ -260,8 +260,8 @@ class Pipeline(TrainedStages):
                         except GeneratorExit:
                             is_left = True
                             gate.request("by the loop")
-                made = segment.steps.stop if gate.last is None else gate.last
-                self._steps = min(made, segment.steps.stop)
+                steps_made = segment.steps.stop if gate.last is None else gate.last
+                self._steps = min(steps_made, segment.steps.stop)
                 self._micro_batches += (self._steps - begin) * len(shape.parts)
                 if self._steps < segment.steps.stop:
                     break

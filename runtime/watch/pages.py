@@ -123,8 +123,8 @@ class SeveralPage:
 
 def status_line(run: RunRecords, seen: RanksSeen) -> str:
     """How far a run is: `running: step 40 of 100`."""
-    asked = number(run.config, "steps")
-    of = f" of {asked:g}" if asked > 0 else ""
+    steps = number(run.config, "steps")
+    of = f" of {steps:g}" if steps > 0 else ""
     if seen.standing == "ended":
         return f"✓ {run.last_step} steps"
     if seen.standing == "starting" and not run.last_step:

@@ -91,8 +91,8 @@ class _Followed:
 
     def refresh(self, number: int) -> bool:
         """Renders the parts again; True if one of them has changed."""
-        found = self.page.refresh().items()
-        new = {name: html for name, html in found if html != self.parts.get(name)}
+        parts = self.page.refresh().items()
+        new = {name: html for name, html in parts if html != self.parts.get(name)}
         self.parts |= new
         self.changed |= dict.fromkeys(new, number)
         return bool(new)
@@ -163,9 +163,9 @@ class Viewer:
         token, slash, rest = path.removeprefix("/").partition("/")
         if not slash or not hmac.compare_digest(token.encode(errors="replace"), self._token):
             return None
-        place, _, what = rest.rpartition("/")
+        place, _, part = rest.rpartition("/")
         page = self._pages.get(place)
-        return (page, what) if page is not None and what in ("", "events") else None
+        return (page, part) if page is not None and part in ("", "events") else None
 
     def html_of(self, followed: _Followed, nonce: str) -> str:
         """The whole page as it is now."""
@@ -229,15 +229,15 @@ class _Requests(BaseHTTPRequestHandler):
         if host not in _HOSTS:
             return self._refuse(HTTPStatus.FORBIDDEN)
         address = urlsplit(self.path)
-        found = self.server.viewer.page_of(address.path)
-        if found is None:
+        followed_part = self.server.viewer.page_of(address.path)
+        if followed_part is None:
             return self._refuse(HTTPStatus.NOT_FOUND)
-        followed, what = found
-        if what == "events":
+        followed, part = followed_part
+        if part == "events":
             self._begin("text/event-stream", {})
-            asked = _SINCE.search(f"since={self.headers.get('Last-Event-ID', '')}")
-            asked = asked or _SINCE.search(address.query)
-            since = int(asked[1]) if asked else 0
+            since_match = _SINCE.search(f"since={self.headers.get('Last-Event-ID', '')}")
+            since_match = since_match or _SINCE.search(address.query)
+            since = int(since_match[1]) if since_match else 0
             return self.server.viewer.stream(followed, since, self._write)
         nonce = secrets.token_urlsafe(16)
         page = self.server.viewer.html_of(followed, nonce)
