@@ -276,7 +276,7 @@ def print_graph_plan(console: Console, plan: GraphPlan) -> None:
     rows = []
     for stage in plan.stages:
         number = len(stage.groups)
-        sent = sum(one.forward_bytes * len(one.targets) for one in stage.sends)
+        sent = sum(boundary.forward_bytes * len(boundary.targets) for boundary in stage.sends)
         groups = stage.groups[0] if number == 1 else f"{stage.groups[0]} .. {stage.groups[-1]}"
         rows.append(
             (

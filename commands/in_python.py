@@ -98,6 +98,6 @@ def train(folder: str | Path, **options: Unpack[TrainKeywords]) -> RunResult:
     return RunResult(
         run_folder,
         {int(number(step, "step")): number(step, "loss") for step in records.steps},
-        {int(number(each, "step")): number(each, "loss") for each in records.evals},
+        {int(number(record, "step")): number(record, "loss") for record in records.evals},
         records,
     )

@@ -432,7 +432,7 @@ def _verify_shapes(pair: _Pair, sizes: Mapping[str, int] | None) -> Verified:
 
     def original(inputs: Tensors) -> dict[str, Tensor]:
         return leaves_of(
-            pair.given.call(model, {name: each.to("meta") for name, each in inputs.items()})
+            pair.given.call(model, {name: tensor.to("meta") for name, tensor in inputs.items()})
         )
 
     with torch.no_grad():

@@ -175,7 +175,7 @@ class ListOf:
             return False
         if self.count is not None:
             return len(values) == self.count
-        return all(each not in values[:index] for index, each in enumerate(values))
+        return all(element not in values[:index] for index, element in enumerate(values))
 
 
 @dataclass(frozen=True)

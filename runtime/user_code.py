@@ -297,7 +297,7 @@ _EXITS_OF_C = {"exit", "_exit", "_Exit", "quick_exit"}
 
 def _line_of_caller() -> str:
     """The last line outside this file that has led here."""
-    frame = next(each for each in traceback.extract_stack()[::-1] if each.filename != __file__)
+    frame = next(entry for entry in traceback.extract_stack()[::-1] if entry.filename != __file__)
     return f"{frame.filename}:{frame.lineno}"
 
 

@@ -251,7 +251,7 @@ def unregistered(model: nn.Module, tensor: Tensor) -> str | None:
     for path, owner in model.named_modules():
         for name, value in vars(owner).items():
             if isinstance(value, (list, tuple, dict)) and not name.startswith("_"):
-                if any(tensor is each for each in _parameters_inside(value)):
+                if any(tensor is parameter for parameter in _parameters_inside(value)):
                     return f"{path}.{name}" if path else f"self.{name}"
     return None
 

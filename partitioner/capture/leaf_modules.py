@@ -417,8 +417,10 @@ class AutomaticLeaves:
 
     def _is_small(self, module: nn.Module) -> bool:
         """True for at most half of the model's parameters, or for a module that cannot be cut."""
-        inside = [each for each in module.modules() if each is not module]
-        if all(is_torch_leaf(each) or not list(each.parameters()) for each in inside):
+        inside = [submodule for submodule in module.modules() if submodule is not module]
+        if all(
+            is_torch_leaf(submodule) or not list(submodule.parameters()) for submodule in inside
+        ):
             return True
         own, all_ = (
             sum(parameter.numel() for parameter in tree.parameters())

@@ -284,7 +284,9 @@ def both_ways(run: Callable[[frozenset[int]], Trace]) -> Ways[Trace]:
 
 def identity(decisions: Sequence[fx.Node], place: int) -> tuple[object, ...]:
     """Equal for a decision in all traces of a model: its place, and its number at this place."""
-    where = [(each.meta["source"], each.meta["calls"]) for each in decisions[: place + 1]]
+    where = [
+        (decision.meta["source"], decision.meta["calls"]) for decision in decisions[: place + 1]
+    ]
     return (*where[-1], where.count(where[-1]))
 
 
@@ -349,8 +351,8 @@ class _Decision:
         end = 0
         while end < rest and call_key(nodes[-1 - end]) == call_key(others[-1 - end]):
             end += 1
-        between = (each[start : len(each) - end] for each in (nodes, others))
-        outside = (each[:start] + each[len(each) - end :] for each in (nodes, others))
+        between = (side[start : len(side) - end] for side in (nodes, others))
+        outside = (side[:start] + side[len(side) - end :] for side in (nodes, others))
         return [*zip(*outside, strict=True), *common_calls(*between)]
 
     def _place(self, node: fx.Node, is_true: bool, regions: tuple[Region, ...]) -> None:

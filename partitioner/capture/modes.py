@@ -313,4 +313,4 @@ def _others(inputs: Mapping[str, Tensor], dims: Dynamic) -> list[dict[str, Tenso
     """Inputs of other sizes, if there are free sizes."""
     sizes = sizes_in(inputs, dims)
     larger = {name: size + 3 for name, size in sizes.items()}
-    return [resized(inputs, dims, each) for each in (smaller_sizes(sizes), larger) if each]
+    return [resized(inputs, dims, other) for other in (smaller_sizes(sizes), larger) if other]

@@ -328,9 +328,9 @@ def run_opaque(
         [leaf.shape for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
         for result in results
     ]
-    if len({len(each) for each in shapes}) != 1 or not _are_alike(results):
+    if len({len(values) for values in shapes}) != 1 or not _are_alike(results):
         raise _unsure(name)
-    resolved = iter([_fit(name, each, samples) for each in zip(*shapes, strict=True)])
+    resolved = iter([_fit(name, values, samples) for values in zip(*shapes, strict=True)])
     needs_grad = torch.is_grad_enabled() and any(
         tensor.requires_grad for tensor in (*tensors_in((args, kwargs)), *module.parameters())
     )
@@ -359,7 +359,7 @@ def _are_alike(results: Sequence[Any]) -> bool:
         [None if isinstance(leaf, Tensor) else leaf for leaf in pytree.tree_leaves(result)]
         for result in results
     ]
-    return all(each == plain[0] for each in plain)
+    return all(item == plain[0] for item in plain)
 
 
 def _samples(hints: Sizes) -> list[Sizes]:

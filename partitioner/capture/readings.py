@@ -277,7 +277,7 @@ class _Run:
 
     def value(self, capture: Capture, node: fx.Node, training: bool) -> Any:
         """The node's value; first runs the nodes recorded since the last call."""
-        pending = [each for each in capture.graph.nodes if each not in self._values]
+        pending = [operand for operand in capture.graph.nodes if operand not in self._values]
         model = capture.model
         with unchanged(model, capture.changed):
             parameters = {name: model.get_parameter(name) for name in capture.changed}
@@ -290,7 +290,9 @@ class _Run:
                 torch.set_rng_state(self._random[0])
                 set_number_state(self._random[1])
             run(capture, self._inputs, training=training, nodes=pending, env=self._values)
-            self._values.update((each, None) for each in pending if each not in self._values)
+            self._values.update(
+                (operand, None) for operand in pending if operand not in self._values
+            )
             self._random = torch.get_rng_state(), number_state()
             self._state = {name: value.clone() for name, value in state.items()}
         return self._values[node]

@@ -162,7 +162,9 @@ class SizeDecisions:
         def tensor(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
-            shape, strides = (self._numbers(each, sizes) for each in (leaf.shape, leaf.stride()))
+            shape, strides = (
+                self._numbers(symbolic, sizes) for symbolic in (leaf.shape, leaf.stride())
+            )
             return torch.empty_strided(shape, strides, dtype=leaf.dtype, device=leaf.device)
 
         try:
@@ -257,7 +259,7 @@ def some_of(others: Sequence[Sizes], hints: Sizes) -> list[Sizes]:
     below = (sizes for sizes in others if any(sizes[name] < hints[name] for name in hints))
     above = (sizes for sizes in others if any(sizes[name] > hints[name] for name in hints))
     further = (sizes for sizes in reversed(others) if max(sizes.values()) <= _FAR)
-    chosen = [next(each, None) for each in (below, above, further)]
+    chosen = [next(candidates, None) for candidates in (below, above, further)]
     return [sizes for sizes in chosen if sizes is not None]
 
 
@@ -329,7 +331,9 @@ def add_size_guard(graph: fx.Graph, decision: Decision, regions: tuple[Region, .
 
 
 def _deciding(decisions: Sequence[Decision], hints: Mapping[str, int]) -> list[Decision]:
-    some = [each for each in decisions if counterexamples(each.condition, hints, least=2)]
+    some = [
+        decision for decision in decisions if counterexamples(decision.condition, hints, least=2)
+    ]
     return without_implied(some, hints)
 
 

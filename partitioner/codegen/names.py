@@ -229,7 +229,7 @@ class Choices:
     ) -> str:
         """The variable that holds the value of one mode and, after it, that of the current mode."""
         choice = self.choice_of[side]
-        older = [variables.name_of.get(each, "") for each in sides_of(choice)]
+        older = [variables.name_of.get(value, "") for value in sides_of(choice)]
         hint = [str(choice.meta["hint"])] if "hint" in choice.meta else []
         good = [name for name in (*hint, *older, *wanted) if is_good(name)]
         for name in good:

@@ -93,8 +93,8 @@ def layouts(cluster: Cluster, shape: Sequence[int], most: int) -> tuple[tuple[La
     list is complete.
     """
     if max(shape) == 1:
-        found_orders, are_all = orders(cluster, len(shape), most)
-        return tuple(Layout(tuple((one,) for one in order)) for order in found_orders), are_all
+        single, are_all = orders(cluster, len(shape), most)
+        return tuple(Layout(tuple((device,) for device in order)) for order in single), are_all
     are_all = _sequences(cluster, sum(shape)) <= most * _MOST_ALIKE
     sequences = (_all_orders if are_all else _block_orders)(cluster, sum(shape))
     distinct: dict[object, Layout] = {}
@@ -381,7 +381,7 @@ class Search:
                 if left < 0:
                     return result
                 try:
-                    other = self._solved([Layout(tuple((one,) for one in order))], method)[0]
+                    other = self._solved([Layout(tuple((device,) for device in order))], method)[0]
                 except PlanError:
                     continue
                 if other.objective_ms < result.objective_ms * (1 - 1e-9):

@@ -208,7 +208,7 @@ def _path(
 def _sums_ms(seen: Costs, at: Ints, count: int) -> Floats:
     """Forward, backward and weight times of the stages."""
     amounts = (seen.forward_ms, seen.backward_ms, seen.weight_ms)
-    return np.stack([np.bincount(at, weights=each, minlength=count) for each in amounts])
+    return np.stack([np.bincount(at, weights=weights, minlength=count) for weights in amounts])
 
 
 def schedule_of(problem: Problem, step: Step) -> Schedule:

@@ -220,7 +220,7 @@ def curves(plan: Plan) -> Curves:
 
 
 def _table(schedules: Sequence[str], samples: Sequence[CurvePoint]) -> Table:
-    headings = (f"{what}, {schedule}" for schedule in schedules for what in ("step", "idle"))
+    headings = (f"{figure}, {schedule}" for schedule in schedules for figure in ("step", "idle"))
     rows = (
         (
             str(count),

@@ -98,12 +98,12 @@ def _over(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
         spelled(str(options.get("schedule"))) in ASYNCHRONOUS for options in (own, {**own, **given})
     )
     declared = options_of(Settings)
-    kept = {
+    remaining = {
         name: value
         for name, value in own.items()
         if not (was and not now and declared[name].applies_to == "asynchronous")
     }
-    return merged(kept, given)
+    return merged(remaining, given)
 
 
 def differences(before: Mapping[str, Any], config: RunConfig) -> list[str]:
@@ -141,14 +141,14 @@ def keep_records_until(metrics: Path, step: int) -> None:
     if not metrics.is_file():
         return
     new = metrics.with_suffix(".new")
-    with metrics.open("rb") as lines, new.open("wb") as kept:
+    with metrics.open("rb") as lines, new.open("wb") as target:
         for line in lines:
             record = _record(line)
             event, at = record.get("event"), record.get("step", 0)
             if event in ("step", "eval") and not (isinstance(at, int | float) and at <= step):
                 break
             if event not in (None, "end"):
-                kept.write(line.rstrip(b"\n") + b"\n")
+                target.write(line.rstrip(b"\n") + b"\n")
     new.replace(metrics)
 
 

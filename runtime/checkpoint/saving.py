@@ -165,7 +165,7 @@ class Saver:
             for stage, tensors in part.weights.items()
             for name in tensors
         }
-        tensors = {name: one for own in part.weights.values() for name, one in own.items()}
+        tensors = {name: tensor for own in part.weights.values() for name, tensor in own.items()}
         return [
             *write_tensors(folder / WEIGHTS, tensors, file_of.__getitem__),
             *write_tensors(folder / STATE, part.state, lambda name: f"rank-{rank:05}.safetensors"),

@@ -146,7 +146,7 @@ def is_all_known(options: Mapping[str, Any]) -> bool:
 
 def code_of(options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Each option that names code, with the name."""
-    for option in (name for name, each in options_of(Settings).items() if each.names_code):
+    for option in (name for name, declared in options_of(Settings).items() if declared.names_code):
         value = options.get(option)
         for text in value if isinstance(value, tuple) else (value,):
             specs = map(str.strip, str(text).split(",")) if option == "log" else [str(text)]

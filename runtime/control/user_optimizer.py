@@ -57,8 +57,8 @@ def _set_apart(optimizer: Optimizer, shared: Mapping[str, Tensor]) -> None:
     names = {id(parameter): name for name, parameter in shared.items()}
     for group in list(optimizer.param_groups):
         others = {key: value for key, value in group.items() if key != "params"}
-        own = [each for each in group["params"] if id(each) not in names]
-        for parameter in (each for each in group["params"] if id(each) in names):
+        own = [candidate for candidate in group["params"] if id(candidate) not in names]
+        for parameter in (candidate for candidate in group["params"] if id(candidate) in names):
             group["params"] = own
             name = names[id(parameter)]
             optimizer.add_param_group({**others, "params": [parameter], "shared": name})
@@ -114,6 +114,6 @@ def _number(value: Any) -> float:
 def _group_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
     """The group of a parameter; empty for one that the optimizer leaves alone."""
     for group in optimizer.param_groups:
-        if any(each is parameter for each in group["params"]):
+        if any(other is parameter for other in group["params"]):
             return group
     return {}

@@ -106,7 +106,7 @@ class Mailbox:
         self._in_order = {
             edge
             for edge, indices in self._sends.items()
-            if all(one < next_one for one, next_one in pairwise(indices))
+            if all(index < following for index, following in pairwise(indices))
         }
         self._receives_of: dict[tuple[ChannelKind, int], list[_Edge]] = defaultdict(list)
         for edge in self._receives:

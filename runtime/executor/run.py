@@ -75,8 +75,8 @@ def loss_of_stage(plan: Plan, stage: int, criterion: Criterion | None) -> LossOf
             place = own_line(error)
             if isinstance(error, AsyncPipeError) or is_out_of_memory(error) or not place:
                 raise
-            what = f"the criterion failed at {place}: {type(error).__name__}: {error}"
-            raise DataError(what) from error
+            message = f"the criterion failed at {place}: {type(error).__name__}: {error}"
+            raise DataError(message) from error
         has_gradient = any(value.requires_grad for value in outputs.values())
         _verify_loss(loss, torch.is_grad_enabled() and has_gradient)
         return loss

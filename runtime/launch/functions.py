@@ -81,7 +81,7 @@ def launch(function: Callable[..., Any], *arguments: Any, ranks: int) -> list[An
         finally:
             meeting.shutdown()
         if result.is_failed():
-            codes = {rank: each.exitcode for rank, each in result.failures.items()}
+            codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
             raise left.first_cause(codes, {})
         return [result.return_values[rank] for rank in range(ranks)]
 

@@ -97,7 +97,9 @@ class RankAgent(LocalElasticAgent):
     @property
     def processes(self) -> list[int]:
         """The process ids of the ranks that have been started."""
-        return [each.id for each in self.get_worker_group().workers if isinstance(each.id, int)]
+        return [
+            worker.id for worker in self.get_worker_group().workers if isinstance(worker.id, int)
+        ]
 
     def finish(self) -> None:
         """Waits until all ranks have completed. Raises the errors of `on_failure`, and
@@ -114,7 +116,7 @@ class RankAgent(LocalElasticAgent):
         their own."""
         ranks = self._pcontext
         assert isinstance(ranks, SubprocessContext)
-        codes = {rank: each.proc.poll() for rank, each in ranks.subprocess_handlers.items()}
+        codes = {rank: handler.proc.poll() for rank, handler in ranks.subprocess_handlers.items()}
         failed = {rank: code for rank, code in codes.items() if code}
         if 0 in codes.values():
             failed |= {rank: 0 for rank in self._unfinished() if codes[rank] == 0}

@@ -95,9 +95,9 @@ class Tail:
     def records(self) -> list[Record]:
         """The records that were read, in their order."""
         placed = sorted(
-            (each for kind in self._kinds.values() for each in kind), key=lambda each: each.place
+            (line for kind in self._kinds.values() for line in kind), key=lambda line: line.place
         )
-        return [each.record for each in placed]
+        return [line.record for line in placed]
 
     def _read(self, file: BinaryIO) -> bool:
         if not self._continues(file):

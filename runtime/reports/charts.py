@@ -67,7 +67,7 @@ def ticks_around(low: float, high: float) -> tuple[float, ...]:
         around = most / 2 if most > _NOTHING else 0.5
         return ticks_around(low - around, high + around)
     exponent = math.floor(math.log10((high - low) / 5))
-    apart = next(each for each in _steps(exponent) if high - low <= 5 * each)
+    apart = next(step for step in _steps(exponent) if high - low <= 5 * step)
     first, last = math.floor(low / apart), math.ceil(high / apart)
     return tuple(round(apart * number, max(0, 2 - exponent)) for number in range(first, last + 1))
 
@@ -81,7 +81,7 @@ def ticks_up_to(most: float, count: int = 10) -> tuple[float, ...]:
     if most <= _NOTHING:
         return ()
     exponent = math.floor(math.log10(most / count))
-    apart = next(each for each in _steps(exponent) if most <= count * each)
+    apart = next(step for step in _steps(exponent) if most <= count * step)
     numbers = range(int(most / apart) + 1)
     return tuple(round(apart * number, max(0, 2 - exponent)) for number in numbers)
 
@@ -164,7 +164,9 @@ class Series:
 
     @property
     def finite(self) -> tuple[tuple[float, float], ...]:
-        return tuple(point for point in self.points if all(abs(each) < _HUGE for each in point))
+        return tuple(
+            point for point in self.points if all(abs(coordinate) < _HUGE for coordinate in point)
+        )
 
 
 def chart(
@@ -193,7 +195,7 @@ def chart(
     if not (drawn := [(number, line) for number, line in enumerate(series) if line.finite]):
         return None
     xs = sorted({x for _, line in drawn for x, _ in line.finite})
-    ys = sorted(y for _, line in drawn for _, *each in (*line.finite, *line.band) for y in each)
+    ys = sorted(y for _, line in drawn for _, *limits in (*line.finite, *line.band) for y in limits)
     low = ys[0] if floor is None else min(floor, ys[0])
     high = _usual_most(ys) if ceiling is None else max(low, ceiling)
     x_low, x_high = _x_range(xs[0], xs[-1], x_floor)

@@ -179,7 +179,7 @@ class Agreement:
                 (index, _digest(once, place, *fields), _digest(fields, place, *fields))
                 for place, index in enumerate(indices)
             )
-            return next((index for index, one, other in pairs if one != other), -1)
+            return next((index for index, first, other in pairs if first != other), -1)
 
         once = again = read(self._fields)
         if is_first:

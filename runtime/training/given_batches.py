@@ -186,7 +186,7 @@ class StreamFeed:
             self._kept[self._read] = dict(enumerate(self._next().parts))
             self._read += 1
         # Replicas each take some of the micro-batches; older batches are over.
-        for older in [each for each in self._kept if each < number - 1]:
+        for older in [kept_number for kept_number in self._kept if kept_number < number - 1]:
             del self._kept[older]
         return self._kept[number][index]
 

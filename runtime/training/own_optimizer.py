@@ -123,8 +123,8 @@ def check_optimizer(optimizer: object, parameters: Sequence[nn.Parameter]) -> No
             "without an optimizer and use the gradients that it leaves.",
         )
     own = set(map(id, parameters))
-    given = [each for group in optimizer.param_groups for each in group["params"]]
-    if others := sum(id(each) not in own for each in given):
+    given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if others := sum(id(parameter) not in own for parameter in given):
         raise SettingsError(
             f"{others} of the {len(given)} parameters of the optimizer are not of this pipeline's "
             "stages on this rank, so that it would not train them.",
@@ -161,7 +161,9 @@ class StageView:
     annealing_steps = 1
 
     def __init__(self, stage: nn.Module, own: OwnOptimizer, shared: Mapping[str, Tensor]) -> None:
-        self._parameters = [each for each in stage.parameters() if each.requires_grad]
+        self._parameters = [
+            parameter for parameter in stage.parameters() if parameter.requires_grad
+        ]
         self._own, self._shared = own, shared
         self._done = 0
 
@@ -205,7 +207,11 @@ class StageView:
         self._done += 1
         optimizer = self.optimizer
         if optimizer is None:
-            own = {each: each.grad for each in self._parameters if each.grad is not None}
+            own = {
+                parameter: parameter.grad
+                for parameter in self._parameters
+                if parameter.grad is not None
+            }
             self._own.left.update(own)
             return
         scales = dict.fromkeys(self._parameters, lr_scale)

@@ -129,7 +129,11 @@ def load_own(folder: Path, rank: Rank) -> dict[str, Any]:
 
 def loop_facts(rank: Rank, steps: int, micro_batches: int, extra: Any) -> dict[str, Any]:
     """What a saved pipeline says about itself besides tensors."""
-    optimizers = [each.optimizer for each in rank.optimizers.values() if each.optimizer is not None]
+    optimizers = [
+        of_stage.optimizer
+        for of_stage in rank.optimizers.values()
+        if of_stage.optimizer is not None
+    ]
     return {
         "steps": steps,
         "micro_batches": micro_batches,

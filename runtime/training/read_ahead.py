@@ -104,7 +104,9 @@ class ReadAhead:
                 generator=torch.Generator(),  # the global one stays as it is without workers
             )
             self._reading = iter(loader)
-        self._processes = [one for one in multiprocessing.active_children() if one not in before]
+        self._processes = [
+            child for child in multiprocessing.active_children() if child not in before
+        ]
 
     def __call__(self, micro_batch: int) -> dict[str, Tensor]:
         """The fields of a micro-batch. Raises DataError, and ReadError if a worker has ended."""

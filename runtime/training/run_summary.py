@@ -84,7 +84,7 @@ def with_transfers_of_run(plan: Plan, planned: Plan, dtypes: BoundaryDtypes) -> 
         )
 
     def over(source: int, target: int) -> list[Boundary]:
-        return [each for each in plan.stages[source].sends if target in each.targets]
+        return [boundary for boundary in plan.stages[source].sends if target in boundary.targets]
 
     transfer_ms = tuple(
         (source, target, scaled(time_ms, over(source, target)))

@@ -134,7 +134,7 @@ class StageOptimizer:
         ):
             group["lr"] = base_lr * self._factor(steps)
             if self._is_users:
-                for parameter in (each for each in group["params"] if each in states):
+                for parameter in (tensor for tensor in group["params"] if tensor in states):
                     load_user_state(self.optimizer, parameter, states[parameter])
                 continue
             counts_there = group.get("fused") or group.get("capturable")
@@ -181,7 +181,7 @@ _NUMBERS = ("step", "mu_product")
 def _kept_by(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor) -> set[str]:
     """The names of the optimizer's state of a parameter of a group that it has stepped."""
     parts = optimizer.parts if isinstance(optimizer, Joint) else (optimizer,)
-    (part,) = (part for part in parts if any(each is group for each in part.param_groups))
+    (part,) = (part for part in parts if any(other is group for other in part.param_groups))
     facts = _facts_of(part)
     return set(facts.state if parameter.ndim > 1 else facts.state_of_vectors or facts.state)
 
