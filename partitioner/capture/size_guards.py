@@ -66,7 +66,7 @@ def at_least_two(symbol: str) -> Decision:
 
 
 class SizeDecisions:
-    """The decisions of one trace, in `found` by condition.
+    """The decisions of one trace, in `decisions` by condition.
 
     `is_recording` returns True while forward itself runs, and not a function that the graph calls.
     """

@@ -342,30 +342,28 @@ def stage_tensors(capture: Capture, stage: StageGraph) -> StageTensors:
     order of the model. Buffers are those of the state_dict."""
     modules, attributes = used_names(capture, stage)
     model = capture.model
-    held_names = set(attributes)
+    names = set(attributes)
     # A stage holds a torch.nn module as a whole, also where it reads only one of its parameters.
     for name in attributes:
         path = name.rpartition(".")[0]
         if path and is_torch_leaf(model.get_submodule(path)):
-            held_names |= {
-                f"{path}.{own}" for own, _ in model.get_submodule(path).named_parameters()
-            }
+            names |= {f"{path}.{own}" for own, _ in model.get_submodule(path).named_parameters()}
     for path in modules:
         leaf = model.get_submodule(path)
-        held_names |= {f"{path}.{name}" for name in leaf.state_dict(keep_vars=True)}
-        held_names |= {f"{path}.{name}" for name, _ in leaf.named_parameters()}
+        names |= {f"{path}.{name}" for name in leaf.state_dict(keep_vars=True)}
+        names |= {f"{path}.{name}" for name, _ in leaf.named_parameters()}
     saved = model.state_dict(keep_vars=True)
     return StageTensors(
         modules=tuple(modules),
         parameters=tuple(
             name
             for name, value in saved.items()
-            if name in held_names and isinstance(value, nn.Parameter)
+            if name in names and isinstance(value, nn.Parameter)
         ),
         buffers=tuple(
             name
             for name, value in saved.items()
-            if name in held_names and not isinstance(value, nn.Parameter)
+            if name in names and not isinstance(value, nn.Parameter)
         ),
     )
 
@@ -388,8 +386,8 @@ def used_names(capture: Capture, stage: StageGraph) -> tuple[tuple[str, ...], tu
 def unused_tensors(capture: Capture, stages: Iterable[StageGraph]) -> tuple[str, ...]:
     """Names in the model's state_dict whose tensor no stage holds under any name."""
     saved = capture.model.state_dict(keep_vars=True)
-    held_ids: set[int] = set()
+    used_ids: set[int] = set()
     for stage in stages:
         tensors = stage_tensors(capture, stage)
-        held_ids |= {id(saved[name]) for name in (*tensors.parameters, *tensors.buffers)}
-    return tuple(name for name, value in saved.items() if id(value) not in held_ids)
+        used_ids |= {id(saved[name]) for name in (*tensors.parameters, *tensors.buffers)}
+    return tuple(name for name, value in saved.items() if id(value) not in used_ids)

@@ -223,7 +223,7 @@ class RankFolder:
                     "Code of a stage, a criterion, the data or a tracker ended the process.",
                     comes_again=True,
                 )
-        if (cause := self.told_cause()) is not None:
+        if (cause := self.reported_cause()) is not None:
             return cause
         ended = sorted(exit_codes.items(), key=lambda pair: pair[1] != CANNOT_WRITE)
         rank, code = next(iter(ended), (0, 1))
@@ -237,7 +237,7 @@ class RankFolder:
             f"Its output is in {self.path.parent / 'logs'}.",
         )
 
-    def told_cause(self) -> RankError | None:
+    def reported_cause(self) -> RankError | None:
         """The first error that the ranks wrote, preferably one that no other rank caused."""
         if (verdict := self.verdict()) is not None:
             return verdict

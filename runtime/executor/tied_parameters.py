@@ -38,7 +38,7 @@ class SharedGradients:
 
     def __init__(self, plan: Plan, modules: Mapping[int, nn.Module], transport: Transport) -> None:
         self.transport = transport
-        self._held: dict[int, list[tuple[SharedParameter, nn.Parameter]]] = {
+        self._tied: dict[int, list[tuple[SharedParameter, nn.Parameter]]] = {
             stage: [
                 (shared, module.get_parameter(name))
                 for shared in plan.shared
@@ -53,7 +53,7 @@ class SharedGradients:
         self._channels: dict[tuple[ChannelKind, str, int, int], Channel] = {}
         self._summed: dict[tuple[str, int, int], Tensor] = {}
         self._is_verified = False
-        _check_separate(self._held)
+        _check_separate(self._tied)
 
     @property
     def specs(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -79,13 +79,13 @@ class SharedGradients:
         self._is_verified = True
         checksums = {
             (shared.names[0], stage): _checksum(parameter)
-            for stage, tied in self._held.items()
+            for stage, tied in self._tied.items()
             for shared, parameter in tied
         }
         for (name, stage), checksum in checksums.items():
             for channel in self._remote("checksum", name, source=stage):
                 self.transport.send(channel, checksum, 0)
-        for stage, tied in self._held.items():
+        for stage, tied in self._tied.items():
             for shared, _ in tied:
                 name = shared.names[0]
                 for holder, holder_name in shared.holders:
@@ -111,7 +111,7 @@ class SharedGradients:
             parameter.grad = None
             self._windows[name, stage].append(window)
             for holder in shared.stages:
-                if holder in self._held:
+                if holder in self._tied:
                     self._arrived[name, stage, holder, window] = gradient
             for channel in self._remote("shared gradient", name, source=stage):
                 self.transport.send(channel, gradient, window)
@@ -140,7 +140,7 @@ class SharedGradients:
         """The shared parameters of a stage that need a gradient: nothing is exchanged of others."""
         return (
             (shared, parameter)
-            for shared, parameter in self._held[stage]
+            for shared, parameter in self._tied[stage]
             if parameter.requires_grad
         )
 
@@ -153,7 +153,7 @@ class SharedGradients:
         """The sums, by first name and window, that are left over for the next segment; those of
         parameters of which this rank has the first holder. After a drain."""
         sums = {}
-        for stage, tied in self._held.items():
+        for stage, tied in self._tied.items():
             for shared, _ in tied:
                 name = shared.names[0]
                 for window in self._windows[name, stage] if stage == shared.stages[0] else ():
@@ -162,7 +162,7 @@ class SharedGradients:
 
     def load(self, sums: Mapping[tuple[str, int], Tensor]) -> None:
         """Takes up what all ranks' `state` gave."""
-        for stage, tied in self._held.items():
+        for stage, tied in self._tied.items():
             for shared, parameter in tied:
                 own = shared.names[0]
                 for name, window in sorted(key for key in sums if key[0] in shared.names):
@@ -206,7 +206,7 @@ class SharedGradients:
         return total
 
     def _parameters(self) -> Iterator[tuple[SharedParameter, nn.Parameter]]:
-        return (pair for tied in self._held.values() for pair in tied)
+        return (pair for tied in self._tied.values() for pair in tied)
 
     def _remote(
         self, kind: ChannelKind, name: str, *, source: int | None = None, target: int | None = None

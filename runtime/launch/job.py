@@ -219,7 +219,7 @@ def reopen_folder(job: Job) -> Job:
     if not left.path.is_dir():
         return make_folder(job)
     job.lock.take(job.folder)
-    cause = left.told_cause()
+    cause = left.reported_cause()
     left.begin_again(f"{cause.what if cause else 'a rank was killed.'} Restarted.")
     return job
 

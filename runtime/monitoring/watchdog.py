@@ -231,12 +231,12 @@ class Watchdog:
         self._has_reported = False
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-        self._held: IO[str] | None = None
+        self._stack_file: IO[str] | None = None
 
     def __enter__(self) -> Watchdog:
         if self._options.debug is None:
-            self._held = self._path("held").open("w", encoding="utf-8")
-            faulthandler.register(_STACK_SIGNAL, self._held, all_threads=False)
+            self._stack_file = self._path("held").open("w", encoding="utf-8")
+            faulthandler.register(_STACK_SIGNAL, self._stack_file, all_threads=False)
             self._publish()
             self._thread.start()
         return self
@@ -248,11 +248,11 @@ class Watchdog:
         trace: TracebackType | None,
     ) -> None:
         self._ended.set()
-        if self._held is None:
+        if self._stack_file is None:
             return
         self._thread.join()
         faulthandler.unregister(_STACK_SIGNAL)
-        self._held.close()
+        self._stack_file.close()
         waited_s = self._activities.now[1]
         if error is not None and is_consequence(error) and waited_s > self._limit_s - _BEAT_S:
             self._publish()

@@ -73,9 +73,9 @@ def improve(tasks: Tasks, order: TaskOrder, tries: int) -> TaskOrder:
     history = deque([cost(order)] * _HISTORY)
     cycle = critical_cycle(tasks, current)
     patience = tries if tasks.may_split else tries // _PATIENCE
-    found_at = 0
+    best_at = 0
     for number in range(tries):
-        if best.period_ms <= bound or number - found_at > patience:
+        if best.period_ms <= bound or number - best_at > patience:
             break
         rows = changed(tasks, current, cycle, random)
         worst = max(history[0], cost(current))
@@ -84,7 +84,7 @@ def improve(tasks: Tasks, order: TaskOrder, tries: int) -> TaskOrder:
             current = trial
             cycle = critical_cycle(tasks, current)
             if cost(current) < cost(best):
-                best, found_at = current, number
+                best, best_at = current, number
         history.popleft()
         history.append(cost(current))
     return merged(tasks, best, tries)
@@ -267,7 +267,7 @@ class _Step:
         self._links = [0.0] * tasks.links
         self._next = [[0] * tasks.stages, [0] * tasks.stages]  # of F and B, by stage
         self._put_off: list[list[int]] = [[] for _ in range(tasks.ranks)]
-        self._held = [0.0] * tasks.ranks
+        self._in_flight = [0.0] * tasks.ranks
         self._later = [
             sum(tasks.weights[k] for k in tasks.of_rank[rank] if k >= stage)
             for stage, rank in enumerate(tasks.rank_of_stage)
@@ -293,7 +293,7 @@ class _Step:
         needs, m = tasks.needs, tasks.micro_batches
         best: tuple[float, bool, int, int, int] = (math.inf, False, 0, 0, -1)
         forward_first, group = self._policy.forward_first, self._policy.group
-        most = self._room[rank] - self._held[rank]
+        most = self._room[rank] - self._in_flight[rank]
         for stage in tasks.of_rank[rank]:
             for kind in (FORWARD, WHOLE):
                 index = self._next[kind][stage]
@@ -325,9 +325,9 @@ class _Step:
             task += tasks.count
             self._put_off[rank].append(task + tasks.count)
         elif kind == FORWARD:
-            self._held[rank] += tasks.weights[stage]
+            self._in_flight[rank] += tasks.weights[stage]
         else:
-            self._held[rank] -= tasks.weights[stage]
+            self._in_flight[rank] -= tasks.weights[stage]
         end = start + tasks.cost_ms[task]
         self.rows[rank].append(task)
         self._now[rank] = self._end[tasks.place[task]] = end

@@ -89,7 +89,7 @@ def joined_job(
         criterion=loss if isinstance(loss, str) or loss is None else GIVEN,
         **{"clip": None if "optimizer" in options else 0.0, **options},
     )
-    settings = _as_found(settings, find_rank_info_of(settings))
+    settings = _for_existing_ranks(settings, find_rank_info_of(settings))
     config, task = resolve(settings, planned, architecture=architecture_of(folder))
     job = Job(config, task, planned, Path(folder), code_hashes(folder))
     info = find_rank_info_of(settings)
@@ -149,7 +149,7 @@ def find_rank_info_of(settings: Settings) -> RankInfo | None:
     return RankInfo(rank, ranks, rank, ranks, launcher="torch.distributed")
 
 
-def _as_found(settings: Settings, info: RankInfo | None) -> Settings:
+def _for_existing_ranks(settings: Settings, info: RankInfo | None) -> Settings:
     """The settings for the ranks that there are; a process that is alone runs all stages."""
     if info is not None and info.ranks > 1:
         return as_started(settings, info.ranks)

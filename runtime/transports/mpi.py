@@ -146,7 +146,7 @@ class Progress:
             try:
                 if self.ask():
                     last_s = time.monotonic()
-            except BaseException as error:  # told to the rank when it waits
+            except BaseException as error:  # raised when the rank waits
                 self._error = error
                 return
             time.sleep(_nap_s(time.monotonic() - last_s))
