@@ -215,7 +215,7 @@ def _transfers(
     problem, placement = solution.problem, solution.placement
     parameters = dict(capture.model.named_parameters(remove_duplicate=False))
     exchanged = (
-        (parameter.stages, parameters[name].numel() * parameters[name].element_size())
+        (parameter.stages, parameters[name].nbytes)
         for parameter in shared
         if len(parameter.stages) > 1
         for name in parameter.names[:1]

@@ -101,7 +101,8 @@ def write_index(folder: Path, names_of_shard: Iterable[Iterable[str]], total_byt
 
 
 def tensor_bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    """The bytes of all elements of the tensors."""
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
@@ -111,7 +112,7 @@ def raw_bytes(tensor: Tensor) -> memoryview:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """`"float32"` -> `torch.float32`."""
+    """`"float32"` -> `torch.float32`. Raises DataError for another name."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise DataError(f"{name!r} is not a dtype of torch.", "Use float32, bfloat16 or float64.")

@@ -116,15 +116,18 @@ def plain(value: Any) -> Any:
 
 
 def is_plain(leaf: Any) -> bool:
+    """True for a value that a graph can take as it is: None, a tensor, a number or a text."""
     return leaf is None or isinstance(leaf, (Tensor, int, float, str, torch.SymInt))
 
 
 def leaves(value: Any) -> list[Any]:
+    """The values inside nested containers, in order."""
     flat: list[Any] = torch.utils._pytree.tree_leaves(value)
     return flat
 
 
 def has_forward_hooks(module: nn.Module) -> bool:
+    """True if calls of the module run hooks before or after its forward."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 

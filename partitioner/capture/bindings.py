@@ -212,7 +212,8 @@ class Bindings:
         )
 
     def constant(self, tensor: Tensor) -> str:
-        """Keeps a tensor that is neither made by forward nor registered; returns its name."""
+        """Keeps a tensor that is neither made by forward nor registered; returns its name. Raises
+        CaptureError for a parameter that is not registered."""
         if tensor.requires_grad:
             holder = unregistered(self._model, tensor)
             if holder is not None:

@@ -332,6 +332,7 @@ def total_of(outputs: Mapping[str, Tensor]) -> Tensor:
 
 
 def detached(outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of the outputs without a graph, by path."""
     return {path: value.detach().clone() for path, value in outputs.items()}
 
 

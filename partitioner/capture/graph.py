@@ -74,6 +74,7 @@ class Capture:
 
 
 def tensor_spec(node: fx.Node) -> TensorSpec:
+    """Name, dtype and shape of a node that computes a tensor. Raises TypeError for another node."""
     value = node.meta.get("val")
     if not isinstance(value, Tensor):
         raise TypeError(f"{node.name} is {type(value).__name__}, not a tensor")
@@ -306,6 +307,7 @@ def must_fit(fits: bool, condition: str, sizes: Mapping[str, int]) -> None:
 
 
 def is_guard(node: fx.Node) -> bool:
+    """True for a node that only checks a condition of the inputs."""
     return node.target in (must_hold, must_fail, must_fit)
 
 

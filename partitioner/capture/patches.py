@@ -66,6 +66,7 @@ class PatchRecorder(Protocol):
 
 
 def original_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """torch's own call of a module, which runs its hooks and its forward."""
     return _call(module, *args, **kwargs)
 
 

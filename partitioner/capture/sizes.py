@@ -393,6 +393,7 @@ def named_lengths(dims: Dynamic, choice: DimensionOption) -> frozenset[str]:
 
 
 def without_symbol(dims: Dynamic, symbol: str) -> dict[str, dict[int, str]]:
+    """The free dimensions without those of one symbol, which become fixed."""
     return {
         name: {dim: other for dim, other in named.items() if other != symbol}
         for name, named in dims.items()

@@ -82,6 +82,7 @@ def user_frame_of(traceback: TracebackType | None) -> tuple[FrameType, int] | No
 
 
 def source_text(frame: FrameType, line: int) -> str:
+    """The text of a line in the file of a frame, without indentation; "" if it is not readable."""
     return linecache.getline(frame.f_code.co_filename, line).strip()
 
 
@@ -110,6 +111,7 @@ def where(top: FrameType) -> str:
 
 
 def place(frame: FrameType, line: int) -> str:
+    """A line in words: `GPT2Attention.forward at transformers/models/gpt2/modeling_gpt2.py:201`."""
     return f"{frame.f_code.co_qualname} at {short_path(frame)}:{line}"
 
 
@@ -165,6 +167,7 @@ def _stored(step: dis.Instruction) -> list[str]:
 
 
 def is_good_name(name: str) -> bool:
+    """True for an identifier that can name a variable of generated code."""
     return (
         name.isidentifier()
         and not name.startswith("_")

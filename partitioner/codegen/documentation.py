@@ -274,6 +274,7 @@ class Flow:
 
 
 def title_of(plan: Plan) -> str:
+    """The heading of a generated folder: `gpt2 in 4 stages`."""
     count = len(plan.stages)
     return f"{plan.name} in {count} stage{'s' if count != 1 else ''}"
 

@@ -149,6 +149,7 @@ def inputs_of(item: Item) -> tuple[fx.Node, ...]:
 
 
 def regions_of(item: Item) -> tuple[Region, ...]:
+    """The regions that an item lies in, the outermost first."""
     match item:
         case Op(node):
             return tuple(node.meta.get("regions", ()))

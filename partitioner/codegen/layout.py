@@ -116,6 +116,7 @@ def bracket(head: str, items: tuple[Code, ...], tail: str, *, lone_comma: bool =
 
 
 def call(function: str, items: tuple[Code, ...]) -> Code:
+    """The expression `function(items)`."""
     return bracket(f"{function}(", items, ")")
 
 
@@ -159,7 +160,8 @@ _SHORT = {"numpy": "np"}
 
 def write_imports(source: str, extra: Iterable[tuple[str, str]]) -> list[str]:
     """Lines that import `torch`, `nn`, `F` and the like where `source` uses them, and the pairs
-    `(module, name)` in `extra`; a pair without a name imports the module itself."""
+    `(module, name)` in `extra`; a pair without a name imports the module itself. Raises PlanError
+    for a name that Python cannot import."""
     extra = list(extra)
     for module, name in extra:
         if not is_path(module) or not (is_path(name) or name == ""):
@@ -197,6 +199,7 @@ def _classes_first(name: str) -> tuple[bool, str]:
 
 
 def infix(symbol: str, binds: int, left: Code, right: Code) -> Code:
+    """The expression `left symbol right`, with parentheses where its operands need them."""
     if binds == POWER:
         simple = _is_simple(left) and _is_simple(right)
         simple = simple and left.binds == ATOM

@@ -32,6 +32,7 @@ def decided(regions: Iterable[Region]) -> frozenset[Region]:
 
 
 def decided_around(node: fx.Node) -> frozenset[Region]:
+    """The regions around a node in which it runs only sometimes."""
     return decided(node.meta.get("regions", ()))
 
 

@@ -154,6 +154,7 @@ def _heading(paragraph: Sequence[Statement], *, is_first: bool) -> str:
 
 
 def line_of(node: fx.Node) -> tuple[str, int] | None:
+    """The user's file and line that a node comes from, if it has one."""
     return node.meta.get("source")
 
 

@@ -347,7 +347,7 @@ class _TensorNames:
         for node in nodes:
             for tensor in self._read(node):
                 if isinstance(tensor, nn.Parameter) == parameters:
-                    yield self.first_name[id(tensor)], tensor.numel() * tensor.element_size()
+                    yield self.first_name[id(tensor)], tensor.nbytes
 
     def _read(self, node: fx.Node) -> Iterator[Tensor]:
         if node.op == "call_module":

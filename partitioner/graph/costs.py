@@ -66,6 +66,7 @@ class Link:
 
 
 def slowest_link(links: Iterable[Link]) -> Link:
+    """The link on which a megabyte takes longest."""
     return max(links, key=lambda link: link.megabyte_ms)
 
 

@@ -70,7 +70,7 @@ class Prices:
 
     def holding_ms(self, parameter: Tensor) -> float:
         """One more holder of a parameter: its gradient goes both ways once a step."""
-        exchange_ms = self.link.exchange_ms(parameter.numel() * parameter.element_size())
+        exchange_ms = self.link.exchange_ms(parameter.nbytes)
         return _ENDS * _SLOWER * exchange_ms / _MICRO_BATCHES_A_STEP
 
 
@@ -285,10 +285,7 @@ class Recomputation:
             return True
         # Another stage holds a parameter only if it is smaller than the result, and only if no
         # stage has to send anything for it: its holders also have to exchange its gradient.
-        param_bytes = sum(
-            self._tensors[name].numel() * self._tensors[name].element_size()
-            for name in unit.parameters
-        )
+        param_bytes = sum(self._tensors[name].nbytes for name in unit.parameters)
         result_bytes = max(num_bytes(node, self.prices.sizes) for node in unit.nodes)
         return is_pure and param_bytes <= result_bytes
 

@@ -119,7 +119,8 @@ def default_size(model: nn.Module) -> int:
 
 
 def parse_input(name: str, text: str) -> Tensor:
-    """`"f32[4, 64]"` or `"i64[4, 16]"` -> a tensor of zeros of that dtype and shape."""
+    """`"f32[4, 64]"` or `"i64[4, 16]"` -> a tensor of zeros of that dtype and shape. Raises
+    ModelError for another text."""
     dtypes = {"f32": torch.float32, "f64": torch.float64, "bf16": torch.bfloat16}
     dtypes |= {"i64": torch.int64, "i32": torch.int32, "bool": torch.bool}
     match = re.fullmatch(r"(\w+)\[([0-9,\s]{0,200})\]", text.strip())

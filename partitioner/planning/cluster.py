@@ -177,7 +177,8 @@ class Cluster:
 
 
 def cluster_of_hosts(text: str, memory_bytes: float = math.inf) -> Cluster:
-    """Equal devices, with a number for each host: `"h1:4,h2:2"`."""
+    """Equal devices, with a number for each host: `"h1:4,h2:2"`. Raises PlanError for another
+    text."""
     devices: list[Device] = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*([^\s:,]+)\s*:\s*(\d{1,9})\s*", part)

@@ -254,6 +254,7 @@ def _sum_ms(costs: Mapping[str, NodeCost]) -> float:
 
 
 def is_on(model: nn.Module, device: torch.device) -> bool:
+    """True if all parameters are on devices of this type."""
     return all(parameter.device.type == device.type for parameter in model.parameters())
 
 
@@ -417,5 +418,5 @@ def _measured_update(optimizer: str, device: torch.device) -> float:
     for _ in range(_UPDATES):
         stepping.step()
         marks.append(clock.mark())
-    num_bytes = sum(matrix.numel() * matrix.element_size() for matrix in matrices)
+    num_bytes = sum(matrix.nbytes for matrix in matrices)
     return statistics.median(clock.ms(*pair) for pair in pairwise(marks)) / num_bytes

@@ -109,7 +109,8 @@ def device_spec(name: str | Path) -> DeviceSpec:
 def parse_device(raw: Mapping[str, Any], where: str, name: str = "") -> DeviceSpec:
     """A device from a table of a TOML file; errors call the table `where`.
 
-    `name` is the device's name if the table has none.
+    `name` is the device's name if the table has none. Raises PlanError for an unknown, missing or
+    invalid value.
     """
     for key in raw.keys() - {*_KNOWN}:
         near = difflib.get_close_matches(key, _KNOWN, n=1)

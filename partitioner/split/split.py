@@ -214,7 +214,8 @@ def names_of_outputs(capture: Capture) -> dict[fx.Node, str]:
 
 
 def homes_of(graph: fx.Graph, stage_of: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
-    """The stage of every computed node; an element of a tuple belongs to the stage of the tuple."""
+    """The stage of every computed node; an element of a tuple belongs to the stage of the tuple.
+    Raises PlanError for a node without a stage."""
     homes: dict[fx.Node, int] = {}
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr", "output"):

@@ -90,6 +90,7 @@ class Facts:
 
 
 def name_of(step: int) -> str:
+    """The name of the checkpoint after a step: `step-000100`."""
     return f"step-{step:06}"
 
 
@@ -99,6 +100,7 @@ def is_name(name: str) -> bool:
 
 
 def is_checkpoint(path: Path) -> bool:
+    """True for a folder with the manifest of a complete checkpoint."""
     return (path / MANIFEST).is_file()
 
 
@@ -234,6 +236,7 @@ def sync(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
+    """Writes a file and waits until it is on the disk."""
     path.write_text(text, encoding="utf-8")
     sync(path)
 

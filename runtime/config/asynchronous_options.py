@@ -127,7 +127,8 @@ def longest_segment(config: RunConfig) -> int:
 
 
 def steps_of_start(settings: Settings) -> int:
-    """The number of steps that `sync_start`, a number or a share of all, makes synchronous."""
+    """The number of steps that `sync_start`, a number or a share of all, makes synchronous. Raises
+    SettingsError for another text."""
     text = settings.sync_start or "0"
     match = re.fullmatch(r"(\d{1,15})|(\d{1,9}(?:\.\d{1,9})?)%", text)
     steps = -1

@@ -59,6 +59,7 @@ def check_precision(config: RunConfig) -> None:
 
 
 def precision_of(options: ExecutionOptions) -> Precision:
+    """The dtype in which a run computes."""
     if options.precision == "full":
         return FULL
     return Precision(dtype_of(options.precision), options.device)

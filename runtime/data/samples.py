@@ -76,7 +76,8 @@ class Naming:
             )
 
     def tensor(self, name: str, value: Any) -> Tensor:
-        """A value as a tensor; floating-point numbers have the dtype of the run."""
+        """A value as a tensor; floating-point numbers have the dtype of the run. Raises DataError
+        for a value that is not a tensor, an array or numbers."""
         try:
             tensor = torch.as_tensor(value)
         except (TypeError, ValueError, RuntimeError) as error:

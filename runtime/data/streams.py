@@ -242,7 +242,7 @@ class StreamSamples:
 
     def get(self, indices: Sequence[int], fields: Collection[str]) -> Rows:
         """Samples of the start of a new pass, for the comparison between ranks; of a stream of
-        batches those of the first batch."""
+        batches those of the first batch. Raises DataError for an empty stream."""
         rows: list[Any] = []
         for item in self.stream.fresh():  # a stream that keeps its place stays where it is
             rows += rows_of(item, self.naming) if self.stream.has_batches else [item]

@@ -157,7 +157,8 @@ class FeedOnce:
 
 
 def loss_stage(plan: Plan) -> int:
-    """The stage that makes the loss, or the last model output for a criterion."""
+    """The stage that makes the loss, or the last model output for a criterion. Raises PlanError if
+    there is none."""
     names = output_names(plan) if plan.loss is None else {plan.loss}
     stages = [spec.index for spec in plan.stages if names & set(spec.outputs)]
     if not stages:

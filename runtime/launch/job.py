@@ -130,7 +130,8 @@ def _resolved(settings: Settings, planned: Plan) -> tuple[RunConfig, Task]:
 
 
 def with_steps_of_epochs(job: Job, world: World) -> Job:
-    """The job with the steps that its epochs make of the data, which rank 0 opens. Collective."""
+    """The job with the steps that its epochs make of the data, which rank 0 opens. Collective.
+    Raises DataError on all ranks if the data cannot be read."""
     if job.config.epochs is None:
         return job
     length, error = 0, ""

@@ -115,6 +115,7 @@ NameOf = Callable[[Any], str | dict[str, str] | None]
 
 
 def is_named_tuple(value: Any) -> bool:
+    """True for an instance of a named tuple."""
     return isinstance(value, tuple) and hasattr(value, "_fields")
 
 

@@ -82,6 +82,7 @@ def share_of(plan: Plan, index: int, stage: nn.Module) -> NormShare:
 
 
 def gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """The gradients of those parameters that have one, in order."""
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
@@ -163,6 +164,7 @@ def clip_factor(norm: float, limit: float) -> float:
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
+    """Multiplies the gradients by `factor` in place."""
     # Fused optimizers could divide by 1 / factor in a quarter of the time of this pass, but the
     # result differs from the product in the last bits.
     gradients = gradients_of(parameters)
@@ -355,8 +357,8 @@ class Finite:
         self.loss, self._step = loss, step
 
     def check_norm(self, step: int, norm: float, by_stage: Mapping[int, float]) -> None:
-        """Checks the norm of all gradients in question; `by_stage` identifies the stages at
-        fault."""
+        """Checks the norm of all gradients in question; `by_stage` identifies the stages at fault.
+        Raises LossError for one that is not finite."""
         if not math.isfinite(norm):
             wrong = [str(stage) for stage, own in by_stage.items() if not math.isfinite(own)]
             stages = f"stage{'s' if len(wrong) > 1 else ''} {', '.join(wrong)}"

@@ -377,7 +377,7 @@ def _unread_bytes(descriptor: int) -> int:
 
 def mpiexec() -> str:
     """The launcher next to this interpreter, where packages install it; otherwise the one on the
-    path."""
+    path. Raises TransportError where it is not installed."""
     beside = Path(sys.executable).parent / "mpiexec"
     launcher = str(beside) if beside.is_file() else shutil.which("mpiexec")
     if launcher is None:

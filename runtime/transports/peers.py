@@ -55,7 +55,7 @@ def has_shared_memory() -> bool:
 
 
 def create_memory() -> int:
-    """A new file of memory that only this user's processes can open."""
+    """A new file of memory that only this user's processes can open. Raises OSError."""
     import fcntl  # Not every system that this module is loaded on has it.
 
     # Pythons that were built for an old C library (conda's, uv's) lack os.memfd_create.
@@ -94,7 +94,8 @@ class Slots:
         self._free: dict[int, list[int]] = defaultdict(list)
 
     def take(self, size: int) -> int:
-        """The place of a slot of at least `size` bytes."""
+        """The place of a slot of at least `size` bytes. Raises TransportError when the memory
+        for messages is used up."""
         capacity = max(ALIGNMENT, 1 << (size - 1).bit_length())
         if self._free[capacity]:
             return self._free[capacity].pop()
