@@ -396,7 +396,7 @@ def watched_gradients(recorder: GradientRecorder, model: nn.Module) -> Iterator[
     def other(_: str, __: str, value: Any) -> Any:
         return is_grad_enabled if value is enabled else value
 
-    with exchanged(model, other):
+    with exchanged(model, other, {id(enabled)}):
         torch.is_grad_enabled = torch._C.is_grad_enabled = is_grad_enabled
         try:
             yield

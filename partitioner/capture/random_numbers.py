@@ -38,6 +38,7 @@ _PACKAGES = frozenset({"site-packages", "dist-packages"})
 _SYMPY = os.path.dirname(os.path.abspath(sympy.__file__)) + os.sep
 _LIBRARIES = (sysconfig.get_path("stdlib") + os.sep, "<frozen ")
 _NO_DRAWS = ("getstate", "get_state")
+_GENERATORS = (np.random.Generator, np.random.RandomState)
 
 
 class Draw:
@@ -110,7 +111,7 @@ def watched_draws(recorder: DrawRecorder, model: nn.Module) -> Iterator[None]:
     urandom = random._urandom  # type: ignore[attr-defined]
     before = number_state()
     try:
-        with exchanged(model, other):
+        with exchanged(model, other, functions.keys() | constructors.keys(), _GENERATORS):
             for name, method in methods.items():
                 setattr(random.Random, name, _own_method(recorder, name, method))
             random._urandom = _refusing(recorder, "the operating system", urandom)  # type: ignore[attr-defined]
@@ -132,9 +133,7 @@ def watched_draws(recorder: DrawRecorder, model: nn.Module) -> Iterator[None]:
 
 def _is_own(value: Any) -> bool:
     """True for a generator of NumPy other than the global one."""
-    if not isinstance(value, (np.random.Generator, np.random.RandomState)):
-        return False
-    return value is not np.random.mtrand._rand
+    return isinstance(value, _GENERATORS) and value is not np.random.mtrand._rand
 
 
 def _own_state(generator: Any) -> str:

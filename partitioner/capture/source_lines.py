@@ -21,7 +21,7 @@ import linecache
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -177,14 +177,25 @@ def is_good_name(name: str) -> bool:
 
 
 @contextmanager
-def exchanged(model: nn.Module, other: Callable[[str, str, Any], Any]) -> Iterator[None]:
+def exchanged(
+    model: nn.Module,
+    other: Callable[[str, str, Any], Any],
+    ids: Set[int],
+    kinds: tuple[type, ...] = (),
+) -> Iterator[None]:
     """Replaces, for the block, globals of imported modules and attributes of the model's modules.
 
-    `other(holder, name, value)` returns the replacement, or `value` itself.
+    other: `other(holder, name, value)` returns the replacement, or `value` itself. It is asked in
+        scopes that hold an object of one of these `ids`, or an instance of one of these `kinds`.
     """
     changed: list[tuple[dict[str, Any], str, Any]] = []
     try:
         for scope, holder in _scopes(model):
+            # Programs have tens of thousands of globals: only sets are fast enough for all of them.
+            values = list(scope.values())
+            types = set(map(type, values)) if kinds else ()
+            if ids.isdisjoint(map(id, values)) and not any(issubclass(t, kinds) for t in types):
+                continue
             for name, value in list(scope.items()):
                 replacement = other(holder, name, value)
                 if replacement is not value:
