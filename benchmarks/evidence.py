@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from asyncpipe.runtime.config.settings import Settings
-from asyncpipe.runtime.experiments.compare import (
-    Arm,
+from asyncpipe.runtime.experiments.compare import Arm
+from asyncpipe.runtime.experiments.method_plots import draw
+from asyncpipe.runtime.experiments.method_rows import (
     ComparedRun,
     Ends,
     MethodRow,
-    draw,
     method_table,
     rows,
 )

@@ -1,16 +1,19 @@
-"""The page that follows runs, in headless Chromium: runs that go on, stall and are killed, and two
-compared.
+"""The page that follows runs, in headless Chromium: a run that continues, one that stalls, one that
+is killed, and two compared; then the reports of a plan, a run and a comparison.
 
-Trains residual_mlp in two stages, checks what the page shows in each case, and writes pictures at
-three widths. Stops with an error if the page shows something else, or if a script of it fails.
+Trains residual_mlp in two stages, checks what the pages show in each case, and stops with an error
+if a page shows something else, is wider than its window, or has a script that fails. Writes the
+seconds until the page shows each change to benchmarks/results/watch_pages.json, and the pictures of
+docs/images/pages, each at three widths.
 
-    python benchmarks/watch_pages.py [FOLDER_OF_PICTURES]
+    python benchmarks/watch_pages.py
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,11 +24,17 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from browser import Browser
+from machine import write_result
+
+from asyncpipe.partitioner.report import render_report
+from asyncpipe.runtime.plan.plan import read_plan
 
 ROOT = Path(__file__).parent.parent
+PICTURES = ROOT / "docs" / "images" / "pages"
+GPT2 = ROOT / "docs" / "images" / "gpt2_4p"
 COMMANDS = Path(sys.executable).parent
 MODEL = ROOT / "generated_models" / "residual_mlp_2p"
-DATA = f"{ROOT / 'examples' / 'residual_mlp.py'}:data"
+DATA = "examples/residual_mlp.py:data"
 SLOW = """
 import importlib.util, pathlib, time
 spec = importlib.util.spec_from_file_location("made", {file!r})
@@ -51,22 +60,13 @@ STATUS = "document.querySelector('.status').textContent"
 LOSS = "document.querySelector('#part-curves .curve0 path')?.getAttribute('d')"
 
 
-def train(folder: Path, name: str, *more: str, data: str = DATA) -> subprocess.Popen[str]:
+def train(
+    folder: Path, name: str, *more: str, data: str = DATA, size: int = 64
+) -> subprocess.Popen[str]:
     """Starts a run in the folder `name`."""
+    options = f"--threads 1 --micro-batches 2 --micro-batch-size {size} --trust".split()
     return subprocess.Popen(
-        [
-            *(COMMANDS / "asyncpipe-train", MODEL, "--data", data, "--output", name),
-            *(
-                "--threads",
-                "1",
-                "--micro-batches",
-                "2",
-                "--micro-batch-size",
-                "64",
-                "--trust",
-                *more,
-            ),
-        ],
+        [COMMANDS / "asyncpipe-train", MODEL, "--data", data, "--output", name, *options, *more],
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -96,19 +96,20 @@ def viewing(folder: Path, *runs: str) -> Iterator[str]:
         assert view.wait() == 0
 
 
-def shoot(browser: Browser, pictures: Path, name: str, top: str = "body") -> None:
-    """Writes a picture of each width, light, and dark at the narrowest."""
-    for width in (360, 1280, 1920):
+def shoot(browser: Browser, name: str = "") -> None:
+    """Checks that the page fits widths of 360 to 1920; with a name, writes a picture of three of
+    them, light, and dark at the narrowest."""
+    for width in (360, 768, 1280, 1920):
         browser.look(width, 1100, dark=width == 360)
-        browser.value(f"document.querySelector('{top}').scrollIntoView()")
         time.sleep(0.3)
         assert browser.value("document.documentElement.scrollWidth") <= width
-        browser.shoot(pictures / f"{name}-{width}.webp", quality=50)
+        if name and width != 768:
+            browser.shoot(PICTURES / f"{name}-{width}.webp", quality=50)
     browser.look(1280)
 
 
-def follow(browser: Browser, folder: Path, pictures: Path) -> None:
-    """A run that goes on: its curve grows, without the page being loaded again."""
+def follow(browser: Browser, folder: Path) -> dict[str, float]:
+    """A run that continues: its curve grows, without the page being loaded again."""
     run = train(
         folder, "live", "--steps", "300", "--watch", "--schedule", "async-1f1b", data=SLOWED
     )
@@ -123,8 +124,9 @@ def follow(browser: Browser, folder: Path, pictures: Path) -> None:
     browser.wait(f"{LOSS} !== '' && Number({STATUS}.match(/step (\\d+)/)[1]) > 20")
     assert browser.value("document.querySelector('#part-curves .curve0').matches('.off')")
     browser.value("document.querySelector('#part-curves [data-curve]').click()")
-    shoot(browser, pictures, "live")
+    shoot(browser)
     zoom(browser)
+    point(browser)
     run.communicate()
     assert run.returncode == 0
     browser.wait(f"{STATUS} === '✓ 300 steps'")
@@ -133,9 +135,9 @@ def follow(browser: Browser, folder: Path, pictures: Path) -> None:
     )
     assert browser.value("window.isSame")
     browser.wait("document.querySelector('.hint button').hidden")
-    shoot(browser, pictures, "step", "#part-step")
+    shoot(browser)
     zoom(browser)
-    print(f"going on: a new point after {seconds:.1f} s")
+    return {"new_point_s": seconds}
 
 
 def zoom(browser: Browser) -> None:
@@ -155,8 +157,18 @@ def zoom(browser: Browser) -> None:
     assert "ms" in browser.value("document.querySelector('.hover').textContent")
 
 
-def stall(browser: Browser, folder: Path, pictures: Path) -> None:
-    """A run whose data loader hangs: the page says which ranks hold it up, until it goes on."""
+def point(browser: Browser) -> None:
+    """Points at a module: the page shows its times and its source line."""
+    browser.value("document.querySelector('#part-cut svg').scrollIntoView({block: 'center'})")
+    box = "document.querySelectorAll('#part-cut .module')[1].getBoundingClientRect()"
+    left, top = (browser.value(f"{box}.{name}") for name in ("left", "top"))
+    browser.move(left + 4, top + 9)
+    hover = browser.value("document.querySelector('.hover').textContent")
+    assert "forward" in hover and "residual_mlp.py:" in hover, hover
+
+
+def stall(browser: Browser, folder: Path) -> dict[str, float]:
+    """A run whose data loader hangs: the page says which ranks hold it up, until it continues."""
     run = train(folder, "stalled", "--steps", "4000", "--stall-s", "8", "--watch", data=SLOWED)
     browser.open(address_in(run))
     browser.wait(f"{STATUS}.startsWith('running: step')")
@@ -164,26 +176,25 @@ def stall(browser: Browser, folder: Path, pictures: Path) -> None:
     browser.wait(f"{STATUS}.startsWith('stalled')")
     why = browser.value("document.querySelector('.stall').textContent")
     assert "No progress for" in why and "reads the data" in why, why
-    shoot(browser, pictures, "stalled")
+    shoot(browser, "watch")
     (folder / "stop").unlink()
     browser.wait(f"{STATUS}.startsWith('running: step')")
-    print(f"stalled: {why}")
-    kill(browser, run, pictures)
+    return kill(browser, run)
 
 
-def kill(browser: Browser, run: subprocess.Popen[str], pictures: Path) -> None:
+def kill(browser: Browser, run: subprocess.Popen[str]) -> dict[str, float]:
     """A run that is killed: the page says so, and stays."""
     os.kill(run.pid, signal.SIGKILL)
     run.communicate()
     seconds = browser.wait(f"{STATUS}.startsWith('killed after step')")
     why = browser.value("document.querySelector('.stall').textContent")
     assert "was killed after step" in why, why
-    shoot(browser, pictures, "killed")
-    print(f"killed: shown after {seconds:.1f} s")
+    shoot(browser)
+    return {"killed_s": seconds}
 
 
-def compare(browser: Browser, folder: Path, pictures: Path) -> None:
-    """Two runs, of which one goes on."""
+def compare(browser: Browser, folder: Path) -> dict[str, float]:
+    """Two runs, of which one continues."""
     run = train(folder, "second", "--steps", "200", "--lr", "0.02", data=SLOWED)
     while not (folder / "second" / "metrics.jsonl").is_file():
         time.sleep(0.1)
@@ -196,28 +207,49 @@ def compare(browser: Browser, folder: Path, pictures: Path) -> None:
         assert first == "✓ 300 steps" and second.startswith("running: step"), (first, second)
         run.communicate()
         browser.wait(f"{states}[1] === '✓ 200 steps'")
-        shoot(browser, pictures, "compared")
+        shoot(browser)
         browser.open(f"{address}1/")
         assert browser.value(STATUS) == "✓ 200 steps"
-    browser.wait("document.getElementById('connection').textContent.startsWith('not connected')")
-    print("compared: two curves")
+    ended = "document.getElementById('connection').textContent.startsWith('not connected')"
+    return {"end_of_view_s": browser.wait(ended)}
+
+
+def reports(browser: Browser, folder: Path) -> dict[str, float]:
+    """The reports of a plan, of a run and of a comparison, which are files."""
+    (folder / "plan.html").write_text(render_report(read_plan(GPT2), {}))
+    longer = ("--steps", "60", "--eval-every", "20", "--log-every", "4")
+    for name, schedule in (("1f1b", "1f1b"), ("stash", "async-1f1b")):
+        run = train(folder, name, *longer, "--schedule", schedule, size=512)
+        output, _ = run.communicate()
+        assert run.returncode == 0, output
+    compared = [COMMANDS / "asyncpipe-train", "report", "1f1b", "stash"]
+    subprocess.run(compared, cwd=folder, check=True, stdout=subprocess.DEVNULL)
+    pages = {"plan": "plan.html", "run": "stash/report.html", "comparison": "comparison.html"}
+    for name, page in pages.items():
+        browser.open((folder / page).as_uri())
+        shoot(browser, name)
+    return {}
 
 
 SLOWED = "slow.py:data"
 
 
 def main() -> None:
-    pictures = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(tempfile.mkdtemp())
-    pictures.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(PICTURES, ignore_errors=True)
+    PICTURES.mkdir(parents=True)
+    figures: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as name, Browser() as browser:
         folder = Path(name) / "runs"
         folder.mkdir()
+        (folder / "examples").symlink_to(ROOT / "examples")
         file = str(ROOT / "examples" / "residual_mlp.py")
         (folder / "slow.py").write_text(SLOW.format(file=file))
         browser.look(1280)
-        for case in (follow, stall, compare):
-            case(browser, folder, pictures)
-    print(f"pictures: {pictures}")
+        for case in (follow, stall, compare, reports):
+            figures |= case(browser, folder)
+            print(f"{case.__name__}: passed", flush=True)
+    passed = ["continues", "stalls", "is killed", "two compared", "reports"]
+    write_result("watch_pages", {"passed": passed, **figures})
 
 
 if __name__ == "__main__":

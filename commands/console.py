@@ -51,7 +51,8 @@ from ..runtime.user_code import file_hash
 if TYPE_CHECKING:
     from ..partitioner.outline import Outline
     from ..partitioner.planning.planner import GraphPlan
-    from ..runtime.experiments.compare import ComparedRun, MethodComparison
+    from ..runtime.experiments.compare import MethodComparison
+    from ..runtime.experiments.method_rows import ComparedRun
     from ..runtime.experiments.sweep import Sweep, SweptRun
     from ..runtime.reports.comparison import RunComparison
 
@@ -71,12 +72,13 @@ def print_run(console: Console, run: ComparedRun, number: int, of: int, *, as_js
 
 def print_comparison(console: Console, comparison: MethodComparison) -> None:
     """The table, and where the files are."""
-    from ..runtime.experiments.compare import method_table
+    from ..runtime.experiments.method_rows import method_table
 
     console.print()
     print_table(console, method_table(comparison.rows))
     console.print(
         f"[green]✓[/] {comparison.made} runs made, {comparison.repeated} known from before\n"
+        f"  report     {comparison.folder / 'comparison.html'}\n"
         f"  curves     {comparison.folder / 'curves.svg'}\n"
         f"  table      {comparison.folder / 'table.md'}\n"
         f"  runs       {comparison.folder / 'runs.jsonl'}",

@@ -112,7 +112,7 @@ def test_compare_prints_a_line_a_run_and_the_table(made: Path, tmp_path: Path) -
     assert [line.split()[0] for line in lines[5:8]] == ["sync", "sync", "stash"]
     assert "3 runs made, 0 known from before" in result.stdout
     files = {path.name for path in (tmp_path / "out").iterdir()}
-    assert files == {"curves.svg", "table.md", "runs.jsonl"}
+    assert files == {"comparison.html", "curves.svg", "table.md", "runs.jsonl"}
     again = run(made, "compare", folder, *methods, *options, "--json")
     assert [json.loads(line)["optimizer"] for line in again.stdout.splitlines()] == [
         "sgd",

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from asyncpipe.commands.console import print_graph_plan, print_plan, print_table
 from asyncpipe.partitioner.report.page import candidate_table
-from asyncpipe.runtime.experiments.compare import COLUMNS
+from asyncpipe.runtime.experiments.method_rows import COLUMNS
 from asyncpipe.runtime.formatting import Column, Table
 from asyncpipe.runtime.plan.findings import Candidate
 from asyncpipe.runtime.plan.plan import Plan

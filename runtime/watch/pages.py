@@ -28,6 +28,9 @@ RUN_PARTS = (
 SEVERAL_PARTS = ("header", "runs", "compared")
 """The parts of the page of several runs."""
 
+_DRAWN = ("cut", "step", "setup")
+"""Parts that do not change with each step."""
+
 _TEMPLATES = {
     "header": "page_header.html.j2",
     "ranks": "watch_ranks.html.j2",
@@ -49,6 +52,7 @@ class RunPage:
         self._folder, self._tail = folder, Tail(folder / METRICS)
         self._parts: dict[str, str] = {}
         self._values: dict[str, Any] = {}
+        self._drawn: object = None
         self._planned: RunPlan | None = None
         self._rendered = -1
         self.version = 0
@@ -76,8 +80,11 @@ class RunPage:
         """The parts of the page as of the last look."""
         names: Sequence[str] = ("header", "ranks")
         if self._rendered != self.version:
-            names, self._values = self.names, self._values_of_run()
+            self._values = self._values_of_run()
             self._rendered = self.version
+            drawn = self._planned, self.run.drawn, self.run.start, bool(self.run.end)
+            names = [name for name in self.names if name not in _DRAWN or drawn != self._drawn]
+            self._drawn = drawn
         values = self._values | {"ranks": _rank_table(self.seen)}
         values["why"] = self.run.failure or self.seen.why
         self._parts |= {name: _rendered(name, values) for name in names}

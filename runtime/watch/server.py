@@ -36,8 +36,8 @@ _HOSTS = frozenset((LOOPBACK, "localhost"))
 _MOST_STREAMS = 16
 _BEAT_S, _SILENT_S = 1.0, 10.0
 """Seconds between two looks at the runs, and those after which a stream says that it lives."""
-_SHARE = 20
-"""Between two looks there is so much more time than a look has cost."""
+_SHARE = 200
+"""Between two looks there is so much more time than a look has cost: at most 0.5% of a core."""
 _REQUEST_S = 30.0
 _SINCE = re.compile(r"since=([0-9]{1,15})\Z")
 

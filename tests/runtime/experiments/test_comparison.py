@@ -17,18 +17,9 @@ import pytest
 from asyncpipe.runtime.config.settings import Settings, SettingsError
 from asyncpipe.runtime.distributed.process_groups import stay_alone
 from asyncpipe.runtime.errors import AsyncPipeError, DataError, ScheduleError
-from asyncpipe.runtime.experiments.compare import (
-    COLUMNS,
-    ComparedRun,
-    MethodComparison,
-    arms,
-    cells,
-    compare,
-    draw,
-    read_runs,
-    rows,
-    time_to,
-)
+from asyncpipe.runtime.experiments.compare import MethodComparison, arms, compare, read_runs
+from asyncpipe.runtime.experiments.method_plots import comparison_page, draw
+from asyncpipe.runtime.experiments.method_rows import COLUMNS, ComparedRun, cells, rows, time_to
 from asyncpipe.runtime.experiments.trial import Curve, read_method, step_ends_ms, train_alone
 from asyncpipe.runtime.launch.job import make_folder, make_job, run_rank
 from asyncpipe.runtime.plan.forecast import forecast_step
@@ -36,6 +27,7 @@ from asyncpipe.runtime.plan.plan import Plan
 from asyncpipe.runtime.schedule.asynchronous import async_1f1b
 from asyncpipe.runtime.schedule.builders import make_schedule
 from asyncpipe.tests.support.models.hand_folders import write_mlp, write_text
+from asyncpipe.tests.support.oracles.html_pages import all_of, check_alone, parsed, text_of
 from asyncpipe.tests.support.processes.silent_reporter import FACTORY, events_of
 
 COMMON: Mapping[str, Any] = {
@@ -210,7 +202,15 @@ def test_the_plot_has_a_line_for_each_method_against_steps_and_against_time(
     sync = [row.method.startswith("sync") for row in comparison.rows]
     assert max(last) == next(x for x, is_sync in zip(last, sync, strict=True) if is_sync)
     assert len(set(last)) == len(comparison.rows)
-    assert all(f"lr {row.lr:g}: {row.loss:.4f}" in text for row in comparison.rows)
+    labels = [f"lr {row.lr:g}: {row.loss:.4f}" for row in comparison.rows]
+    assert all(label in text for label in labels)
+    page = (comparison.folder / "comparison.html").read_text()
+    check_alone(page, scripts=0)
+    assert [len(all_of(chart, "g", "curve")) for chart in all_of(parsed(page), "svg", "chart")] == [
+        len(comparison.rows)
+    ] * 2
+    keys = [text_of(entry) for entry in all_of(parsed(page), "li")]
+    assert all(any(label in key for key in keys) for label in labels)
 
 
 def test_nothing_is_drawn_of_runs_that_ended_early() -> None:
@@ -218,6 +218,8 @@ def test_nothing_is_drawn_of_runs_that_ended_early() -> None:
     found = rows([run], lambda run: (1.0,) * 4)
     text = draw(found, lambda run: (1.0,) * 4, title="a < b")
     assert "<path" not in text
+    page = comparison_page(found, lambda run: (1.0,) * 4, title="a < b")
+    assert "No run has finished." in text_of(parsed(page)) and not all_of(parsed(page), "svg")
     assert ElementTree.fromstring(text)[0].text == "a < b"
 
 
