@@ -30,6 +30,7 @@ from torch import Tensor, fx, nn
 
 from ..capture import Capture, ModuleCall, colocated, draws_in_order, in_order
 from ..capture.graph import is_guard
+from ..profile.measure import dense_bytes
 from ..profile.operation_costs import NodeCost, storage_makers, weight_ms
 from ..profile.profiler import CPU_CORE, Profile
 from .cost_graph import live_bytes, rotation_bytes
@@ -347,7 +348,7 @@ class _TensorNames:
         for node in nodes:
             for tensor in self._read(node):
                 if isinstance(tensor, nn.Parameter) == parameters:
-                    yield self.first_name[id(tensor)], tensor.nbytes
+                    yield self.first_name[id(tensor)], dense_bytes(tensor)
 
     def _read(self, node: fx.Node) -> Iterator[Tensor]:
         if node.op == "call_module":

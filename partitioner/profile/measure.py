@@ -194,7 +194,7 @@ class _Bench:
         known = where.keys() | allocated | {_storage(tensor) for tensor in own}
         is_view = bool(outputs) and not allocated and not self.mutates
         return OperationCost(
-            moved_bytes=sum(tensor.nbytes for tensor in (*given, *outputs, *own)),
+            moved_bytes=sum(map(dense_bytes, [*given, *outputs, *own])),
             internal_bytes=sum(
                 tensor.untyped_storage().nbytes()
                 for key, tensor in saved.items()
@@ -324,6 +324,11 @@ def _filled_like(tensor: Tensor, device: torch.device) -> Tensor:
 
 def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
+
+
+def dense_bytes(tensor: Tensor) -> int:
+    """The bytes of a tensor's elements; `nbytes` is not defined for sparse tensors."""
+    return tensor.numel() * tensor.element_size()
 
 
 class Clock(Protocol):

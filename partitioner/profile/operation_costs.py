@@ -47,7 +47,7 @@ from .cache import (
     is_lasting,
     mixed_precision,
 )
-from .measure import Operation, OperationCost
+from .measure import Operation, OperationCost, dense_bytes
 
 
 class OnProgress(Protocol):
@@ -207,9 +207,7 @@ class CostWalk:
             if maker is not None:
                 saved[maker] = call.tensors[index].untyped_storage().nbytes()
         if cost.saves_result:
-            saved[self._makers[call.node] or name] = sum(
-                tensor.nbytes for tensor in tensors_in(result)
-            )
+            saved[self._makers[call.node] or name] = sum(map(dense_bytes, tensors_in(result)))
         if cost.internal_bytes:
             saved[f"{name}:internal"] = cost.internal_bytes
         return saved
