@@ -158,6 +158,7 @@ class WeightBinder:
                 around.enter_context(weights.unseen_by_autograd())
             for method in self.methods:
                 around.enter_context(method.stepping(weights))
+            weights.begin_step()
             yield
         weights.stepped()
         for method in self.methods:

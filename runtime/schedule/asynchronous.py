@@ -27,8 +27,9 @@ and with the ledgers of runs.
 
 `weight_copies` predicts how many copies of a stage's weights its staleness methods keep. Weights
 that passes read and that are not live lie in leaves (`weight_versions.py`): one set for each
-version in flight if they are kept until the backward; otherwise one set that is refilled for each
-pass. A method may keep other tensors as well. Tests compare these numbers with the peaks of runs.
+older version or prediction in flight if they are kept until the backward; otherwise one set that is
+refilled for each pass. A method may keep other tensors as well. Tests compare these numbers with
+the peaks of runs.
 
 Sources: Narayanan et al., PipeDream, SOSP 2019, section 3.3; "Memory-efficient pipeline-parallel
 DNN training" (PipeDream-2BW), ICML 2021, section 3.1; Eliad et al., FTPipe, ATC 2021, whose virtual
@@ -302,8 +303,8 @@ class Keeps:
 KEEPS: Mapping[str, Keeps] = {
     "none": Keeps(),
     "stash": Keeps(kept=True),
-    # One version, and where windows overlap the next one too.
-    "2bw": Keeps(beside=1, everywhere=1),
+    # The version before the live one.
+    "2bw": Keeps(everywhere=1),
     # The mean step, and the weights before a step while it is made.
     "pipemare": Keeps(refilled=True, beside=2),
     "pipemare-rate": Keeps(),
@@ -336,9 +337,9 @@ def weight_copies(names: str, ahead: int, step_every: int, *, recomputes: bool =
     the stage runs `ahead` forwards ahead and steps after every `step_every`-th backward.
 
     >>> weight_copies("none", 3, 1), weight_copies("stash", 3, 1), weight_copies("stash", 3, 8)
-    (0, 4, 1)
+    (0, 3, 1)
     >>> weight_copies("2bw", 3, 4), weight_copies("2bw", 0, 4)
-    (2, 1)
+    (1, 1)
     """
     methods = [KEEPS[name] for name in names.split("+")]
     beside = sum(method.everywhere + (method.beside if ahead else 0) for method in methods)
@@ -353,31 +354,23 @@ def weight_copies(names: str, ahead: int, step_every: int, *, recomputes: bool =
         return beside + 1 + (recomputes and any(method.twice for method in methods))
     if not keeps and recomputes:
         return beside + (1 + always if predicted else 0)
-    if not keeps and not predicted:
-        return beside
-    views = views_in_flight(
-        ahead, step_every, predicted=predicted, gathered=gathered, always=always
-    )
-    return beside + views + (recomputes and refilled)
+    if not predicted:
+        # After a step, the ahead micro-batches in flight read the versions before the live one.
+        return beside + (-(-ahead // step_every) if keeps else 0)
+    return beside + predictions_in_flight(ahead, step_every, gathered=gathered, always=always)
 
 
 @lru_cache
-def views_in_flight(
-    ahead: int,
-    step_every: int,
-    *,
-    predicted: bool = False,
-    gathered: bool = False,
-    always: bool = False,
+def predictions_in_flight(
+    ahead: int, step_every: int, *, gathered: bool = False, always: bool = False
 ) -> int:
-    """The most different weights that the forwards of micro-batches in flight read, of those with a
-    step between forward and backward.
+    """The most different predictions that the forwards of micro-batches in flight read, of those
+    with a step between forward and backward.
 
-    These are versions, at most ceil(ahead / step_every) + 1; or predictions, which also differ by
-    how far they look ahead, and with `gathered` by the gradients gathered for the next step. With
-    `always` the other micro-batches read a prediction of one step.
+    They differ by version, by how far they look ahead, and with `gathered` by the gradients
+    gathered for the next step. With `always` the other micro-batches read a prediction of one step.
 
-    >>> [views_in_flight(ahead, 2) for ahead in range(5)]
+    >>> [predictions_in_flight(ahead, 2) for ahead in range(5)]
     [0, 1, 2, 3, 3]
     """
 
@@ -386,7 +379,7 @@ def views_in_flight(
         horizon = micro_batch // step_every - version
         if not (horizon or always):
             return None
-        return version, max(1, horizon) if predicted else 0, done if gathered else 0
+        return version, max(1, horizon), done if gathered else 0
 
     # The micro-batches in flight at a forward are a window that slides over all of them.
     views = [read(t) for t in range(2 * step_every + 2 * ahead + 1)]

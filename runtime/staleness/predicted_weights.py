@@ -97,17 +97,18 @@ class LinearByWeights(PredictedForward):
 
     @contextmanager
     def stepping(self, weights: WeightVersions) -> Iterator[None]:
-        live = [weight.detach() for weight in weights.live.values()]
+        live = list(weights.live.values())
         if not (live and self.context.ahead):
             yield
             return
-        if self._last_step:
-            torch._foreach_copy_(self._last_step, live)
-        else:
-            self._last_step = [weight.clone() for weight in live]
-        yield
-        torch._foreach_neg_(self._last_step)
-        torch._foreach_add_(self._last_step, live)
+        with torch.no_grad():
+            if self._last_step:
+                torch._foreach_copy_(self._last_step, live)
+            else:
+                self._last_step = [weight.clone() for weight in live]
+            yield
+            torch._foreach_neg_(self._last_step)
+            torch._foreach_add_(self._last_step, live)
 
 
 class ScheduleAware(Staleness):

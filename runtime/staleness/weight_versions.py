@@ -7,8 +7,14 @@ values. They are filled into leaves, once for all micro-batches that read the vi
 are kept in a ring of buffers. After the backward of a bound micro-batch its gradients are added to
 the live `.grad`, so the order of additions is the order of the backwards.
 
-Re-pointing `param.data` instead would be wrong: the backward of `x @ W`, LayerNorm, convolutions
-and BatchNorm reads through the parameter, not the storage it had.
+Leaves with the values of the live weights need no copy: they share their memory until a step. If a
+micro-batch still reads them then, they keep this memory, and the live weights move to a buffer
+with the same values, which the optimizer steps. So a version is copied only if a step overtakes it,
+and the newest version is never in memory twice.
+
+Every forward that a step overtakes reads leaves, so no graph in flight holds the live weights when
+they move. Under a graph that holds them this would be wrong: the backward of `x @ W`, LayerNorm,
+convolutions and BatchNorm reads through the parameter, not the memory it had.
 """
 
 from __future__ import annotations
@@ -61,6 +67,8 @@ class _Copy:
     content: View
     users: set[Hashable] = field(default_factory=set)
     """The micro-batches and held views bound to the leaves."""
+    shares_live: bool = False
+    """The leaves share the memory of the live weights."""
 
 
 class WeightVersions:
@@ -69,9 +77,9 @@ class WeightVersions:
     - `live`: the trainable parameters by name
     - `version`: the number of steps taken
     - `gathered`: the number of micro-batches whose gradients the next step already has
-    - `copies_made`: how often leaves were filled
-    - `copies_held`: the number of copies that exist now
-    - `ring_size`: the largest number of copies that existed at once
+    - `copies_made`: how often all weights were copied or computed
+    - `copies_held`: the number of copies that have memory of their own now
+    - `ring_size`: the largest number of such copies that existed at once
     """
 
     def __init__(self, stage: int, module: nn.Module) -> None:
@@ -93,7 +101,7 @@ class WeightVersions:
 
     @property
     def copies_held(self) -> int:
-        return len(self._copies)
+        return sum(not copy.shares_live for copy in self._copies.values())
 
     @property
     def in_flight(self) -> frozenset[int]:
@@ -136,7 +144,8 @@ class WeightVersions:
 
     def rebind(self, micro_batch: int, view: View) -> Weights:
         """Leaves of another view, for the recomputed forward of a micro-batch and its backward."""
-        copy = self._filled(("second forward", view.of), view)
+        is_live = view == self.live_view
+        copy = self._filled(view if is_live else ("second forward", view.of), view)
         copy.users.add(micro_batch)
         self._bound[micro_batch] = copy
         return copy.leaves
@@ -183,6 +192,20 @@ class WeightVersions:
             copy.users.discard(view)
             self._drop_unused()
 
+    def begin_step(self) -> None:
+        """Called before the live weights change. Moves them to other memory if a micro-batch or a
+        held view reads theirs."""
+        copy = self._copies.get(self.live_view)
+        if copy is None or not (self.live and copy.shares_live and copy.users):
+            return
+        memory = self._buffer()
+        with torch.no_grad():
+            self._fill_with_live(memory)
+            for name, weight in self.live.items():
+                weight.set_(memory[name])
+        copy.shares_live = False
+        self.copies_made += 1
+
     def stepped(self) -> None:
         """Counts a step: drops the gradients that it used, and the copies that nothing is bound
         to."""
@@ -205,17 +228,22 @@ class WeightVersions:
         if copy is not None:
             self._refill(copy, view)
             return copy
-        if self._free:
-            leaves = self._free.pop()
-        else:
-            leaves = {
-                name: torch.empty_like(weight).requires_grad_()
-                for name, weight in self.live.items()
-            }
-            self.ring_size += 1
-        copy = self._copies[slot] = _Copy(leaves, view)
+        if slot == self.live_view and all(map(_has_own_memory, self.live.values())):
+            leaves = {name: _sharing(weight) for name, weight in self.live.items()}
+            copy = self._copies[slot] = _Copy(leaves, view, shares_live=True)
+            return copy
+        copy = self._copies[slot] = _Copy(self._buffer(), view)
         self._fill(copy, view)
         return copy
+
+    def _buffer(self) -> dict[str, Tensor]:
+        """Leaves with memory of their own, and any values."""
+        if self._free:
+            return self._free.pop()
+        self.ring_size += 1
+        return {
+            name: torch.empty_like(weight).requires_grad_() for name, weight in self.live.items()
+        }
 
     def _refill(self, copy: _Copy, view: View) -> None:
         if copy.content != view:
@@ -251,4 +279,18 @@ class WeightVersions:
     def _drop_unused(self) -> None:
         for slot, copy in list(self._copies.items()):
             if not copy.users and copy.content.version != self.version:
-                self._free.append(self._copies.pop(slot).leaves)
+                del self._copies[slot]
+                if not copy.shares_live:
+                    self._free.append(copy.leaves)
+
+
+def _has_own_memory(weight: Tensor) -> bool:
+    """False for a weight in the buffer of an optimizer that flattens weights, which cannot move."""
+    return weight.untyped_storage().nbytes() == weight.nbytes
+
+
+def _sharing(weight: Tensor) -> Tensor:
+    """A leaf in the memory of a weight. Writes to the weight do not count as changes of the leaf,
+    since they come after `begin_step`."""
+    leaf = torch.empty(0, dtype=weight.dtype, device=weight.device)
+    return leaf.set_(weight.detach()).requires_grad_()

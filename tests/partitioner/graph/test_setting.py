@@ -77,6 +77,7 @@ def test_versions_are_the_copies_that_a_stash_keeps() -> None:
                 elif action.kind == "B":
                     weights.went_backward(action.index)
                 else:
+                    weights.begin_step()
                     weights.stepped()
                 most = max(most, weights.ring_size)
             assert setting.versions(stage) == most, (stages, step_every, stage)

@@ -237,6 +237,7 @@ def test_a_gap_of_one_usual_step_halves_a_gradient() -> None:
     weights.went_forward(0)
     weight.grad = torch.ones_like(weight)
     with method.stepping(weights):
+        weights.begin_step()
         optimizer.step()
     weights.stepped()
     leaves["weight"].grad = torch.full_like(weight, 3.0)

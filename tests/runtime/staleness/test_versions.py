@@ -1,8 +1,9 @@
-"""Weight versions: copied only where a step lies in between, bound exactly, and let go."""
+"""Weight versions: copied at a step that overtakes them, bound exactly, and let go."""
 
 import gc
 import math
 import weakref
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -60,8 +61,7 @@ def test_stash_copies_a_version_once_and_only_if_a_step_lies_in_between(step_eve
         assert made == len(straddled)
         weights = trained.pipelines[stage].weights[stage]
         assert weights.copies_held == 0 and not weights.in_flight
-        ahead = 3 - stage
-        assert weights.ring_size <= (math.ceil(ahead / step_every) + 1 if ahead else 0)
+        assert weights.ring_size == math.ceil((3 - stage) / step_every)
 
 
 def test_the_ledger_is_the_closed_form() -> None:
@@ -104,6 +104,7 @@ def test_a_bound_micro_batch_gets_the_gradients_of_its_own_version() -> None:
     assert "frozen.weight" not in leaves and "matrix" in leaves
     weights.went_forward(0)
     loss = torch.func.functional_call(module, dict(leaves), (x,)).square().sum()
+    weights.begin_step()
     with torch.no_grad():
         for parameter in weights.live.values():
             parameter.mul_(3.0)
@@ -115,19 +116,55 @@ def test_a_bound_micro_batch_gets_the_gradients_of_its_own_version() -> None:
         assert torch.equal(module.get_parameter(name).grad, gradient), name
 
 
-def test_a_buffer_of_the_ring_is_used_again() -> None:
-    weights = WeightVersions(0, nn.Linear(2, 2))
-    first = weights.bind(0, weights.live_view)
-    weights.went_forward(0)
-    assert weights.bind(1, weights.live_view) is first
-    weights.went_forward(1)
+def places(tensors: Mapping[str, Tensor]) -> list[int]:
+    return [tensor.data_ptr() for tensor in tensors.values()]
+
+
+def step(weights: WeightVersions) -> None:
+    weights.begin_step()
     weights.stepped()
+
+
+def test_only_a_step_that_overtakes_a_version_copies_it() -> None:
+    weights = WeightVersions(0, nn.Linear(2, 2))
+    at_first = places(weights.live)
+    first = weights.bind(0, weights.live_view)
+    assert weights.bind(1, weights.live_view) is first and places(first) == at_first
+    weights.went_forward(0)
+    weights.went_forward(1)
+    assert (weights.copies_made, weights.copies_held, weights.ring_size) == (0, 0, 0)
+    step(weights)
+    assert places(first) == at_first and not set(at_first) & set(places(weights.live))
+    assert (weights.copies_made, weights.copies_held, weights.ring_size) == (1, 1, 1)
     weights.went_backward(0)
     assert weights.copies_held == 1
     weights.went_backward(1)
+    assert weights.copies_held == 0
     second = weights.bind(2, weights.live_view)
-    assert second["weight"] is first["weight"]
-    assert (weights.copies_made, weights.ring_size, weights.copies_held) == (2, 1, 1)
+    weights.went_forward(2)
+    weights.went_backward(2)
+    step(weights)  # nothing reads the live weights any more
+    assert places(weights.live) == places(second) and weights.copies_made == 1
+    weights.bind(3, weights.live_view)
+    weights.went_forward(3)
+    step(weights)
+    assert places(weights.live) == at_first and weights.ring_size == 1
+
+
+def test_weights_in_one_buffer_of_an_optimizer_stay_there() -> None:
+    module = nn.Linear(2, 2)
+    flat = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+    with torch.no_grad():
+        module.weight.set_(flat[:4].view(2, 2))
+        module.bias.set_(flat[4:])
+    weights = WeightVersions(0, module)
+    read = weights.bind(0, weights.live_view)
+    weights.went_forward(0)
+    weights.begin_step()
+    flat.zero_()
+    weights.stepped()
+    assert not any(map(torch.count_nonzero, weights.live.values()))
+    assert all(map(torch.count_nonzero, read.values()))
 
 
 def test_batchnorm_statistics_are_live_and_updated_once_a_micro_batch() -> None:

@@ -188,10 +188,10 @@ def test_the_copies_of_weights_are_told_before_the_run(folder: Path) -> None:
     settings = run_config(folder=str(folder), **options({"staleness": "stash"}))
     one_each = async_1f1b(4, 4, step_every=1)
     assert describe_copies(plan, one_each, settings) == (
-        "rank 0: 4 copies, 4.0 MiB, rank 1: 3 copies, 3.0 MiB, rank 2: 2 copies, 2.0 MiB"
+        "rank 0: 3 copies, 3.0 MiB, rank 1: 2 copies, 2.0 MiB, rank 2: 1 copy, 1.0 MiB"
     )
     assert describe_copies(plan, fold(one_each, (0, 0, 1, 1)), settings) == (
-        "rank 0: 7 copies, 7.0 MiB, rank 1: 2 copies, 2.0 MiB"
+        "rank 0: 5 copies, 5.0 MiB, rank 1: 1 copy, 1.0 MiB"
     )
     assert describe_copies(plan, one_each, replace(settings, staleness="none")) == ""
 
