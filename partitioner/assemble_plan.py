@@ -152,7 +152,6 @@ def _stage(
         costs = _on_device(costs, load)
     forward_ms = sum(cost.forward_ms for cost in costs)
     changes = tuple(name for name in tensors.parameters if name in capture.changed)
-    again = load.recomputes and load.activation_bytes > 0
     return StageSpec(
         index=stage.index,
         file=f"stage_{stage.index}.py",
@@ -165,7 +164,7 @@ def _stage(
         draws_random=any(node.meta.get("random", False) for node in stage.nodes),
         draws_numbers=any(node.meta.get("draws_numbers", False) for node in stage.nodes),
         forward_ms=forward_ms,
-        backward_ms=sum(cost.backward_ms for cost in costs) + forward_ms * again,
+        backward_ms=sum(cost.backward_ms for cost in costs) + forward_ms * load.recomputes,
         param_bytes=load.param_bytes,
         activation_bytes=load.activation_bytes,
         peak_bytes=load.peak_bytes,
@@ -182,9 +181,9 @@ def _stage(
         forward_talk_ms=communication.forward_ms[stage.index],
         backward_talk_ms=communication.backward_ms[stage.index],
         exchange_ms=transfers.exchange_ms[stage.index],
-        recompute=again,
+        recompute=load.recomputes,
         ranks=solution.ranks_of_stage[stage.index],
-        parts=stage_parts(capture, stage.nodes, labels, costs, again=again),
+        parts=stage_parts(capture, stage.nodes, labels, costs, again=load.recomputes),
         changes=changes,
         changes_trained=tuple(
             name for name in changes if capture.model.get_parameter(name).requires_grad

@@ -266,16 +266,16 @@ class RankConfig:
         return on_the_way if recompute else on_the_way + in_flight * np.asarray(sums.root_bytes)
 
     def recomputes(self, position: int, sums: StageSums) -> Bools:
-        """Which stages count as recomputing their forward: only those that have to, and never where
-        one micro-batch is in flight. A stage that keeps nothing for its backward does not recompute
-        when it runs; searches count it all the same, so that loads grow with stages."""
+        """Which stages recompute their forward: only those that have to, and never where one
+        micro-batch is in flight or where forward saves nothing for a backward."""
         never = self.recompute == "none" or (self.recompute == "auto" and not self.is_limited)
         if never or self.in_flight(position) == 1:
             return np.zeros(np.shape(sums.forward_ms), dtype=bool)
+        saves = np.asarray(sums.saved_bytes > 0)
         if self.recompute == "all":
-            return np.ones(np.shape(sums.forward_ms), dtype=bool)
+            return saves
         room = self.devices[position].memory_bytes
-        return np.asarray(self.memory_bytes(position, sums, recompute=False) > room)
+        return saves & np.asarray(self.memory_bytes(position, sums, recompute=False) > room)
 
     def time_ms(self, position: int, sums: StageSums, *, again: Bools | bool) -> Floats:
         """Milliseconds of one micro-batch on the rank at `position`, even if it does not fit;

@@ -164,7 +164,8 @@ class StepTimer:
             flights = (
                 self.schedule.in_flight if self.schedule else map(setting.in_flight, range(count))
             )
-            again = np.array([*flights]) > 1
+            saved = problem.costs.saved_index.sums(at, count)
+            again = (np.array([*flights]) > 1) & (saved > 0)
             backward_ms = backward_ms + forward_ms * again
         return ActionCosts(
             forward_ms=tuple((forward_ms + talk.forward_ms).tolist()),

@@ -168,7 +168,8 @@ class _Table:
         self.total_ms = float(problem.least_work_ms.sum())
         kinds = {id(stage.costs): stage.costs for stage in walk.stages}
         self.kind_of = list(kinds)
-        memory = problem.setting.is_limited or bool(problem.setting.replicas)
+        setting = problem.setting
+        memory = setting.is_limited or bool(setting.replicas) or setting.recompute == "all"
         self.pairs = PairSums(list(kinds.values()), downsets, memory=memory)
         self.best = np.full((len(walk.reach), len(downsets)), np.inf)
         self.best[0, 0] = 0.0

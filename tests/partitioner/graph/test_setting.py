@@ -11,6 +11,7 @@ from torch import nn
 
 from asyncpipe.partitioner.graph.cost_graph import costs_of
 from asyncpipe.partitioner.graph.costs import stage_sums
+from asyncpipe.partitioner.graph.problem import Placement, evaluate
 from asyncpipe.partitioner.graph.rank_model import DEPTH
 from asyncpipe.partitioner.planning.cluster import make_setting
 from asyncpipe.runtime.errors import PlanError
@@ -24,11 +25,13 @@ from asyncpipe.runtime.schedule.schedule import count_in_flight
 from asyncpipe.runtime.staleness import make_staleness
 from asyncpipe.runtime.staleness.weight_versions import WeightVersions
 from asyncpipe.runtime.transports.gloo import GlooTransport
+from asyncpipe.tests.support.models.placements import problem_of
 from asyncpipe.tests.support.models.small_schedules import ranks_for
 
 SIZES = [(stages, micro_batches) for stages in range(1, 6) for micro_batches in range(1, 11)]
 
 
+TIGHT = {"schedule": "gpipe", "micro_batches": 4, "memory_limit": 10}
 PLANNED = [name for name in SCHEDULES if name not in ("single", "virtual-stages-1f1b")]
 
 
@@ -177,3 +180,18 @@ def test_what_cannot_be_run_so_is_told_in_one_sentence(options: dict, sentence: 
 def test_a_misspelt_option_is_no_option() -> None:
     with pytest.raises(TypeError, match="memory_limits"):
         make_setting(2, memory_limits="1GiB")
+
+
+@pytest.mark.parametrize("recompute", ["auto", "all"])
+def test_a_stage_that_saves_nothing_counts_as_one_that_never_recomputes(recompute: str) -> None:
+    graph = nx.DiGraph()
+    for node, saved_bytes in enumerate((0, 0, 8)):
+        graph.add_node(node, forward_ms=1.0, output_bytes=100, saved_bytes=saved_bytes)
+    nx.add_path(graph, range(3))
+    placed = Placement((0, 1, 2))
+    plain, again = (
+        evaluate(problem_of(graph, 3, setting=make_setting(3, recompute=choice, **TIGHT)), placed)
+        for choice in ("none", recompute)
+    )
+    assert [load.recomputes for load in again.stages] == [False, False, True]
+    assert again.stages[:2] == plain.stages[:2] and again.stages[2] != plain.stages[2]

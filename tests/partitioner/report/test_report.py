@@ -253,6 +253,11 @@ def test_a_drawn_asynchronous_step_is_busy_for_what_is_not_idle(plan):
     assert max(box.x + box.width for box in step.drawing.boxes) <= step.drawing.end_x + 3.1
 
 
+def test_curves_of_2bw_leave_out_what_it_does_not_support(plan):
+    of_2bw = replace(plan, setting=replace(plan.setting, schedule="2bw", micro_batches=8))
+    assert curves(of_2bw).schedules == ("1f1b", "async-1f1b")
+
+
 def test_curves_show_what_the_simulator_finds(page, plan):
     found = curves(plan)
     for sample in found.samples:
