@@ -30,7 +30,13 @@ from .mode_branches import Calls, branched, modes_differ
 from .mode_merge import Different, add_decision, both_ways, identity, merge, undecided
 from .model_state import in_mode, is_on_meta, silent, without_cache
 from .patches import CURE as GRADIENTS_CURE
-from .patches import LenNeeded, patched, watched_gradients, watched_seeds
+from .patches import (
+    LenNeeded,
+    patched,
+    watched_gradients,
+    watched_seeds,
+    without_opt_einsum,
+)
 from .random_numbers import watched_draws
 from .readings import Shadow
 from .size_guards import add_size_guards
@@ -254,8 +260,7 @@ def trace_forward(
                 watched_draws(tracer, model),
                 watched_gradients(tracer, model),
                 watched_seeds(tracer),
-                # opt_einsum needs sizes as numbers; the order of a product is irrelevant here.
-                torch.backends.opt_einsum.flags(enabled=False),
+                without_opt_einsum(),
                 enable_python_dispatcher(),
                 world.mode,
                 tracer.random,

@@ -178,8 +178,12 @@ def test_it_is_exact(build: Callable[[], nn.Module], given: Tensor, tmp_path: Pa
         torch.testing.assert_close(value, model.state_dict()[name], rtol=0, atol=0)
 
 
-def test_einsum_is_traced_without_opt_einsum(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it is installed, it reads each size as a number."""
+@pytest.mark.parametrize("assigned", [False, True])
+def test_einsum_is_traced_without_opt_einsum(
+    monkeypatch: pytest.MonkeyPatch, assigned: bool
+) -> None:
+    """Where it is installed, it reads each size as a number. An assignment to the flag, which torch
+    documents, hides the flag from torch's own context manager."""
     seen = []
 
     class Product(Two):
@@ -190,8 +194,11 @@ def test_einsum_is_traced_without_opt_einsum(monkeypatch: pytest.MonkeyPatch) ->
     switch = torch.backends.opt_einsum.m
     monkeypatch.setattr(switch, "is_available", lambda: True)
     monkeypatch.setattr(switch, "enabled", True)
+    if assigned:
+        monkeypatch.setitem(vars(torch.backends.opt_einsum), "enabled", True)
     capture(Product(), {"x": X})
     assert set(seen) == {False, True}  # traces, and the model itself
+    assert torch.backends.opt_einsum.enabled
 
 
 class OwnGenerator(Two):
