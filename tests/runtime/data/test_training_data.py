@@ -150,6 +150,45 @@ def test_every_epoch_is_compared_once() -> None:
     assert len(compared) == 4
 
 
+def test_samples_that_change_between_epochs_on_one_rank_are_named() -> None:
+    """The order of the later epoch is the same on both ranks, and the samples of the first one."""
+
+    class Aging:
+        fields = ("x",)
+        age = 0
+
+        def __len__(self) -> int:
+            return 4
+
+        def get(self, indices: list[int], fields: object) -> dict[str, torch.Tensor]:
+            return {"x": torch.tensor([[float(self.age)] for _ in indices])}
+
+    sent: list[bytes] = []
+    mine = Aging()
+
+    def others(content: bytes) -> list[bytes]:
+        sent.append(content)
+        return [content, sent[len(sent) - 2] if len(sent) % 2 == 0 else content]
+
+    FakeWorld.others = staticmethod(others)  # type: ignore[method-assign]
+    steady, aging = (
+        Agreement(
+            FakeWorld(),
+            Data(dataset, None, "samples", "samples", seed=1),
+            SampleOrder(4, 1),
+            fields=("x",),
+            own_fields=("x",),
+        )
+        for dataset in (Aging(), mine)
+    )
+    steady.check(0, 4)
+    aging.check(0, 4)
+    mine.age = 1
+    steady.check(4, 4)
+    with pytest.raises(DataError, match=r"ranks 0 and 1 read different data: sample \d has other"):
+        aging.check(4, 4)
+
+
 # Text
 
 
