@@ -13,6 +13,7 @@ import io
 import itertools
 import json
 import re
+import shlex
 import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
@@ -34,14 +35,16 @@ from asyncpipe.commands.console import SafeConsole
 from asyncpipe.partitioner.codegen import layout
 from asyncpipe.partitioner.codegen.layout import Code, call, lay_out, named
 from asyncpipe.partitioner.models.load import load_model
+from asyncpipe.runtime.config.batch_layout import check_ranks
 from asyncpipe.runtime.config.settings import Settings
 from asyncpipe.runtime.errors import AsyncPipeError
 from asyncpipe.runtime.executor.loading import load_stage_class
 from asyncpipe.runtime.formatting import hiding_in, in_markdown, one_line, visible
 from asyncpipe.runtime.launch.slurm import sbatch_script
 from asyncpipe.runtime.plan.plan import Plan, read_plan
-from asyncpipe.runtime.plan.trust import code_hashes
+from asyncpipe.runtime.plan.trust import code_hashes, untrusted
 from asyncpipe.runtime.reports.rendering import _NO_CHARACTERS, render
+from asyncpipe.runtime.schedule.builders import make_schedule
 from asyncpipe.tests.support.models.hand_folders import write_mlp
 from asyncpipe.tests.support.oracles.html_pages import all_of, check_alone, parsed, text_of
 from asyncpipe.tests.support.processes.in_process import command, error_of
@@ -203,6 +206,21 @@ def test_a_name_in_a_batch_script_is_no_option_and_no_command(
     assert ran.returncode == 0, ran
     assert {path.name for path in tmp_path.iterdir()} == {"script.sh", "words"}
     assert f"x{output}".encode() in (tmp_path / "words").read_bytes().split(b"\0")
+
+
+@pytest.mark.parametrize("name", ["a b", "x; touch ran", "$(touch ran)", "`touch ran`", "it's"])
+def test_a_name_in_a_command_that_is_shown_is_one_word(
+    plan_of_mlp: Plan, tmp_path: Path, name: str
+) -> None:
+    """Such a command is there to be typed again."""
+    told = [untrusted(tmp_path / name)]
+    with pytest.raises(AsyncPipeError) as refused:
+        plan = replace(plan_of_mlp, model=name)
+        check_ranks(plan, make_schedule("1f1b", stages=2, micro_batches=2), 3)
+    told.append(refused.value)
+    for error, word in zip(told, (str(tmp_path / name), name), strict=True):
+        commands = re.findall(r"asyncpipe-\w+ .+?(?= --trust| --stage)", error.cure)
+        assert commands and all(shlex.split(each)[-1] == word for each in commands), error.cure
 
 
 @pytest.fixture(scope="module")

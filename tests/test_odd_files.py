@@ -12,10 +12,13 @@ import pytest
 from asyncpipe.runtime.checkpoint.resuming import keep_records_until
 from asyncpipe.runtime.config.settings import Settings
 from asyncpipe.runtime.errors import AsyncPipeError, PlanError
+from asyncpipe.runtime.monitoring.run_files import read_run
 from asyncpipe.runtime.plan.plan import read_plan
 from asyncpipe.runtime.plan.trust import is_trusted
 from asyncpipe.runtime.serialization import Origin, parse_json, parse_toml, read_text
 from asyncpipe.runtime.user_code import source_of
+from asyncpipe.runtime.watch.pages import RunPage
+from asyncpipe.runtime.watch.ranks_seen import see_ranks
 from asyncpipe.tests.support.models.hand_folders import write_mlp
 from asyncpipe.tests.support.processes.in_process import command, error_of
 
@@ -185,6 +188,34 @@ def test_a_text_is_refused_for_what_hides_outside_of_its_values(
     (path := tmp_path / "job.toml").write_text(f"# {hidden}\nsteps = 2\n")
     with pytest.raises(AsyncPipeError, match="it has a control or hidden character"):
         read_text(path, Origin("it", AsyncPipeError))
+
+
+@pytest.mark.parametrize("make", [pipe, device])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.toml", "ranks/0.state"])
+def test_a_run_is_shown_although_some_of_its_files_are_none(
+    tmp_path: Path, make: Callable[[Path], None], name: str
+) -> None:
+    """Such a run may be a stranger's, and pages and reports only read it."""
+    (tmp_path / "ranks").mkdir()
+    (tmp_path / "metrics.jsonl").write_text('{"event": "start", "time_s": 1.0}\n')
+    (tmp_path / "config.toml").write_text("steps = 4\n")
+    (tmp_path / name).unlink(missing_ok=True)
+    make(tmp_path / name)
+    page = RunPage(tmp_path)
+    page.look()
+    assert page.refresh()
+    if name != "metrics.jsonl":
+        assert read_run(tmp_path).start
+
+
+@pytest.mark.parametrize(
+    "state", [b"\xff", b"[]", b'{"rank": 0}', b'{"rank": 0, "pid": "../../tmp/mine", "host": 1}']
+)
+def test_a_state_of_a_rank_that_is_none_is_left_out(tmp_path: Path, state: bytes) -> None:
+    (tmp_path / "ranks").mkdir()
+    (tmp_path / "metrics.jsonl").write_text('{"event": "start", "time_s": 1.0}\n')
+    (tmp_path / "ranks" / "0.state").write_bytes(state)
+    assert not see_ranks(read_run(tmp_path)).ranks
 
 
 def test_records_that_are_torn_are_dropped_wherever_they_are(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from dataclasses import replace
@@ -342,6 +343,27 @@ def test_a_rank_loads_no_stage_that_was_changed_after_the_check(
     assert what.startswith(f"{tmp_path}/made/stage_1.py {CHANGED}")
     assert what.endswith("nothing writes to the folder, with the same files on all hosts.")
     assert not (tmp_path / "made" / "ran").exists()
+
+
+def test_a_rank_follows_no_plan_that_was_changed_after_the_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan names the criterion, which is code."""
+    write_mlp(made := tmp_path / "made")
+    (tmp_path / "loss.py").write_text(LEAVES_A_MARK.format(str(made / "ran")) + "loss = None\n")
+    real = local.make_folder
+
+    def edited(job: Any) -> Any:
+        plan = json.loads((made / "plan.json").read_text())
+        (made / "plan.json").write_text(
+            json.dumps(plan | {"criterion": f"{tmp_path}/loss.py:loss"})
+        )
+        return real(job)
+
+    monkeypatch.setattr(local, "make_folder", edited)
+    with pytest.raises(AsyncPipeError, match=f"plan.json {CHANGED}"):
+        run(exact_settings(made, tmp_path / "run"), FACTORY)
+    assert not (made / "ran").exists()
 
 
 def test_a_run_of_one_process_loads_no_stage_that_was_changed_after_the_check(

@@ -11,6 +11,7 @@ their number is not an option.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -278,8 +279,8 @@ def check_ranks(plan: Plan, schedule: Schedule, started: int, replicas: int = 1)
     elif replicas > 1:
         ways.append(f"another multiple of {in_pipeline} with --replicas")
     if started > 1 and replicas == 1:
-        again = f"asyncpipe-partition --model {plan.model} --stages {started}"
-        ways.append(f"partition again: {again}")
+        again = ("asyncpipe-partition", "--model", plan.model, "--stages", str(started))
+        ways.append(f"partition again: {shlex.join(again)}")
     elif started == 1:
         ways.append("--schedule single")
     raise PlanError(

@@ -28,7 +28,14 @@ from ..user_code import hashed_name, import_file, source_of
 
 
 class ChangedCodeError(PlanError):
-    """A stage whose file is not the one that was checked when the run began."""
+    """A file of the generated folder that is not the one that was checked when the run began."""
+
+    def __init__(self, path: Path, checked: str, loaded: str) -> None:
+        super().__init__(
+            f"{path} is not the file that was checked when the run began: its SHA-256 is "
+            f"{loaded[:8]}, and was {checked[:8]}.",
+            "Start again when nothing writes to the folder, with the same files on all hosts.",
+        )
 
 
 CONSTANTS = "_constants."
@@ -98,11 +105,7 @@ def _import_stage(path: Path, code: Mapping[str, str] | None) -> ModuleType:
     source = source_of(path)
     loaded = hashlib.sha256(source.encode()).hexdigest()
     if code is not None and (checked := code.get(path.name, "none")) != loaded:
-        raise ChangedCodeError(
-            f"{path} is not the file that was checked when the run began: its SHA-256 is "
-            f"{loaded[:8]}, and was {checked[:8]}.",
-            "Start again when nothing writes to the folder, with the same files on all hosts.",
-        )
+        raise ChangedCodeError(path, checked, loaded)
     for module in own_modules(path.parent, path.name).values():
         add_own_folder(module.parent)
     try:

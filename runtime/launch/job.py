@@ -7,6 +7,7 @@ user code: for `file.py:name` they only test that the file exists.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import shutil
 from collections.abc import Callable, Mapping
@@ -31,6 +32,7 @@ from ..distributed.ranks import grid_of
 from ..distributed.rendezvous import check_interface
 from ..errors import AsyncPipeError, DataError
 from ..executor.compiled import check_compiler
+from ..executor.loading import ChangedCodeError
 from ..limits import flag_of
 from ..monitoring.diagnostics import check_debugger
 from ..monitoring.records import Reporter
@@ -44,6 +46,8 @@ from ..training.evaluation import check_name
 from ..training.loop import train
 from ..training.setup import Job
 from ..user_code import check_own_file, exits_as_errors, import_object, names_object
+
+_PLAN = "plan.json"
 
 
 def check_job(job: Job) -> None:
@@ -110,17 +114,23 @@ def make_job(
 ) -> Job:
     """The job for the plan that the settings name, with all options resolved.
 
-    `folder` is the run's; `code` are the hashes of the stages' files if they were already checked.
+    `folder` is the run's; `code` are the hashes of the stages' files if they were already checked,
+    for a rank also that of the plan.
 
-    Raises AsyncPipeError when settings and plan do not fit.
+    Raises AsyncPipeError when settings and plan do not fit, and ChangedCodeError for another plan
+    than the one that was checked: a plan may name a criterion, which is code.
     """
     planned = read_plan(settings.folder)
+    own = hashlib.sha256(planned.to_json().encode()).hexdigest()
+    if code is None:
+        code = {**code_hashes(settings.folder), _PLAN: own}
+    elif code.get(_PLAN, own) != own:
+        raise ChangedCodeError(Path(settings.folder) / _PLAN, code[_PLAN], own)
     config, task = _resolved(settings, planned)
     if config.debug is not None:
         schedule = make_segment(sized_plan(planned, config), config, steps=1)
         check_debugger(config, grid_of(schedule, config.replicas).processes)
     check_log(config)
-    code = code_hashes(settings.folder) if code is None else code
     return Job(config, task, planned, folder or _next_folder(settings), code, settings)
 
 

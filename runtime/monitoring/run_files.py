@@ -8,7 +8,6 @@ NaN. Steps that were repeated after a restart replace the earlier ones.
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from ..errors import DataError
 from ..schedule.schedule import Action
 from ..schedule.simulate import Event as Did
 from ..schedule.simulate import Timeline
+from ..serialization import Origin, parse_toml, read_text
 from .tail import Record, Tail
 
 METRICS, CONFIG = "metrics.jsonl", "config.toml"
@@ -141,9 +141,10 @@ def points(records: Iterable[Record], name: str, by: str) -> tuple[tuple[float, 
 
 
 def _config(path: Path) -> Record:
+    origin = Origin(str(path), DataError)
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
+        return parse_toml(read_text(path, origin), origin)
+    except DataError:
         return {}
 
 

@@ -80,6 +80,8 @@ class Tail:
 
     def read(self) -> bool:
         """Reads the lines that were added; False if there were none."""
+        if not self._path.is_file():  # such as a pipe, which would never end
+            return False
         try:
             with self._path.open("rb") as file:
                 return self._read(file)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Mapping
@@ -12,6 +11,7 @@ from typing import Literal
 
 from ..config.execution_options import ExecutionOptions
 from ..distributed.failure import RankFolder
+from ..errors import DataError
 from ..formatting import counted
 from ..monitoring.run_files import RunRecords, number
 from ..monitoring.watchdog import (
@@ -24,6 +24,7 @@ from ..monitoring.watchdog import (
     usual_cause,
 )
 from ..process import PROC, is_alive
+from ..serialization import Origin, parse_json, read_text, shaped
 
 Standing = Literal["starting", "running", "stalled", "killed", "ended", "failed", "stopped"]
 
@@ -91,14 +92,15 @@ def _ranks_in(folder: Path) -> list[int]:
 def _sighting(folder: Path, rank: int) -> Sighting | None:
     """The state that a rank has left; None if there is none that can be read."""
     path = folder / f"{rank}.state"
+    origin = Origin(str(path), DataError)
     try:
         written_s = path.stat().st_mtime
-        state = RankState(**json.loads(path.read_text(encoding="utf-8")))
+        state = shaped(RankState, parse_json(read_text(path, origin), origin), origin)
         silent_s = max(0.0, time.time() - written_s)
         trouble = ""
         if silent_s > SILENT_S:
             trouble = "has ended" if _is_reused(state.pid, written_s) else trouble_of(state)
-    except (OSError, ValueError, TypeError):
+    except (OSError, DataError):
         return None
     return Sighting(state, silent_s if trouble else 0.0, trouble)
 

@@ -225,6 +225,28 @@ def test_a_fault_behind_a_gate_of_zero_is_seen(tmp_path: Path) -> None:
         verify(model, read_plan(tmp_path / "cut"), tmp_path / "cut", {"x": X})
 
 
+def test_a_change_that_only_the_next_call_would_read_is_compared(tmp_path: Path) -> None:
+    class Follows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(12, 16), nn.Linear(16, 4)
+            self.scale = nn.Parameter(torch.ones(4), requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = self.b(self.a(x)) + self.scale
+            with torch.no_grad():
+                self.scale.mul_(0.9)
+            return out
+
+    model = Follows()
+    asyncpipe.partition(model, {"x": X}, stages=2, output=tmp_path / "cut", profile="analytic")
+    stage = tmp_path / "cut" / "stage_1.py"
+    assert "mul_(0.9)" in stage.read_text()
+    stage.write_text(stage.read_text().replace("mul_(0.9)", "mul_(0.8)"))
+    with pytest.raises(PlanError, match="the parameter scale of the generated stages differs"):
+        verify(model, read_plan(tmp_path / "cut"), tmp_path / "cut", {"x": X})
+
+
 def test_a_model_that_does_not_run_with_other_numbers_is_compared_with_its_own(
     tmp_path: Path,
 ) -> None:
