@@ -66,6 +66,7 @@ def print_run(console: Console, run: ComparedRun, number: int, of: int, *, as_js
     console.print(
         f"{number:{len(str(of))}}/{of}  {run.name} {run.optimizer}  lr {run.lr:g}  "
         f"seed {run.seed}  {loss}",
+        markup=False,
         soft_wrap=True,
     )
 
@@ -76,12 +77,13 @@ def print_comparison(console: Console, comparison: MethodComparison) -> None:
 
     console.print()
     print_table(console, method_table(comparison.rows))
+    folder = escape(str(comparison.folder))
     console.print(
         f"[green]✓[/] {comparison.made} runs made, {comparison.repeated} known from before\n"
-        f"  report     {comparison.folder / 'comparison.html'}\n"
-        f"  curves     {comparison.folder / 'curves.svg'}\n"
-        f"  table      {comparison.folder / 'table.md'}\n"
-        f"  runs       {comparison.folder / 'runs.jsonl'}",
+        f"  report     {folder}/comparison.html\n"
+        f"  curves     {folder}/curves.svg\n"
+        f"  table      {folder}/table.md\n"
+        f"  runs       {folder}/runs.jsonl",
         soft_wrap=True,
     )
 
@@ -389,7 +391,8 @@ def print_folder(console: Console, plan: Plan, folder: Path) -> None:
         console.print(escape(f"tied    {holders}"))
     for spec in plan.stages:
         if (folder / spec.file).is_file() and file_hash(folder / spec.file) != spec.sha256:
-            console.print(f"edited  {spec.file} is not as generated; it is used as it is")
+            told = f"edited  {spec.file} is not as generated; it is used as it is"
+            console.print(told, markup=False)
     if not is_trusted(folder):
         console.print("foreign not made on this machine: its code is shown, and run with --trust")
     console.print(escape(f"\ncode    asyncpipe-inspect {shlex.quote(str(folder))} --stage 0"))

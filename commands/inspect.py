@@ -59,7 +59,7 @@ def inspect_command(
         return 0
     if svg is not None:
         write_page(svg, picture(plan), "Give --svg another file.")
-        console.print(f"picture  {svg}")
+        console.print(f"picture  {svg}", markup=False)
         return 0
     if stage is not None:
         if stage >= len(plan.stages):

@@ -211,7 +211,7 @@ def _ending(summary: Summary) -> list[str]:
         f"  idle       {_parts(summary.idle_parts)}",
         f"  throughput {write_rate(summary.rate, summary.unit)}, the first step left out as a "
         f"warm-up · {summary.epoch:.3g} epochs",
-        f"  output     {summary.output}",
+        f"  output     {escape(summary.output)}",
     ]
     if late := summary.staleness:
         delays = f"{late.delay_mean:.3g} steps in the mean, {late.delay_max} at most; the ledger "
@@ -226,11 +226,11 @@ def _ending(summary: Summary) -> list[str]:
             f"measured, ranks idle {write_share(summary.simulated_idle)}",
         )
     if summary.trace:
-        lines.append(f"  trace      {summary.trace}, for ui.perfetto.dev")
+        lines.append(f"  trace      {escape(summary.trace)}, for ui.perfetto.dev")
     if summary.weights:
-        lines.append(f"  weights    {summary.weights}")
+        lines.append(f"  weights    {escape(summary.weights)}")
     if summary.exported:
-        lines.append(f"  exported   {summary.exported}")
+        lines.append(f"  exported   {escape(summary.exported)}")
     return lines
 
 

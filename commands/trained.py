@@ -74,9 +74,11 @@ def predict_command(
     for name, (dtype, shape) in predicted.tensors.items():
         console.print(f"{name}  {dtype} {list(shape)}", markup=False)
     if predicted.left_out:
-        console.print(f"left out, without a dimension of samples: {', '.join(predicted.left_out)}")
+        left_out = ", ".join(predicted.left_out)
+        console.print(f"left out, without a dimension of samples: {left_out}", markup=False)
     samples = counted(predicted.samples, "sample")
-    console.print(f"written  {predicted.output} · {samples} · {predicted.weights}")
+    written = f"written  {predicted.output} · {samples} · {predicted.weights}"
+    console.print(written, markup=False)
     return 0
 
 
@@ -117,5 +119,6 @@ def export_command(
         print_text(jsons.dumps(asdict(exported), default=str))
         return 0
     size = f"{counted(exported.tensors, 'tensor')}, {write_bytes(exported.bytes)}"
-    make_console().print(f"written  {exported.folder} · {size} · from {exported.weights}")
+    written = f"written  {exported.folder} · {size} · from {exported.weights}"
+    make_console().print(written, markup=False)
     return 0

@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from rich.markup import escape
 from rich.table import Table
@@ -31,15 +31,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import asyncpipe
-from asyncpipe.commands.console import SafeConsole
+from asyncpipe.commands.console import SafeConsole, print_comparison
 from asyncpipe.partitioner.codegen import layout
 from asyncpipe.partitioner.codegen.layout import Code, call, lay_out, named
 from asyncpipe.partitioner.models.load import load_model
+from asyncpipe.runtime.checkpoint import trained
 from asyncpipe.runtime.config.batch_layout import check_ranks
 from asyncpipe.runtime.config.settings import Settings
 from asyncpipe.runtime.errors import AsyncPipeError
 from asyncpipe.runtime.executor.loading import load_stage_class
+from asyncpipe.runtime.experiments.compare import MethodComparison
 from asyncpipe.runtime.formatting import hiding_in, in_markdown, one_line, visible
+from asyncpipe.runtime.launch import prediction
 from asyncpipe.runtime.launch.slurm import sbatch_script
 from asyncpipe.runtime.plan.plan import Plan, read_plan
 from asyncpipe.runtime.plan.trust import code_hashes, untrusted
@@ -181,6 +184,8 @@ def test_a_text_on_the_terminal_steers_nothing(text: str) -> None:
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(name=texts, output=texts)
+@example(name="x\ntouch ran\n#", output="y\ntouch ran")
+@example(name="x --wrap=touch", output="$(touch ran)")
 def test_a_name_in_a_batch_script_is_no_option_and_no_command(
     plan_of_mlp: Plan, tmp_path: Path, name: str, output: str
 ) -> None:
@@ -450,6 +455,31 @@ def test_an_error_shows_markup_as_it_is(tmp_path: Path) -> None:
     for name in ("[red]x[/]", "[link=x]y[/link]", "[/nothing]", "[bold"):
         told = error_of(tmp_path, "inspect", name)
         assert told.startswith(f"error: {name} does not exist")
+
+
+def test_a_path_in_the_result_of_a_command_is_shown_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A path that looks like markup would lose a part, or end a command that has succeeded."""
+    name = "[red]a[/b]"
+    write_mlp(tmp_path / "made")
+    with (tmp_path / "made" / "stage_1.py").open("a") as file:
+        file.write("# edited\n")
+    path = Path(name)
+    monkeypatch.setattr(trained, "export", lambda *_, **__: trained.Exported(path, path, 1, 2))
+    made = prediction.Predicted(path, path, 1, {name: ("F32", (1,))}, (name,))
+    monkeypatch.setattr(prediction, "predict", lambda *_, **__: made)
+    for arguments, times in (
+        (("train", "made", *SHORT, "--output", name), 3),
+        (("inspect", "made", "--svg", f"{name}.svg"), 1),
+        (("train", "export", "run", "new"), 2),
+        (("train", "predict", "run"), 4),
+    ):
+        ended = command(tmp_path, *arguments)
+        assert ended.code == 0 and ended.out.replace("\n", "").count(name) == times, ended
+    console = SafeConsole(file=io.StringIO(), width=400)
+    print_comparison(console, MethodComparison((), path, 1, 0))
+    assert console.file.getvalue().count(name) == 3  # type: ignore[attr-defined]
 
 
 # --- options, weights and configurations of a stranger

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from asyncpipe.runtime.checkpoint.folders import FolderLock
 from asyncpipe.runtime.errors import DataError
 from asyncpipe.runtime.plan.trust import verify_no_links, write_here
-from asyncpipe.tests.support.models.hand_folders import write_mlp
+from asyncpipe.tests.support.models.hand_folders import write_mlp, write_text
 from asyncpipe.tests.support.processes.in_process import command, error_of
 from asyncpipe.tests.test_trust import train
 
@@ -89,6 +90,19 @@ def test_comparisons_and_sweeps_write_through_no_link_either(run_of: Path, tmp_p
     swept = ("--sweep", "lr=0.1,0.2", *short, "--output", str(tmp_path / "swept"))
     assert "is a link to" in error_of(run_of, "train", "made", *swept)
     assert (away / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("make", [os.symlink, lambda _, path: os.mkfifo(path)])
+def test_an_export_copies_no_file_that_a_generated_folder_only_leads_to(
+    tmp_path: Path, make: Callable[[Path, Path], None]
+) -> None:
+    """An export is made to be given away."""
+    away = outside(tmp_path / "outside")
+    write_text(tmp_path / "theirs")
+    make(away / "file", tmp_path / "theirs" / "hf" / "tokens.json")
+    told = error_of(tmp_path, "train", "export", "theirs", "exported")
+    assert told.startswith("error: theirs/hf/tokens.json is not a file, and only files are copied.")
+    assert not (tmp_path / "exported").exists()
 
 
 def test_a_generated_folder_that_is_a_link_is_not_replaced(tmp_path: Path) -> None:

@@ -191,8 +191,16 @@ def write_weights(
 
 
 def copy_configuration(target: Path, source: Path) -> None:
-    """Copies the configuration files of the generated folder `source` to `target`."""
+    """Copies the configuration files of the generated folder `source` to `target`.
+
+    Raises CheckpointError for what is no file: a link may lead to a file that is not to be shared.
+    """
     for file in sorted((source / HF_FILES).iterdir()):
+        if file.is_symlink() or not file.is_file():
+            raise CheckpointError(
+                f"{file} is not a file, and only files are copied.",
+                "Remove it, or partition the model again with --force.",
+            )
         shutil.copy(file, target / file.name)
 
 
