@@ -202,6 +202,22 @@ def test_a_prediction_expects_the_factor_of_the_step(by: str) -> None:
         assert expected == pytest.approx(LIMIT / math.sqrt(9 + square + 1))
 
 
+def test_a_tied_gradient_that_grows_is_clipped_before_others_know_its_norm() -> None:
+    """Under `known` the norm of all stages is that of an earlier step, and may be smaller."""
+    model = MODELS["tied"](STAGES)
+    settings = run_config(schedule="async-1f1b", clip=2.0, clip_by="known")
+    (share,) = [share_of(model.plan, 0, model.build()[0])]
+    world = World(RankInfo(0, STAGES, 0, STAGES))
+    for growth, norm in ((1e-3, 5.0), (1e3, None)):
+        norms = StageNorms(settings, world, STAGES, {0: share}, Activities())
+        norms.load({"1": [9.0, 16.0, *[0.0] * (STAGES - 2)]})
+        (parameter,) = share.shared
+        parameter.grad = torch.full_like(parameter, growth)
+        _, shared = norms.of(0, version=2, late=1)
+        (found,) = shared.values()
+        assert found.norm == pytest.approx(norm or math.sqrt(parameter.numel()) * growth)
+
+
 @pytest.mark.parametrize("by", ["global", "known"])
 def test_ranks_with_several_stages_cannot_wait_for_all_stages(by: str) -> None:
     settings = run_config(schedule="async-1f1b", clip=2.0, clip_by=by)
