@@ -31,6 +31,7 @@ from itertools import chain, groupby, repeat
 from typing import Any, TypeVar
 
 from ..config.batch_layout import describe_stages
+from ..config.settings import SettingsError
 from ..plan.plan import Plan
 from ..schedule.schedule import Schedule
 from ..transports.choose import TransportChoice
@@ -127,7 +128,8 @@ def find_rank_info(
 
     A lone task of srun, as in an interactive job, counts as no launcher: the command starts its own
     ranks there. `master_addr` and `master_port` override the launcher's. The head is "" if there
-    are several hosts and rank 0's address is unknown.
+    are several hosts and rank 0's address is unknown. Raises SettingsError for variables that are
+    not what a launcher sets.
 
     >>> find_rank_info({"RANK": "1", "WORLD_SIZE": "4", "MASTER_PORT": "29500"}).rank
     1
@@ -149,16 +151,18 @@ def _rank_info(
     master_addr: str | None,
     master_port: int | None,
 ) -> RankInfo:
-    rank, ranks = int(environment[launcher.rank]), int(environment[launcher.ranks])
-    local_rank = int(environment.get(launcher.local_rank, rank))
+    rank, ranks = (_number(environment, name) for name in (launcher.rank, launcher.ranks))
+    if rank >= ranks:
+        raise _unfit(launcher.rank, environment, f"less than {launcher.ranks}={ranks}")
+    local_rank = _number(environment, launcher.local_rank, rank)
     local_ranks = _local_ranks(launcher, environment, ranks)
     head = master_addr or environment.get("MASTER_ADDR")
     if head is None and launcher.name == "srun":
         head = first_host(environment.get("SLURM_STEP_NODELIST", ""))
     if head is None:
         head = "127.0.0.1" if local_ranks == ranks else ""
-    port = master_port or environment.get("MASTER_PORT")
-    if port is None:
+    port = master_port or _number(environment, "MASTER_PORT", 0)
+    if not port:
         job = ".".join(environment[name] for name in launcher.job if name in environment)
         port = _port_of(job, on_one_host=local_ranks == ranks)
     return RankInfo(
@@ -167,7 +171,7 @@ def _rank_info(
         local_rank=local_rank,
         local_ranks=local_ranks,
         head=head,
-        port=int(port),
+        port=port,
         launcher=launcher.name,
         **(_of_agent(environment) if launcher.name == "torchrun" else {}),
     )
@@ -176,21 +180,38 @@ def _rank_info(
 def _of_agent(environment: Mapping[str, str]) -> dict[str, Any]:
     return {
         "shares_store": environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        "attempt": int(environment.get("TORCHELASTIC_RESTART_COUNT", 0)),
-        "restarts": int(environment.get("TORCHELASTIC_MAX_RESTARTS", 0)),
+        "attempt": _number(environment, "TORCHELASTIC_RESTART_COUNT", 0),
+        "restarts": _number(environment, "TORCHELASTIC_MAX_RESTARTS", 0),
     }
+
+
+def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """A variable that is a whole number. Raises SettingsError for another value."""
+    if default is not None and name not in environment:
+        return default
+    text = environment[name]
+    if not re.fullmatch(r"[0-9]{1,9}", text):
+        raise _unfit(name, environment, "a whole number")
+    return int(text)
+
+
+def _unfit(name: str, environment: Mapping[str, str], what: str) -> SettingsError:
+    return SettingsError(
+        f"the environment has {name}={environment[name][:40]}, which is not {what}.",
+        f"Start the ranks with torchrun, srun or mpirun, or unset {name}.",
+    )
 
 
 def _local_ranks(launcher: _Launcher, environment: Mapping[str, str], ranks: int) -> int:
     value = environment.get(launcher.local_ranks)
     if launcher.name == "srun":
-        node = int(environment.get("SLURM_NODEID", "0"))
+        node = _number(environment, "SLURM_NODEID", 0)
         by_node = tasks_per_node(value or environment.get("SLURM_TASKS_PER_NODE", ""))
         if node < len(by_node):
             return by_node[node]
         by_option = environment.get("SLURM_NTASKS_PER_NODE", "")
         return min(ranks, int(by_option)) if by_option.isdigit() else ranks
-    return int(value) if value else ranks
+    return _number(environment, launcher.local_ranks) if value else ranks
 
 
 def tasks_per_node(text: str) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 
+from asyncpipe.runtime.config.settings import SettingsError
 from asyncpipe.runtime.distributed.ranks import (
     DEFAULT_PORT,
     RankInfo,
@@ -43,6 +44,26 @@ def test_the_rank_under_torchrun() -> None:
     assert find_rank_info(torchrun | {"MASTER_ADDR": "a", "MASTER_PORT": "5"}) == RankInfo(
         3, 4, 1, 2, "a", 5, "torchrun"
     )
+
+
+@pytest.mark.parametrize(
+    ("environment", "what"),
+    [
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK=x, which is not a whole number"),
+        ({"RANK": "0", "WORLD_SIZE": "-2"}, "WORLD_SIZE=-2, which is not a whole number"),
+        ({"RANK": "5", "WORLD_SIZE": "2"}, "RANK=5, which is not less than WORLD_SIZE=2"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "ssh"}, "MASTER_PORT=ssh, which is"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2.5"}, "LOCAL_WORLD_SIZE=2.5"),
+        ({"PMI_RANK": "0", "PMI_SIZE": ""}, "PMI_SIZE=, which is not a whole number"),
+        (srun_task(0, SLURM_NODEID="a"), "SLURM_NODEID=a, which is not a whole number"),
+    ],
+)
+def test_a_variable_that_no_launcher_sets_so_is_named(
+    environment: dict[str, str], what: str
+) -> None:
+    with pytest.raises(SettingsError, match=what) as refused:
+        find_rank_info(environment)
+    assert "unset" in refused.value.cure
 
 
 def test_the_places_of_a_step_of_slurm() -> None:
