@@ -9,7 +9,8 @@ the torch-level graph that Dynamo makes of it instead. Both return a tracer with
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -30,13 +31,7 @@ from .mode_branches import Calls, branched, modes_differ
 from .mode_merge import Different, add_decision, both_ways, identity, merge, undecided
 from .model_state import in_mode, is_on_meta, silent, without_cache
 from .patches import CURE as GRADIENTS_CURE
-from .patches import (
-    LenNeeded,
-    patched,
-    watched_gradients,
-    watched_seeds,
-    without_opt_einsum,
-)
+from .patches import LenNeeded, patched, watched_gradients, watched_seeds
 from .random_numbers import watched_draws
 from .readings import Shadow
 from .size_guards import add_size_guards
@@ -260,7 +255,7 @@ def trace_forward(
                 watched_draws(tracer, model),
                 watched_gradients(tracer, model),
                 watched_seeds(tracer),
-                without_opt_einsum(),
+                _without_opt_einsum(),
                 enable_python_dispatcher(),
                 world.mode,
                 tracer.random,
@@ -287,6 +282,23 @@ def trace_forward(
             modules = now  # New modules draw random numbers, but only in the first run.
             continue
         return tracer
+
+
+@contextmanager
+def _without_opt_einsum() -> Iterator[None]:
+    """Switches off opt_einsum for the block: it needs sizes as numbers, and only chooses an order.
+
+    torch's `flags` is not enough: an assignment to `torch.backends.opt_einsum.enabled`, as torch
+    documents it, hides the flag that `flags` sets.
+    """
+    switch = torch.backends.opt_einsum
+    assigned = vars(switch).pop("enabled", None)
+    try:
+        with switch.flags(enabled=False):
+            yield
+    finally:
+        if assigned is not None:
+            switch.enabled = assigned
 
 
 def trace_dynamo(

@@ -12,8 +12,6 @@ next stage, and would repeat the same numbers in every micro-batch.
 `watched_gradients`: forward may ask whether gradients are recorded, which a pipeline does in
 training and not in evaluation. The tracer answers in place of torch. `gradients_asked` finds
 questions through references that no module holds by name, because the results differ.
-
-`without_opt_einsum`: products of several tensors are traced without a search for their best order.
 """
 
 from __future__ import annotations
@@ -110,23 +108,6 @@ def _replaced(owner: Any, **values: Any) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(owner, name, value)
-
-
-@contextmanager
-def without_opt_einsum() -> Iterator[None]:
-    """Switches off opt_einsum for the block: it needs sizes as numbers, and only chooses an order.
-
-    torch's `flags` is not enough: an assignment to `torch.backends.opt_einsum.enabled`, as torch
-    documents it, hides the flag that `flags` sets.
-    """
-    switch = torch.backends.opt_einsum
-    assigned = vars(switch).pop("enabled", None)
-    try:
-        with switch.flags(enabled=False):
-            yield
-    finally:
-        if assigned is not None:
-            switch.enabled = assigned
 
 
 @contextmanager
