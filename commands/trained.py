@@ -73,8 +73,7 @@ def predict_command(
     console = make_console()
     for name, (dtype, shape) in predicted.tensors.items():
         console.print(f"{name}  {dtype} {list(shape)}", markup=False)
-    if predicted.left_out:
-        left_out = ", ".join(predicted.left_out)
+    if left_out := ", ".join(predicted.left_out):
         console.print(f"left out, without a dimension of samples: {left_out}", markup=False)
     samples = counted(predicted.samples, "sample")
     written = f"written  {predicted.output} · {samples} · {predicted.weights}"
