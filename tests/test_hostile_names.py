@@ -479,7 +479,7 @@ def test_a_path_in_the_result_of_a_command_is_shown_as_it_is(
         assert ended.code == 0 and ended.out.replace("\n", "").count(name) == times, ended
     console = SafeConsole(file=io.StringIO(), width=400)
     print_comparison(console, MethodComparison((), path, 1, 0))
-    assert console.file.getvalue().count(name) == 3  # type: ignore[attr-defined]
+    assert console.file.getvalue().count(name) == 4  # type: ignore[attr-defined]
 
 
 # --- options, weights and configurations of a stranger

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import asyncpipe
-from asyncpipe.partitioner.capture import capture
+from asyncpipe.partitioner.capture import capture, model_state
 from asyncpipe.partitioner.capture.model_state import Noise, moved, working_copies
 from asyncpipe.partitioner.verify import verify
 from asyncpipe.runtime.errors import PlanError
@@ -152,6 +152,18 @@ def test_the_caller_keeps_what_it_had(
     assert_equal(snapshot(model), before)
     pipe = asyncpipe.load(tmp_path / "cut")
     assert_equal(dict(pipe.state_dict()), before["state"])
+
+
+def test_the_caller_of_a_large_model_keeps_what_it_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a large model only the parameters that forward changes are copied."""
+    monkeypatch.setattr(model_state, "MOST_BYTES", 0)
+    monkeypatch.setattr(model_state, "SMALL", 0)
+    model = prepared(Momentum)
+    before = snapshot(model)
+    asyncpipe.partition(model, {"x": X}, stages=2, output=tmp_path / "cut", profile="analytic")
+    assert_equal(snapshot(model), before)
 
 
 def test_profiles_captures_and_outlines_leave_the_caller_what_it_had(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,21 @@ def test_a_note_and_the_refusal_have_the_line_and_the_sizes(how: str) -> None:
 
 def test_a_size_that_the_author_refuses_has_no_note() -> None:
     assert capture(_Decides("asserted"), {"x": X}).notes == ()
+
+
+def test_a_size_that_decides_in_the_other_branch_of_a_random_decision_is_checked() -> None:
+    class Sometimes(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if random.random() < 0.5:
+                return (x.relu() + 1).sin().cos()
+            if x.shape[0] > 8:
+                return x * 2
+            return x + 1
+
+    captured = capture(Sometimes(), {"x": X})
+    assert any("batch <= 8" in note for note in captured.notes)
+    with pytest.raises(RuntimeError, match="captured for batch <= 8"):
+        run(captured, {"x": _samples(11)}, training=False)
 
 
 def test_an_equation_that_only_the_example_solves_is_an_error_at_its_line() -> None:
